@@ -1,0 +1,1 @@
+"""Ray, and nothing else imports ray: worker groups, placement, failures."""

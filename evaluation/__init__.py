@@ -1,0 +1,1 @@
+"""Stage 6: sampling policies and comparing them with honest intervals."""

@@ -1,0 +1,1 @@
+"""The command line: job file, stages, lineage, report."""

@@ -1,0 +1,1 @@
+"""Stage 5: proximal policy optimisation against the reward model."""

@@ -1,0 +1,1 @@
+"""Stage 1: a tokenizer and a language model from raw text."""

@@ -1,0 +1,1 @@
+"""Stage 4: a reward model from rankings."""

@@ -1,0 +1,1 @@
+"""Stage 2: supervised fine-tuning on demonstrations."""

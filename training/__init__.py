@@ -1,0 +1,1 @@
+"""The one engine of every stage: data, batches, optimisation, checkpoints, metrics."""
