@@ -1,0 +1,81 @@
+"""Attention: masks, rotary positions, the product itself, and the key-value cache.
+
+Shape letters: B batch, T query tokens, S key tokens, N heads, G key-value heads, H head dim.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attention_mask(segments_BT: Tensor) -> Tensor:
+    """Mask [B, T, S], True = may attend: causal, inside one segment. Padding (segment 0) sees padding before it."""
+    T = segments_BT.shape[1]
+    causal_TS = torch.ones(T, T, dtype=torch.bool, device=segments_BT.device).tril()
+    return (segments_BT[:, :, None] == segments_BT[:, None, :]) & causal_TS
+
+
+def rotary_tables(positions_BT: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, T, 1, H] of position · theta^(-2i/H), each frequency twice (arXiv 2104.09864, eq. 34)."""
+    exponents = torch.arange(0, head_dim, 2, device=positions_BT.device, dtype=torch.float32) / head_dim
+    angles_BTH = positions_BT[..., None].float() * theta**-exponents
+    angles_BTH = torch.cat([angles_BTH, angles_BTH], dim=-1)
+    return angles_BTH.cos().to(dtype)[:, :, None], angles_BTH.sin().to(dtype)[:, :, None]
+
+
+def rotate(x_BTNH: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the pairs (x_i, x_{i+H/2}), the layout of the Hugging Face checkpoints."""
+    cos, sin = rotary
+    first, second = x_BTNH.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x_BTNH * cos + turned * sin).to(x_BTNH.dtype)
+
+
+def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
+    """softmax(Q Kᵀ / √H) V, [B, N, T, H]; `mask_BTS` True = may attend, None = plainly causal (T = S).
+
+    On a GPU this is PyTorch's fused kernel. On a CPU its backward and its single-query path are slow at the lengths
+    of small models, so there the equation is written out.
+    """
+    if q_BNTH.is_cuda:
+        mask_B1TS = None if mask_BTS is None else mask_BTS[:, None]
+        return F.scaled_dot_product_attention(
+            q_BNTH, k_BGSH, v_BGSH, mask_B1TS, is_causal=mask_BTS is None, enable_gqa=True
+        )
+    B, N, T, H = q_BNTH.shape
+    G, S = k_BGSH.shape[1:3]
+    if mask_BTS is None:
+        mask_BTS = torch.ones(T, S, dtype=torch.bool, device=q_BNTH.device).tril()[None]
+    # Query heads that share a key-value head lie side by side, so grouping them is a reshape, not a copy of K and V.
+    q_BGnH = q_BNTH.reshape(B, G, N // G * T, H)
+    scores = (q_BGnH @ k_BGSH.transpose(-1, -2)).view(B, N, T, S) * (1 / math.sqrt(H))
+    scores = scores.masked_fill(~mask_BTS[:, None], float("-inf"))
+    weights_BNTS = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v_BGSH.dtype)
+    return (weights_BNTS.reshape(B, G, N // G * T, S) @ v_BGSH).view(B, N, T, H)
+
+
+class KVCache:
+    """Keys and values of all layers, filled from the left: `append` writes the next tokens, `advance` moves on."""
+
+    def __init__(
+        self, num_layers: int, batch: int, kv_heads: int, tokens: int, head_dim: int, like: Tensor
+    ) -> None:
+        shape = (num_layers, batch, kv_heads, tokens, head_dim)
+        self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
+        self.length = 0
+
+    def append(self, layer: int, k_BGTH: Tensor, v_BGTH: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new tokens of one layer; return that layer's keys and values so far, [B, G, S, H] each."""
+        end = self.length + k_BGTH.shape[2]
+        self.keys[layer, :, :, self.length : end] = k_BGTH
+        self.values[layer, :, :, self.length : end] = v_BGTH
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+    def advance(self, num_tokens: int) -> None:
+        self.length += num_tokens
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only these batch rows: finished sequences leave."""
+        self.keys, self.values = self.keys[:, rows], self.values[:, rows]

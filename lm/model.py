@@ -1,0 +1,205 @@
+"""The transformer: one block, a decoder made of it, and two heads (next token, one score).
+
+Shape letters: B batch, T query tokens, S key tokens, D model width, N heads, G key-value heads, H head dim,
+M MLP width, V vocabulary, C selected positions.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.attention import KVCache, attend, attention_mask, rotary_tables, rotate
+from lm.config import ModelConfig
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight, computed in fp32 (arXiv 1910.07467, eq. 4)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and grouped key-value heads, one product for Q, K and V."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.qkv = nn.Linear(config.width, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim, bias=False)
+        self.out = nn.Linear(config.num_heads * config.head_dim, config.width, bias=False)
+
+    def forward(
+        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask_BTS: Tensor | None, cache: KVCache | None, layer: int
+    ) -> Tensor:
+        B, T, _ = x_BTD.shape
+        heads_BTNH = self.qkv(x_BTD).view(B, T, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        q, k, v = heads_BTNH.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
+        q_BNTH = rotate(q, rotary).transpose(1, 2)
+        k_BGTH = rotate(k, rotary).transpose(1, 2)
+        v_BGTH = v.transpose(1, 2)
+        if cache is not None:
+            k_BGTH, v_BGTH = cache.append(layer, k_BGTH, v_BGTH)
+        y_BNTH = attend(q_BNTH, k_BGTH, v_BGTH, mask_BTS)
+        return self.out(y_BNTH.transpose(1, 2).reshape(B, T, -1))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x)); or squared ReLU: down(relu(up(x))²)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gated = config.mlp == "swiglu"
+        self.up = nn.Linear(config.width, config.mlp_width * (2 if self.gated else 1), bias=False)
+        self.down = nn.Linear(config.mlp_width, config.width, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        up = self.up(x_BTD)
+        if self.gated:
+            gate_BTM, up_BTM = up.chunk(2, dim=-1)
+            return self.down(F.silu(gate_BTM) * up_BTM)  # type: ignore[no-any-return]
+        return self.down(F.relu(up).square())  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); dropout on both residual branches."""
+
+    def __init__(self, config: ModelConfig, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.width, config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.width, config.norm_eps)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask_BTS: Tensor | None, cache: KVCache | None, layer: int
+    ) -> Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), rotary, mask_BTS, cache, layer))
+        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+
+
+class Decoder(nn.Module):
+    """Tokens to hidden states."""
+
+    def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(config, dropout) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.width, config.norm_eps)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        mask_BTS: Tensor | None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Hidden states [B, T, D] after the final norm. `mask_BTS`: True = may attend; None = plainly causal."""
+        x_BTD = self.dropout(self.embedding(tokens_BT))
+        rotary = rotary_tables(positions_BT, self.config.head_dim, self.config.rope_theta, x_BTD.dtype)
+        for layer, block in enumerate(self.blocks):
+            x_BTD = block(x_BTD, rotary, mask_BTS, cache, layer)
+        return self.norm(x_BTD)  # type: ignore[no-any-return]
+
+    def hidden(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
+        """Hidden states of whole rows. `segments_BT` numbers the sequences packed in a row from 1; 0 = padding.
+
+        Positions restart at 0 in every segment and no token attends across segments, so a packed row gives each of
+        its sequences what it would get alone. None means one sequence a row, without padding on the left.
+        """
+        T = tokens_BT.shape[1]
+        if segments_BT is None:
+            positions_BT = torch.arange(T, device=tokens_BT.device).expand(tokens_BT.shape)
+            return self(tokens_BT, positions_BT, None)  # type: ignore[no-any-return]
+        return self(tokens_BT, segment_positions(segments_BT), attention_mask(segments_BT))  # type: ignore[no-any-return]
+
+
+class LanguageModel(nn.Module):
+    """A decoder with a next-token head."""
+
+    def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.config = config
+        self.decoder = Decoder(config, dropout)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.decoder.embedding.weight
+
+    def forward(
+        self, tokens_BT: Tensor, segments_BT: Tensor | None = None, selected_BT: Tensor | None = None
+    ) -> Tensor:
+        """Logits [C, V] of the positions that `selected_BT` marks True, row by row; [B, T, V] where it is None."""
+        hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT)
+        return self.head(hidden_BTD if selected_BT is None else hidden_BTD[selected_BT])  # type: ignore[no-any-return]
+
+
+class ScalarModel(nn.Module):
+    """A decoder with one number a token: a reward model's score (higher is better) or a value function."""
+
+    def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.config = config
+        self.decoder = Decoder(config, dropout)
+        self.score = nn.Linear(config.width, 1, bias=False)
+        # Not a parameter: it is set once, after training, so that demonstrations score 0 on average.
+        self.register_buffer("bias", torch.zeros(()))
+        self.bias: Tensor
+
+    def forward(
+        self, tokens_BT: Tensor, segments_BT: Tensor | None = None, selected_BT: Tensor | None = None
+    ) -> Tensor:
+        """Scores [C] of the positions that `selected_BT` marks True, row by row; [B, T] where it is None."""
+        hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT)
+        selected = hidden_BTD if selected_BT is None else hidden_BTD[selected_BT]
+        return self.score(selected).squeeze(-1).float() + self.bias  # type: ignore[no-any-return]
+
+
+def segment_positions(segments_BT: Tensor) -> Tensor:
+    """Position of each token in its segment: (1, 1, 2, 2, 2, 0) gives (0, 1, 0, 1, 2, 0)."""
+    T = segments_BT.shape[1]
+    index_BT = torch.arange(T, device=segments_BT.device).expand(segments_BT.shape)
+    starts_BT = torch.ones_like(segments_BT, dtype=torch.bool)
+    starts_BT[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
+    return index_BT - torch.where(starts_BT, index_BT, 0).cummax(dim=1).values
+
+
+def initialise(model: LanguageModel | ScalarModel, seed: int) -> None:
+    """Draw all weights from `seed`.
+
+    | weight                        | distribution            | why                                               |
+    |-------------------------------|-------------------------|---------------------------------------------------|
+    | embedding, qkv, up, head      | N(0, 0.02²)             | GPT-2                                             |
+    | out, down (into the residual) | N(0, 0.02² / 2L)        | GPT-2: L layers add 2L branches to the residual   |
+    | norms                         | 1                       |                                                   |
+    | score                         | N(0, 1 / (D + 1))       | std 1/√(D+1): a fresh score has unit variance     |
+    """
+    generator = torch.Generator().manual_seed(seed)
+    residual_std = 0.02 / math.sqrt(2 * model.config.num_layers)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            nn.init.ones_(parameter)
+        elif name.startswith("score."):
+            initialise_score_head(parameter, generator)
+        else:
+            std = residual_std if name.endswith(("out.weight", "down.weight")) else 0.02
+            nn.init.normal_(parameter, std=std, generator=generator)
+
+
+def initialise_score_head(weight: Tensor, generator: torch.Generator) -> None:
+    """N(0, 1/(D+1)): standard deviation 1/√(D+1) for width D (summarize-from-feedback, `query_response_model.py`)."""
+    nn.init.normal_(weight, std=1 / math.sqrt(weight.shape[-1] + 1), generator=generator)
+
+
+def count_parameters(models: Sequence[nn.Module]) -> int:
+    """Distinct parameters; tied weights count once."""
+    return sum(p.numel() for model in models for p in model.parameters())

@@ -1,0 +1,184 @@
+"""Byte-level BPE and the chat template: text to tokens and back."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import jinja2.sandbox
+from tokenizers import Tokenizer as BPE
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+PAD, END = "<|pad|>", "<|end|>"
+ROLES = ("system", "user", "assistant")
+SPECIAL_TOKENS = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
+
+CHAT_TEMPLATES = {
+    # Every turn opens with its role's token and closes with the end token.
+    "chat": (
+        "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    ),
+    # The response continues the prompt's sentence; there are no roles to see.
+    "continuation": (
+        "{% for message in messages %}"
+        "{% if message.role == 'assistant' %} {{ message.content }}<|end|>{% else %}{{ message.content }}{% endif %}"
+        "{% endfor %}"
+    ),
+}
+
+Messages = Sequence[Mapping[str, str]]
+
+
+class Tokenizer:
+    """A byte-level BPE vocabulary with a padding token, an end token and a chat template.
+
+    Errors: ValueError where padding and end are the same token (training would never learn to stop) or missing.
+    """
+
+    def __init__(self, bpe: BPE, *, pad: str, end: str, chat_template: str) -> None:
+        self._bpe = bpe
+        self.pad, self.end, self.chat_template = pad, end, chat_template
+        self.pad_id, self.end_id = self._id(pad, "pad_token"), self._id(end, "eos_token")
+        if self.pad_id == self.end_id:
+            raise ValueError(
+                f"tokenizer: pad_token and eos_token are both {pad!r} (id {self.pad_id}); they must differ,"
+                " or the end of a response is masked as padding and never learned"
+            )
+
+    def _id(self, token: str, field: str) -> int:
+        token_id = self._bpe.token_to_id(token)
+        if token_id is None:
+            raise ValueError(f"tokenizer: {field} {token!r} is not in the vocabulary")
+        return int(token_id)
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int, chat_template: str) -> Self:
+        """Learn the merges from `texts`; `chat_template` is a name of CHAT_TEMPLATES or a Jinja template."""
+        smallest = 256 + len(SPECIAL_TOKENS)
+        if vocab_size < smallest:
+            raise ValueError(f"vocab_size is {vocab_size}; bytes and special tokens alone need {smallest}")
+        bpe = BPE(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+        bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+        trainer = trainers.BpeTrainer(  # type: ignore[call-arg]
+            vocab_size=vocab_size,
+            special_tokens=SPECIAL_TOKENS,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        bpe.train_from_iterator(texts, trainer)
+        return cls(bpe, pad=PAD, end=END, chat_template=CHAT_TEMPLATES.get(chat_template, chat_template))
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read `tokenizer.json` and `tokenizer_config.json`. Errors: ValueError naming the file and field."""
+        config_path = folder / "tokenizer_config.json"
+        for path in (folder / "tokenizer.json", config_path):
+            if not path.is_file():
+                raise ValueError(f"{path}: no such file; a model directory with a tokenizer was expected")
+        config = json.loads(config_path.read_text(encoding="utf-8"))
+        for field in ("pad_token", "eos_token", "chat_template"):
+            if not isinstance(config.get(field), str):
+                raise ValueError(f"{config_path}: {field} is {config.get(field)!r}; a string was expected")
+        bpe = BPE.from_file(str(folder / "tokenizer.json"))
+        return cls(bpe, pad=config["pad_token"], end=config["eos_token"], chat_template=config["chat_template"])
+
+    def save(self, folder: Path) -> None:
+        """Write the Hugging Face layout; `transformers` reads it as PreTrainedTokenizerFast."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._bpe.save(str(folder / "tokenizer.json"))
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": self.pad,
+            "eos_token": self.end,
+            "chat_template": self.chat_template,
+            "clean_up_tokenization_spaces": False,
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._bpe.get_vocab_size())
+
+    def with_template(self, chat_template: str) -> "Tokenizer":
+        """The same vocabulary under another template: a name of CHAT_TEMPLATES or Jinja text."""
+        template = CHAT_TEMPLATES.get(chat_template, chat_template)
+        return Tokenizer(self._bpe, pad=self.pad, end=self.end, chat_template=template)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._bpe.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """Encode many texts on all the library's threads."""
+        for encoding in self._bpe.encode_batch(list(texts), add_special_tokens=False):
+            yield encoding.ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text without special tokens."""
+        return str(self._bpe.decode(list(tokens), skip_special_tokens=True))
+
+    def token_text(self, token: int) -> str:
+        return str(self._bpe.id_to_token(token))
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        return environment.from_string(self.chat_template)
+
+    def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+        """The conversation as the template writes it."""
+        return self._template.render(
+            messages=[dict(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            eos_token=self.end,
+            pad_token=self.pad,
+        )
+
+    def encode_prompt(self, messages: Messages) -> list[int]:
+        """Tokens up to where the assistant's next response begins."""
+        return self.encode(self.render(messages, add_generation_prompt=True))
+
+    def encode_conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        """Tokens, and for each whether it belongs to an assistant's response (its end token included).
+
+        The conversation is encoded piece by piece, so a prompt's tokens are always a prefix of the whole.
+        Errors: ValueError for a template whose rendering of a conversation does not extend that of its beginning.
+        """
+        tokens: list[int] = []
+        is_response: list[bool] = []
+        written = ""
+        for index, message in enumerate(messages):
+            speaks = message["role"] == "assistant"
+            if speaks:
+                opening = self.render(messages[:index], add_generation_prompt=True)
+                self._extend(tokens, is_response, opening, written, False)
+                written = opening
+            whole = self.render(messages[: index + 1], add_generation_prompt=False)
+            self._extend(tokens, is_response, whole, written, speaks)
+            written = whole
+        return tokens, is_response
+
+    def _extend(self, tokens: list[int], is_response: list[bool], text: str, written: str, response: bool) -> None:
+        if not text.startswith(written):
+            raise ValueError(
+                f"chat_template: the rendering {text!r} does not start with {written!r};"
+                " a template must only append when a message is added"
+            )
+        piece: Sequence[int] = self.encode(text[len(written) :])
+        tokens.extend(piece)
+        is_response.extend([response] * len(piece))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Errors: ValueError naming the file and the place."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: line {error.lineno}: not JSON: {error.msg}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: {type(value).__name__} found; a JSON object was expected")
+    return value
