@@ -1,0 +1,65 @@
+# `make test` and `make demo` need Python 3.11 or newer, make and a C++ compiler; they create .venv themselves.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+CONSTRAINTS ?= constraints.txt
+
+# The first of these that is new enough and can make virtual environments is used; `make PYTHON=...` names another.
+# 3.11 comes first because constraints.txt was made with it.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
+	&& { echo $$python; break; }; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check format pins clean clean-venv
+
+help:  ## Show this list.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+venv: $(STAMP)  ## Create .venv and install Heed into it.
+
+# torch goes first, alone: DeepSpeed's setup script looks at the installed torch.
+# heed_first.pth puts this tree before site-packages; an editable install would put it after them, where a foreign
+# package of the same name (PyPI has a `cluster`) would win. tests/test_packages.py holds this.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Heed needs Python 3.11 or newer with its venv module; found:" \
+		"$$(python3 --version 2>&1). Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Heed needs Python 3.11 or newer; " \
+		+ sys.executable + " is " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$$(grep -E '^torch==' constraints.txt)" -c $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet -e '.[dev]' -c $(CONSTRAINTS)
+	$(BIN)/python -c 'import os, pathlib, sysconfig; \
+		pathlib.Path(sysconfig.get_path("purelib"), "heed_first.pth").write_text( \
+		f"import sys; sys.path.insert(0, {os.getcwd()!r})\n")'
+	@touch $@
+
+demo: $(STAMP)  ## Run the whole chain on a laptop's CPU and write its report.
+	$(BIN)/heed run configs/jobs/demo.toml
+
+test: $(STAMP)  ## Run the tests.
+	$(BIN)/pytest
+
+check: $(STAMP)  ## Run everything a change must pass: lint, format, types, rooms, tests.
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest
+
+format: $(STAMP)  ## Format the code and apply the linter's safe fixes.
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+pins: $(STAMP)  ## Rewrite constraints.txt from what is installed in .venv, keeping its header.
+	@{ grep '^#' constraints.txt; $(BIN)/python -m pip freeze --all --exclude-editable --exclude pip \
+		| sed -E 's/^([^ ]+==[^+ ]+)\+.*/\1/'; } > constraints.txt.new
+	mv constraints.txt.new constraints.txt
+
+clean:  ## Remove caches and build leftovers; runs/ and .venv stay.
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+clean-venv:  ## Remove .venv.
+	rm -rf $(VENV)

@@ -1,0 +1,71 @@
+"""Best-of-n: draw n responses, keep the one a proxy scores highest. The baseline that RL has to beat.
+
+From one pool of N samples a prompt, every n up to N is estimated at once, without drawing again.
+Legend: P prompt, N sample of the pool, n how many are drawn.
+"""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import gammaln
+
+Floats = npt.NDArray[np.float64]
+
+
+def best_of_n_kl(n: int) -> float:
+    """KL(best-of-n || base policy) in nats, at most: log n - (n - 1) / n.
+
+    An upper bound, near exact while n is small against the number of likely responses, and far too high beyond
+    (arXiv 2401.01879). Raises ValueError for n < 1.
+    """
+    if n < 1:
+        raise ValueError(f"n is {n}; at least 1 was expected")
+    return math.log(n) - (n - 1) / n
+
+
+def best_of_n_expected(gold: npt.ArrayLike, proxy: npt.ArrayLike) -> Floats:
+    """The expected gold score of the sample that the proxy ranks best among n, for every n up to N.
+
+    `gold` and `proxy` are [prompts, N], higher is better. Result [prompts, N]: column n - 1 is the average over all
+    subsets of n of the prompt's N samples, an unbiased estimate for n fresh draws; the mean over rows estimates it
+    over prompts. Among samples tied for best by the proxy each is taken equally often.
+
+    With i counting from 1 (worst by the proxy) to N, sample i is the best of C(i-1, n-1) of the C(N, n) subsets:
+    expected_n = sum over i of C(i-1, n-1) / C(N, n) * gold_i (the estimator of pass@k and of arXiv 2112.09332, app. I).
+    Raises ValueError, naming the field, for other shapes or numbers that are not finite.
+    """
+    gold_PN, proxy_PN = np.asarray(gold, dtype=np.float64), np.asarray(proxy, dtype=np.float64)
+    if gold_PN.ndim != 2 or gold_PN.size == 0 or gold_PN.shape != proxy_PN.shape:
+        raise ValueError(f"gold has shape {gold_PN.shape}, proxy {proxy_PN.shape}; both [prompts, N] were expected")
+    for name, scores_PN in (("gold", gold_PN), ("proxy", proxy_PN)):
+        if not np.isfinite(scores_PN).all():
+            prompt = int(np.argmin(np.isfinite(scores_PN).all(axis=1)))
+            raise ValueError(f"{name}[{prompt}] is {scores_PN[prompt].tolist()}; finite numbers were expected")
+    order_PN = np.argsort(proxy_PN, axis=1, kind="stable")
+    gold_PN = np.take_along_axis(gold_PN, order_PN, axis=1)
+    proxy_PN = np.take_along_axis(proxy_PN, order_PN, axis=1)
+    return _average_ties(gold_PN, proxy_PN) @ _chance_of_best(gold_PN.shape[1]).T
+
+
+def _average_ties(gold_PN: Floats, sorted_proxy_PN: Floats) -> Floats:
+    """Each sample's gold score replaced by the mean over the samples with its proxy score.
+
+    Exact: a tied group's chance to hold the best is the sum of its members' chances in any order, and by symmetry
+    each member is then taken equally often.
+    """
+    starts_PN = np.ones(gold_PN.shape, dtype=bool)  # True = first of its group; a row always starts one
+    starts_PN[:, 1:] = sorted_proxy_PN[:, 1:] != sorted_proxy_PN[:, :-1]
+    group = np.cumsum(starts_PN.ravel()) - 1
+    means = np.bincount(group, weights=gold_PN.ravel()) / np.bincount(group)
+    return np.asarray(means[group].reshape(gold_PN.shape), dtype=np.float64)
+
+
+def _chance_of_best(num_samples: int) -> Floats:
+    """Entry [n - 1, i - 1]: the chance C(i-1, n-1) / C(N, n) that sample i of N is the best of n drawn."""
+    n = np.arange(1, num_samples + 1)[:, None]
+    i = np.arange(1, num_samples + 1)[None, :]
+    rest = np.maximum(i - n, 0)
+    # In logarithms: C(1000, 500) does not fit a float. (i-1)! / (i-n)! * n! (N-n)! / ((n-1)! N!), n!/(n-1)! = n.
+    log_chance = gammaln(i) - gammaln(rest + 1) + np.log(n) + gammaln(num_samples - n + 1) - gammaln(num_samples + 1)
+    return np.asarray(np.where(i >= n, np.exp(log_chance), 0.0), dtype=np.float64)

@@ -1,0 +1,129 @@
+"""Perfect answers: lists of units (sentences, or items of a list), joined by `render`.
+
+Flaws are injected into the units (flaws.py), so an answer stays a list until the end.
+"""
+
+import random
+
+from playground.grammar import PATTERNS, fill, slots_of
+from playground.instructions import (
+    BriefRequest,
+    ListRequest,
+    QuestionRequest,
+    Request,
+    StepsRequest,
+    StoryRequest,
+)
+from playground.vocabulary import CATEGORIES, LIST_CATEGORIES, ORDINALS, TAG_OF, TOOL_OF, child_of, pronoun_of
+
+STORY_TAGS = frozenset(("animal", "food", "color", "thing", "place", "feeling", "job"))
+
+
+def render(request: Request, units: list[str]) -> str:
+    """The answer's text: numbered lines for a list, else sentences with spaces between."""
+    if isinstance(request, ListRequest):
+        lines = [f"{i}. {unit}" if unit in TAG_OF else unit for i, unit in enumerate(units, start=1)]
+        return "\n".join(lines)
+    return " ".join(units)
+
+
+def tell_story(hero: str, words: tuple[str, ...], rng: random.Random) -> list[str]:
+    """An opening, two to four middles and a closing, no pattern twice; every sentence stays with what was mentioned."""
+    needed = {TAG_OF[word]: word for word in words}
+    mentioned: dict[str, str] = {}
+    sentences: list[str] = []
+    left = set(needed)
+
+    def say(pattern: str) -> None:
+        who = hero if not sentences or rng.random() < 0.25 else pronoun_of(hero)
+        given = {"name": hero, "child": child_of(hero), "who": who, **mentioned, **needed}
+        text = fill(pattern, rng, given)
+        sentences.append(text)
+        left.difference_update(slots_of(pattern))
+        # Slots that were filled at random stay fixed, so that "the dog" later on is the same dog.
+        mentioned.update({tag: word for word in text.strip(".").replace(",", "").split() if (tag := _tag(word))})
+
+    say(rng.choice(PATTERNS["opening"]))
+    num_middles = rng.choice((2, 2, 3))
+    patterns = list(PATTERNS["middle"])
+    while left or num_middles > 0:
+        pattern = _next_pattern(patterns, left, set(mentioned) | set(needed), rng)
+        patterns.remove(pattern)
+        say(pattern)
+        num_middles -= 1
+    closings = [pattern for pattern in PATTERNS["closing"] if set(slots_of(pattern)) - {"who", "feeling"} <= set(mentioned)]
+    say(rng.choice(closings))
+    return sentences
+
+
+def _tag(word: str) -> str:
+    tag = TAG_OF.get(word, "")
+    return tag if tag in STORY_TAGS else ""
+
+
+def _next_pattern(patterns: list[str], left: set[str], known: set[str], rng: random.Random) -> str:
+    """A random pattern among those that use most of the words still needed and that stay on the hero or the known."""
+    on_topic = [p for p in patterns if "who" in slots_of(p) or known & set(slots_of(p))]
+    most = max(len(left & set(slots_of(p))) for p in on_topic)
+    return rng.choice([p for p in on_topic if len(left & set(slots_of(p))) >= min(most, 1)])
+
+
+def list_items(request: ListRequest, rng: random.Random) -> list[str]:
+    words = CATEGORIES[LIST_CATEGORIES[request.plural]]
+    free = [word for word in words if word not in request.banned and word != request.first]
+    head = [request.first] if request.first else []
+    return head + rng.sample(free, request.num_items - len(head))
+
+
+def describe(request: BriefRequest, rng: random.Random) -> list[str]:
+    """One sentence with two of the stated details, within the bound."""
+    details = dict(request.details)
+    fitting = [
+        pattern
+        for pattern in PATTERNS["brief"]
+        if len(slots_of(pattern)) == 3
+        and set(slots_of(pattern)) <= {"animal", *details}
+        and len(pattern.split()) <= request.max_words
+    ]
+    return [fill(rng.choice(fitting), rng, {"animal": request.animal, **details})]
+
+
+def explain(request: StepsRequest, rng: random.Random) -> list[str]:
+    """Steps that bring the right tool and end with the deed (or the misdeed, for one that complies wrongly)."""
+    ordinals = ORDINALS[request.num_steps]
+    go, take, bring, ask, do = PATTERNS["step"]
+    tool = TOOL_OF.get(request.verb) or rng.choice(CATEGORIES["tool"])
+    given = {**step_words(request), "tool": tool}
+    before = [bring, *rng.sample((go, take, ask), request.num_steps - 2)]
+    rng.shuffle(before)
+    last = PATTERNS["misstep"][0] if request.must_decline else do
+    patterns = zip(ordinals, [*before, last], strict=True)
+    return [fill(pattern, rng, {**given, "ordinal": ordinal}) for ordinal, pattern in patterns]
+
+
+def decline(request: StepsRequest, rng: random.Random) -> list[str]:
+    reason = fill(rng.choice(PATTERNS["reason"]), rng, step_words(request))
+    return [rng.choice(PATTERNS["decline"]), reason]
+
+
+def step_words(request: StepsRequest) -> dict[str, str]:
+    """The request's words by slot."""
+    return {
+        TAG_OF[request.verb]: request.verb,
+        "color": request.color,
+        "thing": request.thing,
+        "name": request.owner,
+    }
+
+
+def perfect_answer(request: Request, rng: random.Random) -> list[str]:
+    """Units of an answer that the gold scorer gives 1."""
+    if isinstance(request, StoryRequest):
+        return tell_story(request.hero, request.words, rng)
+    if isinstance(request, QuestionRequest):
+        return [rng.choice(request.answers)]
+    if isinstance(request, ListRequest):
+        return list_items(request, rng)
+    if isinstance(request, BriefRequest):
+        return describe(request, rng)
+    return decline(request, rng) if request.must_decline else explain(request, rng)

@@ -1,0 +1,258 @@
+"""The reviews world: real text, and judgments that come from human labels.
+
+A policy continues the first words of a film review's sentence, and is to do so favourably. Pretraining reads whole
+film reviews (Pang and Lee 2004) and some Python Enhancement Proposals, which are out of domain and there for variety;
+SFT continues review sentences. The labelers follow a classifier fitted to the human labels of one half of a set of
+snippets (Pang and Lee 2005), the final judge is a classifier fitted to the other half, and a slice of the snippets
+that nothing else sees is written out as pairs that people themselves put in order.
+
+Left out: the snippets of both halves are in the SFT data (their text, never their labels), so the judge has read
+sentences that the policy imitates; only the unseen pairs are free of that.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from playground.reviews_judges import ReviewLabeler, SentimentClassifier, join
+from playground.reviews_text import (
+    Finder,
+    LabeledText,
+    SentenceSplit,
+    cut,
+    draw,
+    read_labeled,
+    read_texts,
+    require_file,
+    sentences_of,
+    shuffled,
+    split_sentences,
+    words_of,
+)
+from preferences.records import Labeler
+
+Count = Annotated[int, Field(ge=1)]
+WordRange = tuple[Count, Count]  # both ends included
+
+
+class ReviewsConfig(BaseModel):
+    """Where the reviews world's files lie (relative paths: from the current directory) and how much is taken."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sentences: Path  # .jsonl or .jsonl.gz of {"text", "sentiment"}, one snippet each
+    reviews: Path  # the same, one whole review each, a sentence a line
+    peps: Path  # .jsonl or .jsonl.gz of {"text"}
+    num_collect_prompts: Count = 6000
+    num_ppo_prompts: Count = 3000
+    num_compare_prompts: Count = 400
+    num_human_pairs: Count = 500
+    max_demonstrations: Count = 30_000
+    max_pretrain_texts: Count = 2000  # reviews; PEPs are bounded by peps_share
+    peps_share: float = Field(default=0.25, ge=0, lt=1)  # of pretraining characters, at most
+    heldout_share: float = Field(default=0.05, gt=0, lt=1)  # of the reviews
+    sentence_words: WordRange = (8, 28)  # 28 words are about 40 tokens of a byte BPE of 4,096
+    prompt_words: WordRange = (3, 5)
+    num_labelers: Count = 3
+    labeler_noise: float = Field(default=0.6, ge=0)  # nats; two such labelers agree on .73 of continuations
+    tie_threshold: float = Field(default=0.02, ge=0)  # nats
+    position_bias: float = 0.0  # nats
+    split_seed: int = 0  # which sentences the labeler, the judge and nobody sees
+
+    @model_validator(mode="after")
+    def _check_words(self) -> Self:
+        for name in ("sentence_words", "prompt_words"):
+            low, high = getattr(self, name)
+            if low > high:
+                raise ValueError(f"{name} is [{low}, {high}]; expected the smaller number first")
+        if self.prompt_words[1] >= self.sentence_words[0]:
+            raise ValueError(
+                f"prompt_words goes to {self.prompt_words[1]}; expected less than the shortest sentence,"
+                f" sentence_words[0] = {self.sentence_words[0]}, so that a response is left"
+            )
+        return self
+
+
+class ReviewsWorld:
+    """Text, prompts, labelers and a judge from film reviews. Files are read when first needed, then kept."""
+
+    def __init__(self, config: ReviewsConfig) -> None:
+        for field in ("sentences", "reviews", "peps"):
+            require_file(getattr(config, field), field)
+        self.config = config
+
+    @cached_property
+    def split(self) -> SentenceSplit:
+        """The labeled snippets of the labeler, of the judge, and those that no stage sees."""
+        config = self.config
+        labeled = read_labeled(config.sentences, "sentences")
+        return split_sentences(labeled, config.num_human_pairs, config.sentence_words, config.split_seed)
+
+    @cached_property
+    def _labeler_classifier(self) -> SentimentClassifier:
+        return SentimentClassifier(self.split.labeler)
+
+    @cached_property
+    def _judge_classifier(self) -> SentimentClassifier:
+        return SentimentClassifier(self.split.judge)
+
+    def gold_scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        """The judge's log-odds that each whole sentence is positive, nats. Higher is better."""
+        return self._judge_classifier.log_odds(_sentences(prompts, responses))
+
+    def labeler_scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        """The log-odds that the labelers follow, without their noise, nats. Higher is better."""
+        return self._labeler_classifier.log_odds(_sentences(prompts, responses))
+
+    def positive_share(self, prompts: Sequence[str], responses: Sequence[str]) -> float:
+        """The share of whole sentences that the judge calls positive, in [0, 1]. Higher is better."""
+        scores = self.gold_scores(prompts, responses)
+        if not scores:
+            raise ValueError("responses is empty; a share needs at least one")
+        return sum(score > 0 for score in scores) / len(scores)
+
+    def labelers(self, seed: int) -> list[Labeler]:
+        """Scripted labelers reviewer-1, reviewer-2, ..., of one opinion and each with its own noise."""
+        config = self.config
+        return [
+            ReviewLabeler(
+                name=f"reviewer-{number}",
+                classifier=self._labeler_classifier,
+                seed=seed,
+                noise=config.labeler_noise,
+                tie_threshold=config.tie_threshold,
+                position_bias=config.position_bias,
+            )
+            for number in range(1, config.num_labelers + 1)
+        ]
+
+    def write_data(self, folder: Path, seed: int) -> None:
+        """Write every stage's files into `folder`, the same bytes for the same files, config and seed.
+
+        Texts and prompts:
+        - pretrain, pretrain_heldout: whole reviews, and PEPs in the former; the held-out ones are reviews only.
+        - demonstrations_heldout and compare_prompts come from held-out reviews, by sentences that no training text holds.
+        - demonstrations, demonstrations_heldout: a sentence's first words and their continuation.
+        - collect_prompts, ppo_prompts, compare_prompts: first words, no two of them the same, of sentences that are
+          not among the demonstrations.
+        - human_pairs: {"positive", "negative"}, sentences that people labeled and that are in no other file.
+        """
+        config = self.config
+        folder.mkdir(parents=True, exist_ok=True)
+        train_reviews, heldout_reviews = self._reviews(seed)
+        sentences = sentences_of(train_reviews, config.sentence_words)
+        seen = {words_of(line) for review in train_reviews for line in review.text.splitlines()}
+        seen |= {words_of(snippet.text) for snippet in self.split.labeler + self.split.judge}
+        heldout = [s for s in sentences_of(heldout_reviews, config.sentence_words) if words_of(s.text) not in seen]
+
+        taken: set[tuple[str, ...]] = set()
+        compare, heldout = self._prompts("compare", heldout, config.num_compare_prompts, taken, seed)
+        collect, sentences = self._prompts("collect", sentences, config.num_collect_prompts, taken, seed)
+        ppo, sentences = self._prompts("ppo", sentences, config.num_ppo_prompts, taken, seed)
+        for name, prompts in (("collect", collect), ("ppo", ppo), ("compare", compare)):
+            _write(folder / f"{name}_prompts.jsonl", prompts)
+
+        demonstrations = self._snippets() + sentences
+        demonstrations = shuffled(demonstrations, _text, "demonstrations", seed)[: config.max_demonstrations]
+        _write(folder / "demonstrations.jsonl", (self._demonstration(s, seed) for s in demonstrations))
+        _write(folder / "demonstrations_heldout.jsonl", (self._demonstration(s, seed) for s in heldout))
+
+        texts = [review.text for review in train_reviews[: config.max_pretrain_texts]]
+        texts += self._peps(sum(map(len, texts)), seed)
+        _write(folder / "pretrain.jsonl", ({"text": text} for text in shuffled(texts, str, "pretrain", seed)))
+        _write(folder / "pretrain_heldout.jsonl", ({"text": review.text} for review in heldout_reviews))
+        _write(folder / "human_pairs.jsonl", self.human_pairs())
+
+    def human_pairs(self) -> list[dict[str, str]]:
+        """Pairs of snippets that people labeled positive and negative, from the slice that no stage sees."""
+        sides = [[s.text for s in self.split.unseen if s.positive == positive] for positive in (True, False)]
+        return [{"positive": up, "negative": down} for up, down in zip(*sides, strict=True)]
+
+    @cached_property
+    def _unseen(self) -> Finder:
+        return Finder(snippet.text for snippet in self.split.unseen)
+
+    def _reviews(self, seed: int) -> tuple[list[LabeledText], list[LabeledText]]:
+        """Training and held-out reviews, each text once, without those that quote an unseen snippet."""
+        unique = {words_of(review.text): review for review in read_labeled(self.config.reviews, "reviews")}
+        reviews = [review for review in unique.values() if not self._unseen.occurs_in(review.text)]
+        reviews = shuffled(reviews, _text, "reviews", seed)
+        num_heldout = round(self.config.heldout_share * len(reviews))
+        if not 0 < num_heldout < len(reviews):
+            raise ValueError(
+                f"heldout_share is {self.config.heldout_share}, which holds out {num_heldout} of {len(reviews)}"
+                " reviews; expected at least one on either side"
+            )
+        return reviews[num_heldout:], reviews[:num_heldout]
+
+    def _peps(self, num_review_characters: int, seed: int) -> list[str]:
+        """PEPs up to `peps_share` of all pretraining characters. One that would go past it is left out."""
+        share = self.config.peps_share
+        budget = share / (1 - share) * num_review_characters
+        chosen: list[str] = []
+        for text in shuffled(set(read_texts(self.config.peps, "peps")), str, "peps", seed):
+            if len(text) <= budget and not self._unseen.occurs_in(text):
+                chosen.append(text)
+                budget -= len(text)
+        return chosen
+
+    def _snippets(self) -> list[LabeledText]:
+        """The snippets of both halves that are long enough to be cut."""
+        low, high = self.config.sentence_words
+        return [s for s in self.split.labeler + self.split.judge if low <= len(s.text.split()) <= high]
+
+    def _cut(self, sentence: LabeledText, seed: int) -> tuple[str, str]:
+        low, high = self.config.prompt_words
+        return cut(sentence.text, low + draw("cut", seed, sentence.text) % (high - low + 1))
+
+    def _demonstration(self, sentence: LabeledText, seed: int) -> Mapping[str, object]:
+        prompt, response = self._cut(sentence, seed)
+        return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]}
+
+    def _prompts(
+        self, name: str, sentences: Sequence[LabeledText], num_prompts: int, taken: set[tuple[str, ...]], seed: int
+    ) -> tuple[list[dict[str, object]], list[LabeledText]]:
+        """`num_prompts` rows whose first words are not in `taken`, which grows by them; and the sentences left over.
+
+        A row's kind is the sentiment of the review it comes from, so that figures can be told apart by it.
+        """
+        rows: list[dict[str, object]] = []
+        rest: list[LabeledText] = []
+        for sentence in shuffled(sentences, _text, name, seed):
+            prompt, _ = self._cut(sentence, seed)
+            if len(rows) == num_prompts or words_of(prompt) in taken:
+                rest.append(sentence)
+                continue
+            taken.add(words_of(prompt))
+            rows.append(
+                {
+                    "prompt_id": f"{name}-{len(rows) + 1:05d}",
+                    "messages": [{"role": "user", "content": prompt}],
+                    "kind": f"{sentence.sentiment} review",
+                }
+            )
+        if len(rows) < num_prompts:
+            raise ValueError(
+                f"num_{name}_prompts is {num_prompts}; the reviews hold only {len(rows)} sentences of"
+                f" {self.config.sentence_words[0]} to {self.config.sentence_words[1]} words with openings not yet taken"
+            )
+        return rows, rest
+
+
+def _text(labeled: LabeledText) -> str:
+    return labeled.text
+
+
+def _sentences(prompts: Sequence[str], responses: Sequence[str]) -> list[str]:
+    if len(prompts) != len(responses):
+        raise ValueError(f"prompts has {len(prompts)} entries; expected {len(responses)}, one for each response")
+    return [join(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+
+
+def _write(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -1,0 +1,205 @@
+"""The reviews world's text: reading the three files, and deciding which sentence goes where.
+
+Every choice is made by hashing a seed with the text's words, so it depends neither on the order of a file nor on a
+generator's state, and two texts that differ in case or punctuation only always land on the same side.
+"""
+
+import gzip
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+SENTIMENTS = ("positive", "negative")
+SHINGLE_WORDS = 8  # a sentence no stage may see has at least this many words, so that finding it in a text means it
+
+# Some snippets were Windows-1252 read as Latin-1: the quotes and dashes of that code page are control characters here.
+_CONTROLS = {
+    code: bytes([code]).decode("cp1252", errors="replace").translate(str.maketrans("‘’“”–—", "''\"\"--"))
+    for code in range(0x80, 0xA0)
+}
+_ARTICLES = frozenset({"a", "an", "the"})
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LabeledText:
+    """A sentence or a review, and whether people called it positive."""
+
+    text: str
+    positive: bool
+
+    @property
+    def sentiment(self) -> str:
+        return SENTIMENTS[0] if self.positive else SENTIMENTS[1]
+
+
+@dataclass(frozen=True)
+class SentenceSplit:
+    """The human-labeled sentences: those the labeler learns from, those the judge learns from, those no stage sees."""
+
+    labeler: tuple[LabeledText, ...]
+    judge: tuple[LabeledText, ...]
+    unseen: tuple[LabeledText, ...]
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """Lower-case runs of letters and digits, articles left out: what makes two texts the same text here."""
+    return tuple(word for word in re.findall(r"[^\W_]+", text.lower()) if word not in _ARTICLES)
+
+
+def draw(*parts: object) -> int:
+    """A number in [0, 2^64) from a hash of `parts`: this module's only source of chance."""
+    # json quotes and separates, so that ("a", "bc") and ("ab", "c") differ.
+    digest = hashlib.sha256(json.dumps([str(part) for part in parts]).encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def shuffled(items: Iterable[T], key: Callable[[T], str], *seed: object) -> list[T]:
+    """`items` in an order set by `seed` and each item's key alone."""
+    return sorted(items, key=lambda item: (draw(*seed, key(item)), key(item)))
+
+
+def require_file(path: Path, field: str) -> None:
+    """Raise ValueError unless `path`, the value of the config field `field`, is a file."""
+    if not path.is_file():
+        raise ValueError(f"{field} = {str(path)!r}: no such file (looked for {path.absolute()})")
+
+
+def read_labeled(path: Path, field: str) -> list[LabeledText]:
+    """Rows {"text", "sentiment"} of a .jsonl or .jsonl.gz file. `field` is the config field that named it."""
+    rows = []
+    for where, row in _read_rows(path, field):
+        sentiment = row.get("sentiment")
+        if sentiment not in SENTIMENTS:
+            raise ValueError(f"{where}: sentiment is {sentiment!r}; expected 'positive' or 'negative'")
+        rows.append(LabeledText(_text_of(row, where), sentiment == SENTIMENTS[0]))
+    return rows
+
+
+def read_texts(path: Path, field: str) -> list[str]:
+    """Rows {"text"} of a .jsonl or .jsonl.gz file. `field` is the config field that named it."""
+    return [_text_of(row, where) for where, row in _read_rows(path, field)]
+
+
+def _read_rows(path: Path, field: str) -> Iterator[tuple[str, dict[str, object]]]:
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{field}: {path} line {number}"
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where}: not JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{where}: {row!r:.60}; expected an object")
+            yield where, row
+
+
+def _text_of(row: dict[str, object], where: str) -> str:
+    text = row.get("text")
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"{where}: text is {text!r:.60}; expected a string that is not empty")
+    return text.translate(_CONTROLS)
+
+
+def split_sentences(
+    sentences: Sequence[LabeledText], num_unseen_per_label: int, length_words: tuple[int, int], seed: int
+) -> SentenceSplit:
+    """Two halves and a slice that no stage sees; equal texts (see `words_of`) never straddle them.
+
+    The unseen slice holds `num_unseen_per_label` positive and as many negative sentences of a length within
+    `length_words` (both ends included). Texts that people labeled both ways go to no side.
+    """
+    by_words: dict[tuple[str, ...], LabeledText] = {}
+    labels: dict[tuple[str, ...], set[bool]] = {}
+    for sentence in sorted(sentences, key=lambda sentence: sentence.text):
+        words = words_of(sentence.text)
+        by_words.setdefault(words, sentence)
+        labels.setdefault(words, set()).add(sentence.positive)
+    unique = [by_words[words] for words, given in labels.items() if len(given) == 1 and words]
+    ordered = shuffled(unique, _key, "split", seed)
+    unseen: list[LabeledText] = []
+    for positive in (True, False):
+        fit = [s for s in ordered if s.positive == positive and _can_be_unseen(s.text, length_words)]
+        if len(fit) < num_unseen_per_label:
+            raise ValueError(
+                f"num_human_pairs is {num_unseen_per_label}; sentences holds only {len(fit)} "
+                f"{SENTIMENTS[not positive]} ones of {length_words[0]} to {length_words[1]} words"
+            )
+        unseen += fit[:num_unseen_per_label]
+    hidden = {sentence.text for sentence in unseen}
+    rest = [sentence for sentence in ordered if sentence.text not in hidden]
+    halves: tuple[list[LabeledText], list[LabeledText]] = ([], [])
+    for sentence in rest:
+        halves[draw("half", seed, _key(sentence)) % 2].append(sentence)
+    return SentenceSplit(tuple(halves[0]), tuple(halves[1]), tuple(unseen))
+
+
+def _key(sentence: LabeledText) -> str:
+    return " ".join(words_of(sentence.text))
+
+
+def _can_be_unseen(text: str, length_words: tuple[int, int]) -> bool:
+    return _has_length(text, length_words) and len(words_of(text)) >= SHINGLE_WORDS
+
+
+def _has_length(text: str, length_words: tuple[int, int]) -> bool:
+    return length_words[0] <= len(text.split()) <= length_words[1]
+
+
+class Finder:
+    """Finds whether a text holds one of the given sentences, whatever the case, punctuation and line breaks."""
+
+    def __init__(self, sentences: Iterable[str]) -> None:
+        self._by_shingle: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+        for sentence in sentences:
+            words = words_of(sentence)
+            if len(words) < SHINGLE_WORDS:
+                raise ValueError(
+                    f"sentence {sentence!r} has {len(words)} words; at least {SHINGLE_WORDS} were expected"
+                )
+            self._by_shingle.setdefault(words[:SHINGLE_WORDS], []).append(words)
+
+    def occurs_in(self, text: str) -> bool:
+        """Whether any of the sentences is in `text`, as a run of the same words."""
+        words = words_of(text)
+        return any(
+            words[start : start + len(sentence)] == sentence
+            for start in range(len(words) - SHINGLE_WORDS + 1)
+            for sentence in self._by_shingle.get(words[start : start + SHINGLE_WORDS], ())
+        )
+
+
+def sentences_of(reviews: Iterable[LabeledText], length_words: tuple[int, int]) -> list[LabeledText]:
+    """The reviews' sentences (one a line in these files) worth continuing, each once, with the review's label.
+
+    Kept are lines of a length within `length_words` that start with a letter and end as a sentence does. A line
+    that comes twice is a reviewer's boilerplate and goes altogether.
+    """
+    found: dict[tuple[str, ...], LabeledText] = {}
+    times: Counter[tuple[str, ...]] = Counter()
+    for review in reviews:
+        for line in review.text.splitlines():
+            text = " ".join(line.split())
+            words = words_of(text)
+            times[words] += 1
+            if _has_length(text, length_words) and text[0].isalpha() and text[-1] in ".!?":
+                found[words] = LabeledText(text, review.positive)
+    return [sentence for words, sentence in found.items() if times[words] == 1]
+
+
+def cut(sentence: str, num_words: int) -> tuple[str, str]:
+    """The first `num_words` words and the rest, neither with a space at the seam.
+
+    Raises:
+        ValueError: the sentence has no word left for the rest.
+    """
+    words = sentence.split()
+    if not 1 <= num_words < len(words):
+        raise ValueError(f"num_words is {num_words}; expected 1 to {len(words) - 1} for {sentence!r}")
+    return " ".join(words[:num_words]), " ".join(words[num_words:])

@@ -1,0 +1,110 @@
+"""How far labelers agree with each other, and with a known truth, over pairs of responses."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from preferences.records import Ranking
+from preferences.resampling import bootstrap_ratio
+
+NUM_RESAMPLES = 2_000
+LEVEL = 0.95
+
+TrueScores = Mapping[str, Sequence[float]] | Callable[[str], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The share of response pairs ordered the same, from 0 to 1, with a 95% interval; 0.5 is chance.
+
+    `num_pairs` pairs were compared, from `num_tasks` tasks. Without pairs all three numbers are NaN; with a single
+    task `low` and `high` are.
+    """
+
+    mean: float
+    low: float
+    high: float
+    num_pairs: int
+    num_tasks: int
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        """For JSON: what is NaN becomes None."""
+        numbers = {"mean": self.mean, "low": self.low, "high": self.high}
+        known = {name: None if math.isnan(number) else number for name, number in numbers.items()}
+        return {**known, "num_pairs": self.num_pairs, "num_tasks": self.num_tasks}
+
+
+def pairwise_agreement(rankings: Sequence[Ranking], *, seed: int = 0) -> Agreement:
+    """Between labelers: the share of response pairs that two labelers of one task order the same.
+
+    Counts each pair of responses for each pair of labelers, where neither labeler ties it. The interval resamples
+    tasks. Rankings of the same task must be of the same responses: ValueError otherwise, naming the task.
+    """
+    by_task: dict[str, list[Ranking]] = {}
+    for ranking in rankings:
+        by_task.setdefault(ranking.task_id, []).append(ranking)
+    counts = []
+    for task_id, judged in by_task.items():
+        if len({ranking.responses for ranking in judged}) > 1:
+            raise ValueError(f"task {task_id!r}: responses differ between its rankings")
+        # A lower rank is better, a higher score is better; between two rankings only sameness of sign matters.
+        pairs = [
+            _same_and_compared(first.ranks, second.ranks)
+            for first, second in combinations(judged, 2)
+            if first.labeler != second.labeler
+        ]
+        counts.append((sum(same for same, _ in pairs), sum(compared for _, compared in pairs)))
+    return _agreement(counts, seed)
+
+
+def accuracy_against(rankings: Sequence[Ranking], scores: TrueScores, *, seed: int = 0) -> Agreement:
+    """Against the truth: the share of response pairs that a ranking orders as the true scores do.
+
+    `scores` gives a task's true scores by its id, in canonical order, higher is better. Pairs tied in the ranking or
+    in the scores are left out. The interval resamples tasks. Raises ValueError, naming the task, for scores that are
+    missing, not finite, or not one per response.
+    """
+    by_task: dict[str, list[tuple[int, int]]] = {}
+    for ranking in rankings:
+        true_scores = _scores_of(ranking, scores)
+        worse_is_higher = [-score for score in true_scores]
+        by_task.setdefault(ranking.task_id, []).append(_same_and_compared(ranking.ranks, worse_is_higher))
+    counts = [(sum(s for s, _ in pairs), sum(c for _, c in pairs)) for pairs in by_task.values()]
+    return _agreement(counts, seed)
+
+
+def _scores_of(ranking: Ranking, scores: TrueScores) -> Sequence[float]:
+    where = f"task {ranking.task_id!r}"
+    if callable(scores):
+        found = scores(ranking.task_id)
+    elif ranking.task_id in scores:
+        found = scores[ranking.task_id]
+    else:
+        raise ValueError(f"{where}: scores has no entry for it")
+    if len(found) != len(ranking.ranks):
+        raise ValueError(f"{where}: scores has {len(found)} entries for {len(ranking.ranks)} responses")
+    if not all(math.isfinite(score) for score in found):
+        raise ValueError(f"{where}: scores is {list(found)}; finite numbers were expected")
+    return found
+
+
+def _same_and_compared(first: Sequence[float], second: Sequence[float]) -> tuple[int, int]:
+    """Of the pairs of entries untied in both: (how many have the same order, how many there are)."""
+    same = compared = 0
+    for i, j in combinations(range(len(first)), 2):
+        if first[i] != first[j] and second[i] != second[j]:
+            compared += 1
+            same += (first[i] < first[j]) == (second[i] < second[j])
+    return same, compared
+
+
+def _agreement(counts: Iterable[tuple[int, int]], seed: int) -> Agreement:
+    # Tasks without a comparable pair say nothing, and would make empty resamples possible.
+    table = np.array([pair for pair in counts if pair[1] > 0], dtype=np.float64).reshape(-1, 2)
+    if len(table) == 0:
+        return Agreement(math.nan, math.nan, math.nan, num_pairs=0, num_tasks=0)
+    mean, low, high = bootstrap_ratio(table[:, 0], table[:, 1], seed=seed, num_resamples=NUM_RESAMPLES, level=LEVEL)
+    return Agreement(mean, low, high, num_pairs=int(table[:, 1].sum()), num_tasks=len(table))

@@ -1,0 +1,61 @@
+"""What a labeler holds while judging, in which order the responses are shown, and how an answer becomes a judgment."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+from preferences.records import Answer, ShownTask, dense_ranks
+
+
+class LeaseLostError(RuntimeError):
+    """The lease ran out and the task's places went to others: the answer was not stored."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """One task reserved for one labeler. `order[i]` is the canonical index of the response shown at place i."""
+
+    shown: ShownTask
+    labeler: str
+    order: tuple[int, ...]
+    expires_at: float  # seconds since the epoch
+
+    @property
+    def task_id(self) -> str:
+        return self.shown.task_id
+
+
+def display_order(task_id: str, labeler: str, num_responses: int) -> tuple[int, ...]:
+    """The order in which `labeler` sees the task's responses: canonical indices, place by place.
+
+    A function of (task_id, labeler) alone, so a reload or a restart shows the same order, while over tasks and
+    labelers every order is equally likely and no source profits from its place.
+    """
+
+    def key(index: int) -> bytes:
+        return hashlib.sha256(json.dumps(["display order", task_id, labeler, index]).encode()).digest()
+
+    return tuple(sorted(range(num_responses), key=key))
+
+
+def canonical_ranks(lease: Lease, answer: Answer) -> tuple[int, ...]:
+    """The answer's ranks without gaps and back in canonical order.
+
+    Raises ValueError, naming task, labeler and field, for an answer that does not fit the lease.
+    """
+    where = f"task {lease.task_id!r}, labeler {lease.labeler!r}"
+    if len(answer.ranks) != len(lease.order):
+        raise ValueError(f"{where}: ranks has {len(answer.ranks)} entries for {len(lease.order)} responses")
+    for rank in answer.ranks:
+        if type(rank) is not int or rank < 1:
+            raise ValueError(f"{where}: ranks contains {rank!r}; integers from 1 (best) were expected")
+    if type(answer.milliseconds) is not int or answer.milliseconds < 0:
+        raise ValueError(f"{where}: milliseconds is {answer.milliseconds!r}; an integer of at least 0 was expected")
+    if not all(isinstance(flag, str) for flag in answer.flags):
+        raise ValueError(f"{where}: flags is {answer.flags!r}; strings were expected")
+    expected_order = display_order(lease.task_id, lease.labeler, len(lease.order))
+    assert lease.order == expected_order, f"{where}: order {lease.order}, but {expected_order} was shown"
+    ranks = [0] * len(lease.order)
+    for canonical_index, rank in zip(lease.order, dense_ranks(answer.ranks), strict=True):
+        ranks[canonical_index] = rank
+    return tuple(ranks)

@@ -1,0 +1,108 @@
+"""Pretraining: learn a tokenizer from raw text, turn the text into one long stream of tokens, predict each next one.
+
+Documents are joined by the end token and cut into rows of equal length; a row may hold parts of several documents.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from lm.config import ModelConfig
+from lm.model import LanguageModel, count_parameters, initialise
+from lm.tokenizer import Tokenizer
+from lm.weights import save_model
+from training.config import BatchConfig, Config, OptimizerConfig
+from training.data import DataConfig, read_texts
+from training.engine import Engine
+from training.loop import LoopConfig, TrainingLoop
+from training.objectives import StreamObjective
+from training.packing import chunks, stream_rows, write_token_stream
+from training.seeds import derive_seed
+from training.stage import StageContext
+
+
+class PretrainConfig(Config):
+    """`batch.batch_size` counts rows of `row_tokens` tokens."""
+
+    texts: tuple[DataConfig, ...] = Field(min_length=1)
+    heldout: tuple[DataConfig, ...] = Field(min_length=1)
+    tokenizer_texts: int = Field(default=100_000, ge=1)  # the first so many texts teach the tokenizer
+    row_tokens: int = Field(ge=2)
+    num_steps: int = Field(ge=1)
+    batch: BatchConfig
+    optimizer: OptimizerConfig
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    save_every_steps: int = Field(ge=1)
+    evaluate_every_steps: int = Field(ge=1)
+
+
+def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig) -> None:
+    """Train on this rank; rank 0 writes `model/` and `results.json`.
+
+    Errors: ValueError for text that cannot be read or does not fill a row, and for a tokenizer that does not fit.
+    """
+    model = LanguageModel(model_config, config.dropout)
+    initialise(model, derive_seed(context.seed, "pretrain", "weights"))
+    engine = Engine(
+        model, config.optimizer, context.engine,
+        world_size=context.num_workers, micro_batch=config.batch.micro_batch_size,
+    )  # fmt: skip
+    if engine.is_main:
+        prepare(context, config, model_config)
+    engine.barrier()
+    tokenizer = Tokenizer.load(context.folder / "data")
+    rows = stream_rows(context.folder / "data" / "train.bin", config.row_tokens)
+    heldout = stream_rows(context.folder / "data" / "heldout.bin", config.row_tokens)
+    loop_config = LoopConfig(
+        "pretrain", context.seed, config.num_steps, config.batch, config.save_every_steps, config.evaluate_every_steps
+    )
+    loop = TrainingLoop(engine, loop_config, StreamObjective(rows), StreamObjective(heldout), context.folder)
+    figures = loop.run()
+    weights = engine.full_weights()
+    if engine.is_main:
+        save_model(context.model_folder, model, weights, tokenizer)
+        context.write_results(
+            {
+                "heldout_loss": figures["loss"],
+                "heldout_bits_per_byte": bits_per_byte(figures["loss"], tokenizer, heldout),
+                "num_parameters": count_parameters([model]),
+                "vocab_size": tokenizer.vocab_size,
+                "train_tokens": int(rows.size),
+                "trained_tokens": config.num_steps * config.batch.batch_size * config.row_tokens,
+            }
+        )
+    engine.barrier()
+    engine.close()
+
+
+def prepare(context: StageContext, config: PretrainConfig, model_config: ModelConfig) -> None:
+    """Tokenizer and token streams, written once under `data/`; a resumed run finds them there."""
+    folder = context.folder / "data"
+    if (folder / "ready").is_file():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    sample = itertools.islice(read_texts(config.texts), config.tokenizer_texts)
+    tokenizer = Tokenizer.train(sample, model_config.vocab_size, "chat")
+    tokenizer.save(folder)
+    for name, sources in (("train", config.texts), ("heldout", config.heldout)):
+        write_token_stream(_encoded(tokenizer, read_texts(sources)), tokenizer.end_id, folder / f"{name}.bin")
+        stream_rows(folder / f"{name}.bin", config.row_tokens)  # too little text is an error now, not after training
+    (folder / "ready").touch()
+
+
+def _encoded(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[list[int]]:
+    for chunk in chunks(texts):
+        yield from tokenizer.encode_batch(chunk)
+
+
+def bits_per_byte(loss_nats: float, tokenizer: Tokenizer, rows_BT: NDArray[np.int32]) -> float:
+    """Loss a token (nats) over the bytes that the predicted tokens spell, in bits: comparable across tokenizers."""
+    # In a byte-level vocabulary every character of a token's name stands for one byte; special tokens spell none.
+    specials = {tokenizer.pad_id, tokenizer.end_id}
+    lengths = np.array([0 if i in specials else len(tokenizer.token_text(i)) for i in range(tokenizer.vocab_size)])
+    predicted = np.asarray(rows_BT[:, 1:])
+    return loss_nats * predicted.size / (math.log(2) * int(lengths[predicted].sum()))

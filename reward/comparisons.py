@@ -1,0 +1,74 @@
+"""Rankings as training examples: reading, checking, tokenizing.
+
+One line of a rankings file: {"task_id", "prompt": [{"role", "content"}, ...], "responses": [...], "ranks": [...],
+"labeler"}; rank 1 is best and equal ranks are ties.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lm.tokenizer import Tokenizer
+from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Ranking, dense_ranks
+from training.data import DataConfig, messages_field, read_rows, text_field
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One ranking, tokenized: K sequences of prompt, response and end token, and their ranks."""
+
+    task_id: str
+    sequences: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
+
+
+def read_rankings(data: DataConfig) -> list[Ranking]:
+    """Errors: ValueError naming file, line and field; a ranking of one is no comparison and is refused."""
+    rankings = []
+    for where, row in read_rows(data):
+        prompt = messages_field(where, {"messages": row.get("prompt")}, ends_with="user")
+        responses, ranks = row.get("responses"), row.get("ranks")
+        if not isinstance(responses, list) or not MIN_RESPONSES <= len(responses) <= MAX_RESPONSES:
+            found = f"{len(responses)} entries" if isinstance(responses, list) else type(responses).__name__
+            raise ValueError(
+                f"{where}: field 'responses' has {found}; a list of {MIN_RESPONSES} to {MAX_RESPONSES} was expected"
+            )
+        if not all(isinstance(response, str) for response in responses):
+            raise ValueError(f"{where}: field 'responses': strings were expected")
+        if not isinstance(ranks, list) or not all(isinstance(rank, int) and rank >= 1 for rank in ranks):
+            raise ValueError(f"{where}: field 'ranks' is {ranks!r}; a list of whole numbers from 1 was expected")
+        if len(ranks) != len(responses):
+            raise ValueError(f"{where}: field 'ranks' has {len(ranks)} entries for {len(responses)} responses")
+        rankings.append(
+            Ranking(
+                task_id=text_field(where, row, "task_id"),
+                prompt=tuple(Message(**message) for message in prompt),
+                responses=tuple(responses),
+                ranks=dense_ranks(ranks),
+                labeler=text_field(where, row, "labeler"),
+            )
+        )
+    if not rankings:
+        raise ValueError(f"{data.source}: no rankings; at least one was expected")
+    return rankings
+
+
+def encode_response(tokenizer: Tokenizer, prompt: Sequence[Message], response: str) -> tuple[int, ...]:
+    """Tokens of the conversation in which the assistant gives this response, the end token included."""
+    turns = [{"role": message.role, "content": message.content} for message in prompt]
+    tokens, _ = tokenizer.encode_conversation([*turns, {"role": "assistant", "content": response}])
+    return tuple(tokens)
+
+
+def encode_rankings(tokenizer: Tokenizer, rankings: Sequence[Ranking], max_tokens: int) -> list[Comparison]:
+    """Errors: ValueError naming the task whose conversation is longer than `max_tokens`."""
+    comparisons = []
+    for ranking in rankings:
+        sequences = tuple(encode_response(tokenizer, ranking.prompt, response) for response in ranking.responses)
+        longest = max(len(sequence) for sequence in sequences)
+        if longest > max_tokens:
+            raise ValueError(
+                f"task {ranking.task_id!r}: prompt and response have {longest} tokens; the model's context"
+                f" holds {max_tokens}"
+            )
+        comparisons.append(Comparison(ranking.task_id, sequences, ranking.ranks))
+    return comparisons

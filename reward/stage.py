@@ -1,0 +1,139 @@
+"""The reward model: the SFT model with a scalar head, trained on rankings of K responses.
+
+Held-out rankings are of prompts that training never saw. Afterwards the bias is shifted so that demonstrations score
+0 on average, which fixes the one freedom that preferences leave open.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from lm.model import ScalarModel, initialise_score_head
+from lm.tokenizer import Tokenizer
+from lm.weights import load_backbone, load_language_model, load_scalar_model, save_model
+from preferences.splits import split_rankings
+from reward.comparisons import Comparison, encode_rankings, read_rankings
+from reward.loss import ranking_loss
+from reward.scoring import last_token_scores, score_sequences
+from training.config import BatchConfig, Config, OptimizerConfig
+from training.data import DataConfig, read_conversations
+from training.engine import Engine
+from training.loop import LoopConfig, TrainingLoop
+from training.packing import IntArray
+from training.seeds import derive_seed
+from training.stage import StageContext
+
+
+class RewardConfig(Config):
+    """`batch.batch_size` counts comparisons: one labeler's ranking of one prompt's K responses."""
+
+    rankings: DataConfig
+    demonstrations: tuple[DataConfig, ...] = Field(min_length=1)
+    heldout_share: float = Field(gt=0, lt=1)
+    num_epochs: float = Field(gt=0)
+    batch: BatchConfig
+    optimizer: OptimizerConfig
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    num_calibration: int = Field(default=512, ge=1)  # demonstrations whose mean score becomes 0
+    save_every_steps: int = Field(ge=1)
+    evaluate_every_steps: int = Field(ge=1)
+
+
+class RankingObjective:
+    """The ranking loss over comparisons; a comparison is the unit that is counted."""
+
+    def __init__(self, comparisons: Sequence[Comparison], pad_id: int) -> None:
+        self.comparisons, self.pad_id = comparisons, pad_id
+
+    def __len__(self) -> int:
+        return len(self.comparisons)
+
+    def count(self, rows: IntArray) -> int:
+        return len(rows)
+
+    def num_tokens(self, rows: IntArray) -> int:
+        return sum(len(sequence) for row in rows for sequence in self.comparisons[row].sequences)
+
+    def loss(self, model: ScalarModel, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
+        chosen = [self.comparisons[row] for row in rows]
+        scores = last_token_scores(model, [sequence for c in chosen for sequence in c.sequences], self.pad_id)
+        widest = max(len(c.ranks) for c in chosen)
+        ranks_BK = torch.tensor([[*c.ranks, *[0] * (widest - len(c.ranks))] for c in chosen], device=device)
+        # Scores come flat, comparison after comparison: exactly the order of the real places of the padded table.
+        scores_BK = scores.new_zeros(ranks_BK.shape).masked_scatter(ranks_BK > 0, scores)
+        loss_B, accuracy_B = ranking_loss(scores_BK, ranks_BK)
+        return loss_B.sum(), {"accuracy": accuracy_B.sum()}
+
+
+def run(context: StageContext, config: RewardConfig, sft: Path) -> None:
+    """Train on this rank; rank 0 writes `model/` and `results.json`.
+
+    Errors: ValueError naming file, line and field for rankings that cannot be used.
+    """
+    tokenizer = Tokenizer.load(sft)
+    backbone = load_language_model(sft).config
+    train, heldout = split_rankings(read_rankings(config.rankings), config.heldout_share, context.seed)
+    if not train or not heldout:
+        raise ValueError(
+            f"reward.heldout_share {config.heldout_share} splits the rankings of {config.rankings.source} into"
+            f" {len(train)} for training and {len(heldout)} held out; both need at least one"
+        )
+    comparisons = [encode_rankings(tokenizer, part, backbone.context_tokens) for part in (train, heldout)]
+    model = ScalarModel(backbone, config.dropout)
+    load_backbone(sft, model)
+    head_seed = derive_seed(context.seed, "reward", "head")
+    initialise_score_head(model.score.weight, torch.Generator().manual_seed(head_seed))
+    engine = Engine(
+        model, config.optimizer, context.engine,
+        world_size=context.num_workers, micro_batch=config.batch.micro_batch_size,
+    )  # fmt: skip
+    objectives = [RankingObjective(part, tokenizer.pad_id) for part in comparisons]
+    num_steps = max(1, round(config.num_epochs * len(train) / config.batch.batch_size))
+    loop_config = LoopConfig(
+        "reward", context.seed, num_steps, config.batch, config.save_every_steps, config.evaluate_every_steps
+    )
+    TrainingLoop(engine, loop_config, objectives[0], objectives[1], context.folder).run()
+    weights = engine.full_weights()
+    if engine.is_main:
+        save_model(context.model_folder, model, weights, tokenizer)
+        finish(context, config, tokenizer, comparisons[1], len(train))
+    engine.barrier()
+    engine.close()
+
+
+def finish(
+    context: StageContext, config: RewardConfig, tokenizer: Tokenizer, heldout: Sequence[Comparison], num_train: int
+) -> None:
+    """Shift the bias of the written model, then measure it on the held-out rankings as it will be used."""
+    model = load_scalar_model(context.model_folder).eval()
+    model.bias -= demonstration_mean(model, tokenizer, config)
+    save_model(context.model_folder, model, model.state_dict(), tokenizer)
+    scores = score_sequences(model, [sequence for c in heldout for sequence in c.sequences], tokenizer.pad_id)
+    right, untied = 0, 0
+    for comparison in heldout:
+        mine, scores = scores[: len(comparison.ranks)], scores[len(comparison.ranks) :]
+        for i in range(len(mine)):
+            for j in range(len(mine)):
+                if comparison.ranks[i] < comparison.ranks[j]:
+                    untied += 1
+                    right += mine[i] > mine[j]
+    context.write_results(
+        {
+            "heldout_accuracy": right / untied if untied else float("nan"),
+            "heldout_pairs": untied,
+            "heldout_comparisons": len(heldout),
+            "train_comparisons": num_train,
+            "score_bias": float(model.bias),
+        }
+    )
+
+
+def demonstration_mean(model: ScalarModel, tokenizer: Tokenizer, config: RewardConfig) -> float:
+    """Mean score of the first `num_calibration` demonstrations."""
+    conversations = [messages for _, messages in read_conversations(config.demonstrations)][: config.num_calibration]
+    sequences = [tokenizer.encode_conversation(messages)[0] for messages in conversations]
+    scores = score_sequences(model, sequences, tokenizer.pad_id)
+    return sum(scores) / len(scores)

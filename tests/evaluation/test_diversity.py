@@ -1,0 +1,38 @@
+"""Diversity figures against counts by hand."""
+
+import math
+
+import pytest
+
+from evaluation.diversity import distinct_n, eos_rate, mean_length, repetition
+
+
+def test_distinct_n_by_hand():
+    texts = ["the cat sat", "The cat  ran"]  # words: the cat sat the cat ran
+    assert distinct_n(texts, 1) == 4 / 6
+    assert distinct_n(texts, 2) == 3 / 4  # the-cat twice, cat-sat, cat-ran; none across texts
+    assert distinct_n(texts, 3) == 1.0
+
+
+def test_distinct_n_without_ngrams_is_unknown():
+    assert math.isnan(distinct_n(["word", ""], 2))
+
+
+def test_repetition_by_hand():
+    assert repetition("a b a b a b", 2) == pytest.approx(1 - 2 / 5)  # ab ba ab ba ab
+    assert repetition("a b c d", 2) == 0.0
+    assert math.isnan(repetition("a", 2))
+
+
+def test_ngrams_refuse_n_below_one():
+    with pytest.raises(ValueError, match="n is 0"):
+        distinct_n(["a b"], 0)
+
+
+def test_rates_and_lengths():
+    assert eos_rate([True, False, True, True]) == 0.75
+    assert mean_length([3, 4, 8]) == 5.0
+    with pytest.raises(ValueError, match="finished is empty"):
+        eos_rate([])
+    with pytest.raises(ValueError, match="lengths_tokens is empty"):
+        mean_length([])

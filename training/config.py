@@ -1,0 +1,73 @@
+"""What every trained stage configures: precision, sharding, optimisation, batch sizes."""
+
+import math
+from typing import Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from lm.config import exact_div
+
+Precision = Literal["fp32", "bf16"]
+
+
+class Config(BaseModel):
+    """Base of all configs: frozen, and unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EngineConfig(Config):
+    """How the work is computed and sharded. `precision = "auto"` is bf16 where matrix units for it exist."""
+
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    keep_checkpoints: int = Field(default=1, ge=1)
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+
+    def resolved_precision(self) -> Precision:
+        if self.precision != "auto":
+            return self.precision
+        return "bf16" if torch.cuda.is_available() or cpu_has_bf16_matrix_units() else "fp32"
+
+
+def cpu_has_bf16_matrix_units() -> bool:
+    """Whether bf16 products are fast here: without AMX they are slower than fp32."""
+    return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+
+
+class OptimizerConfig(Config):
+    """AdamW (arXiv 1711.05101) with gradient clipping and a learning rate that is a function of the step alone."""
+
+    learning_rate: float = Field(gt=0)
+    schedule: Literal["constant", "linear", "cosine"]
+    warmup_steps: int = Field(default=0, ge=0)
+    final_share: float = Field(default=0.0, ge=0, le=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+
+    def rate(self, step: int, num_steps: int) -> float:
+        """Learning rate of step 0 .. num_steps - 1: linear warm-up, then down to `final_share` of the peak."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps)
+        fall = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+        return self.learning_rate * (self.final_share + (1 - self.final_share) * fall[self.schedule])
+
+
+class BatchConfig(Config):
+    """`batch_size` is global, in the stage's unit; `micro_batch_size` is what one rank holds at once."""
+
+    batch_size: int = Field(ge=1)
+    micro_batch_size: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        exact_div(self.batch_size, self.micro_batch_size, "batch_size over micro_batch_size")
+        return self
+
+    def num_micro_batches(self, num_ranks: int) -> int:
+        """Micro-batches a rank and step. Errors: ValueError unless the division is whole."""
+        return exact_div(self.batch_size, num_ranks * self.micro_batch_size, "batch_size over ranks x micro_batch_size")

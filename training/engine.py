@@ -1,0 +1,175 @@
+"""The one engine of every stage: Accelerate, with its DeepSpeed plugin from ZeRO-1 up.
+
+It owns what a loss must not know: precision, sharding, the averaging of gradients over ranks, clipping, the step.
+"""
+
+import contextlib
+import gc
+import os
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from torch import Tensor, nn
+
+from training.config import EngineConfig, OptimizerConfig
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+
+class Engine(Generic[AnyModule]):
+    """A model under training on this rank and its peers.
+
+    The environment names the ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without it the world has one.
+    A second engine in the same process, such as PPO's value function, shares the process group.
+    """
+
+    def __init__(
+        self, model: AnyModule, optimizer: OptimizerConfig, config: EngineConfig, *, world_size: int, micro_batch: int
+    ) -> None:
+        self.config, self.optimizer_config = config, optimizer
+        self._accelerator = _make_accelerator(config, optimizer.max_grad_norm, micro_batch)
+        # Accelerate falls back to separate worlds, or drops DeepSpeed, without a word.
+        found = self._accelerator.num_processes
+        assert found == world_size, f"the process group has {found} ranks where {world_size} were started"
+        self.rank, self.world_size = self._accelerator.process_index, world_size
+        self.device = self._accelerator.device
+        self.module = model
+        adamw = _make_adamw(model, optimizer, self.device)
+        self.model, self._optimizer = self._accelerator.prepare(model, adamw)
+        is_deepspeed = type(self.model).__name__ == "DeepSpeedEngine"
+        assert is_deepspeed == (config.zero_stage > 0), f"ZeRO {config.zero_stage} gave a {type(self.model).__name__}"
+        self._loss_sum = torch.zeros((), device=self.device)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        self._accelerator.wait_for_everyone()
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Element-wise sum over all ranks."""
+        return values if self.world_size == 1 else self._accelerator.reduce(values, reduction="sum")
+
+    def backward(self, loss: Tensor, *, is_last: bool, step: int) -> None:
+        """Add the gradients of this rank's share of the loss; `is_last` closes the global batch.
+
+        `loss` is this micro-batch's sum divided by the count of the whole global batch, so shares add up over
+        micro-batches and ranks however the batch is split. Backends average over ranks; the factor undoes that.
+        Errors: RuntimeError on every rank if any rank's loss is not finite, before weights are touched.
+        """
+        self._loss_sum += loss.detach()
+        if is_last:
+            self._require_finite(step)
+        self._accelerator.gradient_state._set_sync_gradients(is_last)
+        # DDP reduces gradients in the backward of the pass unless told to wait for the last one.
+        with self._accelerator.no_sync(self.model) if self._waits(is_last) else contextlib.nullcontext():
+            self._accelerator.backward(loss * self.world_size)
+
+    def _waits(self, is_last: bool) -> bool:
+        return not is_last and self.world_size > 1 and self.config.zero_stage == 0
+
+    def step(self, learning_rate: float) -> tuple[float, float]:
+        """Clip, update the weights, clear the gradients. Returns the global loss and gradient norm."""
+        loss = float(self.sum_over_ranks(self._loss_sum.clone()))
+        self._loss_sum.zero_()
+        if self.config.zero_stage > 0:  # DeepSpeed has stepped in the last backward, with the rate set before it
+            return loss, float(self.model.get_global_grad_norm() or 0.0)
+        self.set_learning_rate(learning_rate)
+        parameters = self.module.parameters()
+        norm = float(self._accelerator.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm))
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss, norm
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Before a step's first backward: DeepSpeed steps inside the last one."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def _require_finite(self, step: int) -> None:
+        bad = (~torch.isfinite(self._loss_sum)).float()
+        num_bad = int(self.sum_over_ranks(bad))
+        if num_bad:
+            raise RuntimeError(
+                f"step {step}: the loss is not finite on {num_bad} of {self.world_size} ranks"
+                f" (rank {self.rank}: {float(self._loss_sum)}); no weight was changed"
+            )
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """The whole state dict in fp32, on every rank (a collective call under ZeRO)."""
+        if self.config.zero_stage == 0:
+            return {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        weights = {name: tensor.detach() for name, tensor in self.module.named_buffers()}
+        aliases = self.module.named_parameters(remove_duplicate=False)
+        whole: dict[int, Tensor] = {}
+        for name, parameter in aliases:
+            if id(parameter) not in whole:
+                whole[id(parameter)] = safe_get_full_fp32_param(parameter).clone()
+            weights[name] = whole[id(parameter)]
+        return weights
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer; every rank calls it, into one shared folder."""
+        self._accelerator.save_state(str(folder), safe_serialization=True)
+
+    def load(self, folder: Path) -> None:
+        """The inverse of `save`, on the same number of ranks."""
+        self._accelerator.load_state(str(folder))
+
+    def close(self) -> None:
+        """Release memory; the process group stays for the next stage in this process."""
+        self._accelerator.free_memory()
+        del self.model, self.module, self._optimizer
+        AcceleratorState._reset_state()
+        gc.collect()
+
+
+def _make_accelerator(config: EngineConfig, max_grad_norm: float, micro_batch: int) -> Accelerator:
+    on_cpu = not torch.cuda.is_available()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = str(config.zero_stage > 0).lower()
+    if on_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it at its first import
+    precision = "bf16" if config.resolved_precision() == "bf16" else "no"
+    handlers = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl")]
+    if config.zero_stage == 0:
+        return Accelerator(cpu=on_cpu, mixed_precision=precision, kwargs_handlers=handlers)
+    if AcceleratorState._shared_state:  # the first engine of this process brought the plugin
+        return Accelerator(kwargs_handlers=handlers)
+    plugin = DeepSpeedPlugin(hf_ds_config=_deepspeed_config(config, max_grad_norm, micro_batch))
+    return Accelerator(mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers)
+
+
+def _deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": 1,  # the loop marks the boundaries itself
+        "gradient_clipping": max_grad_norm,
+        "bf16": {"enabled": config.resolved_precision() == "bf16"},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": config.zero_stage,
+            "stage3_gather_16bit_weights_on_model_save": config.zero_stage == 3,
+        },
+        "steps_per_print": 1_000_000_000,
+    }
+
+
+def _make_adamw(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
+    """Weight decay on matrices only: norms and biases have no scale to shrink."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in parameters if p.dim() > 1]
+    vectors = [p for p in parameters if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}]
+    if vectors:
+        groups.append({"params": vectors, "weight_decay": 0.0})
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=device.type in ("cpu", "cuda")
+    )

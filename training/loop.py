@@ -1,0 +1,160 @@
+"""The training loop of pretraining, SFT and the reward model: the stages differ in their Objective only."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from training.checkpoint import begin_checkpoint, commit_checkpoint, latest_checkpoint
+from training.config import BatchConfig
+from training.engine import Engine
+from training.metrics import MetricsLog
+from training.packing import DataOrder, IntArray
+from training.seeds import derive_seed, seed_step
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+Model_contra = TypeVar("Model_contra", bound=nn.Module, contravariant=True)
+
+
+class Objective(Protocol[Model_contra]):
+    """Rows and the loss on them."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def count(self, rows: IntArray) -> int:
+        """How many units (tokens, comparisons) the loss of these rows is a sum over."""
+        ...
+
+    def num_tokens(self, rows: IntArray) -> int:
+        """Tokens that a forward pass of these rows sees, for the rate."""
+        ...
+
+    def loss(self, model: Model_contra, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The loss summed over `count(rows)` units, and further sums to report, each over the same units."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """How long to train and how often to look."""
+
+    stage: str
+    seed: int
+    num_steps: int
+    batch: BatchConfig
+    save_every_steps: int
+    evaluate_every_steps: int
+
+
+class TrainingLoop(Generic[AnyModule]):
+    """Batch, loss, backward, step, log, evaluate, save; a pure function of its inputs and the step it resumes at."""
+
+    def __init__(
+        self,
+        engine: Engine[AnyModule],
+        config: LoopConfig,
+        training: Objective[AnyModule],
+        heldout: Objective[AnyModule],
+        folder: Path,
+    ) -> None:
+        self.engine, self.config, self.training, self.heldout, self.folder = engine, config, training, heldout, folder
+        self.num_micro_batches = config.batch.num_micro_batches(engine.world_size)
+        self.order = DataOrder(len(training), config.batch.batch_size, derive_seed(config.seed, config.stage, "order"))
+
+    def run(self) -> dict[str, float]:
+        """Train to the end. Returns the held-out figures of the final weights, `loss` among them."""
+        first_step = self._resume()
+        log = None
+        if self.engine.is_main:
+            log = MetricsLog(self.folder, self.engine.config.trackers, resume_step=first_step)
+        for step in range(first_step, self.config.num_steps):
+            figures = self._step(step)
+            done = step + 1
+            if done % self.config.evaluate_every_steps == 0 or done == self.config.num_steps:
+                figures |= {f"heldout_{name}": value for name, value in self.evaluate().items()}
+            if log is not None:
+                log.log(done, self.config.num_steps, figures)
+            if done % self.config.save_every_steps == 0 and done < self.config.num_steps:
+                self._save(done)
+        if log is not None:
+            log.close()
+        return self.evaluate()
+
+    def _step(self, step: int) -> dict[str, float]:
+        started = time.monotonic()
+        engine, batch = self.engine, self.config.batch
+        rate = engine.optimizer_config.rate(step, self.config.num_steps)
+        engine.set_learning_rate(rate)
+        engine.model.train()
+        seed_step(self.config.seed, self.config.stage, step, engine.rank)
+        rows = self.order.batch(step)
+        count = self.training.count(rows)
+        per_rank = self.num_micro_batches * batch.micro_batch_size
+        mine = rows[engine.rank * per_rank : (engine.rank + 1) * per_rank]
+        sums: dict[str, Tensor] = {}
+        for index in range(self.num_micro_batches):
+            micro = mine[index * batch.micro_batch_size : (index + 1) * batch.micro_batch_size]
+            loss, extra = self.training.loss(engine.model, micro, engine.device)
+            engine.backward(loss / count, is_last=index == self.num_micro_batches - 1, step=step)
+            for name, value in extra.items():
+                sums[name] = sums.get(name, torch.zeros_like(value)) + value
+        loss_mean, norm = engine.step(rate)
+        seconds = time.monotonic() - started
+        return {
+            "loss": loss_mean,
+            **self._means(sums, count),
+            "gradient_norm": norm,
+            "learning_rate": rate,
+            "tokens_per_second": self.training.num_tokens(rows) / seconds,
+        }
+
+    def _means(self, sums: Mapping[str, Tensor], count: int) -> dict[str, float]:
+        if not sums:
+            return {}
+        totals = self.engine.sum_over_ranks(torch.stack([value.detach().float() for value in sums.values()]))
+        return dict(zip(sums, (totals / count).tolist(), strict=True))
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Means over all held-out rows, shared out among the ranks."""
+        engine, batch = self.engine, self.config.batch.micro_batch_size
+        engine.model.eval()
+        everything = torch.arange(len(self.heldout)).numpy()
+        count = self.heldout.count(everything)
+        sums: dict[str, Tensor] = {}
+        # Every rank runs as many passes as the others, since ZeRO-3 gathers weights in each; a rank that has run out
+        # of rows repeats the first one and does not count it.
+        for start in range(0, len(everything), batch * engine.world_size):
+            mine = everything[start + engine.rank * batch : start + (engine.rank + 1) * batch]
+            loss, extra = self.heldout.loss(engine.model, mine if len(mine) else everything[:1], engine.device)
+            for name, value in {"loss": loss, **extra}.items():
+                sums[name] = sums.get(name, torch.zeros_like(value)) + (value if len(mine) else 0 * value)
+        return self._means(sums, count)
+
+    def _save(self, done: int) -> None:
+        writing = self.folder / "checkpoints" / f".writing-{done:06d}"
+        if self.engine.is_main:
+            begin_checkpoint(writing.parent, done)
+        self.engine.barrier()
+        self.engine.save(writing)
+        self.engine.barrier()
+        if self.engine.is_main:
+            (writing / "loop.json").write_text(json.dumps({"step": done}) + "\n", encoding="utf-8")
+            commit_checkpoint(writing, done, keep=self.engine.config.keep_checkpoints)
+        self.engine.barrier()
+
+    def _resume(self) -> int:
+        """Load the newest sound checkpoint; returns the step to start at."""
+        found = latest_checkpoint(self.folder / "checkpoints")
+        if found is None:
+            return 0
+        checkpoint, step = found
+        self.engine.load(checkpoint)
+        return step

@@ -1,0 +1,135 @@
+"""Token sequences laid into rows of fixed length, and the order in which training visits rows.
+
+Shape letters: B rows, T tokens of a row.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+CHUNK_TEXTS = 1024
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows of packed sequences, [B, T] each.
+
+    `segments` numbers the sequences of a row from 1; 0 = padding. `counted` marks True the tokens whose prediction
+    counts in the loss: a token at t is predicted from the one at t - 1 of the same sequence.
+    """
+
+    tokens: IntArray
+    segments: IntArray
+    counted: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def pack(
+    sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], row_tokens: int, pad_id: int
+) -> PackedRows:
+    """First-fit, longest first: each (tokens, counted) sequence lies whole in one row.
+
+    Errors: ValueError naming the sequence that is longer than a row.
+    """
+    for index, (tokens, _) in enumerate(sequences):
+        if len(tokens) > row_tokens:
+            raise ValueError(f"sequence {index} has {len(tokens)} tokens; at most {row_tokens} fit a row")
+    order = sorted(range(len(sequences)), key=lambda index: (-len(sequences[index][0]), index))
+    rows: list[list[int]] = []
+    open_rows: dict[int, list[int]] = {}  # free tokens -> rows with exactly so many
+    for index in order:
+        length = len(sequences[index][0])
+        free = next((room for room in range(length, row_tokens + 1) if open_rows.get(room)), None)
+        if free is None:
+            row, free = len(rows), row_tokens
+            rows.append([])
+        else:
+            row = open_rows[free].pop()
+        rows[row].append(index)
+        open_rows.setdefault(free - length, []).append(row)
+    return _lay_out([[sequences[index] for index in row] for row in rows], row_tokens, pad_id)
+
+
+def _lay_out(
+    rows: Sequence[Sequence[tuple[Sequence[int], Sequence[bool]]]], row_tokens: int, pad_id: int
+) -> PackedRows:
+    tokens = np.full((len(rows), row_tokens), pad_id, dtype=np.int64)
+    segments = np.zeros_like(tokens)
+    counted = np.zeros(tokens.shape, dtype=np.bool_)
+    for row, sequences in enumerate(rows):
+        start = 0
+        for number, (ids, is_counted) in enumerate(sequences, start=1):
+            end = start + len(ids)
+            tokens[row, start:end], segments[row, start:end], counted[row, start:end] = ids, number, is_counted
+            counted[row, start] = False  # nothing in its own sequence predicts a first token
+            start = end
+    return PackedRows(tokens, segments, counted)
+
+
+def write_token_stream(texts: Iterable[list[int]], end_id: int, path: Path) -> int:
+    """Append every text and an end token to a flat file of int32; returns the number of tokens written."""
+    total = 0
+    with path.open("wb") as file:
+        for ids in texts:
+            np.asarray([*ids, end_id], dtype=np.int32).tofile(file)
+            total += len(ids) + 1
+    return total
+
+
+def stream_rows(path: Path, row_tokens: int) -> NDArray[np.int32]:
+    """The stream as a memory-mapped [B, T] array; a last partial row is left out.
+
+    Errors: ValueError where the text does not fill one row.
+    """
+    stream = np.memmap(path, dtype=np.int32, mode="r")
+    num_rows = len(stream) // row_tokens
+    if num_rows == 0:
+        raise ValueError(f"{path}: {len(stream)} tokens do not fill one row of {row_tokens}; more text is needed")
+    rows: NDArray[np.int32] = stream[: num_rows * row_tokens].reshape(num_rows, row_tokens)
+    return rows
+
+
+def chunks(texts: Iterable[str], size: int = CHUNK_TEXTS) -> Iterator[list[str]]:
+    """Lists of at most `size` texts, so that streams are tokenized in parallel without being held whole."""
+    chunk: list[str] = []
+    for text in texts:
+        chunk.append(text)
+        if len(chunk) == size:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+class DataOrder:
+    """Which rows make up the global batch of each step: a fresh permutation an epoch, drawn from the seed.
+
+    A pure function of (seed, step), so a resumed run needs no cursor. Every epoch visits every row once; a batch
+    may span two epochs.
+    """
+
+    def __init__(self, num_rows: int, batch_size: int, seed: int) -> None:
+        if num_rows < 1:
+            raise ValueError("no rows to train on; at least one was expected")
+        self.num_rows, self.batch_size, self.seed = num_rows, batch_size, seed
+        self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
+
+    def batch(self, step: int) -> IntArray:
+        """Row numbers [batch_size] of step 0, 1, ..."""
+        places = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+        return np.concatenate([self._rows(epoch, places) for epoch in np.unique(places // self.num_rows)])
+
+    def _rows(self, epoch: int, places: IntArray) -> IntArray:
+        if epoch != self._epoch:
+            self._epoch = int(epoch)
+            self._permutation = np.random.default_rng([self.seed, self._epoch]).permutation(self.num_rows)
+        inside = places[places // self.num_rows == epoch]
+        rows: IntArray = self._permutation[inside % self.num_rows]
+        return rows
