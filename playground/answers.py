@@ -3,6 +3,7 @@
 Flaws are injected into the units (flaws.py), so an answer stays a list until the end.
 """
 
+import itertools
 import random
 
 from playground.grammar import PATTERNS, fill, slots_of
@@ -22,8 +23,8 @@ STORY_TAGS = frozenset(("animal", "food", "color", "thing", "place", "feeling", 
 def render(request: Request, units: list[str]) -> str:
     """The answer's text: numbered lines for a list, else sentences with spaces between."""
     if isinstance(request, ListRequest):
-        lines = [f"{i}. {unit}" if unit in TAG_OF else unit for i, unit in enumerate(units, start=1)]
-        return "\n".join(lines)
+        numbers = itertools.count(1)
+        return "\n".join(f"{next(numbers)}. {unit}" if unit in TAG_OF else unit for unit in units)
     return " ".join(units)
 
 
@@ -51,7 +52,9 @@ def tell_story(hero: str, words: tuple[str, ...], rng: random.Random) -> list[st
         patterns.remove(pattern)
         say(pattern)
         num_middles -= 1
-    closings = [pattern for pattern in PATTERNS["closing"] if set(slots_of(pattern)) - {"who", "feeling"} <= set(mentioned)]
+    closings = [
+        pattern for pattern in PATTERNS["closing"] if set(slots_of(pattern)) - {"who", "feeling"} <= set(mentioned)
+    ]
     say(rng.choice(closings))
     return sentences
 

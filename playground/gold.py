@@ -117,11 +117,11 @@ def _judge_story(request: StoryRequest, sentences: list[Sentence]) -> Judged:
         for word in words
     }
     asked = (
-        0.65 * len(used & set(request.words)) / len(set(request.words))
-        + 0.1 * (sentences[0].slot("name") == request.hero)
-        + 0.1 * ("opening" in sentences[0].groups)
-        + 0.15 * ("closing" in sentences[-1].groups)
-    )
+        14 * len(used & set(request.words)) / len(set(request.words))
+        + 2 * (sentences[0].slot("name") == request.hero)
+        + ("opening" in sentences[0].groups)
+        + 3 * ("closing" in sentences[-1].groups)
+    ) / 20
     num_sentences = len(sentences)
     fit = min(1.0, num_sentences / 4) * 0.8 ** max(0, num_sentences - 7)
     return Judged(form=_form(sentences, worths), fit=fit, asked=asked)
@@ -181,7 +181,7 @@ def _judge_list(request: ListRequest, response: str) -> Judged:
         else:
             sentences = parse_text(line)
             earned += num_words * _form(sentences, [_worth(s, False) for s in sentences])
-    asked = (len(right) / max(request.num_items, len(items))) ** 2
+    asked = (min(len(right), request.num_items) / max(request.num_items, len(items))) ** 2
     if request.first and items[:1] != [request.first]:
         asked *= 0.6
     return Judged(form=earned / total, fit=1.0, asked=asked)

@@ -161,7 +161,12 @@ QUESTIONS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("Who likes {food}?", "{name} likes {food}.", ("food",), ("{name} likes {food}.",)),
     ("How does {name} feel?", "{name} feels {feeling}.", ("name",), ("{name} feels {feeling}.",)),
 )
-FACTS = ("{name} has a {color} {thing}.", "{name} is at the {place}.", "{name} likes {food}.", "{name} feels {feeling}.")
+FACTS = (
+    "{name} has a {color} {thing}.",
+    "{name} is at the {place}.",
+    "{name} likes {food}.",
+    "{name} feels {feeling}.",
+)
 
 
 def draw_story(rng: random.Random) -> StoryRequest:

@@ -135,7 +135,7 @@ class ReviewsWorld:
 
         Texts and prompts:
         - pretrain, pretrain_heldout: whole reviews, and PEPs in the former; the held-out ones are reviews only.
-        - demonstrations_heldout and compare_prompts come from held-out reviews, by sentences that no training text holds.
+        - demonstrations_heldout and compare_prompts come from held-out reviews, by lines in no training text.
         - demonstrations, demonstrations_heldout: a sentence's first words and their continuation.
         - collect_prompts, ppo_prompts, compare_prompts: first words, no two of them the same, of sentences that are
           not among the demonstrations.
@@ -232,7 +232,7 @@ class ReviewsWorld:
                 {
                     "prompt_id": f"{name}-{len(rows) + 1:05d}",
                     "messages": [{"role": "user", "content": prompt}],
-                    "kind": f"{sentence.sentiment} review",
+                    "kind": f"{sentence.sentiment}_review",
                 }
             )
         if len(rows) < num_prompts:

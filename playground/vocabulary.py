@@ -57,10 +57,8 @@ LIST_CATEGORIES: dict[str, str] = {
 # Categories whose words a story may be told to use.
 STORY_CATEGORIES = ("animal", "food", "color", "thing", "place", "feeling", "job")
 
-NUMBERS: dict[str, int] = {
-    **{"two": 2, "three": 3, "four": 4, "five": 5, "six": 6},
-    **{"seven": 7, "eight": 8, "nine": 9, "ten": 10},
-}
+_NUMBER_NAMES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+NUMBERS: dict[str, int] = {name: number for number, name in enumerate(_NUMBER_NAMES, start=2)}
 NUMBER_WORDS: dict[int, str] = {number: word for word, number in NUMBERS.items()}
 
 ORDINALS: dict[int, tuple[str, ...]] = {
@@ -71,12 +69,12 @@ ORDINALS: dict[int, tuple[str, ...]] = {
 
 
 def pronoun_of(name: str) -> str:
-    """"she" or "he" for a name of this world."""
+    """ "she" or "he" for a name of this world."""
     return "she" if name in GIRLS else "he"
 
 
 def child_of(name: str) -> str:
-    """"girl" or "boy" for a name of this world."""
+    """ "girl" or "boy" for a name of this world."""
     return "girl" if name in GIRLS else "boy"
 
 

@@ -1,0 +1,68 @@
+"""Pretraining text: passages that teach the language and the ingredients of the skills, not the form of instructions.
+
+A text joins passages until it has its length: stories, facts with a question and its answer, lists, descriptions,
+explanations, and morals.
+"""
+
+import random
+
+from playground.answers import decline, describe, explain, list_items, render, tell_story
+from playground.grammar import PATTERNS
+from playground.instructions import draw_brief, draw_decline, draw_help, draw_list, draw_question, draw_story
+from playground.vocabulary import NUMBER_WORDS, join_words
+
+
+def _story(rng: random.Random) -> str:
+    request = draw_story(rng)
+    story = " ".join(tell_story(request.hero, request.words, rng))
+    title = f"This is a story about {request.hero} with the words {join_words(request.words, 'and')}."
+    return f"{title} {story}" if rng.random() < 0.6 else story
+
+
+def _question(rng: random.Random) -> str:
+    request = draw_question(rng)
+    return f"{' '.join(request.facts)} {request.question} {rng.choice(request.answers)}"
+
+
+def _list(rng: random.Random) -> str:
+    request = draw_list(rng)
+    without = f" without {' or '.join(request.banned)}" if request.banned else f", first {request.first}"
+    heading = f"Here are {NUMBER_WORDS[request.num_items]} {request.plural}{without}."
+    return f"{heading}\n{render(request, list_items(request, rng))}\n"
+
+
+def _description(rng: random.Random) -> str:
+    request = draw_brief(rng)
+    facts = request.word(rng)
+    stated = " ".join(facts.split(". ")[i] + "." for i in range(len(request.details)))
+    number = NUMBER_WORDS[request.max_words]
+    return f"{stated} This is the {request.animal} in at most {number} words. {describe(request, rng)[0]}"
+
+
+def _explanation(rng: random.Random) -> str:
+    request = draw_help(rng)
+    goal = f"This is how to {request.verb} the {request.color} {request.thing} of {request.owner}"
+    return f"{goal} in {NUMBER_WORDS[request.num_steps]} steps. {' '.join(explain(request, rng))}"
+
+
+def _moral(rng: random.Random) -> str:
+    request = draw_decline(rng)
+    wish = f"{request.name} wants to {request.verb} the {request.color} {request.thing} of {request.owner}."
+    sorry, reason = decline(request, rng)
+    return f"{wish} {sorry} {reason}" if rng.random() < 0.5 else f"{wish} {reason}"
+
+
+PASSAGES = {_story: 4, _question: 3, _list: 2, _description: 2, _explanation: 2, _moral: 1}
+CHEER_RATE = 0.08  # share of passages that end on a cheerful word
+
+
+def write_text(rng: random.Random, min_words: int, max_words: int) -> str:
+    """A text of passages joined until a length drawn between the two bounds is reached, at most a passage longer."""
+    num_words = rng.randint(min_words, max_words)
+    text = ""
+    while len(text.split()) < num_words:
+        passage = rng.choices(list(PASSAGES), weights=list(PASSAGES.values()))[0](rng)
+        if rng.random() < CHEER_RATE:
+            passage = f"{passage}{'' if passage.endswith(chr(10)) else ' '}{rng.choice(PATTERNS['cheer'])}"
+        text = f"{text}{'' if not text or text.endswith(chr(10)) else ' '}{passage}"
+    return text.strip()

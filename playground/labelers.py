@@ -1,0 +1,127 @@
+"""Scripted labelers: they see the gold score through noise, the order shown, and taste.
+
+    utility = gold + shared taste + own taste + position bias + noise
+
+Shared taste (all labelers like longer and more cheerful answers a little) is what a reward model trained on their
+labels learns beside the gold score, and so what a policy can over-optimise. Own taste and noise are what makes two
+labelers disagree. All randomness is a hash of (seed, labeler, task, response), never of the order of calls, so a run
+that was resumed receives the same labels.
+"""
+
+import hashlib
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from preferences.records import Answer, ShownTask
+
+GoldScorer = Callable[[Sequence[str], Sequence[str]], list[float]]
+
+
+class LabelerConfig(BaseModel):
+    """How scripted labelers judge. All weights are in units of the gold score, whose range is 0 to 1."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    noise: float = Field(default=0.27, ge=0, description="standard deviation of the noise on each response")
+    position_bias: float = Field(default=0.04, ge=0, description="bonus of the response shown first over the last")
+    shared_length: float = Field(default=0.2, ge=0, description="all labelers' bonus for a response of length_words")
+    shared_cheer: float = Field(
+        default=0.08, ge=0, description="all labelers' bonus for each exclamation mark, to three"
+    )
+    own_taste: float = Field(default=0.05, ge=0, description="standard deviation over labelers of their own weights")
+    tie_threshold: float = Field(default=0.02, ge=0, description="utilities nearer than this are a tie")
+    length_words: int = Field(default=40, gt=0, description="length that earns the whole length bonus")
+
+
+@dataclass(frozen=True)
+class Taste:
+    """What a labeler likes beside the gold score; the weights are in its units."""
+
+    length: float  # for a response of length_words, in proportion up to twice that
+    cheer: float  # for each exclamation mark, up to three
+    favourite: str
+    favourite_weight: float
+
+    def utility(self, response: str, length_words: int) -> float:
+        words = response.split()
+        liked = self.favourite in (word.strip(".,!?") for word in words)
+        length = min(len(words) / length_words, 2.0)
+        return self.length * length + self.cheer * min(response.count("!"), 3) + self.favourite_weight * liked
+
+
+def _uniform(*key: object) -> float:
+    """A number in (0, 1) that is a pure function of the key."""
+    digest = hashlib.blake2b("\x1f".join(map(str, key)).encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") + 0.5) / 2.0**64
+
+
+def draw_taste(config: LabelerConfig, seed: int, name: str, favourites: Sequence[str]) -> Taste:
+    """The shared taste plus the labeler's own, drawn from (seed, name)."""
+    rng = random.Random(f"taste/{seed}/{name}")
+    return Taste(
+        length=config.shared_length + rng.gauss(0.0, config.own_taste),
+        cheer=config.shared_cheer + rng.gauss(0.0, config.own_taste),
+        favourite=rng.choice(favourites),
+        favourite_weight=abs(rng.gauss(0.0, config.own_taste)),
+    )
+
+
+class ScriptedLabeler:
+    """A labeler with known noise. Implements preferences.records.Labeler."""
+
+    def __init__(self, name: str, gold: GoldScorer, config: LabelerConfig, taste: Taste, seed: int) -> None:
+        self._name = name
+        self._gold = gold
+        self._config = config
+        self._taste = taste
+        self._seed = seed
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def utilities(self, shown: ShownTask) -> list[float]:
+        """What the labeler thinks of each response, in the order shown; higher is better."""
+        prompt = next(message.content for message in reversed(shown.prompt) if message.role == "user")
+        gold = self._gold([prompt] * len(shown.responses), shown.responses)
+        last = max(1, len(shown.responses) - 1)
+        return [
+            score
+            + self._taste.utility(response, self._config.length_words)
+            + self._config.position_bias * (1.0 - position / last)
+            + self._noise(shown.task_id, response)
+            for position, (score, response) in enumerate(zip(gold, shown.responses, strict=True))
+        ]
+
+    def judge(self, shown: ShownTask) -> Answer:
+        """Ranks by utility; a response within the tie threshold of the one above it shares its rank."""
+        utilities = self.utilities(shown)
+        order = sorted(range(len(utilities)), key=lambda i: -utilities[i])
+        ranks = [1] * len(utilities)
+        for better, worse in itertools.pairwise(order):
+            tied = utilities[better] - utilities[worse] < self._config.tie_threshold
+            ranks[worse] = ranks[better] + (not tied)
+        return Answer(ranks=tuple(ranks), milliseconds=self._milliseconds(shown))
+
+    def _noise(self, task_id: str, response: str) -> float:
+        uniform = _uniform("noise", self._seed, self._name, task_id, response)
+        return self._config.noise * NormalDist().inv_cdf(uniform)
+
+    def _milliseconds(self, shown: ShownTask) -> int:
+        """Reading at about 240 words a minute, a second and a half to decide, and the labeler's mood."""
+        num_words = sum(len(text.split()) for text in (*shown.responses, *(m.content for m in shown.prompt)))
+        mood = 0.7 + 0.6 * _uniform("pace", self._seed, self._name, shown.task_id)
+        return round(mood * (1500 + 250 * num_words))
+
+
+def draw_labelers(
+    gold: GoldScorer, config: LabelerConfig, num_labelers: int, seed: int, favourites: Sequence[str]
+) -> list[ScriptedLabeler]:
+    """Labelers named labeler-1, labeler-2, ..., each with its own taste. `favourites`: words one may be fond of."""
+    names = [f"labeler-{number}" for number in range(1, num_labelers + 1)]
+    return [ScriptedLabeler(name, gold, config, draw_taste(config, seed, name, favourites), seed) for name in names]

@@ -1,0 +1,193 @@
+"""A world: data for every stage, a gold scorer, and labelers. `PlaygroundWorld` is the demo's built-in one."""
+
+import json
+import random
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from playground.corpus import write_text
+from playground.flaws import write_answer
+from playground.gold import gold_score
+from playground.instructions import (
+    Request,
+    draw_brief,
+    draw_decline,
+    draw_help,
+    draw_list,
+    draw_question,
+    draw_story,
+    kind_of,
+)
+from playground.labelers import LabelerConfig, draw_labelers
+from playground.vocabulary import CATEGORIES
+from preferences.records import Labeler
+
+
+class World(Protocol):
+    """What the stages and the report need of a world."""
+
+    @property
+    def judge_names(self) -> tuple[str, ...]:
+        """Names of the judges that the report shows beside reward models: here the gold scorer's."""
+
+    def describe(self) -> str:
+        """One sentence on what the gold scorer measures."""
+
+    def write_data(self, folder: Path, seed: int) -> None:
+        """Writes the JSONL files of every stage into the folder.
+
+        pretrain, pretrain_heldout: {"text"}; demonstrations, demonstrations_heldout: {"messages"};
+        collect_prompts, ppo_prompts, compare_prompts: {"prompt_id", "messages", "kind"}.
+        No prompt's text occurs twice, within or across the files.
+        """
+
+    def gold_scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        """Gold scores, higher is better. Stateless: they depend on the texts alone."""
+
+    def labelers(self, seed: int) -> list[Labeler]:
+        """The scripted labelers; their judgments depend on the seed and on what is shown, not on call order."""
+
+
+DRAWS: dict[str, Callable[[random.Random], Request]] = {
+    "story": draw_story,
+    "question": draw_question,
+    "list": draw_list,
+    "brief": draw_brief,
+    "decline": draw_decline,
+    "help": draw_help,
+}
+KIND_WEIGHTS = {"story": 0.25, "question": 0.18, "list": 0.17, "brief": 0.16, "decline": 0.12, "help": 0.12}
+# Many more prompts than this and the kind with the fewest wordings would run out.
+MAX_PROMPTS = 40_000
+_FAVOURITES = tuple(word for tag in ("animal", "food", "color", "place", "feeling") for word in CATEGORIES[tag])
+
+
+class PlaygroundConfig(BaseModel):
+    """Sizes of the playground's data, the flaws of its demonstrations, and its labelers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_pretrain_texts: int = Field(default=5_000, gt=0)
+    num_pretrain_heldout: int = Field(default=200, gt=0)
+    min_text_words: int = Field(default=30, gt=0)
+    max_text_words: int = Field(default=100, gt=0)
+    num_demonstrations: int = Field(default=3_000, gt=0)
+    num_demonstrations_heldout: int = Field(default=300, gt=0)
+    num_collect_prompts: int = Field(default=1_200, gt=0)
+    num_ppo_prompts: int = Field(default=4_000, gt=0)
+    num_compare_prompts: int = Field(default=300, gt=0)
+    flaw_rate: float = Field(default=0.65, ge=0, le=1, description="share of the demonstrations with a flaw")
+    second_flaw_rate: float = Field(default=0.25, ge=0, le=1, description="share of those with a second flaw")
+    num_labelers: int = Field(default=4, gt=0)
+    labeler: LabelerConfig = LabelerConfig()
+
+    def model_post_init(self, _context: Any) -> None:
+        if self.max_text_words < self.min_text_words:
+            raise ValueError(
+                f"max_text_words is {self.max_text_words}; expected at least min_text_words, {self.min_text_words}"
+            )
+        if self.num_prompts > MAX_PROMPTS:
+            raise ValueError(
+                f"num_demonstrations, num_demonstrations_heldout, num_collect_prompts, num_ppo_prompts and"
+                f" num_compare_prompts add up to {self.num_prompts}; expected at most {MAX_PROMPTS} distinct prompts"
+            )
+
+    @property
+    def num_prompts(self) -> int:
+        num_demonstrations = self.num_demonstrations + self.num_demonstrations_heldout
+        return num_demonstrations + self.num_collect_prompts + self.num_ppo_prompts + self.num_compare_prompts
+
+
+class PlaygroundWorld:
+    """Simple English, six kinds of instruction, careless demonstrations. Implements World."""
+
+    def __init__(self, config: PlaygroundConfig) -> None:
+        self.config = config
+
+    @property
+    def judge_names(self) -> tuple[str, ...]:
+        return ("gold",)
+
+    def describe(self) -> str:
+        return (
+            "gold: does the response do what was asked, in this world's grammar, without repeats or rambling (0 to 1)"
+        )
+
+    def gold_scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        return [gold_score(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+
+    def labelers(self, seed: int) -> list[Labeler]:
+        config = self.config
+        return [*draw_labelers(self.gold_scores, config.labeler, config.num_labelers, seed, _FAVOURITES)]
+
+    def answer(self, request: Request, rng: random.Random) -> str:
+        """An answer as the demonstrations give it: perfect or flawed."""
+        return write_answer(request, rng, self.config.flaw_rate, self.config.second_flaw_rate)
+
+    def write_data(self, folder: Path, seed: int) -> None:
+        config = self.config
+        folder.mkdir(parents=True, exist_ok=True)
+        texts: set[str] = set()
+        for name, num_texts in (
+            ("pretrain_heldout", config.num_pretrain_heldout),
+            ("pretrain", config.num_pretrain_texts),
+        ):
+            _write_jsonl(folder / f"{name}.jsonl", self._texts(num_texts, random.Random(f"{seed}/{name}"), texts))
+        prompts: set[str] = set()
+        for name, num_prompts in (
+            ("demonstrations_heldout", config.num_demonstrations_heldout),
+            ("compare_prompts", config.num_compare_prompts),
+            ("collect_prompts", config.num_collect_prompts),
+            ("demonstrations", config.num_demonstrations),
+            ("ppo_prompts", config.num_ppo_prompts),
+        ):
+            rng = random.Random(f"{seed}/{name}")
+            drawn = draw_prompts(num_prompts, rng, prompts)
+            if name.startswith("demonstrations"):
+                rows: list[dict[str, Any]] = [
+                    {"messages": _messages(prompt, self.answer(request, rng))} for prompt, request in drawn
+                ]
+            else:
+                prefix = name.removesuffix("_prompts")
+                rows = [
+                    {"prompt_id": f"{prefix}-{i:05d}", "messages": _messages(prompt), "kind": kind_of(request)}
+                    for i, (prompt, request) in enumerate(drawn)
+                ]
+            _write_jsonl(folder / f"{name}.jsonl", rows)
+
+    def _texts(self, num_texts: int, rng: random.Random, seen: set[str]) -> list[dict[str, Any]]:
+        texts: list[str] = []
+        while len(texts) < num_texts:
+            text = write_text(rng, self.config.min_text_words, self.config.max_text_words)
+            if text not in seen:
+                seen.add(text)
+                texts.append(text)
+        return [{"text": text} for text in texts]
+
+
+def draw_prompts(num_prompts: int, rng: random.Random, seen: set[str]) -> list[tuple[str, Request]]:
+    """Distinct prompts with their requests, none of them in `seen`, which gains them."""
+    drawn: list[tuple[str, Request]] = []
+    while len(drawn) < num_prompts:
+        kind = rng.choices(list(KIND_WEIGHTS), weights=list(KIND_WEIGHTS.values()))[0]
+        request = DRAWS[kind](rng)
+        prompt = request.word(rng)
+        if prompt not in seen:
+            seen.add(prompt)
+            drawn.append((prompt, request))
+    return drawn
+
+
+def _messages(prompt: str, response: str | None = None) -> list[dict[str, str]]:
+    messages = [{"role": "user", "content": prompt}]
+    if response is not None:
+        messages.append({"role": "assistant", "content": response})
+    return messages
+
+
+def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

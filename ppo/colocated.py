@@ -1,0 +1,246 @@
+"""All PPO roles on one rank: policy, value function, reference, reward model, and the generator's copy.
+
+Shape letters: B responses, T tokens, R response tokens, C counted positions, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lm.generation import generate
+from lm.logprobs import token_logprobs
+from lm.model import LanguageModel, ScalarModel
+from lm.tokenizer import Tokenizer
+from lm.weights import load_language_model, load_scalar_model, save_model
+from ppo.algorithm import policy_loss, value_loss
+from ppo.config import PPOConfig
+from ppo.controller import ScoreScale
+from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from training.config import EngineConfig
+from training.engine import Engine
+from training.objectives import StreamObjective
+from training.packing import stream_rows
+
+AnyModel = TypeVar("AnyModel", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Parents:
+    """Where the models come from, and the pretraining stream that PPO-ptx mixes in."""
+
+    sft: Path
+    reward: Path
+    scale: ScoreScale
+    pretraining_stream: Path
+    pretraining_row_tokens: int
+
+
+class ColocatedWorker:
+    """One rank's share of every role. Batches it is given are its own shard; counts in them are global.
+
+    Figures that updates return are shares of a mean: they add up over ranks.
+    """
+
+    def __init__(self, config: PPOConfig, engine_config: EngineConfig, parents: Parents, num_workers: int) -> None:
+        self.config, self.parents = config, parents
+        self.tokenizer = Tokenizer.load(parents.sft)
+        policy, value = load_language_model(parents.sft), load_scalar_model(parents.reward)
+        _to_reward_units(value, parents.scale)
+        micro = config.minibatch.micro_batch_size
+        self.policy: Engine[LanguageModel] = Engine(
+            policy, config.policy_optimizer, engine_config, world_size=num_workers, micro_batch=micro
+        )
+        self.value: Engine[ScalarModel] = Engine(
+            value, config.value_optimizer, engine_config, world_size=num_workers, micro_batch=micro
+        )
+        self.num_workers, self.device = num_workers, self.policy.device
+        # Under ZeRO the learner's weights are bf16 themselves; without it autocast rounds them at each use. The frozen
+        # models round where the learner does, so that the KL to the reference starts at exactly 0.
+        self._bf16 = engine_config.resolved_precision() == "bf16"
+        self._autocast = self._bf16 and engine_config.zero_stage == 0
+        self.reference = self._frozen(load_language_model(parents.sft))
+        self.reward = self._frozen(load_scalar_model(parents.reward))
+        self.generator = load_language_model(parents.sft).to(self.device, self._compute_dtype).eval()
+        self.average = {name: tensor.clone() for name, tensor in self.policy.full_weights().items()}
+        self.stream = StreamObjective(stream_rows(parents.pretraining_stream, parents.pretraining_row_tokens))
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self._bf16 else torch.float32
+
+    def _frozen(self, model: AnyModel) -> AnyModel:
+        dtype = torch.float32 if self._autocast else self._compute_dtype
+        return model.to(self.device, dtype).eval().requires_grad_(False)
+
+    def _precision(self) -> AbstractContextManager[object]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)
+
+    # --- generator -------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Rollout:
+        sampled = generate(
+            self.generator,
+            prompts,
+            max_new_tokens=self.config.max_response_tokens,
+            end_id=self.tokenizer.end_id,
+            temperature=self.config.temperature,
+            seeds=seeds,
+        )
+        return Rollout.of(
+            prompts,
+            sampled.responses,
+            sampled.finished,
+            max_response_tokens=self.config.max_response_tokens,
+            pad_id=self.tokenizer.pad_id,
+        )
+
+    # --- passes without gradients ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def scores(self, rollout: Rollout) -> Tensor:
+        with self._precision():
+            return torch.cat(
+                [self.reward(part.tokens_BT, None, part.last_token_BT).cpu() for part in self._parts(rollout)]
+            )
+
+    @torch.no_grad()
+    def reference_logprobs(self, rollout: Rollout) -> Tensor:
+        with self._precision():
+            return torch.cat([self._logprobs(self.reference, part).cpu() for part in self._parts(rollout)])
+
+    @torch.no_grad()
+    def policy_logprobs(self, rollout: Rollout) -> Tensor:
+        return torch.cat([self._logprobs(self.policy.model, part).cpu() for part in self._parts(rollout)])
+
+    @torch.no_grad()
+    def values(self, rollout: Rollout) -> Tensor:
+        return torch.cat([self._values(part).cpu() for part in self._parts(rollout)])
+
+    def _parts(self, rollout: Rollout) -> list[Rollout]:
+        size = self.config.minibatch.micro_batch_size
+        return [rollout.rows(slice(start, start + size)) for start in range(0, len(rollout), size)]
+
+    def _logprobs(self, model: nn.Module, rollout: Rollout) -> Tensor:
+        """log π of the response tokens [B, R] at the sampling temperature."""
+        logits_CV = model(rollout.tokens_BT.to(self.device), None, rollout.states_BT.to(self.device))
+        targets_C = rollout.response_BR[rollout.response_mask_BR].to(self.device)
+        return rollout.spread(token_logprobs(logits_CV, targets_C, self.config.temperature))
+
+    def _values(self, rollout: Rollout) -> Tensor:
+        return rollout.spread(
+            self.value.model(rollout.tokens_BT.to(self.device), None, rollout.states_BT.to(self.device)).float()
+        )
+
+    # --- learning --------------------------------------------------------------------------------------------------
+
+    def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
+        config, size = self.config, self.config.minibatch.micro_batch_size
+        self.policy.set_learning_rate(learning_rate)
+        shares: dict[str, float] = {}
+        starts = range(0, len(batch.rollout), size)
+        ptx_size = -(-len(batch.ptx_rows) // max(1, len(starts)))  # pretraining rows ride along, spread evenly
+        for number, start in enumerate(starts):
+            ptx = slice(number * ptx_size, (number + 1) * ptx_size)
+            part = batch.rows(slice(start, start + size), ptx)
+            logprobs_BR = self._logprobs(self.policy.model, part.rollout)
+            loss, sums = policy_loss(
+                logprobs_BR,
+                part.logprobs_BR.to(self.device),
+                part.advantages_BR.to(self.device),
+                part.mask_BR.to(self.device),
+                config.clip,
+            )
+            _add(shares, {"policy_loss": loss.detach(), **sums}, batch.num_tokens)
+            loss = loss / batch.num_tokens
+            if len(part.ptx_rows):
+                rows = part.ptx_rows.numpy()
+                ptx_sum, _ = self.stream.loss(self.policy.model, rows, self.device)  # type: ignore[arg-type]
+                num_ptx_tokens = batch.num_ptx_rows * self.stream.count(rows) // len(rows)
+                _add(shares, {"ptx_loss": ptx_sum.detach()}, num_ptx_tokens)
+                loss = loss + config.ptx_coef * ptx_sum / num_ptx_tokens
+            self.policy.backward(loss, is_last=number == len(starts) - 1, step=update)
+        _, norm = self.policy.step(learning_rate)
+        return {**shares, "policy_gradient_norm": norm / self.num_workers}
+
+    def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> Mapping[str, float]:
+        size = self.config.minibatch.micro_batch_size
+        self.value.set_learning_rate(learning_rate)
+        shares: dict[str, float] = {}
+        starts = range(0, len(batch.rollout), size)
+        for number, start in enumerate(starts):
+            part = batch.rows(slice(start, start + size))
+            loss, sums = value_loss(
+                self._values(part.rollout),
+                part.values_BR.to(self.device),
+                part.returns_BR.to(self.device),
+                part.mask_BR.to(self.device),
+                self.config.value_clip,
+            )
+            _add(shares, {"value_loss": loss.detach(), **sums}, batch.num_tokens)
+            self.value.backward(loss / batch.num_tokens, is_last=number == len(starts) - 1, step=update)
+        _, norm = self.value.step(learning_rate)
+        return {**shares, "value_gradient_norm": norm / self.num_workers}
+
+    def sync_weights(self) -> None:
+        weights = self.policy.full_weights()
+        self._receive(weights)
+        for name, average in self.average.items():
+            average.lerp_(weights[name].to(average.dtype), 1 - self.config.ema_decay)
+
+    def _receive(self, weights: Mapping[str, Tensor]) -> None:
+        """The generator takes the learner's weights; a checksum over both sides proves it."""
+        self.generator.load_state_dict(weights)
+        sent = _checksum({name: tensor.to(self._compute_dtype) for name, tensor in weights.items()})
+        held = _checksum(self.generator.state_dict())
+        assert sent == held, f"the generator holds weights with checksum {held}; the learner's have {sent}"
+
+    # --- state -----------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        self.policy.save(folder / "policy")
+        self.value.save(folder / "value")
+        if self.policy.is_main:
+            save_file({name: tensor.clone() for name, tensor in self.average.items()}, folder / "average.safetensors")
+        self.policy.barrier()
+
+    def load(self, folder: Path) -> None:
+        self.policy.load(folder / "policy")
+        self.value.load(folder / "value")
+        self.average = load_file(folder / "average.safetensors", device=str(self.device))
+        self._receive(self.policy.full_weights())
+
+    def export_policy(self, folder: Path) -> None:
+        weights = self.policy.full_weights()
+        if self.policy.is_main:
+            final = weights if self.config.final_weights == "last" else self.average
+            save_model(folder / "model", self.policy.module, final, self.tokenizer)
+            save_model(folder / "model_ema", self.policy.module, self.average, self.tokenizer)
+        self.policy.barrier()
+
+    def close(self) -> None:
+        self.policy.close()
+        self.value.close()
+
+
+def _to_reward_units(value: ScalarModel, scale: ScoreScale) -> None:
+    """The value function starts as the reward model; its predictions must be in the rewards' units."""
+    with torch.no_grad():
+        value.score.weight /= scale.std
+        value.bias.copy_((value.bias - scale.mean) / scale.std)
+
+
+def _add(shares: dict[str, float], sums: Mapping[str, Tensor], count: int) -> None:
+    for name, value in sums.items():
+        shares[name] = shares.get(name, 0.0) + float(value) / count
+
+
+def _checksum(weights: Mapping[str, Tensor]) -> int:
+    """Sum of the bit patterns of all weights."""
+    integers = {2: torch.int16, 4: torch.int32}
+    return sum(int(t.contiguous().view(integers[t.element_size()]).sum(dtype=torch.int64)) for t in weights.values())

@@ -1,0 +1,58 @@
+"""What PPO configures."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from lm.config import exact_div
+from training.config import BatchConfig, Config, OptimizerConfig
+from training.data import DataConfig
+
+
+class PPOConfig(Config):
+    """An iteration samples one response to each of `rollout_prompts` prompts and learns from them in minibatches.
+
+    `minibatch.batch_size` counts responses; `minibatch.micro_batch_size` also bounds the passes without gradients.
+    KL is in nats a response, the sum over its tokens of log π - log π_ref. Scores are in standard deviations of the
+    SFT policy's scores.
+    """
+
+    prompts: DataConfig
+    num_iterations: int = Field(ge=1)
+    rollout_prompts: int = Field(ge=1)
+    num_epochs: int = Field(ge=1)
+    minibatch: BatchConfig
+    max_response_tokens: int = Field(ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    policy_optimizer: OptimizerConfig
+    value_optimizer: OptimizerConfig
+    kl_coef: float = Field(ge=0)
+    kl_control: Literal["fixed", "adaptive"] = "fixed"
+    kl_target_nats: float = Field(default=6.0, gt=0)  # adaptive only (Ziegler et al., arXiv 1909.08593)
+    kl_horizon: int = Field(default=10_000, ge=1)  # adaptive only, in responses
+    missing_end_penalty: float = Field(ge=0)
+    discount: float = Field(default=1.0, gt=0, le=1)
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    clip: float = Field(default=0.2, gt=0)
+    value_clip: float = Field(default=0.2, gt=0)
+    ptx_coef: float = Field(ge=0)  # weight of the pretraining loss, a mean a token as the policy loss is
+    ptx_rows: int = Field(ge=0)  # pretraining rows a minibatch
+    ema_decay: float = Field(ge=0, lt=1)  # an iteration
+    final_weights: Literal["last", "ema"] = "last"
+    max_failed_share: float = Field(default=0.1, ge=0, lt=1)  # responses without a score, before the run stops
+    save_every_iterations: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        exact_div(self.rollout_prompts, self.minibatch.batch_size, "rollout_prompts over minibatch.batch_size")
+        if (self.ptx_coef > 0) != (self.ptx_rows > 0):
+            raise ValueError(f"ptx_coef {self.ptx_coef} with ptx_rows {self.ptx_rows}: both or neither must be 0")
+        return self
+
+    @property
+    def num_minibatches(self) -> int:
+        return self.rollout_prompts // self.minibatch.batch_size
+
+    @property
+    def updates_per_iteration(self) -> int:
+        return self.num_epochs * self.num_minibatches

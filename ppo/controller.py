@@ -1,0 +1,158 @@
+"""Proximal policy optimisation of a language model: the algorithm, told once.
+
+Sample, score, penalise, estimate advantages, learn in epochs of minibatches, adjust the KL coefficient. Where the
+models live and how many ranks share the work is the business of the roles.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ppo.algorithm import KLController, generalised_advantages, token_rewards, whiten
+from ppo.config import PPOConfig
+from ppo.roles import Roles
+from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from training.packing import DataOrder
+from training.seeds import derive_seed
+
+# Rounding of bf16 passes over batches of different shape; a policy that is really another one is far beyond it.
+MAX_FIRST_RATIO_ERROR = 0.05
+
+
+@dataclass(frozen=True)
+class ScoreScale:
+    """Mean and standard deviation of the SFT policy's scores: rewards are in its units (arXiv 1909.08593, 2.1)."""
+
+    mean: float
+    std: float
+
+    def apply(self, scores_B: Tensor) -> Tensor:
+        return (scores_B - self.mean) / self.std
+
+
+class PPOController:
+    """Runs iterations; its whole state is the iteration number and the KL coefficient."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        roles: Roles,
+        prompts: Sequence[Sequence[int]],
+        scale: ScoreScale,
+        *,
+        num_pretraining_rows: int,
+        seed: int,
+    ) -> None:
+        self.config, self.roles, self.prompts, self.scale, self.seed = config, roles, prompts, scale, seed
+        self.kl = KLController(config, config.kl_coef)
+        self.prompt_order = DataOrder(len(prompts), config.rollout_prompts, derive_seed(seed, "ppo", "prompts"))
+        self.ptx_order = DataOrder(max(1, num_pretraining_rows), config.ptx_rows, derive_seed(seed, "ppo", "ptx"))
+
+    def step(self, iteration: int) -> dict[str, float]:
+        """One iteration of the algorithm, 0 .. num_iterations - 1. Returns its figures."""
+        config, roles = self.config, self.roles
+        rollout = self._sample(iteration)
+        scores_B = roles.scores(rollout)
+        logprobs_BR = roles.policy_logprobs(rollout)
+        ref_logprobs_BR = roles.reference_logprobs(rollout)
+        values_BR = roles.values(rollout)
+
+        scored_B = self._require_scores(scores_B)
+        mask_BR = rollout.response_mask_BR & scored_B[:, None]
+        finals_B = self.scale.apply(scores_B) - config.missing_end_penalty * ~rollout.finished_B
+        finals_B = torch.where(scored_B, finals_B, 0.0)
+        rewards_BR, kl_B = token_rewards(finals_B, logprobs_BR, ref_logprobs_BR, mask_BR, self.kl.coef)
+        advantages_BR, returns_BR = generalised_advantages(
+            rewards_BR, values_BR, mask_BR, config.discount, config.gae_lambda
+        )
+        advantages_BR = whiten(advantages_BR, mask_BR)
+
+        figures = self._learn(iteration, rollout, mask_BR, logprobs_BR, advantages_BR, values_BR, returns_BR)
+        kl_nats = float(kl_B[scored_B].mean())
+        figures |= {
+            "score": float(scores_B[scored_B].mean()),
+            "scaled_score": float(self.scale.apply(scores_B)[scored_B].mean()),
+            "kl_nats": kl_nats,
+            "kl_coef": self.kl.coef,
+            "end_share": float(rollout.finished_B.float().mean()),
+            "response_tokens": float(rollout.response_tokens_B.float().mean()),
+            "entropy_estimate": float(-logprobs_BR[mask_BR].mean()),
+            "failed_scores": float((~scored_B).sum()),
+            "value_explained": _explained(values_BR[mask_BR], returns_BR[mask_BR]),
+        }
+        self.kl.update(kl_nats, len(rollout))
+        roles.sync_weights()
+        return figures
+
+    def _sample(self, iteration: int) -> Rollout:
+        chosen = self.prompt_order.batch(iteration)
+        seeds = [derive_seed(self.seed, "ppo", "sample", iteration, place) for place in range(len(chosen))]
+        return self.roles.generate([self.prompts[row] for row in chosen], seeds)
+
+    def _require_scores(self, scores_B: Tensor) -> Tensor:
+        """True = scored. Errors: RuntimeError where too many scores failed."""
+        scored_B = torch.isfinite(scores_B)
+        failed = int((~scored_B).sum())
+        if failed > self.config.max_failed_share * len(scores_B):
+            raise RuntimeError(
+                f"{failed} of {len(scores_B)} responses have no finite score;"
+                f" ppo.max_failed_share allows {self.config.max_failed_share:.0%}"
+            )
+        return scored_B
+
+    def _learn(
+        self,
+        iteration: int,
+        rollout: Rollout,
+        mask_BR: Tensor,
+        logprobs_BR: Tensor,
+        advantages_BR: Tensor,
+        values_BR: Tensor,
+        returns_BR: Tensor,
+    ) -> dict[str, float]:
+        """Epochs of minibatches, each an update of the policy and of the value function. Returns mean figures."""
+        config = self.config
+        num_updates = config.num_iterations * config.updates_per_iteration
+        collected: list[Mapping[str, float]] = []
+        for number, rows in enumerate(self._minibatches(iteration, len(rollout))):
+            update = iteration * config.updates_per_iteration + number
+            part, part_mask_BR = rollout.rows(rows), mask_BR[rows]
+            num_tokens = int(part_mask_BR.sum())
+            ptx_rows = torch.from_numpy(self.ptx_order.batch(update))
+            policy = self.roles.update_policy(
+                PolicyBatch(
+                    part, logprobs_BR[rows], advantages_BR[rows], part_mask_BR, num_tokens, ptx_rows, len(ptx_rows)
+                ),
+                config.policy_optimizer.rate(update, num_updates),
+                update,
+            )
+            value = self.roles.update_value(
+                ValueBatch(part, values_BR[rows], returns_BR[rows], part_mask_BR, num_tokens),
+                config.value_optimizer.rate(update, num_updates),
+                update,
+            )
+            if number == 0:
+                assert policy["ratio_error"] < MAX_FIRST_RATIO_ERROR, (
+                    f"iteration {iteration}: |ratio - 1| is {policy['ratio_error']:.4f} on the first minibatch, where"
+                    f" the policy has not moved; at most {MAX_FIRST_RATIO_ERROR} is rounding"
+                )
+            collected.append({**policy, **value})
+        return {name: float(np.mean([figures[name] for figures in collected])) for name in collected[0]}
+
+    def _minibatches(self, iteration: int, num_responses: int) -> list[Tensor]:
+        """Row numbers of every update of an iteration: a fresh shuffle an epoch."""
+        batches: list[Tensor] = []
+        for epoch in range(self.config.num_epochs):
+            seed = derive_seed(self.seed, "ppo", "shuffle", iteration, epoch)
+            rows = torch.randperm(num_responses, generator=torch.Generator().manual_seed(seed))
+            batches.extend(rows.split(self.config.minibatch.batch_size))
+        return batches
+
+
+def _explained(values_C: Tensor, returns_C: Tensor) -> float:
+    """Share of the returns' variance that the values explain; 1 is best, negative is worse than a constant."""
+    variance = returns_C.var(correction=0)
+    return float(1 - (returns_C - values_C).var(correction=0) / variance) if variance > 0 else float("nan")

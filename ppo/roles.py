@@ -1,0 +1,70 @@
+"""What the controller asks of others. Plain objects serve these in one process, groups of workers on a cluster.
+
+Every call is about a whole batch; whoever serves it splits it among ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+
+
+class Generator(Protocol):
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Rollout:
+        """One response a prompt, each from its own seed."""
+        ...
+
+
+class Scorer(Protocol):
+    def scores(self, rollout: Rollout) -> Tensor:
+        """Score of each response [B]; higher is better. NaN = scoring failed: the response is masked and counted."""
+        ...
+
+
+class Reference(Protocol):
+    def reference_logprobs(self, rollout: Rollout) -> Tensor:
+        """log π_ref of each response token [B, R], nats, at the sampling temperature; 0 where there is no token."""
+        ...
+
+
+class PolicyLearner(Protocol):
+    def policy_logprobs(self, rollout: Rollout) -> Tensor:
+        """log π of each response token [B, R], as `reference_logprobs`."""
+        ...
+
+    def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
+        """One optimizer step. Returns figures, means over the batch's counted tokens."""
+        ...
+
+    def sync_weights(self) -> None:
+        """Give the learner's weights to the generator, prove that they arrived, and advance the moving average."""
+        ...
+
+    def export_policy(self, folder: Path) -> None:
+        """Write `model/` and `model_ema/`."""
+        ...
+
+
+class ValueLearner(Protocol):
+    def values(self, rollout: Rollout) -> Tensor:
+        """Value of the state before each response token [B, R]; 0 where there is no token."""
+        ...
+
+    def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> Mapping[str, float]:
+        """One optimizer step. Returns figures, means over the batch's counted tokens."""
+        ...
+
+
+class Checkpointed(Protocol):
+    def save(self, folder: Path) -> None:
+        """Write everything needed to continue exactly."""
+        ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+class Roles(Generator, Scorer, Reference, PolicyLearner, ValueLearner, Checkpointed, Protocol):
+    """All roles in one place, as colocated workers offer them."""

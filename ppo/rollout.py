@@ -1,0 +1,117 @@
+"""Sampled responses and the batches made of them.
+
+Shape letters: B responses, T tokens of prompt and response, R response tokens, C counted positions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Prompts with one sampled response each, padded on the right. R is the longest response allowed, of any batch."""
+
+    tokens_BT: Tensor
+    prompt_tokens_B: Tensor  # length of each prompt
+    response_tokens_B: Tensor  # length of each response, its end token included
+    finished_B: Tensor  # True = the response ended by itself
+    max_response_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        finished: Sequence[bool],
+        *,
+        max_response_tokens: int,
+        pad_id: int,
+    ) -> Self:
+        width = max(len(prompt) for prompt in prompts) + max_response_tokens
+        tokens_BT = torch.full((len(prompts), width), pad_id)
+        for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            tokens_BT[row, : len(prompt) + len(response)] = torch.tensor([*prompt, *response])
+        return cls(
+            tokens_BT,
+            torch.tensor([len(prompt) for prompt in prompts]),
+            torch.tensor([len(response) for response in responses]),
+            torch.tensor(list(finished)),
+            max_response_tokens,
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens_BT)
+
+    @property
+    def response_mask_BR(self) -> Tensor:
+        """True = a token of the response."""
+        return torch.arange(self.max_response_tokens)[None] < self.response_tokens_B[:, None]
+
+    @property
+    def response_BR(self) -> Tensor:
+        """The response's tokens; padding where the mask is False."""
+        columns_BR = self.prompt_tokens_B[:, None] + torch.arange(self.max_response_tokens)[None]
+        return self.tokens_BT.gather(1, columns_BR)
+
+    @property
+    def states_BT(self) -> Tensor:
+        """True = the position that predicts a token of the response, as many a row as the response has tokens."""
+        columns_T = torch.arange(self.tokens_BT.shape[1])[None]
+        first_B1 = self.prompt_tokens_B[:, None] - 1
+        return (columns_T >= first_B1) & (columns_T < first_B1 + self.response_tokens_B[:, None])
+
+    @property
+    def last_token_BT(self) -> Tensor:
+        """True = the response's last token."""
+        last_B1 = (self.prompt_tokens_B + self.response_tokens_B - 1)[:, None]
+        return torch.arange(self.tokens_BT.shape[1])[None] == last_B1
+
+    def spread(self, flat_C: Tensor) -> Tensor:
+        """[B, R] from one number a counted position, row by row; 0 elsewhere."""
+        mask_BR = self.response_mask_BR.to(flat_C.device)
+        return flat_C.new_zeros(mask_BR.shape).masked_scatter(mask_BR, flat_C)
+
+    def rows(self, index: slice | Tensor) -> Self:
+        return replace(self, **_rows_of(self, index))
+
+
+@dataclass(frozen=True)
+class PolicyBatch:
+    """What a policy update learns from; `num_tokens` counts the response tokens of the whole minibatch, all ranks'."""
+
+    rollout: Rollout
+    logprobs_BR: Tensor  # nats, of the policy that sampled, at the sampling temperature
+    advantages_BR: Tensor
+    mask_BR: Tensor  # True = counted in the loss
+    num_tokens: int
+    ptx_rows: Tensor  # row numbers of the pretraining stream, this rank's
+    num_ptx_rows: int  # of all ranks
+
+    def rows(self, index: slice, ptx: slice) -> Self:
+        return replace(self, **_rows_of(self, index), rollout=self.rollout.rows(index), ptx_rows=self.ptx_rows[ptx])
+
+
+@dataclass(frozen=True)
+class ValueBatch:
+    """What a value update learns from; `num_tokens` as for the policy."""
+
+    rollout: Rollout
+    values_BR: Tensor  # of the value function before this iteration's updates
+    returns_BR: Tensor
+    mask_BR: Tensor  # True = counted in the loss
+    num_tokens: int
+
+    def rows(self, index: slice) -> Self:
+        return replace(self, **_rows_of(self, index), rollout=self.rollout.rows(index))
+
+
+def _rows_of(batch: object, index: slice | Tensor) -> dict[str, Tensor]:
+    """The [B, ...] tensors of a dataclass, cut to some rows. Their names end with a suffix that starts with B."""
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}  # type: ignore[arg-type]
+    return {
+        name: value[index] for name, value in values.items() if isinstance(value, Tensor) and "_B" in name
+    }

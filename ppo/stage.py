@@ -1,0 +1,63 @@
+"""The PPO stage: the controller's loop with its metrics and checkpoints."""
+
+import json
+import time
+from collections.abc import Sequence
+
+from lm.tokenizer import Tokenizer
+from ppo.colocated import Parents
+from ppo.config import PPOConfig
+from ppo.controller import PPOController
+from ppo.roles import Roles
+from training.checkpoint import begin_checkpoint, commit_checkpoint, latest_checkpoint
+from training.data import Prompt
+from training.metrics import MetricsLog
+from training.packing import stream_rows
+from training.stage import StageContext
+
+
+def run(context: StageContext, config: PPOConfig, roles: Roles, parents: Parents, prompts: Sequence[Prompt]) -> None:
+    """Iterate from the newest checkpoint to the end; write `model/`, `model_ema/` and `results.json`.
+
+    Errors: ValueError for a prompt that leaves no room for a response; RuntimeError where scores fail.
+    """
+    tokenizer = Tokenizer.load(parents.sft)
+    rows = stream_rows(parents.pretraining_stream, parents.pretraining_row_tokens)
+    encoded = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
+    controller = PPOController(
+        config, roles, encoded, parents.scale, num_pretraining_rows=len(rows), seed=context.seed
+    )
+    first = _resume(context, controller)
+    log = MetricsLog(context.folder, context.engine.trackers, resume_step=first)
+    figures: dict[str, float] = {}
+    for iteration in range(first, config.num_iterations):
+        started = time.monotonic()
+        figures = controller.step(iteration)
+        seconds = time.monotonic() - started
+        tokens = figures["response_tokens"] * config.rollout_prompts
+        log.log(iteration + 1, config.num_iterations, {**figures, "tokens_per_second": tokens / seconds})
+        done = iteration + 1
+        if done % config.save_every_iterations == 0 or done == config.num_iterations:
+            _save(context, controller, done)
+    log.close()
+    roles.export_policy(context.folder)
+    context.write_results({"num_iterations": config.num_iterations, "final_kl_coef": controller.kl.coef})
+
+
+def _save(context: StageContext, controller: PPOController, done: int) -> None:
+    writing = begin_checkpoint(context.folder / "checkpoints", done)
+    controller.roles.save(writing)
+    state = {"iteration": done, "kl_coef": controller.kl.coef}
+    (writing / "controller.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
+    commit_checkpoint(writing, done, keep=context.engine.keep_checkpoints)
+
+
+def _resume(context: StageContext, controller: PPOController) -> int:
+    """Load the newest sound checkpoint; returns the iteration to start at."""
+    found = latest_checkpoint(context.folder / "checkpoints")
+    if found is None:
+        return 0
+    folder, iteration = found
+    controller.roles.load(folder)
+    controller.kl.coef = json.loads((folder / "controller.json").read_text(encoding="utf-8"))["kl_coef"]
+    return iteration

@@ -1,0 +1,87 @@
+"""Prompts are read back as they were worded, and answers to them are perfect when nothing was spoilt."""
+
+import random
+
+import pytest
+
+from playground.answers import perfect_answer, render
+from playground.flaws import FLAWS, SECOND_FLAWS, Draft
+from playground.gold import gold_score
+from playground.grammar import parse_sentence
+from playground.instructions import QuestionRequest, kind_of, read_prompt
+from playground.vocabulary import CATEGORIES
+from playground.world import DRAWS, KIND_WEIGHTS
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_prompts_are_read_back(kind: str) -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        request = DRAWS[kind](rng)
+        prompt = request.word(rng)
+        assert kind_of(request) == kind
+        assert 7 <= len(prompt.split()) <= 35, prompt
+        read = read_prompt(prompt)
+        if isinstance(request, QuestionRequest):
+            assert isinstance(read, QuestionRequest)
+            assert (read.facts, read.question, read.answers) == (request.facts, request.question, request.answers)
+        else:
+            assert read == request
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_perfect_answers_score_one(kind: str) -> None:
+    for seed in range(500):
+        rng = random.Random(seed)
+        request = DRAWS[kind](rng)
+        prompt, response = request.word(rng), render(request, perfect_answer(request, rng))
+        assert gold_score(prompt, response) == pytest.approx(1.0, abs=1e-9), (prompt, response)
+        assert 3 <= len(response.split()) <= 75
+
+
+@pytest.mark.parametrize("kind", FLAWS)
+def test_flaws_cost_score(kind: str) -> None:
+    """Each flaw of each kind lowers the mean score visibly; none can raise it."""
+    for flaw in (*FLAWS[kind], *SECOND_FLAWS):
+        scores = []
+        for seed in range(100):
+            rng = random.Random(seed)
+            request = DRAWS[kind](rng)
+            prompt = request.word(rng)
+            scores.append(gold_score(prompt, render(request, flaw(Draft(request, perfect_answer(request, rng), rng)))))
+        assert all(0.0 <= score <= 1.0 for score in scores)
+        assert sum(scores) / len(scores) < 0.9, flaw.__name__
+
+
+def test_kinds_have_weights_and_flaws() -> None:
+    assert set(DRAWS) == set(KIND_WEIGHTS) == set(FLAWS)
+    assert sum(KIND_WEIGHTS.values()) == pytest.approx(1.0)
+
+
+def test_foreign_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="What is the capital of France"):
+        read_prompt("What is the capital of France?")
+
+
+@pytest.mark.parametrize(
+    ("sentence", "groups"),
+    [
+        ("Mia found a red kite.", {"middle"}),
+        ("She found a red kite.", {"middle"}),
+        ("she found a red kite.", set()),
+        ("Mia found a red kite", set()),
+        ("Mia found a kite red.", set()),
+        ("mia found a red kite.", set()),
+        ("First, bring the soap.", {"step"}),
+        ("Soap, bring the first.", set()),
+        ("What a lovely day!", {"cheer"}),
+        ("What a lovely day.", set()),
+    ],
+)
+def test_grammar(sentence: str, groups: set[str]) -> None:
+    assert parse_sentence(sentence).groups == groups
+
+
+def test_words_after_a_need_no_an() -> None:
+    for tag in ("animal", "thing", "color", "size"):
+        assert not [word for word in CATEGORIES[tag] if word[0] in "aeiou"]

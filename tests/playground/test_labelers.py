@@ -1,0 +1,88 @@
+"""Labelers: the same judgment in any order of calls, a visible position bias and taste, agreement like people's."""
+
+from collections.abc import Sequence
+
+import pytest
+from pydantic import ValidationError
+
+from playground.calibration import Agreement, draw_tasks, measure_agreement
+from playground.labelers import LabelerConfig, ScriptedLabeler, Taste, draw_labelers
+from playground.world import PlaygroundConfig, PlaygroundWorld
+from preferences.records import Message, ShownTask
+
+NO_TASTE = Taste(length=0.0, cheer=0.0, favourite="", favourite_weight=0.0)
+EXACT = LabelerConfig(noise=0, position_bias=0, shared_length=0, shared_cheer=0, own_taste=0, tie_threshold=0.01)
+
+
+def shown(task_id: str, *responses: str) -> ShownTask:
+    return ShownTask(task_id, (Message("user", "prompt"),), responses)
+
+
+def length_gold(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    """A stand-in gold scorer: a tenth for each letter x."""
+    return [0.1 * response.count("x") for _, response in zip(prompts, responses, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def agreement() -> Agreement:
+    world = PlaygroundWorld(PlaygroundConfig())
+    return measure_agreement(world, world.labelers(seed=7), draw_tasks(world, num_tasks=700, num_responses=4, seed=3))
+
+
+def test_agreement_is_like_peoples(agreement: Agreement) -> None:
+    assert agreement.between_labelers == pytest.approx(0.73, abs=0.03)
+    assert agreement.with_gold == pytest.approx(0.81, abs=0.03)
+    assert 0.01 < agreement.tied < 0.08
+
+
+def test_without_noise_the_ranks_are_golds() -> None:
+    labeler = ScriptedLabeler("exact", length_gold, EXACT, NO_TASTE, seed=0)
+    assert labeler.judge(shown("t", "x", "xxx", "", "xxx")).ranks == (2, 1, 3, 1)
+
+
+def test_judgments_do_not_depend_on_call_order() -> None:
+    world = PlaygroundWorld(PlaygroundConfig())
+    tasks = draw_tasks(world, num_tasks=30, num_responses=4, seed=1)
+    forward = [[labeler.judge(task) for task in tasks] for labeler in world.labelers(seed=5)]
+    backward = [[labeler.judge(task) for task in reversed(tasks)][::-1] for labeler in world.labelers(seed=5)]
+    assert forward == backward
+    assert forward[0] != forward[1]
+    assert forward != [[labeler.judge(task) for task in tasks] for labeler in world.labelers(seed=6)]
+
+
+def test_the_first_response_shown_is_favoured() -> None:
+    """Two responses of equal gold: the one shown first wins more often, by the bias; without the bias it does not."""
+
+    def share_of_first(position_bias: float) -> float:
+        config = EXACT.model_copy(update={"noise": 0.2, "position_bias": position_bias})
+        labeler = ScriptedLabeler("biased", length_gold, config, NO_TASTE, seed=0)
+        answers = [labeler.judge(shown(f"task-{i}", "a", "b")).ranks for i in range(1000)]
+        return sum(ranks[0] < ranks[1] for ranks in answers) / sum(ranks[0] != ranks[1] for ranks in answers)
+
+    assert share_of_first(0.0) == pytest.approx(0.5, abs=0.05)
+    # A bias of 0.2 against a difference of noises with deviation 0.2 * sqrt(2): Phi(0.707) = 0.76.
+    assert share_of_first(0.2) == pytest.approx(0.76, abs=0.05)
+
+
+def test_taste_is_beside_gold() -> None:
+    config = EXACT.model_copy(update={"shared_length": 0.2, "shared_cheer": 0.1, "length_words": 10})
+    (labeler,) = draw_labelers(length_gold, config, 1, seed=0, favourites=("kite",))
+    utilities = labeler.utilities(shown("t", "one two three four five", "no", "no!!", "kite"))
+    # One word earns 0.02; five earn 0.1; an exclamation mark 0.1; own tastes are off, the favourite's too.
+    assert utilities == pytest.approx([0.1, 0.02, 0.22, 0.02])
+
+
+def test_time_is_plausible() -> None:
+    labeler = ScriptedLabeler("timed", length_gold, LabelerConfig(), NO_TASTE, seed=0)
+    short = labeler.judge(shown("t", "a", "b")).milliseconds
+    long = labeler.judge(shown("t", "a " * 60, "b " * 60)).milliseconds
+    assert 1_000 < short < 5_000 < long < 60_000
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("noise", -0.1), ("position_bias", -1), ("tie_threshold", "wide"), ("length_words", 0), ("nois", 1)],
+)
+def test_config_names_the_bad_field(field: str, value: object) -> None:
+    with pytest.raises(ValidationError, match=field):
+        LabelerConfig.model_validate({field: value})

@@ -1,0 +1,191 @@
+"""The door for scripts: who answers what, and that a SIGKILL anywhere changes nothing in the end."""
+
+import hashlib
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from preferences.door import answer_all, assign
+from preferences.records import Answer, Message, Task
+from preferences.store import Coverage, LabelStore
+
+ROOT = Path(__file__).resolve().parents[2]
+HOW = {"batch": "b", "client": "script", "instructions_version": "1"}
+
+# Run in processes of their own, so it is text; the labeler's answer depends only on its name and the task shown.
+SCRIPT = """
+import hashlib, sys, time
+from preferences.door import answer_all
+from preferences.records import Answer
+from preferences.store import LabelStore
+
+class Scripted:
+    def __init__(self, name, pause):
+        self.name, self.pause = name, pause
+    def judge(self, shown):
+        time.sleep(self.pause)
+        digests = [hashlib.sha256(f"{self.name} {response}".encode()).digest()[0] for response in shown.responses]
+        return Answer(tuple(1 + digest // 64 for digest in digests), 5)
+
+def main(path, names, pause):
+    with LabelStore(path) as store:
+        labelers = [Scripted(name, float(pause)) for name in names.split(",")]
+        answer_all(store, labelers, batch="b", client="script", instructions_version="1")
+
+main(*sys.argv[1:])
+"""
+
+
+def start(path, names="ann,bob,cy", pause=0.0):
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, str(path), names, str(pause)], cwd=ROOT)
+
+
+def finish(process):
+    assert process.wait(timeout=120) == 0
+
+
+def fill(path, num_tasks=400, num_labelers=2):
+    tasks = [
+        Task(f"t{i:04d}", (Message("user", f"Say {i}"),), (f"{i} a", f"{i} b", f"{i} c"), ("x", "y", "z"))
+        for i in range(num_tasks)
+    ]
+    with LabelStore(path) as store:
+        store.add_tasks(tasks, batch="b", num_labelers=num_labelers)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_a_killed_run_resumes_to_the_content_of_an_undisturbed_one(tmp_path, share):
+    for name in ("calm.db", "killed.db"):
+        fill(tmp_path / name)
+    finish(start(tmp_path / "calm.db"))
+    process = start(tmp_path / "killed.db", pause=0.002)
+    with LabelStore(tmp_path / "killed.db") as store:
+        while (before := store.progress("b").num_judgments) < share * 800:
+            assert process.poll() is None, "finished before it could be killed"
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        assert before <= store.progress("b").num_judgments < 800
+        kept = {(r.task_id, r.labeler, r.ranks) for r in store.rankings("b")}
+        finish(start(tmp_path / "killed.db"))
+        assert kept <= {(r.task_id, r.labeler, r.ranks) for r in store.rankings("b")}
+        with LabelStore(tmp_path / "calm.db") as calm:
+            assert store.content_hash("b") == calm.content_hash("b")
+            assert store.progress("b") == calm.progress("b")
+        assert store.progress("b").num_open == 0
+
+
+def test_four_processes_at_once_never_exceed_the_quota(tmp_path):
+    """Two of them even play the same labelers."""
+    path = tmp_path / "labels.db"
+    fill(path, num_tasks=200, num_labelers=2)
+    processes = [start(path, names) for names in ("ann,bob", "ann,bob", "cy,dee", "eve,fay")]
+    for process in processes:
+        finish(process)
+    with LabelStore(path) as store:
+        judged = Counter(ranking.task_id for ranking in store.rankings("b"))
+        assert judged == dict.fromkeys((f"t{i:04d}" for i in range(200)), 2)
+
+
+LEASER = """
+import sys
+from preferences.store import LabelStore
+with LabelStore(sys.argv[1]) as store:
+    num_held = 0
+    while len(held := store.lease_many(sys.argv[2], num_held + 1, seconds=600, batch="b")) > num_held:
+        num_held = len(held)
+    print(*(lease.task_id for lease in held))
+"""
+
+OPENER = "import sys; from preferences.store import LabelStore; LabelStore(sys.argv[1]).close()"
+
+
+def test_two_processes_never_hold_leases_beyond_the_quota(tmp_path):
+    path = tmp_path / "labels.db"
+    fill(path, num_tasks=300, num_labelers=1)
+    command = [sys.executable, "-c", LEASER, str(path)]
+    processes = [
+        subprocess.Popen([*command, name], cwd=ROOT, stdout=subprocess.PIPE, text=True) for name in ("ann", "bob")
+    ]
+    held = [process.communicate(timeout=120)[0].split() for process in processes]
+    assert sorted(held[0] + held[1]) == [f"t{i:04d}" for i in range(300)]  # each exactly once
+
+
+def test_a_new_store_may_be_opened_by_several_processes_at_once(tmp_path):
+    for attempt in range(3):
+        command = [sys.executable, "-c", OPENER, str(tmp_path / f"{attempt}.db")]
+        processes = [subprocess.Popen(command, cwd=ROOT) for _ in range(4)]
+        for process in processes:
+            finish(process)
+
+
+class Steady:
+    """Ranks by a hash of its name and the response; counts its calls."""
+
+    def __init__(self, name):
+        self.name = name
+        self.num_judged = 0
+
+    def judge(self, shown):
+        self.num_judged += 1
+        digests = [hashlib.sha256(f"{self.name} {response}".encode()).digest()[0] for response in shown.responses]
+        return Answer(tuple(1 + digest for digest in digests), 5)
+
+
+def test_the_work_is_shared_evenly_and_done_once(tmp_path):
+    fill(tmp_path / "labels.db", num_tasks=200, num_labelers=2)
+    labelers = [Steady(name) for name in ("ann", "bob", "cy")]
+    seen = []
+    with LabelStore(tmp_path / "labels.db") as store:
+        answer_all(store, labelers, **HOW, on_progress=seen.append)
+        assert sorted(labeler.num_judged for labeler in labelers) == [133, 133, 134]
+        assert all(len(task.judged_by) == 2 for task in store.coverage("b"))
+        assert [p.num_judgments for p in seen] == sorted(p.num_judgments for p in seen)
+        assert seen[-1].num_open == 0
+        answer_all(store, labelers, **HOW)
+        assert sum(labeler.num_judged for labeler in labelers) == 400
+
+
+def test_the_order_in_which_labelers_are_named_does_not_matter(tmp_path):
+    hashes = []
+    for names in (("ann", "bob", "cy"), ("cy", "ann", "bob")):
+        path = tmp_path / f"{names[0]}.db"
+        fill(path, num_tasks=50)
+        with LabelStore(path) as store:
+            answer_all(store, [Steady(name) for name in names], **HOW)
+            hashes.append(store.content_hash("b"))
+    assert hashes[0] == hashes[1]
+
+
+def test_too_few_labelers_leave_tasks_open(tmp_path):
+    fill(tmp_path / "labels.db", num_tasks=5, num_labelers=3)
+    with LabelStore(tmp_path / "labels.db") as store:
+        assert answer_all(store, [Steady("ann"), Steady("bob")], **HOW).num_open == 5
+        assert answer_all(store, [Steady("cy")], **HOW).num_open == 0
+
+
+def test_refusals(tmp_path):
+    fill(tmp_path / "labels.db", num_tasks=1)
+    with LabelStore(tmp_path / "labels.db") as store:
+        with pytest.raises(ValueError, match="distinct names"):
+            answer_all(store, [Steady("ann"), Steady("ann")], **HOW)
+        with pytest.raises(ValueError, match="batch 'c' has no tasks"):
+            answer_all(store, [Steady("ann")], **HOW | {"batch": "c"})
+
+
+def test_what_is_judged_already_never_changes_who_judges_the_rest():
+    names = ["ann", "bob", "cy", "dee"]
+    fresh = [Coverage(f"t{i}", 1 + i % 3, ()) for i in range(60)]
+    whole = assign(fresh, names)
+    assert max(map(len, whole.values())) - min(map(len, whole.values())) <= 1
+    who = {task.task_id: {name for name in names if task.task_id in whole[name]} for task in fresh}
+    assert all(len(who[task.task_id]) == task.num_labelers for task in fresh)
+    half = [Coverage(t.task_id, t.num_labelers, tuple(sorted(who[t.task_id])[: int(t.task_id[1:]) % 4])) for t in fresh]
+    rest = assign(half, names)
+    for task in half:
+        assert {name for name in names if task.task_id in rest[name]} == who[task.task_id] - set(task.judged_by)

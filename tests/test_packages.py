@@ -1,0 +1,52 @@
+"""The top folders are the import packages, so every one must resolve into this tree, whatever else is installed."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES: list[str] = PYPROJECT["tool"]["setuptools"]["packages"]
+
+
+def origins(folder: Path, python_path: str = "") -> dict[str, Path]:
+    """Where a fresh interpreter started in `folder` finds each package."""
+    script = (
+        "import importlib.util, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    spec = importlib.util.find_spec(name)\n"
+        "    print(name, spec.origin if spec else None, sep='\\t')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": python_path}
+    # -P keeps the working directory off the path, so that only the installation can answer.
+    command = [sys.executable, "-P", "-c", script, *PACKAGES]
+    output = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
+    return {name: Path(origin) for name, origin in (line.split("\t") for line in output.splitlines())}
+
+
+def test_every_package_resolves_into_this_tree_from_another_folder(tmp_path: Path) -> None:
+    expected = {name: ROOT / name / "__init__.py" for name in PACKAGES}
+    assert origins(tmp_path) == expected, "not installed from this tree; run `make venv` and use .venv/bin/pytest"
+
+
+def test_a_foreign_package_of_the_same_name_does_not_win(tmp_path: Path) -> None:
+    for name in PACKAGES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    found = origins(elsewhere, python_path=str(tmp_path))
+    assert {name: path.parent for name, path in found.items()} == {name: ROOT / name for name in PACKAGES}
+
+
+def test_every_top_package_is_listed() -> None:
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert folders == set(PACKAGES)
+    first_party = PYPROJECT["tool"]["ruff"]["lint"]["isort"]["known-first-party"]
+    assert set(first_party) == folders
+    # configs holds values only: nothing to type-check or to keep apart.
+    assert set(PYPROJECT["tool"]["mypy"]["packages"]) == folders - {"configs"}
+    assert set(PYPROJECT["tool"]["importlinter"]["root_packages"]) == folders - {"configs"}
+    assert all((ROOT / name / "py.typed").is_file() for name in folders)
