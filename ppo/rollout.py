@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -41,6 +42,20 @@ class Rollout:
             torch.tensor([len(response) for response in responses]),
             torch.tensor(list(finished)),
             max_response_tokens,
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """One rollout of several, in order; rows widen to the widest part's."""
+        width = max(part.tokens_BT.shape[1] for part in parts)
+        # What pads a row is never read, so any token serves.
+        tokens = [F.pad(part.tokens_BT, (0, width - part.tokens_BT.shape[1])) for part in parts]
+        return cls(
+            torch.cat(tokens),
+            torch.cat([part.prompt_tokens_B for part in parts]),
+            torch.cat([part.response_tokens_B for part in parts]),
+            torch.cat([part.finished_B for part in parts]),
+            parts[0].max_response_tokens,
         )
 
     def __len__(self) -> int:

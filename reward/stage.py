@@ -112,6 +112,7 @@ def finish(
     model.bias -= demonstration_mean(model, tokenizer, config)
     save_model(context.model_folder, model, model.state_dict(), tokenizer)
     scores = score_sequences(model, [sequence for c in heldout for sequence in c.sequences], tokenizer.pad_id)
+    samples = torch.tensor(scores)
     right, untied = 0, 0
     for comparison in heldout:
         mine, scores = scores[: len(comparison.ranks)], scores[len(comparison.ranks) :]
@@ -127,6 +128,9 @@ def finish(
             "heldout_comparisons": len(heldout),
             "train_comparisons": num_train,
             "score_bias": float(model.bias),
+            # The units of PPO's rewards: scores of the SFT policy's samples, of prompts that training never saw.
+            "sample_score_mean": float(samples.mean()),
+            "sample_score_std": float(samples.std()),
         }
     )
 

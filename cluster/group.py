@@ -1,0 +1,209 @@
+"""Groups of Ray workers: one process a rank, placed together, called together, failing with the first cause."""
+
+import logging
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+log = logging.getLogger(__name__)
+
+PLACEMENT_SECONDS = 60.0
+
+# glibc hands large buffers back to the system at every free and pays for fresh pages at every allocation; training
+# allocates the same sizes again at once, so keeping them is worth up to a third of a small model's step.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": "8589934592",
+    "MALLOC_TRIM_THRESHOLD_": "17179869184",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+
+
+class WorkerError(RuntimeError):
+    """A call failed on some rank; the message holds the first cause: stage, rank, exception, its traceback."""
+
+
+def connect(num_workers: int) -> None:
+    """Join the cluster that RAY_ADDRESS names, or start one in this process for `num_workers` workers.
+
+    Errors: ValueError where this machine has fewer cores than workers.
+    """
+    if ray.is_initialized():
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=False, logging_level=logging.WARNING)
+        return
+    cores = os.cpu_count() or 1
+    if num_workers > cores:
+        raise ValueError(f"workers is {num_workers}; this machine has {cores} cores and each worker needs one")
+    ray.init(num_cpus=cores, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+
+
+def disconnect() -> None:
+    ray.shutdown()
+
+
+class _Worker:
+    """One rank. Functions run in it see the rank environment that `torch.distributed` and Accelerate read."""
+
+    def __init__(self, rank: int, num_workers: int, num_threads: int) -> None:
+        import torch
+
+        torch.set_num_threads(num_threads)
+        self.rank = rank
+        self.objects: dict[str, Any] = {}
+        os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(num_workers))
+
+    def address(self) -> tuple[str, int]:
+        """This node's address and a free port, for the group's rendezvous."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def join(self, host: str, port: int) -> None:
+        os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+
+    def run(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        return self._guarded(lambda: function(*args))
+
+    def build(self, name: str, factory: Callable[..., Any], args: Sequence[Any]) -> Any:
+        def make() -> None:
+            self.objects[name] = factory(*args)
+
+        return self._guarded(make)
+
+    def call(self, name: str, method: str, args: Sequence[Any]) -> Any:
+        return self._guarded(lambda: getattr(self.objects[name], method)(*args))
+
+    def drop(self, name: str) -> None:
+        self.objects.pop(name).close()
+
+    def _guarded(self, work: Callable[[], Any]) -> tuple[bool, float, Any]:
+        """(ok, when it failed, result or description): the driver must learn which rank failed first."""
+        try:
+            return True, 0.0, work()
+        except Exception as error:
+            return False, time.time(), (error, traceback.format_exc())
+
+
+class WorkerGroup:
+    """`num_workers` ranks in one placement group.
+
+    Errors: WorkerError from any call that fails on a rank; ValueErrors, which are the user's to mend, come as they are.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        connect(num_workers)
+        self.num_workers = num_workers
+        gpus = float(ray.cluster_resources().get("GPU", 0.0))
+        bundle = {"CPU": 1.0, **({"GPU": 1.0} if gpus >= num_workers else {})}
+        self._placement = _place(num_workers, bundle)
+        threads = max(1, (os.cpu_count() or 1) // num_workers)
+        remote = ray.remote(_Worker).options(
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0.0),
+            runtime_env={"env_vars": {**KEEP_MEMORY, "OMP_NUM_THREADS": str(threads)}},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement),
+        )
+        self._workers = [remote.remote(rank, num_workers, threads) for rank in range(num_workers)]
+        host, port = ray.get(self._workers[0].address.remote())
+        ray.get([worker.join.remote(host, port) for worker in self._workers])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, stage: str, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`function(*args)` on every rank at once; results by rank."""
+        return self._gather(stage, [worker.run.remote(function, args) for worker in self._workers])
+
+    def run_each(self, stage: str, function: Callable[..., Any], args_of_rank: Sequence[Sequence[Any]]) -> list[Any]:
+        """As `run`, with arguments of its own for every rank."""
+        calls = [worker.run.remote(function, args) for worker, args in zip(self._workers, args_of_rank, strict=True)]
+        return self._gather(stage, calls)
+
+    def build(self, name: str, factory: Callable[..., Any], *args: Any) -> None:
+        """Keep `factory(*args)` on every rank under `name`."""
+        self._gather(name, [worker.build.remote(name, factory, args) for worker in self._workers])
+
+    def call(self, name: str, method: str, args_of_rank: Sequence[Sequence[Any]]) -> list[Any]:
+        """A method of the kept object, with arguments of its own for every rank; results by rank."""
+        calls = [
+            worker.call.remote(name, method, args) for worker, args in zip(self._workers, args_of_rank, strict=True)
+        ]
+        return self._gather(f"{name}.{method}", calls)
+
+    def drop(self, name: str) -> None:
+        """Close the kept object on every rank and forget it."""
+        ray.get([worker.drop.remote(name) for worker in self._workers])
+
+    def _gather(self, phase: str, calls: Sequence[Any]) -> list[Any]:
+        """All results, or the earliest failure. A rank that waits for a failed peer in a collective is not waited for."""
+        rank_of = {call: rank for rank, call in enumerate(calls)}
+        results: dict[int, Any] = {}
+        pending = list(calls)
+        while pending:
+            ready, pending = ray.wait(pending)
+            for call in ready:
+                rank = rank_of[call]
+                try:
+                    ok, when, result = ray.get(call)
+                except ray.exceptions.RayError as error:
+                    self.close()
+                    raise WorkerError(f"{phase}: rank {rank} of {self.num_workers} was lost: {error}") from error
+                if not ok:
+                    self._fail(phase, rank, when, result, pending, rank_of)
+                results[rank] = result
+        return [results[rank] for rank in range(len(calls))]
+
+    def _fail(
+        self,
+        phase: str,
+        rank: int,
+        when: float,
+        failure: tuple[Exception, str],
+        pending: Sequence[Any],
+        rank_of: Mapping[Any, int],
+    ) -> None:
+        """Raise the earliest failure among those that have arrived; the group is closed, its ranks may be stuck."""
+        failures = [(when, rank, failure)]
+        ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=1.0) if pending else ([], [])
+        for call in ready:
+            ok, other_when, result = ray.get(call)
+            if not ok:
+                failures.append((other_when, rank_of[call], result))
+        _, first_rank, (error, trace) = min(failures, key=lambda item: item[0])
+        self.close()
+        if isinstance(error, ValueError):
+            raise error
+        raise WorkerError(f"{phase}: rank {first_rank} of {self.num_workers}: {error!r}\n{trace}") from error
+
+    def close(self) -> None:
+        """End the workers of this group and free their place."""
+        for worker in self._workers:
+            ray.kill(worker, no_restart=True)
+        self._workers = []
+        remove_placement_group(self._placement)
+
+
+def _place(num_workers: int, bundle: Mapping[str, float]) -> PlacementGroup:
+    """Errors: ValueError, with what the cluster has, where the group cannot be placed in time."""
+    group = placement_group([dict(bundle)] * num_workers, strategy="PACK")
+    if not group.wait(PLACEMENT_SECONDS):
+        remove_placement_group(group)
+        raise ValueError(
+            f"{num_workers} workers with {dict(bundle)} each found no place in {PLACEMENT_SECONDS:.0f} s; the cluster"
+            f" has {ray.cluster_resources()}, free are {ray.available_resources()}"
+        )
+    return group

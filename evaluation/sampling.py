@@ -1,0 +1,148 @@
+"""Sampling a policy on prompts, and measuring the samples: KL to a reference, a reward model's score.
+
+Shape letters: B samples, T tokens, C response tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from lm.generation import generate
+from lm.logprobs import token_logprobs
+from lm.model import LanguageModel
+from lm.tokenizer import Tokenizer
+from lm.weights import load_language_model, load_scalar_model
+from reward.scoring import pad_right, score_sequences
+from training.config import Precision
+from training.data import Prompt
+from training.seeds import derive_seed
+
+BATCH = 128
+
+
+@dataclass(frozen=True)
+class SamplingSpec:
+    """What to sample. `reference` and `reward` are model directories to measure against; "" leaves that out."""
+
+    policy: Path
+    num_samples: int
+    max_response_tokens: int
+    temperature: float
+    seed: int
+    precision: Precision
+    reference: str = ""
+    reward: str = ""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response. `log_ratio` is log π - log π_ref of the whole response, nats; `score` the reward model's."""
+
+    prompt_id: str
+    index: int
+    response: str
+    num_tokens: int
+    finished: bool
+    log_ratio: float
+    score: float
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]:
+    """`num_samples` responses to every prompt, prompt after prompt.
+
+    Each sample has a seed of its own, named by prompt and index, so the split among workers does not change it.
+    Errors: ValueError for a prompt that leaves no room for the response.
+    """
+    tokenizer = Tokenizer.load(spec.policy)
+    dtype = torch.bfloat16 if spec.precision == "bf16" else torch.float32
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_language_model(spec.policy).to(device, dtype).eval()
+    wanted = [(prompt, index) for prompt in prompts for index in range(spec.num_samples)]
+    encoded = {prompt.prompt_id: tokenizer.encode_prompt(prompt.messages) for prompt in prompts}
+    queries, responses, finished = [], [], []
+    # Prompts of like length share a batch, so that little is padded.
+    order = sorted(range(len(wanted)), key=lambda place: len(encoded[wanted[place][0].prompt_id]))
+    for start in range(0, len(order), BATCH):
+        chosen = [wanted[place] for place in order[start : start + BATCH]]
+        sampled = generate(
+            model,
+            [encoded[prompt.prompt_id] for prompt, _ in chosen],
+            max_new_tokens=spec.max_response_tokens,
+            end_id=tokenizer.end_id,
+            temperature=spec.temperature,
+            seeds=[derive_seed(spec.seed, "sample", prompt.prompt_id, index) for prompt, index in chosen],
+        )
+        queries += [encoded[prompt.prompt_id] for prompt, _ in chosen]
+        responses += sampled.responses
+        finished += sampled.finished
+    ratios = _log_ratios(spec, model, tokenizer, queries, responses)
+    scores = _scores(spec, tokenizer, queries, responses)
+    samples: list[Sample | None] = [None] * len(wanted)
+    for row, place in enumerate(order):
+        prompt, index = wanted[place]
+        samples[place] = Sample(
+            prompt_id=prompt.prompt_id,
+            index=index,
+            response=tokenizer.decode(responses[row]).strip(),
+            num_tokens=len(responses[row]),
+            finished=finished[row],
+            log_ratio=ratios[row],
+            score=scores[row],
+        )
+    return [sample for sample in samples if sample is not None]
+
+
+def _log_ratios(
+    spec: SamplingSpec,
+    policy: LanguageModel,
+    tokenizer: Tokenizer,
+    queries: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+) -> list[float]:
+    if not spec.reference:
+        return [float("nan")] * len(responses)
+    weight = policy.head.weight
+    reference = load_language_model(Path(spec.reference)).to(weight.device, weight.dtype).eval()
+    ours = sequence_logprobs(policy, queries, responses, tokenizer.pad_id, spec.temperature)
+    theirs = sequence_logprobs(reference, queries, responses, tokenizer.pad_id, spec.temperature)
+    return [a - b for a, b in zip(ours, theirs, strict=True)]
+
+
+def _scores(
+    spec: SamplingSpec, tokenizer: Tokenizer, queries: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+) -> list[float]:
+    if not spec.reward:
+        return [float("nan")] * len(responses)
+    model = load_scalar_model(Path(spec.reward)).eval()
+    sequences = [[*query, *response] for query, response in zip(queries, responses, strict=True)]
+    return score_sequences(model, sequences, tokenizer.pad_id)
+
+
+@torch.inference_mode()
+def sequence_logprobs(
+    model: LanguageModel,
+    queries: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    pad_id: int,
+    temperature: float,
+) -> list[float]:
+    """log π(response | query) of each pair, nats, at the sampling temperature."""
+    totals: list[float] = []
+    device = model.head.weight.device
+    for start in range(0, len(queries), BATCH):
+        pairs = list(zip(queries[start : start + BATCH], responses[start : start + BATCH], strict=True))
+        tokens_BT, _ = pad_right([[*query, *response] for query, response in pairs], pad_id, device)
+        states_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
+        for row, (query, response) in enumerate(pairs):
+            states_BT[row, len(query) - 1 : len(query) + len(response) - 1] = True
+        logits_CV = model(tokens_BT, None, states_BT)
+        targets_C = tokens_BT[:, 1:][states_BT[:, :-1]]
+        flat_C = token_logprobs(logits_CV, targets_C, temperature)
+        per_sample = flat_C.split([len(response) for _, response in pairs])
+        totals += [float(part.sum()) for part in per_sample]
+    return totals
