@@ -24,7 +24,10 @@ BATCH = 128
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """What to sample. `reference` and `reward` are model directories to measure against; "" leaves that out."""
+    """What to sample. `reference` and `reward` are model directories to measure against; "" leaves that out.
+
+    `template_of` names a directory whose chat template is used in place of the policy's own.
+    """
 
     policy: Path
     num_samples: int
@@ -34,6 +37,7 @@ class SamplingSpec:
     precision: Precision
     reference: str = ""
     reward: str = ""
+    template_of: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,9 @@ def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]
     Each sample has a seed of its own, named by prompt and index, so the split among workers does not change it.
     Errors: ValueError for a prompt that leaves no room for the response.
     """
-    tokenizer = Tokenizer.load(spec.policy)
+    if not prompts:
+        return []
+    tokenizer = Tokenizer.load(Path(spec.template_of) if spec.template_of else spec.policy)
     dtype = torch.bfloat16 if spec.precision == "bf16" else torch.float32
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_language_model(spec.policy).to(device, dtype).eval()

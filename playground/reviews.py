@@ -33,6 +33,7 @@ from playground.reviews_text import (
     split_sentences,
     words_of,
 )
+from playground.world import Turns
 from preferences.records import Labeler
 
 Count = Annotated[int, Field(ge=1)]
@@ -85,6 +86,17 @@ class ReviewsWorld:
             require_file(getattr(config, field), field)
         self.config = config
 
+    @property
+    def judge_names(self) -> tuple[str, ...]:
+        return ("judge",)
+
+    def describe(self) -> str:
+        """One sentence on what the gold scorer measures."""
+        return (
+            "judge: how favourable the whole sentence is, by a classifier fitted to human labels that neither the"
+            " labelers nor the reward model saw (log-odds in nats; above 0 is positive)"
+        )
+
     @cached_property
     def split(self) -> SentenceSplit:
         """The labeled snippets of the labeler, of the judge, and those that no stage sees."""
@@ -104,16 +116,14 @@ class ReviewsWorld:
         """The judge's log-odds that each whole sentence is positive, nats. Higher is better."""
         return self._judge_classifier.log_odds(_sentences(prompts, responses))
 
-    def labeler_scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    def label_truth(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         """The log-odds that the labelers follow, without their noise, nats. Higher is better."""
         return self._labeler_classifier.log_odds(_sentences(prompts, responses))
 
-    def positive_share(self, prompts: Sequence[str], responses: Sequence[str]) -> float:
-        """The share of whole sentences that the judge calls positive, in [0, 1]. Higher is better."""
-        scores = self.gold_scores(prompts, responses)
-        if not scores:
-            raise ValueError("responses is empty; a share needs at least one")
-        return sum(score > 0 for score in scores) / len(scores)
+    @property
+    def pass_mark(self) -> float:
+        """Log-odds above 0: the judge calls the sentence positive."""
+        return 0.0
 
     def labelers(self, seed: int) -> list[Labeler]:
         """Scripted labelers reviewer-1, reviewer-2, ..., of one opinion and each with its own noise."""
@@ -171,6 +181,14 @@ class ReviewsWorld:
         """Pairs of snippets that people labeled positive and negative, from the slice that no stage sees."""
         sides = [[s.text for s in self.split.unseen if s.positive == positive] for positive in (True, False)]
         return [{"positive": up, "negative": down} for up, down in zip(*sides, strict=True)]
+
+    def judged_pairs(self) -> list[tuple[Turns, Turns]]:
+        """`human_pairs` as conversations, cut where a prompt of this world would end."""
+        return [(self._turns(pair["positive"]), self._turns(pair["negative"])) for pair in self.human_pairs()]
+
+    def _turns(self, sentence: str) -> Turns:
+        prompt, response = cut(sentence, self.config.prompt_words[1])
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
 
     @cached_property
     def _unseen(self) -> Finder:

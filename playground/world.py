@@ -26,6 +26,9 @@ from playground.vocabulary import CATEGORIES
 from preferences.records import Labeler
 
 
+Turns = list[dict[str, str]]  # messages of role and content
+
+
 class World(Protocol):
     """What the stages and the report need of a world."""
 
@@ -35,6 +38,10 @@ class World(Protocol):
 
     def describe(self) -> str:
         """One sentence on what the gold scorer measures."""
+
+    @property
+    def pass_mark(self) -> float:
+        """The gold score above which a response counts as good."""
 
     def write_data(self, folder: Path, seed: int) -> None:
         """Writes the JSONL files of every stage into the folder.
@@ -47,8 +54,14 @@ class World(Protocol):
     def gold_scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         """Gold scores, higher is better. Stateless: they depend on the texts alone."""
 
+    def label_truth(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        """What the labelers would go by without noise, position bias and taste. Higher is better."""
+
     def labelers(self, seed: int) -> list[Labeler]:
         """The scripted labelers; their judgments depend on the seed and on what is shown, not on call order."""
+
+    def judged_pairs(self) -> list[tuple[Turns, Turns]]:
+        """(better, worse) conversations in an order that people gave; empty where there are none."""
 
 
 DRAWS: dict[str, Callable[[random.Random], Request]] = {
@@ -118,6 +131,16 @@ class PlaygroundWorld:
 
     def gold_scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         return [gold_score(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+
+    @property
+    def pass_mark(self) -> float:
+        return 0.99  # all but perfect responses lose more than a hundredth
+
+    def label_truth(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        return self.gold_scores(prompts, responses)
+
+    def judged_pairs(self) -> list[tuple[Turns, Turns]]:
+        return []
 
     def labelers(self, seed: int) -> list[Labeler]:
         config = self.config

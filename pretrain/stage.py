@@ -6,6 +6,7 @@ Documents are joined by the end token and cut into rows of equal length; a row m
 import itertools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,11 +41,17 @@ class PretrainConfig(Config):
     evaluate_every_steps: int = Field(ge=1)
 
 
-def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig) -> None:
+def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig, tokenizer_folder: Path) -> None:
     """Train on this rank; rank 0 writes `model/` and `results.json`.
 
     Errors: ValueError for text that cannot be read or does not fill a row, and for a tokenizer that does not fit.
     """
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    if tokenizer.vocab_size > model_config.vocab_size:
+        raise ValueError(
+            f"model.vocab_size is {model_config.vocab_size}; the tokenizer in {tokenizer_folder} has"
+            f" {tokenizer.vocab_size} tokens"
+        )
     model = LanguageModel(model_config, config.dropout)
     initialise(model, derive_seed(context.seed, "pretrain", "weights"))
     engine = Engine(
@@ -52,9 +59,8 @@ def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig
         world_size=context.num_workers, micro_batch=config.batch.micro_batch_size,
     )  # fmt: skip
     if engine.is_main:
-        prepare(context, config, model_config)
+        write_streams(context.folder / "data", config, tokenizer)
     engine.barrier()
-    tokenizer = Tokenizer.load(context.folder / "data")
     rows = stream_rows(context.folder / "data" / "train.bin", config.row_tokens)
     heldout = stream_rows(context.folder / "data" / "heldout.bin", config.row_tokens)
     loop_config = LoopConfig(
@@ -79,18 +85,19 @@ def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig
     engine.close()
 
 
-def prepare(context: StageContext, config: PretrainConfig, model_config: ModelConfig) -> None:
-    """Tokenizer and token streams, written once under `data/`; a resumed run finds them there."""
-    folder = context.folder / "data"
+def train_tokenizer(config: PretrainConfig, vocab_size: int, folder: Path) -> None:
+    """Learn the vocabulary from the first `tokenizer_texts` texts."""
+    sample = itertools.islice(read_texts(config.texts), config.tokenizer_texts)
+    Tokenizer.train(sample, vocab_size, "chat").save(folder)
+
+
+def write_streams(folder: Path, config: PretrainConfig, tokenizer: Tokenizer) -> None:
+    """The texts as token streams, written once; a resumed run finds them there."""
     if (folder / "ready").is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    sample = itertools.islice(read_texts(config.texts), config.tokenizer_texts)
-    tokenizer = Tokenizer.train(sample, model_config.vocab_size, "chat")
-    tokenizer.save(folder)
     for name, sources in (("train", config.texts), ("heldout", config.heldout)):
         write_token_stream(_encoded(tokenizer, read_texts(sources)), tokenizer.end_id, folder / f"{name}.bin")
-        stream_rows(folder / f"{name}.bin", config.row_tokens)  # too little text is an error now, not after training
     (folder / "ready").touch()
 
 

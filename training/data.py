@@ -23,7 +23,7 @@ class DataConfig(Config):
     source: str
     split: str = "train"
     field: str = "text"
-    max_rows: int | None = Field(default=None, ge=1)
+    max_rows: int = Field(default=0, ge=0)  # 0 = all
 
 
 def read_rows(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -49,9 +49,9 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from _limited(((where(index), row) for index, row in enumerate(rows)), data.max_rows)
 
 
-def _limited(rows: Iterator[tuple[str, dict[str, Any]]], limit: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def _limited(rows: Iterator[tuple[str, dict[str, Any]]], limit: int) -> Iterator[tuple[str, dict[str, Any]]]:
     for index, row in enumerate(rows):
-        if limit is not None and index >= limit:
+        if limit and index >= limit:
             return
         yield row
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from playground.reviews import ReviewsConfig, ReviewsWorld
 from playground.reviews_judges import ReviewLabeler, SentimentClassifier
 from playground.reviews_text import Finder, LabeledText, cut, read_labeled, sentences_of, split_sentences, words_of
+from playground.world import World
 from preferences.records import Message, ShownTask
 
 REAL = Path(__file__).parents[3] / "shared" / "data"
@@ -146,6 +147,12 @@ def assert_data_is_sound(world: ReviewsWorld, folder: Path) -> None:
     num_pep_characters = sum(len(text) for text in texts["pretrain"] if text.startswith("PEP:"))
     assert 0 < num_pep_characters <= config.peps_share * sum(map(len, texts["pretrain"]))
     assert not any(text.startswith("PEP:") for text in texts["pretrain_heldout"])
+
+
+def test_it_is_a_world(made_world: ReviewsWorld) -> None:
+    world: World = made_world  # mypy holds the signatures
+    assert len(world.judge_names) == 1
+    assert world.describe().startswith(world.judge_names[0])
 
 
 def test_made_data_is_sound(made_world: ReviewsWorld, tmp_path: Path) -> None:
@@ -288,15 +295,13 @@ def test_config_refuses(made_config: ReviewsConfig, changes: dict[str, Any], mes
 
 def test_scores_follow_the_words_and_read_the_whole_sentence(made_world: ReviewsWorld) -> None:
     prompts, responses = ["w1 w2", "w1 w2", "w1 good"], ["a good warm w3", "a bad dull w3", "w3"]
-    for scores in (made_world.gold_scores(prompts, responses), made_world.labeler_scores(prompts, responses)):
+    for scores in (made_world.gold_scores(prompts, responses), made_world.label_truth(prompts, responses)):
         assert scores[0] > 0 > scores[1]
         assert scores[2] > 0  # the only word with a tone is in the prompt
-    assert made_world.positive_share(prompts, responses) == pytest.approx(2 / 3)
+    assert sum(score > made_world.pass_mark for score in made_world.gold_scores(prompts, responses)) == 2
     assert made_world.gold_scores([], []) == []
     with pytest.raises(ValueError, match="expected 1"):
         made_world.gold_scores(prompts, ["one"])
-    with pytest.raises(ValueError, match="at least one"):
-        made_world.positive_share([], [])
 
 
 def test_world_and_labelers_survive_pickling(made_world: ReviewsWorld) -> None:
@@ -373,7 +378,7 @@ def test_real_data_is_sound(real_world: ReviewsWorld, tmp_path: Path) -> None:
 
 def test_real_classifiers_agree_with_people(real_world: ReviewsWorld) -> None:
     split = real_world.split
-    for scores, other in ((real_world.labeler_scores, split.judge), (real_world.gold_scores, split.labeler)):
+    for scores, other in ((real_world.label_truth, split.judge), (real_world.gold_scores, split.labeler)):
         for side in (other, split.unseen):
             texts, labels = [s.text for s in side], [s.positive for s in side]
             assert 0.79 < area_under_curve(scores([""] * len(texts), texts), labels) < 0.86

@@ -1,0 +1,121 @@
+"""Collecting preferences: K samples of the SFT policy a prompt, put to labelers through the label store's door."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from evaluation.sampling import Sample
+from playground.world import World
+from preferences.agreement import accuracy_against, pairwise_agreement
+from preferences.door import answer_all
+from preferences.records import MAX_RESPONSES, Message, Ranking, Task
+from preferences.store import LabelStore, Progress
+from training.config import Config
+from training.data import DataConfig, Prompt
+
+
+class CollectConfig(Config):
+    """`overlap_share` of the tasks go to two labelers instead of one, which is what agreement is measured on."""
+
+    prompts: DataConfig
+    responses_per_prompt: int = Field(ge=2, le=MAX_RESPONSES)
+    max_response_tokens: int = Field(ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    overlap_share: float = Field(ge=0, le=1)
+    instructions_version: str = "1"
+
+
+def make_tasks(batch: str, prompts: Sequence[Prompt], samples: Sequence[Sample], source: str) -> list[Task]:
+    """One task a prompt; a prompt whose samples are all the same text has nothing to rank and is left out."""
+    by_prompt: dict[str, list[str]] = {}
+    for sample in samples:
+        by_prompt.setdefault(sample.prompt_id, []).append(sample.response)
+    return [
+        Task(
+            task_id=f"{batch}/{prompt.prompt_id}",
+            prompt=tuple(Message(**message) for message in prompt.messages),
+            responses=tuple(by_prompt[prompt.prompt_id]),
+            sources=(source,) * len(by_prompt[prompt.prompt_id]),
+        )
+        for prompt in prompts
+        if len(set(by_prompt[prompt.prompt_id])) > 1
+    ]
+
+
+def label(
+    store: LabelStore,
+    world: World,
+    tasks: Sequence[Task],
+    config: CollectConfig,
+    *,
+    batch: str,
+    seed: int,
+    on_progress: Callable[[Progress], None],
+) -> list[Ranking]:
+    """Put the tasks to the world's labelers; returns all rankings. Safe to call again after a kill.
+
+    Errors: ValueError where fewer labelers than a task wants leave tasks open.
+    """
+    num_double = round(config.overlap_share * len(tasks))
+    quotas = [2 if index < num_double else 1 for index in range(len(tasks))]
+    store.add_tasks(tasks, batch=batch, num_labelers=quotas)
+    progress = answer_all(
+        store,
+        world.labelers(seed),
+        batch=batch,
+        client="scripted",
+        instructions_version=config.instructions_version,
+        on_progress=on_progress,
+    )
+    if progress.num_open:
+        raise ValueError(f"{progress.num_open} of {progress.num_tasks} tasks are open still: too few labelers")
+    return store.rankings(batch)
+
+
+def write_rankings(path: Path, rankings: Sequence[Ranking]) -> None:
+    """The JSONL that the reward stage reads."""
+    with path.open("w", encoding="utf-8") as file:
+        for ranking in rankings:
+            row = {
+                "task_id": ranking.task_id,
+                "prompt": [{"role": message.role, "content": message.content} for message in ranking.prompt],
+                "responses": list(ranking.responses),
+                "ranks": list(ranking.ranks),
+                "labeler": ranking.labeler,
+            }
+            file.write(json.dumps(row) + "\n")
+
+
+def collection_figures(
+    rankings: Sequence[Ranking], num_prompts: int, num_identical: int, world: World, responses_per_prompt: int
+) -> dict[str, Any]:
+    """What was collected, how far labelers agree, and how far they are right."""
+    truth = label_truth(rankings, world)
+    pairs = [
+        (first, second)
+        for ranking in rankings
+        for index, first in enumerate(ranking.ranks)
+        for second in ranking.ranks[index + 1 :]
+    ]
+    return {
+        "num_prompts": num_prompts,
+        "num_identical": num_identical,
+        "responses_per_prompt": responses_per_prompt,
+        "num_judgments": len(rankings),
+        "tie_share": sum(first == second for first, second in pairs) / len(pairs),
+        "agreement": pairwise_agreement(rankings).as_dict(),
+        "gold_accuracy": accuracy_against(rankings, truth).as_dict(),
+        "labelers": sorted({ranking.labeler for ranking in rankings}),
+    }
+
+
+def label_truth(rankings: Sequence[Ranking], world: World) -> dict[str, list[float]]:
+    """What labelers without noise would go by: scores of each task's responses, by task id."""
+    unique = {ranking.task_id: ranking for ranking in rankings}
+    prompts = [r.prompt[-1].content for r in unique.values() for _ in r.responses]
+    responses = [response for r in unique.values() for response in r.responses]
+    scores = iter(world.label_truth(prompts, responses))
+    return {task_id: [next(scores) for _ in ranking.responses] for task_id, ranking in unique.items()}

@@ -1,0 +1,46 @@
+"""Measuring a reward model against what the world knows: the labelers' noiseless truth, and people's own order."""
+
+from pathlib import Path
+from typing import Any
+
+from heed.collect import label_truth
+from lm.tokenizer import Tokenizer
+from lm.weights import load_scalar_model
+from evaluation.statistics import bootstrap_mean
+from playground.world import World
+from preferences.agreement import accuracy_against
+from preferences.records import Ranking
+from preferences.splits import split_rankings
+from reward.comparisons import encode_response, read_rankings
+from reward.scoring import score_sequences
+from reward.stage import RewardConfig
+
+
+def measure_reward_model(model_folder: Path, config: RewardConfig, world: World, seed: int) -> dict[str, Any]:
+    """`gold_accuracy`: share of held-out pairs ordered as a noiseless labeler would; `human_pairs_accuracy` where the
+    world has pairs that people ordered. Both with 95% intervals.
+    """
+    model, tokenizer = load_scalar_model(model_folder).eval(), Tokenizer.load(model_folder)
+    _, heldout = split_rankings(read_rankings(config.rankings), config.heldout_share, seed)
+    unique = {ranking.task_id: ranking for ranking in heldout}
+    sequences = [encode_response(tokenizer, r.prompt, response) for r in unique.values() for response in r.responses]
+    scores = iter(score_sequences(model, sequences, tokenizer.pad_id))
+    truth = label_truth(heldout, world)
+    measured: dict[str, Any] = {}
+    by_truth = [
+        Ranking(task, r.prompt, r.responses, _ranks_of(truth[task]), "noiseless") for task, r in unique.items()
+    ]
+    model_scores = {task: [next(scores) for _ in r.responses] for task, r in unique.items()}
+    measured["gold_accuracy"] = accuracy_against(by_truth, model_scores).as_dict()
+    pairs = world.judged_pairs()
+    if pairs:
+        sides = [[tokenizer.encode_conversation(pair[side])[0] for pair in pairs] for side in (0, 1)]
+        better, worse = (score_sequences(model, side, tokenizer.pad_id) for side in sides)
+        right = [float(b > w) + 0.5 * (b == w) for b, w in zip(better, worse, strict=True)]
+        measured["human_pairs_accuracy"] = {**bootstrap_mean(right, seed=seed).as_dict(), "num_pairs": len(pairs)}
+    return measured
+
+
+def _ranks_of(scores: list[float]) -> tuple[int, ...]:
+    """Rank 1 is the highest score; equal scores tie."""
+    return tuple(1 + sum(other > score for other in scores) for score in scores)

@@ -1,0 +1,158 @@
+"""From a job to a finished run: which stages must run, in which order, and what each was made from."""
+
+import hashlib
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from cluster.group import WorkerGroup, disconnect
+from heed.job import JobConfig
+from heed.lineage import Inputs, finished_with, outputs_hash, started_with, write_lineage
+from heed.preflight import check_data
+from heed.progress import console, follow
+from heed.report import write_report
+from heed.stages import STAGES, Run, Stage, sources_in
+from pretrain.stage import train_tokenizer
+from training.checkpoint import file_hash
+from training.stage import write_json
+
+def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> Path:
+    """Run the stages that are not done, in order, and write the report. Returns the run folder.
+
+    `first` forces that stage and all after it; `only` runs one stage, if it must run, and no other.
+    Errors: ValueError for what the user can mend, before any training where it can be known.
+    """
+    folder = runs / job.name
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with ExitStack() as closing:
+        groups: list[WorkerGroup] = []
+
+        def group() -> WorkerGroup:
+            """The workers, started when a stage first needs them."""
+            if not groups:
+                closing.callback(disconnect)
+                groups.append(closing.enter_context(WorkerGroup(job.workers)))
+            return groups[0]
+
+        run = Run(job, folder, job.open_world(), group)
+        _write_job(job, folder / "job.toml")
+        _prepare_world(run)
+        _prepare_tokenizer(run)
+        check_data(run)
+        _run_stages(run, first, only)
+    write_report(folder)
+    console.print(f"report: {folder / 'report.html'}  ({time.monotonic() - started:.0f} s)")
+    return folder
+
+
+def _run_stages(run: Run, first: str, only: str) -> None:
+    forced = False
+    for stage in STAGES:
+        if only and stage.name != only:
+            continue
+        forced = forced or stage.name == first
+        _require_parents(run, stage)
+        inputs = _inputs(run, stage)
+        folder = run.stage_folder(stage.name)
+        finished = finished_with(folder, stage.name)
+        if not forced and finished is not None and finished[0] == inputs.fingerprint:
+            console.print(f"[dim]{stage.name}: unchanged, skipped")
+            continue
+        _open_folder(run, stage, inputs, forced)
+        begun = time.monotonic()
+        with follow(stage.name, folder) as progress:
+            stage.run(run, progress)
+        write_lineage(folder, inputs, time.monotonic() - begun)
+        console.print(f"{stage.name}: done in {time.monotonic() - begun:.0f} s")
+
+
+def _require_parents(run: Run, stage: Stage) -> None:
+    for parent in stage.parents:
+        if finished_with(run.stage_folder(parent), parent) is None:
+            raise ValueError(f"stage {stage.name} needs {parent}, which is not finished in {run.folder}")
+
+
+def _inputs(run: Run, stage: Stage) -> Inputs:
+    """What the stage would be made from now. How the work is split and logged changes no result and is left out."""
+    config = {section: getattr(run.job, section).model_dump(mode="json") for section in stage.sections}
+    config["precision"] = run.job.engine.resolved_precision()
+    parents = {parent: outputs_hash(run.stage_folder(parent), parent) for parent in stage.parents}
+    data = {source: _source_hash(run.path_of(source)) for source in sources_in(config)}
+    return Inputs(stage.name, run.job.seed, config, parents, data)
+
+
+def _source_hash(source: str) -> str:
+    """A file's SHA-256; a hub id stands for itself."""
+    path = Path(source)
+    return file_hash(path) if path.is_file() else hashlib.sha256(source.encode()).hexdigest()
+
+
+def _open_folder(run: Run, stage: Stage, inputs: Inputs, forced: bool) -> None:
+    """Continue an interrupted stage of the same inputs and layout; else put what is there aside and start fresh."""
+    folder = run.stage_folder(stage.name)
+    engine = run.job.engine
+    wanted = {
+        "fingerprint": inputs.fingerprint,
+        "workers": run.job.workers,
+        "zero_stage": engine.zero_stage,
+    }
+    interrupted = started_with(folder) == wanted and not (folder / "lineage.json").exists()
+    if folder.exists() and (forced or not interrupted):
+        _put_aside(run, folder)
+    folder.mkdir(exist_ok=True)
+    write_json(folder / "inputs.json", wanted)
+    config: dict[str, Any] = dict(inputs.config)
+    (folder / "config.toml").write_text(tomli_w.dumps({"seed": inputs.seed, **config}), encoding="utf-8")
+
+
+def _put_aside(run: Run, folder: Path) -> None:
+    """Nothing is deleted: a replaced stage moves to `replaced/`."""
+    target = run.folder / "replaced"
+    target.mkdir(exist_ok=True)
+    number = 1 + sum(1 for _ in target.glob(f"{folder.name}-*"))
+    folder.rename(target / f"{folder.name}-{number}")
+    console.print(f"{folder.name}: inputs changed; the earlier result is kept in {target / f'{folder.name}-{number}'}")
+
+
+def _prepare_world(run: Run) -> None:
+    """The world's data files."""
+    config = {"world": run.job.world.model_dump(mode="json")}
+    files = [value for value in config["world"].values() if isinstance(value, str) and Path(value).is_file()]
+    inputs = Inputs("world", run.job.seed, config, {}, {path: file_hash(Path(path)) for path in files})
+    _prepare(run, inputs, lambda folder: run.world.write_data(folder, run.job.seed))
+
+
+def _prepare_tokenizer(run: Run) -> None:
+    """The vocabulary, learned before any training so that every length can be checked."""
+    pretrain = run.resolve(run.job.pretrain)
+    config = {"texts": [text.model_dump() for text in pretrain.texts], "tokenizer_texts": pretrain.tokenizer_texts}
+    config["vocab_size"] = run.job.model.vocab_size
+    data = {source: _source_hash(source) for source in sources_in(config)}
+    inputs = Inputs("tokenizer", run.job.seed, config, {}, data)
+    _prepare(run, inputs, lambda folder: train_tokenizer(pretrain, run.job.model.vocab_size, folder))
+
+
+def _prepare(run: Run, inputs: Inputs, write: Callable[[Path], None]) -> None:
+    """Write `data/` of a step that needs no workers, unless it is there already."""
+    folder = run.stage_folder(inputs.stage)
+    finished = finished_with(folder, inputs.stage)
+    if finished is not None and finished[0] == inputs.fingerprint:
+        return
+    if folder.exists():
+        _put_aside(run, folder)
+    begun = time.monotonic()
+    (folder / "data").mkdir(parents=True)
+    write(folder / "data")
+    write_lineage(folder, inputs, time.monotonic() - begun)
+
+
+def _write_job(job: JobConfig, path: Path) -> None:
+    """The job as it was resolved, defaults included."""
+    values = job.model_dump(mode="json")
+    values["engine"]["precision"] = job.engine.resolved_precision()
+    path.write_text(tomli_w.dumps(values), encoding="utf-8")

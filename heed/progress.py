@@ -1,0 +1,77 @@
+"""A stage's progress: a bar with rate and time left on a terminal, a line now and then elsewhere.
+
+Stages that train write metrics.jsonl anyway, so the bar follows that file: nothing has to travel back from workers.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from training.metrics import read_metrics
+
+console = Console(stderr=True, highlight=False)
+
+POLL_SECONDS = 0.5
+LINE_EVERY_SECONDS = 30.0
+
+
+class StageProgress:
+    """Counts units of work done. `update` may be called from any thread."""
+
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._last_line = time.monotonic()
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn(f"[bold]{stage:<9}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"),
+                TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console, transient=True,
+            )  # fmt: skip
+            self._bar.start()
+
+    def update(self, done: int, total: int, figures: str = "") -> None:
+        if self._bar is not None:
+            if self._task is None:
+                self._task = self._bar.add_task(self.stage, total=total, figures="")
+            self._bar.update(self._task, completed=done, total=total, figures=figures)
+        elif time.monotonic() - self._last_line > LINE_EVERY_SECONDS:
+            self._last_line = time.monotonic()
+            console.print(f"{self.stage}: {done}/{total} {figures}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+@contextmanager
+def follow(stage: str, folder: Path) -> Iterator[StageProgress]:
+    """Show a stage's progress, from its metrics.jsonl as long as it writes one."""
+    progress = StageProgress(stage)
+    stop = threading.Event()
+
+    def poll() -> None:
+        while not stop.wait(POLL_SECONDS):
+            lines = read_metrics(folder / "metrics.jsonl")
+            if lines:
+                progress.update(lines[-1]["step"], lines[-1]["num_steps"], _figures(lines[-1]))
+
+    thread = threading.Thread(target=poll, name=f"progress of {stage}", daemon=True)
+    thread.start()
+    try:
+        yield progress
+    finally:
+        stop.set()
+        thread.join()
+        progress.close()
+
+
+def _figures(line: dict[str, Any]) -> str:
+    shown = [f"{name} {line[name]:.3g}" for name in ("loss", "score", "kl_nats") if name in line]
+    return "  ".join([*shown, f"{line['tokens_per_second']:,.0f} tokens/s"])
