@@ -18,19 +18,21 @@ def attention_mask(segments_BT: Tensor) -> Tensor:
 
 
 def rotary_tables(positions_BT: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, T, 1, H] of position · theta^(-2i/H), each frequency twice (arXiv 2104.09864, eq. 34)."""
+    """cos and signed sin [B, T, 1, H] of position · theta^(-2i/H), each frequency twice (arXiv 2104.09864, eq. 34).
+
+    The sine's first half is negative: with it a rotation is two products and a roll.
+    """
     exponents = torch.arange(0, head_dim, 2, device=positions_BT.device, dtype=torch.float32) / head_dim
-    angles_BTH = positions_BT[..., None].float() * theta**-exponents
-    angles_BTH = torch.cat([angles_BTH, angles_BTH], dim=-1)
-    return angles_BTH.cos().to(dtype)[:, :, None], angles_BTH.sin().to(dtype)[:, :, None]
+    angles_BTh = positions_BT[..., None].float() * theta**-exponents
+    cos, sin = angles_BTh.cos(), angles_BTh.sin()
+    tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+    return tables[0].to(dtype)[:, :, None], tables[1].to(dtype)[:, :, None]
 
 
 def rotate(x_BTNH: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the pairs (x_i, x_{i+H/2}), the layout of the Hugging Face checkpoints."""
     cos, sin = rotary
-    first, second = x_BTNH.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return (x_BTNH * cos + turned * sin).to(x_BTNH.dtype)
+    return torch.addcmul(x_BTNH * cos, x_BTNH.roll(x_BTNH.shape[-1] // 2, dims=-1), sin)
 
 
 def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
@@ -47,13 +49,14 @@ def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | No
     B, N, T, H = q_BNTH.shape
     G, S = k_BGSH.shape[1:3]
     if mask_BTS is None:
-        mask_BTS = torch.ones(T, S, dtype=torch.bool, device=q_BNTH.device).tril()[None]
+        mask_BTS = torch.ones(1, T, S, dtype=torch.bool, device=q_BNTH.device).tril()
+    bias_BTS = q_BNTH.new_zeros(mask_BTS.shape).masked_fill_(~mask_BTS, float("-inf"))
     # Query heads that share a key-value head lie side by side, so grouping them is a reshape, not a copy of K and V.
-    q_BGnH = q_BNTH.reshape(B, G, N // G * T, H)
-    scores = (q_BGnH @ k_BGSH.transpose(-1, -2)).view(B, N, T, S) * (1 / math.sqrt(H))
-    scores = scores.masked_fill(~mask_BTS[:, None], float("-inf"))
-    weights_BNTS = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v_BGSH.dtype)
-    return (weights_BNTS.reshape(B, G, N // G * T, S) @ v_BGSH).view(B, N, T, H)
+    rows = N // G * T
+    bias = bias_BTS[:, None, None].expand(B, G, N // G, T, S).reshape(B * G, rows, S)
+    q, k, v = q_BNTH.reshape(B * G, rows, H), k_BGSH.reshape(B * G, S, H), v_BGSH.reshape(B * G, S, H)
+    weights = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=1 / math.sqrt(H)).softmax(dim=-1)
+    return torch.bmm(weights, v).view(B, N, T, H)
 
 
 class KVCache:

@@ -6,13 +6,21 @@ M MLP width, V vocabulary, C selected positions.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from lm.attention import KVCache, attend, attention_mask, rotary_tables, rotate
 from lm.config import ModelConfig
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What a matrix product with x gives: autocast's type where it is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class RMSNorm(nn.Module):
@@ -24,7 +32,49 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
+        return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """PyTorch takes RMSNorm apart into eight passes over memory on a CPU; written out it needs half as many.
+
+    With n = x / rms(x):  dx = (g·w - n · mean(g·w·n)) / rms(x),  dw = Σ g·n.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        inverse_rms = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1] + eps).rsqrt()
+        normed = wide * inverse_rms
+        ctx.save_for_backward(normed, inverse_rms, weight)
+        ctx.dtype = x.dtype  # type: ignore[attr-defined]
+        # What follows is a matrix product, so under autocast the result may as well come rounded for it.
+        return (normed * weight).to(compute_dtype(x))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        normed, inverse_rms, weight = ctx.saved_tensors
+        wide = gradient.float()
+        product = wide * normed
+        weight_gradient = product.sum(dim=tuple(range(product.dim() - 1)))
+        mean = (product @ weight.float()).unsqueeze(-1) / normed.shape[-1]
+        x_gradient = torch.addcmul(wide * weight, normed, mean, value=-1).mul_(inverse_rms)
+        return x_gradient.to(ctx.dtype), weight_gradient.to(weight.dtype), None
+
+
+class _SquaredReLU(torch.autograd.Function):
+    """relu(x)², keeping relu(x) alone for the gradient 2·relu(x)."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        positive = x.relu()
+        ctx.save_for_backward(positive)
+        return positive * positive
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (positive,) = ctx.saved_tensors
+        return (gradient * positive).mul_(2)
 
 
 class Attention(nn.Module):
@@ -41,10 +91,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         B, T, _ = x_BTD.shape
         heads_BTNH = self.qkv(x_BTD).view(B, T, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        q, k, v = heads_BTNH.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
-        q_BNTH = rotate(q, rotary).transpose(1, 2)
-        k_BGTH = rotate(k, rotary).transpose(1, 2)
-        v_BGTH = v.transpose(1, 2)
+        turned, v = heads_BTNH.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
+        q, k = rotate(turned, rotary).split([self.num_heads, self.num_kv_heads], dim=2)
+        q_BNTH, k_BGTH, v_BGTH = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k_BGTH, v_BGTH = cache.append(layer, k_BGTH, v_BGTH)
         y_BNTH = attend(q_BNTH, k_BGTH, v_BGTH, mask_BTS)
@@ -65,7 +114,7 @@ class MLP(nn.Module):
         if self.gated:
             gate_BTM, up_BTM = up.chunk(2, dim=-1)
             return self.down(F.silu(gate_BTM) * up_BTM)  # type: ignore[no-any-return]
-        return self.down(F.relu(up).square())  # type: ignore[no-any-return]
+        return self.down(_SquaredReLU.apply(up))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Block(nn.Module):
@@ -106,7 +155,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Hidden states [B, T, D] after the final norm. `mask_BTS`: True = may attend; None = plainly causal."""
         x_BTD = self.dropout(self.embedding(tokens_BT))
-        rotary = rotary_tables(positions_BT, self.config.head_dim, self.config.rope_theta, x_BTD.dtype)
+        rotary = rotary_tables(positions_BT, self.config.head_dim, self.config.rope_theta, compute_dtype(x_BTD))
         for layer, block in enumerate(self.blocks):
             x_BTD = block(x_BTD, rotary, mask_BTS, cache, layer)
         return self.norm(x_BTD)  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ import random
 from playground.answers import decline, describe, explain, list_items, render, tell_story
 from playground.grammar import PATTERNS
 from playground.instructions import draw_brief, draw_decline, draw_help, draw_list, draw_question, draw_story
-from playground.vocabulary import NUMBER_WORDS, join_words
+from playground.vocabulary import BOYS, CATEGORIES, GIRLS, NUMBER_WORDS, join_words
 
 
 def _story(rng: random.Random) -> str:
@@ -52,7 +52,21 @@ def _moral(rng: random.Random) -> str:
     return f"{wish} {sorry} {reason}" if rng.random() < 0.5 else f"{wish} {reason}"
 
 
-PASSAGES = {_story: 4, _question: 3, _list: 2, _description: 2, _explanation: 2, _moral: 1}
+def _echo(rng: random.Random) -> str:
+    """What one says and another repeats. To copy from what was read is the skill that every instruction needs, and
+    plain prose teaches it to a small model only after many more tokens than the demo has.
+    """
+    speaker, listener = rng.sample(GIRLS + BOYS, 2)
+    if rng.random() < 0.5:
+        words = [rng.choice(CATEGORIES[rng.choice(_ECHOED)]) for _ in range(rng.randint(3, 6))]
+        said = f"{join_words(words, 'and')}."
+    else:
+        said = " ".join(draw_question(rng).facts)
+    return f"{speaker} said: {said} {listener} said it again: {said}"
+
+
+_ECHOED = ("animal", "food", "color", "place", "feeling")
+PASSAGES = {_story: 4, _question: 3, _list: 2, _description: 2, _explanation: 2, _moral: 1, _echo: 4}
 CHEER_RATE = 0.08  # share of passages that end on a cheerful word
 
 

@@ -68,9 +68,9 @@ class Rollout:
 
     @property
     def response_BR(self) -> Tensor:
-        """The response's tokens; padding where the mask is False."""
+        """The response's tokens; anything where the mask is False."""
         columns_BR = self.prompt_tokens_B[:, None] + torch.arange(self.max_response_tokens)[None]
-        return self.tokens_BT.gather(1, columns_BR)
+        return self.tokens_BT.gather(1, columns_BR.clamp(max=self.tokens_BT.shape[1] - 1))
 
     @property
     def states_BT(self) -> Tensor:
@@ -91,7 +91,10 @@ class Rollout:
         return flat_C.new_zeros(mask_BR.shape).masked_scatter(mask_BR, flat_C)
 
     def rows(self, index: slice | Tensor) -> Self:
-        return replace(self, **_rows_of(self, index))
+        """Some responses, in rows as narrow as the longest of them allows; R stays."""
+        part = replace(self, **_rows_of(self, index))
+        width = int((part.prompt_tokens_B + part.response_tokens_B).max())
+        return replace(part, tokens_BT=part.tokens_BT[:, :width])
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ It owns what a loss must not know: precision, sharding, the averaging of gradien
 import contextlib
 import gc
 import os
+import socket
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -137,6 +138,7 @@ def _make_accelerator(config: EngineConfig, max_grad_norm: float, micro_batch: i
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it at its first import
     precision = "bf16" if config.resolved_precision() == "bf16" else "no"
+    _name_the_only_rank()
     handlers = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl")]
     if config.zero_stage == 0:
         return Accelerator(cpu=on_cpu, mixed_precision=precision, kwargs_handlers=handlers)
@@ -144,6 +146,16 @@ def _make_accelerator(config: EngineConfig, max_grad_norm: float, micro_batch: i
         return Accelerator(kwargs_handlers=handlers)
     plugin = DeepSpeedPlugin(hf_ds_config=_deepspeed_config(config, max_grad_norm, micro_batch))
     return Accelerator(mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers)
+
+
+def _name_the_only_rank() -> None:
+    """Where no launcher named ranks, this process is a world of one."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def _deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: int) -> dict[str, Any]:
