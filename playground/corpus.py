@@ -57,15 +57,15 @@ def _echo(rng: random.Random) -> str:
     plain prose teaches it to a small model only after many more tokens than the demo has.
     """
     speaker, listener = rng.sample(GIRLS + BOYS, 2)
-    if rng.random() < 0.5:
-        words = [rng.choice(CATEGORIES[rng.choice(_ECHOED)]) for _ in range(rng.randint(3, 6))]
-        said = f"{join_words(words, 'and')}."
+    if rng.random() < 0.75:
+        # Words without order or sense: only what was said tells which one comes next.
+        said = " ".join(rng.choice(_ALL_WORDS) for _ in range(rng.randint(4, 12))) + "."
     else:
         said = " ".join(draw_question(rng).facts)
     return f"{speaker} said: {said} {listener} said it again: {said}"
 
 
-_ECHOED = ("animal", "food", "color", "place", "feeling")
+_ALL_WORDS = tuple(word for words in CATEGORIES.values() for word in words if " " not in word)
 PASSAGES = {_story: 4, _question: 3, _list: 2, _description: 2, _explanation: 2, _moral: 1, _echo: 4}
 CHEER_RATE = 0.08  # share of passages that end on a cheerful word
 
