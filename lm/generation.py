@@ -14,6 +14,9 @@ from lm.attention import KVCache
 from lm.model import LanguageModel
 
 
+LEAVE_BELOW = 0.8  # share of running rows at which the finished ones leave
+
+
 @dataclass(frozen=True)
 class Generated:
     """Responses in the order of the prompts. A finished response ends with the end token; others were cut off."""
@@ -47,22 +50,22 @@ def generate(
     )  # fmt: skip
     responses: list[list[int]] = [[] for _ in prompts]
     finished = [False] * len(prompts)
-    alive = torch.arange(len(prompts), device=device)  # the original index of each row still in the batch
+    rows = torch.arange(len(prompts), device=device)  # which prompt each row of the batch belongs to
     inputs_BT = tokens_BP
     for step in range(max_new_tokens):
         logits_BV = _next_logits(model, inputs_BT, first_real_B, cache)
         next_B = _choose(logits_BV, uniforms_BR[:, step], temperature)
-        ended_B = next_B == end_id
-        for row, token in zip(alive.tolist(), next_B.tolist(), strict=True):
-            responses[row].append(token)
-            finished[row] = token == end_id
-        if bool(ended_B.any()):
-            stay = (~ended_B).nonzero().squeeze(-1)
-            if not len(stay):
-                break
-            alive, next_B, first_real_B, uniforms_BR = (
-                alive[stay], next_B[stay], first_real_B[stay], uniforms_BR[stay]
-            )  # fmt: skip
+        for row, token in zip(rows.tolist(), next_B.tolist(), strict=True):
+            if not finished[row]:
+                responses[row].append(token)
+                finished[row] = token == end_id
+        running = [place for place, row in enumerate(rows.tolist()) if not finished[row]]
+        if not running:
+            break
+        # Leaving copies the cache, so finished rows idle until enough of them can leave together.
+        if len(running) <= LEAVE_BELOW * len(rows):
+            stay = torch.tensor(running, device=device)
+            rows, next_B, first_real_B, uniforms_BR = rows[stay], next_B[stay], first_real_B[stay], uniforms_BR[stay]
             cache.keep(stay)
         inputs_BT = next_B[:, None]
     return Generated(responses, finished)

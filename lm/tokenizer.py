@@ -78,7 +78,7 @@ class Tokenizer:
         for path in (folder / "tokenizer.json", config_path):
             if not path.is_file():
                 raise ValueError(f"{path}: no such file; a model directory with a tokenizer was expected")
-        config = json.loads(config_path.read_text(encoding="utf-8"))
+        config = read_json(config_path)
         for field in ("pad_token", "eos_token", "chat_template"):
             if not isinstance(config.get(field), str):
                 raise ValueError(f"{config_path}: {field} is {config.get(field)!r}; a string was expected")
@@ -138,37 +138,49 @@ class Tokenizer:
 
     def encode_prompt(self, messages: Messages) -> list[int]:
         """Tokens up to where the assistant's next response begins."""
-        return self.encode(self.render(messages, add_generation_prompt=True))
+        tokens, _, written = self._encode_turns(messages)
+        self._extend(tokens, self.render(messages, add_generation_prompt=True), written)
+        return tokens
 
     def encode_conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
-        """Tokens, and for each whether it belongs to an assistant's response (its end token included).
+        """Tokens, and for each whether it belongs to an assistant's response, up to and with its end token.
 
         The conversation is encoded piece by piece, so a prompt's tokens are always a prefix of the whole.
         Errors: ValueError for a template whose rendering of a conversation does not extend that of its beginning.
         """
+        tokens, is_response, _ = self._encode_turns(messages)
+        return tokens, is_response
+
+    def _encode_turns(self, messages: Messages) -> tuple[list[int], list[bool], str]:
+        """Tokens, the response mask, and the text they spell."""
         tokens: list[int] = []
         is_response: list[bool] = []
         written = ""
         for index, message in enumerate(messages):
-            speaks = message["role"] == "assistant"
-            if speaks:
+            if message["role"] == "assistant":
                 opening = self.render(messages[:index], add_generation_prompt=True)
-                self._extend(tokens, is_response, opening, written, False)
+                self._extend(tokens, opening, written)
                 written = opening
+            start = len(tokens)
+            is_response += [False] * (start - len(is_response))
             whole = self.render(messages[: index + 1], add_generation_prompt=False)
-            self._extend(tokens, is_response, whole, written, speaks)
+            self._extend(tokens, whole, written)
             written = whole
-        return tokens, is_response
+            # What a template writes after the end token, a line break say, is never sampled and must not count.
+            piece = tokens[start:]
+            ends = piece.index(self.end_id) + 1 if self.end_id in piece else len(piece)
+            speaks = message["role"] == "assistant"
+            is_response += [speaks and place < ends for place in range(len(piece))]
+        return tokens, is_response, written
 
-    def _extend(self, tokens: list[int], is_response: list[bool], text: str, written: str, response: bool) -> None:
+    def _extend(self, tokens: list[int], text: str, written: str) -> None:
+        """Encode what `text` adds to `written`."""
         if not text.startswith(written):
             raise ValueError(
                 f"chat_template: the rendering {text!r} does not start with {written!r};"
                 " a template must only append when a message is added"
             )
-        piece: Sequence[int] = self.encode(text[len(written) :])
-        tokens.extend(piece)
-        is_response.extend([response] * len(piece))
+        tokens.extend(self.encode(text[len(written) :]))
 
 
 def read_json(path: Path) -> dict[str, Any]:

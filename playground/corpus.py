@@ -66,7 +66,7 @@ def _echo(rng: random.Random) -> str:
 
 
 _ALL_WORDS = tuple(word for words in CATEGORIES.values() for word in words if " " not in word)
-PASSAGES = {_story: 4, _question: 3, _list: 2, _description: 2, _explanation: 2, _moral: 1, _echo: 4}
+PASSAGES = {_story: 4, _question: 3, _list: 2, _description: 2, _explanation: 2, _moral: 1, _echo: 12}
 CHEER_RATE = 0.08  # share of passages that end on a cheerful word
 
 

@@ -212,7 +212,8 @@ class ColocatedWorker:
     def load(self, folder: Path) -> None:
         self.policy.load(folder / "policy")
         self.value.load(folder / "value")
-        self.average = load_file(folder / "average.safetensors", device=str(self.device))
+        held = load_file(folder / "average.safetensors")  # on the CPU: it refuses Accelerate's name "cpu:0"
+        self.average = {name: tensor.to(self.device, copy=True) for name, tensor in held.items()}
         self._receive(self.policy.full_weights())
 
     def export_policy(self, folder: Path) -> None:

@@ -120,8 +120,8 @@ class PPOController:
         for number, rows in enumerate(self._minibatches(iteration, len(rollout))):
             update = iteration * config.updates_per_iteration + number
             part, part_mask_BR = rollout.rows(rows), mask_BR[rows]
-            num_tokens = int(part_mask_BR.sum())
-            ptx_rows = torch.from_numpy(self.ptx_order.batch(update))
+            num_tokens = max(1, int(part_mask_BR.sum()))  # 0 where every score of the minibatch failed
+            ptx_rows = torch.from_numpy(self.ptx_order.batch(update)) if config.ptx_rows else torch.arange(0)
             policy = self.roles.update_policy(
                 PolicyBatch(
                     part, logprobs_BR[rows], advantages_BR[rows], part_mask_BR, num_tokens, ptx_rows, len(ptx_rows)

@@ -66,7 +66,7 @@ def latest_checkpoint(checkpoints: Path) -> tuple[Path, int] | None:
 
 def _step_folders(checkpoints: Path) -> list[Path]:
     """Newest first."""
-    return sorted(checkpoints.glob("step-*"), reverse=True)
+    return sorted(checkpoints.glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")), reverse=True)
 
 
 def _damage(folder: Path) -> str | None:

@@ -88,7 +88,8 @@ def stream_rows(path: Path, row_tokens: int) -> NDArray[np.int32]:
 
     Errors: ValueError where the text does not fill one row.
     """
-    stream = np.memmap(path, dtype=np.int32, mode="r")
+    # An empty file cannot be mapped.
+    stream = np.memmap(path, dtype=np.int32, mode="r") if path.stat().st_size else np.empty(0, dtype=np.int32)
     num_rows = len(stream) // row_tokens
     if num_rows == 0:
         raise ValueError(f"{path}: {len(stream)} tokens do not fill one row of {row_tokens}; more text is needed")

@@ -1,0 +1,59 @@
+"""Fixtures that several packages' tests share: a tiny shape, a tiny tokenizer, a tiny model on disk."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+# Read when the libraries are first imported: no test reaches for the network or for a GPU's DeepSpeed backend, and
+# matrices of 16 columns gain nothing from threads.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if TYPE_CHECKING:
+    from lm.config import ModelConfig
+    from lm.tokenizer import Tokenizer
+
+# Enough repetition for a few merges, and bytes outside ASCII.
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog. The dog sleeps on.",
+    "A bird in the hand is worth two in the bush, and the bush is far.",
+    "Über den Wolken muss die Freiheit wohl grenzenlos sein. 山高月小。",
+    "The fox and the dog and the bird went over the bush and slept in the hand.",
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> "Tokenizer":
+    """A byte-level vocabulary of 280 tokens with the chat template."""
+    from lm.tokenizer import Tokenizer
+
+    return Tokenizer.train(TEXTS, 280, "chat")
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> "ModelConfig":
+    """Two layers, grouped queries, swiglu, tied; 288 tokens, so that the vocabulary above fits with room to spare."""
+    from lm.config import ModelConfig
+
+    return ModelConfig(
+        vocab_size=288, context_tokens=96, width=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=24
+    )
+
+
+@pytest.fixture(scope="session")
+def model_folder(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: "Tokenizer", tiny_config: "ModelConfig"
+) -> Path:
+    """A language model of random weights with its tokenizer, in the Hugging Face layout. Read only."""
+    from lm.model import LanguageModel, initialise
+    from lm.weights import save_model
+
+    model = LanguageModel(tiny_config)
+    initialise(model, seed=7)
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    save_model(folder, model, model.state_dict(), tokenizer)
+    return folder

@@ -1,0 +1,128 @@
+"""Attention, its masks and rotary positions against loops, PyTorch's own product, and complex numbers."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.attention import KVCache, attend, attention_mask, rotary_tables, rotate
+
+
+def looped_attention(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, allowed_BTS: Tensor) -> Tensor:
+    """One head and one query at a time, in double precision."""
+    B, N, T, H = q_BNTH.shape
+    G, S = k_BGSH.shape[1:3]
+    out = torch.zeros(B, N, T, H, dtype=torch.float64)
+    for b in range(B):
+        for n in range(N):
+            g = n // (N // G)
+            for t in range(T):
+                keys = [s for s in range(S) if allowed_BTS[b, t, s]]
+                scores = [float(q_BNTH[b, n, t].double() @ k_BGSH[b, g, s].double()) / math.sqrt(H) for s in keys]
+                exps = [math.exp(score - max(scores)) for score in scores]
+                for weight, s in zip(exps, keys, strict=True):
+                    out[b, n, t] += weight / sum(exps) * v_BGSH[b, g, s].double()
+    return out.float()
+
+
+def draw(N: int, G: int, B: int = 2, T: int = 7, H: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(B, heads, T, H, generator=generator) for heads in (N, G, G))
+    return q, k, v
+
+
+SEGMENTS = torch.tensor([[1, 1, 1, 2, 2, 0, 0], [1, 2, 2, 2, 2, 2, 3]])
+
+
+@pytest.mark.parametrize(("N", "G"), [(4, 4), (4, 2), (6, 1), (1, 1)])
+def test_attend_equals_a_loop_over_heads_and_queries(N: int, G: int) -> None:
+    q, k, v = draw(N, G)
+    causal = torch.tensor([[[s <= t for s in range(7)] for t in range(7)]] * 2)
+    torch.testing.assert_close(attend(q, k, v, None), looped_attention(q, k, v, causal), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("N", "G"), [(4, 4), (4, 2)])
+def test_attend_over_packed_segments_equals_a_loop(N: int, G: int) -> None:
+    q, k, v = draw(N, G)
+    rows = SEGMENTS.tolist()
+    allowed = torch.tensor([[[s <= t and row[s] == row[t] for s in range(7)] for t in range(7)] for row in rows])
+    found = attend(q, k, v, attention_mask(SEGMENTS))
+    torch.testing.assert_close(found, looped_attention(q, k, v, allowed), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("N", "G"), [(4, 4), (4, 2), (4, 1)])
+def test_the_cpu_path_equals_pytorchs_product_in_value_and_gradient(N: int, G: int, packed: bool) -> None:
+    q, k, v = (tensor.requires_grad_() for tensor in draw(N, G))
+    mask = attention_mask(SEGMENTS) if packed else None
+    theirs = F.scaled_dot_product_attention(
+        q, k, v, None if mask is None else mask[:, None], is_causal=mask is None, enable_gqa=True
+    )
+    ours = attend(q, k, v, mask)
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+    direction = torch.randn(ours.shape, generator=torch.Generator().manual_seed(9))
+    expected = torch.autograd.grad((theirs * direction).sum(), (q, k, v))
+    found = torch.autograd.grad((ours * direction).sum(), (q, k, v))
+    for ours_gradient, their_gradient in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours_gradient, their_gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_one_query_over_many_keys_equals_the_last_row_of_all_queries() -> None:
+    q, k, v = draw(4, 2)
+    everything = torch.ones(2, 1, 7, dtype=torch.bool)
+    torch.testing.assert_close(attend(q[:, :, -1:], k, v, everything), attend(q, k, v, None)[:, :, -1:])
+
+
+def test_mask_of_a_packed_row_by_hand() -> None:
+    expected = [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 1],
+    ]
+    assert attention_mask(torch.tensor([[1, 1, 2, 2, 0]]))[0].int().tolist() == expected
+
+
+def test_rotation_is_multiplication_by_a_unit_complex_number() -> None:
+    H, theta = 8, 500.0
+    x_BTNH = torch.randn(2, 5, 3, H, generator=torch.Generator().manual_seed(1))
+    positions_BT = torch.tensor([[0, 1, 2, 3, 4], [7, 0, 1, 30, 2]])
+    found = rotate(x_BTNH, rotary_tables(positions_BT, H, theta, torch.float32))
+    for b in range(2):
+        for t in range(5):
+            for i in range(H // 2):
+                angle = float(positions_BT[b, t]) * theta ** (-2 * i / H)
+                turn = complex(math.cos(angle), math.sin(angle))
+                for n in range(3):
+                    pair = complex(float(x_BTNH[b, t, n, i]), float(x_BTNH[b, t, n, i + H // 2])) * turn
+                    assert float(found[b, t, n, i]) == pytest.approx(pair.real, abs=1e-5)
+                    assert float(found[b, t, n, i + H // 2]) == pytest.approx(pair.imag, abs=1e-5)
+
+
+def test_rotated_products_depend_on_the_distance_alone() -> None:
+    generator = torch.Generator().manual_seed(2)
+    q, k = (torch.randn(1, 1, 1, 6, generator=generator) for _ in range(2))
+
+    def product(at_q: int, at_k: int) -> float:
+        tables = [rotary_tables(torch.tensor([[at]]), 6, 100.0, torch.float32) for at in (at_q, at_k)]
+        return float((rotate(q, tables[0]) * rotate(k, tables[1])).sum())
+
+    assert product(9, 4) == pytest.approx(product(25, 20), abs=1e-5)
+    assert product(9, 4) != pytest.approx(product(9, 5), abs=1e-3)
+
+
+def test_cache_returns_what_was_appended_and_drops_rows() -> None:
+    generator = torch.Generator().manual_seed(4)
+    k, v = (torch.randn(2, 3, 1, 5, 4, generator=generator) for _ in range(2))  # [layer, B, G, T, H]
+    cache = KVCache(2, 3, 1, 8, 4, like=k)
+    for layer in range(2):
+        cache.append(layer, k[layer, :, :, :3], v[layer, :, :, :3])
+    cache.advance(3)
+    cache.keep(torch.tensor([0, 2]))
+    for layer in range(2):
+        keys, values = cache.append(layer, k[layer, [0, 2], :, 3:], v[layer, [0, 2], :, 3:])
+        assert torch.equal(keys, k[layer, [0, 2]])
+        assert torch.equal(values, v[layer, [0, 2]])

@@ -1,0 +1,44 @@
+"""Log-probabilities and entropy by hand."""
+
+import math
+
+import pytest
+import torch
+
+from lm.logprobs import entropy, token_logprobs
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_token_logprobs_by_hand(temperature: float) -> None:
+    logits = [[0.0, 1.0, 2.0], [3.0, -1.0, 0.5]]
+    tokens = [2, 1]
+    expected = [
+        row[token] / temperature - math.log(sum(math.exp(x / temperature) for x in row))
+        for row, token in zip(logits, tokens, strict=True)
+    ]
+    found = token_logprobs(torch.tensor(logits), torch.tensor(tokens), temperature)
+    assert found.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_token_logprobs_keeps_leading_dimensions_and_computes_in_fp32() -> None:
+    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tokens = torch.tensor([[0, 4, 2], [1, 1, 3]])
+    found = token_logprobs(logits, tokens)
+    assert found.shape == (2, 3)
+    assert found.dtype == torch.float32
+    for b in range(2):
+        for t in range(3):
+            row = [float(x) for x in logits[b, t]]
+            expected = row[tokens[b, t]] - math.log(sum(math.exp(x) for x in row))
+            assert float(found[b, t]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_entropy_by_hand() -> None:
+    assert float(entropy(torch.zeros(8))) == pytest.approx(math.log(8), abs=1e-6)
+    assert float(entropy(torch.tensor([50.0, 0.0, 0.0]))) == pytest.approx(0.0, abs=1e-6)
+    # p = (1/4, 3/4)
+    expected = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    assert float(entropy(torch.tensor([0.0, math.log(3.0)]))) == pytest.approx(expected, abs=1e-6)
+    # At temperature ½ the odds are squared: p = (1/10, 9/10).
+    expected = -(0.1 * math.log(0.1) + 0.9 * math.log(0.9))
+    assert float(entropy(torch.tensor([0.0, math.log(3.0)]), temperature=0.5)) == pytest.approx(expected, abs=1e-6)

@@ -1,0 +1,234 @@
+"""The transformer: custom gradients against autograd, initialisation, packing, causality."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.config import ModelConfig, exact_div
+from lm.model import (
+    LanguageModel,
+    RMSNorm,
+    ScalarModel,
+    _SquaredReLU,
+    count_parameters,
+    initialise,
+    initialise_score_head,
+    segment_positions,
+)
+
+
+def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
+    model = LanguageModel(config)
+    initialise(model, seed)
+    return model.eval()
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(dim=-1, keepdim=True) + eps).sqrt() * weight
+
+
+def test_rms_norm_and_its_gradients_equal_autograd_of_the_formula() -> None:
+    generator = torch.Generator().manual_seed(0)
+    norm = RMSNorm(6, eps=0.1)
+    norm.weight.data.uniform_(0.5, 2.0, generator=generator)
+    x = torch.randn(3, 4, 6, generator=generator, requires_grad=True)
+    direction = torch.randn(3, 4, 6, generator=generator)
+    wide_x, wide_weight = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    expected = plain_rms_norm(wide_x, wide_weight, 0.1)
+    found = norm(x)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
+    (expected * direction).sum().backward()
+    (found * direction).sum().backward()
+    torch.testing.assert_close(x.grad.double(), wide_x.grad, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(norm.weight.grad.double(), wide_weight.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_rms_norm_gradients_equal_finite_differences() -> None:
+    # The norm computes in fp32, so the differences need a wide step.
+    generator = torch.Generator().manual_seed(1)
+    norm = RMSNorm(4, eps=0.2)
+    x = torch.randn(2, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(norm, (x,), eps=5e-3, atol=2e-3, rtol=1e-2, nondet_tol=0.0)
+
+
+def test_rms_norm_in_bf16_normalises_in_fp32() -> None:
+    x = torch.tensor([[300.0, -300.0, 100.0, 5.0]], dtype=torch.bfloat16)
+    norm = RMSNorm(4, eps=1e-5).bfloat16()
+    found = norm(x)
+    assert found.dtype == torch.bfloat16
+    expected = plain_rms_norm(x.double(), torch.ones(4).double(), 1e-5)
+    torch.testing.assert_close(found.double(), expected, atol=0, rtol=2**-8)
+
+
+def test_squared_relu_and_its_gradient() -> None:
+    x = torch.tensor([-2.0, -0.5, 0.0, 0.5, 3.0], requires_grad=True)
+    found = _SquaredReLU.apply(x)
+    assert found.tolist() == [0.0, 0.0, 0.0, 0.25, 9.0]
+    (found * torch.tensor([1.0, 1.0, 1.0, 3.0, -2.0])).sum().backward()
+    assert x.grad.tolist() == [0.0, 0.0, 0.0, 3.0, -12.0]  # 2·relu(x)·g
+    wide = torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    assert torch.autograd.gradcheck(_SquaredReLU.apply, (wide,))
+    expected = torch.autograd.grad((F.relu(wide) ** 2).sum(), wide)[0]
+    assert torch.equal(torch.autograd.grad(_SquaredReLU.apply(wide).sum(), wide)[0], expected)
+
+
+@pytest.mark.parametrize("mlp", ["swiglu", "relu2"])
+def test_initialisation_table(mlp: str) -> None:
+    D, F_, L = 64, 160, 3
+    config = ModelConfig(
+        vocab_size=512, context_tokens=8, width=D, num_layers=L, num_heads=4, num_kv_heads=2, mlp_width=F_,
+        mlp=mlp, tie_embeddings=False,
+    )  # fmt: skip
+    expected = {
+        "embedding.weight": 1 / math.sqrt(D),
+        "head.weight": 1 / math.sqrt(D),
+        "qkv.weight": 1 / math.sqrt(D),
+        "up.weight": 1 / math.sqrt(D),
+        "out.weight": 1 / math.sqrt(2 * L * D),
+        "down.weight": 1 / math.sqrt(2 * L * F_),
+    }
+    seen = set()
+    for name, weight in build(config).named_parameters():
+        if name.endswith("norm.weight"):
+            assert torch.equal(weight, torch.ones(D)), name
+            continue
+        kind = next(kind for kind in expected if name.endswith(kind))
+        seen.add(kind)
+        # The sample deviation of n draws is off by std / √(2n).
+        tolerance = 5 * expected[kind] / math.sqrt(2 * weight.numel())
+        assert float(weight.detach().std()) == pytest.approx(expected[kind], abs=tolerance), name
+        assert abs(float(weight.detach().mean())) < 5 * expected[kind] / math.sqrt(weight.numel()), name
+    assert seen == set(expected)
+
+
+def test_score_head_deviation() -> None:
+    weight = torch.empty(1, 4000)
+    initialise_score_head(weight, torch.Generator().manual_seed(5))
+    assert float(weight.std()) == pytest.approx(1 / math.sqrt(4001), rel=0.06)
+
+
+def test_initialisation_is_a_function_of_the_seed(tiny_config: ModelConfig) -> None:
+    torch.manual_seed(1)
+    first = build(tiny_config, seed=11).state_dict()
+    torch.manual_seed(2)
+    again, other = build(tiny_config, seed=11).state_dict(), build(tiny_config, seed=12).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["decoder.embedding.weight"], other["decoder.embedding.weight"])
+
+
+def test_tied_head_is_the_embedding_and_counts_once(tiny_config: ModelConfig) -> None:
+    tied, untied = build(tiny_config), build(tiny_config.model_copy(update={"tie_embeddings": False}))
+    assert tied.head.weight is tied.decoder.embedding.weight
+    D, M, V, qkv = 16, 24, 288, (4 + 2 * 2) * 4
+    block = D * qkv + D * D + 3 * D * M + 2 * D
+    assert count_parameters([tied]) == V * D + 2 * block + D
+    assert count_parameters([untied]) == 2 * V * D + 2 * block + D
+
+
+def test_positions_restart_in_every_segment() -> None:
+    segments = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 2, 3, 3, 0, 0]])
+    assert segment_positions(segments).tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 0, 1, 0, 1]]
+
+
+@pytest.mark.parametrize("mlp", ["swiglu", "relu2"])
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_a_packed_row_gives_each_sequence_what_it_gets_alone(
+    tiny_config: ModelConfig, mlp: str, num_kv_heads: int
+) -> None:
+    model = build(tiny_config.model_copy(update={"mlp": mlp, "num_kv_heads": num_kv_heads}))
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randint(0, 288, (length,), generator=generator) for length in (5, 1, 7)]
+    row = torch.cat([*parts, torch.zeros(3, dtype=torch.long)])[None]
+    segments = torch.tensor([[1] * 5 + [2] + [3] * 7 + [0] * 3])
+    logits = model(row, segments)[0]
+    start = 0
+    for part in parts:
+        alone = model(part[None])[0]
+        torch.testing.assert_close(logits[start : start + len(part)], alone, atol=1e-5, rtol=1e-5)
+        start += len(part)
+    assert torch.isfinite(logits).all()
+
+
+def test_a_later_token_changes_no_earlier_logits(tiny_config: ModelConfig) -> None:
+    model = build(tiny_config)
+    tokens = torch.randint(0, 288, (1, 12), generator=torch.Generator().manual_seed(3))
+    before = model(tokens)
+    for t in (0, 4, 11):
+        changed = tokens.clone()
+        changed[0, t] = (tokens[0, t] + 1) % 288
+        after = model(changed)
+        torch.testing.assert_close(after[:, :t], before[:, :t], atol=1e-6, rtol=0)
+        assert not torch.allclose(after[:, t], before[:, t], atol=1e-4)
+
+
+def test_order_of_earlier_tokens_matters(tiny_config: ModelConfig) -> None:
+    model = build(tiny_config)
+    forwards, swapped = model(torch.tensor([[5, 9, 40]])), model(torch.tensor([[9, 5, 40]]))
+    assert not torch.allclose(forwards[0, 2], swapped[0, 2], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [LanguageModel, ScalarModel])
+def test_selected_positions_are_rows_of_all_positions(
+    tiny_config: ModelConfig, kind: type[LanguageModel] | type[ScalarModel]
+) -> None:
+    model = kind(tiny_config).eval()
+    initialise(model, 0)
+    tokens = torch.randint(0, 288, (2, 6), generator=torch.Generator().manual_seed(3))
+    selected = torch.tensor([[0, 1, 0, 0, 1, 0], [0, 0, 0, 0, 0, 1]]).bool()
+    everything = model(tokens)
+    expected = torch.stack([everything[0, 1], everything[0, 4], everything[1, 5]])
+    torch.testing.assert_close(model(tokens, None, selected), expected)
+
+
+def test_scalar_model_is_a_linear_map_of_the_hidden_state_plus_bias(tiny_config: ModelConfig) -> None:
+    model = ScalarModel(tiny_config).eval()
+    initialise(model, 3)
+    model.bias.fill_(2.5)
+    tokens = torch.tensor([[1, 2, 3]])
+    hidden = model.decoder.hidden(tokens, None).detach()
+    expected = [float((hidden[0, t] * model.score.weight[0].detach()).sum()) + 2.5 for t in range(3)]
+    assert model(tokens)[0].tolist() == pytest.approx(expected, abs=1e-5)
+    assert "bias" not in dict(model.named_parameters())  # weight decay and the optimizer must not touch it
+
+
+def test_dropout_acts_in_training_only(tiny_config: ModelConfig) -> None:
+    model = LanguageModel(tiny_config, dropout=0.5)
+    initialise(model, 0)
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    torch.testing.assert_close(model.eval()(tokens), build(tiny_config)(tokens))
+    torch.manual_seed(0)
+    assert not torch.allclose(model.train()(tokens), build(tiny_config)(tokens), atol=1e-3)
+
+
+def test_bf16_autocast_stays_near_fp32(tiny_config: ModelConfig) -> None:
+    model = build(tiny_config)
+    tokens = torch.randint(0, 288, (2, 9), generator=torch.Generator().manual_seed(3))
+    exact = model(tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = model(tokens)
+    assert rounded.dtype == torch.bfloat16
+    assert float((rounded.float() - exact).detach().abs().max()) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"width": 18}, "model.width over model.num_heads: 18 is not a multiple of 4"),
+        ({"num_kv_heads": 3}, "model.num_heads over model.num_kv_heads: 4 is not a multiple of 3"),
+        ({"width": 12}, "3; rotary positions need an even number"),
+        ({"depth": 3}, "depth"),
+    ],
+)
+def test_impossible_shapes_are_refused(tiny_config: ModelConfig, change: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ModelConfig(**{**tiny_config.model_dump(), **change})
+
+
+def test_exact_div() -> None:
+    assert exact_div(12, 4, "x") == 3
+    for numerator, denominator in ((12, 5), (12, 0), (12, -4)):
+        with pytest.raises(ValueError, match="^x: 12"):
+            exact_div(numerator, denominator, "x")

@@ -1,0 +1,193 @@
+"""The tokenizer and its chat template: round trips, agreement with transformers, response masks, errors."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as BPE
+from transformers import AutoTokenizer
+
+from lm.tokenizer import CHAT_TEMPLATES, END, PAD, SPECIAL_TOKENS, Tokenizer, read_json
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "The quick brown fox?"},
+    {"role": "assistant", "content": "jumps over\nthe lazy dog."},
+    {"role": "user", "content": " And 山? "},
+    {"role": "assistant", "content": "The bird in the hand."},
+]
+PLAIN = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TEMPLATES = [*CHAT_TEMPLATES, PLAIN]
+
+# Text that spells a special token's name is that token, as in every Hugging Face tokenizer.
+any_text = st.text(max_size=40).filter(lambda text: not any(token in text for token in SPECIAL_TOKENS))
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=any_text)
+@example(text="")
+@example(text="\x00\x7f\u0080\uffff\U0010ffff e\u0301 \t\r\n  ")
+def test_any_text_survives_the_round_trip(tokenizer: Tokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert all(0 <= token < tokenizer.vocab_size for token in tokens)
+    assert len(tokens) <= len(text.encode())
+    assert sum(len(tokenizer.token_text(token)) for token in tokens) == len(text.encode())  # a character a byte
+
+
+def test_merges_were_learned_and_the_size_kept(tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocab_size == 280
+    assert len(tokenizer.encode(" the dog")) < len(b" the dog")
+
+
+def test_batches_encode_like_single_texts(tokenizer: Tokenizer) -> None:
+    texts = ["", "The fox", "山高"]
+    assert list(tokenizer.encode_batch(texts)) == [tokenizer.encode(text) for text in texts]
+
+
+def test_special_tokens_are_one_token_and_are_left_out_of_text(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode(f"fox{END}") == [*tokenizer.encode("fox"), tokenizer.end_id]
+    assert tokenizer.decode([tokenizer.pad_id, *tokenizer.encode("fox"), tokenizer.end_id]) == "fox"
+    assert tokenizer.pad_id != tokenizer.end_id
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("generation_prompt", [False, True])
+def test_rendering_and_tokens_equal_transformers(
+    tokenizer: Tokenizer, tmp_path: Path, template: str, generation_prompt: bool
+) -> None:
+    ours = tokenizer.with_template(template)
+    ours.save(tmp_path)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    messages = CONVERSATION[:-1] if generation_prompt else CONVERSATION
+    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+    assert ours.render(messages, add_generation_prompt=generation_prompt) == text
+    tokens = theirs.apply_chat_template(messages, add_generation_prompt=generation_prompt, return_dict=False)
+    if generation_prompt and template != PLAIN:
+        assert ours.encode_prompt(messages) == list(tokens)
+    assert ours.encode(text) == list(tokens)
+    assert (theirs.pad_token_id, theirs.eos_token_id) == (ours.pad_id, ours.end_id)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_mask_covers_the_assistants_words_and_end_token_alone(tokenizer: Tokenizer, template: str) -> None:
+    ours = tokenizer.with_template(template)
+    tokens, is_response = ours.encode_conversation(CONVERSATION)
+    runs: list[list[int]] = []
+    for token, before, mine in zip(tokens, [False, *is_response], is_response, strict=False):
+        if mine and not before:
+            runs.append([])
+        if mine:
+            runs[-1].append(token)
+    space = " " if template == "continuation" else ""
+    spoken = [message["content"] for message in CONVERSATION if message["role"] == "assistant"]
+    # What a template writes after the end token, such as a line break, is never sampled, so it must not count.
+    assert runs == [[*ours.encode(space + text), ours.end_id] for text in spoken]
+    whole = "".join(ours.render(CONVERSATION, add_generation_prompt=False).split(END))
+    assert ours.decode(tokens) == whole.replace("<|system|>", "").replace("<|user|>", "").replace("<|assistant|>", "")
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_prompts_tokens_begin_its_conversation(tokenizer: Tokenizer, template: str) -> None:
+    ours = tokenizer.with_template(template)
+    tokens, is_response = ours.encode_conversation(CONVERSATION)
+    for length in (2, 4):
+        prompt = ours.encode_prompt(CONVERSATION[:length])
+        assert tokens[: len(prompt)] == prompt
+        assert is_response[len(prompt)]
+        assert not is_response[len(prompt) - 1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(turns=st.lists(st.tuples(st.sampled_from(["system", "user"]), any_text), min_size=1, max_size=3), answer=any_text)
+@example(turns=[("system", "in th"), ("user", "e hand")], answer="x")
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_any_prompts_tokens_begin_its_conversation(
+    tokenizer: Tokenizer, template: str, turns: list[tuple[str, str]], answer: str
+) -> None:
+    ours = tokenizer.with_template(template)
+    messages = [{"role": role, "content": content} for role, content in turns]
+    prompt = ours.encode_prompt(messages)
+    tokens, is_response = ours.encode_conversation([*messages, {"role": "assistant", "content": answer}])
+    assert tokens[: len(prompt)] == prompt
+    assert is_response == [False] * len(prompt) + [True] * (len(tokens) - len(prompt))
+
+
+def test_a_template_that_rewrites_what_it_wrote_is_refused(tokenizer: Tokenizer) -> None:
+    ours = tokenizer.with_template("{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}")
+    with pytest.raises(ValueError, match="must only append"):
+        ours.encode_conversation(CONVERSATION)
+
+
+def test_padding_and_end_must_differ(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    bpe = BPE.from_file(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"pad_token and eos_token are both '<\|end\|>'"):
+        Tokenizer(bpe, pad=END, end=END, chat_template="")
+    with pytest.raises(ValueError, match="eos_token '<stop>' is not in the vocabulary"):
+        Tokenizer(bpe, pad=PAD, end="<stop>", chat_template="")
+    change_config(tmp_path, pad_token=END)
+    with pytest.raises(ValueError, match="must differ"):
+        Tokenizer.load(tmp_path)
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_vocabulary_below_the_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocab_size is 260; bytes and special tokens alone need 261"):
+        Tokenizer.train(["abc"], 260, "chat")
+
+
+def test_loading_gives_back_what_was_saved(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.encode("The fox 山") == tokenizer.encode("The fox 山")
+    assert loaded.chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_missing_file_is_named(tokenizer: Tokenizer, tmp_path: Path, missing: str) -> None:
+    tokenizer.save(tmp_path)
+    (tmp_path / missing).unlink()
+    with pytest.raises(ValueError, match=f"{missing}: no such file"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["pad_token", "eos_token", "chat_template"])
+def test_a_missing_field_is_named(tokenizer: Tokenizer, tmp_path: Path, field: str) -> None:
+    tokenizer.save(tmp_path)
+    change_config(tmp_path, **{field: None})
+    with pytest.raises(ValueError, match=f"tokenizer_config.json: {field} is None; a string was expected"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_config_that_is_not_json_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"pad_token":')
+    with pytest.raises(ValueError, match="tokenizer_config.json: line 1"):
+        Tokenizer.load(tmp_path)
+
+
+def test_read_json_names_file_and_place(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    with pytest.raises(ValueError, match="x.json: no such file"):
+        read_json(path)
+    path.write_text('{\n"a": 1,\n}')
+    with pytest.raises(ValueError, match="x.json: line [23]: not JSON"):
+        read_json(path)
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="x.json: list found; a JSON object was expected"):
+        read_json(path)
+    path.write_text('{"a": 1}')
+    assert read_json(path) == {"a": 1}

@@ -1,0 +1,164 @@
+"""The Hugging Face layout: same logits in transformers, both ways; errors that name what does not fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from lm.config import ModelConfig
+from lm.model import LanguageModel, ScalarModel, initialise
+from lm.tokenizer import Tokenizer
+from lm.weights import load_backbone, load_language_model, load_scalar_model, save_model
+
+TOKENS = torch.randint(2, 288, (3, 11), generator=torch.Generator().manual_seed(0))
+
+
+def shape(mlp: str, num_kv_heads: int, tied: bool) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=288, context_tokens=32, width=16, num_layers=2, num_heads=4, num_kv_heads=num_kv_heads,
+        mlp_width=24, mlp=mlp, rope_theta=777.0, norm_eps=1e-3, tie_embeddings=tied,
+    )  # fmt: skip
+
+
+def saved(folder: Path, model: LanguageModel | ScalarModel, tokenizer: Tokenizer) -> Path:
+    initialise(model, 3)
+    # Norms start at 1; other values show a norm that is put in another's place.
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
+    save_model(folder, model.eval(), model.state_dict(), tokenizer)
+    return folder
+
+
+SHAPES = [
+    ("swiglu", 2, True), ("swiglu", 4, False), ("swiglu", 1, False),
+    ("relu2", 2, True), ("relu2", 4, False), ("relu2", 1, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mlp", "num_kv_heads", "tied"), SHAPES)
+@torch.no_grad()
+def test_transformers_computes_our_logits(
+    tokenizer: Tokenizer, tmp_path: Path, mlp: str, num_kv_heads: int, tied: bool
+) -> None:
+    model = LanguageModel(shape(mlp, num_kv_heads, tied))
+    folder = saved(tmp_path, model, tokenizer)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert type(theirs).__name__ == {"swiglu": "LlamaForCausalLM", "relu2": "ArceeForCausalLM"}[mlp]
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    torch.testing.assert_close(model(TOKENS), theirs.eval()(TOKENS).logits, atol=1e-4, rtol=1e-4)
+    again = load_language_model(folder)
+    assert again.config == model.config
+    assert torch.equal(again.eval()(TOKENS), model(TOKENS))
+
+
+@pytest.mark.parametrize(("mlp", "num_kv_heads", "tied"), SHAPES)
+@torch.no_grad()
+def test_we_compute_the_logits_of_transformers(tmp_path: Path, mlp: str, num_kv_heads: int, tied: bool) -> None:
+    family = {"swiglu": "Llama", "relu2": "Arcee"}[mlp]
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=288, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=num_kv_heads,
+        intermediate_size=24, max_position_embeddings=32, rms_norm_eps=1e-3, tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 777.0}, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = load_language_model(tmp_path).eval()
+    assert ours.config == shape(mlp, num_kv_heads, tied)
+    assert (ours.head.weight is ours.decoder.embedding.weight) == tied
+    torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mlp", ["swiglu", "relu2"])
+@torch.no_grad()
+def test_a_scalar_model_is_a_sequence_classifier_and_a_bias(tokenizer: Tokenizer, tmp_path: Path, mlp: str) -> None:
+    model = ScalarModel(shape(mlp, 2, True))
+    model.bias.fill_(-1.75)
+    folder = saved(tmp_path, model, tokenizer)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    lengths = [11, 4, 7]
+    tokens = TOKENS.clone()
+    for row, length in enumerate(lengths):
+        tokens[row, length:] = tokenizer.pad_id
+    scores = [float(model(tokens)[row, length - 1]) for row, length in enumerate(lengths)]
+    mask = (tokens != tokenizer.pad_id).long()
+    classified = theirs(tokens, attention_mask=mask).logits
+    assert classified.shape == (3, 1)
+    assert [float(x) - 1.75 for x in classified[:, 0]] == pytest.approx(scores, abs=1e-4)
+    assert json.loads((folder / "config.json").read_text())["score_bias"] == -1.75
+    again = load_scalar_model(folder).eval()
+    assert torch.equal(again(tokens), model(tokens))
+
+
+@torch.no_grad()
+def test_backbone_comes_from_the_language_model(model_folder: Path, tiny_config: ModelConfig) -> None:
+    scalar = ScalarModel(tiny_config).eval()
+    load_backbone(model_folder, scalar)
+    source = load_language_model(model_folder).eval()
+    assert torch.equal(scalar.decoder.hidden(TOKENS, None), source.decoder.hidden(TOKENS, None))
+    with pytest.raises(ValueError, match="is not the expected"):
+        load_backbone(model_folder, ScalarModel(tiny_config.model_copy(update={"width": 32})))
+
+
+@pytest.fixture
+def folder(tokenizer: Tokenizer, tmp_path: Path) -> Path:
+    return saved(tmp_path / "m", LanguageModel(shape("swiglu", 2, True)), tokenizer)
+
+
+def change(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    merged = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({name: value for name, value in merged.items() if value is not ...}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' with hidden_act 'silu'; expected one of .*llama.*arcee"),
+        ({"hidden_act": "gelu"}, "model_type 'llama' with hidden_act 'gelu'"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "LlamaForTokenClassification.*'LlamaForCausalLM'"),
+        ({"attention_bias": True}, "attention_bias is true"),
+        ({"mlp_bias": True}, "mlp_bias is true"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
+        ({"hidden_size": ...}, "field 'hidden_size' is missing"),
+        ({"head_dim": 8}, "head_dim is 8; hidden_size / heads = 4 was expected"),
+    ],
+)
+def test_another_architecture_is_refused_by_name(folder: Path, fields: dict[str, Any], words: str) -> None:
+    change(folder, **fields)
+    with pytest.raises(ValueError, match=f"config.json: .*{words}"):
+        load_language_model(folder)
+
+
+def test_a_language_model_is_no_scalar_model(folder: Path) -> None:
+    with pytest.raises(ValueError, match="LlamaForCausalLM.*LlamaForSequenceClassification"):
+        load_scalar_model(folder)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_named(folder: Path, missing: str) -> None:
+    (folder / missing).unlink()
+    with pytest.raises(ValueError, match=f"{missing}: no such file"):
+        load_language_model(folder)
+
+
+def test_tensors_that_do_not_fit_are_named_with_their_shapes(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(16)
+    tensors["model.norm.weight"] = torch.ones(17)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="3 tensors do not fit the config") as refusal:
+        load_language_model(folder)
+    words = str(refusal.value)
+    assert "model.layers.1.mlp.up_proj.weight: expected [24, 16], missing" in words
+    assert "model.layers.0.self_attn.q_proj.bias: found, not expected" in words
+    assert "model.norm.weight: expected [16], found [17]" in words
+    assert str(folder / "model.safetensors") in words

@@ -1,0 +1,86 @@
+"""A tiny world for PPO: an SFT policy, a reward model and a pretraining stream, all with random weights."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lm.config import ModelConfig
+from lm.model import LanguageModel, ScalarModel, initialise
+from lm.tokenizer import Tokenizer
+from lm.weights import save_model
+from ppo.colocated import Parents
+from ppo.config import PPOConfig
+from ppo.controller import ScoreScale
+from training.config import BatchConfig, OptimizerConfig
+from training.data import DataConfig
+from training.packing import write_token_stream
+
+WORDS = "the cat sat on a mat and saw one red bird fly over two green hills".split()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_objects_to_collect() -> None:
+    """Closing an engine collects garbage; without this it looks at every object of every import, for a second."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def parents(tmp_path_factory: pytest.TempPathFactory) -> Parents:
+    folder = tmp_path_factory.mktemp("parents")
+    config = ModelConfig(
+        vocab_size=300, context_tokens=64, width=16, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=32
+    )
+    texts = [" ".join(WORDS[i % 5 :] + WORDS[: i % 7]) for i in range(40)]
+    tokenizer = Tokenizer.train(texts, config.vocab_size, "chat")
+    policy, reward = LanguageModel(config), ScalarModel(config)
+    initialise(policy, 1)
+    initialise(reward, 2)
+    reward.bias.fill_(0.25)
+    # All hidden states lean one way and the end token's logit grows with it, so that about half the responses end.
+    with torch.no_grad():
+        policy.decoder.embedding.weight[:, 0] = 0.5
+        policy.decoder.embedding.weight[tokenizer.end_id, 0] = 1.8
+    save_model(folder / "sft", policy, policy.state_dict(), tokenizer)
+    save_model(folder / "reward", reward, reward.state_dict(), tokenizer)
+    write_token_stream(tokenizer.encode_batch(texts), tokenizer.end_id, folder / "train.bin")
+    return Parents(folder / "sft", folder / "reward", ScoreScale(0.5, 2.0), folder / "train.bin", 9)
+
+
+@pytest.fixture(scope="session")
+def prompts(parents: Parents) -> list[list[int]]:
+    """Sixteen prompts of different lengths."""
+    tokenizer = Tokenizer.load(parents.sft)
+    return [tokenizer.encode_prompt([{"role": "user", "content": " ".join(WORDS[: 1 + i % 9])}]) for i in range(16)]
+
+
+@pytest.fixture(scope="session")
+def ppo_config() -> Callable[..., PPOConfig]:
+    """A small config with some fields changed; `micro` and `minibatch` set the batch."""
+
+    def build(*, minibatch: int = 8, micro: int = 4, learning_rate: float = 1e-3, **changes: object) -> PPOConfig:
+        # A large eps: Adam's first step is then no mere sign, which rounding could flip.
+        optimizer = OptimizerConfig(learning_rate=learning_rate, schedule="linear", eps=1e-3)
+        values = {
+            "prompts": DataConfig(source="unread.jsonl"),
+            "num_iterations": 3,
+            "rollout_prompts": 16,
+            "num_epochs": 2,
+            "minibatch": BatchConfig(batch_size=minibatch, micro_batch_size=micro),
+            "max_response_tokens": 6,
+            "temperature": 0.7,
+            "policy_optimizer": optimizer,
+            "value_optimizer": optimizer,
+            "kl_coef": 0.1,
+            "missing_end_penalty": 1.0,
+            "ptx_coef": 0.3,
+            "ptx_rows": 4,
+            "ema_decay": 0.75,
+            "save_every_iterations": 1,
+        }
+        return PPOConfig.model_validate({**values, **changes})
+
+    return build

@@ -1,0 +1,186 @@
+"""PPO's equations against numbers worked by hand and against loops over tokens."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ppo.algorithm import KLController, generalised_advantages, policy_loss, token_rewards, value_loss, whiten
+from ppo.config import PPOConfig
+
+
+def ragged_mask(lengths: list[int], width: int) -> Tensor:
+    return torch.tensor([[t < length for t in range(width)] for length in lengths])
+
+
+def noise(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_rewards_by_hand() -> None:
+    logprobs = torch.tensor([[-1.0, -2.0, -0.5], [-1.0, -1.0, -1.0]])
+    ref_logprobs = torch.tensor([[-1.5, -1.0, -9.0], [-1.0, -2.0, -4.0]])
+    mask = ragged_mask([2, 3], 3)
+    rewards, kl = token_rewards(torch.tensor([10.0, 20.0]), logprobs, ref_logprobs, mask, 0.5)
+    # log ratios: 0.5, -1 | 0, 1, 3; the third token of the first response is no token.
+    expected = torch.tensor([[-0.25, 10.5, 0.0], [0.0, -0.5, 20 - 1.5]])
+    torch.testing.assert_close(rewards, expected)
+    torch.testing.assert_close(kl, torch.tensor([-0.5, 4.0]))
+
+
+@given(
+    lengths=st.lists(st.integers(0, 7), min_size=1, max_size=5),
+    kl_coef=st.floats(0, 3),
+    seed=st.integers(0, 10_000),
+)
+@settings(deadline=None, max_examples=60)
+def test_score_sits_on_the_last_token_and_the_kl_logged_is_the_kl_penalised(
+    lengths: list[int], kl_coef: float, seed: int
+) -> None:
+    shape = (len(lengths), 7)
+    logprobs, ref_logprobs = noise(*shape, seed=seed), noise(*shape, seed=seed + 1)
+    scores, mask = noise(len(lengths), seed=seed + 2), ragged_mask(lengths, 7)
+    rewards, kl = token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef)
+    without, _ = token_rewards(torch.zeros_like(scores), logprobs, ref_logprobs, mask, kl_coef)
+    for row, length in enumerate(lengths):
+        # The score is on one token, the last; a response without counted tokens (its score failed) earns nothing.
+        placed = (rewards - without)[row]
+        expected = [float(scores[row]) if t == length - 1 else 0.0 for t in range(7)]
+        assert placed.tolist() == pytest.approx(expected, abs=1e-12)
+        assert float(without[row].sum()) == pytest.approx(-kl_coef * float(kl[row]), abs=1e-9)
+        ratios = [float(logprobs[row, t] - ref_logprobs[row, t]) for t in range(length)]
+        assert float(kl[row]) == pytest.approx(sum(ratios), abs=1e-9)
+
+
+def test_a_mask_whose_true_part_is_not_a_prefix_still_gets_one_score() -> None:
+    mask = torch.tensor([[False, True, False, True, False]])
+    rewards, _ = token_rewards(torch.tensor([7.0]), torch.zeros(1, 5), torch.zeros(1, 5), mask, 1.0)
+    assert rewards.tolist() == [[0, 0, 0, 7, 0]]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    discount=st.floats(0.1, 1),
+    gae_lambda=st.floats(0, 1),
+    seed=st.integers(0, 10_000),
+)
+@settings(deadline=None, max_examples=80)
+def test_advantages_equal_the_double_loop(
+    lengths: list[int], discount: float, gae_lambda: float, seed: int
+) -> None:
+    width = 9
+    rewards = noise(len(lengths), width, seed=seed) * ragged_mask(lengths, width)
+    values = noise(len(lengths), width, seed=seed + 1)  # what stands past the end must not be read
+    advantages, returns = generalised_advantages(rewards, values, ragged_mask(lengths, width), discount, gae_lambda)
+    for row, length in enumerate(lengths):
+        r, v = rewards[row].tolist(), values[row].tolist()
+        for t in range(width):
+            # A_t = sum over k >= t of (discount · lambda)^(k - t) · delta_k, eq. 16 of arXiv 1506.02438.
+            expected = 0.0
+            for k in range(t, length):
+                following = v[k + 1] if k + 1 < length else 0.0
+                expected += (discount * gae_lambda) ** (k - t) * (r[k] + discount * following - v[k])
+            assert float(advantages[row, t]) == pytest.approx(expected, abs=1e-9)
+            assert float(returns[row, t]) == pytest.approx(expected + v[t] if t < length else 0.0, abs=1e-9)
+
+
+def test_with_lambda_one_a_return_is_the_sum_of_the_rewards_to_come() -> None:
+    mask = ragged_mask([3], 4)
+    rewards, values = torch.tensor([[1.0, 2.0, 4.0, 0.0]]), torch.tensor([[9.0, -3.0, 5.0, 100.0]])
+    _, returns = generalised_advantages(rewards, values, mask, 1.0, 1.0)
+    torch.testing.assert_close(returns, torch.tensor([[7.0, 6.0, 4.0, 0.0]]))
+
+
+def test_whiten_by_hand() -> None:
+    # Counted: 1, 3, 5, 7; mean 4, variance (9 + 1 + 1 + 9) / 4 = 5.
+    values = torch.tensor([[1.0, 3.0, 99.0], [5.0, 7.0, -99.0]])
+    whitened = whiten(values, ragged_mask([2, 2], 3))
+    root = math.sqrt(5)
+    torch.testing.assert_close(whitened, torch.tensor([[-3 / root, -1 / root, 0], [1 / root, 3 / root, 0]]))
+
+
+def test_whiten_of_equal_values_is_zero() -> None:
+    assert whiten(torch.full((2, 3), 4.0), torch.ones(2, 3, dtype=torch.bool)).tolist() == [[0.0] * 3] * 2
+
+
+def test_policy_loss_by_hand() -> None:
+    ratios = [1.5, 1.5, 0.5, 0.5, 1.1, 8.0]
+    advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0, 2.0, 5.0]])
+    old = torch.full((1, 6), -2.0)
+    logprobs = (old + torch.tensor([ratios]).log()).requires_grad_()
+    mask = ragged_mask([5], 6)
+    loss, figures = policy_loss(logprobs, old, advantages, mask, 0.2)
+    # min(ratio·A, clipped·A): 1.2, -1.5, 0.5, -0.8, 2.2; the last is not counted.
+    assert loss.item() == pytest.approx(-(1.2 - 1.5 + 0.5 - 0.8 + 2.2))
+    loss.backward()
+    # d ratio / d logprob = ratio, and nothing flows where the clipped side is the smaller.
+    assert logprobs.grad is not None
+    expected = torch.tensor([[0.0, 1.5, -0.5, 0.0, -2.2, 0.0]])
+    torch.testing.assert_close(logprobs.grad, expected)
+    assert float(figures["clip_share"]) == 4
+    assert float(figures["ratio_error"]) == pytest.approx(0.5 * 4 + 0.1)
+    assert float(figures["approx_kl"]) == pytest.approx(sum(x - 1 - math.log(x) for x in ratios[:5]), rel=1e-5)
+    assert not any(figure.requires_grad for figure in figures.values())
+
+
+@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4), clip=st.floats(0.05, 0.9), seed=st.integers(0, 999))
+@settings(deadline=None, max_examples=40)
+def test_losses_equal_loops(lengths: list[int], clip: float, seed: int) -> None:
+    shape = (len(lengths), 6)
+    new, old, third = (noise(*shape, seed=seed + i) for i in range(3))
+    mask = ragged_mask(lengths, 6)
+    policy = value = squared = 0.0
+    for row, length in enumerate(lengths):
+        for t in range(length):
+            x, y, z = float(new[row, t]), float(old[row, t]), float(third[row, t])
+            ratio = math.exp(x - y)
+            policy -= min(ratio * z, max(1 - clip, min(1 + clip, ratio)) * z)
+            clipped = y + max(-clip, min(clip, x - y))
+            value += 0.5 * max((x - z) ** 2, (clipped - z) ** 2)
+            squared += (x - z) ** 2
+    assert float(policy_loss(new, old, third, mask, clip)[0]) == pytest.approx(policy, abs=1e-8)
+    loss, figures = value_loss(new, old, third, mask, clip)
+    assert float(loss) == pytest.approx(value, abs=1e-8)
+    assert float(figures["value_error"]) == pytest.approx(squared, abs=1e-8)
+
+
+def test_value_loss_by_hand() -> None:
+    # old 0, clip 0.2. Value 1 of return 2: clipped to 0.2, and the clipped error is larger, so nothing flows.
+    # Value 1 of return 0: the unclipped error is larger. The third is not counted.
+    values = torch.tensor([[1.0, 1.0, 50.0]], requires_grad=True)
+    loss, figures = value_loss(values, torch.zeros(1, 3), torch.tensor([[2.0, 0.0, 0.0]]), ragged_mask([2], 3), 0.2)
+    assert loss.item() == pytest.approx(0.5 * (1.8**2 + 1.0))
+    assert float(figures["value_error"]) == pytest.approx(1 + 1)
+    loss.backward()
+    assert values.grad is not None
+    torch.testing.assert_close(values.grad, torch.tensor([[0.0, 1.0, 0.0]]))
+
+
+def test_fixed_kl_coefficient_stays(ppo_config: Callable[..., PPOConfig]) -> None:
+    controller = KLController(ppo_config(kl_control="fixed"), 0.3)
+    controller.update(1000.0, 64)
+    assert controller.coef == 0.3
+
+
+@pytest.mark.parametrize(
+    ("kl_nats", "factor"),
+    [
+        (6.6, 1 + 0.1 * 0.05),  # a tenth above the target, 50 of a horizon of 1,000 responses
+        (12.0, 1 + 0.2 * 0.05),  # clipped at a fifth
+        (3.0, 1 - 0.2 * 0.05),
+        (5.4, 1 - 0.1 * 0.05),
+        (6.0, 1.0),
+        (-40.0, 1 - 0.2 * 0.05),
+    ],
+)
+def test_adaptive_kl_coefficient(ppo_config: Callable[..., PPOConfig], kl_nats: float, factor: float) -> None:
+    config = ppo_config(kl_control="adaptive", kl_target_nats=6.0, kl_horizon=1000)
+    controller = KLController(config, 0.5)
+    controller.update(kl_nats, 50)
+    assert controller.coef == pytest.approx(0.5 * factor)
+    controller.update(kl_nats, 50)
+    assert controller.coef == pytest.approx(0.5 * factor**2)

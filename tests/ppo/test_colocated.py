@@ -1,0 +1,311 @@
+"""One rank with all roles, in this process, against naive forward passes and a naive optimizer step."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lm.tokenizer import Tokenizer
+from lm.weights import load_language_model, load_scalar_model
+from ppo.colocated import ColocatedWorker, Parents
+from ppo.config import PPOConfig
+from ppo.controller import PPOController
+from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from training.config import EngineConfig
+from training.packing import stream_rows
+
+Prompts = list[list[int]]
+Start = Callable[..., ColocatedWorker]
+Controlled = Callable[[ColocatedWorker], PPOController]
+
+
+@pytest.fixture
+def start(parents: Parents, ppo_config: Callable[..., PPOConfig]) -> Iterator[Start]:
+    """Workers that are closed when the test ends."""
+    workers: list[ColocatedWorker] = []
+
+    def build(precision: str = "fp32", **changes: object) -> ColocatedWorker:
+        engine = EngineConfig.model_validate({"precision": precision, "trackers": ()})
+        workers.append(ColocatedWorker(ppo_config(**changes), engine, parents, 1))
+        return workers[-1]
+
+    yield build
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture
+def controlled(parents: Parents, prompts: Prompts) -> Controlled:
+    def build(worker: ColocatedWorker) -> PPOController:
+        rows = stream_rows(parents.pretraining_stream, parents.pretraining_row_tokens)
+        return PPOController(worker.config, worker, prompts, parents.scale, num_pretraining_rows=len(rows), seed=5)
+
+    return build
+
+
+def weights_of(worker: ColocatedWorker) -> dict[str, Tensor]:
+    parts = {"policy": worker.policy.module, "value": worker.value.module, "generator": worker.generator}
+    found = {f"{part}.{name}": t.clone() for part, model in parts.items() for name, t in model.state_dict().items()}
+    return found | {f"average.{name}": tensor.clone() for name, tensor in worker.average.items()}
+
+
+def sequences(rollout: Rollout) -> Iterator[tuple[int, int, list[int]]]:
+    """(row, prompt length, tokens) without padding."""
+    for row in range(len(rollout)):
+        prompt, response = int(rollout.prompt_tokens_B[row]), int(rollout.response_tokens_B[row])
+        yield row, prompt, rollout.tokens_BT[row, : prompt + response].tolist()
+
+
+def batches(worker: ColocatedWorker, prompts: Prompts) -> tuple[PolicyBatch, ValueBatch]:
+    """A whole-rollout batch of made-up advantages and old numbers, a few responses of it masked."""
+    rollout = worker.generate(prompts, range(16))
+    generator = torch.Generator().manual_seed(9)
+    mask = rollout.response_mask_BR.clone()
+    mask[[2, 7]] = False
+    logprobs = worker.policy_logprobs(rollout)
+    old = logprobs + 0.4 * torch.randn(logprobs.shape, generator=generator) * mask
+    advantages = torch.randn(logprobs.shape, generator=generator) * mask
+    returns = torch.randn(logprobs.shape, generator=generator) * mask
+    old_values = worker.values(rollout) + 0.4 * torch.randn(logprobs.shape, generator=generator) * mask
+    num_tokens = int(mask.sum())
+    policy = PolicyBatch(rollout, old, advantages, mask, num_tokens, torch.tensor([3, 0, 6, 1]), 4)
+    return policy, ValueBatch(rollout, old_values, returns, mask, num_tokens)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_kl_starts_at_exactly_zero_and_then_moves(start: Start, controlled: Controlled, precision: str) -> None:
+    controller = controlled(start(precision, learning_rate=1e-2))
+    assert controller.step(0)["kl_nats"] == 0.0
+    assert abs(controller.step(1)["kl_nats"]) > 1e-4
+
+
+def test_policy_logprobs_match_transformers_at_the_sampling_temperature(
+    start: Start, parents: Parents, prompts: Prompts
+) -> None:
+    worker = start(temperature=0.6)
+    rollout = worker.generate(prompts, range(16))
+    found = worker.policy_logprobs(rollout)
+    model = transformers.AutoModelForCausalLM.from_pretrained(parents.sft)
+    for row, prompt, tokens in sequences(rollout):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0].double() / 0.6
+        expected = [float(logits[at - 1].log_softmax(-1)[tokens[at]]) for at in range(prompt, len(tokens))]
+        assert found[row].tolist() == pytest.approx(expected + [0.0] * (6 - len(expected)), abs=2e-5)
+    assert torch.equal(worker.reference_logprobs(rollout), found)
+
+
+def test_rollouts_end_with_the_end_token_where_they_are_finished(start: Start, prompts: Prompts) -> None:
+    worker = start()
+    rollout = worker.generate(prompts * 4, range(64))
+    for row, prompt, tokens in sequences(rollout):
+        response = tokens[prompt:]
+        assert tokens[:prompt] == (prompts * 4)[row]
+        assert worker.tokenizer.end_id not in response[:-1]
+        assert bool(rollout.finished_B[row]) == (response[-1] == worker.tokenizer.end_id)
+        assert bool(rollout.finished_B[row]) or len(response) == 6
+    assert 10 < int(rollout.finished_B.sum()) < 54
+    assert len(set(rollout.response_tokens_B.tolist())) > 3
+
+
+def test_a_sample_depends_on_its_seed_and_not_on_its_batch(start: Start, prompts: Prompts) -> None:
+    worker = start()
+    together = worker.generate(prompts, range(16))
+    alone = Rollout.join([worker.generate([prompts[row]], [row]) for row in range(16)])
+    for (_, _, tokens), (_, _, same) in zip(sequences(together), sequences(alone), strict=True):
+        assert tokens == same
+    reseeded = worker.generate(prompts, range(100, 116))
+    assert [t for _, _, t in sequences(reseeded)] != [t for _, _, t in sequences(together)]
+
+
+def test_scores_and_first_values_are_the_reward_models(start: Start, parents: Parents, prompts: Prompts) -> None:
+    worker = start()
+    rollout = worker.generate(prompts, range(16))
+    scores, values = worker.scores(rollout), worker.values(rollout)
+    model = load_scalar_model(parents.reward)
+    for row, prompt, tokens in sequences(rollout):
+        with torch.no_grad():
+            every = model(torch.tensor([tokens]))[0].tolist()
+        assert float(scores[row]) == pytest.approx(every[-1], abs=1e-5)
+        # The value before a response token is read at the token before it, in units of (score - mean) / std.
+        expected = [(score - 0.5) / 2.0 for score in every[prompt - 1 : len(tokens) - 1]]
+        assert values[row, : len(expected)].tolist() == pytest.approx(expected, abs=1e-5)
+        assert values[row, len(expected) :].tolist() == [0.0] * (6 - len(expected))
+
+
+def naive_adamw(model: torch.nn.Module, loss: Tensor, rate: float) -> float:
+    """One step of AdamW from rest, clipped to norm 1, written out. Returns the norm."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(loss, parameters)
+    norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in gradients))
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        clipped = gradient * min(1.0, 1.0 / norm)
+        with torch.no_grad():  # bias-corrected moments of a first step are the gradient and its square
+            parameter -= rate * clipped / (clipped.abs() + 1e-3)
+    return norm
+
+
+def naive_policy_loss(worker: ColocatedWorker, model: torch.nn.Module, batch: PolicyBatch) -> tuple[Tensor, Tensor]:
+    """Policy loss and pretraining loss, token by token, one sequence at a time."""
+    loss = torch.zeros(())
+    for row, prompt, tokens in sequences(batch.rollout):
+        logits = model(torch.tensor([tokens]))[0] / worker.config.temperature
+        for t in range(len(tokens) - prompt):
+            if batch.mask_BR[row, t]:
+                logprob = logits[prompt + t - 1].log_softmax(-1)[tokens[prompt + t]]
+                ratio, advantage = (logprob - batch.logprobs_BR[row, t]).exp(), batch.advantages_BR[row, t]
+                loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / batch.num_tokens
+    stream = np.fromfile(worker.parents.pretraining_stream, dtype=np.int32)
+    ptx = torch.zeros(())
+    for number in batch.ptx_rows.tolist():
+        row_tokens = torch.from_numpy(stream[number * 9 : (number + 1) * 9].astype(np.int64))
+        logprobs = model(row_tokens[None])[0].log_softmax(-1)
+        ptx = ptx - sum(logprobs[t, row_tokens[t + 1]] for t in range(8)) / (len(batch.ptx_rows) * 8)
+    return loss, ptx
+
+
+@pytest.mark.parametrize("micro", [1, 2, 8])
+def test_a_policy_update_equals_the_naive_one_for_every_micro_batch_size(
+    start: Start, parents: Parents, prompts: Prompts, micro: int
+) -> None:
+    worker = start(minibatch=16, micro=micro, rollout_prompts=16)
+    batch, _ = batches(worker, prompts)
+    naive = load_language_model(parents.sft)
+    loss, ptx = naive_policy_loss(worker, naive, batch)
+    figures = worker.update_policy(batch, 1e-2, 0)
+    norm = naive_adamw(naive, loss + 0.3 * ptx, 1e-2)
+    assert figures["policy_loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert figures["ptx_loss"] == pytest.approx(ptx.item(), rel=1e-5)
+    assert figures["policy_gradient_norm"] == pytest.approx(norm, rel=1e-4)
+    expected = naive.state_dict()
+    for name, weight in worker.policy.module.state_dict().items():
+        torch.testing.assert_close(weight, expected[name], atol=1e-6, rtol=0)
+    before = load_language_model(parents.sft).state_dict()
+    assert any(float((before[name] - expected[name]).abs().max()) > 1e-4 for name in before)
+
+
+@pytest.mark.parametrize("micro", [2, 16])
+def test_a_value_update_equals_the_naive_one_for_every_micro_batch_size(
+    start: Start, parents: Parents, prompts: Prompts, micro: int
+) -> None:
+    worker = start(minibatch=16, micro=micro, rollout_prompts=16)
+    _, batch = batches(worker, prompts)
+    naive = load_scalar_model(parents.reward)
+    with torch.no_grad():
+        naive.score.weight /= 2.0
+        naive.bias.copy_((naive.bias - 0.5) / 2.0)
+    loss = torch.zeros(())
+    for row, prompt, tokens in sequences(batch.rollout):
+        values = naive(torch.tensor([tokens]))[0]
+        for t in range(len(tokens) - prompt):
+            if batch.mask_BR[row, t]:
+                value, old, target = values[prompt + t - 1], batch.values_BR[row, t], batch.returns_BR[row, t]
+                clipped = old + (value - old).clamp(-0.2, 0.2)
+                loss = loss + 0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2) / batch.num_tokens
+    figures = worker.update_value(batch, 1e-2, 0)
+    norm = naive_adamw(naive, loss, 1e-2)
+    assert figures["value_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert figures["value_gradient_norm"] == pytest.approx(norm, rel=1e-4)
+    expected = naive.state_dict()
+    for name, weight in worker.value.module.state_dict().items():
+        torch.testing.assert_close(weight, expected[name], atol=1e-6, rtol=0)
+
+
+def test_an_update_without_pretraining_rows(start: Start, controlled: Controlled) -> None:
+    figures = controlled(start(ptx_coef=0, ptx_rows=0)).step(0)
+    assert "ptx_loss" not in figures
+    assert math.isfinite(figures["policy_loss"])
+
+
+def test_a_minibatch_whose_scores_all_failed(start: Start, prompts: Prompts) -> None:
+    worker = start(minibatch=1, micro=1, rollout_prompts=16, num_epochs=1, max_failed_share=0.07, ptx_coef=0, ptx_rows=0)
+    scores = worker.scores
+
+    def one_fails(rollout: Rollout) -> Tensor:
+        found = scores(rollout)
+        found[0] = math.nan
+        return found
+
+    worker.scores = one_fails  # type: ignore[method-assign]
+    controller = PPOController(worker.config, worker, prompts, worker.parents.scale, num_pretraining_rows=1, seed=5)
+    figures = controller.step(0)
+    assert figures["failed_scores"] == 1
+    assert math.isfinite(figures["policy_loss"])
+    assert all(bool(torch.isfinite(weight).all()) for weight in weights_of(worker).values())
+
+
+def test_after_a_sync_generator_and_learner_hold_the_same_weights(start: Start, prompts: Prompts) -> None:
+    worker = start(learning_rate=1e-2)
+    batch, _ = batches(worker, prompts)
+    worker.update_policy(batch, 1e-2, 0)
+    found = weights_of(worker)
+    assert not torch.equal(found["policy.head.weight"], found["generator.head.weight"])
+    worker.sync_weights()
+    found = weights_of(worker)
+    names = [name.removeprefix("policy.") for name in found if name.startswith("policy.")]
+    assert names
+    assert all(torch.equal(found[f"policy.{name}"], found[f"generator.{name}"]) for name in names)
+
+
+def test_a_sync_that_does_not_arrive_is_found_out(start: Start, prompts: Prompts) -> None:
+    worker = start()
+    batch, _ = batches(worker, prompts)
+    worker.update_policy(batch, 1e-2, 0)
+    worker.generator.load_state_dict = lambda weights: None  # type: ignore[method-assign, assignment, misc]
+    with pytest.raises(AssertionError, match="checksum"):
+        worker.sync_weights()
+
+
+def test_the_moving_average_by_hand(start: Start, parents: Parents, prompts: Prompts, tmp_path: Path) -> None:
+    worker = start(ema_decay=0.75, final_weights="ema")
+    batch, _ = batches(worker, prompts)
+    expected = {name: tensor.clone() for name, tensor in load_language_model(parents.sft).state_dict().items()}
+    for update in range(3):
+        worker.update_policy(batch, 1e-2, update)
+        worker.sync_weights()
+        for name, weight in worker.policy.module.state_dict().items():
+            expected[name] = 0.75 * expected[name] + 0.25 * weight
+    for name, average in worker.average.items():
+        torch.testing.assert_close(average, expected[name], atol=1e-6, rtol=0)
+    assert not torch.equal(worker.average["head.weight"], worker.policy.module.head.weight)
+    worker.export_policy(tmp_path)
+    exported = [load_file(tmp_path / name / "model.safetensors") for name in ("model", "model_ema")]
+    for model in exported:  # "ema" asks for the average in both places
+        torch.testing.assert_close(model["model.embed_tokens.weight"], expected["head.weight"], atol=1e-6, rtol=0)
+
+
+def test_the_last_weights_are_exported_with_the_sft_template(start: Start, prompts: Prompts, tmp_path: Path) -> None:
+    worker = start()
+    batch, _ = batches(worker, prompts)
+    worker.update_policy(batch, 1e-2, 0)
+    worker.sync_weights()
+    worker.export_policy(tmp_path)
+    exported = load_language_model(tmp_path / "model").state_dict()
+    assert all(torch.equal(exported[name], weight) for name, weight in worker.policy.module.state_dict().items())
+    tokenizer, parent = Tokenizer.load(tmp_path / "model"), worker.tokenizer
+    assert tokenizer.chat_template == parent.chat_template
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_save_and_load_continue_bit_for_bit(
+    start: Start, controlled: Controlled, tmp_path: Path, precision: str
+) -> None:
+    whole = start(precision, learning_rate=1e-2)
+    controller = controlled(whole)
+    controller.step(0)
+    whole.save(tmp_path)
+    saved = weights_of(whole)
+    figures = controller.step(1)
+    resumed = start(precision, learning_rate=1e-2)
+    resumed.load(tmp_path)
+    loaded = weights_of(resumed)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+    assert controlled(resumed).step(1) == figures
+    ours, theirs = weights_of(resumed), weights_of(whole)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    assert not torch.equal(saved["policy.head.weight"], ours["policy.head.weight"])

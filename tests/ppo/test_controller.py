@@ -1,0 +1,292 @@
+"""The controller with plain roles: a policy of two tokens and one probability, scored by how often it says GOOD."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ppo.config import PPOConfig
+from ppo.controller import PPOController, ScoreScale
+from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+
+BAD, GOOD, R = 0, 1, 4
+PROMPTS = [[7] * (1 + i % 3) for i in range(24)]
+
+
+class ToyRoles:
+    """Implements `ppo.roles.Roles`: log odds of GOOD, the same at every token, and one constant as the value."""
+
+    def __init__(self, *, rate: float = 0.1) -> None:
+        self.odds, self.value = torch.zeros(2), torch.zeros(())
+        self.rate = rate
+        self.policy_batches: list[PolicyBatch] = []
+        self.value_batches: list[ValueBatch] = []
+        self.rollouts: list[Rollout] = []
+        self.learning_rates: list[float] = []
+        self.num_syncs = 0
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Rollout:
+        chance = float(self.odds.softmax(0)[GOOD])
+        draws = [np.random.default_rng(seed).random(R) < chance for seed in seeds]
+        # Even seeds give short responses that end by themselves, odd ones responses that are cut off.
+        responses = [[int(good) for good in draw[: R - 1 if seed % 2 == 0 else R]] for draw, seed in zip(draws, seeds)]
+        finished = [seed % 2 == 0 for seed in seeds]
+        self.rollouts.append(Rollout.of(prompts, responses, finished, max_response_tokens=R, pad_id=9))
+        return self.rollouts[-1]
+
+    def scores(self, rollout: Rollout) -> Tensor:
+        mask = rollout.response_mask_BR
+        return ((rollout.response_BR == GOOD) & mask).sum(dim=1) / mask.sum(dim=1)
+
+    def _logprobs(self, odds: Tensor, rollout: Rollout) -> Tensor:
+        tokens = torch.where(rollout.response_mask_BR, rollout.response_BR, 0)
+        return odds.log_softmax(0)[tokens] * rollout.response_mask_BR
+
+    def reference_logprobs(self, rollout: Rollout) -> Tensor:
+        return self._logprobs(torch.zeros(2), rollout)
+
+    def policy_logprobs(self, rollout: Rollout) -> Tensor:
+        return self._logprobs(self.odds, rollout)
+
+    def values(self, rollout: Rollout) -> Tensor:
+        return self.value * rollout.response_mask_BR
+
+    def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
+        assert update == len(self.policy_batches)
+        self.policy_batches.append(batch)
+        self.learning_rates.append(learning_rate)
+        odds = self.odds.clone().requires_grad_()
+        ratio = (self._logprobs(odds, batch.rollout) - batch.logprobs_BR).exp()
+        (-(ratio * batch.advantages_BR * batch.mask_BR).sum() / batch.num_tokens).backward()
+        assert odds.grad is not None
+        self.odds = self.odds - self.rate * odds.grad
+        error = ((ratio - 1).abs() * batch.mask_BR).sum() / batch.num_tokens
+        return {"ratio_error": error.item(), "policy_loss": float(update)}
+
+    def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> Mapping[str, float]:
+        assert update == len(self.value_batches)
+        self.value_batches.append(batch)
+        self.value = self.value + 0.1 * (batch.returns_BR[batch.mask_BR].mean() - self.value)
+        return {"value_loss": 0.0}
+
+    def sync_weights(self) -> None:
+        self.num_syncs += 1
+
+    def export_policy(self, folder: Path) -> None:
+        raise NotImplementedError
+
+    def save(self, folder: Path) -> None:
+        (folder / "toy.json").write_text(json.dumps([self.odds.tolist(), float(self.value), len(self.policy_batches)]))
+
+    def load(self, folder: Path) -> None:
+        odds, value, updates = json.loads((folder / "toy.json").read_text())
+        self.odds, self.value = torch.tensor(odds), torch.tensor(value)
+        self.policy_batches, self.value_batches = [None] * updates, [None] * updates  # type: ignore[list-item]
+
+
+class FailingScores(ToyRoles):
+    """The first `num_failing` responses of every batch have no score."""
+
+    def __init__(self, num_failing: int, *, failure: float = math.nan) -> None:
+        super().__init__()
+        self.num_failing, self.failure = num_failing, failure
+
+    def scores(self, rollout: Rollout) -> Tensor:
+        scores = super().scores(rollout)
+        scores[: self.num_failing] = self.failure
+        return scores
+
+
+@pytest.fixture
+def start(ppo_config: Callable[..., PPOConfig]) -> Callable[..., PPOController]:
+    def build(
+        roles: ToyRoles, *, seed: int = 3, scale: ScoreScale = ScoreScale(0.5, 0.25), **changes: object
+    ) -> PPOController:
+        values = {"ptx_coef": 0, "ptx_rows": 0, "max_response_tokens": R, "missing_end_penalty": 0.0, **changes}
+        return PPOController(ppo_config(**values), roles, PROMPTS, scale, num_pretraining_rows=7, seed=seed)
+
+    return build
+
+
+def test_the_score_rises(start: Callable[..., PPOController]) -> None:
+    roles = ToyRoles(rate=0.5)
+    controller = start(roles, num_iterations=15, kl_coef=0.01)
+    scores, kls = [], []
+    for iteration in range(15):
+        figures = controller.step(iteration)
+        scores.append(figures["score"])
+        kls.append(figures["kl_nats"])
+    assert scores[0] == pytest.approx(0.5, abs=0.15)
+    assert np.mean(scores[-3:]) > 0.9
+    assert kls[0] == 0.0
+    assert np.mean(kls[-3:]) > 0.5
+    assert roles.num_syncs == 15
+
+
+def test_a_large_kl_coefficient_holds_the_policy_back(start: Callable[..., PPOController]) -> None:
+    free, held = ToyRoles(rate=0.5), ToyRoles(rate=0.5)
+    for roles, kl_coef in ((free, 0.0), (held, 50.0)):
+        controller = start(roles, num_iterations=8, kl_coef=kl_coef)
+        for iteration in range(8):
+            controller.step(iteration)
+    chance = [float(roles.odds.softmax(0)[GOOD]) for roles in (free, held)]
+    assert chance[0] > chance[1] + 0.1
+
+
+@pytest.mark.parametrize("failure", [math.nan, math.inf])
+def test_failed_scores_are_masked_and_counted(start: Callable[..., PPOController], failure: float) -> None:
+    roles = FailingScores(3, failure=failure)
+    controller = start(roles, max_failed_share=0.25, num_epochs=1, minibatch=16, micro=16, kl_coef=0.2)
+    figures = controller.step(0)
+    rollout, batch, values = roles.rollouts[0], roles.policy_batches[0], roles.value_batches[0]
+    assert figures["failed_scores"] == 3
+    good = ToyRoles().scores(rollout)[3:]
+    assert figures["score"] == pytest.approx(float(good.mean()))
+    assert figures["scaled_score"] == pytest.approx(float((good.mean() - 0.5) / 0.25), rel=1e-5)
+    # The minibatch is a shuffle of the rollout; the failed responses are the ones whose mask is empty.
+    masked = [row for row in range(16) if not bool(batch.mask_BR[row].any())]
+    assert len(masked) == 3
+    assert batch.num_tokens == int(rollout.response_tokens_B[3:].sum()) == int(batch.mask_BR.sum())
+    assert not values.mask_BR[masked].any()
+    # With a value of 0, a discount of 1 and no KL yet, the last token's return is the scaled score itself.
+    for row in set(range(16)) - set(masked):
+        tokens = batch.rollout.response_BR[row][batch.mask_BR[row]].tolist()
+        last = len(tokens) - 1
+        assert float(values.returns_BR[row, last]) == pytest.approx((np.mean(tokens) - 0.5) / 0.25, rel=1e-5)
+    counted = batch.advantages_BR[batch.mask_BR]
+    assert float(counted.mean()) == pytest.approx(0, abs=1e-5)
+    assert float(counted.std(correction=0)) == pytest.approx(1, rel=1e-4)
+    assert all(bool(torch.isfinite(t).all()) for t in (batch.advantages_BR, values.returns_BR, roles.odds))
+
+
+def test_a_failed_score_is_not_a_score_of_zero(start: Callable[..., PPOController]) -> None:
+    # Where the mean score is far from 0, a failure taken for 0 would move the policy a lot.
+    class Shifted(FailingScores):
+        def scores(self, rollout: Rollout) -> Tensor:
+            return super().scores(rollout) + 100
+
+    updated = []
+    for failure in (math.nan, -100.0):  # the second is finite: a score of 0 after the shift
+        roles = Shifted(1, failure=failure)
+        figures = start(roles, scale=ScoreScale(100.5, 0.25)).step(0)
+        updated.append((figures["score"], roles.odds.tolist()))
+    assert updated[0][0] > 100
+    assert updated[1][0] < 95
+    assert updated[0][1] != updated[1][1]
+
+
+def test_too_many_failed_scores_stop_the_run(start: Callable[..., PPOController]) -> None:
+    roles = FailingScores(5)
+    with pytest.raises(RuntimeError, match=r"5 of 16 responses have no finite score.*allows 25%"):
+        start(roles, max_failed_share=0.25).step(0)
+    assert roles.policy_batches == []  # before any weight changed
+    start(FailingScores(4), max_failed_share=0.25).step(0)
+
+
+@pytest.mark.parametrize("shift", [0.1, -0.1, math.nan])
+def test_a_policy_that_is_not_the_one_that_sampled_is_found_out(
+    start: Callable[..., PPOController], shift: float
+) -> None:
+    class Lying(ToyRoles):
+        def policy_logprobs(self, rollout: Rollout) -> Tensor:
+            return super().policy_logprobs(rollout) + shift * rollout.response_mask_BR
+
+    with pytest.raises(AssertionError, match="ratio"):
+        start(Lying()).step(0)
+
+
+def test_rewards_subtract_the_kl_and_the_missing_end(start: Callable[..., PPOController]) -> None:
+    class Moved(ToyRoles):
+        def reference_logprobs(self, rollout: Rollout) -> Tensor:
+            return super().reference_logprobs(rollout) - 0.5 * rollout.response_mask_BR
+
+    roles = Moved()
+    controller = start(
+        roles, kl_coef=0.4, gae_lambda=1.0, missing_end_penalty=1.5, num_epochs=1, minibatch=16, micro=16
+    )
+    figures = controller.step(0)
+    batch = roles.value_batches[0]
+    finished = batch.rollout.finished_B.tolist()
+    assert len(set(finished)) == 2, "both kinds of response are needed here"
+    for row in range(16):
+        tokens = batch.rollout.response_BR[row][batch.mask_BR[row]].tolist()
+        final = (np.mean(tokens) - 0.5) / 0.25 - (0.0 if finished[row] else 1.5)
+        # Every token's log-ratio is 0.5; with lambda = 1 the return of a token is all reward from it on.
+        expected = [final - 0.4 * 0.5 * (len(tokens) - t) for t in range(len(tokens))]
+        assert batch.returns_BR[row, : len(tokens)].tolist() == pytest.approx(expected, abs=1e-5)
+    # The penalty is no part of the score that is reported, and the KL is a sum over each response's tokens.
+    assert figures["score"] == pytest.approx(float(roles.scores(batch.rollout).mean()))
+    assert figures["kl_nats"] == pytest.approx(0.5 * float(batch.rollout.response_tokens_B.float().mean()))
+    assert figures["end_share"] == pytest.approx(np.mean(finished))
+    assert figures["entropy_estimate"] == pytest.approx(math.log(2), rel=1e-5)
+
+
+def test_every_epoch_visits_every_response_once_and_rates_fall_to_the_end(
+    start: Callable[..., PPOController],
+) -> None:
+    roles = ToyRoles()
+    controller = start(roles, num_iterations=2, num_epochs=2, minibatch=4, micro=4, learning_rate=0.8)
+    for iteration in range(2):
+        figures = controller.step(iteration)
+        # Toy losses are the update's number, so the mean tells which updates were averaged.
+        assert figures["policy_loss"] == pytest.approx(np.mean(range(iteration * 8, iteration * 8 + 8)))
+        for epoch in range(2):
+            first = iteration * 8 + epoch * 4
+            parts = roles.policy_batches[first : first + 4]
+            seen = sorted(tuple(row.tolist()) for part in parts for row in part.rollout.response_BR[:, :3])
+            assert seen == sorted(tuple(row.tolist()) for row in roles.rollouts[iteration].response_BR[:, :3])
+        orders = [
+            [part.rollout.response_BR[:, :3].tolist() for part in roles.policy_batches[at : at + 4]]
+            for at in (iteration * 8, iteration * 8 + 4)
+        ]
+        assert orders[0] != orders[1]
+    # Linear from 0.8 over 16 updates.
+    assert roles.learning_rates == pytest.approx([0.8 * (1 - update / 16) for update in range(16)])
+
+
+def test_pretraining_rows_are_dealt_from_one_stream(start: Callable[..., PPOController]) -> None:
+    roles = ToyRoles()
+    controller = start(roles, ptx_coef=0.1, ptx_rows=2, num_iterations=2, num_epochs=1)
+    for iteration in range(2):
+        controller.step(iteration)
+    dealt = [batch.ptx_rows.tolist() for batch in roles.policy_batches]
+    assert [len(rows) for rows in dealt] == [2] * 4
+    assert all(batch.num_ptx_rows == 2 for batch in roles.policy_batches)
+    # Seven rows: the first six dealt are distinct.
+    assert len({row for rows in dealt[:3] for row in rows}) == 6
+
+
+def test_adaptive_coefficient_moves_after_the_iteration_that_measured_it(
+    start: Callable[..., PPOController],
+) -> None:
+    controller = start(ToyRoles(), kl_control="adaptive", kl_target_nats=2.0, kl_horizon=100, kl_coef=0.5)
+    figures = controller.step(0)
+    assert figures["kl_coef"] == 0.5  # the one that was used
+    # A KL of 0 against a target of 2: the error is clipped at -0.2; 16 responses of a horizon of 100.
+    assert controller.kl.coef == pytest.approx(0.5 * (1 - 0.2 * 0.16))
+
+
+def test_a_resumed_run_ends_with_the_same_weights(start: Callable[..., PPOController], tmp_path: Path) -> None:
+    whole = ToyRoles()
+    controller = start(whole, num_iterations=4)
+    for iteration in range(4):
+        controller.step(iteration)
+        if iteration == 1:
+            whole.save(tmp_path)
+    resumed = ToyRoles()
+    resumed.load(tmp_path)
+    again = start(resumed, num_iterations=4)
+    for iteration in (2, 3):
+        again.step(iteration)
+    assert resumed.odds.tolist() == whole.odds.tolist()
+    assert float(resumed.value) == float(whole.value)
+    other = ToyRoles()
+    different = start(other, num_iterations=4, seed=4)
+    for iteration in range(4):
+        different.step(iteration)
+    assert other.odds.tolist() != whole.odds.tolist()

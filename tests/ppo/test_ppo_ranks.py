@@ -1,0 +1,105 @@
+"""PPO on two ranks of a real Ray group, with and without ZeRO, against one rank in this process."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cluster.group import WorkerGroup, disconnect
+from cluster.ppo_group import ColocatedGroup
+from ppo.colocated import ColocatedWorker, Parents
+from ppo.config import PPOConfig
+from ppo.controller import PPOController
+from ppo.roles import Roles
+from training.config import BatchConfig, EngineConfig
+from training.packing import stream_rows
+
+NUM_ITERATIONS = 2
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[WorkerGroup]:
+    with WorkerGroup(2) as workers:
+        yield workers
+    disconnect()
+
+
+@pytest.fixture(scope="module")
+def config(ppo_config: Callable[..., PPOConfig]) -> PPOConfig:
+    return ppo_config(minibatch=8, micro=2, num_iterations=NUM_ITERATIONS, num_epochs=1, learning_rate=3e-3)
+
+
+Trained = tuple[dict[str, Tensor], list[dict[str, float]]]
+
+
+@pytest.fixture(scope="module")
+def train(parents: Parents, prompts: list[list[int]], config: PPOConfig) -> Callable[[Roles, Path], Trained]:
+    """Runs the iterations; returns the final policy, its average, and every iteration's figures."""
+
+    def run(roles: Roles, folder: Path) -> Trained:
+        num_rows = len(stream_rows(parents.pretraining_stream, parents.pretraining_row_tokens))
+        controller = PPOController(config, roles, prompts, parents.scale, num_pretraining_rows=num_rows, seed=5)
+        figures = [controller.step(iteration) for iteration in range(NUM_ITERATIONS)]
+        roles.export_policy(folder)
+        weights = {
+            f"{part}/{name}": tensor
+            for part in ("model", "model_ema")
+            for name, tensor in load_file(folder / part / "model.safetensors").items()
+        }
+        return weights, figures
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_rank(
+    config: PPOConfig, parents: Parents, train: Callable[[Roles, Path], Trained], tmp_path_factory: pytest.TempPathFactory
+) -> Trained:
+    worker = ColocatedWorker(config, EngineConfig(precision="fp32", trackers=()), parents, 1)
+    trained = train(worker, tmp_path_factory.mktemp("one"))
+    worker.close()
+    return trained
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_two_ranks_give_the_weights_of_one(
+    group: WorkerGroup,
+    config: PPOConfig,
+    parents: Parents,
+    train: Callable[[Roles, Path], Trained],
+    one_rank: Trained,
+    zero_stage: int,
+    tmp_path: Path,
+) -> None:
+    engine = EngineConfig.model_validate({"precision": "fp32", "zero_stage": zero_stage, "trackers": ()})
+    roles = ColocatedGroup(group, config, engine, parents)
+    weights, figures = train(roles, tmp_path)
+    # Every rank writes its part of a checkpoint, and reading it back brings the same weights.
+    (tmp_path / "checkpoint").mkdir()
+    roles.save(tmp_path / "checkpoint")
+    roles.load(tmp_path / "checkpoint")
+    roles.export_policy(tmp_path / "again")
+    roles.close()
+    expected, expected_figures = one_rank
+    start = load_file(parents.sft / "model.safetensors")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, atol=2e-6, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        assert torch.equal(weights[name], load_file(tmp_path / "again" / name.split("/")[0] / "model.safetensors")[name.split("/")[1]])
+    assert max(float((tensor - start[name.split("/")[1]]).abs().max()) for name, tensor in expected.items()) > 1e-3
+    for ours, theirs in zip(figures, expected_figures, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, figure in theirs.items():
+            assert ours[name] == pytest.approx(figure, rel=1e-3, abs=1e-5), name
+    assert figures[0]["kl_nats"] == 0.0
+
+
+def test_a_batch_that_does_not_divide_among_the_ranks_is_refused(
+    group: WorkerGroup, config: PPOConfig, parents: Parents
+) -> None:
+    engine = EngineConfig(precision="fp32", trackers=())
+    odd = config.model_copy(update={"minibatch": BatchConfig(batch_size=2, micro_batch_size=2)})
+    with pytest.raises(ValueError, match="batch_size over ranks x micro_batch_size: 2 is not a multiple of 4"):
+        ColocatedGroup(group, odd, engine, parents)

@@ -1,0 +1,108 @@
+"""The PPO stage end to end in this process: metrics, checkpoints, resuming after a kill."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from lm.tokenizer import Tokenizer
+from ppo import stage
+from ppo.colocated import ColocatedWorker, Parents
+from ppo.config import PPOConfig
+from ppo.rollout import Rollout
+from training.config import EngineConfig
+from training.data import Prompt
+from training.stage import StageContext
+
+ENGINE = EngineConfig(precision="fp32", trackers=())
+
+
+class Killed(BaseException):
+    """As a SIGKILL: nothing between here and the top handles it."""
+
+
+class Mortal(ColocatedWorker):
+    """Dies when it is asked for its `deaths`-th rollout."""
+
+    num_rollouts_left = 2
+
+    def reference_logprobs(self, rollout: Rollout) -> object:  # type: ignore[override]
+        self.num_rollouts_left -= 1
+        if self.num_rollouts_left < 0:
+            raise Killed
+        return super().reference_logprobs(rollout)
+
+
+@pytest.fixture
+def run(
+    parents: Parents, prompts: list[list[int]], ppo_config: Callable[..., PPOConfig]
+) -> Iterator[Callable[[Path, type[ColocatedWorker]], None]]:
+    tokenizer = Tokenizer.load(parents.sft)
+    # Prompts as a file gives them; the user's words are what the encoded fixture was made of.
+    asked = [
+        Prompt(prompt_id=str(i), messages=({"role": "user", "content": tokenizer.decode(tokens).strip()},), kind="")
+        for i, tokens in enumerate(prompts)
+    ]
+
+    def build(folder: Path, kind: type[ColocatedWorker]) -> None:
+        config = ppo_config(kl_control="adaptive", kl_horizon=50, learning_rate=1e-2)
+        roles = kind(config, ENGINE, parents, 1)
+        try:
+            stage.run(StageContext(folder, 11, 1, ENGINE), config, roles, parents, asked)
+        finally:
+            roles.close()
+
+    yield build
+
+
+def test_a_killed_run_ends_as_the_run_nobody_touched(
+    run: Callable[[Path, type[ColocatedWorker]], None], tmp_path: Path
+) -> None:
+    run(tmp_path / "whole", ColocatedWorker)
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", Mortal)
+    assert not (tmp_path / "killed" / "model").exists()
+    # What a kill in the middle of a write leaves behind.
+    (tmp_path / "killed" / "checkpoints" / ".writing-000003").mkdir()
+    with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "num_st')
+    run(tmp_path / "killed", ColocatedWorker)
+    for name in ("model", "model_ema"):
+        weights = [(tmp_path / kind / name / "model.safetensors").read_bytes() for kind in ("whole", "killed")]
+        assert weights[0] == weights[1]
+    logs = []
+    for kind in ("whole", "killed"):
+        lines = [json.loads(line) for line in (tmp_path / kind / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        logs.append([{k: v for k, v in line.items() if "second" not in k} for line in lines])
+    assert logs[0] == logs[1]
+    assert len({line["kl_coef"] for line in logs[0]}) == 3  # the coefficient moved, and was resumed
+    results = [json.loads((tmp_path / kind / "results.json").read_text()) for kind in ("whole", "killed")]
+    assert results[0] == results[1]
+    assert results[0]["num_iterations"] == 3
+    checkpoints = [path.name for path in (tmp_path / "whole" / "checkpoints").iterdir()]
+    assert checkpoints == ["step-000003"]
+
+
+def test_training_moved_the_weights_and_the_average_lags(
+    run: Callable[[Path, type[ColocatedWorker]], None], parents: Parents, tmp_path: Path
+) -> None:
+    run(tmp_path, ColocatedWorker)
+    name = "model.embed_tokens.weight"
+    start, last, average = (
+        load_file(folder / "model.safetensors")[name]
+        for folder in (parents.sft, tmp_path / "model", tmp_path / "model_ema")
+    )
+    assert 0 < float((average - start).norm()) < float((last - start).norm())
+
+
+def test_a_finished_run_that_lost_its_model_writes_it_again(
+    run: Callable[[Path, type[ColocatedWorker]], None], tmp_path: Path
+) -> None:
+    run(tmp_path, ColocatedWorker)
+    weights = (tmp_path / "model" / "model.safetensors").read_bytes()
+    (tmp_path / "model" / "model.safetensors").unlink()
+    run(tmp_path, ColocatedWorker)  # killed after the last checkpoint, before the export
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == weights

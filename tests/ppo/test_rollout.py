@@ -1,0 +1,115 @@
+"""Rollouts and batches against loops over rows and columns."""
+
+import pytest
+import torch
+
+from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+
+PROMPTS = [[11, 12, 13], [21], [31, 32, 33, 34, 35], [41, 42]]
+RESPONSES = [[14, 15], [22, 23, 24, 25], [36], [43, 44, 45]]
+FINISHED = [True, False, True, False]
+PAD, R = 99, 4
+
+
+@pytest.fixture
+def rollout() -> Rollout:
+    return Rollout.of(PROMPTS, RESPONSES, FINISHED, max_response_tokens=R, pad_id=PAD)
+
+
+def rows_hold(rollout: Rollout, rows: list[int]) -> None:
+    """The rollout is that of these rows of the lists above, in this order."""
+    assert len(rollout) == len(rows)
+    assert rollout.max_response_tokens == R
+    for place, row in enumerate(rows):
+        whole = PROMPTS[row] + RESPONSES[row]
+        assert rollout.tokens_BT[place, : len(whole)].tolist() == whole
+        assert int(rollout.prompt_tokens_B[place]) == len(PROMPTS[row])
+        assert int(rollout.response_tokens_B[place]) == len(RESPONSES[row])
+        assert bool(rollout.finished_B[place]) == FINISHED[row]
+        mask = rollout.response_mask_BR[place]
+        assert mask.tolist() == [t < len(RESPONSES[row]) for t in range(R)]
+        assert rollout.response_BR[place][mask].tolist() == RESPONSES[row]
+        first = len(PROMPTS[row])
+        for column in range(rollout.tokens_BT.shape[1]):
+            # A state is the position before a response token: the prompt's last token predicts the first.
+            predicts = first <= column + 1 < len(whole)
+            assert bool(rollout.states_BT[place, column]) == predicts
+            assert bool(rollout.last_token_BT[place, column]) == (column == len(whole) - 1)
+
+
+def test_of_lays_prompts_and_responses_side_by_side(rollout: Rollout) -> None:
+    rows_hold(rollout, [0, 1, 2, 3])
+    assert rollout.tokens_BT[1].tolist() == [21, 22, 23, 24, 25, PAD, PAD, PAD, PAD]
+    assert rollout.response_BR.shape == rollout.response_mask_BR.shape == (4, R)
+
+
+def test_a_response_as_long_as_allowed_reaches_the_last_column() -> None:
+    full = Rollout.of([[1, 2]], [[3, 4, 5]], [False], max_response_tokens=3, pad_id=0)
+    assert full.response_BR.tolist() == [[3, 4, 5]]
+    assert full.last_token_BT.tolist() == [[False] * 4 + [True]]
+
+
+def test_spread_puts_flat_numbers_where_the_states_are(rollout: Rollout) -> None:
+    # Number each position by row and column; picking the states must give each response token its predecessor.
+    numbered = torch.arange(4)[:, None] * 100.0 + torch.arange(rollout.tokens_BT.shape[1])
+    spread = rollout.spread(numbered[rollout.states_BT])
+    for row in range(4):
+        for t in range(R):
+            expected = row * 100 + len(PROMPTS[row]) - 1 + t if t < len(RESPONSES[row]) else 0
+            assert float(spread[row, t]) == expected
+
+
+def test_spread_lets_gradients_through(rollout: Rollout) -> None:
+    flat = torch.arange(10.0, requires_grad=True)
+    (rollout.spread(flat) * 3).sum().backward()
+    assert flat.grad is not None
+    assert flat.grad.tolist() == [3.0] * 10
+
+
+@pytest.mark.parametrize(
+    ("index", "rows", "width"),
+    [(slice(0, 2), [0, 1], 5), (slice(1, 2), [1], 5), (slice(2, 4), [2, 3], 6), (torch.tensor([3, 0]), [3, 0], 5)],
+)
+def test_rows_trim_columns_and_keep_r(
+    rollout: Rollout, index: slice | torch.Tensor, rows: list[int], width: int
+) -> None:
+    part = rollout.rows(index)
+    rows_hold(part, rows)
+    assert part.tokens_BT.shape[1] == width
+    assert part.response_BR.shape == (len(rows), R)
+
+
+def test_join_of_parts_of_different_widths(rollout: Rollout) -> None:
+    narrow, wide = rollout.rows(slice(0, 2)), rollout.rows(slice(2, 4))
+    assert narrow.tokens_BT.shape[1] < wide.tokens_BT.shape[1]
+    rows_hold(Rollout.join([narrow, wide]), [0, 1, 2, 3])
+    rows_hold(Rollout.join([wide, narrow]), [2, 3, 0, 1])
+
+
+def numbered() -> torch.Tensor:
+    return torch.arange(4)[:, None] * 10.0 + torch.arange(R)
+
+
+def test_rows_of_a_policy_batch(rollout: Rollout) -> None:
+    batch = PolicyBatch(
+        rollout, numbered(), numbered() + 0.5, rollout.response_mask_BR, num_tokens=10,
+        ptx_rows=torch.tensor([5, 6, 7, 8]), num_ptx_rows=8,
+    )  # fmt: skip
+    part = batch.rows(slice(1, 3), slice(2, 4))
+    rows_hold(part.rollout, [1, 2])
+    assert part.logprobs_BR.tolist() == [[10, 11, 12, 13], [20, 21, 22, 23]]
+    assert part.advantages_BR.tolist() == [[10.5, 11.5, 12.5, 13.5], [20.5, 21.5, 22.5, 23.5]]
+    assert part.mask_BR.tolist() == [[True] * 4, [True, False, False, False]]
+    assert part.ptx_rows.tolist() == [7, 8]
+    # Counts are of the whole batch: they divide the loss.
+    assert (part.num_tokens, part.num_ptx_rows) == (10, 8)
+
+
+def test_rows_of_a_value_batch(rollout: Rollout) -> None:
+    batch = ValueBatch(rollout, numbered(), numbered() + 0.5, rollout.response_mask_BR, num_tokens=10)
+    part = batch.rows(slice(3, 4))
+    rows_hold(part.rollout, [3])
+    assert part.values_BR.tolist() == [[30, 31, 32, 33]]
+    assert part.returns_BR.tolist() == [[30.5, 31.5, 32.5, 33.5]]
+    assert part.mask_BR.tolist() == [[True, True, True, False]]
+    assert part.num_tokens == 10

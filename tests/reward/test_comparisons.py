@@ -1,0 +1,90 @@
+"""Reading and tokenizing rankings."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lm.tokenizer import Tokenizer
+from preferences.records import Message
+from reward.comparisons import encode_rankings, encode_response, read_rankings
+from training.data import DataConfig
+
+GOOD: dict[str, Any] = {
+    "task_id": "t1",
+    "prompt": [{"role": "user", "content": "Where is the fox?"}],
+    "responses": ["In the bush.", "Far.", ""],
+    "ranks": [4, 1, 4],
+    "labeler": "ann",
+}
+
+
+def write(folder: Path, *rows: dict[str, Any]) -> DataConfig:
+    path = folder / "rankings.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataConfig(source=str(path))
+
+
+def test_a_ranking_is_read_with_dense_ranks(tmp_path: Path) -> None:
+    (ranking,) = read_rankings(write(tmp_path, GOOD))
+    assert ranking.task_id == "t1"
+    assert ranking.prompt == (Message("user", "Where is the fox?"),)
+    assert ranking.responses == ("In the bush.", "Far.", "")
+    assert ranking.ranks == (2, 1, 2)
+    assert ranking.labeler == "ann"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"responses": ["one"], "ranks": [1]}, "field 'responses' has 1 entries; a list of 2 to 9 was expected"),
+        ({"responses": ["x"] * 10, "ranks": [1] * 10}, "field 'responses' has 10 entries"),
+        ({"responses": "two"}, "field 'responses' has str; a list"),
+        ({"responses": None}, "field 'responses' has NoneType"),
+        ({"responses": ["a", 3, "c"]}, "field 'responses': strings were expected"),
+        ({"ranks": [1, 2]}, "field 'ranks' has 2 entries for 3 responses"),
+        ({"ranks": [0, 1, 2]}, r"field 'ranks' is \[0, 1, 2\]; a list of whole numbers from 1"),
+        ({"ranks": [1, 2.0, 3]}, "field 'ranks' is"),
+        ({"ranks": ["1", "2", "3"]}, "field 'ranks' is"),
+        ({"ranks": [True, 2, 3]}, "field 'ranks' is"),
+        ({"ranks": None}, "field 'ranks' is None"),
+        ({"task_id": ""}, "field 'task_id' is empty"),
+        ({"task_id": 7}, "field 'task_id' is int"),
+        ({"labeler": None}, "field 'labeler' is NoneType"),
+        ({"prompt": "Where?"}, "field 'prompt' is str"),
+        ({"prompt": [{"role": "assistant", "content": "x"}]}, r"field 'prompt\[0\].role' is 'assistant'; .* the user's"),
+    ],
+)
+def test_a_bad_ranking_is_named_by_file_line_and_field(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=rf"rankings\.jsonl: line 2: {words}"):
+        read_rankings(write(tmp_path, GOOD, {**GOOD, **change}))
+
+
+def test_no_rankings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"rankings\.jsonl: no rankings; at least one was expected"):
+        read_rankings(write(tmp_path))
+
+
+def test_sequences_are_prompt_response_and_end_token(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (comparison,) = encode_rankings(tokenizer, read_rankings(write(tmp_path, GOOD)), max_tokens=96)
+    for sequence, response in zip(comparison.sequences, GOOD["responses"], strict=True):
+        assert list(sequence) == tokenizer.encode(f"<|user|>Where is the fox?<|end|><|assistant|>{response}<|end|>")
+        assert sequence[-1] == tokenizer.end_id
+    assert comparison.ranks == (2, 1, 2)
+
+
+def test_the_last_token_is_the_end_token_under_any_template(tokenizer: Tokenizer) -> None:
+    """PPO's samples end with the end token, so that is where the reward model must have learned to score."""
+    chatml = (
+        "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{{ '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    sequence = encode_response(tokenizer.with_template(chatml), [Message("user", "q")], "a")
+    assert sequence[-1] == tokenizer.end_id
+
+
+def test_a_conversation_longer_than_the_context_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rankings = read_rankings(write(tmp_path, {**GOOD, "responses": ["a", "x" * 90, "b"]}))
+    with pytest.raises(ValueError, match=r"task 't1': prompt and response have 1\d\d tokens; .* holds 96"):
+        encode_rankings(tokenizer, rankings, max_tokens=96)

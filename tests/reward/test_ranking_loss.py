@@ -1,0 +1,91 @@
+"""The ranking loss by hand and against a double loop."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reward.loss import ranking_loss
+
+
+def softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+def looped(scores: list[float], ranks: list[int]) -> tuple[float, float]:
+    """Loss and accuracy of one comparison, pair by pair."""
+    losses, right = [], []
+    for i, j in itertools.combinations(range(len(ranks)), 2):
+        chance = 0.5 if ranks[i] == ranks[j] else float(ranks[i] < ranks[j])
+        difference = scores[i] - scores[j]
+        losses.append(chance * softplus(-difference) + (1 - chance) * softplus(difference))
+        if ranks[i] != ranks[j]:
+            right.append(difference > 0 if ranks[i] < ranks[j] else difference < 0)
+    assert len(losses) == math.comb(len(ranks), 2)
+    return sum(losses) / len(losses), sum(right) / len(right) if right else 0.5
+
+
+comparison = st.integers(2, 6).flatmap(
+    lambda K: st.tuples(
+        st.lists(st.floats(-8, 8, width=32), min_size=K, max_size=K), st.lists(st.integers(1, 4), min_size=K, max_size=K)
+    )
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(comparisons=st.lists(comparison, min_size=1, max_size=5), padding=st.floats(-50, 50, width=32))
+def test_loss_and_accuracy_equal_a_double_loop(
+    comparisons: list[tuple[list[float], list[int]]], padding: float
+) -> None:
+    widest = max(len(ranks) for _, ranks in comparisons)
+    scores_BK = torch.tensor([[*scores, *[padding] * (widest - len(scores))] for scores, _ in comparisons])
+    ranks_BK = torch.tensor([[*ranks, *[0] * (widest - len(ranks))] for _, ranks in comparisons])
+    loss_B, accuracy_B = ranking_loss(scores_BK, ranks_BK)
+    expected = [looped(scores, ranks) for scores, ranks in comparisons]
+    assert loss_B.tolist() == pytest.approx([loss for loss, _ in expected], abs=1e-5)
+    assert accuracy_B.tolist() == pytest.approx([accuracy for _, accuracy in expected], abs=1e-6)
+
+
+def test_a_pair_by_hand() -> None:
+    # -log σ(2) = log(1 + e^-2); the worse one scored higher costs 2 more.
+    better, worse = math.log1p(math.exp(-2)), math.log1p(math.exp(2))
+    loss, accuracy = ranking_loss(torch.tensor([[3.0, 1.0], [1.0, 3.0], [3.0, 1.0]]), torch.tensor([[1, 2], [1, 2], [1, 1]]))
+    assert loss.tolist() == pytest.approx([better, worse, (better + worse) / 2], abs=1e-6)
+    assert accuracy.tolist() == [1.0, 0.0, 0.5]
+
+
+@pytest.mark.parametrize("K", [2, 4, 9])
+def test_equal_scores_cost_log_2_whatever_k(K: int) -> None:
+    loss, _ = ranking_loss(torch.zeros(1, K), torch.arange(1, K + 1)[None])
+    assert float(loss) == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_every_pair_pulls_once_with_weight_one_over_their_number() -> None:
+    scores = torch.zeros(1, 4, requires_grad=True)
+    loss, _ = ranking_loss(scores, torch.tensor([[3, 1, 4, 2]]))
+    loss.sum().backward()
+    # At equal scores each of the 6 pairs pulls its winner up by ½: wins less losses are -1, 3, -3, 1.
+    assert scores.grad is not None
+    assert scores.grad[0].tolist() == pytest.approx([-x * 0.5 / 6 for x in (-1, 3, -3, 1)], abs=1e-7)
+
+
+def test_a_common_shift_and_padding_change_nothing() -> None:
+    scores, ranks = torch.tensor([[0.3, -1.0, 2.0]]), torch.tensor([[2, 1, 2]])
+    loss, accuracy = ranking_loss(scores, ranks)
+    shifted, _ = ranking_loss(scores + 7, ranks)
+    wide = torch.tensor([[0.3, -1.0, 2.0, 99.0]], requires_grad=True)
+    padded, padded_accuracy = ranking_loss(wide, torch.tensor([[2, 1, 2, 0]]))
+    torch.testing.assert_close(shifted, loss)
+    torch.testing.assert_close(padded.detach(), loss)
+    torch.testing.assert_close(padded_accuracy, accuracy)
+    padded.sum().backward()
+    assert wide.grad is not None
+    assert float(wide.grad[0, 3]) == 0.0
+
+
+def test_a_tie_in_scores_is_no_right_answer() -> None:
+    _, accuracy = ranking_loss(torch.tensor([[1.0, 1.0]]), torch.tensor([[1, 2]]))
+    assert float(accuracy) == 0.0

@@ -1,0 +1,196 @@
+"""Scores, the objective, and the reward stage end to end on one CPU rank."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lm.config import ModelConfig
+from lm.model import ScalarModel, initialise
+from lm.tokenizer import Tokenizer
+from lm.weights import load_language_model, load_scalar_model
+from preferences.splits import split_rankings
+from reward.comparisons import Comparison, read_rankings
+from reward.scoring import last_token_scores, pad_right, score_sequences
+from reward.stage import RankingObjective, RewardConfig, run
+from training.config import BatchConfig, EngineConfig, OptimizerConfig
+from training.data import DataConfig
+from training.metrics import read_metrics
+from training.stage import StageContext
+
+CPU = torch.device("cpu")
+SEED = 3
+
+
+@pytest.fixture(scope="module")
+def scalar(tiny_config: ModelConfig) -> ScalarModel:
+    model = ScalarModel(tiny_config)
+    initialise(model, 5)
+    model.bias.fill_(0.25)
+    return model.eval()
+
+
+@torch.no_grad()
+def alone(model: ScalarModel, sequence: tuple[int, ...]) -> float:
+    return float(model(torch.tensor([sequence]))[0, -1])
+
+
+SEQUENCES = [tuple(range(3, 3 + length)) for length in (7, 2, 11, 5, 1, 9, 2)]
+
+
+def test_padding_by_hand() -> None:
+    tokens, is_last = pad_right([[5, 6], [7], [8, 9, 4]], 0, CPU)
+    assert tokens.tolist() == [[5, 6, 0], [7, 0, 0], [8, 9, 4]]
+    assert is_last.int().tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 1]]
+
+
+def test_scores_are_those_of_each_sequence_alone(scalar: ScalarModel) -> None:
+    expected = [alone(scalar, sequence) for sequence in SEQUENCES]
+    assert last_token_scores(scalar, SEQUENCES, 0).tolist() == pytest.approx(expected, abs=1e-5)
+    for batch_size in (1, 3, 128):
+        assert score_sequences(scalar, SEQUENCES, 0, batch_size) == pytest.approx(expected, abs=1e-5)
+    assert score_sequences(scalar, [], 0) == []
+
+
+def test_a_last_token_that_is_the_pad_id_still_scores(scalar: ScalarModel) -> None:
+    sequences = [(4, 5, 0), (4, 5, 6, 7)]
+    expected = [alone(scalar, sequence) for sequence in sequences]
+    assert score_sequences(scalar, sequences, 0) == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_objective_is_the_sum_over_ragged_comparisons(scalar: ScalarModel) -> None:
+    comparisons = [
+        Comparison("a", tuple(SEQUENCES[:3]), (2, 1, 3)),
+        Comparison("b", tuple(SEQUENCES[3:5]), (1, 1)),
+        Comparison("c", tuple(SEQUENCES[2:7]), (1, 3, 3, 2, 4)),
+    ]
+    objective = RankingObjective(comparisons, pad_id=0)
+    chosen = np.array([2, 0, 1])
+    loss, extra = objective.loss(scalar, chosen, CPU)
+    expected, right = 0.0, 0.0
+    for comparison in comparisons:
+        scores = [alone(scalar, sequence) for sequence in comparison.sequences]
+        pairs = [(i, j) for i in range(len(scores)) for j in range(len(scores)) if i != j]
+        for i, j in pairs:  # each pair twice, once from either side
+            chance = {True: 1.0, False: 0.0}[comparison.ranks[i] < comparison.ranks[j]]
+            chance = 0.5 if comparison.ranks[i] == comparison.ranks[j] else chance
+            expected -= chance * math.log(1 / (1 + math.exp(scores[j] - scores[i]))) / (len(pairs) / 2)
+        untied = [(i, j) for i, j in pairs if comparison.ranks[i] < comparison.ranks[j]]
+        right += sum(scores[i] > scores[j] for i, j in untied) / len(untied) if untied else 0.5
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
+    assert float(extra["accuracy"]) == pytest.approx(right, rel=1e-6)
+    assert objective.count(chosen) == 3
+    assert objective.num_tokens(chosen) == sum(len(s) for c in comparisons for s in c.sequences)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> DataConfig:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataConfig(source=str(path))
+
+
+DEMONSTRATIONS = [{"prompt": f"Where is fox {i}?", "completion": answer} for i, answer in enumerate(["In.", "Far", "A b"])]
+
+
+def config_for(folder: Path, **changes: Any) -> RewardConfig:
+    """Responses with more exclamation marks are better; a few are tied."""
+    rankings = [
+        {
+            "task_id": f"t{i}",
+            "prompt": [{"role": "user", "content": f"Where is dog {i}?"}],
+            "responses": ["Far", "Far!!", "Far!", "Far"][: 3 + i % 2],
+            "ranks": [3, 1, 2, 3][: 3 + i % 2],
+            "labeler": "ann",
+        }
+        for i in range(40)
+    ]
+    values = {
+        "rankings": write_rows(folder / "rankings.jsonl", rankings),
+        "demonstrations": (write_rows(folder / "demonstrations.jsonl", DEMONSTRATIONS),),
+        "heldout_share": 0.25,
+        "num_epochs": 4.0,
+        "batch": BatchConfig(batch_size=8, micro_batch_size=4),
+        "optimizer": OptimizerConfig(learning_rate=0.01, schedule="constant"),
+        "num_calibration": 2,
+        "save_every_steps": 10,
+        "evaluate_every_steps": 5,
+    }
+    return RewardConfig(**(values | changes))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> tuple[Path, RewardConfig, dict[str, Any]]:
+    """The run directory, the config, results.json."""
+    folder = tmp_path_factory.mktemp("reward")
+    config = config_for(folder)
+    run(StageContext(folder / "run", SEED, 1, EngineConfig(precision="fp32", trackers=())), config, model_folder)
+    return folder / "run", config, json.loads((folder / "run" / "results.json").read_text())
+
+
+def test_it_learns_the_preference(finished: tuple[Path, RewardConfig, dict[str, Any]]) -> None:
+    folder, _, results = finished
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
+    assert lines[-1]["accuracy"] > 0.9
+    assert results["heldout_accuracy"] > 0.9
+    assert results["train_comparisons"] + results["heldout_comparisons"] == 40
+    assert len(lines) == round(4 * results["train_comparisons"] / 8)
+
+
+def test_demonstrations_score_0_on_average(finished: tuple[Path, RewardConfig, dict[str, Any]]) -> None:
+    folder, _, results = finished
+    model, tokenizer = load_scalar_model(folder / "model").eval(), Tokenizer.load(folder / "model")
+    scores = [
+        alone(model, tuple(tokenizer.encode(f"<|user|>{row['prompt']}<|end|><|assistant|>{row['completion']}<|end|>")))
+        for row in DEMONSTRATIONS[:2]  # num_calibration
+    ]
+    assert sum(scores) / 2 == pytest.approx(0.0, abs=1e-5)
+    assert max(abs(score) for score in scores) > 1e-4
+    assert float(model.bias) == results["score_bias"] != 0
+
+
+def test_figures_of_the_heldout_rankings(finished: tuple[Path, RewardConfig, dict[str, Any]]) -> None:
+    folder, config, results = finished
+    model, tokenizer = load_scalar_model(folder / "model").eval(), Tokenizer.load(folder / "model")
+    _, heldout = split_rankings(read_rankings(config.rankings), 0.25, SEED)
+    everything, right, untied = [], 0, 0
+    for ranking in heldout:
+        texts = [
+            f"<|user|>{ranking.prompt[0].content}<|end|><|assistant|>{response}<|end|>" for response in ranking.responses
+        ]
+        scores = [alone(model, tuple(tokenizer.encode(text))) for text in texts]
+        everything += scores
+        for i, j in ((i, j) for i in range(len(scores)) for j in range(i)):
+            if ranking.ranks[i] != ranking.ranks[j]:
+                untied += 1
+                right += (scores[i] > scores[j]) == (ranking.ranks[i] < ranking.ranks[j])
+    assert results["heldout_comparisons"] == len(heldout) > 0
+    assert results["heldout_pairs"] == untied
+    assert results["heldout_accuracy"] == pytest.approx(right / untied)
+    assert results["sample_score_mean"] == pytest.approx(float(np.mean(everything)), abs=1e-4)
+    assert results["sample_score_std"] == pytest.approx(float(np.std(everything, ddof=1)), abs=1e-4)
+
+
+def test_training_starts_from_the_sft_model_and_a_unit_head(
+    tmp_path: Path, model_folder: Path, tiny_config: ModelConfig
+) -> None:
+    """One step at a rate of almost nothing leaves what the model was given."""
+    optimizer = OptimizerConfig(learning_rate=1e-12, schedule="constant")
+    config = config_for(tmp_path, num_epochs=0.01, optimizer=optimizer)
+    context = StageContext(tmp_path / "run", SEED, 1, EngineConfig(precision="fp32", trackers=()))
+    run(context, config, model_folder)
+    model, source = load_scalar_model(context.model_folder), load_language_model(model_folder)
+    for name, weight in source.decoder.state_dict().items():
+        torch.testing.assert_close(model.decoder.state_dict()[name], weight, atol=1e-8, rtol=0, msg=name)
+    expected = 1 / math.sqrt(tiny_config.width + 1)
+    assert float(model.score.weight.detach().std()) == pytest.approx(expected, rel=0.6)  # of 16 draws
+
+
+def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    context = StageContext(tmp_path / "run", SEED, 1, EngineConfig(precision="fp32", trackers=()))
+    config = config_for(tmp_path, heldout_share=1e-9)
+    with pytest.raises(ValueError, match="reward.heldout_share 1e-09 splits .* into 40 for training and 0 held out"):
+        run(context, config, model_folder)

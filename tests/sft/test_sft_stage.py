@@ -1,0 +1,107 @@
+"""Supervised fine-tuning end to end on one CPU rank."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lm.generation import generate
+from lm.tokenizer import Tokenizer
+from lm.weights import load_language_model
+from sft.stage import SFTConfig, pack_conversations, run
+from training.config import BatchConfig, EngineConfig, OptimizerConfig
+from training.data import DataConfig
+from training.metrics import read_metrics
+from training.stage import StageContext
+
+PAIRS = [("Where is the fox?", "In the bush."), ("Where is the dog?", "Far."), ("The bird?", "In the hand, 山.")]
+
+
+def write_data(path: Path, pairs: list[tuple[str, str]]) -> tuple[DataConfig, ...]:
+    path.write_text("".join(json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in pairs))
+    return (DataConfig(source=str(path)),)
+
+
+def config_for(folder: Path, **changes: Any) -> SFTConfig:
+    values = {
+        "demonstrations": write_data(folder / "train.jsonl", PAIRS * 12),
+        "heldout": write_data(folder / "heldout.jsonl", PAIRS[:2]),
+        "chat_template": "chat",
+        "row_tokens": 64,
+        "num_epochs": 12.0,
+        "batch": BatchConfig(batch_size=4, micro_batch_size=2),
+        "optimizer": OptimizerConfig(learning_rate=0.02, schedule="linear"),
+        "save_every_steps": 10,
+        "evaluate_every_steps": 100,
+    }
+    return SFTConfig(**(values | changes))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The run directory and results.json."""
+    folder = tmp_path_factory.mktemp("sft")
+    context = StageContext(folder / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
+    run(context, config_for(folder), model_folder)
+    return folder / "run", json.loads((folder / "run" / "results.json").read_text())
+
+
+def test_loss_falls_and_results_are_consistent(finished: tuple[Path, dict[str, Any]]) -> None:
+    folder, results = finished
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert results["num_steps"] == len(lines) == round(12 * results["num_rows"] / 4)
+    assert results["heldout_loss"] < results["heldout_loss_before"] - 1
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1
+    assert 0.5 < results["packing_efficiency"] <= 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("which", ["before", "after"])
+def test_heldout_loss_is_the_mean_over_assistant_tokens(
+    finished: tuple[Path, dict[str, Any]], model_folder: Path, which: str
+) -> None:
+    """Conversation by conversation, unpacked, with the prompt's length as the only mask."""
+    folder, results = finished
+    source = model_folder if which == "before" else folder / "model"
+    tokenizer, model = Tokenizer.load(source), load_language_model(source).eval()
+    nats, count = 0.0, 0
+    for prompt, answer in PAIRS[:2]:
+        head = tokenizer.encode(f"<|user|>{prompt}<|end|><|assistant|>")
+        tail = tokenizer.encode(f"{answer}<|end|>")
+        logprobs = torch.log_softmax(model(torch.tensor([head + tail]))[0].double(), dim=-1)
+        nats -= sum(float(logprobs[len(head) + i - 1, token]) for i, token in enumerate(tail))
+        count += len(tail)
+    name = "heldout_loss_before" if which == "before" else "heldout_loss"
+    assert results[name] == pytest.approx(nats / count, rel=1e-5)
+
+
+def test_the_model_answers_and_stops(finished: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = finished
+    tokenizer, model = Tokenizer.load(folder / "model"), load_language_model(folder / "model").eval()
+    prompt = tokenizer.encode_prompt([{"role": "user", "content": PAIRS[1][0]}])
+    found = generate(model, [prompt], max_new_tokens=24, end_id=tokenizer.end_id, temperature=0.0, seeds=[0])
+    assert found.finished == [True]
+    assert tokenizer.decode(found.responses[0]) in [answer for _, answer in PAIRS]
+
+
+def test_the_template_of_the_job_goes_into_the_model(tmp_path: Path, model_folder: Path) -> None:
+    context = StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
+    optimizer = OptimizerConfig(learning_rate=0.001, schedule="constant")
+    config = config_for(tmp_path, chat_template="continuation", num_epochs=0.1, optimizer=optimizer)
+    run(context, config, model_folder)
+    ours = Tokenizer.load(context.model_folder)
+    assert ours.render([{"role": "user", "content": "A"}], add_generation_prompt=True) == "A"
+    assert json.loads((context.folder / "results.json").read_text())["num_steps"] == 1
+
+
+def test_a_conversation_longer_than_a_row_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    sources = write_data(tmp_path / "long.jsonl", [PAIRS[0], ("x" * 70, "y")])
+    with pytest.raises(ValueError, match=r"long\.jsonl: line 2: the conversation has 7\d tokens; at most 64 fit a row"):
+        pack_conversations(tokenizer, sources, 64)
+
+
+def test_no_demonstrations_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"none\.jsonl: no demonstrations; at least one was expected"):
+        pack_conversations(tokenizer, write_data(tmp_path / "none.jsonl", []), 64)

@@ -1,0 +1,171 @@
+"""Checkpoints are whole or absent."""
+
+import hashlib
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+import training.checkpoint as checkpoint_module
+from training.checkpoint import begin_checkpoint, commit_checkpoint, folder_hash, latest_checkpoint
+
+
+def write(folder: Path, step: int, keep: int = 2) -> Path:
+    writing = begin_checkpoint(folder, step)
+    (writing / "inner").mkdir()
+    (writing / "inner" / "weights.bin").write_bytes(bytes([step % 256]) * 100)
+    (writing / "loop.json").write_text(f'{{"step": {step}}}')
+    return commit_checkpoint(writing, step, keep)
+
+
+def test_the_manifest_holds_the_sha256_of_every_file(tmp_path: Path) -> None:
+    final = write(tmp_path, 5)
+    assert final == tmp_path / "step-000005"
+    manifest = json.loads((final / "manifest.json").read_text())
+    assert manifest == {
+        "step": 5,
+        "sha256": {
+            "inner/weights.bin": hashlib.sha256(b"\x05" * 100).hexdigest(),
+            "loop.json": hashlib.sha256(b'{"step": 5}').hexdigest(),
+        },
+    }
+    assert latest_checkpoint(tmp_path) == (final, 5)
+
+
+def test_none_where_none_was_written(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path / "absent") is None
+    assert latest_checkpoint(tmp_path) is None
+
+
+def flip_a_bit(final: Path) -> None:
+    path = final / "inner" / "weights.bin"
+    content = bytearray(path.read_bytes())
+    content[42] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(final: Path) -> None:
+    path = final / "inner" / "weights.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def add_a_file(final: Path) -> None:
+    (final / "extra").touch()
+
+
+def lose_a_file(final: Path) -> None:
+    (final / "loop.json").unlink()
+
+
+def lose_the_manifest(final: Path) -> None:
+    (final / "manifest.json").unlink()
+
+
+def cut_the_manifest(final: Path) -> None:
+    path = final / "manifest.json"
+    path.write_text(path.read_text()[:30])
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (flip_a_bit, "inner/weights.bin"),
+        (truncate, "inner/weights.bin"),
+        (add_a_file, "extra"),
+        (lose_a_file, "loop.json"),
+        (lose_the_manifest, "manifest"),
+        (cut_the_manifest, "manifest"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: object, name: str
+) -> None:
+    write(tmp_path, 3)
+    final = write(tmp_path, 6)
+    assert callable(damage)
+    damage(final)
+    with caplog.at_level(logging.WARNING):
+        assert latest_checkpoint(tmp_path) == (tmp_path / "step-000003", 3)
+    assert "step-000006 is damaged and passed over" in caplog.text
+    assert name in caplog.text
+    # Training goes on from step 3 and comes to 6 again.
+    write(tmp_path, 6)
+    assert latest_checkpoint(tmp_path) == (final, 6)
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (2, 4, 10, 12):
+        write(tmp_path, step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000012"]
+    write(tmp_path, 14, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000014"]
+
+
+def test_an_interrupted_write_leaves_the_old_checkpoint_usable(tmp_path: Path) -> None:
+    write(tmp_path, 3, keep=1)
+    writing = begin_checkpoint(tmp_path, 6)
+    (writing / "weights.bin").write_bytes(b"half")
+    assert latest_checkpoint(tmp_path) == (tmp_path / "step-000003", 3)
+    again = begin_checkpoint(tmp_path, 6)
+    assert list(again.iterdir()) == []
+
+
+@pytest.mark.parametrize("broken", ["folder_hashes", "_sync", "_damage"])
+def test_the_old_one_goes_only_after_the_new_one_verifies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    write(tmp_path, 3, keep=1)
+
+    def fail(_: Path) -> None:
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="the disk is gone"):  # noqa: PT012
+        patch.setattr(checkpoint_module, broken, fail)
+        write(tmp_path, 6, keep=1)
+    assert (tmp_path / "step-000003").is_dir()
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+
+
+def test_what_lies_on_disk_at_every_point_of_a_commit_is_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before any rename or removal, a sound checkpoint is there."""
+    write(tmp_path, 3, keep=1)
+    seen: list[int] = []
+
+    def watch(original: object) -> object:
+        def watched(*arguments: object, **options: object) -> object:
+            found = latest_checkpoint(tmp_path)
+            assert found is not None, "a kill here would have lost everything"
+            seen.append(found[1])
+            assert callable(original)
+            return original(*arguments, **options)
+
+        return watched
+
+    monkeypatch.setattr(shutil, "rmtree", watch(shutil.rmtree))
+    monkeypatch.setattr(Path, "rename", watch(Path.rename))
+    write(tmp_path, 6, keep=1)
+    assert seen == [3, 3, 3, 6]  # clear .writing, clear step-6, rename, drop step-3
+
+
+def test_steps_of_seven_digits_are_the_newest(tmp_path: Path) -> None:
+    write(tmp_path, 999_999)
+    write(tmp_path, 1_000_000)
+    assert latest_checkpoint(tmp_path) == (tmp_path / "step-1000000", 1_000_000)
+
+
+def test_folder_hash_sees_names_and_contents(tmp_path: Path) -> None:
+    hashes = []
+    for name, content in (("a", "x"), ("b", "x"), ("a", "y")):
+        folder = tmp_path / str(len(hashes))
+        folder.mkdir()
+        (folder / name).write_text(content)
+        hashes.append(folder_hash(folder))
+    assert len(set(hashes)) == 3
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "a").write_text("x")
+    assert folder_hash(tmp_path / "3") == hashes[0]

@@ -1,0 +1,155 @@
+"""Reading rows: every form that is read, and errors that name file, line and field."""
+
+import gzip
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from training.data import DataConfig, read_conversations, read_prompts, read_rows, read_texts
+
+
+def jsonl(path: Path, *rows: Any) -> DataConfig:
+    """A row that is a string is written as it stands."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return DataConfig(source=str(path))
+
+
+def say(*turns: tuple[str, str]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def test_jsonl_with_blank_lines_and_gzip(tmp_path: Path) -> None:
+    data = jsonl(tmp_path / "a.jsonl", {"text": "one"}, "", {"text": "zwölf 山"})
+    assert list(read_texts([data])) == ["one", "zwölf 山"]
+    assert [where for where, _ in read_rows(data)] == [f"{tmp_path}/a.jsonl: line 1", f"{tmp_path}/a.jsonl: line 3"]
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    assert list(read_texts([DataConfig(source=str(packed)), data])) == ["one", "zwölf 山"] * 2
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    rows = [{"body": "one", **say(("user", "q"), ("assistant", "a"))}, {"body": "two", **say(("assistant", "b"))}]
+    datasets.Dataset.from_list(rows).to_parquet(path)
+    data = DataConfig(source=str(path), field="body")
+    assert list(read_texts([data])) == ["one", "two"]
+    assert [where for where, _ in read_rows(data)] == [f"{path}: row 1", f"{path}: row 2"]
+    assert [messages for _, messages in read_conversations([data])] == [row["messages"] for row in rows]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.txt.gz"])
+def test_plain_text_gives_a_row_a_paragraph(tmp_path: Path, name: str) -> None:
+    text = "One\nand one more.\n\nTwo.\n\n\nÜber drei.\n".encode()
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    found = [paragraph.strip() for paragraph in read_texts([DataConfig(source=str(tmp_path / name))])]
+    assert found == ["One\nand one more.", "Two.", "Über drei."]
+
+
+def test_max_rows(tmp_path: Path) -> None:
+    data = jsonl(tmp_path / "a.jsonl", *({"text": str(i)} for i in range(5)))
+    limits = {0: 5, 2: 2, 9: 5}
+    for limit, expected in limits.items():
+        assert len(list(read_rows(data.model_copy(update={"max_rows": limit})))) == expected
+    (tmp_path / "b.txt").write_text("a\n\nb\n\nc\n")
+    assert len(list(read_rows(DataConfig(source=str(tmp_path / "b.txt"), max_rows=2)))) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ('{"text": 1,, }', "not JSON: .* at column 12"),
+        ("[1, 2]", "list found; a JSON object was expected"),
+        ({"body": "x"}, r"field 'text' is missing; found \['body'\]"),
+        ({"text": 3}, "field 'text' is int; a string was expected"),
+        ({"text": None}, "field 'text' is NoneType; a string was expected"),
+        ({"text": "  \n"}, "field 'text' is empty; text was expected"),
+    ],
+)
+def test_a_bad_text_is_named_by_file_line_and_field(tmp_path: Path, row: Any, words: str) -> None:
+    data = jsonl(tmp_path / "bad.jsonl", {"text": "fine"}, row)
+    with pytest.raises(ValueError, match=rf"bad\.jsonl: line 2: {words}"):
+        list(read_texts([data]))
+
+
+@pytest.mark.parametrize("name", ["latin.jsonl", "latin.jsonl.gz"])
+def test_bytes_that_are_not_utf8_are_named_by_file(tmp_path: Path, name: str) -> None:
+    line = '{"text": "\xfcber"}\n'.encode("latin-1")
+    (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith(".gz") else line)
+    with pytest.raises(ValueError, match=name):
+        list(read_texts([DataConfig(source=str(tmp_path / name))]))
+
+
+def test_a_gz_file_that_is_not_gzip_or_cut_short_is_named(tmp_path: Path) -> None:
+    rows = b'{"text": "x"}\n' * 50
+    for content in (rows, gzip.compress(rows)[:-12]):
+        (tmp_path / "odd.jsonl.gz").write_bytes(content)
+        with pytest.raises(ValueError, match=r"odd\.jsonl\.gz"):
+            list(read_texts([DataConfig(source=str(tmp_path / "odd.jsonl.gz"))]))
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"text": "x"}, "field 'messages' is NoneType; a non-empty list was expected"),
+        ({"messages": []}, "field 'messages' is list; a non-empty list was expected"),
+        ({"messages": "hello"}, "field 'messages' is str"),
+        ({"messages": ["hello"]}, r"field 'messages\[0\].role': system, user or assistant was expected"),
+        (say(("user", "q"), ("robot", "a")), r"field 'messages\[1\].role': system, user or assistant"),
+        (say(("user", " "), ("assistant", "a")), r"messages\[0\]: field 'content' is empty"),
+        ({"messages": [{"role": "assistant"}]}, r"messages\[0\]: field 'content' is missing"),
+        (say(("assistant", "a"), ("user", "q")), r"field 'messages\[1\].role' is 'user'; .* the assistant's"),
+        ({"prompt": "q"}, "field 'completion' is missing"),
+        ({"prompt": "q", "completion": 4}, "field 'completion' is int"),
+    ],
+)
+def test_a_bad_demonstration_is_named_by_file_line_and_field(tmp_path: Path, row: Any, words: str) -> None:
+    data = jsonl(tmp_path / "demos.jsonl", {"prompt": "q", "completion": "a"}, row)
+    with pytest.raises(ValueError, match=rf"demos\.jsonl: line 2: {words}"):
+        list(read_conversations([data]))
+
+
+def test_both_forms_of_demonstrations_are_read(tmp_path: Path) -> None:
+    talk = say(("system", "s"), ("user", "q"), ("assistant", "a"))
+    data = jsonl(tmp_path / "demos.jsonl", talk, {"prompt": "p", "completion": "c"})
+    pair = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}]
+    assert [messages for _, messages in read_conversations([data])] == [talk["messages"], pair]
+
+
+def test_prompts(tmp_path: Path) -> None:
+    data = jsonl(
+        tmp_path / "p.jsonl", {"prompt": "one", "prompt_id": "x7", "kind": "list"}, say(("user", "two")), {"prompt": "3"}
+    )  # fmt: skip
+    prompts = read_prompts(data)
+    assert [(prompt.prompt_id, prompt.kind) for prompt in prompts] == [("x7", "list"), ("1", ""), ("2", "")]
+    assert [prompt.messages[-1]["content"] for prompt in prompts] == ["one", "two", "3"]
+
+
+def test_bad_prompts(tmp_path: Path) -> None:
+    twice = jsonl(tmp_path / "twice.jsonl", *({"prompt": "q", "prompt_id": i} for i in (1, 2, 1)))
+    with pytest.raises(ValueError, match=r"twice\.jsonl: line 3: prompt_id '1' is already that of .*twice\.jsonl: line 1"):
+        read_prompts(twice)
+    wrong_end = jsonl(tmp_path / "end.jsonl", say(("user", "q"), ("assistant", "a")))
+    with pytest.raises(ValueError, match=r"line 1: field 'messages\[1\].role' is 'assistant'; .* the user's"):
+        read_prompts(wrong_end)
+    with pytest.raises(ValueError, match=r"none\.jsonl: no prompts; at least one was expected"):
+        read_prompts(jsonl(tmp_path / "none.jsonl"))
+
+
+def test_a_missing_file_and_an_unknown_suffix_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"gone\.jsonl: no such file"):
+        list(read_rows(DataConfig(source=str(tmp_path / "gone.jsonl"))))
+    with pytest.raises(ValueError, match=r"gone\.txt\.gz: no such file"):
+        list(read_rows(DataConfig(source=str(tmp_path / "gone.txt.gz"))))
+    (tmp_path / "a.csv").write_text("text\nhello\n")
+    with pytest.raises(ValueError, match=r"a\.csv: suffix '\.csv'; one of .*'\.jsonl'.* or a hub id was expected"):
+        list(read_rows(DataConfig(source=str(tmp_path / "a.csv"))))
+
+
+def test_a_hub_id_that_cannot_be_reached_is_named() -> None:
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    with pytest.raises(ValueError, match="source 'heed-tests/absent' is neither a file here .*split 'validation'"):
+        list(read_rows(DataConfig(source="heed-tests/absent", split="validation")))

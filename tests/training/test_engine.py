@@ -1,0 +1,159 @@
+"""One rank: a step is AdamW by hand, and no split of a batch changes it."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.config import ModelConfig
+from lm.model import LanguageModel, initialise
+from training.config import EngineConfig, OptimizerConfig
+from training.engine import Engine
+from training.objectives import PackedObjective
+from training.packing import pack
+
+ONE_RANK = EngineConfig(precision="fp32", trackers=())
+OPTIMIZER = OptimizerConfig(
+    learning_rate=0.01, schedule="constant", weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6, max_grad_norm=0.7
+)
+
+
+def build(config: ModelConfig) -> LanguageModel:
+    model = LanguageModel(config)
+    initialise(model, 1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def ragged() -> PackedObjective:
+    """Rows of unequal numbers of counted tokens."""
+    generator = np.random.default_rng(2)
+    sequences = [
+        (generator.integers(0, 288, length).tolist(), [t > prompt for t in range(length)])
+        for length, prompt in zip([12, 11, 9, 9, 5, 4, 3, 7], [1, 9, 3, 7, 0, 2, 1, 2], strict=True)
+    ]
+    objective = PackedObjective(pack(sequences, 12, pad_id=0))
+    counts = objective.rows.counted.sum(axis=1).tolist()
+    assert len(counts) >= 4
+    assert len(set(counts[:4])) > 2
+    return objective
+
+
+@pytest.fixture
+def engine(tiny_config: ModelConfig) -> Iterator[Engine[LanguageModel]]:
+    engine = Engine(build(tiny_config), OPTIMIZER, ONE_RANK, world_size=1, micro_batch=1)
+    yield engine
+    engine.close()
+
+
+def accumulate(engine: Engine[LanguageModel], objective: PackedObjective, micro: int) -> None:
+    rows = np.arange(4)
+    count = objective.count(rows)
+    for start in range(0, 4, micro):
+        loss, _ = objective.loss(engine.model, rows[start : start + micro], engine.device)
+        engine.backward(loss / count, is_last=start + micro == 4, step=0)
+
+
+def plain_loss(model: LanguageModel, objective: PackedObjective) -> Tensor:
+    """The mean over counted tokens of all four rows at once, from PyTorch's cross-entropy."""
+    rows = objective.rows
+    tokens, segments, counted = (torch.from_numpy(part[:4]) for part in (rows.tokens, rows.segments, rows.counted))
+    logits = model(tokens, segments)[:, :-1]
+    losses = F.cross_entropy(logits.reshape(-1, 288), tokens[:, 1:].reshape(-1), reduction="none")
+    mask = counted[:, 1:].reshape(-1).float()
+    return (losses * mask).sum() / mask.sum()
+
+
+class AdamWByHand:
+    """Equations of arXiv 1711.05101, algorithm 2, with the gradient clipped by its global norm first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+        self.m = [torch.zeros_like(p) for p in self.parameters]
+        self.v = [torch.zeros_like(p) for p in self.parameters]
+        self.t = 0
+
+    @torch.no_grad()
+    def step(self, gradients: list[Tensor], rate: float) -> float:
+        self.t += 1
+        norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in gradients))
+        share = min(1.0, OPTIMIZER.max_grad_norm / norm)
+        beta1, beta2 = OPTIMIZER.betas
+        for p, g, m, v in zip(self.parameters, gradients, self.m, self.v, strict=True):
+            g = g * share
+            m.copy_(beta1 * m + (1 - beta1) * g)
+            v.copy_(beta2 * v + (1 - beta2) * g * g)
+            m_hat, v_hat = m / (1 - beta1**self.t), v / (1 - beta2**self.t)
+            decay = OPTIMIZER.weight_decay if p.dim() > 1 else 0.0  # norms have no scale to shrink
+            p.copy_(p - rate * (m_hat / (v_hat.sqrt() + OPTIMIZER.eps) + decay * p))
+        return norm
+
+
+def test_steps_equal_adamw_by_hand(
+    engine: Engine[LanguageModel], ragged: PackedObjective, tiny_config: ModelConfig
+) -> None:
+    twin = build(tiny_config)
+    by_hand = AdamWByHand(twin)
+    for rate in (0.01, 0.02, 0.005):
+        engine.set_learning_rate(rate)
+        accumulate(engine, ragged, micro=2)
+        loss, norm = engine.step(rate)
+        expected = plain_loss(twin, ragged)
+        expected_norm = by_hand.step(list(torch.autograd.grad(expected, by_hand.parameters)), rate)
+        assert loss == pytest.approx(float(expected.detach()), abs=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+        assert norm > OPTIMIZER.max_grad_norm, "this test is about clipped gradients"
+    expected_weights = twin.state_dict()
+    for name, weight in engine.full_weights().items():
+        torch.testing.assert_close(weight, expected_weights[name], atol=5e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_gradients_do_not_depend_on_the_micro_batch(
+    engine: Engine[LanguageModel], ragged: PackedObjective, tiny_config: ModelConfig, micro: int
+) -> None:
+    twin = build(tiny_config)
+    plain_loss(twin, ragged).backward()
+    accumulate(engine, ragged, micro)
+    for (name, parameter), theirs in zip(engine.module.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, theirs.grad, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_gradients_start_anew_in_every_step(engine: Engine[LanguageModel], ragged: PackedObjective) -> None:
+    accumulate(engine, ragged, micro=4)
+    first = engine.step(0.0)
+    accumulate(engine, ragged, micro=4)
+    again = engine.step(0.0)  # a rate of 0 leaves the weights as they were
+    assert again == pytest.approx(first, rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_before_a_weight_changes(
+    engine: Engine[LanguageModel], ragged: PackedObjective, bad: float
+) -> None:
+    before = {name: weight.clone() for name, weight in engine.full_weights().items()}
+    loss, _ = ragged.loss(engine.model, np.arange(2), engine.device)
+    engine.backward(loss * bad, is_last=False, step=4)
+    loss, _ = ragged.loss(engine.model, np.arange(2), engine.device)
+    with pytest.raises(RuntimeError, match=r"step 4: the loss is not finite on 1 of 1 ranks .*no weight was changed"):
+        engine.backward(loss, is_last=True, step=4)
+    assert all(torch.equal(weight, before[name]) for name, weight in engine.full_weights().items())
+
+
+def test_a_gradient_that_is_not_finite_stops_before_a_weight_changes(engine: Engine[LanguageModel]) -> None:
+    """√0 is finite and its slope is not: the loss alone does not show it."""
+    before = {name: weight.clone() for name, weight in engine.full_weights().items()}
+    hidden = engine.model(torch.tensor([[1, 2, 3]]))
+    engine.backward((hidden - hidden.detach()).square().sum().sqrt(), is_last=True, step=0)
+    with pytest.raises(RuntimeError, match="gradient.* not finite"):
+        engine.step(0.01)
+    assert all(torch.equal(weight, before[name]) for name, weight in engine.full_weights().items())
+
+
+def test_a_wrong_world_size_is_noticed(tiny_config: ModelConfig) -> None:
+    with pytest.raises(AssertionError, match="the process group has 1 ranks where 3 were started"):
+        Engine(build(tiny_config), OPTIMIZER, ONE_RANK, world_size=3, micro_batch=1)

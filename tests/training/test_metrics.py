@@ -1,0 +1,61 @@
+"""The metrics log across kills and resumes."""
+
+from pathlib import Path
+
+import pytest
+
+from training.metrics import MetricsLog, read_metrics
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "job" / "sft"
+
+
+def write(folder: Path, resume_step: int, steps: range, offset: float = 0.0) -> MetricsLog:
+    log = MetricsLog(folder, (), resume_step=resume_step)
+    for step in steps:
+        log.log(step, 10, {"loss": step + offset})
+    return log
+
+
+def test_lines_are_on_disk_as_soon_as_they_are_logged(folder: Path) -> None:
+    write(folder, 0, range(1, 4))  # never closed: a kill
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [(line["step"], line["num_steps"], line["loss"]) for line in lines] == [(1, 10, 1), (2, 10, 2), (3, 10, 3)]
+    assert all(line["seconds"] >= 0 for line in lines)
+
+
+def test_resuming_cuts_off_what_will_be_done_again(folder: Path) -> None:
+    write(folder, 0, range(1, 6)).close()
+    write(folder, 3, range(4, 7), offset=0.5).close()
+    losses = {line["step"]: line["loss"] for line in read_metrics(folder / "metrics.jsonl")}
+    assert losses == {1: 1, 2: 2, 3: 3, 4: 4.5, 5: 5.5, 6: 6.5}
+    assert len(read_metrics(folder / "metrics.jsonl")) == 6
+    write(folder, 0, range(0)).close()
+    assert read_metrics(folder / "metrics.jsonl") == []
+
+
+def test_a_last_line_cut_by_a_kill_is_left_out(folder: Path) -> None:
+    write(folder, 0, range(1, 4)).close()
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text()[:-9])
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+    write(folder, 2, range(3, 4)).close()
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
+
+
+def test_no_file_is_no_lines(folder: Path) -> None:
+    assert read_metrics(folder / "metrics.jsonl") == []
+
+
+def test_tensorboard_events_lie_in_the_run_directory(folder: Path) -> None:
+    log = MetricsLog(folder, ("tensorboard",), resume_step=0)
+    log.log(1, 2, {"loss": 3.25})
+    log.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (events,) = {path.parent for path in folder.rglob("events.out.tfevents*")}
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    assert [(event.step, event.value) for event in accumulator.Scalars("loss")] == [(1, 3.25)]

@@ -1,0 +1,100 @@
+"""Packing, token streams, and the order of rows."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from training.packing import DataOrder, chunks, pack, stream_rows, write_token_stream
+
+PAD = 0
+sequences_of = st.lists(
+    st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=12), min_size=1, max_size=25
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(drawn=sequences_of, slack=st.integers(0, 9))
+def test_every_sequence_lies_whole_in_one_row_once(drawn: list[list[tuple[int, bool]]], slack: int) -> None:
+    sequences = [([token for token, _ in pairs], [counts for _, counts in pairs]) for pairs in drawn]
+    T = max(len(tokens) for tokens, _ in sequences) + slack
+    rows = pack(sequences, T, PAD)
+    assert rows.tokens.shape == rows.segments.shape == rows.counted.shape == (len(rows), T)
+    found = []
+    for tokens, segments, counted in zip(
+        rows.tokens.tolist(), rows.segments.tolist(), rows.counted.tolist(), strict=True
+    ):
+        num_real = sum(segment > 0 for segment in segments)
+        assert segments[num_real:] == [0] * (T - num_real)
+        assert tokens[num_real:] == [PAD] * (T - num_real)
+        assert not any(counted[num_real:])
+        assert segments[:num_real] == sorted(segments[:num_real])
+        numbers = sorted(set(segments[:num_real]))
+        assert numbers == list(range(1, len(numbers) + 1))
+        for number in numbers:
+            places = [t for t in range(T) if segments[t] == number]
+            found.append((tuple(tokens[t] for t in places), tuple(counted[t] for t in places)))
+    # Nothing in its own sequence predicts a first token.
+    expected = [(tuple(tokens), (False, *counts[1:])) for tokens, counts in sequences]
+    assert sorted(found) == sorted(expected)
+    assert len(rows) <= len(sequences)
+
+
+def test_packing_by_hand() -> None:
+    sequences = [([1, 2], [False, True]), ([3, 4, 5, 6], [True] * 4), ([7, 8], [True, True])]
+    rows = pack(sequences, 5, PAD)
+    assert rows.tokens.tolist() == [[3, 4, 5, 6, 0], [1, 2, 7, 8, 0]]
+    assert rows.segments.tolist() == [[1, 1, 1, 1, 0], [1, 1, 2, 2, 0]]
+    assert rows.counted.astype(int).tolist() == [[0, 1, 1, 1, 0], [0, 1, 0, 1, 0]]
+
+
+def test_a_sequence_longer_than_a_row_is_named() -> None:
+    with pytest.raises(ValueError, match="sequence 1 has 4 tokens; at most 3 fit a row"):
+        pack([([1], [True]), ([1] * 4, [True] * 4)], 3, PAD)
+
+
+def test_a_stream_is_texts_joined_by_end_tokens_and_cut_into_rows(tmp_path: Path) -> None:
+    path = tmp_path / "x.bin"
+    assert write_token_stream(iter([[5, 6], [], [7, 8, 9]]), 1, path) == 8
+    assert stream_rows(path, 3).tolist() == [[5, 6, 1], [1, 7, 8]]  # 9, 1 do not fill a row
+    assert stream_rows(path, 8).tolist() == [[5, 6, 1, 1, 7, 8, 9, 1]]
+    with pytest.raises(ValueError, match=r"x\.bin: 8 tokens do not fill one row of 9"):
+        stream_rows(path, 9)
+
+
+def test_a_stream_without_text_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "empty.bin"
+    assert write_token_stream(iter([]), 1, path) == 0
+    with pytest.raises(ValueError, match=r"empty\.bin: 0 tokens do not fill one row of 4"):
+        stream_rows(path, 4)
+
+
+def test_chunks_hold_everything_in_order() -> None:
+    assert list(chunks((str(i) for i in range(5)), 2)) == [["0", "1"], ["2", "3"], ["4"]]
+    assert list(chunks([], 2)) == []
+
+
+@pytest.mark.parametrize(("num_rows", "batch_size"), [(10, 4), (7, 7), (3, 8), (5, 1)])
+def test_every_epoch_visits_every_row_once(num_rows: int, batch_size: int) -> None:
+    order = DataOrder(num_rows, batch_size, seed=3)
+    num_steps = 4 * num_rows
+    visited = np.concatenate([order.batch(step) for step in range(num_steps)])
+    assert len(visited) == num_steps * batch_size
+    epochs = [visited[start : start + num_rows].tolist() for start in range(0, num_rows * 4 * batch_size, num_rows)]
+    assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
+    if num_rows >= 5:
+        assert len({tuple(epoch) for epoch in epochs}) > 1, "every epoch has the same order"
+
+
+def test_the_order_is_a_pure_function_of_seed_and_step() -> None:
+    forwards = [DataOrder(11, 4, seed=5).batch(step).tolist() for step in range(9)]
+    order = DataOrder(11, 4, seed=5)
+    assert [order.batch(step).tolist() for step in reversed(range(9))] == forwards[::-1]
+    assert [DataOrder(11, 4, seed=6).batch(step).tolist() for step in range(9)] != forwards
+
+
+def test_no_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="no rows to train on"):
+        DataOrder(0, 4, seed=5)
