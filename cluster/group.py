@@ -112,7 +112,7 @@ class WorkerGroup:
             runtime_env={"env_vars": {**KEEP_MEMORY, "OMP_NUM_THREADS": str(threads)}},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement),
         )
-        self._workers = [remote.remote(rank, num_workers, threads) for rank in range(num_workers)]
+        self._workers: list[Any] = [remote.remote(rank, num_workers, threads) for rank in range(num_workers)]
         host, port = ray.get(self._workers[0].address.remote())
         ray.get([worker.join.remote(host, port) for worker in self._workers])
 
@@ -149,7 +149,7 @@ class WorkerGroup:
         ray.get([worker.drop.remote(name) for worker in self._workers])
 
     def _gather(self, phase: str, calls: Sequence[Any]) -> list[Any]:
-        """All results, or the earliest failure. A rank that waits for a failed peer in a collective is not waited for."""
+        """All results, or the earliest failure; a rank stuck in a collective with a failed peer is not waited for."""
         rank_of = {call: rank for rank, call in enumerate(calls)}
         results: dict[int, Any] = {}
         pending = list(calls)

@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+from evaluation.statistics import bootstrap_mean
 from heed.collect import label_truth
 from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model
-from evaluation.statistics import bootstrap_mean
 from playground.world import World
 from preferences.agreement import accuracy_against
 from preferences.records import Ranking
 from preferences.splits import split_rankings
-from reward.comparisons import encode_response, read_rankings
+from reward.comparisons import encode_response, encode_scored, read_rankings
 from reward.scoring import score_sequences
 from reward.stage import RewardConfig
 
@@ -27,14 +27,12 @@ def measure_reward_model(model_folder: Path, config: RewardConfig, world: World,
     scores = iter(score_sequences(model, sequences, tokenizer.pad_id))
     truth = label_truth(heldout, world)
     measured: dict[str, Any] = {}
-    by_truth = [
-        Ranking(task, r.prompt, r.responses, _ranks_of(truth[task]), "noiseless") for task, r in unique.items()
-    ]
+    by_truth = [Ranking(task, r.prompt, r.responses, _ranks_of(truth[task]), "noiseless") for task, r in unique.items()]
     model_scores = {task: [next(scores) for _ in r.responses] for task, r in unique.items()}
     measured["gold_accuracy"] = accuracy_against(by_truth, model_scores).as_dict()
     pairs = world.judged_pairs()
     if pairs:
-        sides = [[tokenizer.encode_conversation(pair[side])[0] for pair in pairs] for side in (0, 1)]
+        sides = [[encode_scored(tokenizer, pair[side]) for pair in pairs] for side in (0, 1)]
         better, worse = (score_sequences(model, side, tokenizer.pad_id) for side in sides)
         right = [float(b > w) + 0.5 * (b == w) for b, w in zip(better, worse, strict=True)]
         measured["human_pairs_accuracy"] = {**bootstrap_mean(right, seed=seed).as_dict(), "num_pairs": len(pairs)}

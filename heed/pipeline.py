@@ -20,6 +20,7 @@ from pretrain.stage import train_tokenizer
 from training.checkpoint import file_hash
 from training.stage import write_json
 
+
 def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> Path:
     """Run the stages that are not done, in order, and write the report. Returns the run folder.
 
@@ -130,9 +131,9 @@ def _prepare_world(run: Run) -> None:
 def _prepare_tokenizer(run: Run) -> None:
     """The vocabulary, learned before any training so that every length can be checked."""
     pretrain = run.resolve(run.job.pretrain)
-    config = {"texts": [text.model_dump() for text in pretrain.texts], "tokenizer_texts": pretrain.tokenizer_texts}
-    config["vocab_size"] = run.job.model.vocab_size
-    data = {source: _source_hash(source) for source in sources_in(config)}
+    texts = [text.model_dump() for text in run.job.pretrain.texts]  # unresolved: a run folder may be moved
+    config = {"texts": texts, "tokenizer_texts": pretrain.tokenizer_texts, "vocab_size": run.job.model.vocab_size}
+    data = {source: _source_hash(run.path_of(source)) for source in sources_in(config)}
     inputs = Inputs("tokenizer", run.job.seed, config, {}, data)
     _prepare(run, inputs, lambda folder: train_tokenizer(pretrain, run.job.model.vocab_size, folder))
 

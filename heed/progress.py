@@ -11,11 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from training.metrics import read_metrics
 
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, soft_wrap=True)  # a message is one line at any width
 
 POLL_SECONDS = 0.5
 LINE_EVERY_SECONDS = 30.0
@@ -31,9 +39,16 @@ class StageProgress:
         self._last_line = time.monotonic()
         if console.is_terminal:
             self._bar = Progress(
-                TextColumn(f"[bold]{stage:<9}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"),
-                TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console, transient=True,
-            )  # fmt: skip
+                TextColumn(f"[bold]{stage:<9}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=console,
+                transient=True,
+            )
             self._bar.start()
 
     def update(self, done: int, total: int, figures: str = "") -> None:

@@ -238,4 +238,3 @@ STAGES = (
     Stage("ppo", ("pretrain", "sft", "reward"), ("ppo",), run_ppo),
     Stage("compare", ("pretrain", "sft", "reward", "ppo"), ("compare", "world"), run_compare),
 )
-

@@ -62,9 +62,7 @@ def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | No
 class KVCache:
     """Keys and values of all layers, filled from the left: `append` writes the next tokens, `advance` moves on."""
 
-    def __init__(
-        self, num_layers: int, batch: int, kv_heads: int, tokens: int, head_dim: int, like: Tensor
-    ) -> None:
+    def __init__(self, num_layers: int, batch: int, kv_heads: int, tokens: int, head_dim: int, like: Tensor) -> None:
         shape = (num_layers, batch, kv_heads, tokens, head_dim)
         self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
         self.length = 0

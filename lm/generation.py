@@ -13,7 +13,6 @@ from torch import Tensor
 from lm.attention import KVCache
 from lm.model import LanguageModel
 
-
 LEAVE_BELOW = 0.8  # share of running rows at which the finished ones leave
 
 
@@ -40,6 +39,8 @@ def generate(
     Every sequence draws from its own seed, so a sample does not depend on its batch mates beyond rounding.
     Errors: ValueError for an empty prompt or one that leaves no room in the model's context.
     """
+    if not prompts or len(seeds) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts with {len(seeds)} seeds; at least one prompt and a seed for each")
     _check_room(model, prompts, max_new_tokens)
     device = model.head.weight.device
     tokens_BP, first_real_B = _pad_left(prompts, end_id, device)
@@ -112,7 +113,7 @@ def _next_logits(model: LanguageModel, inputs_BT: Tensor, first_real_B: Tensor, 
     )
     hidden_BTD = model.decoder(inputs_BT, positions_BT, mask_BTS, cache)
     cache.advance(T)
-    return model.head(hidden_BTD[:, -1]).float()  # type: ignore[no-any-return]
+    return model.head(hidden_BTD[:, -1]).float()
 
 
 def _choose(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> Tensor:

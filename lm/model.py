@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
+        return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -97,7 +97,7 @@ class Attention(nn.Module):
         if cache is not None:
             k_BGTH, v_BGTH = cache.append(layer, k_BGTH, v_BGTH)
         y_BNTH = attend(q_BNTH, k_BGTH, v_BGTH, mask_BTS)
-        return self.out(y_BNTH.transpose(1, 2).reshape(B, T, -1))  # type: ignore[no-any-return]
+        return self.out(y_BNTH.transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
@@ -113,8 +113,8 @@ class MLP(nn.Module):
         up = self.up(x_BTD)
         if self.gated:
             gate_BTM, up_BTM = up.chunk(2, dim=-1)
-            return self.down(F.silu(gate_BTM) * up_BTM)  # type: ignore[no-any-return]
-        return self.down(_SquaredReLU.apply(up))  # type: ignore[no-any-return, no-untyped-call]
+            return self.down(F.silu(gate_BTM) * up_BTM)
+        return self.down(_SquaredReLU.apply(up))  # type: ignore[no-untyped-call]
 
 
 class Block(nn.Module):
@@ -158,7 +158,7 @@ class Decoder(nn.Module):
         rotary = rotary_tables(positions_BT, self.config.head_dim, self.config.rope_theta, compute_dtype(x_BTD))
         for layer, block in enumerate(self.blocks):
             x_BTD = block(x_BTD, rotary, mask_BTS, cache, layer)
-        return self.norm(x_BTD)  # type: ignore[no-any-return]
+        return self.norm(x_BTD)
 
     def hidden(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
         """Hidden states of whole rows. `segments_BT` numbers the sequences packed in a row from 1; 0 = padding.
@@ -169,8 +169,8 @@ class Decoder(nn.Module):
         T = tokens_BT.shape[1]
         if segments_BT is None:
             positions_BT = torch.arange(T, device=tokens_BT.device).expand(tokens_BT.shape)
-            return self(tokens_BT, positions_BT, None)  # type: ignore[no-any-return]
-        return self(tokens_BT, segment_positions(segments_BT), attention_mask(segments_BT))  # type: ignore[no-any-return]
+            return self(tokens_BT, positions_BT, None)
+        return self(tokens_BT, segment_positions(segments_BT), attention_mask(segments_BT))
 
 
 class LanguageModel(nn.Module):
@@ -189,7 +189,7 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Logits [C, V] of the positions that `selected_BT` marks True, row by row; [B, T, V] where it is None."""
         hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT)
-        return self.head(hidden_BTD if selected_BT is None else hidden_BTD[selected_BT])  # type: ignore[no-any-return]
+        return self.head(hidden_BTD if selected_BT is None else hidden_BTD[selected_BT])
 
 
 class ScalarModel(nn.Module):
@@ -210,7 +210,7 @@ class ScalarModel(nn.Module):
         """Scores [C] of the positions that `selected_BT` marks True, row by row; [B, T] where it is None."""
         hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT)
         selected = hidden_BTD if selected_BT is None else hidden_BTD[selected_BT]
-        return self.score(selected).squeeze(-1).float() + self.bias  # type: ignore[no-any-return]
+        return self.score(selected).squeeze(-1).float() + self.bias
 
 
 def segment_positions(segments_BT: Tensor) -> Tensor:

@@ -60,9 +60,9 @@ class Tokenizer:
         if vocab_size < smallest:
             raise ValueError(f"vocab_size is {vocab_size}; bytes and special tokens alone need {smallest}")
         bpe = BPE(models.BPE())
-        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-        bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-        trainer = trainers.BpeTrainer(  # type: ignore[call-arg]
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=SPECIAL_TOKENS,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),

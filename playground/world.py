@@ -25,7 +25,6 @@ from playground.labelers import LabelerConfig, draw_labelers
 from playground.vocabulary import CATEGORIES
 from preferences.records import Labeler
 
-
 Turns = list[dict[str, str]]  # messages of role and content
 
 

@@ -148,23 +148,24 @@ class ColocatedWorker:
         for number, start in enumerate(starts):
             ptx = slice(number * ptx_size, (number + 1) * ptx_size)
             part = batch.rows(slice(start, start + size), ptx)
-            logprobs_BR = self._logprobs(self.policy.model, part.rollout)
-            loss, sums = policy_loss(
-                logprobs_BR,
-                part.logprobs_BR.to(self.device),
-                part.advantages_BR.to(self.device),
-                part.mask_BR.to(self.device),
-                config.clip,
-            )
-            _add(shares, {"policy_loss": loss.detach(), **sums}, batch.num_tokens)
-            loss = loss / batch.num_tokens
-            if len(part.ptx_rows):
-                rows = part.ptx_rows.numpy()
-                ptx_sum, _ = self.stream.loss(self.policy.model, rows, self.device)  # type: ignore[arg-type]
-                num_ptx_tokens = batch.num_ptx_rows * self.stream.count(rows) // len(rows)
-                _add(shares, {"ptx_loss": ptx_sum.detach()}, num_ptx_tokens)
-                loss = loss + config.ptx_coef * ptx_sum / num_ptx_tokens
-            self.policy.backward(loss, is_last=number == len(starts) - 1, step=update)
+            with self.policy.micro_batch(is_last=number == len(starts) - 1):
+                logprobs_BR = self._logprobs(self.policy.model, part.rollout)
+                loss, sums = policy_loss(
+                    logprobs_BR,
+                    part.logprobs_BR.to(self.device),
+                    part.advantages_BR.to(self.device),
+                    part.mask_BR.to(self.device),
+                    config.clip,
+                )
+                _add(shares, {"policy_loss": loss.detach(), **sums}, batch.num_tokens)
+                loss = loss / batch.num_tokens
+                if len(part.ptx_rows):
+                    rows = part.ptx_rows.numpy()
+                    ptx_sum, _ = self.stream.loss(self.policy.model, rows, self.device)
+                    num_ptx_tokens = batch.num_ptx_rows * self.stream.count(rows) // len(rows)
+                    _add(shares, {"ptx_loss": ptx_sum.detach()}, num_ptx_tokens)
+                    loss = loss + config.ptx_coef * ptx_sum / num_ptx_tokens
+                self.policy.backward(loss, step=update)
         _, norm = self.policy.step(learning_rate)
         return {**shares, "policy_gradient_norm": norm / self.num_workers}
 
@@ -175,15 +176,16 @@ class ColocatedWorker:
         starts = range(0, len(batch.rollout), size)
         for number, start in enumerate(starts):
             part = batch.rows(slice(start, start + size))
-            loss, sums = value_loss(
-                self._values(part.rollout),
-                part.values_BR.to(self.device),
-                part.returns_BR.to(self.device),
-                part.mask_BR.to(self.device),
-                self.config.value_clip,
-            )
-            _add(shares, {"value_loss": loss.detach(), **sums}, batch.num_tokens)
-            self.value.backward(loss / batch.num_tokens, is_last=number == len(starts) - 1, step=update)
+            with self.value.micro_batch(is_last=number == len(starts) - 1):
+                loss, sums = value_loss(
+                    self._values(part.rollout),
+                    part.values_BR.to(self.device),
+                    part.returns_BR.to(self.device),
+                    part.mask_BR.to(self.device),
+                    self.config.value_clip,
+                )
+                _add(shares, {"value_loss": loss.detach(), **sums}, batch.num_tokens)
+                self.value.backward(loss / batch.num_tokens, step=update)
         _, norm = self.value.step(learning_rate)
         return {**shares, "value_gradient_norm": norm / self.num_workers}
 

@@ -5,7 +5,7 @@ Shape letters: B responses, T tokens of prompt and response, R response tokens, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -127,9 +127,7 @@ class ValueBatch:
         return replace(self, **_rows_of(self, index), rollout=self.rollout.rows(index))
 
 
-def _rows_of(batch: object, index: slice | Tensor) -> dict[str, Tensor]:
+def _rows_of(batch: object, index: slice | Tensor) -> dict[str, Any]:
     """The [B, ...] tensors of a dataclass, cut to some rows. Their names end with a suffix that starts with B."""
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}  # type: ignore[arg-type]
-    return {
-        name: value[index] for name, value in values.items() if isinstance(value, Tensor) and "_B" in name
-    }
+    return {name: value[index] for name, value in values.items() if isinstance(value, Tensor) and "_B" in name}

@@ -24,9 +24,7 @@ def run(context: StageContext, config: PPOConfig, roles: Roles, parents: Parents
     tokenizer = Tokenizer.load(parents.sft)
     rows = stream_rows(parents.pretraining_stream, parents.pretraining_row_tokens)
     encoded = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
-    controller = PPOController(
-        config, roles, encoded, parents.scale, num_pretraining_rows=len(rows), seed=context.seed
-    )
+    controller = PPOController(config, roles, encoded, parents.scale, num_pretraining_rows=len(rows), seed=context.seed)
     first = _resume(context, controller)
     log = MetricsLog(context.folder, context.engine.trackers, resume_step=first)
     figures: dict[str, float] = {}

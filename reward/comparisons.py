@@ -7,9 +7,9 @@ One line of a rankings file: {"task_id", "prompt": [{"role", "content"}, ...], "
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lm.tokenizer import Tokenizer
+from lm.tokenizer import Messages, Tokenizer
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Ranking, dense_ranks
-from training.data import DataConfig, messages_field, read_rows, text_field
+from training.data import DataConfig, checked_messages, read_rows, text_field
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ def read_rankings(data: DataConfig) -> list[Ranking]:
     """Errors: ValueError naming file, line and field; a ranking of one is no comparison and is refused."""
     rankings = []
     for where, row in read_rows(data):
-        prompt = messages_field(where, {"messages": row.get("prompt")}, ends_with="user")
+        prompt = checked_messages(where, row.get("prompt"), "prompt", ends_with="user")
         responses, ranks = row.get("responses"), row.get("ranks")
         if not isinstance(responses, list) or not MIN_RESPONSES <= len(responses) <= MAX_RESPONSES:
             found = f"{len(responses)} entries" if isinstance(responses, list) else type(responses).__name__
@@ -34,7 +34,7 @@ def read_rankings(data: DataConfig) -> list[Ranking]:
             )
         if not all(isinstance(response, str) for response in responses):
             raise ValueError(f"{where}: field 'responses': strings were expected")
-        if not isinstance(ranks, list) or not all(isinstance(rank, int) and rank >= 1 for rank in ranks):
+        if not isinstance(ranks, list) or not all(type(rank) is int and rank >= 1 for rank in ranks):
             raise ValueError(f"{where}: field 'ranks' is {ranks!r}; a list of whole numbers from 1 was expected")
         if len(ranks) != len(responses):
             raise ValueError(f"{where}: field 'ranks' has {len(ranks)} entries for {len(responses)} responses")
@@ -52,11 +52,19 @@ def read_rankings(data: DataConfig) -> list[Ranking]:
     return rankings
 
 
+def encode_scored(tokenizer: Tokenizer, messages: Messages) -> tuple[int, ...]:
+    """Tokens of a conversation up to the end token of its last response, where its score is read.
+
+    Samples of a policy end there, so nothing that a template writes after it is scored.
+    """
+    tokens, is_response = tokenizer.encode_conversation(messages)
+    return tuple(tokens[: len(tokens) - is_response[::-1].index(True)])
+
+
 def encode_response(tokenizer: Tokenizer, prompt: Sequence[Message], response: str) -> tuple[int, ...]:
-    """Tokens of the conversation in which the assistant gives this response, the end token included."""
+    """`encode_scored` of the conversation in which the assistant gives this response."""
     turns = [{"role": message.role, "content": message.content} for message in prompt]
-    tokens, _ = tokenizer.encode_conversation([*turns, {"role": "assistant", "content": response}])
-    return tuple(tokens)
+    return encode_scored(tokenizer, [*turns, {"role": "assistant", "content": response}])
 
 
 def encode_rankings(tokenizer: Tokenizer, rankings: Sequence[Ranking], max_tokens: int) -> list[Comparison]:

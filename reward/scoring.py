@@ -26,7 +26,7 @@ def pad_right(sequences: Sequence[Sequence[int]], pad_id: int, device: torch.dev
 def last_token_scores(model: ScalarModel, sequences: Sequence[Sequence[int]], pad_id: int) -> Tensor:
     """Scores [B]; higher is better. Gradients flow."""
     tokens_BT, is_last_BT = pad_right(sequences, pad_id, next(model.parameters()).device)
-    return model(tokens_BT, None, is_last_BT)  # type: ignore[no-any-return]
+    return model(tokens_BT, None, is_last_BT)
 
 
 @torch.inference_mode()

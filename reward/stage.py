@@ -15,7 +15,7 @@ from lm.model import ScalarModel, initialise_score_head
 from lm.tokenizer import Tokenizer
 from lm.weights import load_backbone, load_language_model, load_scalar_model, save_model
 from preferences.splits import split_rankings
-from reward.comparisons import Comparison, encode_rankings, read_rankings
+from reward.comparisons import Comparison, encode_rankings, encode_scored, read_rankings
 from reward.loss import ranking_loss
 from reward.scoring import last_token_scores, score_sequences
 from training.config import BatchConfig, Config, OptimizerConfig
@@ -138,6 +138,6 @@ def finish(
 def demonstration_mean(model: ScalarModel, tokenizer: Tokenizer, config: RewardConfig) -> float:
     """Mean score of the first `num_calibration` demonstrations."""
     conversations = [messages for _, messages in read_conversations(config.demonstrations)][: config.num_calibration]
-    sequences = [tokenizer.encode_conversation(messages)[0] for messages in conversations]
+    sequences = [encode_scored(tokenizer, messages) for messages in conversations]
     scores = score_sequences(model, sequences, tokenizer.pad_id)
     return sum(scores) / len(scores)

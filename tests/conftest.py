@@ -45,9 +45,7 @@ def tiny_config() -> "ModelConfig":
 
 
 @pytest.fixture(scope="session")
-def model_folder(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: "Tokenizer", tiny_config: "ModelConfig"
-) -> Path:
+def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: "Tokenizer", tiny_config: "ModelConfig") -> Path:
     """A language model of random weights with its tokenizer, in the Hugging Face layout. Read only."""
     from lm.model import LanguageModel, initialise
     from lm.weights import save_model

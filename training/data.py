@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,7 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     elif suffix in LOADERS:
         options = {"sample_by": "paragraph"} if LOADERS[suffix] == "text" else {}
-        rows = datasets.load_dataset(
-            LOADERS[suffix], data_files=str(path), split="train", streaming=True, **options
-        )
+        rows = datasets.load_dataset(LOADERS[suffix], data_files=str(path), split="train", streaming=True, **options)
         where = lambda index: f"{path}: row {index + 1}"  # noqa: E731
     else:
         raise ValueError(f"{path}: suffix {suffix!r}; one of {sorted(LOADERS)} (.gz allowed) or a hub id was expected")
@@ -68,18 +67,28 @@ def _load_from_hub(data: DataConfig) -> Any:
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Line by line rather than through `datasets`, whose parser does not say which line is malformed."""
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            where = f"{path}: line {number}"
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{where}: {type(row).__name__} found; a JSON object was expected")
-            yield where, row
+    for number, line in enumerate(_lines(path), start=1):
+        where = f"{path}: line {number}"
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: {type(row).__name__} found; a JSON object was expected")
+        yield where, row
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Errors: ValueError naming a .gz file that is cut short or is none."""
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        try:
+            yield from file
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: not a whole gzip file: {error}") from None
 
 
 def text_field(where: str, row: Mapping[str, Any], field: str) -> str:
@@ -105,16 +114,20 @@ def messages_field(where: str, row: Mapping[str, Any], *, ends_with: str) -> lis
         if ends_with == "assistant":
             turns.append({"role": "assistant", "content": text_field(where, row, "completion")})
         return turns
-    messages = row.get("messages")
+    return checked_messages(where, row.get("messages"), "messages", ends_with=ends_with)
+
+
+def checked_messages(where: str, messages: Any, field: str, *, ends_with: str) -> list[dict[str, str]]:
+    """The turns in `field`. Errors: ValueError naming file, line and field."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: field 'messages' is {type(messages).__name__}; a non-empty list was expected")
+        raise ValueError(f"{where}: field {field!r} is {type(messages).__name__}; a non-empty list was expected")
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or message.get("role") not in ("system", "user", "assistant"):
-            raise ValueError(f"{where}: field 'messages[{index}].role': system, user or assistant was expected")
-        text_field(f"{where}: messages[{index}]", message, "content")
+            raise ValueError(f"{where}: field '{field}[{index}].role': system, user or assistant was expected")
+        text_field(f"{where}: {field}[{index}]", message, "content")
     if messages[-1]["role"] != ends_with:
         raise ValueError(
-            f"{where}: field 'messages[{len(messages) - 1}].role' is {messages[-1]['role']!r};"
+            f"{where}: field '{field}[{len(messages) - 1}].role' is {messages[-1]['role']!r};"
             f" the last turn must be the {ends_with}'s"
         )
     return [{"role": message["role"], "content": message["content"]} for message in messages]

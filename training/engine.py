@@ -5,8 +5,10 @@ It owns what a loss must not know: precision, sharding, the averaging of gradien
 
 import contextlib
 import gc
+import math
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -44,6 +46,7 @@ class Engine(Generic[AnyModule]):
         is_deepspeed = type(self.model).__name__ == "DeepSpeedEngine"
         assert is_deepspeed == (config.zero_stage > 0), f"ZeRO {config.zero_stage} gave a {type(self.model).__name__}"
         self._loss_sum = torch.zeros((), device=self.device)
+        self._is_last = True
 
     @property
     def is_main(self) -> bool:
@@ -56,33 +59,45 @@ class Engine(Generic[AnyModule]):
         """Element-wise sum over all ranks."""
         return values if self.world_size == 1 else self._accelerator.reduce(values, reduction="sum")
 
-    def backward(self, loss: Tensor, *, is_last: bool, step: int) -> None:
-        """Add the gradients of this rank's share of the loss; `is_last` closes the global batch.
+    @contextlib.contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Around the forward and backward of one micro-batch; `is_last` closes the global batch.
+
+        DDP decides in the forward whether the backward will reduce gradients, so the forward belongs inside.
+        """
+        self._is_last = is_last
+        self._accelerator.gradient_state._set_sync_gradients(is_last)
+        waits = not is_last and self.world_size > 1 and self.config.zero_stage == 0
+        with self._accelerator.no_sync(self.model) if waits else contextlib.nullcontext():
+            yield
+
+    def backward(self, loss: Tensor, *, step: int) -> None:
+        """Add the gradients of this rank's share of the loss; inside `micro_batch`.
 
         `loss` is this micro-batch's sum divided by the count of the whole global batch, so shares add up over
         micro-batches and ranks however the batch is split. Backends average over ranks; the factor undoes that.
         Errors: RuntimeError on every rank if any rank's loss is not finite, before weights are touched.
         """
         self._loss_sum += loss.detach()
-        if is_last:
+        if self._is_last:
             self._require_finite(step)
-        self._accelerator.gradient_state._set_sync_gradients(is_last)
-        # DDP reduces gradients in the backward of the pass unless told to wait for the last one.
-        with self._accelerator.no_sync(self.model) if self._waits(is_last) else contextlib.nullcontext():
-            self._accelerator.backward(loss * self.world_size)
-
-    def _waits(self, is_last: bool) -> bool:
-        return not is_last and self.world_size > 1 and self.config.zero_stage == 0
+        self._accelerator.backward(loss * self.world_size)
 
     def step(self, learning_rate: float) -> tuple[float, float]:
-        """Clip, update the weights, clear the gradients. Returns the global loss and gradient norm."""
+        """Clip, update the weights, clear the gradients. Returns the global loss and gradient norm.
+
+        Errors: RuntimeError on every rank if the gradient is not finite.
+        """
         loss = float(self.sum_over_ranks(self._loss_sum.clone()))
         self._loss_sum.zero_()
         if self.config.zero_stage > 0:  # DeepSpeed has stepped in the last backward, with the rate set before it
-            return loss, float(self.model.get_global_grad_norm() or 0.0)
+            norm = float(self.model.get_global_grad_norm() or 0.0)
+            self._require_finite_norm(norm, "the last checkpoint is sound")
+            return loss, norm
         self.set_learning_rate(learning_rate)
         parameters = self.module.parameters()
         norm = float(self._accelerator.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm))
+        self._require_finite_norm(norm, "no weight was changed")
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return loss, norm
@@ -100,6 +115,11 @@ class Engine(Generic[AnyModule]):
                 f"step {step}: the loss is not finite on {num_bad} of {self.world_size} ranks"
                 f" (rank {self.rank}: {float(self._loss_sum)}); no weight was changed"
             )
+
+    def _require_finite_norm(self, norm: float, remains: str) -> None:
+        """A finite loss may have a gradient that is not; the norm is global, so all ranks agree."""
+        if not math.isfinite(norm):
+            raise RuntimeError(f"the gradient is not finite (norm {norm}, rank {self.rank}); {remains}")
 
     def full_weights(self) -> dict[str, Tensor]:
         """The whole state dict in fp32, on every rank (a collective call under ZeRO)."""

@@ -71,21 +71,22 @@ class TrainingLoop(Generic[AnyModule]):
     def run(self) -> dict[str, float]:
         """Train to the end. Returns the held-out figures of the final weights, `loss` among them."""
         first_step = self._resume()
-        log = None
+        log, heldout = None, dict[str, float]()
         if self.engine.is_main:
             log = MetricsLog(self.folder, self.engine.config.trackers, resume_step=first_step)
         for step in range(first_step, self.config.num_steps):
             figures = self._step(step)
             done = step + 1
             if done % self.config.evaluate_every_steps == 0 or done == self.config.num_steps:
-                figures |= {f"heldout_{name}": value for name, value in self.evaluate().items()}
+                heldout = self.evaluate()
+                figures |= {f"heldout_{name}": value for name, value in heldout.items()}
             if log is not None:
                 log.log(done, self.config.num_steps, figures)
             if done % self.config.save_every_steps == 0 and done < self.config.num_steps:
                 self._save(done)
         if log is not None:
             log.close()
-        return self.evaluate()
+        return heldout
 
     def _step(self, step: int) -> dict[str, float]:
         started = time.monotonic()
@@ -101,8 +102,9 @@ class TrainingLoop(Generic[AnyModule]):
         sums: dict[str, Tensor] = {}
         for index in range(self.num_micro_batches):
             micro = mine[index * batch.micro_batch_size : (index + 1) * batch.micro_batch_size]
-            loss, extra = self.training.loss(engine.model, micro, engine.device)
-            engine.backward(loss / count, is_last=index == self.num_micro_batches - 1, step=step)
+            with engine.micro_batch(is_last=index == self.num_micro_batches - 1):
+                loss, extra = self.training.loss(engine.model, micro, engine.device)
+                engine.backward(loss / count, step=step)
             for name, value in extra.items():
                 sums[name] = sums.get(name, torch.zeros_like(value)) + value
         loss_mean, norm = engine.step(rate)

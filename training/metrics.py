@@ -18,9 +18,10 @@ class MetricsLog:
         PartialState()  # the trackers ask it whether this process is the main one
         self.path = folder / "metrics.jsonl"
         kept = [line for line in read_metrics(self.path) if line["step"] <= resume_step]
-        self._file = self.path.open("w", encoding="utf-8")
-        for line in kept:
-            self._write(line)
+        aside = self.path.with_suffix(".writing")
+        aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        aside.replace(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
         self._trackers = []
         for name in trackers:
             tracker = _make_tracker(name, folder)

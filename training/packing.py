@@ -31,10 +31,8 @@ class PackedRows:
         return len(self.tokens)
 
 
-def pack(
-    sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], row_tokens: int, pad_id: int
-) -> PackedRows:
-    """First-fit, longest first: each (tokens, counted) sequence lies whole in one row.
+def pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], row_tokens: int, pad_id: int) -> PackedRows:
+    """Best-fit, longest first: each (tokens, counted) sequence lies whole in one row.
 
     Errors: ValueError naming the sequence that is longer than a row.
     """

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from lm.attention import KVCache, attend, attention_mask, rotary_tables, rotate
 
@@ -57,7 +57,7 @@ def test_attend_over_packed_segments_equals_a_loop(N: int, G: int) -> None:
 def test_the_cpu_path_equals_pytorchs_product_in_value_and_gradient(N: int, G: int, packed: bool) -> None:
     q, k, v = (tensor.requires_grad_() for tensor in draw(N, G))
     mask = attention_mask(SEGMENTS) if packed else None
-    theirs = F.scaled_dot_product_attention(
+    theirs = scaled_dot_product_attention(
         q, k, v, None if mask is None else mask[:, None], is_causal=mask is None, enable_gqa=True
     )
     ours = attend(q, k, v, mask)

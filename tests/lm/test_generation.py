@@ -67,9 +67,8 @@ def test_a_sample_does_not_depend_on_its_batch_mates(model: LanguageModel) -> No
         alone = generate(model, [prompt], max_new_tokens=12, end_id=END, temperature=1.0, seeds=[seed])
         assert alone.responses[0] == together.responses[index]
     order = [4, 0, 5, 2]
-    some = generate(
-        model, [PROMPTS[i] for i in order], max_new_tokens=12, end_id=END, temperature=1.0, seeds=[seeds[i] for i in order]
-    )  # fmt: skip
+    prompts, their_seeds = [PROMPTS[i] for i in order], [seeds[i] for i in order]
+    some = generate(model, prompts, max_new_tokens=12, end_id=END, temperature=1.0, seeds=their_seeds)
     assert some.responses == [together.responses[i] for i in order]
 
 
@@ -93,9 +92,9 @@ def test_generation_under_bf16_autocast_runs(model: LanguageModel) -> None:
 
 
 def test_prompts_without_room_are_refused(model: LanguageModel) -> None:
-    with pytest.raises(ValueError, match="prompt 1 has 31 tokens; 1 to 30 were expected"):
+    with pytest.raises(ValueError, match=r"prompt 1 has 31 tokens; 1 to 30 were expected"):
         generate(model, [[1], [1] * 31], max_new_tokens=10, end_id=END, temperature=1.0, seeds=[0, 1])
-    with pytest.raises(ValueError, match="prompt 0 has 0 tokens"):
+    with pytest.raises(ValueError, match=r"prompt 0 has 0 tokens"):
         generate(model, [[]], max_new_tokens=10, end_id=END, temperature=1.0, seeds=[0])
     full = generate(model, [[1] * 30], max_new_tokens=10, end_id=-1, temperature=1.0, seeds=[0])
     assert len(full.responses[0]) == 10

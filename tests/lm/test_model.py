@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lm.config import ModelConfig, exact_div
@@ -71,7 +70,7 @@ def test_squared_relu_and_its_gradient() -> None:
     assert x.grad.tolist() == [0.0, 0.0, 0.0, 3.0, -12.0]  # 2·relu(x)·g
     wide = torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     assert torch.autograd.gradcheck(_SquaredReLU.apply, (wide,))
-    expected = torch.autograd.grad((F.relu(wide) ** 2).sum(), wide)[0]
+    expected = torch.autograd.grad((wide.relu() ** 2).sum(), wide)[0]
     assert torch.equal(torch.autograd.grad(_SquaredReLU.apply(wide).sum(), wide)[0], expected)
 
 
@@ -230,5 +229,5 @@ def test_impossible_shapes_are_refused(tiny_config: ModelConfig, change: dict[st
 def test_exact_div() -> None:
     assert exact_div(12, 4, "x") == 3
     for numerator, denominator in ((12, 5), (12, 0), (12, -4)):
-        with pytest.raises(ValueError, match="^x: 12"):
+        with pytest.raises(ValueError, match=r"^x: 12"):
             exact_div(numerator, denominator, "x")

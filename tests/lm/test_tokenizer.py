@@ -5,9 +5,9 @@ import logging
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as BPE
 from transformers import AutoTokenizer
 
 from lm.tokenizer import CHAT_TEMPLATES, END, PAD, SPECIAL_TOKENS, Tokenizer, read_json
@@ -107,7 +107,9 @@ def test_a_prompts_tokens_begin_its_conversation(tokenizer: Tokenizer, template:
 
 
 @settings(max_examples=100, deadline=None)
-@given(turns=st.lists(st.tuples(st.sampled_from(["system", "user"]), any_text), min_size=1, max_size=3), answer=any_text)
+@given(
+    turns=st.lists(st.tuples(st.sampled_from(["system", "user"]), any_text), min_size=1, max_size=3), answer=any_text
+)
 @example(turns=[("system", "in th"), ("user", "e hand")], answer="x")
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_any_prompts_tokens_begin_its_conversation(
@@ -118,24 +120,27 @@ def test_any_prompts_tokens_begin_its_conversation(
     prompt = ours.encode_prompt(messages)
     tokens, is_response = ours.encode_conversation([*messages, {"role": "assistant", "content": answer}])
     assert tokens[: len(prompt)] == prompt
-    assert is_response == [False] * len(prompt) + [True] * (len(tokens) - len(prompt))
+    assert not any(is_response[: len(prompt)])
+    assert is_response[len(prompt)]
 
 
 def test_a_template_that_rewrites_what_it_wrote_is_refused(tokenizer: Tokenizer) -> None:
-    ours = tokenizer.with_template("{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}")
-    with pytest.raises(ValueError, match="must only append"):
+    ours = tokenizer.with_template(
+        "{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match=r"must only append"):
         ours.encode_conversation(CONVERSATION)
 
 
 def test_padding_and_end_must_differ(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
-    bpe = BPE.from_file(str(tmp_path / "tokenizer.json"))
+    bpe = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"pad_token and eos_token are both '<\|end\|>'"):
         Tokenizer(bpe, pad=END, end=END, chat_template="")
-    with pytest.raises(ValueError, match="eos_token '<stop>' is not in the vocabulary"):
+    with pytest.raises(ValueError, match=r"eos_token '<stop>' is not in the vocabulary"):
         Tokenizer(bpe, pad=PAD, end="<stop>", chat_template="")
     change_config(tmp_path, pad_token=END)
-    with pytest.raises(ValueError, match="must differ"):
+    with pytest.raises(ValueError, match=r"must differ"):
         Tokenizer.load(tmp_path)
 
 
@@ -145,7 +150,7 @@ def change_config(folder: Path, **changes: object) -> None:
 
 
 def test_a_vocabulary_below_the_bytes_is_refused() -> None:
-    with pytest.raises(ValueError, match="vocab_size is 260; bytes and special tokens alone need 261"):
+    with pytest.raises(ValueError, match=r"vocab_size is 260; bytes and special tokens alone need 261"):
         Tokenizer.train(["abc"], 260, "chat")
 
 
@@ -160,7 +165,7 @@ def test_loading_gives_back_what_was_saved(tokenizer: Tokenizer, tmp_path: Path)
 def test_a_missing_file_is_named(tokenizer: Tokenizer, tmp_path: Path, missing: str) -> None:
     tokenizer.save(tmp_path)
     (tmp_path / missing).unlink()
-    with pytest.raises(ValueError, match=f"{missing}: no such file"):
+    with pytest.raises(ValueError, match=rf"{missing}: no such file"):
         Tokenizer.load(tmp_path)
 
 
@@ -168,26 +173,26 @@ def test_a_missing_file_is_named(tokenizer: Tokenizer, tmp_path: Path, missing: 
 def test_a_missing_field_is_named(tokenizer: Tokenizer, tmp_path: Path, field: str) -> None:
     tokenizer.save(tmp_path)
     change_config(tmp_path, **{field: None})
-    with pytest.raises(ValueError, match=f"tokenizer_config.json: {field} is None; a string was expected"):
+    with pytest.raises(ValueError, match=rf"tokenizer_config.json: {field} is None; a string was expected"):
         Tokenizer.load(tmp_path)
 
 
 def test_a_config_that_is_not_json_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"pad_token":')
-    with pytest.raises(ValueError, match="tokenizer_config.json: line 1"):
+    with pytest.raises(ValueError, match=r"tokenizer_config.json: line 1"):
         Tokenizer.load(tmp_path)
 
 
 def test_read_json_names_file_and_place(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    with pytest.raises(ValueError, match="x.json: no such file"):
+    with pytest.raises(ValueError, match=r"x.json: no such file"):
         read_json(path)
     path.write_text('{\n"a": 1,\n}')
-    with pytest.raises(ValueError, match="x.json: line [23]: not JSON"):
+    with pytest.raises(ValueError, match=r"x.json: line [23]: not JSON"):
         read_json(path)
     path.write_text("[1]")
-    with pytest.raises(ValueError, match="x.json: list found; a JSON object was expected"):
+    with pytest.raises(ValueError, match=r"x.json: list found; a JSON object was expected"):
         read_json(path)
     path.write_text('{"a": 1}')
     assert read_json(path) == {"a": 1}

@@ -103,7 +103,7 @@ def test_backbone_comes_from_the_language_model(model_folder: Path, tiny_config:
     load_backbone(model_folder, scalar)
     source = load_language_model(model_folder).eval()
     assert torch.equal(scalar.decoder.hidden(TOKENS, None), source.decoder.hidden(TOKENS, None))
-    with pytest.raises(ValueError, match="is not the expected"):
+    with pytest.raises(ValueError, match=r"is not the expected"):
         load_backbone(model_folder, ScalarModel(tiny_config.model_copy(update={"width": 32})))
 
 
@@ -133,19 +133,19 @@ def change(folder: Path, **fields: Any) -> None:
 )
 def test_another_architecture_is_refused_by_name(folder: Path, fields: dict[str, Any], words: str) -> None:
     change(folder, **fields)
-    with pytest.raises(ValueError, match=f"config.json: .*{words}"):
+    with pytest.raises(ValueError, match=rf"config.json: .*{words}"):
         load_language_model(folder)
 
 
 def test_a_language_model_is_no_scalar_model(folder: Path) -> None:
-    with pytest.raises(ValueError, match="LlamaForCausalLM.*LlamaForSequenceClassification"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM.*LlamaForSequenceClassification"):
         load_scalar_model(folder)
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 def test_a_missing_file_is_named(folder: Path, missing: str) -> None:
     (folder / missing).unlink()
-    with pytest.raises(ValueError, match=f"{missing}: no such file"):
+    with pytest.raises(ValueError, match=rf"{missing}: no such file"):
         load_language_model(folder)
 
 
@@ -155,7 +155,7 @@ def test_tensors_that_do_not_fit_are_named_with_their_shapes(folder: Path) -> No
     tensors["model.norm.weight"] = torch.ones(17)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="3 tensors do not fit the config") as refusal:
+    with pytest.raises(ValueError, match=r"3 tensors do not fit the config") as refusal:
         load_language_model(folder)
     words = str(refusal.value)
     assert "model.layers.1.mlp.up_proj.weight: expected [24, 16], missing" in words

@@ -21,7 +21,9 @@ from training.stage import StageContext
 MODEL = ModelConfig(
     vocab_size=280, context_tokens=32, width=16, num_layers=1, num_heads=2, num_kv_heads=1, mlp_width=32, mlp="relu2"
 )
-TRAIN = [f"The {animal} sleeps in the {place}." for animal in ("fox", "dog", "bird") for place in ("bush", "hand", "山")]
+TRAIN = [
+    f"The {animal} sleeps in the {place}." for animal in ("fox", "dog", "bird") for place in ("bush", "hand", "山")
+]
 HELDOUT = ["The bird sleeps in the hand.", "The dog über the bush sleeps.", "The fox in the hand sleeps."]
 
 
@@ -136,5 +138,5 @@ def test_a_vocabulary_that_is_larger_than_the_models_is_refused(tmp_path: Path) 
     config = write_config(tmp_path)
     train_tokenizer(config, 272, tmp_path / "tokenizer")
     context = StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
-    with pytest.raises(ValueError, match="model.vocab_size is 270; the tokenizer in .* has 272 tokens"):
+    with pytest.raises(ValueError, match=r"model.vocab_size is 270; the tokenizer in .* has 272 tokens"):
         run(context, config, MODEL.model_copy(update={"vocab_size": 270}), tmp_path / "tokenizer")

@@ -53,7 +53,10 @@ def test_a_ranking_is_read_with_dense_ranks(tmp_path: Path) -> None:
         ({"task_id": 7}, "field 'task_id' is int"),
         ({"labeler": None}, "field 'labeler' is NoneType"),
         ({"prompt": "Where?"}, "field 'prompt' is str"),
-        ({"prompt": [{"role": "assistant", "content": "x"}]}, r"field 'prompt\[0\].role' is 'assistant'; .* the user's"),
+        (
+            {"prompt": [{"role": "assistant", "content": "x"}]},
+            r"field 'prompt\[0\].role' is 'assistant'; .* the user's",
+        ),
     ],
 )
 def test_a_bad_ranking_is_named_by_file_line_and_field(tmp_path: Path, change: dict[str, Any], words: str) -> None:

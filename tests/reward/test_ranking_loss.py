@@ -30,7 +30,8 @@ def looped(scores: list[float], ranks: list[int]) -> tuple[float, float]:
 
 comparison = st.integers(2, 6).flatmap(
     lambda K: st.tuples(
-        st.lists(st.floats(-8, 8, width=32), min_size=K, max_size=K), st.lists(st.integers(1, 4), min_size=K, max_size=K)
+        st.lists(st.floats(-8, 8, width=32), min_size=K, max_size=K),
+        st.lists(st.integers(1, 4), min_size=K, max_size=K),
     )
 )
 
@@ -52,7 +53,9 @@ def test_loss_and_accuracy_equal_a_double_loop(
 def test_a_pair_by_hand() -> None:
     # -log σ(2) = log(1 + e^-2); the worse one scored higher costs 2 more.
     better, worse = math.log1p(math.exp(-2)), math.log1p(math.exp(2))
-    loss, accuracy = ranking_loss(torch.tensor([[3.0, 1.0], [1.0, 3.0], [3.0, 1.0]]), torch.tensor([[1, 2], [1, 2], [1, 1]]))
+    loss, accuracy = ranking_loss(
+        torch.tensor([[3.0, 1.0], [1.0, 3.0], [3.0, 1.0]]), torch.tensor([[1, 2], [1, 2], [1, 1]])
+    )
     assert loss.tolist() == pytest.approx([better, worse, (better + worse) / 2], abs=1e-6)
     assert accuracy.tolist() == [1.0, 0.0, 0.5]
 

@@ -1,5 +1,6 @@
 """Scores, the objective, and the reward stage end to end on one CPU rank."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -92,7 +93,9 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> DataConfig:
     return DataConfig(source=str(path))
 
 
-DEMONSTRATIONS = [{"prompt": f"Where is fox {i}?", "completion": answer} for i, answer in enumerate(["In.", "Far", "A b"])]
+DEMONSTRATIONS = [
+    {"prompt": f"Where is fox {i}?", "completion": answer} for i, answer in enumerate(["In.", "Far", "A b"])
+]
 
 
 def config_for(folder: Path, **changes: Any) -> RewardConfig:
@@ -159,11 +162,12 @@ def test_figures_of_the_heldout_rankings(finished: tuple[Path, RewardConfig, dic
     everything, right, untied = [], 0, 0
     for ranking in heldout:
         texts = [
-            f"<|user|>{ranking.prompt[0].content}<|end|><|assistant|>{response}<|end|>" for response in ranking.responses
+            f"<|user|>{ranking.prompt[0].content}<|end|><|assistant|>{response}<|end|>"
+            for response in ranking.responses
         ]
         scores = [alone(model, tuple(tokenizer.encode(text))) for text in texts]
         everything += scores
-        for i, j in ((i, j) for i in range(len(scores)) for j in range(i)):
+        for i, j in itertools.combinations(range(len(scores)), 2):
             if ranking.ranks[i] != ranking.ranks[j]:
                 untied += 1
                 right += (scores[i] > scores[j]) == (ranking.ranks[i] < ranking.ranks[j])
@@ -192,5 +196,5 @@ def test_training_starts_from_the_sft_model_and_a_unit_head(
 def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path: Path, model_folder: Path) -> None:
     context = StageContext(tmp_path / "run", SEED, 1, EngineConfig(precision="fp32", trackers=()))
     config = config_for(tmp_path, heldout_share=1e-9)
-    with pytest.raises(ValueError, match="reward.heldout_share 1e-09 splits .* into 40 for training and 0 held out"):
+    with pytest.raises(ValueError, match=r"reward.heldout_share 1e-09 splits .* into 40 for training and 0 held out"):
         run(context, config, model_folder)

@@ -121,7 +121,7 @@ def test_the_old_one_goes_only_after_the_new_one_verifies(
     def fail(_: Path) -> None:
         raise OSError("the disk is gone")
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="the disk is gone"):  # noqa: PT012
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"the disk is gone"):  # noqa: PT012
         patch.setattr(checkpoint_module, broken, fail)
         write(tmp_path, 6, keep=1)
     assert (tmp_path / "step-000003").is_dir()

@@ -120,9 +120,8 @@ def test_both_forms_of_demonstrations_are_read(tmp_path: Path) -> None:
 
 
 def test_prompts(tmp_path: Path) -> None:
-    data = jsonl(
-        tmp_path / "p.jsonl", {"prompt": "one", "prompt_id": "x7", "kind": "list"}, say(("user", "two")), {"prompt": "3"}
-    )  # fmt: skip
+    named = {"prompt": "one", "prompt_id": "x7", "kind": "list"}
+    data = jsonl(tmp_path / "p.jsonl", named, say(("user", "two")), {"prompt": "3"})
     prompts = read_prompts(data)
     assert [(prompt.prompt_id, prompt.kind) for prompt in prompts] == [("x7", "list"), ("1", ""), ("2", "")]
     assert [prompt.messages[-1]["content"] for prompt in prompts] == ["one", "two", "3"]
@@ -130,7 +129,9 @@ def test_prompts(tmp_path: Path) -> None:
 
 def test_bad_prompts(tmp_path: Path) -> None:
     twice = jsonl(tmp_path / "twice.jsonl", *({"prompt": "q", "prompt_id": i} for i in (1, 2, 1)))
-    with pytest.raises(ValueError, match=r"twice\.jsonl: line 3: prompt_id '1' is already that of .*twice\.jsonl: line 1"):
+    with pytest.raises(
+        ValueError, match=r"twice\.jsonl: line 3: prompt_id '1' is already that of .*twice\.jsonl: line 1"
+    ):
         read_prompts(twice)
     wrong_end = jsonl(tmp_path / "end.jsonl", say(("user", "q"), ("assistant", "a")))
     with pytest.raises(ValueError, match=r"line 1: field 'messages\[1\].role' is 'assistant'; .* the user's"):
@@ -151,5 +152,5 @@ def test_a_missing_file_and_an_unknown_suffix_are_named(tmp_path: Path) -> None:
 
 def test_a_hub_id_that_cannot_be_reached_is_named() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    with pytest.raises(ValueError, match="source 'heed-tests/absent' is neither a file here .*split 'validation'"):
+    with pytest.raises(ValueError, match=r"source 'heed-tests/absent' is neither a file here .*split 'validation'"):
         list(read_rows(DataConfig(source="heed-tests/absent", split="validation")))

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from lm.config import ModelConfig
 from lm.model import LanguageModel, initialise
@@ -54,8 +54,9 @@ def accumulate(engine: Engine[LanguageModel], objective: PackedObjective, micro:
     rows = np.arange(4)
     count = objective.count(rows)
     for start in range(0, 4, micro):
-        loss, _ = objective.loss(engine.model, rows[start : start + micro], engine.device)
-        engine.backward(loss / count, is_last=start + micro == 4, step=0)
+        with engine.micro_batch(is_last=start + micro == 4):
+            loss, _ = objective.loss(engine.model, rows[start : start + micro], engine.device)
+            engine.backward(loss / count, step=0)
 
 
 def plain_loss(model: LanguageModel, objective: PackedObjective) -> Tensor:
@@ -63,7 +64,7 @@ def plain_loss(model: LanguageModel, objective: PackedObjective) -> Tensor:
     rows = objective.rows
     tokens, segments, counted = (torch.from_numpy(part[:4]) for part in (rows.tokens, rows.segments, rows.counted))
     logits = model(tokens, segments)[:, :-1]
-    losses = F.cross_entropy(logits.reshape(-1, 288), tokens[:, 1:].reshape(-1), reduction="none")
+    losses = cross_entropy(logits.reshape(-1, 288), tokens[:, 1:].reshape(-1), reduction="none")
     mask = counted[:, 1:].reshape(-1).float()
     return (losses * mask).sum() / mask.sum()
 
@@ -136,11 +137,13 @@ def test_a_loss_that_is_not_finite_stops_before_a_weight_changes(
     engine: Engine[LanguageModel], ragged: PackedObjective, bad: float
 ) -> None:
     before = {name: weight.clone() for name, weight in engine.full_weights().items()}
+    with engine.micro_batch(is_last=False):
+        loss, _ = ragged.loss(engine.model, np.arange(2), engine.device)
+        engine.backward(loss * bad, step=4)
     loss, _ = ragged.loss(engine.model, np.arange(2), engine.device)
-    engine.backward(loss * bad, is_last=False, step=4)
-    loss, _ = ragged.loss(engine.model, np.arange(2), engine.device)
-    with pytest.raises(RuntimeError, match=r"step 4: the loss is not finite on 1 of 1 ranks .*no weight was changed"):
-        engine.backward(loss, is_last=True, step=4)
+    message = r"step 4: the loss is not finite on 1 of 1 ranks .*no weight was changed"
+    with pytest.raises(RuntimeError, match=message), engine.micro_batch(is_last=True):
+        engine.backward(loss, step=4)
     assert all(torch.equal(weight, before[name]) for name, weight in engine.full_weights().items())
 
 
@@ -148,12 +151,13 @@ def test_a_gradient_that_is_not_finite_stops_before_a_weight_changes(engine: Eng
     """√0 is finite and its slope is not: the loss alone does not show it."""
     before = {name: weight.clone() for name, weight in engine.full_weights().items()}
     hidden = engine.model(torch.tensor([[1, 2, 3]]))
-    engine.backward((hidden - hidden.detach()).square().sum().sqrt(), is_last=True, step=0)
-    with pytest.raises(RuntimeError, match="gradient.* not finite"):
+    with engine.micro_batch(is_last=True):
+        engine.backward((hidden - hidden.detach()).square().sum().sqrt(), step=0)
+    with pytest.raises(RuntimeError, match=r"gradient.* not finite"):
         engine.step(0.01)
     assert all(torch.equal(weight, before[name]) for name, weight in engine.full_weights().items())
 
 
 def test_a_wrong_world_size_is_noticed(tiny_config: ModelConfig) -> None:
-    with pytest.raises(AssertionError, match="the process group has 1 ranks where 3 were started"):
+    with pytest.raises(AssertionError, match=r"the process group has 1 ranks where 3 were started"):
         Engine(build(tiny_config), OPTIMIZER, ONE_RANK, world_size=3, micro_batch=1)

@@ -21,7 +21,7 @@ OPTIMIZER = OptimizerConfig(learning_rate=0.01, schedule="cosine", warmup_steps=
 NUM_STEPS, SAVE_EVERY = 6, 3
 
 
-class Killed(Exception):
+class KilledError(Exception):
     pass
 
 
@@ -34,7 +34,7 @@ class Mortal(StreamObjective):
 
     def loss(self, model: LanguageModel, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
         if self.passes == 0:
-            raise Killed
+            raise KilledError
         self.passes -= 1
         return super().loss(model, rows, device)
 
@@ -75,7 +75,7 @@ def test_a_killed_run_resumes_bit_for_bit(
     untouched: tuple[dict[str, Tensor], dict[int, tuple[float, float, float]]],
     passes: int,
 ) -> None:
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         run(tmp_path, tiny_config, passes=passes)
     torch.manual_seed(passes)  # a new process is in another state of chance
     weights = run(tmp_path, tiny_config)
@@ -88,7 +88,7 @@ def test_a_damaged_checkpoint_costs_time_and_nothing_else(
     tiny_config: ModelConfig,
     untouched: tuple[dict[str, Tensor], dict[int, tuple[float, float, float]]],
 ) -> None:
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         run(tmp_path, tiny_config, passes=9)
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
     path = checkpoint / "model.safetensors"

@@ -51,7 +51,7 @@ def test_packing_by_hand() -> None:
 
 
 def test_a_sequence_longer_than_a_row_is_named() -> None:
-    with pytest.raises(ValueError, match="sequence 1 has 4 tokens; at most 3 fit a row"):
+    with pytest.raises(ValueError, match=r"sequence 1 has 4 tokens; at most 3 fit a row"):
         pack([([1], [True]), ([1] * 4, [True] * 4)], 3, PAD)
 
 
@@ -96,5 +96,5 @@ def test_the_order_is_a_pure_function_of_seed_and_step() -> None:
 
 
 def test_no_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="no rows to train on"):
+    with pytest.raises(ValueError, match=r"no rows to train on"):
         DataOrder(0, 4, seed=5)

@@ -39,11 +39,11 @@ def test_impossible_optimizers_are_refused(options: dict[str, object]) -> None:
 def test_batch_arithmetic() -> None:
     batch = BatchConfig(batch_size=24, micro_batch_size=4)
     assert [batch.num_micro_batches(ranks) for ranks in (1, 2, 3, 6)] == [6, 3, 2, 1]
-    with pytest.raises(ValueError, match="batch_size over ranks x micro_batch_size: 24 is not a multiple of 20"):
+    with pytest.raises(ValueError, match=r"batch_size over ranks x micro_batch_size: 24 is not a multiple of 20"):
         batch.num_micro_batches(5)
-    with pytest.raises(ValueError, match="batch_size over micro_batch_size: 10 is not a multiple of 4"):
+    with pytest.raises(ValueError, match=r"batch_size over micro_batch_size: 10 is not a multiple of 4"):
         BatchConfig(batch_size=10, micro_batch_size=4)
-    with pytest.raises(ValueError, match="micro_batch_size"):
+    with pytest.raises(ValueError, match=r"micro_batch_size"):
         BatchConfig(batch_size=10, micro_batch_size=0)
 
 

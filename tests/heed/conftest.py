@@ -1,0 +1,130 @@
+"""The debug job as a user runs it: `heed run` in a process group of its own, whose processes can all be found."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEBUG_JOB = ROOT / "configs" / "jobs" / "debug.toml"
+MARK = "HEED_TEST_PROCESS"
+# Checkpoints every few steps, so that every stage is resumed in its middle; dropout, so that random draws are too.
+OVERRIDES = ("pretrain.save_every_steps=5", "reward.save_every_steps=2", "pretrain.dropout=0.1", "reward.dropout=0.1")
+
+
+def processes_of(mark: str) -> list[int]:
+    """Every process that inherited the mark: the command, its Ray, its workers."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes():
+                # A zombie, ended and not yet waited for, has nothing left to do.
+                if (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    found.append(int(folder.name))
+        except OSError:  # it ended while it was looked at, or is another user's
+            continue
+    return found
+
+
+@dataclass
+class HeedCommand:
+    """One started `heed` command."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    log: Path
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(encoding="utf-8")
+
+    def wait(self, seconds: float = 300.0) -> int:
+        return self.process.wait(timeout=seconds)
+
+    def kill_everything(self) -> None:
+        """SIGKILL to the command's whole process group."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(timeout=30)
+
+    def wait_until_gone(self, seconds: float = 30.0) -> list[int]:
+        """Processes that are left after so long."""
+        end = time.monotonic() + seconds
+        while (left := processes_of(self.mark)) and time.monotonic() < end:
+            time.sleep(0.1)
+        return left
+
+
+@pytest.fixture(scope="session")
+def heed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., HeedCommand]]:
+    """Starts `heed` with some arguments; what still runs at the end is ended."""
+    started: list[HeedCommand] = []
+    logs = tmp_path_factory.mktemp("logs")
+    # Ray keeps sockets here, whose paths must be short.
+    ray_folder = tempfile.mkdtemp(prefix="heed-ray-")
+    # Ranks that tests in this process have named are none of the command's business; passive threads leave the cores
+    # to whoever has work.
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAY_ADDRESS")
+        and not name.startswith("ACCELERATE_")
+    }
+
+    def start(*arguments: str, environment: Mapping[str, str] | None = None, stdin: str = "") -> HeedCommand:
+        mark = f"{os.getpid()}-{len(started)}"
+        log, typed = logs / f"{len(started)}.log", logs / f"{len(started)}.in"
+        typed.write_text(stdin, encoding="utf-8")
+        marked = {"OMP_WAIT_POLICY": "PASSIVE", "RAY_TMPDIR": ray_folder, "PYTHONPATH": str(ROOT), MARK: mark}
+        with log.open("w") as output, typed.open() as lines:
+            process = subprocess.Popen(
+                [sys.executable, "-c", "from heed.cli import main; main()", *arguments],
+                cwd=ROOT, env={**inherited, **marked, **(environment or {})}, text=True,
+                stdin=lines, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        started.append(HeedCommand(process, mark, log))
+        return started[-1]
+
+    yield start
+    for command in started:
+        if command.process.poll() is None:
+            command.kill_everything()
+        for process in command.wait_until_gone():
+            os.kill(process, signal.SIGKILL)
+    shutil.rmtree(ray_folder, ignore_errors=True)
+
+
+RunDebug = Callable[[Path, Sequence[str]], HeedCommand]
+
+
+@pytest.fixture(scope="session")
+def run_debug(heed: Callable[..., HeedCommand]) -> RunDebug:
+    """Starts the debug job with further arguments."""
+
+    def start(runs: Path, arguments: Sequence[str] = ()) -> HeedCommand:
+        overrides = [part for override in OVERRIDES for part in ("--set", override)]
+        return heed("run", str(DEBUG_JOB), "--runs", str(runs), *overrides, *arguments)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def started_run(run_debug: RunDebug, tmp_path_factory: pytest.TempPathFactory) -> tuple[HeedCommand, Path]:
+    """The run nobody touches, on its way; tests that need its end ask for `finished_run`."""
+    runs = tmp_path_factory.mktemp("untouched")
+    return run_debug(runs, ()), runs / "debug"
+
+
+@pytest.fixture(scope="session")
+def finished_run(started_run: tuple[HeedCommand, Path]) -> Path:
+    """The folder of a finished debug run. Read only."""
+    command, folder = started_run
+    assert command.wait() == 0, command.output
+    return folder

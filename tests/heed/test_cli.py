@@ -1,0 +1,175 @@
+"""The command line in this process: a mistake is one line and exit code 2, before anything is trained."""
+
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heed.cli import main
+from lm.config import ModelConfig
+from lm.model import LanguageModel, initialise
+from lm.tokenizer import Tokenizer
+from lm.weights import save_model
+
+ROOT = Path(__file__).parents[2]
+DEBUG = str(ROOT / "configs" / "jobs" / "debug.toml")
+
+
+@pytest.fixture
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs `heed` with arguments that it must refuse; returns the one line it says."""
+
+    def call(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["heed", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert "Traceback" not in said.err
+        lines = said.err.strip().splitlines()
+        assert len(lines) == 1, said.err
+        assert lines[0].startswith("error: ")
+        return lines[0]
+
+    return call
+
+
+@pytest.fixture
+def start_job(refused: Callable[..., str], tmp_path: Path) -> Callable[..., str]:
+    """`heed run` of the debug job with overrides that it must refuse before any training."""
+
+    def call(*overrides: str) -> str:
+        line = refused("run", DEBUG, "--runs", str(tmp_path), *[p for o in overrides for p in ("--set", o)])
+        assert not (tmp_path / "debug" / "pretrain").exists()
+        return line
+
+    return call
+
+
+def write_rows(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def asked(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def test_a_long_message_is_one_line(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / ("deep " * 30) / "job.toml"
+    assert refused("run", str(path)) == f"error: {path}: no such file"
+
+
+def test_markup_in_a_message_is_shown_as_it_is(refused: Callable[..., str]) -> None:
+    assert "[bold]x[/bold]" in refused("run", "[bold]x[/bold].toml")
+
+
+@pytest.mark.parametrize("arguments", [("--from", "pert"), ("--only", "pert")])
+def test_an_unknown_stage(refused: Callable[..., str], arguments: tuple[str, str]) -> None:
+    line = refused("run", DEBUG, *arguments)
+    assert f"{arguments[0]} 'pert': one of pretrain, sft, collect, reward, ppo, compare was expected" in line
+
+
+def test_an_unknown_key(start_job: Callable[..., str]) -> None:
+    assert start_job("ppo.kl_coeff=1").endswith("ppo.kl_coeff: unknown key; did you mean 'kl_coef'?")
+
+
+def test_more_workers_than_cores(refused: Callable[..., str], tmp_path: Path) -> None:
+    line = refused(
+        "run", DEBUG, "--runs", str(tmp_path), "--workers", "64", "--set", "pretrain.batch.batch_size=512",
+        "--set", "sft.batch.batch_size=256", "--set", "reward.batch.batch_size=256", "--set", "ppo.rollout_prompts=256",
+        "--set", "ppo.minibatch.batch_size=256", "--set", "ppo.ptx_rows=64",
+    )  # fmt: skip
+    assert "workers is 64; this machine has" in line
+
+
+@pytest.mark.parametrize("stage", ["collect", "ppo", "compare"])
+def test_a_prompt_without_room_for_its_response(start_job: Callable[..., str], tmp_path: Path, stage: str) -> None:
+    rows = [asked("short"), {"prompt_id": "the-long-one", **asked("word " * 400)}]
+    path = write_rows(tmp_path / "prompts.jsonl", rows)
+    line = start_job(f"{stage}.prompts.source={path}")
+    assert f"{path}: prompt 'the-long-one' has " in line
+    assert f"at most 144 leave room in model.context_tokens for {stage}.max_response_tokens = 16" in line
+
+
+@pytest.mark.parametrize(
+    ("key", "rows", "message"),
+    [
+        ("ppo.prompts", [asked("a"), '{"messages": [}'], "line 2: not JSON"),
+        ("ppo.prompts", [asked("a"), [1]], "line 2: list found; a JSON object was expected"),
+        ("ppo.prompts", [asked("a"), {"text": "b"}], "line 2: field 'messages' is NoneType"),
+        ("compare.prompts", [{"prompt_id": 1, **asked("a")}, {"prompt_id": 1, **asked("b")}], "line 2: prompt_id '1'"),
+        ("collect.prompts", [{"messages": [{"role": "user", "content": "  "}]}], "line 1: messages[0]"),
+        ("collect.prompts", [{"messages": [{"role": "robot", "content": "a"}]}], "line 1: field 'messages[0].role'"),
+        ("sft.demonstrations", [asked("a")], "line 1: field 'messages[0].role' is 'user'; the last turn must be"),
+        ("sft.heldout", [{"prompt": "a", "completion": 3}], "line 1: field 'completion' is int; a string"),
+        ("sft.demonstrations", [{"prompt": "a", "completion": "b " * 400}], "line 1: the conversation has"),
+        ("pretrain.texts", [{"text": "fine"}, {"txt": "a"}], "line 2: field 'text' is missing; found ['txt']"),
+        ("pretrain.heldout", [{"text": 5}], "line 1: field 'text' is int"),
+        ("ppo.prompts", [], "no prompts; at least one was expected"),
+    ],
+)
+def test_a_malformed_row_is_refused_before_any_training(
+    start_job: Callable[..., str], tmp_path: Path, key: str, rows: list[Any], message: str
+) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    many = key.startswith(("sft", "pretrain"))
+    line = start_job(f'{key}=[{{source="{path}"}}]' if many else f"{key}.source={path}")
+    assert path in line
+    assert message in line
+
+
+def test_a_missing_data_file(start_job: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / "absent.jsonl"
+    assert f"{path}: no such file" in start_job(f"ppo.prompts.source={path}")
+
+
+def test_a_report_of_no_run(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "no such file; a run directory with the job in job.toml was expected" in refused("report", str(tmp_path))
+
+
+@pytest.fixture
+def chat_model(tmp_path: Path) -> Path:
+    tokenizer = Tokenizer.train(["a tiny model says tiny things"], 270, "chat")
+    model = LanguageModel(
+        ModelConfig(vocab_size=270, context_tokens=40, width=8, num_layers=1, num_heads=2, num_kv_heads=2, mlp_width=8)
+    )
+    initialise(model, 0)
+    save_model(tmp_path / "model", model, model.state_dict(), tokenizer)
+    return tmp_path / "model"
+
+
+def test_chat_answers_every_line(
+    chat_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def talk(typed: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["heed", "chat", str(chat_model), "--max-tokens", "5", "--temperature", "0"])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == 0
+        return capsys.readouterr().out.split("\n")[:-1]
+
+    once, longer = talk("a tiny model\n"), talk("a tiny model\nsays\n\na tiny model\n")
+    assert len(once) == 1
+    assert len(longer) == 3
+    # An empty line starts over, so the third answer is the first again; greedy answers do not vary.
+    assert longer[0] == longer[2] == once[0]
+    # More than the context holds, in one turn and in many: it goes on.
+    assert "the model reads at most 39" in talk("word " * 60 + "\n")[0]
+    assert len(talk("tiny things\n" * 12)) == 12
+
+
+def test_chat_needs_a_model_directory(refused: Callable[..., str], chat_model: Path) -> None:
+    (chat_model / "model.safetensors").unlink()
+    assert f"{chat_model / 'model.safetensors'}: no such file" in refused("chat", str(chat_model))
+    shutil.rmtree(chat_model)
+    assert f"{chat_model / 'tokenizer.json'}: no such file" in refused("chat", str(chat_model))
