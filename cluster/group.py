@@ -19,10 +19,13 @@ PLACEMENT_SECONDS = 60.0
 
 # glibc hands large buffers back to the system at every free and pays for fresh pages at every allocation; training
 # allocates the same sizes again at once, so keeping them is worth up to a third of a small model's step.
-KEEP_MEMORY = {
+# Threads that spin while they wait for each other stop a machine that anyone else uses: with passive waiting a training
+# step beside other work took 11 s where it took 38 s (docs/log.md).
+WORKER_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "8589934592",
     "MALLOC_TRIM_THRESHOLD_": "17179869184",
     "MALLOC_TOP_PAD_": "268435456",
+    "OMP_WAIT_POLICY": "PASSIVE",
 }
 
 
@@ -109,7 +112,7 @@ class WorkerGroup:
         remote = ray.remote(_Worker).options(
             num_cpus=bundle["CPU"],
             num_gpus=bundle.get("GPU", 0.0),
-            runtime_env={"env_vars": {**KEEP_MEMORY, "OMP_NUM_THREADS": str(threads)}},
+            runtime_env={"env_vars": {**WORKER_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement),
         )
         self._workers: list[Any] = [remote.remote(rank, num_workers, threads) for rank in range(num_workers)]

@@ -107,6 +107,8 @@ def load_job(path: Path | None, overrides: Sequence[str] = ()) -> JobConfig:
         values = tomllib.loads(source.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{name}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}: cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{name}: not TOML: {error}") from None
     for override in overrides:

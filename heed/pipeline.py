@@ -117,7 +117,7 @@ def _put_aside(run: Run, folder: Path) -> None:
     target.mkdir(exist_ok=True)
     number = 1 + sum(1 for _ in target.glob(f"{folder.name}-*"))
     folder.rename(target / f"{folder.name}-{number}")
-    console.print(f"{folder.name}: inputs changed; the earlier result is kept in {target / f'{folder.name}-{number}'}")
+    console.print(f"{folder.name}: the earlier result is kept in {target / f'{folder.name}-{number}'}")
 
 
 def _prepare_world(run: Run) -> None:

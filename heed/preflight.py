@@ -17,7 +17,10 @@ def check_data(run: Run) -> None:
             pass
     for sources in (job.sft.demonstrations, job.sft.heldout):
         for where, messages in read_conversations([run.resolve(data) for data in sources]):
-            num_tokens = len(tokenizer.encode_conversation(messages)[0])
+            tokens, is_response = tokenizer.encode_conversation(messages)
+            num_tokens = len(tokens)
+            if not any(is_response):
+                raise ValueError(f"{where}: sft.chat_template {job.sft.chat_template!r} shows no assistant's response")
             if num_tokens > job.sft.row_tokens:
                 raise ValueError(
                     f"{where}: the conversation has {num_tokens} tokens; sft.row_tokens allows {job.sft.row_tokens}"

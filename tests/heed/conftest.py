@@ -25,10 +25,10 @@ def processes_of(mark: str) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
         try:
-            if folder.name.isdigit() and f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes():
-                # A zombie, ended and not yet waited for, has nothing left to do.
-                if (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                    found.append(int(folder.name))
+            marked = folder.name.isdigit() and f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes()
+            # A zombie, ended and not yet waited for, has nothing left to do.
+            if marked and (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found.append(int(folder.name))
         except OSError:  # it ended while it was looked at, or is another user's
             continue
     return found
@@ -101,16 +101,22 @@ def heed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Hee
     shutil.rmtree(ray_folder, ignore_errors=True)
 
 
+@pytest.fixture(scope="session")
+def overrides() -> tuple[str, ...]:
+    """What every debug run here changes."""
+    return OVERRIDES
+
+
 RunDebug = Callable[[Path, Sequence[str]], HeedCommand]
 
 
 @pytest.fixture(scope="session")
-def run_debug(heed: Callable[..., HeedCommand]) -> RunDebug:
+def run_debug(heed: Callable[..., HeedCommand], overrides: tuple[str, ...]) -> RunDebug:
     """Starts the debug job with further arguments."""
 
     def start(runs: Path, arguments: Sequence[str] = ()) -> HeedCommand:
-        overrides = [part for override in OVERRIDES for part in ("--set", override)]
-        return heed("run", str(DEBUG_JOB), "--runs", str(runs), *overrides, *arguments)
+        changed = [part for override in overrides for part in ("--set", override)]
+        return heed("run", str(DEBUG_JOB), "--runs", str(runs), *changed, *arguments)
 
     return start
 

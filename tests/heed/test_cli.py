@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
 from heed.cli import main
@@ -21,9 +22,7 @@ DEBUG = str(ROOT / "configs" / "jobs" / "debug.toml")
 
 
 @pytest.fixture
-def refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs `heed` with arguments that it must refuse; returns the one line it says."""
 
     def call(*arguments: str) -> str:
@@ -130,6 +129,24 @@ def test_a_malformed_row_is_refused_before_any_training(
 def test_a_missing_data_file(start_job: Callable[..., str], tmp_path: Path) -> None:
     path = tmp_path / "absent.jsonl"
     assert f"{path}: no such file" in start_job(f"ppo.prompts.source={path}")
+
+
+def test_a_template_that_shows_no_response(start_job: Callable[..., str]) -> None:
+    # A slip in the name of a template makes it a template of its own, one that never shows a message.
+    assert "line 1: sft.chat_template 'chta' shows no assistant's response" in start_job("sft.chat_template=chta")
+
+
+@pytest.mark.xfail(reason="lm/tokenizer.py lets Jinja's errors through", raises=jinja2.TemplateError, strict=True)
+@pytest.mark.parametrize("template", ["{% for", "{{ messages[9].content }}"])
+def test_a_template_that_is_none(start_job: Callable[..., str], template: str) -> None:
+    assert "chat_template" in start_job(f"sft.chat_template={template}")
+
+
+def test_job_files_that_cannot_be_read(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert f"{tmp_path}: cannot be read" in refused("run", str(tmp_path))
+    path = tmp_path / "job.toml"
+    path.write_bytes(b'name = "\xff"')
+    assert f"{path}: cannot be read: 'utf-8' codec" in refused("run", str(path))
 
 
 def test_a_report_of_no_run(refused: Callable[..., str], tmp_path: Path) -> None:

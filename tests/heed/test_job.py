@@ -95,7 +95,10 @@ def test_overrides_set_dotted_keys() -> None:
         ("world.kind=moon", r"world: .*'playground', 'reviews'"),
         # What spans fields: batches must divide, sequences must fit.
         ("sft.batch.micro_batch_size=3", r"sft\.batch: batch_size over micro_batch_size: 8 is not a multiple of 3"),
-        ("workers=4", r"pretrain\.batch with workers = 4: batch_size over ranks x micro_batch_size: 16 .* multiple of 32"),
+        (
+            "workers=4",
+            r"pretrain\.batch with workers = 4: batch_size over ranks x micro_batch_size: 16 .* multiple of 32",
+        ),
         ("ppo.rollout_prompts=12", r"ppo: rollout_prompts over minibatch\.batch_size: 12 is not a multiple of 8"),
         ("ppo.ptx_rows=0", r"ppo: ptx_coef 0\.1 with ptx_rows 0: both or neither must be 0"),
         ("model.width=33", r"model: model\.width over model\.num_heads: 33 is not a multiple of 2"),

@@ -5,7 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import pytest
 import torch
 import transformers
 
+from cluster.group import connect, disconnect
+from heed import pipeline
 from heed.job import STAGES, load_job
 from heed.pipeline import run_job
 from lm.tokenizer import Tokenizer
@@ -20,7 +22,6 @@ from lm.weights import load_language_model
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
-OVERRIDES = ("pretrain.save_every_steps=5", "reward.save_every_steps=2", "pretrain.dropout=0.1", "reward.dropout=0.1")
 Rerun = Callable[..., list[str]]
 
 
@@ -42,14 +43,24 @@ def copied(finished_run: Path, tmp_path: Path) -> Path:
     return tmp_path / "debug"
 
 
-@pytest.fixture
-def rerun(copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Rerun:
-    """Runs the job again, in this process; returns the stages that ran."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+@pytest.fixture(scope="module")
+def _ray_stays() -> Iterator[None]:
+    """Ray is started once for all runs in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        patch.setattr(pipeline, "disconnect", lambda: None)
+        connect(1)
+        yield
+        disconnect()
 
-    def call(*overrides: str, **options: str) -> list[str]:
+
+@pytest.fixture
+def rerun(copied: Path, overrides: tuple[str, ...], capsys: pytest.CaptureFixture[str], _ray_stays: None) -> Rerun:
+    """Runs the job again, in this process; returns the stages that ran."""
+
+    def call(*more: str, **options: str) -> list[str]:
         capsys.readouterr()
-        run_job(load_job(DEBUG, [*OVERRIDES, *overrides]), copied.parent, **options)
+        run_job(load_job(DEBUG, [*overrides, *more]), copied.parent, **options)
         said = capsys.readouterr().err.splitlines()
         ran = [name for name in STAGES if any(line.startswith(f"{name}: done in") for line in said)]
         skipped = [name for name in STAGES if f"{name}: unchanged, skipped" in said]

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from training.config import BatchConfig, OptimizerConfig
 from training.data import DataConfig
 from training.packing import write_token_stream
 
-WORDS = "the cat sat on a mat and saw one red bird fly over two green hills".split()
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "red", "bird", "fly", "over", "green", "hills"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -69,9 +69,7 @@ def test_a_mask_whose_true_part_is_not_a_prefix_still_gets_one_score() -> None:
     seed=st.integers(0, 10_000),
 )
 @settings(deadline=None, max_examples=80)
-def test_advantages_equal_the_double_loop(
-    lengths: list[int], discount: float, gae_lambda: float, seed: int
-) -> None:
+def test_advantages_equal_the_double_loop(lengths: list[int], discount: float, gae_lambda: float, seed: int) -> None:
     width = 9
     rewards = noise(len(lengths), width, seed=seed) * ragged_mask(lengths, width)
     values = noise(len(lengths), width, seed=seed + 1)  # what stands past the end must not be read

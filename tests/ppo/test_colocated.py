@@ -223,7 +223,9 @@ def test_an_update_without_pretraining_rows(start: Start, controlled: Controlled
 
 
 def test_a_minibatch_whose_scores_all_failed(start: Start, prompts: Prompts) -> None:
-    worker = start(minibatch=1, micro=1, rollout_prompts=16, num_epochs=1, max_failed_share=0.07, ptx_coef=0, ptx_rows=0)
+    worker = start(
+        minibatch=1, micro=1, rollout_prompts=16, num_epochs=1, max_failed_share=0.07, ptx_coef=0, ptx_rows=0
+    )
     scores = worker.scores
 
     def one_fails(rollout: Rollout) -> Tensor:
@@ -256,7 +258,7 @@ def test_a_sync_that_does_not_arrive_is_found_out(start: Start, prompts: Prompts
     worker = start()
     batch, _ = batches(worker, prompts)
     worker.update_policy(batch, 1e-2, 0)
-    worker.generator.load_state_dict = lambda weights: None  # type: ignore[method-assign, assignment, misc]
+    worker.generator.load_state_dict = lambda _weights: None  # type: ignore[method-assign, assignment, misc]
     with pytest.raises(AssertionError, match="checksum"):
         worker.sync_weights()
 

@@ -14,7 +14,8 @@ from ppo.config import PPOConfig
 from ppo.controller import PPOController, ScoreScale
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 
-BAD, GOOD, R = 0, 1, 4
+GOOD, R = 1, 4  # the other token is 0
+SCALE = ScoreScale(0.5, 0.25)
 PROMPTS = [[7] * (1 + i % 3) for i in range(24)]
 
 
@@ -34,7 +35,8 @@ class ToyRoles:
         chance = float(self.odds.softmax(0)[GOOD])
         draws = [np.random.default_rng(seed).random(R) < chance for seed in seeds]
         # Even seeds give short responses that end by themselves, odd ones responses that are cut off.
-        responses = [[int(good) for good in draw[: R - 1 if seed % 2 == 0 else R]] for draw, seed in zip(draws, seeds)]
+        lengths = [R - 1 if seed % 2 == 0 else R for seed in seeds]
+        responses = [draw[:length].astype(int).tolist() for draw, length in zip(draws, lengths, strict=True)]
         finished = [seed % 2 == 0 for seed in seeds]
         self.rollouts.append(Rollout.of(prompts, responses, finished, max_response_tokens=R, pad_id=9))
         return self.rollouts[-1]
@@ -68,7 +70,7 @@ class ToyRoles:
         error = ((ratio - 1).abs() * batch.mask_BR).sum() / batch.num_tokens
         return {"ratio_error": error.item(), "policy_loss": float(update)}
 
-    def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> Mapping[str, float]:
+    def update_value(self, batch: ValueBatch, _learning_rate: float, update: int) -> Mapping[str, float]:
         assert update == len(self.value_batches)
         self.value_batches.append(batch)
         self.value = self.value + 0.1 * (batch.returns_BR[batch.mask_BR].mean() - self.value)
@@ -104,9 +106,7 @@ class FailingScores(ToyRoles):
 
 @pytest.fixture
 def start(ppo_config: Callable[..., PPOConfig]) -> Callable[..., PPOController]:
-    def build(
-        roles: ToyRoles, *, seed: int = 3, scale: ScoreScale = ScoreScale(0.5, 0.25), **changes: object
-    ) -> PPOController:
+    def build(roles: ToyRoles, *, seed: int = 3, scale: ScoreScale = SCALE, **changes: object) -> PPOController:
         values = {"ptx_coef": 0, "ptx_rows": 0, "max_response_tokens": R, "missing_end_penalty": 0.0, **changes}
         return PPOController(ppo_config(**values), roles, PROMPTS, scale, num_pretraining_rows=7, seed=seed)
 

@@ -1,7 +1,7 @@
 """The PPO stage end to end in this process: metrics, checkpoints, resuming after a kill."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ class Killed(BaseException):
 
 
 class Mortal(ColocatedWorker):
-    """Dies when it is asked for its `deaths`-th rollout."""
+    """Dies in its third iteration."""
 
     num_rollouts_left = 2
 
@@ -38,7 +38,7 @@ class Mortal(ColocatedWorker):
 @pytest.fixture
 def run(
     parents: Parents, prompts: list[list[int]], ppo_config: Callable[..., PPOConfig]
-) -> Iterator[Callable[[Path, type[ColocatedWorker]], None]]:
+) -> Callable[[Path, type[ColocatedWorker]], None]:
     tokenizer = Tokenizer.load(parents.sft)
     # Prompts as a file gives them; the user's words are what the encoded fixture was made of.
     asked = [
@@ -54,7 +54,7 @@ def run(
         finally:
             roles.close()
 
-    yield build
+    return build
 
 
 def test_a_killed_run_ends_as_the_run_nobody_touched(
