@@ -181,16 +181,21 @@ class WorkerGroup:
     ) -> None:
         """Raise the earliest failure among those that have arrived; the group is closed, its ranks may be stuck."""
         failures = [(when, rank, failure)]
+        lost = ""
         ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=1.0) if pending else ([], [])
         for call in ready:
-            ok, other_when, result = ray.get(call)
+            try:
+                ok, other_when, result = ray.get(call)
+            except ray.exceptions.RayError as error:  # the peers' failures may well be the consequence
+                lost += f"\nrank {rank_of[call]} of {self.num_workers} was lost: {error}"
+                continue
             if not ok:
                 failures.append((other_when, rank_of[call], result))
         _, first_rank, (error, trace) = min(failures, key=lambda item: item[0])
         self.close()
         if isinstance(error, ValueError):
             raise error
-        raise WorkerError(f"{phase}: rank {first_rank} of {self.num_workers}: {error!r}\n{trace}") from error
+        raise WorkerError(f"{phase}: rank {first_rank} of {self.num_workers}: {error!r}\n{trace}{lost}") from error
 
     def close(self) -> None:
         """End the workers of this group and free their place."""

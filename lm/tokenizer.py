@@ -129,12 +129,15 @@ class Tokenizer:
 
     def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         """The conversation as the template writes it."""
-        return self._template.render(
-            messages=[dict(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            eos_token=self.end,
-            pad_token=self.pad,
-        )
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                eos_token=self.end,
+                pad_token=self.pad,
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"chat_template {self.chat_template!r}: {error}") from None
 
     def encode_prompt(self, messages: Messages) -> list[int]:
         """Tokens up to where the assistant's next response begins."""

@@ -157,9 +157,6 @@ def test_a_worker_killed_inside_a_collective_is_named(pair: WorkerGroup) -> None
         pair.run("ppo", die)
 
 
-@pytest.mark.xfail(
-    reason="cluster/group.py: _fail does not expect a lost peer", raises=ray.exceptions.RayError, strict=True
-)
 def test_a_worker_lost_while_a_peer_fails_is_named_too(pair: WorkerGroup) -> None:
     def fail() -> None:
         if rank() == 1:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pytest
 
 from heed.cli import main
@@ -136,7 +135,6 @@ def test_a_template_that_shows_no_response(start_job: Callable[..., str]) -> Non
     assert "line 1: sft.chat_template 'chta' shows no assistant's response" in start_job("sft.chat_template=chta")
 
 
-@pytest.mark.xfail(reason="lm/tokenizer.py lets Jinja's errors through", raises=jinja2.TemplateError, strict=True)
 @pytest.mark.parametrize("template", ["{% for", "{{ messages[9].content }}"])
 def test_a_template_that_is_none(start_job: Callable[..., str], template: str) -> None:
     assert "chat_template" in start_job(f"sft.chat_template={template}")
