@@ -80,11 +80,21 @@ def _require_parents(run: Run, stage: Stage) -> None:
 
 def _inputs(run: Run, stage: Stage) -> Inputs:
     """What the stage would be made from now. How the work is split and logged changes no result and is left out."""
-    config = {section: getattr(run.job, section).model_dump(mode="json") for section in stage.sections}
+    config = {section: _without_layout(getattr(run.job, section).model_dump(mode="json")) for section in stage.sections}
     config["precision"] = run.job.engine.resolved_precision()
     parents = {parent: outputs_hash(run.stage_folder(parent), parent) for parent in stage.parents}
     data = {source: _source_hash(run.path_of(source)) for source in sources_in(config)}
     return Inputs(stage.name, run.job.seed, config, parents, data)
+
+
+LAYOUT = {"micro_batch_size", "save_every_steps", "save_every_iterations", "evaluate_every_steps"}
+
+
+def _without_layout(value: Any) -> Any:
+    """A dumped config without the keys that say how work is split and how often it is looked at."""
+    if isinstance(value, dict):
+        return {key: _without_layout(item) for key, item in value.items() if key not in LAYOUT}
+    return [_without_layout(item) for item in value] if isinstance(value, list) else value
 
 
 def _source_hash(source: str) -> str:

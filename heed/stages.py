@@ -137,6 +137,11 @@ def run_reward(run: Run, _progress: StageProgress) -> None:
 def run_ppo(run: Run, _progress: StageProgress) -> None:
     config = run.resolve(run.job.ppo)
     scores = read_results(run.stage_folder("reward"))
+    if not scores["sample_score_std"] > 0:
+        raise ValueError(
+            f"{run.stage_folder('reward') / 'results.json'}: sample_score_std is {scores['sample_score_std']}; a reward"
+            " model that tells the SFT policy's samples apart was expected"
+        )
     parents = Parents(
         sft=run.model("sft"),
         reward=run.model("reward"),
