@@ -186,8 +186,8 @@ class WorkerGroup:
         for call in ready:
             try:
                 ok, other_when, result = ray.get(call)
-            except ray.exceptions.RayError as error:  # the peers' failures may well be the consequence
-                lost += f"\nrank {rank_of[call]} of {self.num_workers} was lost: {error}"
+            except ray.exceptions.RayError as loss:  # the peers' failures may well be the consequence
+                lost += f"\nrank {rank_of[call]} of {self.num_workers} was lost: {loss}"
                 continue
             if not ok:
                 failures.append((other_when, rank_of[call], result))

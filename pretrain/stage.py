@@ -16,7 +16,7 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel, count_parameters, initialise
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
-from training.config import BatchConfig, Config, OptimizerConfig
+from training.config import TrainingConfig
 from training.data import DataConfig, read_texts
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
@@ -26,7 +26,7 @@ from training.seeds import derive_seed
 from training.stage import StageContext
 
 
-class PretrainConfig(Config):
+class PretrainConfig(TrainingConfig):
     """`batch.batch_size` counts rows of `row_tokens` tokens."""
 
     texts: tuple[DataConfig, ...] = Field(min_length=1)
@@ -34,11 +34,6 @@ class PretrainConfig(Config):
     tokenizer_texts: int = Field(default=100_000, ge=1)  # the first so many texts teach the tokenizer
     row_tokens: int = Field(ge=2)
     num_steps: int = Field(ge=1)
-    batch: BatchConfig
-    optimizer: OptimizerConfig
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    save_every_steps: int = Field(ge=1)
-    evaluate_every_steps: int = Field(ge=1)
 
 
 def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig, tokenizer_folder: Path) -> None:
@@ -63,9 +58,7 @@ def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig
     engine.barrier()
     rows = stream_rows(context.folder / "data" / "train.bin", config.row_tokens)
     heldout = stream_rows(context.folder / "data" / "heldout.bin", config.row_tokens)
-    loop_config = LoopConfig(
-        "pretrain", context.seed, config.num_steps, config.batch, config.save_every_steps, config.evaluate_every_steps
-    )
+    loop_config = LoopConfig.of("pretrain", context.seed, config.num_steps, config)
     loop = TrainingLoop(engine, loop_config, StreamObjective(rows), StreamObjective(heldout), context.folder)
     figures = loop.run()
     weights = engine.full_weights()

@@ -18,7 +18,7 @@ from preferences.splits import split_rankings
 from reward.comparisons import Comparison, encode_rankings, encode_scored, read_rankings
 from reward.loss import ranking_loss
 from reward.scoring import last_token_scores, score_sequences
-from training.config import BatchConfig, Config, OptimizerConfig
+from training.config import TrainingConfig
 from training.data import DataConfig, read_conversations
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
@@ -27,19 +27,14 @@ from training.seeds import derive_seed
 from training.stage import StageContext
 
 
-class RewardConfig(Config):
+class RewardConfig(TrainingConfig):
     """`batch.batch_size` counts comparisons: one labeler's ranking of one prompt's K responses."""
 
     rankings: DataConfig
     demonstrations: tuple[DataConfig, ...] = Field(min_length=1)
     heldout_share: float = Field(gt=0, lt=1)
     num_epochs: float = Field(gt=0)
-    batch: BatchConfig
-    optimizer: OptimizerConfig
-    dropout: float = Field(default=0.0, ge=0, lt=1)
     num_calibration: int = Field(default=512, ge=1)  # demonstrations whose mean score becomes 0
-    save_every_steps: int = Field(ge=1)
-    evaluate_every_steps: int = Field(ge=1)
 
 
 class RankingObjective:
@@ -92,9 +87,7 @@ def run(context: StageContext, config: RewardConfig, sft: Path) -> None:
     )  # fmt: skip
     objectives = [RankingObjective(part, tokenizer.pad_id) for part in comparisons]
     num_steps = max(1, round(config.num_epochs * len(train) / config.batch.batch_size))
-    loop_config = LoopConfig(
-        "reward", context.seed, num_steps, config.batch, config.save_every_steps, config.evaluate_every_steps
-    )
+    loop_config = LoopConfig.of("reward", context.seed, num_steps, config)
     TrainingLoop(engine, loop_config, objectives[0], objectives[1], context.folder).run()
     weights = engine.full_weights()
     if engine.is_main:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, save_model
-from training.config import BatchConfig, Config, OptimizerConfig
+from training.config import TrainingConfig
 from training.data import DataConfig, read_conversations
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
@@ -20,7 +20,7 @@ from training.packing import PackedRows, pack
 from training.stage import StageContext
 
 
-class SFTConfig(Config):
+class SFTConfig(TrainingConfig):
     """`batch.batch_size` counts packed rows of `row_tokens` tokens."""
 
     demonstrations: tuple[DataConfig, ...] = Field(min_length=1)
@@ -28,11 +28,6 @@ class SFTConfig(Config):
     chat_template: str  # "chat", "continuation", or a Jinja template
     row_tokens: int = Field(ge=2)
     num_epochs: float = Field(gt=0)
-    batch: BatchConfig
-    optimizer: OptimizerConfig
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    save_every_steps: int = Field(ge=1)
-    evaluate_every_steps: int = Field(ge=1)
 
 
 def run(context: StageContext, config: SFTConfig, pretrained: Path) -> None:
@@ -49,9 +44,7 @@ def run(context: StageContext, config: SFTConfig, pretrained: Path) -> None:
         model, config.optimizer, context.engine,
         world_size=context.num_workers, micro_batch=config.batch.micro_batch_size,
     )  # fmt: skip
-    loop_config = LoopConfig(
-        "sft", context.seed, num_steps, config.batch, config.save_every_steps, config.evaluate_every_steps
-    )
+    loop_config = LoopConfig.of("sft", context.seed, num_steps, config)
     loop = TrainingLoop(engine, loop_config, PackedObjective(rows), PackedObjective(heldout), context.folder)
     before = loop.evaluate()
     figures = loop.run()

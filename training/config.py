@@ -71,3 +71,13 @@ class BatchConfig(Config):
     def num_micro_batches(self, num_ranks: int) -> int:
         """Micro-batches a rank and step. Errors: ValueError unless the division is whole."""
         return exact_div(self.batch_size, num_ranks * self.micro_batch_size, "batch_size over ranks x micro_batch_size")
+
+
+class TrainingConfig(Config):
+    """What pretraining, SFT and the reward model share. `batch.batch_size` counts rows of the stage's own kind."""
+
+    batch: BatchConfig
+    optimizer: OptimizerConfig
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    save_every_steps: int = Field(ge=1)
+    evaluate_every_steps: int = Field(ge=1)

@@ -5,13 +5,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from training.checkpoint import begin_checkpoint, commit_checkpoint, latest_checkpoint
-from training.config import BatchConfig
+from training.config import BatchConfig, TrainingConfig
 from training.engine import Engine
 from training.metrics import MetricsLog
 from training.packing import DataOrder, IntArray
@@ -51,6 +51,10 @@ class LoopConfig:
     batch: BatchConfig
     save_every_steps: int
     evaluate_every_steps: int
+
+    @classmethod
+    def of(cls, stage: str, seed: int, num_steps: int, config: TrainingConfig) -> Self:
+        return cls(stage, seed, num_steps, config.batch, config.save_every_steps, config.evaluate_every_steps)
 
 
 class TrainingLoop(Generic[AnyModule]):
