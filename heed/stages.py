@@ -189,7 +189,7 @@ def run_compare(run: Run, progress: StageProgress) -> None:
     results |= {
         "judge": {"name": run.world.judge_names[0], "description": run.world.describe()},
         "num_prompts": len(prompts),
-        "num_samples": {name: len(samples) // len(prompts) for name, samples in policies.items()},
+        "num_samples": config.num_samples,
         "temperature": config.temperature,
         "best_of_n": curve,
         "samples": side_by_side(policies, prompts, gold, config.num_shown),

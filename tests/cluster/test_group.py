@@ -11,7 +11,7 @@ import ray
 from ray import cloudpickle
 
 from cluster import group as group_module
-from cluster.group import KEEP_MEMORY, WorkerError, WorkerGroup, connect, disconnect
+from cluster.group import WORKER_ENVIRONMENT, WorkerError, WorkerGroup, connect, disconnect
 
 # Workers cannot import this module, so what they run of it travels by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -62,7 +62,7 @@ def rank() -> int:
 
 
 def test_every_rank_sees_its_environment(pair: WorkerGroup) -> None:
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", *KEEP_MEMORY]
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", *WORKER_ENVIRONMENT]
     first, second = pair.run("look", lambda: {name: os.environ.get(name) for name in names})
     assert (first["RANK"], second["RANK"]) == ("0", "1")
     for name in names[1:]:
@@ -71,7 +71,7 @@ def test_every_rank_sees_its_environment(pair: WorkerGroup) -> None:
     assert first["MASTER_ADDR"]
     assert 0 < int(first["MASTER_PORT"]) < 65_536
     assert first["OMP_NUM_THREADS"] == str(max(1, (os.cpu_count() or 1) // 2))
-    assert {name: first[name] for name in KEEP_MEMORY} == KEEP_MEMORY
+    assert {name: first[name] for name in WORKER_ENVIRONMENT} == WORKER_ENVIRONMENT
 
 
 def test_run_and_run_each_give_results_by_rank(pair: WorkerGroup) -> None:
