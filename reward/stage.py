@@ -106,9 +106,9 @@ def finish(
     save_model(context.model_folder, model, model.state_dict(), tokenizer)
     scores = score_sequences(model, [sequence for c in heldout for sequence in c.sequences], tokenizer.pad_id)
     samples = torch.tensor(scores)
-    right, untied = 0, 0
+    right, untied, remaining = 0, 0, iter(scores)
     for comparison in heldout:
-        mine, scores = scores[: len(comparison.ranks)], scores[len(comparison.ranks) :]
+        mine = [next(remaining) for _ in comparison.ranks]
         for i in range(len(mine)):
             for j in range(len(mine)):
                 if comparison.ranks[i] < comparison.ranks[j]:
