@@ -87,7 +87,7 @@ def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]
         responses += sampled.responses
         finished += sampled.finished
     ratios = _log_ratios(spec, model, tokenizer, queries, responses)
-    scores = _scores(spec, tokenizer, queries, responses)
+    scores = _scores(spec, tokenizer, queries, responses, finished)
     samples: list[Sample | None] = [None] * len(wanted)
     for row, place in enumerate(order):
         prompt, index = wanted[place]
@@ -120,12 +120,20 @@ def _log_ratios(
 
 
 def _scores(
-    spec: SamplingSpec, tokenizer: Tokenizer, queries: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+    spec: SamplingSpec,
+    tokenizer: Tokenizer,
+    queries: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    finished: Sequence[bool],
 ) -> list[float]:
     if not spec.reward:
         return [float("nan")] * len(responses)
     model = load_scalar_model(Path(spec.reward)).eval()
-    sequences = [[*query, *response] for query, response in zip(queries, responses, strict=True)]
+    # Reward models learn from whole texts, the end token behind them, so one that was cut off is scored with it too.
+    sequences = [
+        [*query, *response, *([] if ended else [tokenizer.end_id])]
+        for query, response, ended in zip(queries, responses, finished, strict=True)
+    ]
     return score_sequences(model, sequences, tokenizer.pad_id)
 
 

@@ -104,10 +104,9 @@ class ColocatedWorker:
 
     @torch.no_grad()
     def scores(self, rollout: Rollout) -> Tensor:
+        parts = self._parts(rollout.ended(self.tokenizer.end_id))
         with self._precision():
-            return torch.cat(
-                [self.reward(part.tokens_BT, None, part.last_token_BT).cpu() for part in self._parts(rollout)]
-            )
+            return torch.cat([self.reward(part.tokens_BT, None, part.last_token_BT).cpu() for part in parts])
 
     @torch.no_grad()
     def reference_logprobs(self, rollout: Rollout) -> Tensor:

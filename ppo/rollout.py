@@ -85,6 +85,23 @@ class Rollout:
         last_B1 = (self.prompt_tokens_B + self.response_tokens_B - 1)[:, None]
         return torch.arange(self.tokens_BT.shape[1])[None] == last_B1
 
+    def ended(self, end_id: int) -> Self:
+        """The responses with the end token after those that were cut off: what a reward model may be asked about.
+
+        Labelers see texts, and the reward model learns from texts with the end token behind them. Where a response stops
+        without one it has never read a score, and what it says there is arbitrary.
+        """
+        cut_off_B = ~self.finished_B
+        tokens_BT = F.pad(self.tokens_BT, (0, 1))
+        ends_B = self.prompt_tokens_B + self.response_tokens_B
+        tokens_BT[cut_off_B, ends_B[cut_off_B]] = end_id
+        return replace(
+            self,
+            tokens_BT=tokens_BT,
+            response_tokens_B=self.response_tokens_B + cut_off_B,
+            max_response_tokens=self.max_response_tokens + 1,
+        )
+
     def spread(self, flat_C: Tensor) -> Tensor:
         """[B, R] from one number a counted position, row by row; 0 elsewhere."""
         mask_BR = self.response_mask_BR.to(flat_C.device)
