@@ -124,7 +124,7 @@ def perfect_answer(request: Request, rng: random.Random) -> list[str]:
     if isinstance(request, StoryRequest):
         return tell_story(request.hero, request.words, rng)
     if isinstance(request, QuestionRequest):
-        return [rng.choice(request.answers)]
+        return [request.answer]
     if isinstance(request, ListRequest):
         return list_items(request, rng)
     if isinstance(request, BriefRequest):

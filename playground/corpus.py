@@ -5,10 +5,20 @@ explanations, and morals.
 """
 
 import random
+from dataclasses import replace
 
 from playground.answers import decline, describe, explain, list_items, render, tell_story
 from playground.grammar import PATTERNS
-from playground.instructions import draw_brief, draw_decline, draw_help, draw_list, draw_question, draw_story
+from playground.instructions import (
+    BRIEF_BOUNDS,
+    draw_brief,
+    draw_decline,
+    draw_help,
+    draw_list,
+    draw_question,
+    draw_story,
+    questions_on,
+)
 from playground.vocabulary import BOYS, CATEGORIES, GIRLS, NUMBER_WORDS, join_words
 
 
@@ -19,9 +29,12 @@ def _story(rng: random.Random) -> str:
     return f"{title} {story}" if rng.random() < 0.6 else story
 
 
-def _question(rng: random.Random) -> str:
-    request = draw_question(rng)
-    return f"{' '.join(request.facts)} {request.question} {rng.choice(request.answers)}"
+def _questions(rng: random.Random) -> str:
+    """Facts, and up to four questions on them."""
+    facts = draw_question(rng).facts
+    asked = questions_on(facts)
+    asked = rng.sample(asked, min(4, len(asked)))
+    return " ".join([*facts, *(sentence for request in asked for sentence in (request.question, request.answer))])
 
 
 def _list(rng: random.Random) -> str:
@@ -31,12 +44,15 @@ def _list(rng: random.Random) -> str:
     return f"{heading}\n{render(request, list_items(request, rng))}\n"
 
 
-def _description(rng: random.Random) -> str:
+def _descriptions(rng: random.Random) -> str:
+    """What is known of an animal, and the same within three bounds."""
     request = draw_brief(rng)
-    facts = request.word(rng)
-    stated = " ".join(facts.split(". ")[i] + "." for i in range(len(request.details)))
-    number = NUMBER_WORDS[request.max_words]
-    return f"{stated} This is the {request.animal} in at most {number} words. {describe(request, rng)[0]}"
+    text = request.stated()
+    for max_words in rng.sample(BRIEF_BOUNDS, 3):
+        bounded = replace(request, max_words=max_words)
+        heading = f"This is the {request.animal} in at most {NUMBER_WORDS[max_words]} words."
+        text = f"{text} {heading} {describe(bounded, rng)[0]}"
+    return text
 
 
 def _explanation(rng: random.Random) -> str:
@@ -66,7 +82,7 @@ def _echo(rng: random.Random) -> str:
 
 
 _ALL_WORDS = tuple(word for words in CATEGORIES.values() for word in words if " " not in word)
-PASSAGES = {_story: 4, _question: 3, _list: 2, _description: 2, _explanation: 2, _moral: 1, _echo: 12}
+PASSAGES = {_story: 4, _questions: 4, _list: 2, _descriptions: 2, _explanation: 2, _moral: 1, _echo: 12}
 CHEER_RATE = 0.08  # share of passages that end on a cheerful word
 
 

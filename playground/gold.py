@@ -143,21 +143,18 @@ def _plain_skeleton(sentence: Sentence) -> str:
 
 
 def _judge_answer(request: QuestionRequest, sentences: list[Sentence]) -> Judged:
-    """Asked: the best match of the first sentence that has a right answer's form, by its asked words."""
-    best = Judged(form=_form(sentences, [_worth(s, False) for s in sentences]), fit=1.0, asked=0.0)
-    for answer in map(parse_sentence, request.answers):
-        place = next((i for i, s in enumerate(sentences) if s.skeleton == answer.skeleton), None)
-        if place is None:
-            continue
-        said = sentences[place]
-        asked_tags = [tag for tag in answer.slots if tag not in request.given]
-        num_right = sum(said.slots[tag] == answer.slots[tag] for tag in asked_tags)
-        about_it = all(said.slots[tag] == answer.slots[tag] for tag in request.given)
-        asked = 0.15 + 0.85 * num_right / len(asked_tags) if about_it else 0.1
-        worths = [_worth(s, i == place) for i, s in enumerate(sentences)]
-        judged = Judged(form=_form(sentences, worths), fit=1.0, asked=asked)
-        best = max(best, judged, key=lambda candidate: candidate.score)
-    return best
+    """Asked: the right words in the first sentence that has the answer's form; nearly nothing if about another."""
+    answer = parse_sentence(request.answer)
+    place = next((i for i, s in enumerate(sentences) if s.skeleton == answer.skeleton), None)
+    form = _form(sentences, [_worth(s, i == place) for i, s in enumerate(sentences)])
+    if place is None:
+        return Judged(form=form, fit=1.0, asked=0.0)
+    said = sentences[place]
+    if any(said.slots[tag] != answer.slots[tag] for tag in request.given):
+        return Judged(form=form, fit=1.0, asked=0.1)
+    asked_tags = [tag for tag in answer.slots if tag not in request.given]
+    num_right = sum(said.slots[tag] == answer.slots[tag] for tag in asked_tags)
+    return Judged(form=form, fit=1.0, asked=0.15 + 0.85 * num_right / len(asked_tags))
 
 
 _LINE = re.compile(r"(\d+)\. ([A-Za-z]+)")

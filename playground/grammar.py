@@ -51,7 +51,6 @@ PATTERNS: dict[str, tuple[str, ...]] = {
         "{name} is at the {place}.",
         "{name} likes {food}.",
         "{name} feels {feeling}.",
-        "{name} has the {thing}.",
         "The {thing} is {color}.",
     ),
     "brief": (

@@ -88,8 +88,8 @@ class Rollout:
     def ended(self, end_id: int) -> Self:
         """The responses with the end token after those that were cut off: what a reward model may be asked about.
 
-        Labelers see texts, and the reward model learns from texts with the end token behind them. Where a response stops
-        without one it has never read a score, and what it says there is arbitrary.
+        Labelers see texts, and the reward model learns from texts with the end token behind them. Where a response
+        stops without one it was never trained, and what it says there is arbitrary.
         """
         cut_off_B = ~self.finished_B
         tokens_BT = F.pad(self.tokens_BT, (0, 1))

@@ -8,8 +8,8 @@ from playground.answers import perfect_answer, render
 from playground.flaws import FLAWS, SECOND_FLAWS, Draft
 from playground.gold import gold_score
 from playground.grammar import parse_sentence
-from playground.instructions import QuestionRequest, kind_of, read_prompt
-from playground.vocabulary import CATEGORIES
+from playground.instructions import draw_question, kind_of, questions_on, read_prompt
+from playground.vocabulary import CATEGORIES, TAG_OF
 from playground.world import DRAWS, KIND_WEIGHTS
 
 
@@ -21,12 +21,22 @@ def test_prompts_are_read_back(kind: str) -> None:
         prompt = request.word(rng)
         assert kind_of(request) == kind
         assert 7 <= len(prompt.split()) <= 35, prompt
-        read = read_prompt(prompt)
-        if isinstance(request, QuestionRequest):
-            assert isinstance(read, QuestionRequest)
-            assert (read.facts, read.question, read.answers) == (request.facts, request.question, request.answers)
-        else:
-            assert read == request
+        assert read_prompt(prompt) == request
+
+
+def test_every_question_on_the_facts_is_answered_by_one_of_them() -> None:
+    kinds = set()
+    for seed in range(200):
+        request = draw_question(random.Random(seed))
+        asked = questions_on(request.facts)
+        assert request in asked
+        assert len({question.question for question in asked}) == len(asked)
+        for question in asked:
+            words = {word for tag in TAG_OF.values() for word in parse_sentence(question.answer).slots.get(tag, ())}
+            facts = [parse_sentence(fact) for fact in question.facts]
+            assert any(words <= {word for row in fact.slots.values() for word in row} for fact in facts)
+        kinds.add(len({parse_sentence(fact).skeleton for fact in request.facts}))
+    assert kinds == {2, 3}  # with and without a second fact of the kind asked about
 
 
 @pytest.mark.parametrize("kind", DRAWS)
