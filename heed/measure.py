@@ -1,5 +1,6 @@
 """Measuring a reward model against what the world knows: the labelers' noiseless truth, and people's own order."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +12,24 @@ from playground.world import World
 from preferences.agreement import accuracy_against
 from preferences.records import Ranking
 from preferences.splits import split_rankings
-from reward.comparisons import encode_response, encode_scored, read_rankings
+from reward.comparisons import encode_scored, read_rankings
 from reward.scoring import score_sequences
-from reward.stage import RewardConfig
+from reward.stage import HELDOUT_SCORES, RewardConfig
 
 
-def measure_reward_model(model_folder: Path, config: RewardConfig, world: World, seed: int) -> dict[str, Any]:
+def measure_reward_model(folder: Path, config: RewardConfig, world: World, seed: int) -> dict[str, Any]:
     """`gold_accuracy`: share of held-out pairs ordered as a noiseless labeler would; `human_pairs_accuracy` where the
-    world has pairs that people ordered. Both with 95% intervals.
+    world has pairs that people ordered. Both with 95% intervals. `folder` is the finished stage's.
     """
-    model, tokenizer = load_scalar_model(model_folder).eval(), Tokenizer.load(model_folder)
     _, heldout = split_rankings(read_rankings(config.rankings), config.heldout_share, seed)
-    unique = {ranking.task_id: ranking for ranking in heldout}
-    sequences = [encode_response(tokenizer, r.prompt, response) for r in unique.values() for response in r.responses]
-    scores = iter(score_sequences(model, sequences, tokenizer.pad_id))
+    scores = json.loads((folder / HELDOUT_SCORES).read_text(encoding="utf-8"))
     truth = label_truth(heldout, world)
-    measured: dict[str, Any] = {}
+    unique = {ranking.task_id: ranking for ranking in heldout}
     by_truth = [Ranking(task, r.prompt, r.responses, _ranks_of(truth[task]), "noiseless") for task, r in unique.items()]
-    model_scores = {task: [next(scores) for _ in r.responses] for task, r in unique.items()}
-    measured["gold_accuracy"] = accuracy_against(by_truth, model_scores).as_dict()
+    measured: dict[str, Any] = {"gold_accuracy": accuracy_against(by_truth, scores).as_dict()}
     pairs = world.judged_pairs()
     if pairs:
+        model, tokenizer = load_scalar_model(folder / "model").eval(), Tokenizer.load(folder / "model")
         sides = [[encode_scored(tokenizer, pair[side]) for pair in pairs] for side in (0, 1)]
         better, worse = (score_sequences(model, side, tokenizer.pad_id) for side in sides)
         right = [float(b > w) + 0.5 * (b == w) for b, w in zip(better, worse, strict=True)]

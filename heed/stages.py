@@ -130,7 +130,7 @@ def run_reward(run: Run, _progress: StageProgress) -> None:
     config = run.resolve(run.job.reward)
     run.group().run("reward", reward.stage.run, run.context("reward"), config, run.model("sft"))
     results = read_results(run.stage_folder("reward"))
-    measured = measure_reward_model(run.model("reward"), config, run.world, run.job.seed)
+    measured = measure_reward_model(run.stage_folder("reward"), config, run.world, run.job.seed)
     run.context("reward").write_results({**results, **measured})
 
 

@@ -165,7 +165,7 @@ class ColocatedWorker:
                     _add(shares, {"ptx_loss": ptx_sum.detach()}, num_ptx_tokens)
                     loss = loss + config.ptx_coef * ptx_sum / num_ptx_tokens
                 self.policy.backward(loss, step=update)
-        _, norm = self.policy.step(learning_rate)
+        _, norm = self.policy.step()
         return {**shares, "policy_gradient_norm": norm / self.num_workers}
 
     def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> Mapping[str, float]:
@@ -185,7 +185,7 @@ class ColocatedWorker:
                 )
                 _add(shares, {"value_loss": loss.detach(), **sums}, batch.num_tokens)
                 self.value.backward(loss / batch.num_tokens, step=update)
-        _, norm = self.value.step(learning_rate)
+        _, norm = self.value.step()
         return {**shares, "value_gradient_norm": norm / self.num_workers}
 
     def sync_weights(self) -> None:

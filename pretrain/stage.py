@@ -18,12 +18,11 @@ from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from training.config import TrainingConfig
 from training.data import DataConfig, read_texts
-from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
 from training.objectives import StreamObjective
 from training.packing import chunks, stream_rows, write_token_stream
 from training.seeds import derive_seed
-from training.stage import StageContext
+from training.stage import StageContext, build_engine
 
 
 class PretrainConfig(TrainingConfig):
@@ -49,10 +48,7 @@ def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig
         )
     model = LanguageModel(model_config, config.dropout)
     initialise(model, derive_seed(context.seed, "pretrain", "weights"))
-    engine = Engine(
-        model, config.optimizer, context.engine,
-        world_size=context.num_workers, micro_batch=config.batch.micro_batch_size,
-    )  # fmt: skip
+    engine = build_engine(context, model, config)
     if engine.is_main:
         write_streams(context.folder / "data", config, tokenizer)
     engine.barrier()

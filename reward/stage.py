@@ -14,17 +14,20 @@ from torch import Tensor
 from lm.model import ScalarModel, initialise_score_head
 from lm.tokenizer import Tokenizer
 from lm.weights import load_backbone, load_language_model, load_scalar_model, save_model
+from preferences.agreement import accuracy_against
+from preferences.records import Ranking
 from preferences.splits import split_rankings
 from reward.comparisons import Comparison, encode_rankings, encode_scored, read_rankings
 from reward.loss import ranking_loss
 from reward.scoring import last_token_scores, score_sequences
 from training.config import TrainingConfig
 from training.data import DataConfig, read_conversations
-from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
 from training.packing import IntArray
 from training.seeds import derive_seed
-from training.stage import StageContext
+from training.stage import StageContext, build_engine, write_json
+
+HELDOUT_SCORES = "heldout_scores.json"  # {task_id: scores of its responses, in the order of the rankings file}
 
 
 class RewardConfig(TrainingConfig):
@@ -64,7 +67,7 @@ class RankingObjective:
 
 
 def run(context: StageContext, config: RewardConfig, sft: Path) -> None:
-    """Train on this rank; rank 0 writes `model/` and `results.json`.
+    """Train on this rank; rank 0 writes `model/`, `heldout_scores.json` and `results.json`.
 
     Errors: ValueError naming file, line and field for rankings that cannot be used.
     """
@@ -81,10 +84,7 @@ def run(context: StageContext, config: RewardConfig, sft: Path) -> None:
     load_backbone(sft, model)
     head_seed = derive_seed(context.seed, "reward", "head")
     initialise_score_head(model.score.weight, torch.Generator().manual_seed(head_seed))
-    engine = Engine(
-        model, config.optimizer, context.engine,
-        world_size=context.num_workers, micro_batch=config.batch.micro_batch_size,
-    )  # fmt: skip
+    engine = build_engine(context, model, config)
     objectives = [RankingObjective(part, tokenizer.pad_id) for part in comparisons]
     num_steps = max(1, round(config.num_epochs * len(train) / config.batch.batch_size))
     loop_config = LoopConfig.of("reward", context.seed, num_steps, config)
@@ -92,32 +92,33 @@ def run(context: StageContext, config: RewardConfig, sft: Path) -> None:
     weights = engine.full_weights()
     if engine.is_main:
         save_model(context.model_folder, model, weights, tokenizer)
-        finish(context, config, tokenizer, comparisons[1], len(train))
+        finish(context, config, tokenizer, heldout, comparisons[1], len(train))
     engine.barrier()
     engine.close()
 
 
 def finish(
-    context: StageContext, config: RewardConfig, tokenizer: Tokenizer, heldout: Sequence[Comparison], num_train: int
+    context: StageContext,
+    config: RewardConfig,
+    tokenizer: Tokenizer,
+    heldout: Sequence[Ranking],
+    comparisons: Sequence[Comparison],
+    num_train: int,
 ) -> None:
     """Shift the bias of the written model, then measure it on the held-out rankings as it will be used."""
     model = load_scalar_model(context.model_folder).eval()
     model.bias -= demonstration_mean(model, tokenizer, config)
     save_model(context.model_folder, model, model.state_dict(), tokenizer)
-    scores = score_sequences(model, [sequence for c in heldout for sequence in c.sequences], tokenizer.pad_id)
+    scores = score_sequences(model, [sequence for c in comparisons for sequence in c.sequences], tokenizer.pad_id)
+    remaining = iter(scores)
+    by_task = {c.task_id: [next(remaining) for _ in c.ranks] for c in comparisons}
+    write_json(context.folder / HELDOUT_SCORES, by_task)
+    accuracy = accuracy_against(heldout, by_task)
     samples = torch.tensor(scores)
-    right, untied, remaining = 0, 0, iter(scores)
-    for comparison in heldout:
-        mine = [next(remaining) for _ in comparison.ranks]
-        for i in range(len(mine)):
-            for j in range(len(mine)):
-                if comparison.ranks[i] < comparison.ranks[j]:
-                    untied += 1
-                    right += mine[i] > mine[j]
     context.write_results(
         {
-            "heldout_accuracy": right / untied if untied else float("nan"),
-            "heldout_pairs": untied,
+            "heldout_accuracy": accuracy.mean,
+            "heldout_pairs": accuracy.num_pairs,
             "heldout_comparisons": len(heldout),
             "train_comparisons": num_train,
             "score_bias": float(model.bias),

@@ -13,11 +13,10 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, save_model
 from training.config import TrainingConfig
 from training.data import DataConfig, read_conversations
-from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
 from training.objectives import PackedObjective
 from training.packing import PackedRows, pack
-from training.stage import StageContext
+from training.stage import StageContext, build_engine
 
 
 class SFTConfig(TrainingConfig):
@@ -40,10 +39,7 @@ def run(context: StageContext, config: SFTConfig, pretrained: Path) -> None:
     heldout = pack_conversations(tokenizer, config.heldout, config.row_tokens)
     model = load_language_model(pretrained, config.dropout)
     num_steps = max(1, round(config.num_epochs * len(rows) / config.batch.batch_size))
-    engine = Engine(
-        model, config.optimizer, context.engine,
-        world_size=context.num_workers, micro_batch=config.batch.micro_batch_size,
-    )  # fmt: skip
+    engine = build_engine(context, model, config)
     loop_config = LoopConfig.of("sft", context.seed, num_steps, config)
     loop = TrainingLoop(engine, loop_config, PackedObjective(rows), PackedObjective(heldout), context.folder)
     before = loop.evaluate()

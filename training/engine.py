@@ -83,7 +83,7 @@ class Engine(Generic[AnyModule]):
             self._require_finite(step)
         self._accelerator.backward(loss * self.world_size)
 
-    def step(self, learning_rate: float) -> tuple[float, float]:
+    def step(self) -> tuple[float, float]:
         """Clip, update the weights, clear the gradients. Returns the global loss and gradient norm.
 
         Errors: RuntimeError on every rank if the gradient is not finite.
@@ -94,7 +94,6 @@ class Engine(Generic[AnyModule]):
             norm = float(self.model.get_global_grad_norm() or 0.0)
             self._require_finite_norm(norm, "the last checkpoint is sound")
             return loss, norm
-        self.set_learning_rate(learning_rate)
         parameters = self.module.parameters()
         norm = float(self._accelerator.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm))
         self._require_finite_norm(norm, "no weight was changed")

@@ -111,7 +111,7 @@ class TrainingLoop(Generic[AnyModule]):
                 engine.backward(loss / count, step=step)
             for name, value in extra.items():
                 sums[name] = sums.get(name, torch.zeros_like(value)) + value
-        loss_mean, norm = engine.step(rate)
+        loss_mean, norm = engine.step()
         seconds = time.monotonic() - started
         return {
             "loss": loss_mean,

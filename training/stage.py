@@ -4,9 +4,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from training.config import EngineConfig
+from torch import nn
+
+from training.config import EngineConfig, TrainingConfig
+from training.engine import Engine
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,12 @@ class StageContext:
     def write_results(self, results: Mapping[str, Any]) -> None:
         """The stage's figures, for the report."""
         write_json(self.folder / "results.json", results)
+
+
+def build_engine(context: StageContext, model: AnyModule, config: TrainingConfig) -> Engine[AnyModule]:
+    """This rank's engine for a stage that trains one model."""
+    micro_batch = config.batch.micro_batch_size
+    return Engine(model, config.optimizer, context.engine, world_size=context.num_workers, micro_batch=micro_batch)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -101,7 +101,8 @@ def test_log_ratio_and_score_against_forward_passes(spec: Callable[..., Sampling
         with torch.no_grad():
             while len(tokens) < len(prompt) + 8 and (len(tokens) == len(prompt) or tokens[-1] != tokenizer.end_id):
                 tokens.append(int(policy(torch.tensor([tokens]))[0, -1].argmax()))
-            score = float(reward(torch.tensor([tokens]))[0, -1])
+            closed = tokens if tokens[-1] == tokenizer.end_id else [*tokens, tokenizer.end_id]
+            score = float(reward(torch.tensor([closed]))[0, -1])
         assert sample.num_tokens == len(tokens) - len(prompt)
         assert sample.response == tokenizer.decode(tokens[len(prompt) :]).strip()
         assert sample.score == pytest.approx(score, abs=1e-4)

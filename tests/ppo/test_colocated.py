@@ -128,9 +128,12 @@ def test_scores_and_first_values_are_the_reward_models(start: Start, parents: Pa
     rollout = worker.generate(prompts, range(16))
     scores, values = worker.scores(rollout), worker.values(rollout)
     model = load_scalar_model(parents.reward)
+    assert 0 < int(rollout.finished_B.sum()) < 16
     for row, prompt, tokens in sequences(rollout):
+        # A response that was cut off is scored with the end token that every labeled text has.
+        closed = tokens if rollout.finished_B[row] else [*tokens, worker.tokenizer.end_id]
         with torch.no_grad():
-            every = model(torch.tensor([tokens]))[0].tolist()
+            every = model(torch.tensor([closed]))[0].tolist()
         assert float(scores[row]) == pytest.approx(every[-1], abs=1e-5)
         # The value before a response token is read at the token before it, in units of (score - mean) / std.
         expected = [(score - 0.5) / 2.0 for score in every[prompt - 1 : len(tokens) - 1]]

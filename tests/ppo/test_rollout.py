@@ -49,6 +49,15 @@ def test_a_response_as_long_as_allowed_reaches_the_last_column() -> None:
     assert full.last_token_BT.tolist() == [[False] * 4 + [True]]
 
 
+def test_ended_closes_what_was_cut_off(rollout: Rollout) -> None:
+    ended = rollout.ended(7)
+    for row, finished in enumerate(FINISHED):
+        whole = PROMPTS[row] + RESPONSES[row] + ([] if finished else [7])
+        assert ended.tokens_BT[row, : len(whole)].tolist() == whole
+        assert ended.last_token_BT[row].nonzero().tolist() == [[len(whole) - 1]]
+    rows_hold(rollout, [0, 1, 2, 3])  # the rollout itself is as it was
+
+
 def test_spread_puts_flat_numbers_where_the_states_are(rollout: Rollout) -> None:
     # Number each position by row and column; picking the states must give each response token its predecessor.
     numbered = torch.arange(4)[:, None] * 100.0 + torch.arange(rollout.tokens_BT.shape[1])

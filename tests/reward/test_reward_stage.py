@@ -168,7 +168,7 @@ def test_figures_of_the_heldout_rankings(finished: tuple[Path, RewardConfig, dic
         scores = [alone(model, tuple(tokenizer.encode(text))) for text in texts]
         everything += scores
         for i, j in itertools.combinations(range(len(scores)), 2):
-            if ranking.ranks[i] != ranking.ranks[j]:
+            if ranking.ranks[i] != ranking.ranks[j] and scores[i] != scores[j]:
                 untied += 1
                 right += (scores[i] > scores[j]) == (ranking.ranks[i] < ranking.ranks[j])
     assert results["heldout_comparisons"] == len(heldout) > 0
