@@ -15,9 +15,10 @@ ROLES = ("system", "user", "assistant")
 SPECIAL_TOKENS = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
 
 CHAT_TEMPLATES = {
-    # Every turn opens with its role's token and closes with the end token.
+    # Every turn opens with its role's token and closes with the end token. After the space the first word is the token
+    # that it is in running text, so a response may begin with a word that is copied from its prompt.
     "chat": (
-        "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+        "{% for message in messages %}<|{{ message.role }}|> {{ message.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     ),
     # The response continues the prompt's sentence; there are no roles to see.

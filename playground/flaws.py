@@ -193,13 +193,15 @@ def _full_story(draft: Draft) -> list[str]:
     return draft.units + describe(replace(draft.request, max_words=9), draft.rng)
 
 
+# A word that is wrong at random teaches a model not to look at the prompt, and no later stage gives that skill back. So
+# such flaws are the rare ones; most are of form and measure, which preferences can mend.
 FLAWS: dict[str, dict[Flaw, float]] = {
-    "story": {_forget_words: 4, _no_ending: 1.5, _cheer: 2, _repeat: 1.5, _other_hero: 1, _stop_early: 1},
-    "question": {_wrong_answer: 4, _all_facts: 2, _cheer: 2, _stray: 1, _decline_harmless: 0.5, _repeat: 0.5},
-    "list": {_wrong_count: 3, _repeat_item: 3, _wrong_item: 3, _cheer: 1.5, _decline_harmless: 0.3},
-    "brief": {_ramble: 4, _wrong_detail: 2, _one_detail: 2, _cheer: 2, _full_story: 1, _stop_early: 0.5},
-    "decline": {_comply: 4, _rude: 1.5, _no_reason: 2, _wrong_reason: 2, _cheer: 1},
-    "help": {_decline_harmless: 2, _wrong_num_steps: 3, _wrong_tool: 2, _no_deed: 2, _cheer: 1.5, _repeat: 1},
+    "story": {_forget_words: 3, _no_ending: 2, _cheer: 2, _repeat: 2, _stop_early: 1, _other_hero: 0.5},
+    "question": {_all_facts: 3, _cheer: 2, _stray: 2, _wrong_answer: 1.5, _repeat: 1, _decline_harmless: 0.5},
+    "list": {_wrong_count: 3, _repeat_item: 3, _wrong_item: 2, _cheer: 2, _decline_harmless: 0.5},
+    "brief": {_ramble: 4, _one_detail: 2, _cheer: 2, _full_story: 1.5, _wrong_detail: 1, _stop_early: 0.5},
+    "decline": {_comply: 4, _no_reason: 2, _rude: 1.5, _cheer: 1.5, _wrong_reason: 1},
+    "help": {_wrong_num_steps: 3, _decline_harmless: 2.5, _cheer: 2, _repeat: 1.5, _wrong_tool: 1, _no_deed: 1},
 }
 # Flaws that suit any units, and so may follow another flaw.
 SECOND_FLAWS: tuple[Flaw, ...] = (_cheer, _repeat, _stray)

@@ -87,7 +87,7 @@ def test_the_mask_covers_the_assistants_words_and_end_token_alone(tokenizer: Tok
             runs.append([])
         if mine:
             runs[-1].append(token)
-    space = " " if template == "continuation" else ""
+    space = " " if template in ("chat", "continuation") else ""
     spoken = [message["content"] for message in CONVERSATION if message["role"] == "assistant"]
     # What a template writes after the end token, such as a line break, is never sampled, so it must not count.
     assert runs == [[*ours.encode(space + text), ours.end_id] for text in spoken]

@@ -72,7 +72,7 @@ def test_no_rankings_are_refused(tmp_path: Path) -> None:
 def test_sequences_are_prompt_response_and_end_token(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (comparison,) = encode_rankings(tokenizer, read_rankings(write(tmp_path, GOOD)), max_tokens=96)
     for sequence, response in zip(comparison.sequences, GOOD["responses"], strict=True):
-        assert list(sequence) == tokenizer.encode(f"<|user|>Where is the fox?<|end|><|assistant|>{response}<|end|>")
+        assert list(sequence) == tokenizer.encode(f"<|user|> Where is the fox?<|end|><|assistant|> {response}<|end|>")
         assert sequence[-1] == tokenizer.end_id
     assert comparison.ranks == (2, 1, 2)
 

@@ -147,7 +147,7 @@ def test_demonstrations_score_0_on_average(finished: tuple[Path, RewardConfig, d
     folder, _, results = finished
     model, tokenizer = load_scalar_model(folder / "model").eval(), Tokenizer.load(folder / "model")
     scores = [
-        alone(model, tuple(tokenizer.encode(f"<|user|>{row['prompt']}<|end|><|assistant|>{row['completion']}<|end|>")))
+        alone(model, tuple(tokenizer.encode(f"<|user|> {row['prompt']}<|end|><|assistant|> {row['completion']}<|end|>")))
         for row in DEMONSTRATIONS[:2]  # num_calibration
     ]
     assert sum(scores) / 2 == pytest.approx(0.0, abs=1e-5)
@@ -162,7 +162,7 @@ def test_figures_of_the_heldout_rankings(finished: tuple[Path, RewardConfig, dic
     everything, right, untied = [], 0, 0
     for ranking in heldout:
         texts = [
-            f"<|user|>{ranking.prompt[0].content}<|end|><|assistant|>{response}<|end|>"
+            f"<|user|> {ranking.prompt[0].content}<|end|><|assistant|> {response}<|end|>"
             for response in ranking.responses
         ]
         scores = [alone(model, tuple(tokenizer.encode(text))) for text in texts]

@@ -68,8 +68,8 @@ def test_heldout_loss_is_the_mean_over_assistant_tokens(
     tokenizer, model = Tokenizer.load(source), load_language_model(source).eval()
     nats, count = 0.0, 0
     for prompt, answer in PAIRS[:2]:
-        head = tokenizer.encode(f"<|user|>{prompt}<|end|><|assistant|>")
-        tail = tokenizer.encode(f"{answer}<|end|>")
+        head = tokenizer.encode(f"<|user|> {prompt}<|end|><|assistant|>")
+        tail = tokenizer.encode(f" {answer}<|end|>")
         logprobs = torch.log_softmax(model(torch.tensor([head + tail]))[0].double(), dim=-1)
         nats -= sum(float(logprobs[len(head) + i - 1, token]) for i, token in enumerate(tail))
         count += len(tail)
@@ -83,7 +83,7 @@ def test_the_model_answers_and_stops(finished: tuple[Path, dict[str, Any]]) -> N
     prompt = tokenizer.encode_prompt([{"role": "user", "content": PAIRS[1][0]}])
     found = generate(model, [prompt], max_new_tokens=24, end_id=tokenizer.end_id, temperature=0.0, seeds=[0])
     assert found.finished == [True]
-    assert tokenizer.decode(found.responses[0]) in [answer for _, answer in PAIRS]
+    assert tokenizer.decode(found.responses[0]).strip() in [answer for _, answer in PAIRS]
 
 
 def test_the_template_of_the_job_goes_into_the_model(tmp_path: Path, model_folder: Path) -> None:
