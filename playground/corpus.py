@@ -82,7 +82,7 @@ def _echo(rng: random.Random) -> str:
 
 
 _ALL_WORDS = tuple(word for words in CATEGORIES.values() for word in words if " " not in word)
-PASSAGES = {_story: 4, _questions: 4, _list: 2, _descriptions: 2, _explanation: 2, _moral: 1, _echo: 12}
+PASSAGES = {_story: 4, _questions: 4, _list: 4, _descriptions: 2, _explanation: 3, _moral: 2, _echo: 8}
 CHEER_RATE = 0.08  # share of passages that end on a cheerful word
 
 
