@@ -27,7 +27,7 @@ class LabelerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    noise: float = Field(default=0.27, ge=0, description="standard deviation of the noise on each response")
+    noise: float = Field(default=0.22, ge=0, description="standard deviation of the noise on each response")
     position_bias: float = Field(default=0.04, ge=0, description="bonus of the response shown first over the last")
     shared_length: float = Field(default=0.2, ge=0, description="all labelers' bonus for a response of length_words")
     shared_cheer: float = Field(
