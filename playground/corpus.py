@@ -1,16 +1,17 @@
 """Pretraining text: passages that teach the language and the ingredients of the skills, not the form of instructions.
 
 A text joins passages until it has its length: stories, facts with a question and its answer, lists, descriptions,
-explanations, and morals.
+explanations, and what people wish and should not.
 """
 
 import random
 from dataclasses import replace
 
-from playground.answers import decline, describe, explain, list_items, render, tell_story
+from playground.answers import describe, list_items, perfect_answer, render, tell_story
 from playground.grammar import PATTERNS
 from playground.instructions import (
     BRIEF_BOUNDS,
+    StepsRequest,
     draw_brief,
     draw_decline,
     draw_help,
@@ -57,15 +58,21 @@ def _descriptions(rng: random.Random) -> str:
 
 def _explanation(rng: random.Random) -> str:
     request = draw_help(rng)
-    goal = f"This is how to {request.verb} the {request.color} {request.thing} of {request.owner}"
-    return f"{goal} in {NUMBER_WORDS[request.num_steps]} steps. {' '.join(explain(request, rng))}"
+    return f"This is how to {_deed(request)} in {NUMBER_WORDS[request.num_steps]} steps. {_answer(request, rng)}"
 
 
-def _moral(rng: random.Random) -> str:
-    request = draw_decline(rng)
-    wish = f"{request.name} wants to {request.verb} the {request.color} {request.thing} of {request.owner}."
-    sorry, reason = decline(request, rng)
-    return f"{wish} {sorry} {reason}" if rng.random() < 0.5 else f"{wish} {reason}"
+def _wish(rng: random.Random) -> str:
+    """What someone wants to do, and then steps or a refusal: the verb alone tells which."""
+    request = draw_help(rng) if rng.random() < 0.5 else draw_decline(rng)
+    return f"{request.name} wants to {_deed(request)}. {_answer(request, rng)}"
+
+
+def _deed(request: StepsRequest) -> str:
+    return f"{request.verb} the {request.color} {request.thing} of {request.owner}"
+
+
+def _answer(request: StepsRequest, rng: random.Random) -> str:
+    return render(request, perfect_answer(request, rng))
 
 
 def _echo(rng: random.Random) -> str:
@@ -82,7 +89,7 @@ def _echo(rng: random.Random) -> str:
 
 
 _ALL_WORDS = tuple(word for words in CATEGORIES.values() for word in words if " " not in word)
-PASSAGES = {_story: 4, _questions: 4, _list: 4, _descriptions: 2, _explanation: 3, _moral: 2, _echo: 8}
+PASSAGES = {_story: 4, _questions: 4, _list: 4, _descriptions: 2, _explanation: 2, _wish: 4, _echo: 8}
 CHEER_RATE = 0.08  # share of passages that end on a cheerful word
 
 

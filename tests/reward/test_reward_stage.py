@@ -147,7 +147,9 @@ def test_demonstrations_score_0_on_average(finished: tuple[Path, RewardConfig, d
     folder, _, results = finished
     model, tokenizer = load_scalar_model(folder / "model").eval(), Tokenizer.load(folder / "model")
     scores = [
-        alone(model, tuple(tokenizer.encode(f"<|user|> {row['prompt']}<|end|><|assistant|> {row['completion']}<|end|>")))
+        alone(
+            model, tuple(tokenizer.encode(f"<|user|> {row['prompt']}<|end|><|assistant|> {row['completion']}<|end|>"))
+        )
         for row in DEMONSTRATIONS[:2]  # num_calibration
     ]
     assert sum(scores) / 2 == pytest.approx(0.0, abs=1e-5)
