@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         initialise(model, seed)
         with torch.no_grad():  # all states lean one way, and the end token with them: about half the responses end
             model.decoder.embedding.weight[:, 0] = 0.5
-            model.decoder.embedding.weight[tokenizer.end_id, 0] = 1.5
+            model.decoder.embedding.weight[tokenizer.end_id, 0] = 2.0
         save_model(root / name, model, model.state_dict(), tokenizer)
     reward = ScalarModel(config)
     initialise(reward, 9)

@@ -32,7 +32,7 @@ def test_every_shipped_job_parses(path: Path) -> None:
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
 def test_every_shipped_job_opens_its_world(path: Path) -> None:
     job = load_job(path)
-    named = [value for value in job.world.model_dump().values() if isinstance(value, str) and "/" in value]
+    named = [value for value in job.world.model_dump(mode="json").values() if isinstance(value, str) and "/" in value]
     absent = [name for name in named if not Path(name).exists()]
     if absent:
         pytest.skip(f"files of {path.name} are not here: {', '.join(absent)}")
