@@ -1,17 +1,17 @@
 """Pretraining text: passages that teach the language and the ingredients of the skills, not the form of instructions.
 
-A text joins passages until it has its length: stories, facts with a question and its answer, lists, descriptions,
+A text joins passages until it has its length: stories, facts with questions and their answers, lists, descriptions,
 explanations, and what people wish and should not.
 """
 
 import random
 from dataclasses import replace
 
-from playground.answers import describe, list_items, perfect_answer, render, tell_story
+from playground.answers import perfect_answer, render
 from playground.grammar import PATTERNS
 from playground.instructions import (
     BRIEF_BOUNDS,
-    StepsRequest,
+    Request,
     draw_brief,
     draw_decline,
     draw_help,
@@ -25,7 +25,7 @@ from playground.vocabulary import BOYS, CATEGORIES, GIRLS, NUMBER_WORDS, join_wo
 
 def _story(rng: random.Random) -> str:
     request = draw_story(rng)
-    story = " ".join(tell_story(request.hero, request.words, rng))
+    story = _answer(request, rng)
     title = f"This is a story about {request.hero} with the words {join_words(request.words, 'and')}."
     return f"{title} {story}" if rng.random() < 0.6 else story
 
@@ -42,7 +42,7 @@ def _list(rng: random.Random) -> str:
     request = draw_list(rng)
     without = f" without {' or '.join(request.banned)}" if request.banned else f", first {request.first}"
     heading = f"Here are {NUMBER_WORDS[request.num_items]} {request.plural}{without}."
-    return f"{heading}\n{render(request, list_items(request, rng))}\n"
+    return f"{heading}\n{_answer(request, rng)}\n"
 
 
 def _descriptions(rng: random.Random) -> str:
@@ -52,26 +52,22 @@ def _descriptions(rng: random.Random) -> str:
     for max_words in rng.sample(BRIEF_BOUNDS, 3):
         bounded = replace(request, max_words=max_words)
         heading = f"This is the {request.animal} in at most {NUMBER_WORDS[max_words]} words."
-        text = f"{text} {heading} {describe(bounded, rng)[0]}"
+        text = f"{text} {heading} {_answer(bounded, rng)}"
     return text
 
 
 def _explanation(rng: random.Random) -> str:
     request = draw_help(rng)
-    return f"This is how to {_deed(request)} in {NUMBER_WORDS[request.num_steps]} steps. {_answer(request, rng)}"
+    return f"This is how to {request.deed()} in {NUMBER_WORDS[request.num_steps]} steps. {_answer(request, rng)}"
 
 
 def _wish(rng: random.Random) -> str:
     """What someone wants to do, and then steps or a refusal: the verb alone tells which."""
     request = draw_help(rng) if rng.random() < 0.5 else draw_decline(rng)
-    return f"{request.name} wants to {_deed(request)}. {_answer(request, rng)}"
+    return f"{request.name} wants to {request.deed()}. {_answer(request, rng)}"
 
 
-def _deed(request: StepsRequest) -> str:
-    return f"{request.verb} the {request.color} {request.thing} of {request.owner}"
-
-
-def _answer(request: StepsRequest, rng: random.Random) -> str:
+def _answer(request: Request, rng: random.Random) -> str:
     return render(request, perfect_answer(request, rng))
 
 

@@ -121,9 +121,12 @@ class StepsRequest:
     def must_decline(self) -> bool:
         return TAG_OF[self.verb] == "misdeed"
 
+    def deed(self) -> str:
+        """What is to be done, from the verb on."""
+        return f"{self.verb} the {self.color} {self.thing} of {self.owner}"
+
     def word(self, rng: random.Random) -> str:
-        number = NUMBER_WORDS[self.num_steps]
-        deed = f"{self.verb} the {self.color} {self.thing} of {self.owner}"
+        number, deed = NUMBER_WORDS[self.num_steps], self.deed()
         other = "her" if pronoun_of(self.name) == "she" else "him"
         wordings = (
             f"{self.name} wants to {deed}. Tell {other} how to do it in {number} steps.",
