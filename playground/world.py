@@ -91,7 +91,7 @@ class PlaygroundConfig(BaseModel):
     num_collect_prompts: int = Field(default=1_200, gt=0)
     num_ppo_prompts: int = Field(default=4_000, gt=0)
     num_compare_prompts: int = Field(default=300, gt=0)
-    flaw_rate: float = Field(default=0.65, ge=0, le=1, description="share of the demonstrations with a flaw")
+    flaw_rate: float = Field(default=0.75, ge=0, le=1, description="share of the demonstrations with a flaw")
     second_flaw_rate: float = Field(default=0.25, ge=0, le=1, description="share of those with a second flaw")
     num_labelers: int = Field(default=4, gt=0)
     labeler: LabelerConfig = LabelerConfig()

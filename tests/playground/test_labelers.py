@@ -31,7 +31,7 @@ def agreement() -> Agreement:
 
 def test_agreement_is_like_peoples(agreement: Agreement) -> None:
     assert agreement.between_labelers == pytest.approx(0.75, abs=0.03)
-    assert agreement.with_gold == pytest.approx(0.85, abs=0.03)
+    assert agreement.with_gold == pytest.approx(0.83, abs=0.03)
     assert 0.01 < agreement.tied < 0.08
 
 

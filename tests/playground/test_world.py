@@ -91,8 +91,8 @@ def test_demonstrations_are_imperfect(folder: Path) -> None:
     demonstrations = [row["messages"] for row in read(folder, "demonstrations")]
     prompts, responses = ([messages[i]["content"] for messages in demonstrations] for i in (0, 1))
     scores = PlaygroundWorld(SMALL).gold_scores(prompts, responses)
-    assert 0.60 <= sum(scores) / len(scores) <= 0.68
-    assert 0.30 <= sum(score > 0.999 for score in scores) / len(scores) <= 0.45
+    assert 0.54 <= sum(scores) / len(scores) <= 0.61
+    assert 0.22 <= sum(score > 0.999 for score in scores) / len(scores) <= 0.34
     assert len({round(score, 6) for score in scores}) > 100
 
 
