@@ -1,9 +1,11 @@
 """From a job to a finished run: which stages must run, in which order, and what each was made from."""
 
+import fcntl
 import hashlib
+import os
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with ExitStack() as closing:
+        closing.enter_context(hold(folder))
         groups: list[WorkerGroup] = []
 
         def group() -> WorkerGroup:
@@ -51,6 +54,26 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
     return folder
 
 
+@contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a run folder. The system lets go of the lock when its holder ends, however it ends.
+
+    Errors: ValueError naming the process that holds the folder.
+    """
+    with (folder / "run.lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(
+                f"{folder}: process {file.read()} is running this job here; wait for it, or run with another --runs"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
 def _run_stages(run: Run, first: str, only: str) -> None:
     forced = False
     for stage in STAGES:
@@ -58,6 +81,8 @@ def _run_stages(run: Run, first: str, only: str) -> None:
             continue
         forced = forced or stage.name == first
         _require_parents(run, stage)
+        if only:
+            _say_stale_parents(run, stage)
         inputs = _inputs(run, stage)
         folder = run.stage_folder(stage.name)
         finished = finished_with(folder, stage.name)
@@ -76,6 +101,15 @@ def _require_parents(run: Run, stage: Stage) -> None:
     for parent in stage.parents:
         if finished_with(run.stage_folder(parent), parent) is None:
             raise ValueError(f"stage {stage.name} needs {parent}, which is not finished in {run.folder}")
+
+
+def _say_stale_parents(run: Run, stage: Stage) -> None:
+    """A stage that runs alone takes its parents as they are; where this job would make one anew, it says so."""
+    for parent in (other for other in STAGES if other.name in stage.parents):
+        finished = finished_with(run.stage_folder(parent.name), parent.name)
+        is_known = all(finished_with(run.stage_folder(name), name) is not None for name in parent.parents)
+        if finished is not None and is_known and finished[0] != _inputs(run, parent).fingerprint:
+            console.print(f"{parent.name}: made from other settings than this job's; {stage.name} takes it as it is")
 
 
 def _inputs(run: Run, stage: Stage) -> Inputs:

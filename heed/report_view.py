@@ -197,7 +197,7 @@ FACTS: dict[str, tuple[tuple[str, str, Show], ...]] = {
         ("Bits per byte", "heldout_bits_per_byte", number),
     ),
     "sft": (
-        ("Demonstrations", "num_rows", count),
+        ("Packed rows", "num_rows", count),
         ("Steps", "num_steps", count),
         ("Held-out loss before", "heldout_loss_before", number),
         ("Held-out loss after", "heldout_loss", number),

@@ -202,6 +202,16 @@ def test_only_runs_one_stage(rerun: Rerun, copied: Path) -> None:
     assert not (copied / "ppo").exists()
 
 
+@pytest.mark.usefixtures("_ray_stays")
+def test_only_says_which_parents_this_job_would_make_anew(
+    copied: Path, overrides: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = load_job(DEBUG, [*overrides, "sft.optimizer.learning_rate=0.002"])
+    run_job(job, copied.parent, only="collect", first="collect")
+    assert "sft: made from other settings than this job's; collect takes it as it is" in capsys.readouterr().err
+    assert not (copied / "replaced" / "sft-1").exists()
+
+
 def test_a_policy_answers_in_a_process_of_its_own(finished_run: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "from heed.cli import main; main()", "chat", str(finished_run / "ppo" / "model"),
