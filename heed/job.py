@@ -84,6 +84,17 @@ class JobConfig(Config):
                 batch.num_micro_batches(self.workers)
             except ValueError as error:
                 raise ValueError(f"{name} with workers = {self.workers}: {error}") from None
+        for name, optimizer in (
+            ("pretrain.optimizer", self.pretrain.optimizer),
+            ("sft.optimizer", self.sft.optimizer),
+            ("reward.optimizer", self.reward.optimizer),
+            ("ppo.policy_optimizer", self.ppo.policy_optimizer),
+            ("ppo.value_optimizer", self.ppo.value_optimizer),
+        ):
+            try:
+                optimizer.check_sharding(self.engine)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
         for name, rows in (("ppo.rollout_prompts", self.ppo.rollout_prompts), ("ppo.ptx_rows", self.ppo.ptx_rows)):
             if rows % self.workers:
                 raise ValueError(f"{name} is {rows}; a multiple of workers = {self.workers} was expected")

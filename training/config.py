@@ -37,8 +37,14 @@ def cpu_has_bf16_matrix_units() -> bool:
 
 
 class OptimizerConfig(Config):
-    """AdamW (arXiv 1711.05101) with gradient clipping and a learning rate that is a function of the step alone."""
+    """AdamW (arXiv 1711.05101) with gradient clipping and a learning rate that is a function of the step alone.
 
+    "muon" moves the matrices of the blocks by Muon (Jordan et al. 2024), the rest by AdamW. Its updates are scaled to
+    the size of AdamW's, so that one learning rate serves both (arXiv 2502.16982, section 2.2); `betas` and `eps` are
+    AdamW's.
+    """
+
+    kind: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(gt=0)
     schedule: Literal["constant", "linear", "cosine"]
     warmup_steps: int = Field(default=0, ge=0)
@@ -47,6 +53,14 @@ class OptimizerConfig(Config):
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
+
+    def check_sharding(self, engine: EngineConfig) -> None:
+        """Errors: ValueError for Muon under ZeRO."""
+        if self.kind == "muon" and engine.zero_stage > 0:
+            raise ValueError(
+                f"optimizer kind 'muon' needs whole matrices, which ZeRO {engine.zero_stage} cuts up;"
+                " 'adamw', or engine.zero_stage = 0, was expected"
+            )
 
     def rate(self, step: int, num_steps: int) -> float:
         """Learning rate of step 0 .. num_steps - 1: linear warm-up, then down to `final_share` of the peak."""

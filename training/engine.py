@@ -34,6 +34,7 @@ class Engine(Generic[AnyModule]):
         self, model: AnyModule, optimizer: OptimizerConfig, config: EngineConfig, *, world_size: int, micro_batch: int
     ) -> None:
         self.config, self.optimizer_config = config, optimizer
+        optimizer.check_sharding(config)
         self._accelerator = _make_accelerator(config, optimizer.max_grad_norm, micro_batch)
         # Accelerate falls back to separate worlds, or drops DeepSpeed, without a word.
         found = self._accelerator.num_processes
@@ -41,8 +42,9 @@ class Engine(Generic[AnyModule]):
         self.rank, self.world_size = self._accelerator.process_index, world_size
         self.device = self._accelerator.device
         self.module = model
-        adamw = _make_adamw(model, optimizer, self.device)
-        self.model, self._optimizer = self._accelerator.prepare(model, adamw)
+        self.model, *self._optimizers = self._accelerator.prepare(
+            model, *_make_optimizers(model, optimizer, self.device)
+        )
         is_deepspeed = type(self.model).__name__ == "DeepSpeedEngine"
         assert is_deepspeed == (config.zero_stage > 0), f"ZeRO {config.zero_stage} gave a {type(self.model).__name__}"
         self._loss_sum = torch.zeros((), device=self.device)
@@ -97,14 +99,16 @@ class Engine(Generic[AnyModule]):
         parameters = self.module.parameters()
         norm = float(self._accelerator.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm))
         self._require_finite_norm(norm, "no weight was changed")
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         return loss, norm
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Before a step's first backward: DeepSpeed steps inside the last one."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
 
     def _require_finite(self, step: int) -> None:
         bad = (~torch.isfinite(self._loss_sum)).float()
@@ -146,7 +150,7 @@ class Engine(Generic[AnyModule]):
     def close(self) -> None:
         """Release memory; the process group stays for the next stage in this process."""
         self._accelerator.free_memory()
-        del self.model, self.module, self._optimizer
+        del self.model, self.module, self._optimizers
         AcceleratorState._reset_state()
         gc.collect()
 
@@ -193,9 +197,24 @@ def _deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: i
     }
 
 
-def _make_adamw(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
+def _make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.device) -> list[torch.optim.Optimizer]:
+    """AdamW, after Muon where it is asked for; no parameter belongs to both."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if config.kind == "adamw":
+        return [_make_adamw(list(parameters.values()), config, device)]
+    # Embedding and head are tables of vectors, one a token: orthogonal updates are for maps between activations.
+    inner = {name for name, p in parameters.items() if ".blocks." in name and p.dim() == 2}
+    muon = torch.optim.Muon(
+        [p for name, p in parameters.items() if name in inner],
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return [muon, _make_adamw([p for name, p in parameters.items() if name not in inner], config, device)]
+
+
+def _make_adamw(parameters: list[nn.Parameter], config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
     """Weight decay on matrices only: norms and biases have no scale to shrink."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in parameters if p.dim() > 1]
     vectors = [p for p in parameters if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}]

@@ -128,6 +128,15 @@ def test_ptx_rows_must_divide_among_the_workers() -> None:
         load_job(DEBUG, ["workers=2", "ppo.ptx_rows=3"])
 
 
+@pytest.mark.parametrize("section", ["pretrain.optimizer", "ppo.value_optimizer"])
+def test_muon_under_zero_is_refused_before_anything_runs(section: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{section}: optimizer kind 'muon' needs whole matrices, which ZeRO 1 cuts up"
+    ):
+        load_job(DEBUG, [f"{section}.kind=muon", "engine.zero_stage=1"])
+    assert load_job(DEBUG, [f"{section}.kind=muon"])
+
+
 def test_a_missing_section_is_named(tmp_path: Path) -> None:
     values = tomllib.loads(DEBUG.read_text(encoding="utf-8"))
     del values["reward"], values["ppo"]["kl_coef"]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,6 +112,69 @@ def test_steps_equal_adamw_by_hand(
     expected_weights = twin.state_dict()
     for name, weight in engine.full_weights().items():
         torch.testing.assert_close(weight, expected_weights[name], atol=5e-6, rtol=1e-5, msg=name)
+
+
+MUON = OPTIMIZER.model_copy(update={"kind": "muon"})
+
+
+@pytest.fixture
+def muon(tiny_config: ModelConfig) -> Iterator[Engine[LanguageModel]]:
+    engine = Engine(build(tiny_config), MUON, ONE_RANK, world_size=1, micro_batch=1)
+    yield engine
+    engine.close()
+
+
+def test_muon_moves_the_matrices_of_the_blocks_orthogonally_and_adamw_the_rest(
+    muon: Engine[LanguageModel], ragged: PackedObjective, tiny_config: ModelConfig
+) -> None:
+    """A first step: the momentum is the gradient, so the move is along U Vᵀ of the gradient's U S Vᵀ."""
+    twin = build(tiny_config)
+    by_hand = AdamWByHand(twin)
+    before = {name: weight.clone() for name, weight in twin.state_dict().items()}
+    gradients = torch.autograd.grad(plain_loss(twin, ragged), by_hand.parameters)
+    by_hand.step(list(gradients), 0.01)
+    muon.set_learning_rate(0.01)
+    accumulate(muon, ragged, micro=2)
+    muon.step()
+    moved = muon.full_weights()
+    num_matrices = 0
+    for (name, after), gradient in zip(twin.named_parameters(), gradients, strict=True):
+        if ".blocks." not in name or gradient.dim() != 2:
+            torch.testing.assert_close(moved[name], after.detach(), atol=5e-6, rtol=1e-5, msg=name)
+            continue
+        num_matrices += 1
+        kept = before[name] * (1 - 0.01 * MUON.weight_decay)
+        direction = (kept - moved[name]) / (0.01 * 0.2 * math.sqrt(max(gradient.shape)))
+        # Five Newton-Schulz steps bring the singular values near 1 but for the smallest; they do not turn the vectors.
+        u, _, v = torch.linalg.svd(gradient, full_matrices=False)
+        stretched = u.T @ direction @ v.T
+        values = stretched.diagonal()
+        assert values.max() < 1.3, name
+        assert values.median() > 0.6, name
+        assert (stretched - values.diag()).abs().max() < 0.15, name
+    assert num_matrices == 4 * tiny_config.num_layers
+
+
+def test_muon_continues_bit_for_bit(muon: Engine[LanguageModel], ragged: PackedObjective, tmp_path: Path) -> None:
+    def steps(engine: Engine[LanguageModel], number: int) -> None:
+        engine.set_learning_rate(0.01)
+        for _ in range(number):
+            accumulate(engine, ragged, micro=4)
+            engine.step()
+
+    steps(muon, 2)
+    muon.save(tmp_path)
+    steps(muon, 2)
+    expected = {name: weight.clone() for name, weight in muon.full_weights().items()}
+    muon.load(tmp_path)
+    assert not all(torch.equal(weight, expected[name]) for name, weight in muon.full_weights().items())
+    steps(muon, 2)
+    assert all(torch.equal(weight, expected[name]) for name, weight in muon.full_weights().items())
+
+
+def test_muon_is_refused_where_matrices_are_cut_up(tiny_config: ModelConfig) -> None:
+    with pytest.raises(ValueError, match=r"optimizer kind 'muon' needs whole matrices, which ZeRO 2 cuts up"):
+        Engine(build(tiny_config), MUON, EngineConfig(precision="fp32", zero_stage=2), world_size=1, micro_batch=1)
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
