@@ -179,23 +179,28 @@ class WorkerGroup:
         pending: Sequence[Any],
         rank_of: Mapping[Any, int],
     ) -> None:
-        """Raise the earliest failure among those that have arrived; the group is closed, its ranks may be stuck."""
+        """Raise the earliest failure among those that have arrived; the group is closed, its ranks may be stuck.
+
+        A lost rank comes before any exception: its peers fail in their next collective, and may be heard first.
+        """
         failures = [(when, rank, failure)]
-        lost = ""
         ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=1.0) if pending else ([], [])
         for call in ready:
             try:
                 ok, other_when, result = ray.get(call)
-            except ray.exceptions.RayError as loss:  # the peers' failures may well be the consequence
-                lost += f"\nrank {rank_of[call]} of {self.num_workers} was lost: {loss}"
-                continue
+            except ray.exceptions.RayError as loss:
+                self.close()
+                raise WorkerError(
+                    f"{phase}: rank {rank_of[call]} of {self.num_workers} was lost: {loss}\n"
+                    f"rank {rank}: {failure[0]!r}\n{failure[1]}"
+                ) from loss
             if not ok:
                 failures.append((other_when, rank_of[call], result))
         _, first_rank, (error, trace) = min(failures, key=lambda item: item[0])
         self.close()
         if isinstance(error, ValueError):
             raise error
-        raise WorkerError(f"{phase}: rank {first_rank} of {self.num_workers}: {error!r}\n{trace}{lost}") from error
+        raise WorkerError(f"{phase}: rank {first_rank} of {self.num_workers}: {error!r}\n{trace}") from error
 
     def close(self) -> None:
         """End the workers of this group and free their place."""
