@@ -211,6 +211,7 @@ FACTS: dict[str, tuple[tuple[str, str, Show], ...]] = {
     ),
     "reward": (
         ("Comparisons, train", "train_comparisons", count),
+        ("Rankings of them", "train_rankings", count),
         ("Comparisons, held-out", "heldout_comparisons", count),
         ("Held-out pairs", "heldout_pairs", count),
         ("Held-out accuracy", "heldout_accuracy", percent),

@@ -14,11 +14,11 @@ from training.data import DataConfig, checked_messages, read_rows, text_field
 
 @dataclass(frozen=True)
 class Comparison:
-    """One ranking, tokenized: K sequences of prompt, response and end token, and their ranks."""
+    """One task, tokenized: K sequences of prompt, response and end token, and the ranks that each labeler gave them."""
 
     task_id: str
     sequences: tuple[tuple[int, ...], ...]
-    ranks: tuple[int, ...]
+    judgments: tuple[tuple[int, ...], ...]
 
 
 def read_rankings(data: DataConfig) -> list[Ranking]:
@@ -68,15 +68,30 @@ def encode_response(tokenizer: Tokenizer, prompt: Sequence[Message], response: s
 
 
 def encode_rankings(tokenizer: Tokenizer, rankings: Sequence[Ranking], max_tokens: int) -> list[Comparison]:
-    """Errors: ValueError naming the task whose conversation is longer than `max_tokens`."""
-    comparisons = []
+    """One comparison a task, in order of first appearance: a completion is read once however many labelers ranked it.
+
+    Errors: ValueError naming the task whose conversation is longer than `max_tokens`, or whose rankings are not all of
+    the same prompt and responses.
+    """
+    by_task: dict[str, list[Ranking]] = {}
     for ranking in rankings:
-        sequences = tuple(encode_response(tokenizer, ranking.prompt, response) for response in ranking.responses)
-        longest = max(len(sequence) for sequence in sequences)
-        if longest > max_tokens:
-            raise ValueError(
-                f"task {ranking.task_id!r}: prompt and response have {longest} tokens; the model's context"
-                f" holds {max_tokens}"
-            )
-        comparisons.append(Comparison(ranking.task_id, sequences, ranking.ranks))
-    return comparisons
+        by_task.setdefault(ranking.task_id, []).append(ranking)
+    return [_encode_task(tokenizer, judged, max_tokens) for judged in by_task.values()]
+
+
+def _encode_task(tokenizer: Tokenizer, judged: Sequence[Ranking], max_tokens: int) -> Comparison:
+    task = judged[0]
+    for other in judged[1:]:
+        for field in ("prompt", "responses"):
+            if getattr(other, field) != getattr(task, field):
+                raise ValueError(
+                    f"task {task.task_id!r}: field {field!r} differs between the rankings of {task.labeler!r} and"
+                    f" {other.labeler!r}; rankings of one task are of the same responses"
+                )
+    sequences = tuple(encode_response(tokenizer, task.prompt, response) for response in task.responses)
+    longest = max(len(sequence) for sequence in sequences)
+    if longest > max_tokens:
+        raise ValueError(
+            f"task {task.task_id!r}: prompt and response have {longest} tokens; the model's context holds {max_tokens}"
+        )
+    return Comparison(task.task_id, sequences, tuple(ranking.ranks for ranking in judged))

@@ -31,7 +31,7 @@ HELDOUT_SCORES = "heldout_scores.json"  # {task_id: scores of its responses, in 
 
 
 class RewardConfig(TrainingConfig):
-    """`batch.batch_size` counts comparisons: one labeler's ranking of one prompt's K responses."""
+    """`batch.batch_size` counts comparisons: one prompt's K responses and all rankings that labelers gave them."""
 
     rankings: DataConfig
     demonstrations: tuple[DataConfig, ...] = Field(min_length=1)
@@ -41,7 +41,7 @@ class RewardConfig(TrainingConfig):
 
 
 class RankingObjective:
-    """The ranking loss over comparisons; a comparison is the unit that is counted."""
+    """The ranking loss over comparisons, each the mean over its labelers; a comparison is the unit that is counted."""
 
     def __init__(self, comparisons: Sequence[Comparison], pad_id: int) -> None:
         self.comparisons, self.pad_id = comparisons, pad_id
@@ -58,12 +58,16 @@ class RankingObjective:
     def loss(self, model: ScalarModel, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
         chosen = [self.comparisons[row] for row in rows]
         scores = last_token_scores(model, [sequence for c in chosen for sequence in c.sequences], self.pad_id)
-        widest = max(len(c.ranks) for c in chosen)
-        ranks_BK = torch.tensor([[*c.ranks, *[0] * (widest - len(c.ranks))] for c in chosen], device=device)
+        lengths = torch.tensor([len(c.sequences) for c in chosen], device=device)
+        real_BK = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
         # Scores come flat, comparison after comparison: exactly the order of the real places of the padded table.
-        scores_BK = scores.new_zeros(ranks_BK.shape).masked_scatter(ranks_BK > 0, scores)
-        loss_B, accuracy_B = ranking_loss(scores_BK, ranks_BK)
-        return loss_B.sum(), {"accuracy": accuracy_B.sum()}
+        scores_BK = scores.new_zeros(real_BK.shape).masked_scatter(real_BK, scores)
+        judged = [(row, ranks, 1 / len(c.judgments)) for row, c in enumerate(chosen) for ranks in c.judgments]
+        rows_J, ranks_J, shares_J = zip(*judged, strict=True)
+        padded_JK = [[*ranks, *[0] * (real_BK.shape[1] - len(ranks))] for ranks in ranks_J]
+        loss_J, accuracy_J = ranking_loss(scores_BK[list(rows_J)], torch.tensor(padded_JK, device=device))
+        share_J = torch.tensor(shares_J, device=device)
+        return (share_J * loss_J).sum(), {"accuracy": (share_J * accuracy_J).sum()}
 
 
 def run(context: StageContext, config: RewardConfig, sft: Path) -> None:
@@ -86,13 +90,13 @@ def run(context: StageContext, config: RewardConfig, sft: Path) -> None:
     initialise_score_head(model.score.weight, torch.Generator().manual_seed(head_seed))
     engine = build_engine(context, model, config)
     objectives = [RankingObjective(part, tokenizer.pad_id) for part in comparisons]
-    num_steps = max(1, round(config.num_epochs * len(train) / config.batch.batch_size))
+    num_steps = max(1, round(config.num_epochs * len(comparisons[0]) / config.batch.batch_size))
     loop_config = LoopConfig.of("reward", context.seed, num_steps, config)
     TrainingLoop(engine, loop_config, objectives[0], objectives[1], context.folder).run()
     weights = engine.full_weights()
     if engine.is_main:
         save_model(context.model_folder, model, weights, tokenizer)
-        finish(context, config, tokenizer, heldout, comparisons[1], len(train))
+        finish(context, config, tokenizer, heldout, comparisons)
     engine.barrier()
     engine.close()
 
@@ -102,16 +106,19 @@ def finish(
     config: RewardConfig,
     tokenizer: Tokenizer,
     heldout: Sequence[Ranking],
-    comparisons: Sequence[Comparison],
-    num_train: int,
+    comparisons: Sequence[Sequence[Comparison]],
 ) -> None:
-    """Shift the bias of the written model, then measure it on the held-out rankings as it will be used."""
+    """Shift the bias of the written model, then measure it on the held-out rankings as it will be used.
+
+    `comparisons` are those trained on and those held out.
+    """
     model = load_scalar_model(context.model_folder).eval()
     model.bias -= demonstration_mean(model, tokenizer, config)
     save_model(context.model_folder, model, model.state_dict(), tokenizer)
-    scores = score_sequences(model, [sequence for c in comparisons for sequence in c.sequences], tokenizer.pad_id)
+    trained_on, unseen = comparisons
+    scores = score_sequences(model, [sequence for c in unseen for sequence in c.sequences], tokenizer.pad_id)
     remaining = iter(scores)
-    by_task = {c.task_id: [next(remaining) for _ in c.ranks] for c in comparisons}
+    by_task = {c.task_id: [next(remaining) for _ in c.sequences] for c in unseen}
     write_json(context.folder / HELDOUT_SCORES, by_task)
     accuracy = accuracy_against(heldout, by_task)
     samples = torch.tensor(scores)
@@ -119,8 +126,9 @@ def finish(
         {
             "heldout_accuracy": accuracy.mean,
             "heldout_pairs": accuracy.num_pairs,
-            "heldout_comparisons": len(heldout),
-            "train_comparisons": num_train,
+            "heldout_comparisons": len(unseen),
+            "train_comparisons": len(trained_on),
+            "train_rankings": sum(len(c.judgments) for c in trained_on),
             "score_bias": float(model.bias),
             # The units of PPO's rewards: scores of the SFT policy's samples, of prompts that training never saw.
             "sample_score_mean": float(samples.mean()),

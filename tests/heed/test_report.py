@@ -183,6 +183,7 @@ def make_run(run: Path, *, note: str = "") -> Path:
     write_stage(
         run, "reward",
         {"heldout_accuracy": 0.776, "heldout_pairs": 1344, "heldout_comparisons": 120, "train_comparisons": 1080,
+         "train_rankings": 1190,
          "score_bias": -0.4, "sample_score_mean": -0.3, "sample_score_std": 1.27,
          "gold_accuracy": mean(0.861, 0.017, num_pairs=1100)},
         reward_metrics(rng, 120),

@@ -74,7 +74,27 @@ def test_sequences_are_prompt_response_and_end_token(tmp_path: Path, tokenizer: 
     for sequence, response in zip(comparison.sequences, GOOD["responses"], strict=True):
         assert list(sequence) == tokenizer.encode(f"<|user|> Where is the fox?<|end|><|assistant|> {response}<|end|>")
         assert sequence[-1] == tokenizer.end_id
-    assert comparison.ranks == (2, 1, 2)
+    assert comparison.judgments == ((2, 1, 2),)
+
+
+def test_the_rankings_of_one_task_are_one_comparison(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [GOOD, {**GOOD, "task_id": "t2"}, {**GOOD, "labeler": "bo", "ranks": [1, 2, 3]}]
+    first, second = encode_rankings(tokenizer, read_rankings(write(tmp_path, *rows)), max_tokens=96)
+    assert (first.task_id, first.judgments) == ("t1", ((2, 1, 2), (1, 2, 3)))
+    assert (second.task_id, second.judgments) == ("t2", ((2, 1, 2),))
+    assert first.sequences == second.sequences
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("responses", ["In the bush.", "Near.", ""]), ("prompt", [{"role": "user", "content": "Where is the dog?"}])],
+)
+def test_rankings_of_one_task_that_differ_in_it_are_refused(
+    tmp_path: Path, tokenizer: Tokenizer, field: str, value: Any
+) -> None:
+    rankings = read_rankings(write(tmp_path, GOOD, {**GOOD, "labeler": "bo", field: value}))
+    with pytest.raises(ValueError, match=f"task 't1': field '{field}' differs between the rankings of 'ann' and 'bo'"):
+        encode_rankings(tokenizer, rankings, max_tokens=96)
 
 
 def test_the_last_token_is_the_end_token_under_any_template(tokenizer: Tokenizer) -> None:

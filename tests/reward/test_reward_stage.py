@@ -63,11 +63,11 @@ def test_a_last_token_that_is_the_pad_id_still_scores(scalar: ScalarModel) -> No
     assert score_sequences(scalar, sequences, 0) == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_objective_is_the_sum_over_ragged_comparisons(scalar: ScalarModel) -> None:
+def test_the_objective_is_the_sum_over_ragged_comparisons_of_the_mean_over_labelers(scalar: ScalarModel) -> None:
     comparisons = [
-        Comparison("a", tuple(SEQUENCES[:3]), (2, 1, 3)),
-        Comparison("b", tuple(SEQUENCES[3:5]), (1, 1)),
-        Comparison("c", tuple(SEQUENCES[2:7]), (1, 3, 3, 2, 4)),
+        Comparison("a", tuple(SEQUENCES[:3]), ((2, 1, 3), (1, 2, 3), (1, 1, 2))),
+        Comparison("b", tuple(SEQUENCES[3:5]), ((1, 1),)),
+        Comparison("c", tuple(SEQUENCES[2:7]), ((1, 3, 3, 2, 4), (2, 1, 3, 4, 5))),
     ]
     objective = RankingObjective(comparisons, pad_id=0)
     chosen = np.array([2, 0, 1])
@@ -76,12 +76,14 @@ def test_the_objective_is_the_sum_over_ragged_comparisons(scalar: ScalarModel) -
     for comparison in comparisons:
         scores = [alone(scalar, sequence) for sequence in comparison.sequences]
         pairs = [(i, j) for i in range(len(scores)) for j in range(len(scores)) if i != j]
-        for i, j in pairs:  # each pair twice, once from either side
-            chance = {True: 1.0, False: 0.0}[comparison.ranks[i] < comparison.ranks[j]]
-            chance = 0.5 if comparison.ranks[i] == comparison.ranks[j] else chance
-            expected -= chance * math.log(1 / (1 + math.exp(scores[j] - scores[i]))) / (len(pairs) / 2)
-        untied = [(i, j) for i, j in pairs if comparison.ranks[i] < comparison.ranks[j]]
-        right += sum(scores[i] > scores[j] for i, j in untied) / len(untied) if untied else 0.5
+        for ranks in comparison.judgments:
+            share = 1 / len(comparison.judgments)
+            for i, j in pairs:  # each pair twice, once from either side
+                chance = 0.5 if ranks[i] == ranks[j] else float(ranks[i] < ranks[j])
+                loss_of_pair = -chance * math.log(1 / (1 + math.exp(scores[j] - scores[i])))
+                expected += share * loss_of_pair / (len(pairs) / 2)
+            untied = [(i, j) for i, j in pairs if ranks[i] < ranks[j]]
+            right += share * (sum(scores[i] > scores[j] for i, j in untied) / len(untied) if untied else 0.5)
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
     assert float(extra["accuracy"]) == pytest.approx(right, rel=1e-6)
     assert objective.count(chosen) == 3
@@ -99,16 +101,17 @@ DEMONSTRATIONS = [
 
 
 def config_for(folder: Path, **changes: Any) -> RewardConfig:
-    """Responses with more exclamation marks are better; a few are tied."""
+    """Responses with more exclamation marks are better; a few are tied. Bo, who sees but one, ranks each third."""
     rankings = [
         {
             "task_id": f"t{i}",
             "prompt": [{"role": "user", "content": f"Where is dog {i}?"}],
             "responses": ["Far", "Far!!", "Far!", "Far"][: 3 + i % 2],
-            "ranks": [3, 1, 2, 3][: 3 + i % 2],
-            "labeler": "ann",
+            "ranks": ranks[: 3 + i % 2],
+            "labeler": labeler,
         }
-        for i in range(40)
+        for labeler, ranks, every in (("ann", [3, 1, 2, 3], 1), ("bo", [2, 1, 1, 2], 3))
+        for i in range(0, 40, every)
     ]
     values = {
         "rankings": write_rows(folder / "rankings.jsonl", rankings),
@@ -140,6 +143,7 @@ def test_it_learns_the_preference(finished: tuple[Path, RewardConfig, dict[str, 
     assert lines[-1]["accuracy"] > 0.9
     assert results["heldout_accuracy"] > 0.9
     assert results["train_comparisons"] + results["heldout_comparisons"] == 40
+    assert results["train_rankings"] > results["train_comparisons"]
     assert len(lines) == round(4 * results["train_comparisons"] / 8)
 
 
@@ -161,19 +165,21 @@ def test_figures_of_the_heldout_rankings(finished: tuple[Path, RewardConfig, dic
     folder, config, results = finished
     model, tokenizer = load_scalar_model(folder / "model").eval(), Tokenizer.load(folder / "model")
     _, heldout = split_rankings(read_rankings(config.rankings), 0.25, SEED)
-    everything, right, untied = [], 0, 0
+    by_task: dict[str, list[float]] = {}
+    right, untied = 0, 0
     for ranking in heldout:
         texts = [
             f"<|user|> {ranking.prompt[0].content}<|end|><|assistant|> {response}<|end|>"
             for response in ranking.responses
         ]
         scores = [alone(model, tuple(tokenizer.encode(text))) for text in texts]
-        everything += scores
+        by_task[ranking.task_id] = scores
         for i, j in itertools.combinations(range(len(scores)), 2):
             if ranking.ranks[i] != ranking.ranks[j] and scores[i] != scores[j]:
                 untied += 1
                 right += (scores[i] > scores[j]) == (ranking.ranks[i] < ranking.ranks[j])
-    assert results["heldout_comparisons"] == len(heldout) > 0
+    everything = [score for scores in by_task.values() for score in scores]
+    assert 0 < results["heldout_comparisons"] == len(by_task) < len(heldout)
     assert results["heldout_pairs"] == untied
     assert results["heldout_accuracy"] == pytest.approx(right / untied)
     assert results["sample_score_mean"] == pytest.approx(float(np.mean(everything)), abs=1e-4)
@@ -198,5 +204,5 @@ def test_training_starts_from_the_sft_model_and_a_unit_head(
 def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path: Path, model_folder: Path) -> None:
     context = StageContext(tmp_path / "run", SEED, 1, EngineConfig(precision="fp32", trackers=()))
     config = config_for(tmp_path, heldout_share=1e-9)
-    with pytest.raises(ValueError, match=r"reward.heldout_share 1e-09 splits .* into 40 for training and 0 held out"):
+    with pytest.raises(ValueError, match=r"reward.heldout_share 1e-09 splits .* into 54 for training and 0 held out"):
         run(context, config, model_folder)
