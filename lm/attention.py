@@ -1,4 +1,4 @@
-"""Attention: masks, rotary positions, the product itself, and the key-value cache.
+"""Attention: masks, the product itself, and the key-value cache.
 
 Shape letters: B batch, T query tokens, S key tokens, N heads, G key-value heads, H head dim.
 """
@@ -17,22 +17,20 @@ def attention_mask(segments_BT: Tensor) -> Tensor:
     return (segments_BT[:, :, None] == segments_BT[:, None, :]) & causal_TS
 
 
-def rotary_tables(positions_BT: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and signed sin [B, T, 1, H] of position · theta^(-2i/H), each frequency twice (arXiv 2104.09864, eq. 34).
+def banded(
+    mask_BTS: Tensor | None, window: int, num_queries: int, num_keys: int, device: torch.device
+) -> Tensor | None:
+    """The mask, and no key further back than `window` tokens, the query's own included; 0 = no limit.
 
-    The sine's first half is negative: with it a rotation is two products and a roll.
+    Queries are the last of the keys' tokens. None stays None (plainly causal) where the band cuts nothing off.
     """
-    exponents = torch.arange(0, head_dim, 2, device=positions_BT.device, dtype=torch.float32) / head_dim
-    angles_BTh = positions_BT[..., None].float() * theta**-exponents
-    cos, sin = angles_BTh.cos(), angles_BTh.sin()
-    tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-    return tables[0].to(dtype)[:, :, None], tables[1].to(dtype)[:, :, None]
-
-
-def rotate(x_BTNH: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the pairs (x_i, x_{i+H/2}), the layout of the Hugging Face checkpoints."""
-    cos, sin = rotary
-    return torch.addcmul(x_BTNH * cos, x_BTNH.roll(x_BTNH.shape[-1] // 2, dims=-1), sin)
+    if not 0 < window < num_keys:
+        return mask_BTS
+    keys_S = torch.arange(num_keys, device=device)
+    queries_T = keys_S[num_keys - num_queries :]
+    distance_TS = queries_T[:, None] - keys_S
+    near_TS = distance_TS < window
+    return (near_TS & (distance_TS >= 0))[None] if mask_BTS is None else mask_BTS & near_TS
 
 
 def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:

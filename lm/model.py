@@ -5,7 +5,8 @@ M MLP width, V vocabulary, C selected positions.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from lm.attention import KVCache, attend, attention_mask, rotary_tables, rotate
+from lm.attention import KVCache, attend, attention_mask, banded
 from lm.config import ModelConfig
+from lm.positions import rotary_tables, rotate, sinusoids
+
+Rotary = tuple[Tensor, Tensor]  # cos and signed sin
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -77,22 +81,36 @@ class _SquaredReLU(torch.autograd.Function):
         return (gradient * positive).mul_(2)
 
 
+def make_norm(config: ModelConfig, width: int) -> nn.Module:
+    """The config's kind of norm over `width` numbers."""
+    return RMSNorm(width, config.norm_eps) if config.norm == "rms" else nn.LayerNorm(width, config.norm_eps)
+
+
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions and grouped key-value heads, one product for Q, K and V."""
+    """Causal self-attention with grouped key-value heads, one product for Q, K and V."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.qkv = nn.Linear(config.width, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim, bias=False)
-        self.out = nn.Linear(config.num_heads * config.head_dim, config.width, bias=False)
+        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv = nn.Linear(config.width, rows, bias=config.attention_bias != "none")
+        self.out = nn.Linear(config.num_heads * config.head_dim, config.width, bias=config.attention_bias == "all")
+        self.query_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(
-        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask_BTS: Tensor | None, cache: KVCache | None, layer: int
+        self, x_BTD: Tensor, rotary: Rotary | None, mask_BTS: Tensor | None, cache: KVCache | None, layer: int
     ) -> Tensor:
         B, T, _ = x_BTD.shape
-        heads_BTNH = self.qkv(x_BTD).view(B, T, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        turned, v = heads_BTNH.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
-        q, k = rotate(turned, rotary).split([self.num_heads, self.num_kv_heads], dim=2)
+        N, G = self.num_heads, self.num_kv_heads
+        heads_BTNH = self.qkv(x_BTD).view(B, T, N + 2 * G, self.head_dim)
+        turned, v = heads_BTNH.split([N + G, G], dim=2)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = turned.split([N, G], dim=2)
+            turned = torch.cat([self.query_norm(q), self.key_norm(k)], dim=2)
+        if rotary is not None:
+            turned = rotate(turned, rotary)
+        q, k = turned.split([N, G], dim=2)
         q_BNTH, k_BGTH, v_BGTH = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k_BGTH, v_BGTH = cache.append(layer, k_BGTH, v_BGTH)
@@ -100,39 +118,55 @@ class Attention(nn.Module):
         return self.out(y_BNTH.transpose(1, 2).reshape(B, T, -1))
 
 
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu2": _SquaredReLU.apply,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) · up(x)); or squared ReLU: down(relu(up(x))²)."""
+    """SwiGLU: down(silu(gate(x)) · up(x)); or down(activation(up(x)))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gated = config.mlp == "swiglu"
-        self.up = nn.Linear(config.width, config.mlp_width * (2 if self.gated else 1), bias=False)
-        self.down = nn.Linear(config.mlp_width, config.width, bias=False)
+        self.kind = config.mlp
+        rows = config.mlp_width * (2 if config.mlp == "swiglu" else 1)
+        self.up = nn.Linear(config.width, rows, bias=config.mlp_bias)
+        self.down = nn.Linear(config.mlp_width, config.width, bias=config.mlp_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         up = self.up(x_BTD)
-        if self.gated:
+        if self.kind == "swiglu":
             gate_BTM, up_BTM = up.chunk(2, dim=-1)
             return self.down(F.silu(gate_BTM) * up_BTM)
-        return self.down(_SquaredReLU.apply(up))  # type: ignore[no-untyped-call]
+        return self.down(_ACTIVATIONS[self.kind](up))
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); dropout on both residual branches."""
+    """Attention, then the MLP, each a branch beside the residual stream with its norm and dropout.
+
+    Norms first: x + branch(norm(x)). Norms last: norm(x + branch(x)).
+    """
 
     def __init__(self, config: ModelConfig, dropout: float) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.width, config.norm_eps)
+        self.norms_first = config.norm_place == "pre"
+        self.attention_norm = make_norm(config, config.width)
         self.attention = Attention(config)
-        self.mlp_norm = RMSNorm(config.width, config.norm_eps)
+        self.mlp_norm = make_norm(config, config.width)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask_BTS: Tensor | None, cache: KVCache | None, layer: int
+        self, x_BTD: Tensor, rotary: Rotary | None, mask_BTS: Tensor | None, cache: KVCache | None, layer: int
     ) -> Tensor:
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), rotary, mask_BTS, cache, layer))
-        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+        if self.norms_first:
+            x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), rotary, mask_BTS, cache, layer))
+            return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+        x_BTD = self.attention_norm(x_BTD + self.dropout(self.attention(x_BTD, rotary, mask_BTS, cache, layer)))
+        return self.mlp_norm(x_BTD + self.dropout(self.mlp(x_BTD)))
 
 
 class Decoder(nn.Module):
@@ -142,9 +176,12 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
+        learned = config.positions == "learned"
+        self.positions = nn.Embedding(config.context_tokens, config.width) if learned else None
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(config, dropout) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.width, config.norm_eps)
+        # With norms last the final block's own norm is the last one.
+        self.norm = make_norm(config, config.width) if config.norm_place == "pre" else nn.Identity()
 
     def forward(
         self,
@@ -154,11 +191,29 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         """Hidden states [B, T, D] after the final norm. `mask_BTS`: True = may attend; None = plainly causal."""
-        x_BTD = self.dropout(self.embedding(tokens_BT))
-        rotary = rotary_tables(positions_BT, self.config.head_dim, self.config.rope_theta, compute_dtype(x_BTD))
+        x_BTD = self.embed(tokens_BT, positions_BT)
+        rotary = self.rotary(positions_BT, compute_dtype(x_BTD))
+        T = tokens_BT.shape[1]
+        S = T + (cache.length if cache is not None else 0)
+        masks = {window: banded(mask_BTS, window, T, S, tokens_BT.device) for window in self.config.windows}
         for layer, block in enumerate(self.blocks):
-            x_BTD = block(x_BTD, rotary, mask_BTS, cache, layer)
+            x_BTD = block(x_BTD, rotary, masks[self.config.window(layer)], cache, layer)
         return self.norm(x_BTD)
+
+    def embed(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        """Token embeddings [B, T, D], with what positions add to them."""
+        x_BTD = self.embedding(tokens_BT)
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions(positions_BT)
+        elif self.config.positions == "sinusoidal":
+            x_BTD = x_BTD + sinusoids(positions_BT, self.config.width).to(x_BTD.dtype)
+        return self.dropout(x_BTD)
+
+    def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotary | None:
+        config = self.config
+        if config.positions != "rotary":
+            return None
+        return rotary_tables(positions_BT, config.head_dim, config.rope_theta, config.rope_scaling, dtype)
 
     def hidden(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
         """Hidden states of whole rows. `segments_BT` numbers the sequences packed in a row from 1; 0 = padding.
@@ -181,7 +236,11 @@ class LanguageModel(nn.Module):
         self.config = config
         self.decoder = Decoder(config, dropout)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        if config.tie_embeddings:
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head's matrix the embedding's, where the config says so."""
+        if self.config.tie_embeddings:
             self.head.weight = self.decoder.embedding.weight
 
     def forward(
@@ -227,10 +286,11 @@ def initialise(model: LanguageModel | ScalarModel, seed: int) -> None:
 
     | weight                        | distribution   | why                                                        |
     |-------------------------------|----------------|------------------------------------------------------------|
-    | embedding, head               | N(0, 1/D)      | first logits have unit variance                            |
+    | embedding, positions, head    | N(0, 1/D)      | first logits have unit variance                            |
     | qkv, up                       | N(0, 1/D)      | outputs keep the input's variance at every width           |
     | out, down (into the residual) | N(0, 1/(2LF))  | as above for fan-in F; L layers add 2L branches (GPT-2)    |
     | norms                         | 1              |                                                            |
+    | biases                        | 0              |                                                            |
     | score                         | N(0, 1/(D+1))  | a fresh score has unit variance                            |
 
     GPT-2's fixed 0.02 is 1/√D at a width of 2,500. On narrow models it leaves attention nearly uniform, and heads that
@@ -241,6 +301,8 @@ def initialise(model: LanguageModel | ScalarModel, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             nn.init.ones_(parameter)
+        elif name.endswith(".bias"):
+            nn.init.zeros_(parameter)
         elif name.startswith("score."):
             initialise_score_head(parameter, generator)
         else:

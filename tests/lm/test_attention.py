@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lm.attention import KVCache, attend, attention_mask, rotary_tables, rotate
+from lm.attention import KVCache, attend, attention_mask
+from lm.positions import rotary_tables, rotate
 
 
 def looped_attention(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, allowed_BTS: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def test_rotation_is_multiplication_by_a_unit_complex_number() -> None:
     H, theta = 8, 500.0
     x_BTNH = torch.randn(2, 5, 3, H, generator=torch.Generator().manual_seed(1))
     positions_BT = torch.tensor([[0, 1, 2, 3, 4], [7, 0, 1, 30, 2]])
-    found = rotate(x_BTNH, rotary_tables(positions_BT, H, theta, torch.float32))
+    found = rotate(x_BTNH, rotary_tables(positions_BT, H, theta, None, torch.float32))
     for b in range(2):
         for t in range(5):
             for i in range(H // 2):
@@ -107,7 +108,7 @@ def test_rotated_products_depend_on_the_distance_alone() -> None:
     q, k = (torch.randn(1, 1, 1, 6, generator=generator) for _ in range(2))
 
     def product(at_q: int, at_k: int) -> float:
-        tables = [rotary_tables(torch.tensor([[at]]), 6, 100.0, torch.float32) for at in (at_q, at_k)]
+        tables = [rotary_tables(torch.tensor([[at]]), 6, 100.0, None, torch.float32) for at in (at_q, at_k)]
         return float((rotate(q, tables[0]) * rotate(k, tables[1])).sum())
 
     assert product(9, 4) == pytest.approx(product(25, 20), abs=1e-5)
