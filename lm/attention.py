@@ -52,9 +52,9 @@ def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | No
     # Query heads that share a key-value head lie side by side, so grouping them is a reshape, not a copy of K and V.
     rows, batch = N // G * T, len(bias_BTS)
     bias = bias_BTS[:, None, None].expand(batch, G if batch > 1 else 1, N // G, T, S).reshape(-1, rows, S)
-    q, k, v = q_BNTH.reshape(B * G, rows, H), k_BGSH.reshape(B * G, S, H), v_BGSH.reshape(B * G, S, H)
+    q, k, v = q_BNTH.reshape(B * G, rows, H), k_BGSH.reshape(B * G, S, H), v_BGSH.reshape(B * G, S, -1)
     weights = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=1 / math.sqrt(H)).softmax(dim=-1)
-    return torch.bmm(weights, v).view(B, N, T, H)
+    return torch.bmm(weights, v).view(B, N, T, -1)
 
 
 class KVCache:
