@@ -4,6 +4,7 @@ Shape letters: B batch, T query tokens, S key tokens, N heads, G key-value heads
 """
 
 import math
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -58,12 +59,23 @@ def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | No
 
 
 class KVCache:
-    """Keys and values of all layers, filled from the left: `append` writes the next tokens, `advance` moves on."""
+    """Keys and values of all layers, filled from the left: `append` writes the next tokens, `advance` moves on.
 
-    def __init__(self, num_layers: int, batch: int, kv_heads: int, tokens: int, head_dim: int, like: Tensor) -> None:
-        shape = (num_layers, batch, kv_heads, tokens, head_dim)
-        self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
-        self.length = 0
+    Rows end at the same column, so a row that is shorter than others has padding on its left. Errors of PyTorch where
+    more is written than the capacity given at the start.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
+        self.keys, self.values, self.length = keys, values, length
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int, int, int, int], like: Tensor) -> Self:
+        """For (layers, rows, key-value heads, tokens, head dim), of the type and device of `like`."""
+        return cls(like.new_empty(shape), like.new_empty(shape), 0)
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[3]
 
     def append(self, layer: int, k_BGTH: Tensor, v_BGTH: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new tokens of one layer; return that layer's keys and values so far, [B, G, S, H] each."""
@@ -76,5 +88,18 @@ class KVCache:
         self.length += num_tokens
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only these batch rows: finished sequences leave."""
+        """Keep only these batch rows, in this order: finished sequences leave, a beam that forks appears twice."""
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+
+    def join(self, other: Self, capacity: int) -> Self:
+        """The rows of both, ending at the same column: what is shorter moves to the right."""
+        length = max(self.length, other.length)
+        joined = []
+        for ours, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            L, B, G, _, H = ours.shape
+            # Padding is masked, but 0 times what empty memory holds may be NaN.
+            whole = ours.new_zeros(L, B + theirs.shape[1], G, capacity, H)
+            whole[:, :B, :, length - self.length : length] = ours[:, :, :, : self.length]
+            whole[:, B:, :, length - other.length : length] = theirs[:, :, :, : other.length]
+            joined.append(whole)
+        return type(self)(joined[0], joined[1], length)
