@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 
 def exact_div(numerator: int, denominator: int, what: str) -> int:
@@ -84,10 +84,16 @@ class ModelConfig(BaseModel):
 
     @field_validator("windows")
     @classmethod
-    def _shortest_pattern(cls, windows: tuple[int, ...]) -> tuple[int, ...]:
-        """So that equal shapes are equal configs: (0, 8, 0, 8) is (0, 8)."""
-        periods = range(1, len(windows) + 1)
-        return next(windows[:n] for n in periods if all(w == windows[i % n] for i, w in enumerate(windows)))
+    def _shortest_pattern(cls, windows: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        """So that equal shapes are equal configs: (0, 8, 0, 8) is (0, 8), and in three layers so is (0, 8, 0)."""
+        num_layers = info.data.get("num_layers", len(windows))
+        if min(windows) < 0:
+            raise ValueError(f"{windows} has a negative entry; numbers of tokens were expected, 0 for all")
+        if len(windows) > num_layers:
+            raise ValueError(f"{len(windows)} entries for {num_layers} layers")
+        layers = [windows[layer % len(windows)] for layer in range(num_layers)]
+        lengths = range(1, num_layers + 1)
+        return next(tuple(layers[:n]) for n in lengths if all(w == layers[i % n] for i, w in enumerate(layers)))
 
     @model_validator(mode="before")
     @classmethod
@@ -108,10 +114,6 @@ class ModelConfig(BaseModel):
             raise ValueError(f"model.width is {self.width}; sinusoidal positions need an even number")
         if self.positions != "rotary" and self.rope_scaling is not None:
             raise ValueError(f"model.rope_scaling is given, but model.positions is {self.positions!r}")
-        if min(self.windows) < 0:
-            raise ValueError(f"model.windows is {self.windows}; numbers of tokens were expected, 0 for all")
-        if len(self.windows) > self.num_layers:
-            raise ValueError(f"model.windows has {len(self.windows)} entries for {self.num_layers} layers")
         return self
 
     def window(self, layer: int) -> int:
