@@ -95,6 +95,10 @@ class JobConfig(Config):
                 optimizer.check_sharding(self.engine)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
+            if (optimizer.trained_layers or 0) > self.model.num_layers:
+                raise ValueError(
+                    f"{name}.trained_layers is {optimizer.trained_layers}; model.num_layers is {self.model.num_layers}"
+                )
         for name, rows in (("ppo.rollout_prompts", self.ppo.rollout_prompts), ("ppo.ptx_rows", self.ppo.ptx_rows)):
             if rows % self.workers:
                 raise ValueError(f"{name} is {rows}; a multiple of workers = {self.workers} was expected")

@@ -101,6 +101,14 @@ class Attention(nn.Module):
     def forward(
         self, x_BTD: Tensor, rotary: Rotary | None, mask_BTS: Tensor | None, cache: KVCache | None, layer: int
     ) -> Tensor:
+        q_BNTH, k_BGTH, v_BGTH = self.project(x_BTD, rotary)
+        if cache is not None:
+            k_BGTH, v_BGTH = cache.append(layer, k_BGTH, v_BGTH)
+        y_BNTH = attend(q_BNTH, k_BGTH, v_BGTH, mask_BTS)
+        return self.out(y_BNTH.transpose(1, 2).flatten(2))
+
+    def project(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, N, T, H], keys and values [B, G, T, H]; queries and keys know their positions."""
         B, T, _ = x_BTD.shape
         N, G = self.num_heads, self.num_kv_heads
         heads_BTNH = self.qkv(x_BTD).view(B, T, N + 2 * G, self.head_dim)
@@ -111,11 +119,7 @@ class Attention(nn.Module):
         if rotary is not None:
             turned = rotate(turned, rotary)
         q, k = turned.split([N, G], dim=2)
-        q_BNTH, k_BGTH, v_BGTH = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if cache is not None:
-            k_BGTH, v_BGTH = cache.append(layer, k_BGTH, v_BGTH)
-        y_BNTH = attend(q_BNTH, k_BGTH, v_BGTH, mask_BTS)
-        return self.out(y_BNTH.transpose(1, 2).reshape(B, T, -1))
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -314,6 +318,21 @@ def initialise(model: LanguageModel | ScalarModel, seed: int) -> None:
 def initialise_score_head(weight: Tensor, generator: torch.Generator) -> None:
     """N(0, 1/(D+1)): standard deviation 1/√(D+1) for width D (summarize-from-feedback, `query_response_model.py`)."""
     nn.init.normal_(weight, std=1 / math.sqrt(weight.shape[-1] + 1), generator=generator)
+
+
+def freeze_all_but_last(model: LanguageModel | ScalarModel, num_blocks: int) -> None:
+    """Transfer learning: gradients reach the last `num_blocks` blocks, what follows them, and an untied head.
+
+    A tied head is the embedding, which lies before the blocks and is frozen with it.
+    Errors: ValueError for more blocks than there are.
+    """
+    first = model.config.num_layers - num_blocks
+    if first < 0:
+        raise ValueError(f"{num_blocks} blocks are to be trained; the model has {model.config.num_layers}")
+    frozen = {"decoder.embedding", "decoder.positions", *(f"decoder.blocks.{layer}" for layer in range(first))}
+    for name, module in model.named_modules():
+        if name in frozen:
+            module.requires_grad_(False)
 
 
 def count_parameters(models: Sequence[nn.Module]) -> int:

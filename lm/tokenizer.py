@@ -1,7 +1,7 @@
 """Byte-level BPE and the chat template: text to tokens and back."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -119,6 +119,22 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens."""
         return str(self._bpe.decode(list(tokens), skip_special_tokens=True))
+
+    def stop_at(self, strings: Sequence[str]) -> Callable[[Sequence[int]], bool]:
+        """Whether the text of a response holds one of the strings, asked after each token; for `lm.generation`.
+
+        The token that completes a string may go on behind it, so cut the text where the string begins.
+        Errors: ValueError for an empty string, which every text holds.
+        """
+        if not all(strings):
+            raise ValueError(f"stop strings are {list(strings)}; an empty one would end every response at once")
+        longest = max((len(string.encode()) for string in strings), default=0)
+
+        def holds(response: Sequence[int]) -> bool:
+            tail = self.decode(response[-longest:])  # a token is a byte at least
+            return any(string in tail for string in strings)
+
+        return holds
 
     def token_text(self, token: int) -> str:
         return str(self._bpe.id_to_token(token))

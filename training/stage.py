@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
-
+from lm.model import LanguageModel, ScalarModel
 from training.config import EngineConfig, TrainingConfig
 from training.engine import Engine
 
-AnyModule = TypeVar("AnyModule", bound=nn.Module)
+AnyModule = TypeVar("AnyModule", LanguageModel, ScalarModel)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Parity with `transformers`: every decoder family, in odd shapes, both ways, language models and classifiers."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,101 +8,15 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from benchmarks.parity import CASES, CONTEXT, measure, shuffled
 from lm.config import ModelConfig, RopeScaling
 from lm.families import FAMILIES, family_of
 from lm.model import LanguageModel, ScalarModel, initialise
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, load_scalar_model, save_model
 
-CONTEXT = 40
 TOKENS = torch.randint(2, 288, (3, CONTEXT), generator=torch.Generator().manual_seed(0))
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
-
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0,
-    "original_max_position_embeddings": 16,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 12}
-LINEAR = {"rope_type": "linear", "rope_theta": 50.0, "factor": 2.5}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A shape as `transformers` spells it, and what of ours it must turn into."""
-
-    prefix: str
-    theirs: dict[str, Any]
-    ours: dict[str, Any] = field(default_factory=dict)
-    written_as: str | None = None  # another family holds the same shape and comes first
-
-    def config(self) -> Any:
-        if self.prefix == "GPT2":
-            shape = {"n_embd": 20, "n_layer": 3, "n_head": 5, "n_positions": CONTEXT, "layer_norm_epsilon": 1e-3}
-        else:
-            shape = {
-                "hidden_size": 20, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-                "head_dim": 6, "intermediate_size": 28, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-3,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
-            }  # fmt: skip
-        fixed = {"vocab_size": 288, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-        return getattr(transformers, f"{self.prefix}Config")(**fixed, **{**shape, **self.theirs})
-
-
-CASES = {
-    "gpt2": Case("GPT2", {}, {"positions": "learned", "norm": "layer", "mlp": "gelu_tanh", "mlp_width": 80}),
-    "gpt2, n_inner, untied, relu": Case(
-        "GPT2",
-        {"n_inner": 28, "tie_word_embeddings": False, "activation_function": "relu"},
-        {"mlp": "relu", "mlp_width": 28, "tie_embeddings": False},
-    ),
-    "llama": Case("Llama", {}, {"head_dim": 6, "num_kv_heads": 2, "attention_bias": "none"}),
-    "llama, tied, one key head": Case(
-        "Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}, {"tie_embeddings": True, "num_kv_heads": 1}
-    ),
-    "llama, biases": Case(
-        "Llama", {"attention_bias": True, "mlp_bias": True}, {"attention_bias": "all", "mlp_bias": True}
-    ),
-    "llama 3": Case(
-        "Llama",
-        {"rope_parameters": LLAMA3},
-        {"rope_scaling": RopeScaling(kind="llama3", factor=4, original_context_tokens=16, high_freq_factor=3)},
-    ),
-    "llama, linear": Case(
-        "Llama", {"rope_parameters": LINEAR}, {"rope_scaling": RopeScaling(kind="linear", factor=2.5)}
-    ),
-    "arcee": Case("Arcee", {"mlp_bias": True}, {"mlp": "relu2", "mlp_bias": True}),
-    "mistral, window": Case("Mistral", {"sliding_window": 7}, {"windows": (7,)}),
-    "mistral, no window": Case("Mistral", {"sliding_window": None}, {"windows": (0,)}, written_as="Llama"),
-    "qwen2": Case("Qwen2", {}, {"attention_bias": "qkv", "windows": (0,)}),
-    "qwen2, yarn, late windows": Case(
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "rope_parameters": YARN},
-        {"windows": (0, 5, 5), "rope_scaling": RopeScaling(kind="yarn", factor=4, original_context_tokens=12)},
-    ),
-    "qwen3": Case("Qwen3", {"attention_bias": True}, {"qk_norm": True, "attention_bias": "all"}),
-    "qwen3, alternating": Case(
-        "Qwen3",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 9,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-            "tie_word_embeddings": True,
-        },
-        {"windows": (0, 9), "qk_norm": True, "attention_bias": "none"},
-    ),
-}  # fmt: skip
-
-
-def shuffled(model: Any) -> Any:
-    """Every weight away from its default, so a norm or a bias that is put in another's place shows."""
-    generator = torch.Generator().manual_seed(4)
-    for name, parameter in model.named_parameters():
-        one = "norm" in name or ".ln_" in name
-        if parameter.dim() == 1:
-            parameter.data.uniform_(0.5, 1.5, generator=generator).sub_(0.0 if one and name.endswith("weight") else 1.0)
-        else:
-            parameter.data.normal_(0, 0.3, generator=generator)
-    return model.eval()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -231,3 +144,11 @@ def test_older_spellings_of_rope_are_read() -> None:
     assert (found.rope_theta, found.rope_scaling) == (123.0, RopeScaling(kind="linear", factor=2))
     plain = ModelConfig.model_validate(llama.from_hf({**fields, "rope_theta": 123.0, "rope_scaling": None}))
     assert (plain.rope_theta, plain.rope_scaling) == (123.0, None)
+
+
+def test_the_published_table_measures_what_is_tested_here(tokenizer: Tokenizer) -> None:
+    found = measure("mistral, window", tokenizer)
+    assert found.written_as == "mistral"
+    assert 0 <= found.reading < 1e-4
+    assert 0 <= found.writing < 1e-4
+    assert found.same_tokens == found.num_tokens > 0
