@@ -71,8 +71,8 @@ def evaluate_few_shot(folder: Path, examples: Sequence[Example], num_shots: int,
         raise ValueError(f"{len(examples)} examples; more than the {num_shots} that are shown at once were expected")
     model, tokenizer = load_language_model(folder).eval(), Tokenizer.load(folder)
     contexts = [few_shot_context(examples, index, num_shots, seed) for index in range(len(examples))]
-    queries = [tokenizer.encode(context) for context in contexts]
-    answers = [tokenizer.encode(f" {example.completion}") for example in examples]
+    queries = tokenizer.encode_plain(contexts)
+    answers = tokenizer.encode_plain([f" {example.completion}" for example in examples])
     longest = max(len(answer) for answer in answers) + 1  # and the line's end
     for example, query in zip(examples, queries, strict=True):
         if len(query) + longest > model.config.context_tokens:

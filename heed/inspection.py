@@ -69,7 +69,7 @@ def draw_attention(folder: Path, text: str, layer: int, path: Path) -> None:
     from matplotlib import pyplot
 
     model, tokenizer = load_language_model(folder).eval(), Tokenizer.load(folder)
-    tokens = tokenizer.encode(text)
+    (tokens,) = tokenizer.encode_plain([text])
     most = min(MAX_TOKENS, model.config.context_tokens)
     if not 1 <= len(tokens) <= most:
         raise ValueError(f"the text has {len(tokens)} tokens; 1 to {most} were expected")

@@ -1,7 +1,8 @@
 """Byte-level BPE and the chat template: text to tokens and back."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -30,6 +31,10 @@ CHAT_TEMPLATES = {
 }
 
 Messages = Sequence[Mapping[str, str]]
+
+# Unicode's noncharacters, which are never exchanged, around the number of a special token that a message names.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_GUARDED = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 
 
 class Tokenizer:
@@ -109,12 +114,16 @@ class Tokenizer:
         return Tokenizer(self._bpe, pad=self.pad, end=self.end, chat_template=template)
 
     def encode(self, text: str) -> list[int]:
+        """Tokens of text as a template writes it: a special token's name is that token."""
         return list(self._bpe.encode(text, add_special_tokens=False).ids)
 
-    def encode_batch(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """Encode many texts on all the library's threads."""
-        for encoding in self._bpe.encode_batch(list(texts), add_special_tokens=False):
-            yield encoding.ids
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokens of people's text, on all the library's threads: a special token's name is spelled out as any word is."""
+        self._bpe.encode_special_tokens = True
+        try:
+            return [encoding.ids for encoding in self._bpe.encode_batch(list(texts), add_special_tokens=False)]
+        finally:
+            self._bpe.encode_special_tokens = False
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens."""
@@ -144,11 +153,30 @@ class Tokenizer:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         return environment.from_string(self.chat_template)
 
+    @cached_property
+    def _specials(self) -> list[str]:
+        """Names of the special tokens, the longest first."""
+        names = [token.content for token in self._bpe.get_added_tokens_decoder().values() if token.special]
+        return sorted(names, key=len, reverse=True)
+
+    def _guarded(self, content: str) -> str:
+        """A message's text in which the names of special tokens stand between two characters that no text has."""
+        for index, name in enumerate(self._specials):
+            content = content.replace(name, f"{_OPEN}{index}{_CLOSE}")
+        return content
+
+    def _encode_guarded(self, text: str) -> list[int]:
+        """Tokens of a rendered conversation: special where the template wrote them, spelled out in messages."""
+        tokens: list[int] = []
+        for index, piece in enumerate(_GUARDED.split(text)):
+            tokens += self.encode(piece) if index % 2 == 0 else self.encode_plain([self._specials[int(piece)]])[0]
+        return tokens
+
     def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        """The conversation as the template writes it."""
+        """The conversation as the template writes it; names of special tokens inside messages are guarded."""
         try:
             return self._template.render(
-                messages=[dict(message) for message in messages],
+                messages=[{**message, "content": self._guarded(message["content"])} for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 eos_token=self.end,
                 pad_token=self.pad,
@@ -200,7 +228,7 @@ class Tokenizer:
                 f"chat_template: the rendering {text!r} does not start with {written!r};"
                 " a template must only append when a message is added"
             )
-        tokens.extend(self.encode(text[len(written) :]))
+        tokens.extend(self._encode_guarded(text[len(written) :]))
 
 
 def read_json(path: Path) -> dict[str, Any]:

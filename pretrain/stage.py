@@ -92,7 +92,7 @@ def write_streams(folder: Path, config: PretrainConfig, tokenizer: Tokenizer) ->
 
 def _encoded(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[list[int]]:
     for chunk in chunks(texts):
-        yield from tokenizer.encode_batch(chunk)
+        yield from tokenizer.encode_plain(chunk)
 
 
 def bits_per_byte(loss_nats: float, tokenizer: Tokenizer, rows_BT: NDArray[np.int32]) -> float:
