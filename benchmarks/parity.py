@@ -145,7 +145,7 @@ def measure(name: str, tokenizer: Tokenizer, num_rows: int = 3) -> Parity:
         writing = float((own(tokens) - again(tokens).logits).abs().max())
     prompts = [row[: 5 + 4 * place].tolist() for place, row in enumerate(tokens)]
     same, total = _same_tokens(ours, theirs, prompts)
-    family = family_of(ours.config).model_type
+    family = family_of(ours.config, "language").model_type
     return Parity(name, family, count_parameters([ours]), reading, writing, same, total)
 
 

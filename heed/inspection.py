@@ -21,7 +21,7 @@ def read_shape(path: Path) -> ModelConfig:
     Errors: ValueError naming file and field.
     """
     if path.is_dir():
-        return read_config(path, "causal_class")[0]
+        return read_config(path, "language")[0]
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -4,6 +4,7 @@ Shape letters: B batch, T query tokens, S key tokens, N heads, G key-value heads
 """
 
 import math
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -11,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def attention_mask(segments_BT: Tensor) -> Tensor:
-    """Mask [B, T, S], True = may attend: causal, inside one segment. Padding (segment 0) sees padding before it."""
-    T = segments_BT.shape[1]
-    causal_TS = torch.ones(T, T, dtype=torch.bool, device=segments_BT.device).tril()
-    return (segments_BT[:, :, None] == segments_BT[:, None, :]) & causal_TS
+def attention_mask(segments_BT: Tensor, *, causal: bool = True) -> Tensor:
+    """Mask [B, T, S], True = may attend: inside one segment, and backwards only if causal. Padding (segment 0) sees
+    padding, so that no row of the softmax is empty.
+    """
+    same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
+    return same_BTS.tril() if causal else same_BTS
 
 
 def banded(
@@ -103,3 +105,31 @@ class KVCache:
             whole[:, B:, :, length - other.length : length] = theirs[:, :, :, : other.length]
             joined.append(whole)
         return type(self)(joined[0], joined[1], length)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a decoder's blocks look at of an encoder's states: keys and values by layer, [B, G, S, H], computed once."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    real_BS: Tensor  # False at padding
+
+    def keep(self, rows: Tensor) -> "Memory":
+        """Only these rows, in this order."""
+        keys, values = (tuple(part[rows] for part in parts) for parts in (self.keys, self.values))
+        return Memory(keys, values, self.real_BS[rows])
+
+    def join(self, other: "Memory") -> "Memory":
+        """The rows of both, the shorter padded on the right."""
+        width = max(self.real_BS.shape[1], other.real_BS.shape[1])
+
+        def padded(part: Tensor, places_behind: int) -> Tensor:
+            missing = width - part.shape[-1 - places_behind]
+            return F.pad(part, (0, 0) * places_behind + (0, missing))
+
+        def joined(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(torch.cat([padded(a, 1), padded(b, 1)]) for a, b in zip(ours, theirs, strict=True))
+
+        real_BS = torch.cat([padded(self.real_BS, 0), padded(other.real_BS, 0)])
+        return Memory(joined(self.keys, other.keys), joined(self.values, other.values), real_BS)

@@ -45,10 +45,14 @@ class RopeScaling(BaseModel):
 
 
 class ModelConfig(BaseModel):
-    """A decoder: embeddings, `num_layers` blocks of self-attention and an MLP, and a final norm where norms come first.
+    """Embeddings, `num_layers` blocks of self-attention and an MLP, and a final norm where norms come first.
 
     | field | choices |
     |---|---|
+    | kind | "decoder" (GPT); "encoder" (BERT, arXiv 1810.04805): tokens see both ways; "encoder-decoder" (arXiv 1706.03762) |
+    | num_encoder_layers | the encoder's, of an encoder-decoder; `num_layers` are the decoder's |
+    | token_types | how many kinds of token an encoder tells apart, beside their words (BERT: 2); 0 = none |
+    | embedding_norm, embedding_scale | a norm behind the embeddings (BERT, BART); embeddings times √width (Vaswani et al.) |
     | positions | "rotary" (arXiv 2104.09864), "learned", or "sinusoidal" (arXiv 1706.03762), added to the embeddings |
     | norm | "rms" (arXiv 1910.07467) or "layer" (arXiv 1607.06450) |
     | norm_place | "pre": x + f(norm(x)), as from GPT-2 on; "post": norm(x + f(x)), as Vaswani et al. |
@@ -61,10 +65,12 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    kind: Literal["decoder", "encoder", "encoder-decoder"] = "decoder"
     vocab_size: int = Field(ge=8)
     context_tokens: int = Field(ge=2)
     width: int = Field(ge=2)
     num_layers: int = Field(ge=1)
+    num_encoder_layers: int = Field(default=0, ge=0)
     num_heads: int = Field(ge=1)
     num_kv_heads: int = Field(ge=1)
     head_dim: int = Field(ge=1)
@@ -80,6 +86,9 @@ class ModelConfig(BaseModel):
     norm: Literal["rms", "layer"] = "rms"
     norm_place: Literal["pre", "post"] = "pre"
     norm_eps: float = Field(default=1e-5, gt=0)
+    token_types: int = Field(default=0, ge=0)
+    embedding_norm: bool = False
+    embedding_scale: bool = False
     tie_embeddings: bool = True
 
     @field_validator("windows")
@@ -112,6 +121,12 @@ class ModelConfig(BaseModel):
             raise ValueError(f"model.head_dim is {self.head_dim}; rotary positions need an even number")
         if self.positions == "sinusoidal" and self.width % 2:
             raise ValueError(f"model.width is {self.width}; sinusoidal positions need an even number")
+        if (self.kind == "encoder-decoder") != (self.num_encoder_layers > 0):
+            raise ValueError(f"model.num_encoder_layers is {self.num_encoder_layers}, but model.kind is {self.kind!r}")
+        if self.kind != "encoder" and self.token_types:
+            raise ValueError(f"model.token_types is {self.token_types}, but model.kind is {self.kind!r}")
+        if self.kind != "decoder" and self.windows != (0,):
+            raise ValueError(f"model.windows is {self.windows}, but model.kind is {self.kind!r}; bands are a decoder's")
         if self.positions != "rotary" and self.rope_scaling is not None:
             raise ValueError(f"model.rope_scaling is given, but model.positions is {self.positions!r}")
         return self

@@ -1,5 +1,8 @@
 """The families of published checkpoints: how `config.json` spells a shape, and what each tensor is called.
 
+What a model is for is named by a word: "language" and "score" models sit on decoders, "masked", "sequence", "token" and
+"span" models on encoders, "translate" on an encoder-decoder.
+
 A family can hold a shape if the shape comes back unchanged from its spelling; a shape that no family holds (GPT-3's
 banded layers, for one) is written in Heed's own spelling, which only Heed reads.
 """
@@ -19,11 +22,13 @@ Fields = dict[str, Any]
 class Stored:
     """One of our tensors as a checkpoint holds it: {name: number of rows} of the parts that its rows are cut into.
 
-    None: all rows. `transposed` where the checkpoint keeps a matrix as (in, out), as GPT-2 does.
+    None: all rows. `transposed` where the checkpoint keeps a matrix as (in, out), as GPT-2 does. `rows_before` rows of
+    the checkpoint's table come before ours and are not used: BART counts its positions from 2.
     """
 
     parts: Mapping[str, int | None]
     transposed: bool = False
+    rows_before: int = 0
 
 
 class Family(Protocol):
@@ -33,12 +38,8 @@ class Family(Protocol):
     def model_type(self) -> str: ...
 
     @property
-    def causal_class(self) -> str:
-        """The name in `architectures` of the family's language model."""
-
-    @property
-    def scalar_class(self) -> str:
-        """The name of its sequence classifier, of which a reward model is the one with one label."""
+    def classes(self) -> Mapping[str, str]:
+        """What `architectures` calls the family's model for each purpose that it serves."""
 
     def to_hf(self, config: ModelConfig) -> Fields:
         """The shape's fields of `config.json`."""
@@ -47,7 +48,7 @@ class Family(Protocol):
         """The fields of ModelConfig. Errors: KeyError for a missing field, ValueError for what we do not compute."""
 
     def stored(self, config: ModelConfig, ours: str, /) -> Stored:
-        """Where the decoder's tensor of this name lies."""
+        """Where the model's tensor of this name lies. Errors: KeyError for one that the family does not have."""
 
 
 def expect(raw: Mapping[str, Any], field: str, *values: Any) -> None:
@@ -117,12 +118,11 @@ class RotaryFamily:
     qk_norm: bool = False
 
     @property
-    def causal_class(self) -> str:
-        return f"{self.class_prefix}ForCausalLM"
-
-    @property
-    def scalar_class(self) -> str:
-        return f"{self.class_prefix}ForSequenceClassification"
+    def classes(self) -> Mapping[str, str]:
+        return {
+            "language": f"{self.class_prefix}ForCausalLM",
+            "score": f"{self.class_prefix}ForSequenceClassification",
+        }
 
     @property
     def hidden_act(self) -> str:
@@ -205,14 +205,19 @@ class RotaryFamily:
             "mlp.up": {"mlp.gate_proj": config.mlp_width, "mlp.up_proj": config.mlp_width},
         }
         module, _, kind = ours.rpartition(".")
-        if not module.startswith("blocks."):
+        if not module.startswith("decoder.blocks."):
             return Stored({f"{self._OUTER[module]}.{kind}": None})
-        _, layer, inner = module.split(".", 2)
+        _, _, layer, inner = module.split(".", 3)
         if inner in stacked and not (inner == "mlp.up" and config.mlp != "swiglu"):
             return Stored({f"model.layers.{layer}.{part}.{kind}": rows for part, rows in stacked[inner].items()})
         return Stored({f"model.layers.{layer}.{self._INNER[inner]}.{kind}": None})
 
-    _OUTER: ClassVar = {"embedding": "model.embed_tokens", "norm": "model.norm"}
+    _OUTER: ClassVar = {
+        "decoder.embedding": "model.embed_tokens",
+        "decoder.norm": "model.norm",
+        "head": "lm_head",
+        "score": "score",
+    }
     _INNER: ClassVar = {
         "attention_norm": "input_layernorm",
         "attention.query_norm": "self_attn.q_norm",
@@ -224,12 +229,14 @@ class RotaryFamily:
     }
 
 
+_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
+
+
 class GPT2Family:
     """GPT-2: LayerNorm before each branch, learned positions, biases everywhere, matrices kept as (in, out)."""
 
     model_type = "gpt2"
-    causal_class = "GPT2LMHeadModel"
-    scalar_class = "GPT2ForSequenceClassification"
+    classes: ClassVar = {"language": "GPT2LMHeadModel", "score": "GPT2ForSequenceClassification"}
 
     def to_hf(self, config: ModelConfig) -> Fields:
         return {
@@ -245,8 +252,7 @@ class GPT2Family:
         }
 
     def from_hf(self, raw: Mapping[str, Any]) -> Fields:
-        activations = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
-        expect(raw, "activation_function", *activations)
+        expect(raw, "activation_function", *_ACTIVATIONS)
         expect(raw, "scale_attn_weights", True)
         expect(raw, "scale_attn_by_inverse_layer_idx", False)
         expect(raw, "add_cross_attention", False)
@@ -258,7 +264,7 @@ class GPT2Family:
             "num_heads": raw["n_head"],
             "num_kv_heads": raw["n_head"],
             "mlp_width": raw.get("n_inner") or 4 * raw["n_embd"],
-            "mlp": activations[raw.get("activation_function", "gelu_new")],
+            "mlp": _ACTIVATIONS[raw.get("activation_function", "gelu_new")],
             "mlp_bias": True,
             "attention_bias": "all",
             "positions": "learned",
@@ -269,13 +275,19 @@ class GPT2Family:
 
     def stored(self, _config: ModelConfig, ours: str) -> Stored:
         module, _, kind = ours.rpartition(".")
-        if not module.startswith("blocks."):
-            return Stored({f"transformer.{self._OUTER[module]}.{kind}": None})
-        _, layer, inner = module.split(".", 2)
+        if not module.startswith("decoder.blocks."):
+            return Stored({f"{self._OUTER[module]}.{kind}": None})
+        _, _, layer, inner = module.split(".", 3)
         is_matrix = kind == "weight" and "norm" not in inner
         return Stored({f"transformer.h.{layer}.{self._INNER[inner]}.{kind}": None}, transposed=is_matrix)
 
-    _OUTER: ClassVar = {"embedding": "wte", "positions": "wpe", "norm": "ln_f"}
+    _OUTER: ClassVar = {
+        "decoder.embedding": "transformer.wte",
+        "decoder.positions": "transformer.wpe",
+        "decoder.norm": "transformer.ln_f",
+        "head": "lm_head",
+        "score": "score",
+    }
     _INNER: ClassVar = {
         "attention_norm": "ln_1",
         "attention.qkv": "attn.c_attn",
@@ -286,12 +298,191 @@ class GPT2Family:
     }
 
 
+class BertFamily:
+    """BERT: an encoder with LayerNorm behind each branch, learned positions and token types, biases everywhere."""
+
+    model_type = "bert"
+    classes: ClassVar = {
+        "masked": "BertForMaskedLM",
+        "sequence": "BertForSequenceClassification",
+        "token": "BertForTokenClassification",
+        "span": "BertForQuestionAnswering",
+    }
+
+    def to_hf(self, config: ModelConfig) -> Fields:
+        return {
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.context_tokens,
+            "hidden_size": config.width,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "intermediate_size": config.mlp_width,
+            "hidden_act": {"gelu_tanh": "gelu_new"}.get(config.mlp, config.mlp),
+            "layer_norm_eps": config.norm_eps,
+            "type_vocab_size": config.token_types,
+            "tie_word_embeddings": config.tie_embeddings,
+        }
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        expect(raw, "hidden_act", *_ACTIVATIONS)
+        expect(raw, "position_embedding_type", "absolute", None)
+        expect(raw, "is_decoder", False)
+        expect(raw, "add_cross_attention", False)
+        return {
+            "kind": "encoder",
+            "vocab_size": raw["vocab_size"],
+            "context_tokens": raw["max_position_embeddings"],
+            "width": raw["hidden_size"],
+            "num_layers": raw["num_hidden_layers"],
+            "num_heads": raw["num_attention_heads"],
+            "num_kv_heads": raw["num_attention_heads"],
+            "mlp_width": raw["intermediate_size"],
+            "mlp": _ACTIVATIONS[raw.get("hidden_act", "gelu")],
+            "mlp_bias": True,
+            "attention_bias": "all",
+            "positions": "learned",
+            "token_types": raw["type_vocab_size"],
+            "embedding_norm": True,
+            "norm": "layer",
+            "norm_place": "post",
+            "norm_eps": raw["layer_norm_eps"],
+            "tie_embeddings": raw.get("tie_word_embeddings", True),
+        }
+
+    def stored(self, config: ModelConfig, ours: str) -> Stored:
+        if ours == "head.bias":
+            return Stored({"cls.predictions.bias": None})
+        module, _, kind = ours.rpartition(".")
+        if not module.startswith("encoder.blocks."):
+            return Stored({f"{self._OUTER[module]}.{kind}": None})
+        _, _, layer, inner = module.split(".", 3)
+        if inner == "attention.qkv":
+            rows = config.num_heads * config.head_dim
+            names = {f"attention.self.{part}": rows for part in ("query", "key", "value")}
+        else:
+            names = {self._INNER[inner]: None}
+        return Stored({f"bert.encoder.layer.{layer}.{name}.{kind}": rows for name, rows in names.items()})
+
+    _OUTER: ClassVar = {
+        "encoder.embedding": "bert.embeddings.word_embeddings",
+        "encoder.positions": "bert.embeddings.position_embeddings",
+        "encoder.token_types": "bert.embeddings.token_type_embeddings",
+        "encoder.embedding_norm": "bert.embeddings.LayerNorm",
+        "transform": "cls.predictions.transform.dense",
+        "transform_norm": "cls.predictions.transform.LayerNorm",
+        "head": "cls.predictions.decoder",
+        "pooler": "bert.pooler.dense",
+        "classifier": "classifier",
+        "ends": "qa_outputs",
+    }
+    _INNER: ClassVar = {
+        "attention.out": "attention.output.dense",
+        "attention_norm": "attention.output.LayerNorm",
+        "mlp.up": "intermediate.dense",
+        "mlp.down": "output.dense",
+        "mlp_norm": "output.LayerNorm",
+    }
+
+
+class BartFamily:
+    """BART: an encoder-decoder with LayerNorm behind each branch and learned positions that count from 2."""
+
+    model_type = "bart"
+    classes: ClassVar = {"translate": "BartForConditionalGeneration"}
+
+    def to_hf(self, config: ModelConfig) -> Fields:
+        stacks = {"encoder": config.num_encoder_layers, "decoder": config.num_layers}
+        fields: Fields = {
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.context_tokens,
+            "d_model": config.width,
+            "activation_function": {"gelu_tanh": "gelu_new"}.get(config.mlp, config.mlp),
+            "scale_embedding": config.embedding_scale,
+            "num_hidden_layers": config.num_encoder_layers,
+            "is_encoder_decoder": True,
+            "tie_word_embeddings": config.tie_embeddings,
+        }
+        for stack, num_layers in stacks.items():
+            fields |= {
+                f"{stack}_layers": num_layers,
+                f"{stack}_attention_heads": config.num_heads,
+                f"{stack}_ffn_dim": config.mlp_width,
+            }
+        return fields
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        expect(raw, "activation_function", *_ACTIVATIONS)
+        for field in ("attention_heads", "ffn_dim"):
+            expect(raw, f"decoder_{field}", raw[f"encoder_{field}"])
+        return {
+            "kind": "encoder-decoder",
+            "vocab_size": raw["vocab_size"],
+            "context_tokens": raw["max_position_embeddings"],
+            "width": raw["d_model"],
+            "num_layers": raw["decoder_layers"],
+            "num_encoder_layers": raw["encoder_layers"],
+            "num_heads": raw["encoder_attention_heads"],
+            "num_kv_heads": raw["encoder_attention_heads"],
+            "mlp_width": raw["encoder_ffn_dim"],
+            "mlp": _ACTIVATIONS[raw.get("activation_function", "gelu")],
+            "mlp_bias": True,
+            "attention_bias": "all",
+            "positions": "learned",
+            "embedding_norm": True,
+            "embedding_scale": raw.get("scale_embedding", False),
+            "norm": "layer",
+            "norm_place": "post",
+            "norm_eps": 1e-5,
+            "tie_embeddings": raw.get("tie_word_embeddings", True),
+        }
+
+    def stored(self, config: ModelConfig, ours: str) -> Stored:
+        module, _, kind = ours.rpartition(".")
+        if ".blocks." not in module:
+            name = self._OUTER[module]
+            return Stored({f"{name}.{kind}": None}, rows_before=2 if "positions" in module else 0)
+        stack, _, layer, inner = module.split(".", 3)
+        rows = config.num_heads * config.head_dim
+        stacked = {
+            "attention.qkv": {f"self_attn.{part}_proj": rows for part in "qkv"},
+            "cross.key_value": {f"encoder_attn.{part}_proj": rows for part in "kv"},
+        }
+        names: Mapping[str, int | None] = stacked.get(inner) or {self._INNER[inner]: None}
+        return Stored({f"model.{stack}.layers.{layer}.{name}.{kind}": size for name, size in names.items()})
+
+    _OUTER: ClassVar = {
+        "encoder.embedding": "model.shared",
+        "encoder.positions": "model.encoder.embed_positions",
+        "decoder.positions": "model.decoder.embed_positions",
+        "encoder.embedding_norm": "model.encoder.layernorm_embedding",
+        "decoder.embedding_norm": "model.decoder.layernorm_embedding",
+        "head": "lm_head",
+    }
+    _INNER: ClassVar = {
+        "attention.out": "self_attn.out_proj",
+        "attention_norm": "self_attn_layer_norm",
+        "cross.query": "encoder_attn.q_proj",
+        "cross.out": "encoder_attn.out_proj",
+        "cross_norm": "encoder_attn_layer_norm",
+        "mlp.up": "fc1",
+        "mlp.down": "fc2",
+        "mlp_norm": "final_layer_norm",
+    }
+
+
 class HeedFamily:
     """Any shape, in Heed's own words."""
 
     model_type = "heed"
-    causal_class = "HeedForCausalLM"
-    scalar_class = "HeedForSequenceClassification"
+    classes: ClassVar = {
+        "language": "HeedForCausalLM",
+        "score": "HeedForSequenceClassification",
+        "masked": "HeedForMaskedLM",
+        "sequence": "HeedForEncoderSequenceClassification",
+        "token": "HeedForTokenClassification",
+        "span": "HeedForQuestionAnswering",
+        "translate": "HeedForConditionalGeneration",
+    }
 
     def to_hf(self, config: ModelConfig) -> Fields:
         return config.model_dump(mode="json")
@@ -303,7 +494,7 @@ class HeedFamily:
         return {name: raw[name] for name in ModelConfig.model_fields if name in raw}
 
     def stored(self, _config: ModelConfig, ours: str) -> Stored:
-        return Stored({f"decoder.{ours}": None})
+        return Stored({ours: None})
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -313,13 +504,15 @@ FAMILIES: tuple[Family, ...] = (
     RotaryFamily("qwen2", "Qwen2", attention_bias="qkv", windows="by layer"),
     RotaryFamily("qwen3", "Qwen3", attention_bias="flag", windows="by layer", qk_norm=True),
     GPT2Family(),
+    BertFamily(),
+    BartFamily(),
     HeedFamily(),
 )
 
 
-def family_of(config: ModelConfig) -> Family:
-    """The first family that holds the shape."""
-    return next(family for family in FAMILIES if holds(family, config))
+def family_of(config: ModelConfig, purpose: str) -> Family:
+    """The first family that holds the shape and has a model for the purpose."""
+    return next(family for family in FAMILIES if purpose in family.classes and holds(family, config))
 
 
 def holds(family: Family, config: ModelConfig) -> bool:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lm.attention import attend, banded
+from lm.block import Block, compute_dtype
 from lm.config import ModelConfig
-from lm.model import Block, LanguageModel, ScalarModel, compute_dtype
+from lm.model import LanguageModel, ScalarModel
 
 
 @torch.inference_mode()

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -20,22 +21,49 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lm.config import ModelConfig
+from lm.encoder import MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier
+from lm.encoder_decoder import EncoderDecoder
 from lm.families import FAMILIES, Family, Stored, expect, family_of
 from lm.model import LanguageModel, ScalarModel
 from lm.tokenizer import Tokenizer, read_json
 
 Weights = Mapping[str, Tensor]
-AnyModel = TypeVar("AnyModel", LanguageModel, ScalarModel)
+Model = (
+    LanguageModel
+    | ScalarModel
+    | MaskedLanguageModel
+    | SequenceClassifier
+    | TokenClassifier
+    | SpanPredictor
+    | EncoderDecoder
+)
+AnyModel = TypeVar("AnyModel", bound=Model)
+
+PURPOSES: dict[type[Model], str] = {
+    LanguageModel: "language",
+    ScalarModel: "score",
+    MaskedLanguageModel: "masked",
+    SequenceClassifier: "sequence",
+    TokenClassifier: "token",
+    SpanPredictor: "span",
+    EncoderDecoder: "translate",
+}
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 MAX_SHARD = "5GB"
-# Tables that older checkpoints carry and that are computed: GPT-2's causal mask, Llama's rotary frequencies.
-_COMPUTED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
+# What checkpoints carry beside a model's own tensors: tables that are computed (GPT-2's causal mask, Llama's rotary
+# frequencies, BERT's position numbers), second copies of tied tensors, and heads for another purpose.
+_COMPUTED = r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$|final_logits_bias$"
+_COPIES = r"^lm_head\.weight$|^cls\.predictions\.decoder\.|\.embed_tokens\.weight$"
+_OTHER_HEADS = r"^cls\.seq_relationship\.|^bert\.pooler\."
+_LEFT_OUT = re.compile("|".join((_COMPUTED, _COPIES, _OTHER_HEADS)))
+# BERT's published checkpoints name the norms' parameters as TensorFlow did.
+_OLD_NAMES = {"gamma": "weight", "beta": "bias"}
 
 
 def save_model(
     folder: Path,
-    model: LanguageModel | ScalarModel,
+    model: Model,
     weights: Weights,
     tokenizer: Tokenizer,
     max_shard: str = MAX_SHARD,
@@ -50,7 +78,7 @@ def save_model(
     if isinstance(model, ScalarModel):
         config["score_bias"] = float(weights["bias"])
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tensors = dict(_to_stored(family_of(model.config), model, weights))
+    tensors = dict(_to_stored(family_of(model.config, PURPOSES[type(model)]), model, weights))
     shards = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard)
     for filename, names in shards.filename_to_tensors.items():
         part = {name: tensors[name] for name in names}
@@ -61,24 +89,34 @@ def save_model(
 
 
 def load_language_model(folder: Path, dropout: float = 0.0) -> LanguageModel:
-    """The language model of a directory, in fp32.
-
-    Errors: ValueError naming the file, and the names and shapes that do not fit.
-    """
-    config, family, _ = read_config(folder, "causal_class")
-    with torch.device("meta"):
-        model = LanguageModel(config, dropout)
-    return _load(folder, family, model)
+    """The language model of a directory; errors as for `load_model`."""
+    return load_model(folder, LanguageModel, dropout)
 
 
 def load_scalar_model(folder: Path, dropout: float = 0.0) -> ScalarModel:
-    """The reward model or value function of a directory; errors as for `load_language_model`."""
-    config, family, raw = read_config(folder, "scalar_class")
+    """The reward model or value function of a directory; errors as for `load_model`."""
+    return load_model(folder, ScalarModel, dropout)
+
+
+def load_model(folder: Path, kind: type[AnyModel], dropout: float = 0.0) -> AnyModel:
+    """The model of a directory, in fp32.
+
+    Errors: ValueError naming the file, and the field or the names and shapes that do not fit.
+    """
+    config, family, raw = read_config(folder, PURPOSES[kind])
     with torch.device("meta"):
-        model = ScalarModel(config, dropout)
-    model = _load(folder, family, model)
-    model.bias.fill_(float(raw.get("score_bias", 0.0)))
+        if kind in (SequenceClassifier, TokenClassifier):
+            model = kind(config, _num_labels(raw), dropout)  # type: ignore[call-arg, arg-type]
+        else:
+            model = kind(config, dropout)  # type: ignore[call-arg]
+    _fill(folder, family, model)
+    if isinstance(model, ScalarModel):
+        model.bias.fill_(float(raw.get("score_bias", 0.0)))
     return model
+
+
+def _num_labels(raw: Mapping[str, Any]) -> int:
+    return int(raw.get("num_labels") or len(raw.get("id2label", {})) or 2)  # the library's own default
 
 
 def load_backbone(folder: Path, model: ScalarModel) -> None:
@@ -112,7 +150,7 @@ class Checkpoint:
     def __enter__(self) -> Self:
         self._stack = ExitStack()
         opened = [self._stack.enter_context(safe_open(str(path), framework="pt")) for path in self._files]
-        self._holder = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - not a dict
+        self._holder = {_modern(name): (file, name) for file in opened for name in file.keys()}  # noqa: SIM118
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -123,72 +161,55 @@ class Checkpoint:
         return set(self._holder)
 
     def shape(self, name: str) -> list[int]:
-        return list(self._holder[name].get_slice(name).get_shape())
+        file, stored_name = self._holder[name]
+        return list(file.get_slice(stored_name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._holder[name].get_tensor(name)
+        file, stored_name = self._holder[name]
+        tensor: Tensor = file.get_tensor(stored_name)
         return tensor
 
 
-def _load(folder: Path, family: Family, model: AnyModel) -> AnyModel:
+def _modern(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    return f"{module}.{_OLD_NAMES[kind]}" if kind in _OLD_NAMES and module else name
+
+
+def _fill(folder: Path, family: Family, model: Model) -> None:
     """Give a model on the meta device its weights, one tensor at a time: memory for one copy and one tensor."""
-    places: Mapping[str, Stored] = {ours: _place(family, model.config, ours) for ours in _own_names(model)}
-    shapes = {ours: list(tensor.shape) for ours, tensor in model.state_dict().items()}
+    shapes = {ours: list(parameter.shape) for ours, parameter in model.named_parameters()}  # tied tensors once
+    places: Mapping[str, Stored] = {ours: family.stored(model.config, ours) for ours in shapes}
     with Checkpoint(folder) as checkpoint:
         places = _without_prefix(places, checkpoint.names)
-        _check_fit(checkpoint, places, shapes, tied=_is_tied(model))
+        _check_fit(checkpoint, places, shapes)
         state = {ours: _read(checkpoint, place, shapes[ours]) for ours, place in places.items()}
-    if isinstance(model, ScalarModel):
-        state["bias"] = torch.zeros(())
-    elif _is_tied(model):
-        state["head.weight"] = state["decoder.embedding.weight"]
-    model.load_state_dict(state, assign=True)
-    if isinstance(model, LanguageModel):
+    state |= {name: torch.zeros(buffer.shape) for name, buffer in model.named_buffers()}
+    model.load_state_dict(state, strict=False, assign=True)
+    if isinstance(model, LanguageModel | MaskedLanguageModel | EncoderDecoder):
         model.tie()
-    return model
-
-
-def _is_tied(model: LanguageModel | ScalarModel) -> bool:
-    return isinstance(model, LanguageModel) and model.config.tie_embeddings
-
-
-def _own_names(model: LanguageModel | ScalarModel) -> list[str]:
-    """The state dict's names that a checkpoint holds: a tied head is the embedding, the bias is in config.json."""
-    left_out = {"bias", *(["head.weight"] if _is_tied(model) else [])}
-    return [name for name in model.state_dict() if name not in left_out]
-
-
-def _place(family: Family, config: ModelConfig, ours: str) -> Stored:
-    if ours.startswith("decoder."):
-        return family.stored(config, ours.removeprefix("decoder."))
-    return Stored({{"head.weight": "lm_head.weight", "score.weight": "score.weight"}[ours]: None})
+    assert not any(parameter.is_meta for parameter in model.parameters())
 
 
 def _without_prefix(places: Mapping[str, Stored], names: set[str]) -> Mapping[str, Stored]:
     """The published GPT-2 was saved without its head, and so without the prefix `transformer.` before each name."""
-    expected = {name for place in places.values() for name in place.parts}
-    if names & expected:
+    if names & {name for place in places.values() for name in place.parts}:
         return places
-    bare = {
-        ours: Stored({name.partition(".")[2]: rows for name, rows in place.parts.items()}, place.transposed)
+    return {
+        ours: replace(place, parts={name.removeprefix("transformer."): rows for name, rows in place.parts.items()})
         for ours, place in places.items()
     }
-    return bare if names & {name for place in bare.values() for name in place.parts} else places
 
 
-def _check_fit(
-    checkpoint: Checkpoint, places: Mapping[str, Stored], shapes: Mapping[str, list[int]], *, tied: bool
-) -> None:
+def _check_fit(checkpoint: Checkpoint, places: Mapping[str, Stored], shapes: Mapping[str, list[int]]) -> None:
     expected = {
-        name: _part_shape(shapes[ours], rows, place.transposed)
+        name: _part_shape(shapes[ours], rows, place)
         for ours, place in places.items()
         for name, rows in place.parts.items()
     }
-    extra = {name for name in checkpoint.names - set(expected) if not _COMPUTED.search(name)}
-    extra -= {"lm_head.weight"} if tied else set()
-    missing = set(expected) - checkpoint.names
-    wrong = [f"{name}: expected {expected[name]}, missing" for name in sorted(missing)]
-    wrong += [f"{name}: found, not expected" for name in sorted(extra)]
+    wrong = [f"{name}: expected {expected[name]}, missing" for name in sorted(set(expected) - checkpoint.names)]
+    for name in sorted(checkpoint.names - set(expected)):
+        if not _LEFT_OUT.search(name):
+            wrong.append(f"{name}: found, not expected")
     for name in sorted(checkpoint.names & set(expected)):
         if checkpoint.shape(name) != expected[name]:
             wrong.append(f"{name}: expected {expected[name]}, found {checkpoint.shape(name)}")
@@ -196,9 +217,9 @@ def _check_fit(
         raise ValueError(f"{checkpoint.path}: {len(wrong)} tensors do not fit the config: " + "; ".join(wrong[:8]))
 
 
-def _part_shape(whole: list[int], rows: int | None, transposed: bool) -> list[int]:
-    shape = whole if rows is None else [rows, *whole[1:]]
-    return shape[::-1] if transposed else shape
+def _part_shape(whole: list[int], rows: int | None, place: Stored) -> list[int]:
+    shape = [(whole[0] if rows is None else rows) + place.rows_before, *whole[1:]]
+    return shape[::-1] if place.transposed else shape
 
 
 def _read(checkpoint: Checkpoint, place: Stored, shape: list[int]) -> Tensor:
@@ -206,39 +227,48 @@ def _read(checkpoint: Checkpoint, place: Stored, shape: list[int]) -> Tensor:
     whole, start = torch.empty(shape), 0
     for name in place.parts:
         part = checkpoint.tensor(name)
-        part = part.T if place.transposed else part
+        part = (part.T if place.transposed else part)[place.rows_before :]
         whole[start : start + len(part)] = part
         start += len(part)
     return whole
 
 
-def _to_stored(family: Family, model: LanguageModel | ScalarModel, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+def _to_stored(family: Family, model: Model, weights: Weights) -> Iterator[tuple[str, Tensor]]:
     """The checkpoint's tensors and their names."""
-    for ours in _own_names(model):
-        place, tensor = _place(family, model.config, ours), weights[ours].detach()
+    for ours, _ in model.named_parameters():
+        place, tensor = family.stored(model.config, ours), weights[ours].detach()
         sizes = [len(tensor) if rows is None else rows for rows in place.parts.values()]
         for name, part in zip(place.parts, tensor.split(sizes), strict=True):
-            yield name, (part.T if place.transposed else part).contiguous()
+            unused = part.new_zeros(place.rows_before, *part.shape[1:])
+            whole = torch.cat([unused, part]) if place.rows_before else part
+            yield name, (whole.T if place.transposed else whole).contiguous()
 
 
-def config_to_hf(model: LanguageModel | ScalarModel, tokenizer: Tokenizer) -> dict[str, Any]:
+def config_to_hf(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
     """`config.json` of a model."""
-    family = family_of(model.config)
-    scalar = isinstance(model, ScalarModel)
+    family = family_of(model.config, PURPOSES[type(model)])
+    num_labels = 1 if isinstance(model, ScalarModel) else getattr(model, "num_labels", 0)
+    names = ["score"] if num_labels == 1 else [f"label-{number}" for number in range(num_labels)]
+    labels = {
+        "num_labels": num_labels,
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
     return {
-        "architectures": [family.scalar_class if scalar else family.causal_class],
+        "architectures": [family.classes[PURPOSES[type(model)]]],
         "model_type": family.model_type,
         **family.to_hf(model.config),
         "bos_token_id": None,
         "eos_token_id": tokenizer.end_id,
         "pad_token_id": tokenizer.pad_id,
         "dtype": "float32",
-        **({"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}} if scalar else {}),
+        **(labels if num_labels else {}),
+        **({"decoder_start_token_id": tokenizer.end_id} if isinstance(model, EncoderDecoder) else {}),
     }
 
 
-def read_config(folder: Path, kind: str) -> tuple[ModelConfig, Family, dict[str, Any]]:
-    """Our config, the family, and the raw `config.json`; `kind` is a Family's `causal_class` or `scalar_class`.
+def read_config(folder: Path, purpose: str) -> tuple[ModelConfig, Family, dict[str, Any]]:
+    """Our config, the family, and the raw `config.json`; `purpose` is one of PURPOSES' values.
 
     Errors: ValueError naming file and field for another architecture or head, a missing field, or what we do not
     compute.
@@ -249,9 +279,10 @@ def read_config(folder: Path, kind: str) -> tuple[ModelConfig, Family, dict[str,
     if family is None:
         known = [family.model_type for family in FAMILIES]
         raise ValueError(f"{path}: model_type is {raw.get('model_type')!r}; one of {known} was expected")
-    expected = getattr(family, kind)
-    if raw.get("architectures") != [expected]:
-        raise ValueError(f"{path}: architectures is {raw.get('architectures')}; {[expected]} was expected")
+    expected = [family.classes[purpose]] if purpose in family.classes else None
+    if raw.get("architectures") != expected or expected is None:
+        wanted = expected or f"a family with a model for the purpose {purpose!r}"
+        raise ValueError(f"{path}: architectures is {raw.get('architectures')}; {wanted} was expected")
     try:
         expect(raw, "quantization_config", None)
         return ModelConfig.model_validate(family.from_hf(raw)), family, raw

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lm.block import RMSNorm, _SquaredReLU
 from lm.config import ModelConfig, exact_div
 from lm.model import (
     LanguageModel,
-    RMSNorm,
     ScalarModel,
-    _SquaredReLU,
     count_parameters,
     initialise,
     initialise_score_head,
