@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lm.encoder_decoder import EncoderDecoder
 from lm.generation import Batch, check_room
 from lm.model import LanguageModel
 
@@ -22,15 +23,16 @@ class Hypothesis:
 
 @torch.inference_mode()
 def beam_search(
-    model: LanguageModel,
+    model: LanguageModel | EncoderDecoder,
     prompt: Sequence[int],
     *,
     num_beams: int,
     max_new_tokens: int,
     end_id: int,
     length_penalty: float = 1.0,
+    source: Sequence[int] | None = None,
 ) -> list[Hypothesis]:
-    """The `num_beams` best responses found, best score first.
+    """The `num_beams` best responses found, best score first; `source` is what an encoder-decoder reads.
 
     In each step every running response is continued by every token; those that end are set aside, and the `num_beams`
     likeliest of the rest run on, until none of them can still beat the worst of `num_beams` set aside. What runs at
@@ -40,7 +42,7 @@ def beam_search(
     if num_beams < 1 or length_penalty < 0:
         raise ValueError(f"num_beams is {num_beams}, length_penalty {length_penalty}; from 1 and from 0 were expected")
     check_room(model, [prompt], max_new_tokens)
-    batch = Batch.start(model, [0], [prompt], max_new_tokens)
+    batch = Batch.start(model, [0], [prompt], max_new_tokens, None if source is None else [source])
     running: list[tuple[list[int], float]] = [([], 0.0)]
     over: list[Hypothesis] = []
     for step in range(1, max_new_tokens + 1):

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.attention import KVCache
+from lm.attention import KVCache, Memory
+from lm.encoder_decoder import EncoderDecoder
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
 from lm.sampling import Choice, draw_uniforms
@@ -41,7 +42,7 @@ def never(_response: Sequence[int]) -> bool:
 
 @torch.inference_mode()
 def generate(
-    model: LanguageModel,
+    model: LanguageModel | EncoderDecoder,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -50,14 +51,18 @@ def generate(
     seeds: Sequence[int],
     stop: Stop = never,
     max_rows: int = 128,
+    sources: Sequence[Sequence[int]] | None = None,
 ) -> Generated:
     """One response a prompt, at most `max_rows` at a time; prompts of like length side by side are padded least.
 
-    Every sequence draws from its own seed, so a sample does not depend on its batch mates beyond rounding.
+    An encoder-decoder reads a source for each response, and its prompts are what its decoder begins with. Every
+    sequence draws from its own seed, so a sample does not depend on its batch mates beyond rounding.
     Errors: ValueError for an empty prompt or one that leaves no room in the model's context.
     """
     if not prompts or len(seeds) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts with {len(seeds)} seeds; at least one prompt and a seed for each")
+    if isinstance(model, EncoderDecoder) != (sources is not None) or len(sources or prompts) != len(prompts):
+        raise ValueError("an encoder-decoder needs a source for every prompt, and no other model reads any")
     check_room(model, prompts, max_new_tokens)
     uniforms_NR = torch.from_numpy(draw_uniforms(seeds, max_new_tokens)).to(model.head.weight.device)
     result = Generated([[] for _ in prompts], [False] * len(prompts), [[] for _ in prompts])
@@ -67,7 +72,8 @@ def generate(
         running = 0 if batch is None else len(batch.rows)
         if waiting and running <= LEAVE_BELOW * max_rows:
             entering = [waiting.popleft() for _ in range(min(max_rows - running, len(waiting)))]
-            fresh = Batch.start(model, entering, [prompts[row] for row in entering], max_new_tokens)
+            read = None if sources is None else [sources[row] for row in entering]
+            fresh = Batch.start(model, entering, [prompts[row] for row in entering], max_new_tokens, read)
             batch = fresh if batch is None else batch.join(fresh, max_new_tokens)
         assert batch is not None
         steps = torch.tensor([min(len(result.responses[row]), max_new_tokens - 1) for row in batch.rows])
@@ -94,21 +100,35 @@ def generate(
 class Batch:
     """Sequences that run together, with all that is known of them: `logits_BV` is for each one's next token."""
 
-    def __init__(self, rows: list[int], first_real_B: Tensor, cache: KVCache, logits_BV: Tensor) -> None:
+    def __init__(
+        self, rows: list[int], first_real_B: Tensor, cache: KVCache, logits_BV: Tensor, memory: Memory | None
+    ) -> None:
         self.rows, self.first_real_B, self.cache, self.logits_BV = rows, first_real_B, cache, logits_BV
+        self.memory = memory
 
     @classmethod
-    def start(cls, model: LanguageModel, rows: list[int], prompts: Sequence[Sequence[int]], num_new: int) -> Self:
+    def start(
+        cls,
+        model: LanguageModel | EncoderDecoder,
+        rows: list[int],
+        prompts: Sequence[Sequence[int]],
+        num_new: int,
+        sources: Sequence[Sequence[int]] | None = None,
+    ) -> Self:
         """Read the prompts; `rows` are the caller's numbers for them, and there is room for `num_new` tokens."""
         config, weight = model.config, model.head.weight
         tokens_BP, first_real_B = _pad_left(prompts, weight.device)
         capacity = tokens_BP.shape[1] + num_new
         shape = (config.num_layers, len(rows), config.num_kv_heads, capacity, config.head_dim)
-        batch = cls(rows, first_real_B, KVCache.empty(shape, like=weight), weight.new_empty(0))
+        memory = None
+        if isinstance(model, EncoderDecoder):
+            assert sources is not None
+            memory = model.read(*_pad_right(sources, weight.device))
+        batch = cls(rows, first_real_B, KVCache.empty(shape, like=weight), weight.new_empty(0), memory)
         batch._read(model, tokens_BP)
         return batch
 
-    def feed(self, model: LanguageModel, tokens_B: Tensor) -> None:
+    def feed(self, model: LanguageModel | EncoderDecoder, tokens_B: Tensor) -> None:
         """One more token for every sequence."""
         self._read(model, tokens_B[:, None])
 
@@ -118,6 +138,7 @@ class Batch:
         self.rows = [self.rows[place] for place in places]
         self.first_real_B, self.logits_BV = self.first_real_B[stay], self.logits_BV[stay]
         self.cache.keep(stay)
+        self.memory = None if self.memory is None else self.memory.keep(stay)
         return tokens_B[stay]
 
     def join(self, other: Self, num_new: int) -> Self:
@@ -129,9 +150,10 @@ class Batch:
             torch.cat(first_real_B),
             self.cache.join(other.cache, length + num_new),
             torch.cat([self.logits_BV, other.logits_BV]),
+            None if self.memory is None or other.memory is None else self.memory.join(other.memory),
         )
 
-    def _read(self, model: LanguageModel, tokens_BT: Tensor) -> None:
+    def _read(self, model: LanguageModel | EncoderDecoder, tokens_BT: Tensor) -> None:
         T, S = tokens_BT.shape[1], self.cache.length + tokens_BT.shape[1]
         columns_S = torch.arange(S, device=tokens_BT.device)
         columns_T = columns_S[S - T :]
@@ -140,12 +162,12 @@ class Batch:
         real_BS = columns_S >= self.first_real_B[:, None]
         # A padding query may see itself: a row of the softmax must not be empty, and nothing reads its result.
         mask_BTS = (columns_S <= columns_T[:, None]) & (real_BS[:, None, :] | (columns_S == columns_T[:, None]))
-        hidden_BTD = model.decoder(tokens_BT, positions_BT, mask_BTS, self.cache)
+        hidden_BTD = model.decoder(tokens_BT, positions_BT, mask_BTS, self.cache, self.memory)
         self.cache.advance(T)
         self.logits_BV = model.head(hidden_BTD[:, -1]).float()
 
 
-def check_room(model: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def check_room(model: LanguageModel | EncoderDecoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     """Errors: ValueError for a prompt that is empty or leaves no room for the response in the model's context."""
     room = model.config.context_tokens - max_new_tokens
     for index, prompt in enumerate(prompts):
@@ -164,3 +186,13 @@ def _pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[T
         padded[row, width - len(prompt) :] = prompt
     first_real = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
     return torch.from_numpy(padded).to(device), first_real
+
+
+def _pad_right(sources: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sources [B, S] with 0 behind them, and segments [B, S]: 1 for tokens, 0 for padding."""
+    tokens = np.zeros((len(sources), max(len(source) for source in sources)), dtype=np.int64)
+    segments = np.zeros_like(tokens)
+    for row, source in enumerate(sources):
+        tokens[row, : len(source)] = source
+        segments[row, : len(source)] = 1
+    return torch.from_numpy(tokens).to(device), torch.from_numpy(segments).to(device)

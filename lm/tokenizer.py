@@ -118,7 +118,7 @@ class Tokenizer:
         return list(self._bpe.encode(text, add_special_tokens=False).ids)
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of people's text, on all the library's threads: a special token's name is spelled out as any word is."""
+        """Tokens of people's text, on all the library's threads: a special token's name is spelled out."""
         self._bpe.encode_special_tokens = True
         try:
             return [encoding.ids for encoding in self._bpe.encode_batch(list(texts), add_special_tokens=False)]
