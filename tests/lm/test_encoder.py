@@ -161,9 +161,9 @@ def test_the_best_span_is_in_order_allowed_and_short() -> None:
 
 
 def test_another_kind_of_shape_is_refused(tmp_path: Path, tiny_config: ModelConfig, model_folder: Path) -> None:
-    with pytest.raises(ValueError, match="model.kind is 'decoder'; 'encoder' was expected"):
+    with pytest.raises(ValueError, match=r"model.kind is 'decoder'; 'encoder' was expected"):
         MaskedLanguageModel(tiny_config)
-    with pytest.raises(ValueError, match="model.kind is 'encoder'; 'decoder' was expected"):
+    with pytest.raises(ValueError, match=r"model.kind is 'encoder'; 'decoder' was expected"):
         LanguageModel(config())
     with pytest.raises(ValueError, match=r"LlamaForCausalLM.*a family with a model for the purpose 'masked'"):
         load_model(model_folder, MaskedLanguageModel)

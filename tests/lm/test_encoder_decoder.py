@@ -47,7 +47,8 @@ def their_config(**changes: Any) -> Any:
     shape = {
         "vocab_size": 288, "d_model": 20, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 5,
         "decoder_attention_heads": 5, "encoder_ffn_dim": 28, "decoder_ffn_dim": 28, "max_position_embeddings": 24,
-        "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "decoder_start_token_id": 1, "forced_eos_token_id": None,
+        "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "decoder_start_token_id": 1,
+        "forced_eos_token_id": None,
     }  # fmt: skip
     return transformers.BartConfig(**{**shape, **changes})
 
