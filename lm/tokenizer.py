@@ -78,18 +78,31 @@ class Tokenizer:
         return cls(bpe, pad=PAD, end=END, chat_template=CHAT_TEMPLATES.get(chat_template, chat_template))
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
-        """Read `tokenizer.json` and `tokenizer_config.json`. Errors: ValueError naming the file and field."""
+    def load(cls, folder: Path, *, end: str = "", pad: str = "") -> Self:
+        """Read `tokenizer.json`, `tokenizer_config.json` and, where there is one, `chat_template.jinja`.
+
+        `end` and `pad` stand in for the tokens that the config names, or does not name. A model without a chat
+        template gets the one called "chat". Errors: ValueError naming the file and field.
+        """
         config_path = folder / "tokenizer_config.json"
         for path in (folder / "tokenizer.json", config_path):
             if not path.is_file():
                 raise ValueError(f"{path}: no such file; a model directory with a tokenizer was expected")
         config = read_json(config_path)
-        for field in ("pad_token", "eos_token", "chat_template"):
-            if not isinstance(config.get(field), str):
-                raise ValueError(f"{config_path}: {field} is {config.get(field)!r}; a string was expected")
+        named = {"pad_token": pad or config.get("pad_token"), "eos_token": end or config.get("eos_token")}
+        for field, token in named.items():
+            text = token.get("content") if isinstance(token, dict) else token  # older files wrap it
+            if not isinstance(text, str):
+                raise ValueError(f"{config_path}: {field} is {token!r}; a token of the vocabulary was expected")
+            named[field] = text
+        template_path = folder / "chat_template.jinja"
+        template = config.get("chat_template") or CHAT_TEMPLATES["chat"]
+        if template_path.is_file():
+            template = template_path.read_text(encoding="utf-8")
+        if not isinstance(template, str):
+            raise ValueError(f"{config_path}: chat_template is {type(template).__name__}; a string was expected")
         bpe = BPE.from_file(str(folder / "tokenizer.json"))
-        return cls(bpe, pad=config["pad_token"], end=config["eos_token"], chat_template=config["chat_template"])
+        return cls(bpe, pad=named["pad_token"], end=named["eos_token"], chat_template=template)
 
     def save(self, folder: Path) -> None:
         """Write the Hugging Face layout; `transformers` reads it as PreTrainedTokenizerFast."""
@@ -150,7 +163,11 @@ class Tokenizer:
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        # Templates of published models use these beside plain Jinja.
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = _refuse
         return environment.from_string(self.chat_template)
 
     @cached_property
@@ -229,6 +246,11 @@ class Tokenizer:
                 " a template must only append when a message is added"
             )
         tokens.extend(self._encode_guarded(text[len(written) :]))
+
+
+def _refuse(message: str) -> None:
+    """What a template calls for a conversation that it does not write."""
+    raise jinja2.TemplateError(message)
 
 
 def read_json(path: Path) -> dict[str, Any]:
