@@ -122,8 +122,8 @@ class Tokenizer:
         return int(self._bpe.get_vocab_size())
 
     def with_template(self, chat_template: str) -> "Tokenizer":
-        """The same vocabulary under another template: a name of CHAT_TEMPLATES or Jinja text."""
-        template = CHAT_TEMPLATES.get(chat_template, chat_template)
+        """The same vocabulary under another template: a name of CHAT_TEMPLATES, Jinja text, or "" for its own."""
+        template = CHAT_TEMPLATES.get(chat_template, chat_template) or self.chat_template
         return Tokenizer(self._bpe, pad=self.pad, end=self.end, chat_template=template)
 
     def encode(self, text: str) -> list[int]:

@@ -24,7 +24,7 @@ Published = Callable[..., Path]
 
 @pytest.fixture
 def published(tmp_path: Path, tokenizer: Tokenizer) -> Published:
-    """A random Qwen2 with a tokenizer as such models come: wrapped end token, template in a file of its own, no padding."""
+    """A random Qwen2 with a tokenizer as such models come: its end token wrapped, fields changed or missing."""
 
     def make(**fields: Any) -> Path:
         folder = tmp_path / "published"

@@ -169,12 +169,24 @@ def test_a_missing_file_is_named(tokenizer: Tokenizer, tmp_path: Path, missing: 
         Tokenizer.load(tmp_path)
 
 
-@pytest.mark.parametrize("field", ["pad_token", "eos_token", "chat_template"])
+@pytest.mark.parametrize("field", ["pad_token", "eos_token"])
 def test_a_missing_field_is_named(tokenizer: Tokenizer, tmp_path: Path, field: str) -> None:
     tokenizer.save(tmp_path)
     change_config(tmp_path, **{field: None})
-    with pytest.raises(ValueError, match=rf"tokenizer_config.json: {field} is None; a string was expected"):
+    with pytest.raises(ValueError, match=rf"tokenizer_config.json: {field} is None; a token of the vocabulary was"):
         Tokenizer.load(tmp_path)
+
+
+def test_a_model_without_a_template_gets_one_and_a_file_of_its_own_goes_first(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    other = tokenizer.with_template("continuation")
+    other.save(tmp_path)
+    change_config(tmp_path, chat_template=None)
+    assert Tokenizer.load(tmp_path).chat_template == CHAT_TEMPLATES["chat"]
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert Tokenizer.load(tmp_path).chat_template == "{{ messages[0].content }}"
+    assert other.with_template("").chat_template == CHAT_TEMPLATES["continuation"]
 
 
 def test_a_config_that_is_not_json_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
