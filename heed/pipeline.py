@@ -115,7 +115,9 @@ def _say_stale_parents(run: Run, stage: Stage) -> None:
 
 def _inputs(run: Run, stage: Stage) -> Inputs:
     """What the stage would be made from now. How the work is split and logged changes no result and is left out."""
-    config = {section: _without_layout(getattr(run.job, section).model_dump(mode="json")) for section in stage.sections}
+    # TOML, in which a stage's config is kept, has no word for nothing.
+    sections = {name: getattr(run.job, name).model_dump(mode="json", exclude_none=True) for name in stage.sections}
+    config = {name: _without_layout(section) for name, section in sections.items()}
     config["precision"] = run.job.engine.resolved_precision()
     parents = {parent: outputs_hash(run.stage_folder(parent), parent) for parent in stage.parents}
     return Inputs(stage.name, run.job.seed, config, parents, _data_hashes(run, config))
@@ -209,6 +211,6 @@ def _prepare(run: Run, inputs: Inputs, write: Callable[[Path], None]) -> None:
 
 def _write_job(job: JobConfig, path: Path) -> None:
     """The job as it was resolved, defaults included."""
-    values = job.model_dump(mode="json")
+    values = job.model_dump(mode="json", exclude_none=True)  # TOML has no word for nothing
     values["engine"]["precision"] = job.engine.resolved_precision()
     path.write_text(tomli_w.dumps(values), encoding="utf-8")

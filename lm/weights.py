@@ -79,6 +79,8 @@ def save_model(
         config["score_bias"] = float(weights["bias"])
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = dict(_to_stored(family_of(model.config, PURPOSES[type(model)]), model, weights))
+    for stale in folder.glob("model*.safetensors*"):  # an index beside one new file would hide it
+        stale.unlink()
     shards = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard)
     for filename, names in shards.filename_to_tensors.items():
         part = {name: tensors[name] for name in names}

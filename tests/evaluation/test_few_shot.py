@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from evaluation.few_shot import Example, evaluate_few_shot, few_shot_context, read_examples
+from lm.config import ModelConfig
+from lm.model import LanguageModel, initialise
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model
+from lm.weights import load_language_model, save_model
 from training.data import DataConfig
 
 EXAMPLES = [Example(f"row {i}", f"{i} and {i}:", str(2 * i)) for i in range(7)]
@@ -29,32 +32,39 @@ def test_a_context_shows_others_and_never_the_answer() -> None:
 
 @pytest.mark.parametrize("num_shots", [0, 2])
 @torch.no_grad()
-def test_figures_equal_a_loop(model_folder: Path, num_shots: int) -> None:
+def test_log_probabilities_equal_a_loop(model_folder: Path, num_shots: int) -> None:
     model, tokenizer = load_language_model(model_folder).eval(), Tokenizer.load(model_folder)
     nats, tokens = 0.0, 0
-    solved = []
     for index, example in enumerate(EXAMPLES):
         query = tokenizer.encode(few_shot_context(EXAMPLES, index, num_shots, seed=5))
         answer = tokenizer.encode(f" {example.completion}")
         logprobs = torch.log_softmax(model(torch.tensor([[*query, *answer]]))[0].double(), dim=-1)
         nats -= sum(float(logprobs[len(query) - 1 + i, token]) for i, token in enumerate(answer))
         tokens += len(answer)
-        text = list(query)
-        for _ in range(max(len(tokenizer.encode(f" {e.completion}")) for e in EXAMPLES) + 1):
-            text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
-            if text[-1] == tokenizer.end_id or "\n" in tokenizer.decode(text[len(query) :]):
-                break
-        solved.append(tokenizer.decode(text[len(query) :]).split("\n")[0].strip())
-    # An untrained model solves nothing, so one example's answer is made what it says.
-    examples = [*EXAMPLES[:-1], Example("row 6", EXAMPLES[6].prompt, solved[6])] if num_shots == 0 else EXAMPLES
     found = evaluate_few_shot(model_folder, EXAMPLES, num_shots, seed=5)
     assert (found.num_shots, found.num_examples) == (num_shots, 7)
     assert found.nats.mean == pytest.approx(nats / tokens, abs=1e-4)
     assert found.nats.low < found.nats.mean < found.nats.high
-    expected = sum(text == e.completion for text, e in zip(solved, EXAMPLES, strict=True)) / 7
-    assert found.exact_match.mean == pytest.approx(expected)
-    if num_shots == 0 and solved[6]:
-        assert evaluate_few_shot(model_folder, examples, 0, seed=5).exact_match.mean >= 1 / 7
+
+
+def test_what_was_learned_is_answered_right(tmp_path: Path, tokenizer: Tokenizer, tiny_config: ModelConfig) -> None:
+    """A model that has learned six lines by heart answers six of seven."""
+    model = LanguageModel(tiny_config)
+    initialise(model, 1)
+    rows = [tokenizer.encode(f"{e.prompt} {e.completion}\n") for e in EXAMPLES]
+    width = max(map(len, rows))
+    tokens = torch.tensor([[*row, *[tokenizer.pad_id] * (width - len(row))] for row in rows])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(200):
+        loss = cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    save_model(tmp_path, model, model.state_dict(), tokenizer)
+    unlike = Example("row 6", EXAMPLES[6].prompt, "a dozen")
+    found = evaluate_few_shot(tmp_path, [*EXAMPLES[:6], unlike], 0, seed=0)
+    assert found.exact_match.mean == pytest.approx(6 / 7)
+    assert evaluate_few_shot(tmp_path, EXAMPLES, 0, seed=0).nats.mean < 0.7
 
 
 def test_what_does_not_fit_is_named(model_folder: Path) -> None:

@@ -30,7 +30,7 @@ def published(tmp_path: Path, tokenizer: Tokenizer) -> Published:
         folder = tmp_path / "published"
         config = transformers.Qwen2Config(
             vocab_size=288, hidden_size=20, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-            intermediate_size=28, max_position_embeddings=200, tie_word_embeddings=True,
+            intermediate_size=28, max_position_embeddings=400, tie_word_embeddings=True,
         )  # fmt: skip
         torch.manual_seed(3)
         transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
@@ -56,7 +56,12 @@ def test_a_run_goes_on_from_a_published_model(
 ) -> None:
     source = published(pad_token=None, chat_template=None)
     (source / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    overrides = [f"pretrain.init_from={source}", "pretrain.num_steps=0", "pretrain.pad_token=<|pad|>"]
+    overrides = [
+        f"pretrain.init_from={source}",
+        "pretrain.num_steps=0",
+        "pretrain.pad_token=<|pad|>",
+        "sft.row_tokens=400",
+    ]
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setattr(pipeline, "disconnect", lambda: None)
     connect(1)

@@ -75,7 +75,7 @@ def test_we_compute_the_logits_of_transformers(tmp_path: Path, name: str, head: 
     ours = load_model(tmp_path, head).eval()
     assert ours.config == config()
     for found, expected in zip(our_output(ours), their_output(theirs), strict=True):
-        assert float(expected.std()) > 0.05
+        assert float(expected.abs().max()) > 0.05
         torch.testing.assert_close(at_tokens(found), at_tokens(expected), **EXACT)
 
 
@@ -157,7 +157,7 @@ def test_the_best_span_is_in_order_allowed_and_short() -> None:
     allowed = torch.tensor([[True] * 5, [False, True, True, True, True]])
     assert model.best_span(first, last, allowed, max_tokens=5) == [(0, 4), (1, 3)]
     assert model.best_span(first, last, allowed, max_tokens=3) == [(2, 4), (1, 3)]
-    assert model.best_span(first, last, allowed, max_tokens=1) == [(0, 0), (3, 3)]
+    assert model.best_span(first, last, allowed, max_tokens=1) == [(4, 4), (3, 3)]
 
 
 def test_another_kind_of_shape_is_refused(tmp_path: Path, tiny_config: ModelConfig, model_folder: Path) -> None:

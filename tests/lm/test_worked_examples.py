@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from lm.attention import attend
+from lm.block import Attention
 from lm.config import ModelConfig
-from lm.model import Attention
 
 INPUTS = torch.tensor([[1, 2, 3, 4], [2, 4, 1, 3], [1, 4, 3, 2], [3, 1, 2, 4]], dtype=torch.float32)
 W_Q = torch.tensor([[0.5, 2, 0.5, 2], [2, 0.5, 2, 0.5]] * 2)

@@ -33,7 +33,7 @@ OPTIMIZER = OptimizerConfig(
 )
 NUM_STEPS = 3
 # ZeRO stages, and how many of the last layers are trained.
-CASES = [(0, None), (1, None), (2, None), (3, None), (0, 1), (1, 1), (3, 1)]
+CASES = [(0, None), (0, 1), (1, None), (1, 1), (2, None), (3, None), (3, 1)]
 
 
 def name_of(zero_stage: int, trained_layers: int | None) -> str:
