@@ -43,7 +43,13 @@ class Case:
 
     def config(self) -> Any:
         if self.prefix == "GPT2":
-            shape = {"n_embd": 20, "n_layer": 3, "n_head": 5, "n_positions": CONTEXT, "layer_norm_epsilon": 1e-3}
+            shape: dict[str, Any] = {
+                "n_embd": 20,
+                "n_layer": 3,
+                "n_head": 5,
+                "n_positions": CONTEXT,
+                "layer_norm_epsilon": 1e-3,
+            }
         else:
             shape = {
                 "hidden_size": 20, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

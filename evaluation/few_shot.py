@@ -57,7 +57,7 @@ def few_shot_context(examples: Sequence[Example], index: int, num_shots: int, se
     """Example `index` without its completion, behind `num_shots` others that are drawn for it."""
     others = [other for other in range(len(examples)) if other != index]
     generator = np.random.default_rng(derive_seed(seed, "few-shot", index))
-    shown = generator.choice(others, size=num_shots, replace=False) if num_shots else []
+    shown: list[int] = generator.choice(others, size=num_shots, replace=False).tolist() if num_shots else []
     solved = [f"{examples[other].prompt} {examples[other].completion}\n\n" for other in shown]
     return "".join(solved) + examples[index].prompt
 

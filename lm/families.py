@@ -358,7 +358,7 @@ class BertFamily:
         _, _, layer, inner = module.split(".", 3)
         if inner == "attention.qkv":
             rows = config.num_heads * config.head_dim
-            names = {f"attention.self.{part}": rows for part in ("query", "key", "value")}
+            names: Mapping[str, int | None] = {f"attention.self.{part}": rows for part in ("query", "key", "value")}
         else:
             names = {self._INNER[inner]: None}
         return Stored({f"bert.encoder.layer.{layer}.{name}.{kind}": rows for name, rows in names.items()})

@@ -207,15 +207,17 @@ def initialise_score_head(weight: Tensor, generator: torch.Generator) -> None:
     nn.init.normal_(weight, std=1 / math.sqrt(weight.shape[-1] + 1), generator=generator)
 
 
-def freeze_all_but_last(model: LanguageModel | ScalarModel, num_blocks: int) -> None:
-    """Transfer learning: gradients reach the last `num_blocks` blocks, what follows them, and an untied head.
+def freeze_all_but_last(model: nn.Module, num_blocks: int) -> None:
+    """Transfer learning: gradients reach a decoder's last `num_blocks` blocks, what follows them, and an untied head.
 
     A tied head is the embedding, which lies before the blocks and is frozen with it.
     Errors: ValueError for more blocks than there are.
     """
-    first = model.config.num_layers - num_blocks
+    config = model.config
+    assert isinstance(config, ModelConfig)
+    first = config.num_layers - num_blocks
     if first < 0:
-        raise ValueError(f"{num_blocks} blocks are to be trained; the model has {model.config.num_layers}")
+        raise ValueError(f"{num_blocks} blocks are to be trained; the model has {config.num_layers}")
     frozen = {"decoder.embedding", "decoder.positions", *(f"decoder.blocks.{layer}" for layer in range(first))}
     for name, module in model.named_modules():
         if name in frozen:

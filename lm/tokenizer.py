@@ -90,11 +90,12 @@ class Tokenizer:
                 raise ValueError(f"{path}: no such file; a model directory with a tokenizer was expected")
         config = read_json(config_path)
         named = {"pad_token": pad or config.get("pad_token"), "eos_token": end or config.get("eos_token")}
+        tokens: dict[str, str] = {}
         for field, token in named.items():
             text = token.get("content") if isinstance(token, dict) else token  # older files wrap it
             if not isinstance(text, str):
                 raise ValueError(f"{config_path}: {field} is {token!r}; a token of the vocabulary was expected")
-            named[field] = text
+            tokens[field] = text
         template_path = folder / "chat_template.jinja"
         template = config.get("chat_template") or CHAT_TEMPLATES["chat"]
         if template_path.is_file():
@@ -102,7 +103,7 @@ class Tokenizer:
         if not isinstance(template, str):
             raise ValueError(f"{config_path}: chat_template is {type(template).__name__}; a string was expected")
         bpe = BPE.from_file(str(folder / "tokenizer.json"))
-        return cls(bpe, pad=named["pad_token"], end=named["eos_token"], chat_template=template)
+        return cls(bpe, pad=tokens["pad_token"], end=tokens["eos_token"], chat_template=template)
 
     def save(self, folder: Path) -> None:
         """Write the Hugging Face layout; `transformers` reads it as PreTrainedTokenizerFast."""

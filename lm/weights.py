@@ -7,7 +7,7 @@ preference depends on, has no place there and is kept in config.json as `score_b
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from pydantic import ValidationError
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from lm.config import ModelConfig
 from lm.encoder import MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier
@@ -39,7 +39,7 @@ Model = (
 )
 AnyModel = TypeVar("AnyModel", bound=Model)
 
-PURPOSES: dict[type[Model], str] = {
+PURPOSES: dict[type[nn.Module], str] = {
     LanguageModel: "language",
     ScalarModel: "score",
     MaskedLanguageModel: "masked",
@@ -106,11 +106,10 @@ def load_model(folder: Path, kind: type[AnyModel], dropout: float = 0.0) -> AnyM
     Errors: ValueError naming the file, and the field or the names and shapes that do not fit.
     """
     config, family, raw = read_config(folder, PURPOSES[kind])
+    build: Callable[..., AnyModel] = kind
+    labels = [_num_labels(raw)] if issubclass(kind, SequenceClassifier | TokenClassifier) else []
     with torch.device("meta"):
-        if kind in (SequenceClassifier, TokenClassifier):
-            model = kind(config, _num_labels(raw), dropout)  # type: ignore[call-arg, arg-type]
-        else:
-            model = kind(config, dropout)  # type: ignore[call-arg]
+        model = build(config, *labels, dropout=dropout)
     _fill(folder, family, model)
     if isinstance(model, ScalarModel):
         model.bias.fill_(float(raw.get("score_bias", 0.0)))

@@ -18,10 +18,10 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 
-from lm.model import LanguageModel, ScalarModel, freeze_all_but_last
+from lm.model import freeze_all_but_last
 from training.config import EngineConfig, OptimizerConfig
 
-AnyModule = TypeVar("AnyModule", LanguageModel, ScalarModel)
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 class Engine(Generic[AnyModule]):
@@ -44,7 +44,7 @@ class Engine(Generic[AnyModule]):
         assert found == world_size, f"the process group has {found} ranks where {world_size} were started"
         self.rank, self.world_size = self._accelerator.process_index, world_size
         self.device = self._accelerator.device
-        self.module: AnyModule = model
+        self.module = model
         self.model, *self._optimizers = self._accelerator.prepare(
             model, *_make_optimizers(model, optimizer, self.device)
         )

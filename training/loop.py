@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Generic, Protocol, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lm.model import LanguageModel, ScalarModel
 from training.checkpoint import begin_checkpoint, commit_checkpoint, latest_checkpoint
 from training.config import BatchConfig, TrainingConfig
 from training.engine import Engine
@@ -18,8 +17,8 @@ from training.metrics import MetricsLog
 from training.packing import DataOrder, IntArray
 from training.seeds import derive_seed, seed_step
 
-AnyModule = TypeVar("AnyModule", LanguageModel, ScalarModel)
-Model_contra = TypeVar("Model_contra", LanguageModel, ScalarModel, contravariant=True)
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+Model_contra = TypeVar("Model_contra", bound=nn.Module, contravariant=True)
 
 
 class Objective(Protocol[Model_contra]):

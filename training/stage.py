@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lm.model import LanguageModel, ScalarModel
+from torch import nn
+
 from training.config import EngineConfig, TrainingConfig
 from training.engine import Engine
 
-AnyModule = TypeVar("AnyModule", LanguageModel, ScalarModel)
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 @dataclass(frozen=True)
