@@ -12,6 +12,7 @@ import torch
 from lm.generation import generate
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
+from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, load_scalar_model
 from reward.scoring import pad_right, score_sequences
@@ -70,22 +71,20 @@ def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]
     model = load_language_model(spec.policy).to(device, dtype).eval()
     wanted = [(prompt, index) for prompt in prompts for index in range(spec.num_samples)]
     encoded = {prompt.prompt_id: tokenizer.encode_prompt(prompt.messages) for prompt in prompts}
-    queries, responses, finished = [], [], []
-    # Prompts of like length share a batch, so that little is padded.
+    # Prompts of like length run side by side, so that little is padded.
     order = sorted(range(len(wanted)), key=lambda place: len(encoded[wanted[place][0].prompt_id]))
-    for start in range(0, len(order), BATCH):
-        chosen = [wanted[place] for place in order[start : start + BATCH]]
-        sampled = generate(
-            model,
-            [encoded[prompt.prompt_id] for prompt, _ in chosen],
-            max_new_tokens=spec.max_response_tokens,
-            end_id=tokenizer.end_id,
-            temperature=spec.temperature,
-            seeds=[derive_seed(spec.seed, "sample", prompt.prompt_id, index) for prompt, index in chosen],
-        )
-        queries += [encoded[prompt.prompt_id] for prompt, _ in chosen]
-        responses += sampled.responses
-        finished += sampled.finished
+    chosen = [wanted[place] for place in order]
+    queries = [encoded[prompt.prompt_id] for prompt, _ in chosen]
+    sampled = generate(
+        model,
+        queries,
+        max_new_tokens=spec.max_response_tokens,
+        end_id=tokenizer.end_id,
+        choice=Choice(spec.temperature),
+        seeds=[derive_seed(spec.seed, "sample", prompt.prompt_id, index) for prompt, index in chosen],
+        max_rows=BATCH,
+    )
+    responses, finished = sampled.responses, sampled.finished
     ratios = _log_ratios(spec, model, tokenizer, queries, responses)
     scores = _scores(spec, tokenizer, queries, responses, finished)
     samples: list[Sample | None] = [None] * len(wanted)

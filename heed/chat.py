@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from lm.generation import generate
+from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
 from training.seeds import derive_seed
@@ -42,7 +43,7 @@ def converse(folder: Path, *, temperature: float, max_tokens: int, seed: int) ->
             [prompt],
             max_new_tokens=min(max_tokens, context - len(prompt)),
             end_id=tokenizer.end_id,
-            temperature=temperature,
+            choice=Choice(temperature),
             seeds=[derive_seed(seed, "chat", len(messages), line)],
         )
         answer = tokenizer.decode(sampled.responses[0]).strip()

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from heed.progress import console
 
@@ -15,6 +16,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+out = Console(highlight=False)  # what was asked for; messages go to `console`, standard error
 
 JobFile = Annotated[Path | None, typer.Argument(help="The job file; the built-in demo where it is left out.")]
 RunsFolder = Annotated[Path, typer.Option("--runs", help="Where run folders lie.")]
@@ -68,6 +71,57 @@ def chat(
     from heed.chat import converse
 
     converse(model, temperature=temperature, max_tokens=max_tokens, seed=seed)
+
+
+@app.command("few-shot")
+def few_shot(
+    model: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/pretrain/model.")],
+    examples: Annotated[str, typer.Argument(help='Rows of {"prompt", "completion"}: JSONL, Parquet or a hub id.')],
+    shots: Annotated[list[int] | None, typer.Option(min=0, help="Solved examples shown; may repeat.")] = None,
+    max_rows: Annotated[int, typer.Option(min=0, help="Examples read; 0 is all.")] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """In-context learning: how well a model solves an example behind k solved ones, without training."""
+    from rich.table import Table
+
+    from evaluation.few_shot import evaluate_few_shot, read_examples
+    from training.data import DataConfig
+
+    rows = read_examples(DataConfig(source=examples, max_rows=max_rows))
+    table = Table("shots", "examples", "exact match (95%)", "nats a token (95%)", box=None, pad_edge=False)
+    for num_shots in shots or [0, 1, 4]:
+        found = evaluate_few_shot(model, rows, num_shots, seed=seed)
+        intervals = [f"{i.mean:.3f} ({i.low:.3f} to {i.high:.3f})" for i in (found.exact_match, found.nats)]
+        table.add_row(str(num_shots), str(found.num_examples), *intervals)
+    out.print(table)
+
+
+inspect_app = typer.Typer(no_args_is_help=True, help="Look inside a model.")
+app.add_typer(inspect_app, name="inspect")
+
+
+@inspect_app.command("model")
+def inspect_model(
+    shape: Annotated[Path, typer.Argument(help="A model directory, or a TOML file: a shape, or a job.")],
+) -> None:
+    """Parameters part by part, FLOPs and key-value cache a token."""
+    from heed.inspection import describe, read_shape
+
+    out.print(describe(read_shape(shape)))
+
+
+@inspect_app.command("attention")
+def inspect_attention(
+    model: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/ppo/model.")],
+    text: Annotated[str, typer.Argument(help="What the model reads.")],
+    layer: Annotated[int, typer.Option(help="From 0; -1 is the last.")] = -1,
+    png: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("attention.png"),
+) -> None:
+    """What every head of a layer attends to, as one picture: rows are queries, columns keys."""
+    from heed.inspection import draw_attention
+
+    draw_attention(model, text, layer, png)
+    console.print(str(png))
 
 
 def main() -> None:

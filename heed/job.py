@@ -12,6 +12,8 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from evaluation.compare import CompareConfig
 from heed.collect import CollectConfig
 from lm.config import ModelConfig
+from lm.hub import model_directory
+from lm.weights import read_config
 from playground.reviews import ReviewsConfig, ReviewsWorld
 from playground.world import PlaygroundConfig, PlaygroundWorld, World
 from ppo.config import PPOConfig
@@ -95,6 +97,10 @@ class JobConfig(Config):
                 optimizer.check_sharding(self.engine)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
+            if (optimizer.trained_layers or 0) > self.model.num_layers:
+                raise ValueError(
+                    f"{name}.trained_layers is {optimizer.trained_layers}; model.num_layers is {self.model.num_layers}"
+                )
         for name, rows in (("ppo.rollout_prompts", self.ppo.rollout_prompts), ("ppo.ptx_rows", self.ppo.ptx_rows)):
             if rows % self.workers:
                 raise ValueError(f"{name} is {rows}; a multiple of workers = {self.workers} was expected")
@@ -124,10 +130,31 @@ def load_job(path: Path | None, overrides: Sequence[str] = ()) -> JobConfig:
         raise ValueError(f"{name}: not TOML: {error}") from None
     for override in overrides:
         _apply_override(values, override)
+    _take_shape(name, values)
     try:
         return JobConfig.model_validate(values)
     except ValidationError as error:
         raise ValueError(f"{name}: " + "; ".join(_explain(dict(problem)) for problem in error.errors())) from None
+
+
+def _take_shape(name: str, values: dict[str, Any]) -> None:
+    """Where pretraining starts from a model, `[model]` is that model's shape, and is checked if it is written out."""
+    section = values.get("pretrain")
+    init_from = section.get("init_from") if isinstance(section, dict) else None
+    if not isinstance(init_from, str) or not init_from:
+        return
+    try:
+        shape = read_config(model_directory(init_from), "language")[0].model_dump(mode="json")
+    except ValueError as error:
+        raise ValueError(f"{name}: pretrain.init_from: {error}") from None
+    written = values.get("model", {})
+    for key, value in written.items() if isinstance(written, dict) else ():
+        if key in shape and value != shape[key]:
+            raise ValueError(
+                f"{name}: model.{key} is {value!r}, but {init_from} has {shape[key]!r}; leave [model] out where"
+                " pretrain.init_from brings its shape"
+            )
+    values["model"] = {**shape, **written} if isinstance(written, dict) else written
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

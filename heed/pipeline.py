@@ -4,7 +4,7 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from heed.preflight import check_data
 from heed.progress import console, follow
 from heed.report import write_report
 from heed.stages import STAGES, Run, Stage, sources_in
-from pretrain.stage import train_tokenizer
-from training.checkpoint import file_hash
+from lm.hub import model_directory
+from pretrain.stage import prepare_tokenizer
+from training.checkpoint import file_hash, folder_hash
 from training.stage import write_json
 
 
@@ -114,11 +115,12 @@ def _say_stale_parents(run: Run, stage: Stage) -> None:
 
 def _inputs(run: Run, stage: Stage) -> Inputs:
     """What the stage would be made from now. How the work is split and logged changes no result and is left out."""
-    config = {section: _without_layout(getattr(run.job, section).model_dump(mode="json")) for section in stage.sections}
+    # TOML, in which a stage's config is kept, has no word for nothing.
+    sections = {name: getattr(run.job, name).model_dump(mode="json", exclude_none=True) for name in stage.sections}
+    config = {name: _without_layout(section) for name, section in sections.items()}
     config["precision"] = run.job.engine.resolved_precision()
     parents = {parent: outputs_hash(run.stage_folder(parent), parent) for parent in stage.parents}
-    data = {source: _source_hash(run.path_of(source)) for source in sources_in(config)}
-    return Inputs(stage.name, run.job.seed, config, parents, data)
+    return Inputs(stage.name, run.job.seed, config, parents, _data_hashes(run, config))
 
 
 LAYOUT = {"micro_batch_size", "save_every_steps", "save_every_iterations", "evaluate_every_steps"}
@@ -129,6 +131,15 @@ def _without_layout(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_layout(item) for key, item in value.items() if key not in LAYOUT}
     return [_without_layout(item) for item in value] if isinstance(value, list) else value
+
+
+def _data_hashes(run: Run, config: Mapping[str, Any]) -> dict[str, str]:
+    """SHA-256 by name of what the config's sections read, and of the model directory that one starts from."""
+    found = {source: _source_hash(run.path_of(source)) for source in sources_in(dict(config))}
+    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
+        if section.get("init_from"):
+            found[section["init_from"]] = folder_hash(model_directory(section["init_from"]))
+    return found
 
 
 def _source_hash(source: str) -> str:
@@ -175,11 +186,13 @@ def _prepare_world(run: Run) -> None:
 def _prepare_tokenizer(run: Run) -> None:
     """The vocabulary, learned before any training so that every length can be checked."""
     pretrain = run.resolve(run.job.pretrain)
-    texts = [text.model_dump() for text in run.job.pretrain.texts]  # unresolved: a run folder may be moved
-    config = {"texts": texts, "tokenizer_texts": pretrain.tokenizer_texts, "vocab_size": run.job.model.vocab_size}
-    data = {source: _source_hash(run.path_of(source)) for source in sources_in(config)}
-    inputs = Inputs("tokenizer", run.job.seed, config, {}, data)
-    _prepare(run, inputs, lambda folder: train_tokenizer(pretrain, run.job.model.vocab_size, folder))
+    if pretrain.init_from:
+        config: dict[str, Any] = {key: getattr(pretrain, key) for key in ("init_from", "end_token", "pad_token")}
+    else:
+        texts = [text.model_dump() for text in run.job.pretrain.texts]  # unresolved: a run folder may be moved
+        config = {"texts": texts, "tokenizer_texts": pretrain.tokenizer_texts, "vocab_size": run.job.model.vocab_size}
+    inputs = Inputs("tokenizer", run.job.seed, config, {}, _data_hashes(run, config))
+    _prepare(run, inputs, lambda folder: prepare_tokenizer(pretrain, run.job.model.vocab_size, folder))
 
 
 def _prepare(run: Run, inputs: Inputs, write: Callable[[Path], None]) -> None:
@@ -198,6 +211,6 @@ def _prepare(run: Run, inputs: Inputs, write: Callable[[Path], None]) -> None:
 
 def _write_job(job: JobConfig, path: Path) -> None:
     """The job as it was resolved, defaults included."""
-    values = job.model_dump(mode="json")
+    values = job.model_dump(mode="json", exclude_none=True)  # TOML has no word for nothing
     values["engine"]["precision"] = job.engine.resolved_precision()
     path.write_text(tomli_w.dumps(values), encoding="utf-8")

@@ -1,38 +1,39 @@
-"""Attention: masks, rotary positions, the product itself, and the key-value cache.
+"""Attention: masks, the product itself, and the key-value cache.
 
 Shape letters: B batch, T query tokens, S key tokens, N heads, G key-value heads, H head dim.
 """
 
 import math
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def attention_mask(segments_BT: Tensor) -> Tensor:
-    """Mask [B, T, S], True = may attend: causal, inside one segment. Padding (segment 0) sees padding before it."""
-    T = segments_BT.shape[1]
-    causal_TS = torch.ones(T, T, dtype=torch.bool, device=segments_BT.device).tril()
-    return (segments_BT[:, :, None] == segments_BT[:, None, :]) & causal_TS
-
-
-def rotary_tables(positions_BT: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and signed sin [B, T, 1, H] of position · theta^(-2i/H), each frequency twice (arXiv 2104.09864, eq. 34).
-
-    The sine's first half is negative: with it a rotation is two products and a roll.
+def attention_mask(segments_BT: Tensor, *, causal: bool = True) -> Tensor:
+    """Mask [B, T, S], True = may attend: inside one segment, and backwards only if causal. Padding (segment 0) sees
+    padding, so that no row of the softmax is empty.
     """
-    exponents = torch.arange(0, head_dim, 2, device=positions_BT.device, dtype=torch.float32) / head_dim
-    angles_BTh = positions_BT[..., None].float() * theta**-exponents
-    cos, sin = angles_BTh.cos(), angles_BTh.sin()
-    tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-    return tables[0].to(dtype)[:, :, None], tables[1].to(dtype)[:, :, None]
+    same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
+    return same_BTS.tril() if causal else same_BTS
 
 
-def rotate(x_BTNH: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the pairs (x_i, x_{i+H/2}), the layout of the Hugging Face checkpoints."""
-    cos, sin = rotary
-    return torch.addcmul(x_BTNH * cos, x_BTNH.roll(x_BTNH.shape[-1] // 2, dims=-1), sin)
+def banded(
+    mask_BTS: Tensor | None, window: int, num_queries: int, num_keys: int, device: torch.device
+) -> Tensor | None:
+    """The mask, and no key further back than `window` tokens, the query's own included; 0 = no limit.
+
+    Queries are the last of the keys' tokens. None stays None (plainly causal) where the band cuts nothing off.
+    """
+    if not 0 < window < num_keys:
+        return mask_BTS
+    keys_S = torch.arange(num_keys, device=device)
+    queries_T = keys_S[num_keys - num_queries :]
+    distance_TS = queries_T[:, None] - keys_S
+    near_TS = distance_TS < window
+    return (near_TS & (distance_TS >= 0))[None] if mask_BTS is None else mask_BTS & near_TS
 
 
 def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
@@ -54,18 +55,29 @@ def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | No
     # Query heads that share a key-value head lie side by side, so grouping them is a reshape, not a copy of K and V.
     rows, batch = N // G * T, len(bias_BTS)
     bias = bias_BTS[:, None, None].expand(batch, G if batch > 1 else 1, N // G, T, S).reshape(-1, rows, S)
-    q, k, v = q_BNTH.reshape(B * G, rows, H), k_BGSH.reshape(B * G, S, H), v_BGSH.reshape(B * G, S, H)
+    q, k, v = q_BNTH.reshape(B * G, rows, H), k_BGSH.reshape(B * G, S, H), v_BGSH.reshape(B * G, S, -1)
     weights = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=1 / math.sqrt(H)).softmax(dim=-1)
-    return torch.bmm(weights, v).view(B, N, T, H)
+    return torch.bmm(weights, v).view(B, N, T, -1)
 
 
 class KVCache:
-    """Keys and values of all layers, filled from the left: `append` writes the next tokens, `advance` moves on."""
+    """Keys and values of all layers, filled from the left: `append` writes the next tokens, `advance` moves on.
 
-    def __init__(self, num_layers: int, batch: int, kv_heads: int, tokens: int, head_dim: int, like: Tensor) -> None:
-        shape = (num_layers, batch, kv_heads, tokens, head_dim)
-        self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
-        self.length = 0
+    Rows end at the same column, so a row that is shorter than others has padding on its left. Errors of PyTorch where
+    more is written than the capacity given at the start.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
+        self.keys, self.values, self.length = keys, values, length
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int, int, int, int], like: Tensor) -> Self:
+        """For (layers, rows, key-value heads, tokens, head dim), of the type and device of `like`."""
+        return cls(like.new_empty(shape), like.new_empty(shape), 0)
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[3]
 
     def append(self, layer: int, k_BGTH: Tensor, v_BGTH: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new tokens of one layer; return that layer's keys and values so far, [B, G, S, H] each."""
@@ -78,5 +90,46 @@ class KVCache:
         self.length += num_tokens
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only these batch rows: finished sequences leave."""
+        """Keep only these batch rows, in this order: finished sequences leave, a beam that forks appears twice."""
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+
+    def join(self, other: Self, capacity: int) -> Self:
+        """The rows of both, ending at the same column: what is shorter moves to the right."""
+        length = max(self.length, other.length)
+        joined = []
+        for ours, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            L, B, G, _, H = ours.shape
+            # Padding is masked, but 0 times what empty memory holds may be NaN.
+            whole = ours.new_zeros(L, B + theirs.shape[1], G, capacity, H)
+            whole[:, :B, :, length - self.length : length] = ours[:, :, :, : self.length]
+            whole[:, B:, :, length - other.length : length] = theirs[:, :, :, : other.length]
+            joined.append(whole)
+        return type(self)(joined[0], joined[1], length)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a decoder's blocks look at of an encoder's states: keys and values by layer, [B, G, S, H], computed once."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    real_BS: Tensor  # False at padding
+
+    def keep(self, rows: Tensor) -> "Memory":
+        """Only these rows, in this order."""
+        keys, values = (tuple(part[rows] for part in parts) for parts in (self.keys, self.values))
+        return Memory(keys, values, self.real_BS[rows])
+
+    def join(self, other: "Memory") -> "Memory":
+        """The rows of both, the shorter padded on the right."""
+        width = max(self.real_BS.shape[1], other.real_BS.shape[1])
+
+        def padded(part: Tensor, places_behind: int) -> Tensor:
+            missing = width - part.shape[-1 - places_behind]
+            return F.pad(part, (0, 0) * places_behind + (0, missing))
+
+        def joined(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(torch.cat([padded(a, 1), padded(b, 1)]) for a, b in zip(ours, theirs, strict=True))
+
+        real_BS = torch.cat([padded(self.real_BS, 0), padded(other.real_BS, 0)])
+        return Memory(joined(self.keys, other.keys), joined(self.values, other.values), real_BS)

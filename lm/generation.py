@@ -1,78 +1,174 @@
-"""Sampling responses with a key-value cache.
+"""Generation with a key-value cache: finished sequences leave the batch, waiting ones enter.
 
-Shape letters: B batch, P prompt tokens, S key tokens, V vocabulary.
+Shape letters: B running rows, P prompt tokens, T new tokens, S key tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lm.attention import KVCache
+from lm.attention import KVCache, Memory
+from lm.encoder_decoder import EncoderDecoder
+from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
+from lm.sampling import Choice, draw_uniforms
 
-LEAVE_BELOW = 0.8  # share of running rows at which the finished ones leave
+LEAVE_BELOW = 0.8  # share of rows that still run at which the others leave and waiting ones enter
 
 
 @dataclass(frozen=True)
 class Generated:
-    """Responses in the order of the prompts. A finished response ends with the end token; others were cut off."""
+    """Responses in the order of the prompts. A finished one ends with the end token or where its stop said so; others
+    were cut off. `logprobs` are those of the response's tokens, nats, under the model at the sampling temperature
+    (greedy: 1), before top_k and top_p.
+    """
 
     responses: list[list[int]]
     finished: list[bool]
+    logprobs: list[list[float]]
+
+
+Stop = Callable[[Sequence[int]], bool]  # whether a response ends with its last token
+
+
+def never(_response: Sequence[int]) -> bool:
+    return False
 
 
 @torch.inference_mode()
 def generate(
-    model: LanguageModel,
+    model: LanguageModel | EncoderDecoder,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     end_id: int,
-    temperature: float,
+    choice: Choice,
     seeds: Sequence[int],
+    stop: Stop = never,
+    max_rows: int = 128,
+    sources: Sequence[Sequence[int]] | None = None,
 ) -> Generated:
-    """Sample one response a prompt; `temperature` 0 is greedy.
+    """One response a prompt, at most `max_rows` at a time; prompts of like length side by side are padded least.
 
-    Every sequence draws from its own seed, so a sample does not depend on its batch mates beyond rounding.
+    An encoder-decoder reads a source for each response, and its prompts are what its decoder begins with. Every
+    sequence draws from its own seed, so a sample does not depend on its batch mates beyond rounding.
     Errors: ValueError for an empty prompt or one that leaves no room in the model's context.
     """
     if not prompts or len(seeds) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts with {len(seeds)} seeds; at least one prompt and a seed for each")
-    _check_room(model, prompts, max_new_tokens)
-    device = model.head.weight.device
-    tokens_BP, first_real_B = _pad_left(prompts, end_id, device)
-    uniforms_BR = torch.from_numpy(_uniforms(seeds, max_new_tokens)).to(device)
-    cache = KVCache(
-        model.config.num_layers, len(prompts), model.config.num_kv_heads, tokens_BP.shape[1] + max_new_tokens,
-        model.config.head_dim, like=model.decoder.blocks[0].attention.qkv.weight,  # type: ignore[union-attr, arg-type]
-    )  # fmt: skip
-    responses: list[list[int]] = [[] for _ in prompts]
-    finished = [False] * len(prompts)
-    rows = torch.arange(len(prompts), device=device)  # which prompt each row of the batch belongs to
-    inputs_BT = tokens_BP
-    for step in range(max_new_tokens):
-        logits_BV = _next_logits(model, inputs_BT, first_real_B, cache)
-        next_B = _choose(logits_BV, uniforms_BR[:, step], temperature)
-        for row, token in zip(rows.tolist(), next_B.tolist(), strict=True):
-            if not finished[row]:
-                responses[row].append(token)
-                finished[row] = token == end_id
-        running = [place for place, row in enumerate(rows.tolist()) if not finished[row]]
+    if isinstance(model, EncoderDecoder) != (sources is not None) or len(sources or prompts) != len(prompts):
+        raise ValueError("an encoder-decoder needs a source for every prompt, and no other model reads any")
+    check_room(model, prompts, max_new_tokens)
+    uniforms_NR = torch.from_numpy(draw_uniforms(seeds, max_new_tokens)).to(model.head.weight.device)
+    result = Generated([[] for _ in prompts], [False] * len(prompts), [[] for _ in prompts])
+    waiting = deque(range(len(prompts)))
+    batch: Batch | None = None
+    while batch is not None or waiting:
+        running = 0 if batch is None else len(batch.rows)
+        if waiting and running <= LEAVE_BELOW * max_rows:
+            entering = [waiting.popleft() for _ in range(min(max_rows - running, len(waiting)))]
+            read = None if sources is None else [sources[row] for row in entering]
+            fresh = Batch.start(model, entering, [prompts[row] for row in entering], max_new_tokens, read)
+            batch = fresh if batch is None else batch.join(fresh, max_new_tokens)
+        assert batch is not None
+        steps = torch.tensor([min(len(result.responses[row]), max_new_tokens - 1) for row in batch.rows])
+        tokens_B = choice.tokens(batch.logits_BV, uniforms_NR[batch.rows, steps.to(uniforms_NR.device)])
+        logprobs_B = token_logprobs(batch.logits_BV, tokens_B, choice.temperature or 1.0)
+        for row, token, logprob in zip(batch.rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+            response = result.responses[row]
+            if not (result.finished[row] or len(response) == max_new_tokens):
+                response.append(token)
+                result.logprobs[row].append(logprob)
+                result.finished[row] = token == end_id or stop(response)
+        over = [result.finished[row] or len(result.responses[row]) == max_new_tokens for row in batch.rows]
+        running = over.count(False)
         if not running:
-            break
-        # Leaving copies the cache, so finished rows idle until enough of them can leave together.
-        if len(running) <= LEAVE_BELOW * len(rows):
-            stay = torch.tensor(running, device=device)
-            rows, next_B, first_real_B, uniforms_BR = rows[stay], next_B[stay], first_real_B[stay], uniforms_BR[stay]
-            cache.keep(stay)
-        inputs_BT = next_B[:, None]
-    return Generated(responses, finished)
+            batch = None
+            continue
+        # Leaving copies the cache, so rows that are over idle until enough of them can leave together.
+        if running <= LEAVE_BELOW * len(over):
+            tokens_B = batch.keep([place for place, done in enumerate(over) if not done], tokens_B)
+        batch.feed(model, tokens_B)
+    return result
 
 
-def _check_room(model: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+class Batch:
+    """Sequences that run together, with all that is known of them: `logits_BV` is for each one's next token."""
+
+    def __init__(
+        self, rows: list[int], first_real_B: Tensor, cache: KVCache, logits_BV: Tensor, memory: Memory | None
+    ) -> None:
+        self.rows, self.first_real_B, self.cache, self.logits_BV = rows, first_real_B, cache, logits_BV
+        self.memory = memory
+
+    @classmethod
+    def start(
+        cls,
+        model: LanguageModel | EncoderDecoder,
+        rows: list[int],
+        prompts: Sequence[Sequence[int]],
+        num_new: int,
+        sources: Sequence[Sequence[int]] | None = None,
+    ) -> Self:
+        """Read the prompts; `rows` are the caller's numbers for them, and there is room for `num_new` tokens."""
+        config, weight = model.config, model.head.weight
+        tokens_BP, first_real_B = _pad_left(prompts, weight.device)
+        capacity = tokens_BP.shape[1] + num_new
+        shape = (config.num_layers, len(rows), config.num_kv_heads, capacity, config.head_dim)
+        memory = None
+        if isinstance(model, EncoderDecoder):
+            assert sources is not None
+            memory = model.read(*_pad_right(sources, weight.device))
+        batch = cls(rows, first_real_B, KVCache.empty(shape, like=weight), weight.new_empty(0), memory)
+        batch._read(model, tokens_BP)
+        return batch
+
+    def feed(self, model: LanguageModel | EncoderDecoder, tokens_B: Tensor) -> None:
+        """One more token for every sequence."""
+        self._read(model, tokens_B[:, None])
+
+    def keep(self, places: Sequence[int], tokens_B: Tensor) -> Tensor:
+        """Only the sequences at these places stay, in this order; returns their tokens."""
+        stay = torch.tensor(places, device=tokens_B.device)
+        self.rows = [self.rows[place] for place in places]
+        self.first_real_B, self.logits_BV = self.first_real_B[stay], self.logits_BV[stay]
+        self.cache.keep(stay)
+        self.memory = None if self.memory is None else self.memory.keep(stay)
+        return tokens_B[stay]
+
+    def join(self, other: Self, num_new: int) -> Self:
+        """Both, with room for `num_new` tokens more."""
+        length = max(self.cache.length, other.cache.length)
+        first_real_B = [batch.first_real_B + (length - batch.cache.length) for batch in (self, other)]
+        return type(self)(
+            self.rows + other.rows,
+            torch.cat(first_real_B),
+            self.cache.join(other.cache, length + num_new),
+            torch.cat([self.logits_BV, other.logits_BV]),
+            None if self.memory is None or other.memory is None else self.memory.join(other.memory),
+        )
+
+    def _read(self, model: LanguageModel | EncoderDecoder, tokens_BT: Tensor) -> None:
+        T, S = tokens_BT.shape[1], self.cache.length + tokens_BT.shape[1]
+        columns_S = torch.arange(S, device=tokens_BT.device)
+        columns_T = columns_S[S - T :]
+        # A sequence that is over may idle past the end of the context; nothing reads what it is given.
+        positions_BT = (columns_T - self.first_real_B[:, None]).clamp(0, model.config.context_tokens - 1)
+        real_BS = columns_S >= self.first_real_B[:, None]
+        # A padding query may see itself: a row of the softmax must not be empty, and nothing reads its result.
+        mask_BTS = (columns_S <= columns_T[:, None]) & (real_BS[:, None, :] | (columns_S == columns_T[:, None]))
+        hidden_BTD = model.decoder(tokens_BT, positions_BT, mask_BTS, self.cache, self.memory)
+        self.cache.advance(T)
+        self.logits_BV = model.head(hidden_BTD[:, -1]).float()
+
+
+def check_room(model: LanguageModel | EncoderDecoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Errors: ValueError for a prompt that is empty or leaves no room for the response in the model's context."""
     room = model.config.context_tokens - max_new_tokens
     for index, prompt in enumerate(prompts):
         if not 1 <= len(prompt) <= room:
@@ -82,45 +178,21 @@ def _check_room(model: LanguageModel, prompts: Sequence[Sequence[int]], max_new_
             )
 
 
-def _pad_left(prompts: Sequence[Sequence[int]], fill: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Prompts aligned at their right end [B, P], and the column of each one's first real token [B]."""
+def _pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Prompts aligned at their right end [B, P], 0 before them; and the column of each one's first real token [B]."""
     width = max(len(prompt) for prompt in prompts)
-    padded = np.full((len(prompts), width), fill, dtype=np.int64)
+    padded = np.zeros((len(prompts), width), dtype=np.int64)
     for row, prompt in enumerate(prompts):
         padded[row, width - len(prompt) :] = prompt
     first_real = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
     return torch.from_numpy(padded).to(device), first_real
 
 
-def _uniforms(seeds: Sequence[int], num_steps: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    """One uniform number a sequence and step, [B, R], each row from its own counter-based generator."""
-    draws = np.empty((len(seeds), num_steps), dtype=np.float32)
-    for row, seed in enumerate(seeds):
-        draws[row] = np.random.Generator(np.random.Philox(key=seed)).random(num_steps, dtype=np.float32)
-    return draws
-
-
-def _next_logits(model: LanguageModel, inputs_BT: Tensor, first_real_B: Tensor, cache: KVCache) -> Tensor:
-    """Logits [B, V] after the last input token, in fp32; the inputs' keys and values enter the cache."""
-    T = inputs_BT.shape[1]
-    columns_T = torch.arange(cache.length, cache.length + T, device=inputs_BT.device)
-    positions_BT = (columns_T[None] - first_real_B[:, None]).clamp(min=0)
-    columns_S = torch.arange(cache.length + T, device=inputs_BT.device)
-    real_BS = columns_S[None] >= first_real_B[:, None]
-    # A padding query may see itself: a row of the softmax must not be empty, and nothing reads its result.
-    mask_BTS = (columns_S[None, None] <= columns_T[None, :, None]) & (
-        real_BS[:, None, :] | (columns_S[None, None] == columns_T[None, :, None])
-    )
-    hidden_BTD = model.decoder(inputs_BT, positions_BT, mask_BTS, cache)
-    cache.advance(T)
-    return model.head(hidden_BTD[:, -1]).float()
-
-
-def _choose(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> Tensor:
-    """The next token [B] by inverting the distribution's cumulative sum at a uniform draw."""
-    if temperature == 0:
-        return logits_BV.argmax(dim=-1)
-    cumulative_BV = torch.softmax(logits_BV / temperature, dim=-1).cumsum(dim=-1)
-    # The sum ends near 1, not at it; scaling the draw keeps it inside the table.
-    threshold_B1 = (uniforms_B * cumulative_BV[:, -1])[:, None]
-    return (cumulative_BV <= threshold_B1).sum(dim=-1).clamp(max=logits_BV.shape[-1] - 1)
+def _pad_right(sources: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sources [B, S] with 0 behind them, and segments [B, S]: 1 for tokens, 0 for padding."""
+    tokens = np.zeros((len(sources), max(len(source) for source in sources)), dtype=np.int64)
+    segments = np.zeros_like(tokens)
+    for row, source in enumerate(sources):
+        tokens[row, : len(source)] = source
+        segments[row, : len(source)] = 1
+    return torch.from_numpy(tokens).to(device), torch.from_numpy(segments).to(device)

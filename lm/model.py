@@ -1,150 +1,48 @@
-"""The transformer: one block, a decoder made of it, and two heads (next token, one score).
+"""The transformer: a stack of blocks, and what sits on a decoder: next-token head, scalar head.
 
-Shape letters: B batch, T query tokens, S key tokens, D model width, N heads, G key-value heads, H head dim,
-M MLP width, V vocabulary, C selected positions.
+Shape letters: B batch, T query tokens, S key tokens, D model width, V vocabulary, C selected positions.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
-from lm.attention import KVCache, attend, attention_mask, rotary_tables, rotate
+from lm.attention import KVCache, Memory, attention_mask, banded
+from lm.block import Block, Rotary, compute_dtype, make_norm
 from lm.config import ModelConfig
+from lm.positions import rotary_tables, sinusoids
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """What a matrix product with x gives: autocast's type where it is on."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+class Stack(nn.Module):
+    """Tokens to hidden states: embeddings, blocks, and a final norm where norms come first.
 
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight, computed in fp32 (arXiv 1910.07467, eq. 4)."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
-
-
-class _RMSNorm(torch.autograd.Function):
-    """PyTorch takes RMSNorm apart into eight passes over memory on a CPU; written out it needs half as many.
-
-    With n = x / rms(x):  dx = (g·w - n · mean(g·w·n)) / rms(x),  dw = Σ g·n.
+    A decoder's tokens see those before them; with `causal` False, an encoder's see all of their sequence. With
+    `reads_memory` every block also looks at an encoder's states. `embedding` shares another stack's table.
     """
 
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        inverse_rms = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1] + eps).rsqrt()
-        normed = wide * inverse_rms
-        ctx.save_for_backward(normed, inverse_rms, weight)
-        ctx.dtype = x.dtype  # type: ignore[attr-defined]
-        # What follows is a matrix product, so under autocast the result may as well come rounded for it.
-        return (normed * weight).to(compute_dtype(x))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        normed, inverse_rms, weight = ctx.saved_tensors
-        wide = gradient.float()
-        product = wide * normed
-        weight_gradient = product.sum(dim=tuple(range(product.dim() - 1)))
-        mean = (product @ weight.float()).unsqueeze(-1) / normed.shape[-1]
-        x_gradient = torch.addcmul(wide * weight, normed, mean, value=-1).mul_(inverse_rms)
-        return x_gradient.to(ctx.dtype), weight_gradient.to(weight.dtype), None
-
-
-class _SquaredReLU(torch.autograd.Function):
-    """relu(x)², keeping relu(x) alone for the gradient 2·relu(x)."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
-        positive = x.relu()
-        ctx.save_for_backward(positive)
-        return positive * positive
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (positive,) = ctx.saved_tensors
-        return (gradient * positive).mul_(2)
-
-
-class Attention(nn.Module):
-    """Causal self-attention with rotary positions and grouped key-value heads, one product for Q, K and V."""
-
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dropout: float = 0.0,
+        *,
+        causal: bool = True,
+        reads_memory: bool = False,
+        embedding: nn.Embedding | None = None,
+    ) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.qkv = nn.Linear(config.width, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim, bias=False)
-        self.out = nn.Linear(config.num_heads * config.head_dim, config.width, bias=False)
-
-    def forward(
-        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask_BTS: Tensor | None, cache: KVCache | None, layer: int
-    ) -> Tensor:
-        B, T, _ = x_BTD.shape
-        heads_BTNH = self.qkv(x_BTD).view(B, T, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        turned, v = heads_BTNH.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
-        q, k = rotate(turned, rotary).split([self.num_heads, self.num_kv_heads], dim=2)
-        q_BNTH, k_BGTH, v_BGTH = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if cache is not None:
-            k_BGTH, v_BGTH = cache.append(layer, k_BGTH, v_BGTH)
-        y_BNTH = attend(q_BNTH, k_BGTH, v_BGTH, mask_BTS)
-        return self.out(y_BNTH.transpose(1, 2).reshape(B, T, -1))
-
-
-class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) · up(x)); or squared ReLU: down(relu(up(x))²)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gated = config.mlp == "swiglu"
-        self.up = nn.Linear(config.width, config.mlp_width * (2 if self.gated else 1), bias=False)
-        self.down = nn.Linear(config.mlp_width, config.width, bias=False)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        up = self.up(x_BTD)
-        if self.gated:
-            gate_BTM, up_BTM = up.chunk(2, dim=-1)
-            return self.down(F.silu(gate_BTM) * up_BTM)
-        return self.down(_SquaredReLU.apply(up))  # type: ignore[no-untyped-call]
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); dropout on both residual branches."""
-
-    def __init__(self, config: ModelConfig, dropout: float) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config)
-        self.mlp_norm = RMSNorm(config.width, config.norm_eps)
-        self.mlp = MLP(config)
+        self.config, self.causal = config, causal
+        self.embedding = embedding or nn.Embedding(config.vocab_size, config.width)
+        learned = config.positions == "learned"
+        self.positions = nn.Embedding(config.context_tokens, config.width) if learned else None
+        self.token_types = nn.Embedding(config.token_types, config.width) if config.token_types else None
+        self.embedding_norm = make_norm(config, config.width) if config.embedding_norm else nn.Identity()
         self.dropout = nn.Dropout(dropout)
-
-    def forward(
-        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask_BTS: Tensor | None, cache: KVCache | None, layer: int
-    ) -> Tensor:
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), rotary, mask_BTS, cache, layer))
-        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
-
-
-class Decoder(nn.Module):
-    """Tokens to hidden states."""
-
-    def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(config, dropout) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.width, config.norm_eps)
+        num_layers = config.num_layers if causal or not config.num_encoder_layers else config.num_encoder_layers
+        self.blocks = nn.ModuleList(Block(config, dropout, reads_memory=reads_memory) for _ in range(num_layers))
+        # With norms last the final block's own norm is the last one.
+        self.norm = make_norm(config, config.width) if config.norm_place == "pre" else nn.Identity()
 
     def forward(
         self,
@@ -152,36 +50,81 @@ class Decoder(nn.Module):
         positions_BT: Tensor,
         mask_BTS: Tensor | None,
         cache: KVCache | None = None,
+        memory: Memory | None = None,
+        token_types_BT: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [B, T, D] after the final norm. `mask_BTS`: True = may attend; None = plainly causal."""
-        x_BTD = self.dropout(self.embedding(tokens_BT))
-        rotary = rotary_tables(positions_BT, self.config.head_dim, self.config.rope_theta, compute_dtype(x_BTD))
+        """Hidden states [B, T, D]. `mask_BTS`: True = may attend; None = causal, or everything for an encoder."""
+        x_BTD = self.embed(tokens_BT, positions_BT, token_types_BT)
+        rotary = self.rotary(positions_BT, compute_dtype(x_BTD))
+        T = tokens_BT.shape[1]
+        S = T + (cache.length if cache is not None else 0)
+        if mask_BTS is None and not self.causal:
+            mask_BTS = torch.ones(1, T, S, dtype=torch.bool, device=tokens_BT.device)
+        masks = {window: banded(mask_BTS, window, T, S, tokens_BT.device) for window in self.config.windows}
         for layer, block in enumerate(self.blocks):
-            x_BTD = block(x_BTD, rotary, mask_BTS, cache, layer)
+            x_BTD = block(x_BTD, rotary, masks[self.config.window(layer)], cache, layer, memory)
         return self.norm(x_BTD)
 
-    def hidden(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
+    def embed(self, tokens_BT: Tensor, positions_BT: Tensor, token_types_BT: Tensor | None = None) -> Tensor:
+        """Token embeddings [B, T, D], with what positions and token types (0 where not given) add to them."""
+        x_BTD = self.embedding(tokens_BT)
+        if self.config.embedding_scale:
+            x_BTD = x_BTD * math.sqrt(self.config.width)
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions(positions_BT)
+        elif self.config.positions == "sinusoidal":
+            x_BTD = x_BTD + sinusoids(positions_BT, self.config.width).to(x_BTD.dtype)
+        if self.token_types is not None:
+            x_BTD = x_BTD + self.token_types(torch.zeros_like(tokens_BT) if token_types_BT is None else token_types_BT)
+        return self.dropout(self.embedding_norm(x_BTD))
+
+    def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotary | None:
+        config = self.config
+        if config.positions != "rotary":
+            return None
+        return rotary_tables(positions_BT, config.head_dim, config.rope_theta, config.rope_scaling, dtype)
+
+    def hidden(
+        self,
+        tokens_BT: Tensor,
+        segments_BT: Tensor | None,
+        memory: Memory | None = None,
+        token_types_BT: Tensor | None = None,
+    ) -> Tensor:
         """Hidden states of whole rows. `segments_BT` numbers the sequences packed in a row from 1; 0 = padding.
 
         Positions restart at 0 in every segment and no token attends across segments, so a packed row gives each of
-        its sequences what it would get alone. None means one sequence a row, without padding on the left.
+        its sequences what it would get alone. None means one sequence a row; padding on the right is harmless to a
+        decoder, and none may be there for an encoder.
         """
         T = tokens_BT.shape[1]
         if segments_BT is None:
             positions_BT = torch.arange(T, device=tokens_BT.device).expand(tokens_BT.shape)
-            return self(tokens_BT, positions_BT, None)
-        return self(tokens_BT, segment_positions(segments_BT), attention_mask(segments_BT))
+            return self(tokens_BT, positions_BT, None, None, memory, token_types_BT)
+        mask_BTS = attention_mask(segments_BT, causal=self.causal)
+        return self(tokens_BT, segment_positions(segments_BT), mask_BTS, None, memory, token_types_BT)
+
+    def remember(self, states_BSD: Tensor, real_BS: Tensor) -> Memory:
+        """An encoder's states as this decoder's blocks look at them; `real_BS` is False at padding."""
+        pairs = [block.cross.remember(states_BSD) for block in self.blocks]  # type: ignore[union-attr, operator]
+        return Memory(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), real_BS)
 
 
 class LanguageModel(nn.Module):
     """A decoder with a next-token head."""
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
+        if config.kind != "decoder":
+            raise ValueError(f"model.kind is {config.kind!r}; 'decoder' was expected")
         super().__init__()
         self.config = config
-        self.decoder = Decoder(config, dropout)
+        self.decoder = Stack(config, dropout)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        if config.tie_embeddings:
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head's matrix the embedding's, where the config says so."""
+        if self.config.tie_embeddings:
             self.head.weight = self.decoder.embedding.weight
 
     def forward(
@@ -196,9 +139,11 @@ class ScalarModel(nn.Module):
     """A decoder with one number a token: a reward model's score (higher is better) or a value function."""
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
+        if config.kind != "decoder":
+            raise ValueError(f"model.kind is {config.kind!r}; 'decoder' was expected")
         super().__init__()
         self.config = config
-        self.decoder = Decoder(config, dropout)
+        self.decoder = Stack(config, dropout)
         self.score = nn.Linear(config.width, 1, bias=False)
         # Not a parameter: it is set once, after training, so that demonstrations score 0 on average.
         self.register_buffer("bias", torch.zeros(()))
@@ -222,29 +167,37 @@ def segment_positions(segments_BT: Tensor) -> Tensor:
     return index_BT - torch.where(starts_BT, index_BT, 0).cummax(dim=1).values
 
 
-def initialise(model: LanguageModel | ScalarModel, seed: int) -> None:
-    """Draw all weights from `seed`.
+def initialise(model: nn.Module, seed: int) -> None:
+    """Draw all weights of a model of this package from `seed`.
 
     | weight                        | distribution   | why                                                        |
     |-------------------------------|----------------|------------------------------------------------------------|
-    | embedding, head               | N(0, 1/D)      | first logits have unit variance                            |
+    | embeddings, heads             | N(0, 1/D)      | first logits have unit variance                            |
     | qkv, up                       | N(0, 1/D)      | outputs keep the input's variance at every width           |
-    | out, down (into the residual) | N(0, 1/(2LF))  | as above for fan-in F; L layers add 2L branches (GPT-2)    |
+    | out, down (into the residual) | N(0, 1/(2LF))  | as above for fan-in F; L layers add 2L branches (GPT-2);   |
+    |                               |                | 3L where they also read an encoder                         |
     | norms                         | 1              |                                                            |
+    | biases                        | 0              |                                                            |
     | score                         | N(0, 1/(D+1))  | a fresh score has unit variance                            |
 
     GPT-2's fixed 0.02 is 1/√D at a width of 2,500. On narrow models it leaves attention nearly uniform, and heads that
     copy from the context took more than three times as many steps to form (docs/log.md).
     """
     generator = torch.Generator().manual_seed(seed)
-    branches = 2 * model.config.num_layers
+    config = model.config
+    assert isinstance(config, ModelConfig)
+    in_decoder = (3 if config.kind == "encoder-decoder" else 2) * config.num_layers
+    in_encoder = 2 * (config.num_encoder_layers or config.num_layers)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             nn.init.ones_(parameter)
+        elif name.endswith(".bias"):
+            nn.init.zeros_(parameter)
         elif name.startswith("score."):
             initialise_score_head(parameter, generator)
         else:
             into_residual = name.endswith(("out.weight", "down.weight"))
+            branches = in_encoder if name.startswith("encoder.") else in_decoder
             std = 1 / math.sqrt(parameter.shape[-1] * (branches if into_residual else 1))
             nn.init.normal_(parameter, std=std, generator=generator)
 
@@ -252,6 +205,23 @@ def initialise(model: LanguageModel | ScalarModel, seed: int) -> None:
 def initialise_score_head(weight: Tensor, generator: torch.Generator) -> None:
     """N(0, 1/(D+1)): standard deviation 1/√(D+1) for width D (summarize-from-feedback, `query_response_model.py`)."""
     nn.init.normal_(weight, std=1 / math.sqrt(weight.shape[-1] + 1), generator=generator)
+
+
+def freeze_all_but_last(model: nn.Module, num_blocks: int) -> None:
+    """Transfer learning: gradients reach a decoder's last `num_blocks` blocks, what follows them, and an untied head.
+
+    A tied head is the embedding, which lies before the blocks and is frozen with it.
+    Errors: ValueError for more blocks than there are.
+    """
+    config = model.config
+    assert isinstance(config, ModelConfig)
+    first = config.num_layers - num_blocks
+    if first < 0:
+        raise ValueError(f"{num_blocks} blocks are to be trained; the model has {config.num_layers}")
+    frozen = {"decoder.embedding", "decoder.positions", *(f"decoder.blocks.{layer}" for layer in range(first))}
+    for name, module in model.named_modules():
+        if name in frozen:
+            module.requires_grad_(False)
 
 
 def count_parameters(models: Sequence[nn.Module]) -> int:

@@ -1,7 +1,8 @@
 """Byte-level BPE and the chat template: text to tokens and back."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -30,6 +31,10 @@ CHAT_TEMPLATES = {
 }
 
 Messages = Sequence[Mapping[str, str]]
+
+# Unicode's noncharacters, which are never exchanged, around the number of a special token that a message names.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_GUARDED = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 
 
 class Tokenizer:
@@ -73,18 +78,32 @@ class Tokenizer:
         return cls(bpe, pad=PAD, end=END, chat_template=CHAT_TEMPLATES.get(chat_template, chat_template))
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
-        """Read `tokenizer.json` and `tokenizer_config.json`. Errors: ValueError naming the file and field."""
+    def load(cls, folder: Path, *, end: str = "", pad: str = "") -> Self:
+        """Read `tokenizer.json`, `tokenizer_config.json` and, where there is one, `chat_template.jinja`.
+
+        `end` and `pad` stand in for the tokens that the config names, or does not name. A model without a chat
+        template gets the one called "chat". Errors: ValueError naming the file and field.
+        """
         config_path = folder / "tokenizer_config.json"
         for path in (folder / "tokenizer.json", config_path):
             if not path.is_file():
                 raise ValueError(f"{path}: no such file; a model directory with a tokenizer was expected")
         config = read_json(config_path)
-        for field in ("pad_token", "eos_token", "chat_template"):
-            if not isinstance(config.get(field), str):
-                raise ValueError(f"{config_path}: {field} is {config.get(field)!r}; a string was expected")
+        named = {"pad_token": pad or config.get("pad_token"), "eos_token": end or config.get("eos_token")}
+        tokens: dict[str, str] = {}
+        for field, token in named.items():
+            text = token.get("content") if isinstance(token, dict) else token  # older files wrap it
+            if not isinstance(text, str):
+                raise ValueError(f"{config_path}: {field} is {token!r}; a token of the vocabulary was expected")
+            tokens[field] = text
+        template_path = folder / "chat_template.jinja"
+        template = config.get("chat_template") or CHAT_TEMPLATES["chat"]
+        if template_path.is_file():
+            template = template_path.read_text(encoding="utf-8")
+        if not isinstance(template, str):
+            raise ValueError(f"{config_path}: chat_template is {type(template).__name__}; a string was expected")
         bpe = BPE.from_file(str(folder / "tokenizer.json"))
-        return cls(bpe, pad=config["pad_token"], end=config["eos_token"], chat_template=config["chat_template"])
+        return cls(bpe, pad=tokens["pad_token"], end=tokens["eos_token"], chat_template=template)
 
     def save(self, folder: Path) -> None:
         """Write the Hugging Face layout; `transformers` reads it as PreTrainedTokenizerFast."""
@@ -104,35 +123,78 @@ class Tokenizer:
         return int(self._bpe.get_vocab_size())
 
     def with_template(self, chat_template: str) -> "Tokenizer":
-        """The same vocabulary under another template: a name of CHAT_TEMPLATES or Jinja text."""
-        template = CHAT_TEMPLATES.get(chat_template, chat_template)
+        """The same vocabulary under another template: a name of CHAT_TEMPLATES, Jinja text, or "" for its own."""
+        template = CHAT_TEMPLATES.get(chat_template, chat_template) or self.chat_template
         return Tokenizer(self._bpe, pad=self.pad, end=self.end, chat_template=template)
 
     def encode(self, text: str) -> list[int]:
+        """Tokens of text as a template writes it: a special token's name is that token."""
         return list(self._bpe.encode(text, add_special_tokens=False).ids)
 
-    def encode_batch(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """Encode many texts on all the library's threads."""
-        for encoding in self._bpe.encode_batch(list(texts), add_special_tokens=False):
-            yield encoding.ids
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokens of people's text, on all the library's threads: a special token's name is spelled out."""
+        self._bpe.encode_special_tokens = True
+        try:
+            return [encoding.ids for encoding in self._bpe.encode_batch(list(texts), add_special_tokens=False)]
+        finally:
+            self._bpe.encode_special_tokens = False
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens."""
         return str(self._bpe.decode(list(tokens), skip_special_tokens=True))
+
+    def stop_at(self, strings: Sequence[str]) -> Callable[[Sequence[int]], bool]:
+        """Whether the text of a response holds one of the strings, asked after each token; for `lm.generation`.
+
+        The token that completes a string may go on behind it, so cut the text where the string begins.
+        Errors: ValueError for an empty string, which every text holds.
+        """
+        if not all(strings):
+            raise ValueError(f"stop strings are {list(strings)}; an empty one would end every response at once")
+        longest = max((len(string.encode()) for string in strings), default=0)
+
+        def holds(response: Sequence[int]) -> bool:
+            tail = self.decode(response[-longest:])  # a token is a byte at least
+            return any(string in tail for string in strings)
+
+        return holds
 
     def token_text(self, token: int) -> str:
         return str(self._bpe.id_to_token(token))
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        # Templates of published models use these beside plain Jinja.
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = _refuse
         return environment.from_string(self.chat_template)
 
+    @cached_property
+    def _specials(self) -> list[str]:
+        """Names of the special tokens, the longest first."""
+        names = [token.content for token in self._bpe.get_added_tokens_decoder().values() if token.special]
+        return sorted(names, key=len, reverse=True)
+
+    def _guarded(self, content: str) -> str:
+        """A message's text in which the names of special tokens stand between two characters that no text has."""
+        for index, name in enumerate(self._specials):
+            content = content.replace(name, f"{_OPEN}{index}{_CLOSE}")
+        return content
+
+    def _encode_guarded(self, text: str) -> list[int]:
+        """Tokens of a rendered conversation: special where the template wrote them, spelled out in messages."""
+        tokens: list[int] = []
+        for index, piece in enumerate(_GUARDED.split(text)):
+            tokens += self.encode(piece) if index % 2 == 0 else self.encode_plain([self._specials[int(piece)]])[0]
+        return tokens
+
     def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        """The conversation as the template writes it."""
+        """The conversation as the template writes it; names of special tokens inside messages are guarded."""
         try:
             return self._template.render(
-                messages=[dict(message) for message in messages],
+                messages=[{**message, "content": self._guarded(message["content"])} for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 eos_token=self.end,
                 pad_token=self.pad,
@@ -184,7 +246,12 @@ class Tokenizer:
                 f"chat_template: the rendering {text!r} does not start with {written!r};"
                 " a template must only append when a message is added"
             )
-        tokens.extend(self.encode(text[len(written) :]))
+        tokens.extend(self._encode_guarded(text[len(written) :]))
+
+
+def _refuse(message: str) -> None:
+    """What a template calls for a conversation that it does not write."""
+    raise jinja2.TemplateError(message)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,66 +1,123 @@
-"""Model directories in the Hugging Face layout: config.json, model.safetensors, tokenizer files.
+"""Model directories in the Hugging Face layout: config.json, safetensors weights, tokenizer files.
 
-`mlp = "swiglu"` is written as Llama and `mlp = "relu2"` as Arcee, so `transformers` and the servers built on it load
-a policy as it stands. A scalar model becomes the family's sequence classifier with one label; its bias, which no
+A shape is written as the published family that holds it (`lm.families`), so `transformers` and the servers built on it
+load a policy as it stands. A scalar model becomes the family's sequence classifier with one label; its bias, which no
 preference depends on, has no place there and is kept in config.json as `score_bias`.
 """
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from pydantic import ValidationError
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from lm.config import ModelConfig
+from lm.encoder import MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier
+from lm.encoder_decoder import EncoderDecoder
+from lm.families import FAMILIES, Family, Stored, expect, family_of
 from lm.model import LanguageModel, ScalarModel
 from lm.tokenizer import Tokenizer, read_json
 
 Weights = Mapping[str, Tensor]
-AnyModel = TypeVar("AnyModel", LanguageModel, ScalarModel)
+Model = (
+    LanguageModel
+    | ScalarModel
+    | MaskedLanguageModel
+    | SequenceClassifier
+    | TokenClassifier
+    | SpanPredictor
+    | EncoderDecoder
+)
+AnyModel = TypeVar("AnyModel", bound=Model)
+
+PURPOSES: dict[type[nn.Module], str] = {
+    LanguageModel: "language",
+    ScalarModel: "score",
+    MaskedLanguageModel: "masked",
+    SequenceClassifier: "sequence",
+    TokenClassifier: "token",
+    SpanPredictor: "span",
+    EncoderDecoder: "translate",
+}
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+MAX_SHARD = "5GB"
+# What checkpoints carry beside a model's own tensors: tables that are computed (GPT-2's causal mask, Llama's rotary
+# frequencies, BERT's position numbers), second copies of tied tensors, and heads for another purpose.
+_COMPUTED = r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$|final_logits_bias$"
+_COPIES = r"^lm_head\.weight$|^cls\.predictions\.decoder\.|\.embed_tokens\.weight$"
+_OTHER_HEADS = r"^cls\.seq_relationship\.|^bert\.pooler\."
+_LEFT_OUT = re.compile("|".join((_COMPUTED, _COPIES, _OTHER_HEADS)))
+# BERT's published checkpoints name the norms' parameters as TensorFlow did.
+_OLD_NAMES = {"gamma": "weight", "beta": "bias"}
 
 
-@dataclass(frozen=True)
-class Family:
-    """A family of checkpoints: its names in `config.json` and our MLP kind."""
+def save_model(
+    folder: Path,
+    model: Model,
+    weights: Weights,
+    tokenizer: Tokenizer,
+    max_shard: str = MAX_SHARD,
+) -> None:
+    """Write `weights` (a state dict of `model`, which may live elsewhere) and the tokenizer to `folder`.
 
-    model_type: str
-    class_prefix: str
-    hidden_act: str
-    mlp: Literal["swiglu", "relu2"]
-
-
-FAMILIES = (Family("llama", "Llama", "silu", "swiglu"), Family("arcee", "Arcee", "relu2", "relu2"))
-
-
-def save_model(folder: Path, model: LanguageModel | ScalarModel, weights: Weights, tokenizer: Tokenizer) -> None:
-    """Write `weights` (a state dict of `model`, which may live elsewhere) and the tokenizer to `folder`."""
+    Weights larger than `max_shard` are cut into files of at most that size, with an index.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(folder)
     config = config_to_hf(model, tokenizer)
     if isinstance(model, ScalarModel):
         config["score_bias"] = float(weights["bias"])
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tensors = {name: tensor.detach().contiguous() for name, tensor in weights_to_hf(model.config, weights).items()}
-    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tensors = dict(_to_stored(family_of(model.config, PURPOSES[type(model)]), model, weights))
+    for stale in folder.glob("model*.safetensors*"):  # an index beside one new file would hide it
+        stale.unlink()
+    shards = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard)
+    for filename, names in shards.filename_to_tensors.items():
+        part = {name: tensors[name] for name in names}
+        save_file(part, str(folder / filename), metadata={"format": "pt"})
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def load_language_model(folder: Path, dropout: float = 0.0) -> LanguageModel:
-    """The language model of a directory. Errors: ValueError naming file, and names and shapes that do not fit."""
-    config, _ = config_from_hf(folder, "ForCausalLM")
-    return _load(folder, LanguageModel(config, dropout))
+    """The language model of a directory; errors as for `load_model`."""
+    return load_model(folder, LanguageModel, dropout)
 
 
 def load_scalar_model(folder: Path, dropout: float = 0.0) -> ScalarModel:
-    """The reward model or value function of a directory; errors as for `load_language_model`."""
-    config, raw = config_from_hf(folder, "ForSequenceClassification")
-    model = _load(folder, ScalarModel(config, dropout))
-    model.bias.fill_(float(raw.get("score_bias", 0.0)))
+    """The reward model or value function of a directory; errors as for `load_model`."""
+    return load_model(folder, ScalarModel, dropout)
+
+
+def load_model(folder: Path, kind: type[AnyModel], dropout: float = 0.0) -> AnyModel:
+    """The model of a directory, in fp32.
+
+    Errors: ValueError naming the file, and the field or the names and shapes that do not fit.
+    """
+    config, family, raw = read_config(folder, PURPOSES[kind])
+    build: Callable[..., AnyModel] = kind
+    labels = [_num_labels(raw)] if issubclass(kind, SequenceClassifier | TokenClassifier) else []
+    with torch.device("meta"):
+        model = build(config, *labels, dropout=dropout)
+    _fill(folder, family, model)
+    if isinstance(model, ScalarModel):
+        model.bias.fill_(float(raw.get("score_bias", 0.0)))
     return model
+
+
+def _num_labels(raw: Mapping[str, Any]) -> int:
+    return int(raw.get("num_labels") or len(raw.get("id2label", {})) or 2)  # the library's own default
 
 
 def load_backbone(folder: Path, model: ScalarModel) -> None:
@@ -71,153 +128,170 @@ def load_backbone(folder: Path, model: ScalarModel) -> None:
     model.decoder.load_state_dict(source.decoder.state_dict())
 
 
-def _load(folder: Path, model: AnyModel) -> AnyModel:
-    path = folder / "model.safetensors"
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; safetensors weights were expected (pickled weights are not read)")
-    with safe_open(str(path), framework="pt") as file:
-        names = set(file.keys())
-        expected = {name: tuple(t.shape) for name, t in weights_to_hf(model.config, model.state_dict()).items()}
-        wrong = [f"{name}: {problem}" for name, problem in _differences(names, expected, lambda n: file.get_slice(n))]
-        if wrong:
-            raise ValueError(f"{path}: {len(wrong)} tensors do not fit the config: " + "; ".join(wrong[:8]))
-        tensors = {name: file.get_tensor(name) for name in expected}
-    state = weights_from_hf(model.config, tensors)
-    if isinstance(model, ScalarModel):
-        state["bias"] = model.bias
-    elif model.config.tie_embeddings:
-        state["head.weight"] = state["decoder.embedding.weight"]
-    model.load_state_dict(state)
-    return model
+class Checkpoint:
+    """The safetensors files of a directory, mapped into memory: names and shapes at once, values when asked for.
+
+    Errors: ValueError where there are none, or the index names a file that is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / INDEX if (folder / INDEX).is_file() else folder / WEIGHTS
+        if not self.path.is_file():
+            raise ValueError(
+                f"{folder / WEIGHTS}: no such file; safetensors weights were expected (pickled weights are not read)"
+            )
+        self._files = [self.path]
+        if self.path.name == INDEX:
+            places = read_json(self.path).get("weight_map", {})
+            self._files = sorted({folder / name for name in places.values()})
+            for file in self._files:
+                if not file.is_file():
+                    raise ValueError(f"{file}: no such file, though {self.path} names it")
+
+    def __enter__(self) -> Self:
+        self._stack = ExitStack()
+        opened = [self._stack.enter_context(safe_open(str(path), framework="pt")) for path in self._files]
+        self._holder = {_modern(name): (file, name) for file in opened for name in file.keys()}  # noqa: SIM118
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._holder)
+
+    def shape(self, name: str) -> list[int]:
+        file, stored_name = self._holder[name]
+        return list(file.get_slice(stored_name).get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        file, stored_name = self._holder[name]
+        tensor: Tensor = file.get_tensor(stored_name)
+        return tensor
 
 
-def _differences(
-    names: set[str], expected: Mapping[str, tuple[int, ...]], slice_of: Callable[[str], Any]
-) -> list[tuple[str, str]]:
-    problems = [(name, f"expected {list(expected[name])}, missing") for name in sorted(set(expected) - names)]
-    problems += [(name, "found, not expected") for name in sorted(names - set(expected))]
-    for name in sorted(names & set(expected)):
-        found = tuple(slice_of(name).get_shape())
-        if found != expected[name]:
-            problems.append((name, f"expected {list(expected[name])}, found {list(found)}"))
-    return problems
+def _modern(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    return f"{module}.{_OLD_NAMES[kind]}" if kind in _OLD_NAMES and module else name
 
 
-def config_to_hf(model: LanguageModel | ScalarModel, tokenizer: Tokenizer) -> dict[str, Any]:
-    """`config.json` of a model."""
-    config = model.config
-    family = next(family for family in FAMILIES if family.mlp == config.mlp)
-    scalar = isinstance(model, ScalarModel)
+def _fill(folder: Path, family: Family, model: Model) -> None:
+    """Give a model on the meta device its weights, one tensor at a time: memory for one copy and one tensor."""
+    shapes = {ours: list(parameter.shape) for ours, parameter in model.named_parameters()}  # tied tensors once
+    places: Mapping[str, Stored] = {ours: family.stored(model.config, ours) for ours in shapes}
+    with Checkpoint(folder) as checkpoint:
+        places = _without_prefix(places, checkpoint.names)
+        _check_fit(checkpoint, places, shapes)
+        state = {ours: _read(checkpoint, place, shapes[ours]) for ours, place in places.items()}
+    state |= {name: torch.zeros(buffer.shape) for name, buffer in model.named_buffers()}
+    model.load_state_dict(state, strict=False, assign=True)
+    if isinstance(model, LanguageModel | MaskedLanguageModel | EncoderDecoder):
+        model.tie()
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def _without_prefix(places: Mapping[str, Stored], names: set[str]) -> Mapping[str, Stored]:
+    """The published GPT-2 was saved without its head, and so without the prefix `transformer.` before each name."""
+    if names & {name for place in places.values() for name in place.parts}:
+        return places
     return {
-        "architectures": [family.class_prefix + ("ForSequenceClassification" if scalar else "ForCausalLM")],
+        ours: replace(place, parts={name.removeprefix("transformer."): rows for name, rows in place.parts.items()})
+        for ours, place in places.items()
+    }
+
+
+def _check_fit(checkpoint: Checkpoint, places: Mapping[str, Stored], shapes: Mapping[str, list[int]]) -> None:
+    expected = {
+        name: _part_shape(shapes[ours], rows, place)
+        for ours, place in places.items()
+        for name, rows in place.parts.items()
+    }
+    wrong = [f"{name}: expected {expected[name]}, missing" for name in sorted(set(expected) - checkpoint.names)]
+    for name in sorted(checkpoint.names - set(expected)):
+        if not _LEFT_OUT.search(name):
+            wrong.append(f"{name}: found, not expected")
+    for name in sorted(checkpoint.names & set(expected)):
+        if checkpoint.shape(name) != expected[name]:
+            wrong.append(f"{name}: expected {expected[name]}, found {checkpoint.shape(name)}")
+    if wrong:
+        raise ValueError(f"{checkpoint.path}: {len(wrong)} tensors do not fit the config: " + "; ".join(wrong[:8]))
+
+
+def _part_shape(whole: list[int], rows: int | None, place: Stored) -> list[int]:
+    shape = [(whole[0] if rows is None else rows) + place.rows_before, *whole[1:]]
+    return shape[::-1] if place.transposed else shape
+
+
+def _read(checkpoint: Checkpoint, place: Stored, shape: list[int]) -> Tensor:
+    """One of our tensors in fp32, put together from its parts."""
+    whole, start = torch.empty(shape), 0
+    for name in place.parts:
+        part = checkpoint.tensor(name)
+        part = (part.T if place.transposed else part)[place.rows_before :]
+        whole[start : start + len(part)] = part
+        start += len(part)
+    return whole
+
+
+def _to_stored(family: Family, model: Model, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint's tensors and their names."""
+    for ours, _ in model.named_parameters():
+        place, tensor = family.stored(model.config, ours), weights[ours].detach()
+        sizes = [len(tensor) if rows is None else rows for rows in place.parts.values()]
+        for name, part in zip(place.parts, tensor.split(sizes), strict=True):
+            unused = part.new_zeros(place.rows_before, *part.shape[1:])
+            whole = torch.cat([unused, part]) if place.rows_before else part
+            yield name, (whole.T if place.transposed else whole).contiguous()
+
+
+def config_to_hf(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
+    """`config.json` of a model."""
+    family = family_of(model.config, PURPOSES[type(model)])
+    num_labels = 1 if isinstance(model, ScalarModel) else getattr(model, "num_labels", 0)
+    names = ["score"] if num_labels == 1 else [f"label-{number}" for number in range(num_labels)]
+    labels = {
+        "num_labels": num_labels,
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
+    return {
+        "architectures": [family.classes[PURPOSES[type(model)]]],
         "model_type": family.model_type,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.context_tokens,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.mlp_width,
-        "hidden_act": family.hidden_act,
-        "rms_norm_eps": config.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "tie_word_embeddings": config.tie_embeddings,
-        "attention_bias": False,
-        "mlp_bias": False,
+        **family.to_hf(model.config),
         "bos_token_id": None,
         "eos_token_id": tokenizer.end_id,
         "pad_token_id": tokenizer.pad_id,
         "dtype": "float32",
-        **({"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}} if scalar else {}),
+        **(labels if num_labels else {}),
+        **({"decoder_start_token_id": tokenizer.end_id} if isinstance(model, EncoderDecoder) else {}),
     }
 
 
-def config_from_hf(folder: Path, head: str) -> tuple[ModelConfig, dict[str, Any]]:
-    """Our config and the raw one. Errors: ValueError for another architecture, head or missing field."""
-    path = folder / "config.json"
+def read_config(folder: Path, purpose: str) -> tuple[ModelConfig, Family, dict[str, Any]]:
+    """Our config, the family, and the raw `config.json`; `purpose` is one of PURPOSES' values.
+
+    Errors: ValueError naming file and field for another architecture or head, a missing field, or what we do not
+    compute.
+    """
+    path = folder / CONFIG
     raw = read_json(path)
     family = next((family for family in FAMILIES if family.model_type == raw.get("model_type")), None)
-    if family is None or raw.get("hidden_act") != family.hidden_act:
-        raise ValueError(
-            f"{path}: model_type {raw.get('model_type')!r} with hidden_act {raw.get('hidden_act')!r};"
-            f" expected one of {[(f.model_type, f.hidden_act) for f in FAMILIES]}"
-        )
-    if raw.get("architectures") != [family.class_prefix + head]:
-        raise ValueError(
-            f"{path}: architectures is {raw.get('architectures')}; [{family.class_prefix + head!r}] was expected"
-        )
-    for field in ("attention_bias", "mlp_bias"):
-        if raw.get(field):
-            raise ValueError(f"{path}: {field} is true; models without biases are supported")
-    rope = raw.get("rope_parameters") or {"rope_type": "default", "rope_theta": raw.get("rope_theta", 10_000.0)}
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(f"{path}: rope_type is {rope['rope_type']!r}; 'default' was expected")
+    if family is None:
+        known = [family.model_type for family in FAMILIES]
+        raise ValueError(f"{path}: model_type is {raw.get('model_type')!r}; one of {known} was expected")
+    expected = [family.classes[purpose]] if purpose in family.classes else None
+    if raw.get("architectures") != expected or expected is None:
+        wanted = expected or f"a family with a model for the purpose {purpose!r}"
+        raise ValueError(f"{path}: architectures is {raw.get('architectures')}; {wanted} was expected")
     try:
-        config = ModelConfig(
-            vocab_size=raw["vocab_size"],
-            context_tokens=raw["max_position_embeddings"],
-            width=raw["hidden_size"],
-            num_layers=raw["num_hidden_layers"],
-            num_heads=raw["num_attention_heads"],
-            num_kv_heads=raw.get("num_key_value_heads", raw["num_attention_heads"]),
-            mlp_width=raw["intermediate_size"],
-            mlp=family.mlp,
-            rope_theta=rope["rope_theta"],
-            norm_eps=raw["rms_norm_eps"],
-            tie_embeddings=raw.get("tie_word_embeddings", False),
-        )
+        expect(raw, "quantization_config", None)
+        return ModelConfig.model_validate(family.from_hf(raw)), family, raw
     except KeyError as error:
         raise ValueError(f"{path}: field {error.args[0]!r} is missing") from None
-    if raw.get("head_dim", config.head_dim) != config.head_dim:
-        raise ValueError(f"{path}: head_dim is {raw['head_dim']}; hidden_size / heads = {config.head_dim} was expected")
-    return config, raw
-
-
-_PLAIN = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "attention.out.weight": "self_attn.o_proj.weight",
-    "mlp_norm.weight": "post_attention_layernorm.weight",
-    "mlp.down.weight": "mlp.down_proj.weight",
-}
-_OUTER = {"decoder.embedding.weight": "model.embed_tokens.weight", "decoder.norm.weight": "model.norm.weight"}
-
-
-def _fused(config: ModelConfig) -> dict[str, dict[str, int]]:
-    """Our fused matrices: the Hugging Face matrices they stack, with their row counts, in order."""
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv = {"self_attn.q_proj.weight": query, "self_attn.k_proj.weight": key, "self_attn.v_proj.weight": key}
-    up = {"mlp.gate_proj.weight": config.mlp_width} if config.mlp == "swiglu" else {}
-    return {"attention.qkv.weight": qkv, "mlp.up.weight": {**up, "mlp.up_proj.weight": config.mlp_width}}
-
-
-def weights_to_hf(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
-    """Our state dict under the Hugging Face names; tied heads and the score bias are left out."""
-    result = {theirs: weights[ours] for ours, theirs in _OUTER.items()}
-    for layer in range(config.num_layers):
-        ours_prefix, theirs_prefix = f"decoder.blocks.{layer}.", f"model.layers.{layer}."
-        for ours, theirs in _PLAIN.items():
-            result[theirs_prefix + theirs] = weights[ours_prefix + ours]
-        for ours, parts in _fused(config).items():
-            pieces = weights[ours_prefix + ours].split(list(parts.values()))
-            result |= {theirs_prefix + theirs: piece for theirs, piece in zip(parts, pieces, strict=True)}
-    if "score.weight" in weights:
-        result["score.weight"] = weights["score.weight"]
-    elif not config.tie_embeddings:
-        result["lm_head.weight"] = weights["head.weight"]
-    return result
-
-
-def weights_from_hf(config: ModelConfig, tensors: Weights) -> dict[str, Tensor]:
-    """The inverse of `weights_to_hf`, in fp32."""
-    result = {ours: tensors[theirs] for ours, theirs in _OUTER.items()}
-    for layer in range(config.num_layers):
-        ours_prefix, theirs_prefix = f"decoder.blocks.{layer}.", f"model.layers.{layer}."
-        for ours, theirs in _PLAIN.items():
-            result[ours_prefix + ours] = tensors[theirs_prefix + theirs]
-        for ours, parts in _fused(config).items():
-            result[ours_prefix + ours] = torch.cat([tensors[theirs_prefix + theirs] for theirs in parts])
-    for theirs, ours in (("score.weight", "score.weight"), ("lm_head.weight", "head.weight")):
-        if theirs in tensors:
-            result[ours] = tensors[theirs]
-    return {name: tensor.float() for name, tensor in result.items()}
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{path}: {place + ': ' if place else ''}{first['msg']}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lm.generation import generate
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel, ScalarModel
+from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, load_scalar_model, save_model
 from ppo.algorithm import policy_loss, value_loss
@@ -89,7 +90,7 @@ class ColocatedWorker:
             prompts,
             max_new_tokens=self.config.max_response_tokens,
             end_id=self.tokenizer.end_id,
-            temperature=self.config.temperature,
+            choice=Choice(self.config.temperature),
             seeds=seeds,
         )
         return Rollout.of(

@@ -7,15 +7,17 @@ import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lm.config import ModelConfig
+from lm.hub import model_directory
 from lm.model import LanguageModel, count_parameters, initialise
 from lm.tokenizer import Tokenizer
-from lm.weights import save_model
+from lm.weights import load_language_model, save_model
 from training.config import TrainingConfig
 from training.data import DataConfig, read_texts
 from training.loop import LoopConfig, TrainingLoop
@@ -26,13 +28,29 @@ from training.stage import StageContext, build_engine
 
 
 class PretrainConfig(TrainingConfig):
-    """`batch.batch_size` counts rows of `row_tokens` tokens."""
+    """`batch.batch_size` counts rows of `row_tokens` tokens.
 
+    `init_from` names a model directory or a hub id whose weights, shape and vocabulary pretraining goes on from; with
+    `num_steps` 0 it is taken as it is. `end_token` and `pad_token` replace those that its tokenizer names.
+    """
+
+    init_from: str = ""
+    end_token: str = ""
+    pad_token: str = ""
     texts: tuple[DataConfig, ...] = Field(min_length=1)
     heldout: tuple[DataConfig, ...] = Field(min_length=1)
     tokenizer_texts: int = Field(default=100_000, ge=1)  # the first so many texts teach the tokenizer
     row_tokens: int = Field(ge=2)
-    num_steps: int = Field(ge=1)
+    num_steps: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("end_token", "pad_token"):
+            if getattr(self, name) and not self.init_from:
+                raise ValueError(f"{name} is given without init_from; a vocabulary learned here has its own")
+        if not self.num_steps and not self.init_from:
+            raise ValueError("num_steps is 0 without init_from; the model would stay random")
+        return self
 
 
 def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig, tokenizer_folder: Path) -> None:
@@ -46,8 +64,11 @@ def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig
             f"model.vocab_size is {model_config.vocab_size}; the tokenizer in {tokenizer_folder} has"
             f" {tokenizer.vocab_size} tokens"
         )
-    model = LanguageModel(model_config, config.dropout)
-    initialise(model, derive_seed(context.seed, "pretrain", "weights"))
+    if config.init_from:
+        model = load_language_model(model_directory(config.init_from), config.dropout)
+    else:
+        model = LanguageModel(model_config, config.dropout)
+        initialise(model, derive_seed(context.seed, "pretrain", "weights"))
     engine = build_engine(context, model, config)
     if engine.is_main:
         write_streams(context.folder / "data", config, tokenizer)
@@ -74,8 +95,12 @@ def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig
     engine.close()
 
 
-def train_tokenizer(config: PretrainConfig, vocab_size: int, folder: Path) -> None:
-    """Learn the vocabulary from the first `tokenizer_texts` texts."""
+def prepare_tokenizer(config: PretrainConfig, vocab_size: int, folder: Path) -> None:
+    """The vocabulary of `init_from`, or one learned from the first `tokenizer_texts` texts."""
+    if config.init_from:
+        source = model_directory(config.init_from)
+        Tokenizer.load(source, end=config.end_token, pad=config.pad_token).save(folder)
+        return
     sample = itertools.islice(read_texts(config.texts), config.tokenizer_texts)
     Tokenizer.train(sample, vocab_size, "chat").save(folder)
 
@@ -92,7 +117,7 @@ def write_streams(folder: Path, config: PretrainConfig, tokenizer: Tokenizer) ->
 
 def _encoded(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[list[int]]:
     for chunk in chunks(texts):
-        yield from tokenizer.encode_batch(chunk)
+        yield from tokenizer.encode_plain(chunk)
 
 
 def bits_per_byte(loss_nats: float, tokenizer: Tokenizer, rows_BT: NDArray[np.int32]) -> float:

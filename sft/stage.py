@@ -24,7 +24,7 @@ class SFTConfig(TrainingConfig):
 
     demonstrations: tuple[DataConfig, ...] = Field(min_length=1)
     heldout: tuple[DataConfig, ...] = Field(min_length=1)
-    chat_template: str  # "chat", "continuation", or a Jinja template
+    chat_template: str  # "chat", "continuation", a Jinja template, or "" for the model's own
     row_tokens: int = Field(ge=2)
     num_epochs: float = Field(gt=0)
 

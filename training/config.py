@@ -41,7 +41,7 @@ class OptimizerConfig(Config):
 
     "muon" moves the matrices of the blocks by Muon (Jordan et al. 2024), the rest by AdamW. Its updates are scaled to
     the size of AdamW's, so that one learning rate serves both (arXiv 2502.16982, section 2.2); `betas` and `eps` are
-    AdamW's.
+    AdamW's. With `trained_layers` only that many of the last blocks move, and what follows them.
     """
 
     kind: Literal["adamw", "muon"] = "adamw"
@@ -53,6 +53,7 @@ class OptimizerConfig(Config):
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
+    trained_layers: int | None = Field(default=None, ge=0)
 
     def check_sharding(self, engine: EngineConfig) -> None:
         """Errors: ValueError for Muon under ZeRO."""

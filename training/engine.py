@@ -18,6 +18,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 
+from lm.model import freeze_all_but_last
 from training.config import EngineConfig, OptimizerConfig
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -35,6 +36,8 @@ class Engine(Generic[AnyModule]):
     ) -> None:
         self.config, self.optimizer_config = config, optimizer
         optimizer.check_sharding(config)
+        if optimizer.trained_layers is not None:
+            freeze_all_but_last(model, optimizer.trained_layers)
         self._accelerator = _make_accelerator(config, optimizer.max_grad_norm, micro_batch)
         # Accelerate falls back to separate worlds, or drops DeepSpeed, without a word.
         found = self._accelerator.num_processes
@@ -128,14 +131,20 @@ class Engine(Generic[AnyModule]):
         """The whole state dict in fp32, on every rank (a collective call under ZeRO)."""
         if self.config.zero_stage == 0:
             return {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
+        from deepspeed import zero
         from deepspeed.utils import safe_get_full_fp32_param
 
         weights = {name: tensor.detach() for name, tensor in self.module.named_buffers()}
         aliases = self.module.named_parameters(remove_duplicate=False)
         whole: dict[int, Tensor] = {}
         for name, parameter in aliases:
-            if id(parameter) not in whole:
+            if id(parameter) in whole:
+                pass
+            elif parameter.requires_grad:
                 whole[id(parameter)] = safe_get_full_fp32_param(parameter).clone()
+            else:  # frozen: no optimizer keeps a fp32 copy
+                with zero.GatheredParameters([parameter], enabled=self.config.zero_stage == 3):
+                    whole[id(parameter)] = parameter.detach().float().clone()
             weights[name] = whole[id(parameter)]
         return weights
 

@@ -75,7 +75,7 @@ class TrainingLoop(Generic[AnyModule]):
     def run(self) -> dict[str, float]:
         """Train to the end. Returns the held-out figures of the final weights, `loss` among them."""
         first_step = self._resume()
-        log, heldout = None, dict[str, float]()
+        log, heldout = None, dict[str, float]() if self.config.num_steps else self.evaluate()
         if self.engine.is_main:
             log = MetricsLog(self.folder, self.engine.config.trackers, resume_step=first_step)
         for step in range(first_step, self.config.num_steps):

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lm.attention import KVCache, attend, attention_mask, rotary_tables, rotate
+from lm.attention import KVCache, attend, attention_mask, banded
+from lm.positions import rotary_tables, rotate
 
 
 def looped_attention(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, allowed_BTS: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def test_rotation_is_multiplication_by_a_unit_complex_number() -> None:
     H, theta = 8, 500.0
     x_BTNH = torch.randn(2, 5, 3, H, generator=torch.Generator().manual_seed(1))
     positions_BT = torch.tensor([[0, 1, 2, 3, 4], [7, 0, 1, 30, 2]])
-    found = rotate(x_BTNH, rotary_tables(positions_BT, H, theta, torch.float32))
+    found = rotate(x_BTNH, rotary_tables(positions_BT, H, theta, None, torch.float32))
     for b in range(2):
         for t in range(5):
             for i in range(H // 2):
@@ -107,7 +108,7 @@ def test_rotated_products_depend_on_the_distance_alone() -> None:
     q, k = (torch.randn(1, 1, 1, 6, generator=generator) for _ in range(2))
 
     def product(at_q: int, at_k: int) -> float:
-        tables = [rotary_tables(torch.tensor([[at]]), 6, 100.0, torch.float32) for at in (at_q, at_k)]
+        tables = [rotary_tables(torch.tensor([[at]]), 6, 100.0, None, torch.float32) for at in (at_q, at_k)]
         return float((rotate(q, tables[0]) * rotate(k, tables[1])).sum())
 
     assert product(9, 4) == pytest.approx(product(25, 20), abs=1e-5)
@@ -117,7 +118,7 @@ def test_rotated_products_depend_on_the_distance_alone() -> None:
 def test_cache_returns_what_was_appended_and_drops_rows() -> None:
     generator = torch.Generator().manual_seed(4)
     k, v = (torch.randn(2, 3, 1, 5, 4, generator=generator) for _ in range(2))  # [layer, B, G, T, H]
-    cache = KVCache(2, 3, 1, 8, 4, like=k)
+    cache = KVCache.empty((2, 3, 1, 8, 4), like=k)
     for layer in range(2):
         cache.append(layer, k[layer, :, :, :3], v[layer, :, :, :3])
     cache.advance(3)
@@ -126,3 +127,41 @@ def test_cache_returns_what_was_appended_and_drops_rows() -> None:
         keys, values = cache.append(layer, k[layer, [0, 2], :, 3:], v[layer, [0, 2], :, 3:])
         assert torch.equal(keys, k[layer, [0, 2]])
         assert torch.equal(values, v[layer, [0, 2]])
+
+
+@pytest.mark.parametrize("lengths", [(2, 5), (5, 2), (3, 3)])
+def test_joined_caches_end_at_the_same_column(lengths: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(4)
+    parts = []
+    for rows, length in zip((2, 1), lengths, strict=True):
+        k, v = (torch.randn(rows, 1, length, 4, generator=generator) for _ in range(2))
+        cache = KVCache.empty((1, rows, 1, length, 4), like=k)
+        cache.append(0, k, v)
+        cache.advance(length)
+        parts.append((cache, k, v))
+    joined = parts[0][0].join(parts[1][0], capacity=7)
+    assert joined.length == 5 if 5 in lengths else joined.length == 3
+    assert joined.keys.shape == (1, 3, 1, 7, 4)
+    for rows, (_, k, v) in zip((slice(0, 2), slice(2, 3)), parts, strict=True):
+        T = k.shape[2]
+        assert torch.equal(joined.keys[0, rows, :, joined.length - T : joined.length], k)
+        assert torch.equal(joined.values[0, rows, :, joined.length - T : joined.length], v)
+        assert not joined.keys[0, rows, :, : joined.length - T].any()
+
+
+@pytest.mark.parametrize("window", [1, 3, 6])
+def test_a_band_by_hand(window: int) -> None:
+    for T, S in ((6, 6), (2, 6), (1, 6)):
+        queries = range(S - T, S)
+        expected = torch.tensor([[[0 <= t - s < window for s in range(S)] for t in queries]])
+        everything = torch.tensor([[[s <= t for s in range(S)] for t in queries]] * 2)
+        found = banded(everything, window, T, S, torch.device("cpu"))
+        assert found is not None
+        assert torch.equal(found, expected.expand(2, T, S))
+    causal = torch.ones(1, 6, 6, dtype=torch.bool).tril()
+    plain = banded(None, window, 6, 6, torch.device("cpu"))
+    if window == 6:
+        assert plain is None
+    else:
+        assert plain is not None
+        assert torch.equal(plain, causal & causal.triu(1 - window))

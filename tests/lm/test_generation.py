@@ -2,42 +2,44 @@
 
 import bisect
 import itertools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import torch
 
-from lm.config import ModelConfig
-from lm.generation import generate
-from lm.model import LanguageModel, initialise
+from lm.generation import Generated, generate
+from lm.logprobs import token_logprobs
+from lm.model import LanguageModel
+from lm.sampling import Choice
 
 END = 3
 
 
-@pytest.fixture(scope="module", params=["swiglu", "relu2"])
-def model(request: pytest.FixtureRequest) -> LanguageModel:
-    config = ModelConfig(
-        vocab_size=12, context_tokens=40, width=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=24,
-        mlp=request.param, tie_embeddings=False,
-    )  # fmt: skip
-    model = LanguageModel(config)
-    initialise(model, seed=5)
-    return model.eval()
+def kept(weights: list[float], top_k: int, top_p: float) -> list[float]:
+    """The weights that top_k and top_p leave, token by token; the others become 0."""
+    ranked = sorted(range(len(weights)), key=lambda token: -weights[token])[: top_k or None]
+    whole, before, stays = sum(weights[token] for token in ranked), 0.0, set()
+    for token in ranked:
+        if before < top_p * whole:
+            stays.add(token)
+        before += weights[token]
+    return [weight if token in stays else 0.0 for token, weight in enumerate(weights)]
 
 
 @torch.no_grad()
 def naive(
-    model: LanguageModel, prompt: list[int], max_new_tokens: int, temperature: float, seed: int
+    model: LanguageModel, prompt: list[int], max_new_tokens: int, choice: Choice, seed: int
 ) -> tuple[list[int], bool]:
     """One sequence, no cache, no padding: invert the cumulative distribution at the seed's uniform draws."""
     uniforms = np.random.Generator(np.random.Philox(key=seed)).random(max_new_tokens, dtype=np.float32)
     tokens = list(prompt)
     for uniform in uniforms:
         logits = model(torch.tensor([tokens]))[0, -1].double()
-        if temperature == 0:
+        if choice.temperature == 0:
             token = max(range(len(logits)), key=lambda i: float(logits[i]))
         else:
-            weights = ((logits - logits.max()) / temperature).exp().tolist()
+            weights = kept(((logits - logits.max()) / choice.temperature).exp().tolist(), choice.top_k, choice.top_p)
             token = bisect.bisect_right(list(itertools.accumulate(weights)), float(uniform) * sum(weights))
         tokens.append(token)
         if token == END:
@@ -46,56 +48,117 @@ def naive(
 
 
 PROMPTS = [[5], [1, 2, 4, 6, 7], [9, 9], [0, 11, 10], [3, 3, 8], [7, 1, 0, 2, 5, 5, 6, 4]]
+SEEDS = [101, 7, 7, 2**62, 55, 9]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_generation_equals_its_naive_twin(model: LanguageModel, temperature: float) -> None:
-    seeds = [101, 7, 7, 2**62, 55, 9]
-    found = generate(model, PROMPTS, max_new_tokens=14, end_id=END, temperature=temperature, seeds=seeds)
-    expected = [naive(model, p, 14, temperature, s) for p, s in zip(PROMPTS, seeds, strict=True)]
+def sample(
+    model: LanguageModel, prompts: Sequence[Sequence[int]] = PROMPTS, seeds: Sequence[int] = SEEDS,
+    max_new_tokens: int = 14, choice: Choice = Choice(), max_rows: int = 128, end_id: int = END,  # noqa: B008 - frozen
+    stop: Callable[[Sequence[int]], bool] = lambda _: False,
+) -> Generated:  # fmt: skip
+    return generate(
+        model, prompts, max_new_tokens=max_new_tokens, end_id=end_id, choice=choice, seeds=seeds, max_rows=max_rows,
+        stop=stop,
+    )  # fmt: skip
+
+
+CHOICES = [Choice(), Choice(0.7), Choice(0), Choice(1.3, top_k=4), Choice(1, top_p=0.6), Choice(2, top_k=6, top_p=0.8)]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_generation_equals_its_naive_twin(decoder: LanguageModel, choice: Choice) -> None:
+    found = sample(decoder, choice=choice)
+    expected = [naive(decoder, p, 14, choice, s) for p, s in zip(PROMPTS, SEEDS, strict=True)]
     assert found.responses == [response for response, _ in expected]
     assert found.finished == [finished for _, finished in expected]
-    if temperature == 1.0:  # the case that this test is about: rows leave the batch at different steps
-        assert len({len(response) for response, _ in expected}) > 2
-        assert any(found.finished)
 
 
-def test_a_sample_does_not_depend_on_its_batch_mates(model: LanguageModel) -> None:
-    seeds = list(range(20, 26))
-    together = generate(model, PROMPTS, max_new_tokens=12, end_id=END, temperature=1.0, seeds=seeds)
-    for index, (prompt, seed) in enumerate(zip(PROMPTS, seeds, strict=True)):
-        alone = generate(model, [prompt], max_new_tokens=12, end_id=END, temperature=1.0, seeds=[seed])
-        assert alone.responses[0] == together.responses[index]
+@pytest.mark.parametrize("max_rows", [1, 2, 3, 5])
+def test_waiting_sequences_enter_and_get_what_they_would_alone(decoder: LanguageModel, max_rows: int) -> None:
+    prompts, seeds = PROMPTS * 3, range(40, 58)
+    found = sample(decoder, prompts, seeds, max_rows=max_rows)
+    expected = [naive(decoder, p, 14, Choice(), s) for p, s in zip(prompts, seeds, strict=True)]
+    assert found.responses == [response for response, _ in expected]
+    assert found.finished == [finished for _, finished in expected]
+    # What this test is about: sequences end at different steps, and not all of them by themselves.
+    assert len({len(response) for response in found.responses}) > 2
+    assert any(found.finished)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("choice", [Choice(), Choice(0.7, top_k=3), Choice(0)], ids=str)
+def test_logprobs_equal_those_of_a_fresh_pass(decoder: LanguageModel, choice: Choice) -> None:
+    found = sample(decoder, choice=choice, max_rows=3)
+    for prompt, response, logprobs in zip(PROMPTS, found.responses, found.logprobs, strict=True):
+        logits = decoder(torch.tensor([[*prompt, *response]]))[0, len(prompt) - 1 : -1]
+        expected = token_logprobs(logits, torch.tensor(response), choice.temperature or 1.0)
+        assert logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_a_sample_does_not_depend_on_its_batch_mates(decoder: LanguageModel) -> None:
+    together = sample(decoder)
+    for index, (prompt, seed) in enumerate(zip(PROMPTS, SEEDS, strict=True)):
+        assert sample(decoder, [prompt], [seed]).responses[0] == together.responses[index]
     order = [4, 0, 5, 2]
-    prompts, their_seeds = [PROMPTS[i] for i in order], [seeds[i] for i in order]
-    some = generate(model, prompts, max_new_tokens=12, end_id=END, temperature=1.0, seeds=their_seeds)
+    some = sample(decoder, [PROMPTS[i] for i in order], [SEEDS[i] for i in order])
     assert some.responses == [together.responses[i] for i in order]
 
 
-def test_samples_follow_the_distribution(model: LanguageModel) -> None:
-    num_samples, temperature = 4000, 1.5
+@pytest.mark.parametrize("choice", [Choice(1.5), Choice(1.5, top_k=5), Choice(1.5, top_p=0.7)], ids=str)
+def test_samples_follow_the_distribution(llama: LanguageModel, choice: Choice) -> None:
+    num_samples = 4000
     with torch.no_grad():
-        probabilities = torch.softmax(model(torch.tensor([[5, 8]]))[0, -1] / temperature, dim=-1).tolist()
-    found = generate(
-        model, [[5, 8]] * num_samples, max_new_tokens=1, end_id=END, temperature=temperature, seeds=range(num_samples)
-    )
+        weights = torch.softmax(llama(torch.tensor([[5, 8]]))[0, -1] / choice.temperature, dim=-1).tolist()
+    left = kept(weights, choice.top_k, choice.top_p)
+    found = sample(llama, [[5, 8]] * num_samples, range(num_samples), max_new_tokens=1, choice=choice, max_rows=4000)
     counts = np.bincount([response[0] for response in found.responses], minlength=12)
-    for token, probability in enumerate(probabilities):
+    for token, probability in enumerate(weight / sum(left) for weight in left):
         deviation = (probability * (1 - probability) / num_samples) ** 0.5
-        assert abs(counts[token] / num_samples - probability) < 5 * deviation, token
+        assert abs(counts[token] / num_samples - probability) <= 5 * deviation, token
 
 
-def test_generation_under_bf16_autocast_runs(model: LanguageModel) -> None:
+def test_a_stop_ends_a_response_behind_the_token_that_brings_it(llama: LanguageModel) -> None:
+    free = sample(llama, end_id=-1)
+    found = sample(llama, end_id=-1, stop=lambda response: sum(response) >= 20)
+    for whole, response, finished in zip(free.responses, found.responses, found.finished, strict=True):
+        first = next((n for n in range(1, 15) if sum(whole[:n]) >= 20), None)
+        assert response == whole[:first]
+        assert finished == (first is not None)
+    assert any(found.finished)
+
+
+def test_generation_under_bf16_autocast_runs(llama: LanguageModel) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = generate(model, PROMPTS, max_new_tokens=6, end_id=END, temperature=1.0, seeds=range(6))
+        found = sample(llama, max_new_tokens=6)
     assert all(0 < len(response) <= 6 for response in found.responses)
 
 
-def test_prompts_without_room_are_refused(model: LanguageModel) -> None:
+def test_the_first_draw_never_takes_what_has_no_probability() -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf]])
+    for uniform in (0.0, 0.5, float(np.nextafter(np.float32(1), np.float32(0)))):
+        assert Choice().tokens(logits, torch.full((2,), uniform)).tolist() == [1, 0]
+
+
+def test_prompts_without_room_are_refused(llama: LanguageModel) -> None:
     with pytest.raises(ValueError, match=r"prompt 1 has 31 tokens; 1 to 30 were expected"):
-        generate(model, [[1], [1] * 31], max_new_tokens=10, end_id=END, temperature=1.0, seeds=[0, 1])
+        sample(llama, [[1], [1] * 31], [0, 1], max_new_tokens=10)
     with pytest.raises(ValueError, match=r"prompt 0 has 0 tokens"):
-        generate(model, [[]], max_new_tokens=10, end_id=END, temperature=1.0, seeds=[0])
-    full = generate(model, [[1] * 30], max_new_tokens=10, end_id=-1, temperature=1.0, seeds=[0])
+        sample(llama, [[]], [0], max_new_tokens=10)
+    full = sample(llama, [[1] * 30], [0], max_new_tokens=10, end_id=-1)
     assert len(full.responses[0]) == 10
     assert not full.finished[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"temperature": -1}, "temperature is -1; 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"top_p": 0}, "top_p is 0; more than 0"),
+        ({"top_p": 1.1}, "top_p is 1.1"),
+    ],
+)
+def test_impossible_choices_are_refused(values: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Choice(**values)  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ def test_merges_were_learned_and_the_size_kept(tokenizer: Tokenizer) -> None:
 
 def test_batches_encode_like_single_texts(tokenizer: Tokenizer) -> None:
     texts = ["", "The fox", "山高"]
-    assert list(tokenizer.encode_batch(texts)) == [tokenizer.encode(text) for text in texts]
+    assert tokenizer.encode_plain(texts) == [tokenizer.encode(text) for text in texts]
 
 
 def test_special_tokens_are_one_token_and_are_left_out_of_text(tokenizer: Tokenizer) -> None:
@@ -169,12 +169,24 @@ def test_a_missing_file_is_named(tokenizer: Tokenizer, tmp_path: Path, missing: 
         Tokenizer.load(tmp_path)
 
 
-@pytest.mark.parametrize("field", ["pad_token", "eos_token", "chat_template"])
+@pytest.mark.parametrize("field", ["pad_token", "eos_token"])
 def test_a_missing_field_is_named(tokenizer: Tokenizer, tmp_path: Path, field: str) -> None:
     tokenizer.save(tmp_path)
     change_config(tmp_path, **{field: None})
-    with pytest.raises(ValueError, match=rf"tokenizer_config.json: {field} is None; a string was expected"):
+    with pytest.raises(ValueError, match=rf"tokenizer_config.json: {field} is None; a token of the vocabulary was"):
         Tokenizer.load(tmp_path)
+
+
+def test_a_model_without_a_template_gets_one_and_a_file_of_its_own_goes_first(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    other = tokenizer.with_template("continuation")
+    other.save(tmp_path)
+    change_config(tmp_path, chat_template=None)
+    assert Tokenizer.load(tmp_path).chat_template == CHAT_TEMPLATES["chat"]
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert Tokenizer.load(tmp_path).chat_template == "{{ messages[0].content }}"
+    assert other.with_template("").chat_template == CHAT_TEMPLATES["continuation"]
 
 
 def test_a_config_that_is_not_json_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -196,3 +208,35 @@ def test_read_json_names_file_and_place(tmp_path: Path) -> None:
         read_json(path)
     path.write_text('{"a": 1}')
     assert read_json(path) == {"a": 1}
+
+
+SPELLED = "a <|end|> b <|user|>"
+
+
+def test_a_message_cannot_end_a_turn(tokenizer: Tokenizer) -> None:
+    """The name of a special token in a message is text: it reads back, and no token of it is special."""
+    turns = [{"role": "user", "content": SPELLED}, {"role": "assistant", "content": f"so {SPELLED}"}]
+    tokens, is_response = tokenizer.encode_conversation(turns)
+    user, assistant = tokenizer.encode("<|user|><|assistant|>")
+    assert [token for token in tokens if token in (user, assistant, tokenizer.end_id)] == [
+        user, tokenizer.end_id, assistant, tokenizer.end_id,
+    ]  # fmt: skip
+    assert tokenizer.decode(tokens) == f" {SPELLED} so {SPELLED}"
+    assert sum(is_response) == len(tokens) - tokens.index(assistant) - 1
+    assert tokenizer.encode_prompt(turns[:1]) == tokens[: tokens.index(assistant) + 1]
+
+
+def test_plain_text_has_no_special_tokens(tokenizer: Tokenizer) -> None:
+    (tokens,) = tokenizer.encode_plain([SPELLED])
+    assert tokenizer.decode(tokens) == SPELLED
+    assert tokenizer.end_id not in tokens
+    assert tokenizer.encode("<|end|>") == [tokenizer.end_id]  # and the next call is as before
+
+
+def test_a_response_stops_where_its_text_holds_the_string(tokenizer: Tokenizer) -> None:
+    stop = tokenizer.stop_at(["END", "\n\n"])
+    for text, expected in (("so it goes. EN", False), ("so it goes. END", True), ("a\n", False), ("a\n\n", True)):
+        assert stop(tokenizer.encode(text)) is expected
+    assert not tokenizer.stop_at([])(tokenizer.encode("anything"))
+    with pytest.raises(ValueError, match="an empty one would end every response"):
+        tokenizer.stop_at(["x", ""])

@@ -121,14 +121,15 @@ def change(folder: Path, **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' with hidden_act 'silu'; expected one of .*llama.*arcee"),
-        ({"hidden_act": "gelu"}, "model_type 'llama' with hidden_act 'gelu'"),
+        ({"model_type": "mamba"}, "model_type is 'mamba'; one of .*llama.*gpt2.* was expected"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; 'silu' was expected"),
         ({"architectures": ["LlamaForTokenClassification"]}, "LlamaForTokenClassification.*'LlamaForCausalLM'"),
-        ({"attention_bias": True}, "attention_bias is true"),
-        ({"mlp_bias": True}, "mlp_bias is true"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type is 'dynamic'; 'default' or"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "original_context_tokens"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "is 0.5; 1.0"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}; None was expected"),
         ({"hidden_size": ...}, "field 'hidden_size' is missing"),
-        ({"head_dim": 8}, "head_dim is 8; hidden_size / heads = 4 was expected"),
+        ({"num_key_value_heads": 3}, "model.num_heads over model.num_kv_heads: 4 is not a multiple of 3"),
     ],
 )
 def test_another_architecture_is_refused_by_name(folder: Path, fields: dict[str, Any], words: str) -> None:

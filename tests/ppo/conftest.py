@@ -45,7 +45,7 @@ def parents(tmp_path_factory: pytest.TempPathFactory) -> Parents:
         policy.decoder.embedding.weight[tokenizer.end_id, 0] = 1.8
     save_model(folder / "sft", policy, policy.state_dict(), tokenizer)
     save_model(folder / "reward", reward, reward.state_dict(), tokenizer)
-    write_token_stream(tokenizer.encode_batch(texts), tokenizer.end_id, folder / "train.bin")
+    write_token_stream(tokenizer.encode_plain(texts), tokenizer.end_id, folder / "train.bin")
     return Parents(folder / "sft", folder / "reward", ScoreScale(0.5, 2.0), folder / "train.bin", 9)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lm.generation import generate
+from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
 from sft.stage import SFTConfig, pack_conversations, run
@@ -81,7 +82,7 @@ def test_the_model_answers_and_stops(finished: tuple[Path, dict[str, Any]]) -> N
     folder, _ = finished
     tokenizer, model = Tokenizer.load(folder / "model"), load_language_model(folder / "model").eval()
     prompt = tokenizer.encode_prompt([{"role": "user", "content": PAIRS[1][0]}])
-    found = generate(model, [prompt], max_new_tokens=24, end_id=tokenizer.end_id, temperature=0.0, seeds=[0])
+    found = generate(model, [prompt], max_new_tokens=24, end_id=tokenizer.end_id, choice=Choice(0), seeds=[0])
     assert found.finished == [True]
     assert tokenizer.decode(found.responses[0]).strip() in [answer for _, answer in PAIRS]
 

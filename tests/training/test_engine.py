@@ -226,3 +226,25 @@ def test_a_gradient_that_is_not_finite_stops_before_a_weight_changes(engine: Eng
 def test_a_wrong_world_size_is_noticed(tiny_config: ModelConfig) -> None:
     with pytest.raises(AssertionError, match=r"the process group has 1 ranks where 3 were started"):
         Engine(build(tiny_config), OPTIMIZER, ONE_RANK, world_size=3, micro_batch=1)
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 2])
+def test_only_the_last_blocks_and_what_follows_them_move(
+    tiny_config: ModelConfig, ragged: PackedObjective, num_blocks: int
+) -> None:
+    model = build(tiny_config.model_copy(update={"tie_embeddings": False}))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = OPTIMIZER.model_copy(update={"trained_layers": num_blocks})
+    engine = Engine(model, optimizer, ONE_RANK, world_size=1, micro_batch=1)
+    accumulate(engine, ragged, micro=2)
+    engine.step()
+    moved = {name for name, tensor in engine.full_weights().items() if not torch.equal(tensor, before[name])}
+    engine.close()
+    blocks = tuple(f"decoder.blocks.{layer}." for layer in range(2 - num_blocks, 2))
+    assert moved == {name for name in before if name.startswith((*blocks, "decoder.norm.", "head."))}
+
+
+def test_more_blocks_than_there_are_are_refused(tiny_config: ModelConfig) -> None:
+    optimizer = OPTIMIZER.model_copy(update={"trained_layers": 3})
+    with pytest.raises(ValueError, match="3 blocks are to be trained; the model has 2"):
+        Engine(build(tiny_config), optimizer, ONE_RANK, world_size=1, micro_batch=1)

@@ -32,7 +32,12 @@ OPTIMIZER = OptimizerConfig(
     learning_rate=0.02, schedule="linear", warmup_steps=1, weight_decay=0.1, eps=1e-4, max_grad_norm=0.3
 )
 NUM_STEPS = 3
-STAGES = (0, 1, 2, 3)
+# ZeRO stages, and how many of the last layers are trained.
+CASES = [(0, None), (0, 1), (1, None), (1, 1), (2, None), (3, None), (3, 1)]
+
+
+def name_of(zero_stage: int, trained_layers: int | None) -> str:
+    return f"zero-{zero_stage}" if trained_layers is None else f"zero-{zero_stage}-last-{trained_layers}"
 
 
 def objective(seed: int, num_sequences: int) -> PackedObjective:
@@ -46,11 +51,14 @@ def objective(seed: int, num_sequences: int) -> PackedObjective:
     return PackedObjective(pack(sequences, 14, pad_id=0))
 
 
-def train(folder: Path, zero_stage: int, world_size: int, micro_batch: int) -> dict[str, Any]:
+def train(
+    folder: Path, zero_stage: int, trained_layers: int | None, world_size: int, micro_batch: int
+) -> dict[str, Any]:
     model = LanguageModel(CONFIG)
     initialise(model, 3)
     engine_config = EngineConfig(precision="fp32", zero_stage=zero_stage, trackers=())
-    engine = Engine(model, OPTIMIZER, engine_config, world_size=world_size, micro_batch=micro_batch)
+    optimizer = OPTIMIZER.model_copy(update={"trained_layers": trained_layers})
+    engine = Engine(model, optimizer, engine_config, world_size=world_size, micro_batch=micro_batch)
     batch = BatchConfig(batch_size=4, micro_batch_size=micro_batch)
     loop_config = LoopConfig("test", 5, NUM_STEPS, batch, save_every_steps=2, evaluate_every_steps=2)
     # With 3 held-out rows the last rank runs out of rows and repeats one that must not count.
@@ -64,13 +72,13 @@ def train(folder: Path, zero_stage: int, world_size: int, micro_batch: int) -> d
 
 def rank_program(folder: Path) -> None:
     rank = int(os.environ["RANK"])
-    for zero_stage in STAGES:
-        results = train(folder / f"zero-{zero_stage}", zero_stage, world_size=2, micro_batch=1)
-        torch.save(results, folder / f"zero-{zero_stage}-rank-{rank}.pt")
+    for case in CASES:
+        name = name_of(*case)
+        torch.save(train(folder / name, *case, world_size=2, micro_batch=1), folder / f"{name}-rank-{rank}.pt")
         # This run finds the checkpoint of step 2 and does step 3 again, as after a kill.
-        assert (folder / f"zero-{zero_stage}" / "checkpoints" / "step-000002" / "manifest.json").is_file()
-        again = train(folder / f"zero-{zero_stage}", zero_stage, world_size=2, micro_batch=1)
-        torch.save(again, folder / f"zero-{zero_stage}-rank-{rank}-again.pt")
+        assert (folder / name / "checkpoints" / "step-000002" / "manifest.json").is_file()
+        again = train(folder / name, *case, world_size=2, micro_batch=1)
+        torch.save(again, folder / f"{name}-rank-{rank}-again.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -102,10 +110,14 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+OneRank = dict[int | None, tuple[Path, dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> OneRank:
+    """By how many layers are trained: the folder and the results."""
     folder = tmp_path_factory.mktemp("one_rank")
-    return folder, train(folder, 0, world_size=1, micro_batch=4)
+    return {n: (folder / str(n), train(folder / str(n), 0, n, world_size=1, micro_batch=4)) for n in (None, 1)}
 
 
 def curve(folder: Path) -> list[list[float]]:
@@ -113,32 +125,33 @@ def curve(folder: Path) -> list[list[float]]:
     return [[line["loss"], line["gradient_norm"], line["learning_rate"]] for line in lines]
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
-def test_two_ranks_match_one(two_ranks: Path, one_rank: tuple[Path, dict[str, Any]], zero_stage: int) -> None:
-    alone_folder, alone = one_rank
-    expected, found = curve(alone_folder), curve(two_ranks / f"zero-{zero_stage}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: name_of(*case))
+def test_two_ranks_match_one(two_ranks: Path, one_rank: OneRank, case: tuple[int, int | None]) -> None:
+    alone_folder, alone = one_rank[case[1]]
+    name = name_of(*case)
+    expected, found = curve(alone_folder), curve(two_ranks / name)
     assert len(found) == len(expected) == NUM_STEPS
     assert max(norm for _, norm, _ in expected) > OPTIMIZER.max_grad_norm, "the clip must be at work"
     np.testing.assert_allclose(found, expected, rtol=2e-5)
     for rank in range(2):
-        results = torch.load(two_ranks / f"zero-{zero_stage}-rank-{rank}.pt")
+        results = torch.load(two_ranks / f"{name}-rank-{rank}.pt")
         assert results["heldout_loss"] == pytest.approx(alone["heldout_loss"], rel=1e-5)
         assert results["weights"].keys() == alone["weights"].keys()
-        for name, weight in alone["weights"].items():
-            torch.testing.assert_close(results["weights"][name], weight, atol=2e-6, rtol=1e-5, msg=name)
+        for key, weight in alone["weights"].items():
+            torch.testing.assert_close(results["weights"][key], weight, atol=2e-6, rtol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
-def test_two_ranks_resume_bit_for_bit(two_ranks: Path, zero_stage: int) -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: name_of(*case))
+def test_two_ranks_resume_bit_for_bit(two_ranks: Path, case: tuple[int, int | None]) -> None:
     for rank in range(2):
         first, again = (
-            torch.load(two_ranks / f"zero-{zero_stage}-rank-{rank}{suffix}.pt")["weights"] for suffix in ("", "-again")
+            torch.load(two_ranks / f"{name_of(*case)}-rank-{rank}{suffix}.pt")["weights"] for suffix in ("", "-again")
         )
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-def test_the_heldout_rows_do_not_divide_by_the_ranks(one_rank: tuple[Path, dict[str, Any]]) -> None:
-    assert one_rank[1]["num_heldout"] % 2 == 1
+def test_the_heldout_rows_do_not_divide_by_the_ranks(one_rank: OneRank) -> None:
+    assert one_rank[None][1]["num_heldout"] % 2 == 1
 
 
 if __name__ == "__main__":

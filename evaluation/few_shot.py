@@ -1,0 +1,103 @@
+"""In-context learning: a model is shown k solved examples as plain text and solves the next one (arXiv 2005.14165).
+
+No weight is changed. One example is its prompt, a space and its completion; examples are parted by an empty line.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from evaluation.sampling import sequence_logprobs
+from evaluation.statistics import Interval, bootstrap_mean
+from lm.generation import generate
+from lm.model import LanguageModel
+from lm.sampling import Choice
+from lm.tokenizer import Tokenizer
+from lm.weights import load_language_model
+from preferences.resampling import bootstrap_ratio
+from training.data import DataConfig, read_rows, text_field
+from training.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class Example:
+    """A task and its solution; `where` names file and line."""
+
+    where: str
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class FewShot:
+    """`exact_match` is the share of examples whose greedy answer, up to its line's end, is the completion; `nats` is
+    -log p of the right completion, a token. Both with 95% intervals over examples.
+    """
+
+    num_shots: int
+    num_examples: int
+    exact_match: Interval
+    nats: Interval
+
+
+def read_examples(data: DataConfig) -> list[Example]:
+    """Rows of {"prompt", "completion"}. Errors: ValueError naming file, line and field; a completion of two lines."""
+    examples = []
+    for where, row in read_rows(data):
+        completion = text_field(where, row, "completion").strip()
+        if "\n" in completion:
+            raise ValueError(f"{where}: field 'completion' has several lines; one was expected")
+        examples.append(Example(where, text_field(where, row, "prompt").strip(), completion))
+    return examples
+
+
+def few_shot_context(examples: Sequence[Example], index: int, num_shots: int, seed: int) -> str:
+    """Example `index` without its completion, behind `num_shots` others that are drawn for it."""
+    others = [other for other in range(len(examples)) if other != index]
+    generator = np.random.default_rng(derive_seed(seed, "few-shot", index))
+    shown: list[int] = generator.choice(others, size=num_shots, replace=False).tolist() if num_shots else []
+    solved = [f"{examples[other].prompt} {examples[other].completion}\n\n" for other in shown]
+    return "".join(solved) + examples[index].prompt
+
+
+def evaluate_few_shot(folder: Path, examples: Sequence[Example], num_shots: int, *, seed: int) -> FewShot:
+    """Every example with `num_shots` others before it.
+
+    Errors: ValueError for too few examples, and naming the one that does not fit the model's context.
+    """
+    if len(examples) <= num_shots:
+        raise ValueError(f"{len(examples)} examples; more than the {num_shots} that are shown at once were expected")
+    model, tokenizer = load_language_model(folder).eval(), Tokenizer.load(folder)
+    contexts = [few_shot_context(examples, index, num_shots, seed) for index in range(len(examples))]
+    queries = tokenizer.encode_plain(contexts)
+    answers = tokenizer.encode_plain([f" {example.completion}" for example in examples])
+    longest = max(len(answer) for answer in answers) + 1  # and the line's end
+    for example, query in zip(examples, queries, strict=True):
+        if len(query) + longest > model.config.context_tokens:
+            raise ValueError(
+                f"{example.where}: {num_shots} examples and the prompt have {len(query)} tokens; the model's context of"
+                f" {model.config.context_tokens} leaves {model.config.context_tokens - longest}"
+            )
+    texts = _greedy_lines(model, tokenizer, queries, longest)
+    right = [float(text == example.completion) for text, example in zip(texts, examples, strict=True)]
+    logprobs = sequence_logprobs(model, queries, answers, tokenizer.pad_id, 1.0)
+    lengths = np.array([len(answer) for answer in answers], dtype=np.float64)
+    nats = bootstrap_ratio(-np.array(logprobs), lengths, seed=seed, num_resamples=10_000, level=0.95)
+    return FewShot(num_shots, len(examples), bootstrap_mean(right, seed=seed), Interval(*nats))
+
+
+def _greedy_lines(
+    model: LanguageModel, tokenizer: Tokenizer, queries: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[str]:
+    found = generate(
+        model,
+        queries,
+        max_new_tokens=max_new_tokens,
+        end_id=tokenizer.end_id,
+        choice=Choice(temperature=0),
+        seeds=[0] * len(queries),
+        stop=tokenizer.stop_at(["\n"]),
+    )
+    return [tokenizer.decode(response).split("\n")[0].strip() for response in found.responses]

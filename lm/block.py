@@ -1,0 +1,211 @@
+"""What a transformer is stacked from: norms, attention to oneself and to a memory, the MLP, the block.
+
+Shape letters: B batch, T query tokens, S key tokens, D model width, N heads, G key-value heads, H head dim,
+M MLP width.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from lm.attention import KVCache, Memory, attend
+from lm.config import ModelConfig
+from lm.positions import rotate
+
+Rotary = tuple[Tensor, Tensor]  # cos and signed sin
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What a matrix product with x gives: autocast's type where it is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight, computed in fp32 (arXiv 1910.07467, eq. 4)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """PyTorch takes RMSNorm apart into eight passes over memory on a CPU; written out it needs half as many.
+
+    With n = x / rms(x):  dx = (g·w - n · mean(g·w·n)) / rms(x),  dw = Σ g·n.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        inverse_rms = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1] + eps).rsqrt()
+        normed = wide * inverse_rms
+        ctx.save_for_backward(normed, inverse_rms, weight)
+        ctx.dtype = x.dtype  # type: ignore[attr-defined]
+        # What follows is a matrix product, so under autocast the result may as well come rounded for it.
+        return (normed * weight).to(compute_dtype(x))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        normed, inverse_rms, weight = ctx.saved_tensors
+        wide = gradient.float()
+        product = wide * normed
+        weight_gradient = product.sum(dim=tuple(range(product.dim() - 1)))
+        mean = (product @ weight.float()).unsqueeze(-1) / normed.shape[-1]
+        x_gradient = torch.addcmul(wide * weight, normed, mean, value=-1).mul_(inverse_rms)
+        return x_gradient.to(ctx.dtype), weight_gradient.to(weight.dtype), None
+
+
+class _SquaredReLU(torch.autograd.Function):
+    """relu(x)², keeping relu(x) alone for the gradient 2·relu(x)."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        positive = x.relu()
+        ctx.save_for_backward(positive)
+        return positive * positive
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (positive,) = ctx.saved_tensors
+        return (gradient * positive).mul_(2)
+
+
+def make_norm(config: ModelConfig, width: int) -> nn.Module:
+    """The config's kind of norm over `width` numbers."""
+    return RMSNorm(width, config.norm_eps) if config.norm == "rms" else nn.LayerNorm(width, config.norm_eps)
+
+
+class Attention(nn.Module):
+    """Self-attention with grouped key-value heads, one product for Q, K and V."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv = nn.Linear(config.width, rows, bias=config.attention_bias != "none")
+        self.out = nn.Linear(config.num_heads * config.head_dim, config.width, bias=config.attention_bias == "all")
+        self.query_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+
+    def forward(
+        self, x_BTD: Tensor, rotary: Rotary | None, mask_BTS: Tensor | None, cache: KVCache | None, layer: int
+    ) -> Tensor:
+        q_BNTH, k_BGTH, v_BGTH = self.project(x_BTD, rotary)
+        if cache is not None:
+            k_BGTH, v_BGTH = cache.append(layer, k_BGTH, v_BGTH)
+        y_BNTH = attend(q_BNTH, k_BGTH, v_BGTH, mask_BTS)
+        return self.out(y_BNTH.transpose(1, 2).flatten(2))
+
+    def project(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, N, T, H], keys and values [B, G, T, H]; queries and keys know their positions."""
+        B, T, _ = x_BTD.shape
+        N, G = self.num_heads, self.num_kv_heads
+        heads_BTNH = self.qkv(x_BTD).view(B, T, N + 2 * G, self.head_dim)
+        turned, v = heads_BTNH.split([N + G, G], dim=2)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = turned.split([N, G], dim=2)
+            turned = torch.cat([self.query_norm(q), self.key_norm(k)], dim=2)
+        if rotary is not None:
+            turned = rotate(turned, rotary)
+        q, k = turned.split([N, G], dim=2)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+class CrossAttention(nn.Module):
+    """Attention from a decoder's tokens to an encoder's: queries from one, keys and values from the other."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        bias = config.attention_bias != "none"
+        self.query = nn.Linear(config.width, config.num_heads * config.head_dim, bias=bias)
+        self.key_value = nn.Linear(config.width, 2 * config.num_kv_heads * config.head_dim, bias=bias)
+        self.out = nn.Linear(config.num_heads * config.head_dim, config.width, bias=config.attention_bias == "all")
+
+    def remember(self, states_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, S, H] of the encoder's states, computed once for all tokens that will look at them."""
+        B, S, _ = states_BSD.shape
+        k, v = self.key_value(states_BSD).view(B, S, 2, self.num_kv_heads, self.head_dim).unbind(dim=2)
+        return k.transpose(1, 2), v.transpose(1, 2)
+
+    def forward(self, x_BTD: Tensor, memory: Memory, layer: int) -> Tensor:
+        B, T, _ = x_BTD.shape
+        q_BNTH = self.query(x_BTD).view(B, T, self.num_heads, self.head_dim).transpose(1, 2)
+        mask_BTS = memory.real_BS[:, None].expand(B, T, -1)
+        y_BNTH = attend(q_BNTH, memory.keys[layer], memory.values[layer], mask_BTS)
+        return self.out(y_BNTH.transpose(1, 2).flatten(2))
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu2": _SquaredReLU.apply,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x)); or down(activation(up(x)))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.kind = config.mlp
+        rows = config.mlp_width * (2 if config.mlp == "swiglu" else 1)
+        self.up = nn.Linear(config.width, rows, bias=config.mlp_bias)
+        self.down = nn.Linear(config.mlp_width, config.width, bias=config.mlp_bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        up = self.up(x_BTD)
+        if self.kind == "swiglu":
+            gate_BTM, up_BTM = up.chunk(2, dim=-1)
+            return self.down(F.silu(gate_BTM) * up_BTM)
+        return self.down(ACTIVATIONS[self.kind](up))
+
+
+class Block(nn.Module):
+    """Attention, with `reads_memory` attention to an encoder, then the MLP: branches beside the residual stream, each
+    with its norm and dropout.
+
+    Norms first: x + branch(norm(x)). Norms last: norm(x + branch(x)).
+    """
+
+    def __init__(self, config: ModelConfig, dropout: float, *, reads_memory: bool = False) -> None:
+        super().__init__()
+        self.norms_first = config.norm_place == "pre"
+        self.attention_norm = make_norm(config, config.width)
+        self.attention = Attention(config)
+        self.cross_norm = make_norm(config, config.width) if reads_memory else None
+        self.cross = CrossAttention(config) if reads_memory else None
+        self.mlp_norm = make_norm(config, config.width)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotary: Rotary | None,
+        mask_BTS: Tensor | None,
+        cache: KVCache | None,
+        layer: int,
+        memory: Memory | None = None,
+    ) -> Tensor:
+        x_BTD = self._branch(x_BTD, self.attention_norm, lambda x: self.attention(x, rotary, mask_BTS, cache, layer))
+        if self.cross is not None and self.cross_norm is not None:
+            cross = self.cross
+            x_BTD = self._branch(x_BTD, self.cross_norm, lambda x: cross(x, memory, layer))
+        return self._branch(x_BTD, self.mlp_norm, self.mlp)
+
+    def _branch(self, x_BTD: Tensor, norm: nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.norms_first:
+            return x_BTD + self.dropout(branch(norm(x_BTD)))
+        return norm(x_BTD + self.dropout(branch(x_BTD)))

@@ -1,0 +1,130 @@
+"""BERT (arXiv 1810.04805): an encoder with what sits on it. Shape letters: B batch, T tokens, D width, V vocabulary,
+C selected positions, K labels.
+
+In all of them `segments_BT` is as for a decoder: sequences of a row from 1, 0 = padding; an encoder's rows that hold
+padding must be given it. `token_types_BT` is 0 where not given.
+"""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.block import ACTIVATIONS, make_norm
+from lm.config import ModelConfig
+from lm.model import Stack
+
+
+def require_encoder(config: ModelConfig) -> None:
+    """Errors: ValueError for a shape of another kind."""
+    if config.kind != "encoder":
+        raise ValueError(f"model.kind is {config.kind!r}; 'encoder' was expected")
+
+
+class MaskedLanguageModel(nn.Module):
+    """Logits of every token, of which some were masked; the head's matrix is the embedding."""
+
+    def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
+        require_encoder(config)
+        super().__init__()
+        self.config = config
+        self.encoder = Stack(config, dropout, causal=False)
+        self.transform = nn.Linear(config.width, config.width)
+        self.transform_norm = make_norm(config, config.width)
+        self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[config.mlp]
+        self.head = nn.Linear(config.width, config.vocab_size)
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head's matrix the embedding's, where the config says so."""
+        if self.config.tie_embeddings:
+            self.head.weight = self.encoder.embedding.weight
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        segments_BT: Tensor | None = None,
+        selected_BT: Tensor | None = None,
+        token_types_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [C, V] of the positions that `selected_BT` marks True, row by row; [B, T, V] where it is None."""
+        hidden_BTD = self.encoder.hidden(tokens_BT, segments_BT, token_types_BT=token_types_BT)
+        chosen = hidden_BTD if selected_BT is None else hidden_BTD[selected_BT]
+        return self.head(self.transform_norm(self.activation(self.transform(chosen))))
+
+
+class SequenceClassifier(nn.Module):
+    """Logits of a sequence's labels, from its first token; with one label, a score: a reward model."""
+
+    def __init__(self, config: ModelConfig, num_labels: int, dropout: float = 0.0) -> None:
+        require_encoder(config)
+        super().__init__()
+        self.config, self.num_labels = config, num_labels
+        self.encoder = Stack(config, dropout, causal=False)
+        self.pooler = nn.Linear(config.width, config.width)
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(config.width, num_labels)
+
+    def forward(
+        self, tokens_BT: Tensor, segments_BT: Tensor | None = None, token_types_BT: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, K] in fp32."""
+        hidden_BTD = self.encoder.hidden(tokens_BT, segments_BT, token_types_BT=token_types_BT)
+        pooled_BD = self.pooler(hidden_BTD[:, 0]).tanh()
+        return self.classifier(self.dropout(pooled_BD)).float()
+
+
+class TokenClassifier(nn.Module):
+    """Logits of every token's labels."""
+
+    def __init__(self, config: ModelConfig, num_labels: int, dropout: float = 0.0) -> None:
+        require_encoder(config)
+        super().__init__()
+        self.config, self.num_labels = config, num_labels
+        self.encoder = Stack(config, dropout, causal=False)
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(config.width, num_labels)
+
+    def forward(
+        self, tokens_BT: Tensor, segments_BT: Tensor | None = None, token_types_BT: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, T, K] in fp32."""
+        hidden_BTD = self.encoder.hidden(tokens_BT, segments_BT, token_types_BT=token_types_BT)
+        return self.classifier(self.dropout(hidden_BTD)).float()
+
+
+class SpanPredictor(nn.Module):
+    """Where an answer begins and ends in the text: two logits a token (BERT for SQuAD)."""
+
+    def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
+        require_encoder(config)
+        super().__init__()
+        self.config = config
+        self.encoder = Stack(config, dropout, causal=False)
+        self.ends = nn.Linear(config.width, 2)
+
+    def forward(
+        self, tokens_BT: Tensor, segments_BT: Tensor | None = None, token_types_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [B, T] of the first and of the last token of the answer, in fp32."""
+        hidden_BTD = self.encoder.hidden(tokens_BT, segments_BT, token_types_BT=token_types_BT)
+        first_BT, last_BT = self.ends(hidden_BTD).float().unbind(dim=-1)
+        return first_BT, last_BT
+
+    def best_span(
+        self, first_BT: Tensor, last_BT: Tensor, allowed_BT: Tensor, max_tokens: int
+    ) -> list[tuple[int, int]]:
+        """The likeliest (first, last) of each row: both allowed, in order, at most `max_tokens` long."""
+        outside_BT = ~allowed_BT
+        scores_BTT = first_BT.masked_fill(outside_BT, -float("inf"))[:, :, None] + last_BT.masked_fill(
+            outside_BT, -float("inf")
+        )[:, None, :]  # fmt: skip
+        T = first_BT.shape[1]
+        in_order_TT = scores_BTT.new_ones(T, T).bool().triu().tril(max_tokens - 1)
+        best_B = scores_BTT.masked_fill(~in_order_TT, -float("inf")).flatten(1).argmax(dim=1)
+        return [divmod(place, T) for place in best_B.tolist()]
+
+
+def masked_tokens_loss(logits_CV: Tensor, targets_C: Tensor) -> Tensor:
+    """-Σ log p of the tokens that were masked, nats."""
+    return F.cross_entropy(logits_CV.float(), targets_C, reduction="sum")

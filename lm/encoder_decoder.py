@@ -1,0 +1,51 @@
+"""The transformer of Vaswani et al. (arXiv 1706.03762): an encoder reads, a decoder looks at it and writes.
+
+Shape letters: B batch, S source tokens, T target tokens, V vocabulary, C selected positions.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from lm.attention import Memory
+from lm.config import ModelConfig
+from lm.model import Stack
+
+
+class EncoderDecoder(nn.Module):
+    """Next-token logits of a target, given a source. One table embeds both; the head's matrix may be that table."""
+
+    def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
+        if config.kind != "encoder-decoder":
+            raise ValueError(f"model.kind is {config.kind!r}; 'encoder-decoder' was expected")
+        super().__init__()
+        self.config = config
+        self.encoder = Stack(config, dropout, causal=False)
+        self.decoder = Stack(config, dropout, reads_memory=True, embedding=self.encoder.embedding)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """One embedding for both stacks, and for the head where the config says so."""
+        self.decoder.embedding = self.encoder.embedding
+        if self.config.tie_embeddings:
+            self.head.weight = self.encoder.embedding.weight
+
+    def read(self, sources_BS: Tensor, segments_BS: Tensor | None = None) -> Memory:
+        """What the decoder sees of the sources; `segments_BS` is 1 for tokens and 0 for padding."""
+        real_BS = torch.ones_like(sources_BS, dtype=torch.bool) if segments_BS is None else segments_BS > 0
+        return self.decoder.remember(self.encoder.hidden(sources_BS, segments_BS), real_BS)
+
+    def forward(
+        self,
+        sources_BS: Tensor,
+        targets_BT: Tensor,
+        source_segments_BS: Tensor | None = None,
+        selected_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Teacher forcing: logits [B, T, V] of what follows each target token, or [C, V] of those selected.
+
+        Targets begin with a start token and are padded on the right.
+        """
+        memory = self.read(sources_BS, source_segments_BS)
+        hidden_BTD = self.decoder.hidden(targets_BT, None, memory)
+        return self.head(hidden_BTD if selected_BT is None else hidden_BTD[selected_BT])

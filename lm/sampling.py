@@ -1,0 +1,67 @@
+"""How the next token is chosen from the logits. Shape letters: B batch, V vocabulary."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`temperature` 0 is greedy. Of softmax(logits / temperature) the `top_k` likeliest tokens stay, 0 = all; of those
+    the fewest whose probabilities reach `top_p` together (arXiv 1904.09751).
+
+    Errors: ValueError for values outside their range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature is {self.temperature}; 0 (greedy) or more was expected")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; a number of tokens was expected, 0 for all")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; more than 0 and at most 1 was expected")
+
+    def probabilities(self, logits_BV: Tensor) -> Tensor:
+        """What a token is drawn from, [B, V] in fp32, not scaled to sum to 1; the temperature is above 0."""
+        probabilities_BV = torch.softmax(logits_BV.float() / self.temperature, dim=-1)
+        if self.top_k and self.top_k < probabilities_BV.shape[-1]:
+            probabilities_BV = _only(probabilities_BV, probabilities_BV.topk(self.top_k, dim=-1).indices)
+        if self.top_p < 1:
+            ranked_BV, order_BV = probabilities_BV.sort(dim=-1, descending=True, stable=True)
+            before_BV = ranked_BV.cumsum(dim=-1) - ranked_BV
+            # A token stays while those before it do not reach top_p of what top_k left.
+            kept_BV = before_BV < self.top_p * ranked_BV.sum(dim=-1, keepdim=True)
+            probabilities_BV = probabilities_BV.new_zeros(probabilities_BV.shape).scatter(
+                -1, order_BV, ranked_BV * kept_BV
+            )
+        return probabilities_BV
+
+    def tokens(self, logits_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+        """The next token [B], by inverting the distribution's cumulative sum at a uniform draw."""
+        if self.temperature == 0:
+            return logits_BV.argmax(dim=-1)
+        cumulative_BV = self.probabilities(logits_BV).cumsum(dim=-1)
+        # Below the whole sum even where the product rounds up to it: what lies beyond has probability 0.
+        whole_B = cumulative_BV[:, -1]
+        threshold_B = torch.minimum(uniforms_B * whole_B, torch.nextafter(whole_B, torch.zeros_like(whole_B)))
+        return (cumulative_BV <= threshold_B[:, None]).sum(dim=-1)
+
+
+def _only(values_BV: Tensor, kept_BK: Tensor) -> Tensor:
+    """The values at the kept places, 0 elsewhere."""
+    return torch.zeros_like(values_BV).scatter(-1, kept_BK, values_BV.gather(-1, kept_BK))
+
+
+def draw_uniforms(seeds: Sequence[int], num_steps: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    """One uniform number a sequence and step, [B, R], each row from its own counter-based generator."""
+    draws = np.empty((len(seeds), num_steps), dtype=np.float32)
+    for row, seed in enumerate(seeds):
+        draws[row] = np.random.Generator(np.random.Philox(key=seed)).random(num_steps, dtype=np.float32)
+    return draws

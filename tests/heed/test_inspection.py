@@ -1,0 +1,92 @@
+"""`heed inspect` and `heed few-shot` as a user calls them."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from heed.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs `heed` with arguments: its exit code, standard output and standard error."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["heed", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        said = capsys.readouterr()
+        return int(caught.value.code or 0), said.out, said.err
+
+    return run
+
+
+def test_a_shape_in_numbers(call: Call) -> None:
+    code, said, _ = call("inspect", "model", str(ROOT / "configs" / "models" / "gpt3-175b.toml"))
+    assert code == 0
+    row = next(line for line in said.splitlines() if line.startswith("all "))
+    assert int(row.split()[-1].replace(",", "")) == pytest.approx(175e9, rel=0.01)
+    assert any(
+        line.startswith("blocks.*.attention.qkv.weight") and "36,864 x 12,288" in line for line in said.splitlines()
+    )
+    cache = next(line for line in said.splitlines() if line.startswith("key-value cache"))
+    assert cache.split()[-1] == f"{2 * 96 * 12288 * 2:,}"
+
+
+def test_the_model_of_a_directory_and_of_a_job(call: Call, model_folder: Path) -> None:
+    for target in (model_folder, ROOT / "configs" / "jobs" / "demo.toml"):
+        code, said, _ = call("inspect", "model", str(target))
+        assert code == 0
+        assert "without embeddings" in said
+
+
+def test_what_is_no_shape_is_refused_by_name(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "shape.toml"
+    path.write_text("vocab_size = 300\ncontext_tokens = 8\nwidth = 6\nnum_layers = 1\nnum_heads = 4\n")
+    code, _, said = call("inspect", "model", str(path))
+    assert code == 2
+    assert "shape.toml" in said
+    assert "6 is not a multiple of 4" in said
+    code, _, said = call("inspect", "model", str(tmp_path / "none.toml"))
+    assert code == 2
+    assert "none.toml: No such file" in said
+
+
+def test_attention_as_a_picture(call: Call, model_folder: Path, tmp_path: Path) -> None:
+    png = tmp_path / "pictures" / "attention.png"
+    code, _, _ = call("inspect", "attention", str(model_folder), "the fox runs", "--layer", "0", "--png", str(png))
+    assert code == 0
+    picture = Image.open(png).convert("L")
+    assert min(picture.size) > 300
+    # The first word attends to itself alone: there is black. What is masked, and the page, is white.
+    assert picture.getextrema() == (0, 255)
+
+
+@pytest.mark.parametrize(
+    ("text", "layer", "words"), [("a", "7", "layer is 7; -2 to 1"), ("a " * 90, "0", "1 to 64 were")]
+)
+def test_a_picture_that_cannot_be_is_refused(
+    call: Call, model_folder: Path, tmp_path: Path, text: str, layer: str, words: str
+) -> None:
+    png = tmp_path / "attention.png"
+    code, _, said = call("inspect", "attention", str(model_folder), text, "--layer", layer, "--png", str(png))
+    assert code == 2
+    assert words in said
+    assert not png.exists()
+
+
+def test_few_shot_prints_a_row_for_each_number_of_shots(call: Call, model_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}:", "completion": str(i)}) + "\n" for i in range(9)))
+    code, said, _ = call("few-shot", str(model_folder), str(path), "--shots", "0", "--shots", "3", "--max-rows", "8")
+    assert code == 0
+    rows = [line.split() for line in said.splitlines()[1:]]
+    assert [row[:2] for row in rows if row] == [["0", "8"], ["3", "8"]]

@@ -1,0 +1,154 @@
+"""Parity with `transformers`: every decoder family, in odd shapes, both ways, language models and classifiers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from benchmarks.parity import CASES, CONTEXT, measure, shuffled
+from lm.config import ModelConfig, RopeScaling
+from lm.families import FAMILIES, family_of
+from lm.model import LanguageModel, ScalarModel, initialise
+from lm.tokenizer import Tokenizer
+from lm.weights import load_language_model, load_scalar_model, save_model
+
+TOKENS = torch.randint(2, 288, (3, CONTEXT), generator=torch.Generator().manual_seed(0))
+EXACT = {"atol": 1e-4, "rtol": 1e-4}
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_we_compute_the_logits_of_transformers(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    theirs = shuffled(transformers.AutoModelForCausalLM.from_config(case.config(), attn_implementation="eager"))
+    theirs.save_pretrained(tmp_path)
+    ours = load_language_model(tmp_path).eval()
+    assert {key: getattr(ours.config, key) for key in case.ours} == case.ours
+    assert (ours.head.weight is ours.decoder.embedding.weight) == ours.config.tie_embeddings
+    expected = theirs(TOKENS).logits
+    assert float(expected.std()) > 0.1
+    torch.testing.assert_close(ours(TOKENS), expected, **EXACT)
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_transformers_computes_our_logits(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+    case = CASES[name]
+    transformers.AutoModelForCausalLM.from_config(case.config()).save_pretrained(tmp_path / "theirs")
+    model = shuffled(LanguageModel(load_language_model(tmp_path / "theirs").config))
+    save_model(tmp_path / "ours", model, model.state_dict(), tokenizer)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
+    )
+    assert type(theirs).__name__.startswith(case.written_as or case.prefix)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    torch.testing.assert_close(model(TOKENS), theirs.eval()(TOKENS).logits, **EXACT)
+    again = load_language_model(tmp_path / "ours").eval()
+    assert again.config == model.config
+    assert torch.equal(again(TOKENS), model(TOKENS))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama, biases", "mistral, window", "qwen2", "qwen3"])
+@torch.no_grad()
+def test_a_reward_model_is_the_familys_classifier(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+    case = CASES[name]
+    config = case.config()
+    config.num_labels = 1
+    theirs = shuffled(getattr(transformers, f"{case.prefix}ForSequenceClassification")(config))
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_scalar_model(tmp_path / "theirs").eval()
+    expected = theirs(TOKENS).logits[:, 0]
+    torch.testing.assert_close(ours(TOKENS)[:, -1], expected, **EXACT)
+    save_model(tmp_path / "ours", ours, ours.state_dict(), tokenizer)
+    again = getattr(transformers, f"{case.prefix}ForSequenceClassification").from_pretrained(tmp_path / "ours").eval()
+    torch.testing.assert_close(again(TOKENS).logits[:, 0], expected, **EXACT)
+
+
+GPT3_BANDED = ModelConfig(
+    vocab_size=288, context_tokens=CONTEXT, width=20, num_layers=4, num_heads=5, num_kv_heads=5, mlp_width=28,
+    mlp="gelu_tanh", mlp_bias=True, attention_bias="all", positions="learned", norm="layer", windows=(0, 8),
+)  # fmt: skip
+VASWANI = GPT3_BANDED.model_copy(update={"positions": "sinusoidal", "norm_place": "post", "windows": (0,)})
+
+
+@pytest.mark.parametrize("config", [GPT3_BANDED, VASWANI])
+@torch.no_grad()
+def test_a_shape_of_no_family_is_written_in_our_own_words(
+    tmp_path: Path, tokenizer: Tokenizer, config: ModelConfig
+) -> None:
+    assert family_of(config, "language").model_type == "heed"
+    for model, load in ((LanguageModel(config), load_language_model), (ScalarModel(config), load_scalar_model)):
+        save_model(tmp_path, shuffled(model), model.state_dict(), tokenizer)
+        again = load(tmp_path).eval()
+        assert again.config == config
+        assert torch.equal(again(TOKENS), model(TOKENS))
+
+
+def test_the_first_family_that_holds_a_shape_writes_it(tiny_config: ModelConfig) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "llama": {},
+        "arcee": {"mlp": "relu2"},
+        "mistral": {"windows": (8,)},
+        "qwen2": {"attention_bias": "qkv"},
+        "qwen3": {"qk_norm": True},
+        "heed": {"norm_place": "post"},
+    }
+    for name, change in changes.items():
+        assert family_of(tiny_config.model_copy(update=change), "language").model_type == name
+    assert {"gpt2", "bert", "bart", *changes} == {family.model_type for family in FAMILIES}
+
+
+@torch.no_grad()
+def test_the_published_gpt2_has_no_prefix_and_carries_its_mask(tmp_path: Path) -> None:
+    theirs = shuffled(transformers.GPT2LMHeadModel(CASES["gpt2"].config()))
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in theirs.state_dict().items()}
+    del bare["lm_head.weight"]
+    bare |= {f"h.{layer}.attn.bias": torch.ones(1, 1, CONTEXT, CONTEXT).tril() for layer in range(3)}
+    theirs.config.save_pretrained(tmp_path)
+    fields = tmp_path / "config.json"
+    fields.write_text(fields.read_text().replace("{", '{"architectures": ["GPT2LMHeadModel"],', 1))
+    save_file({name: tensor.contiguous() for name, tensor in bare.items()}, tmp_path / "model.safetensors")
+    torch.testing.assert_close(load_language_model(tmp_path).eval()(TOKENS), theirs(TOKENS).logits, **EXACT)
+
+
+@torch.no_grad()
+def test_large_weights_are_cut_into_shards_and_read_from_them(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    config = ModelConfig(
+        vocab_size=288, context_tokens=CONTEXT, width=16, num_layers=3, num_heads=4, num_kv_heads=2, mlp_width=24
+    )
+    model = LanguageModel(config)
+    initialise(model, 1)
+    save_model(tmp_path, model.eval(), model.state_dict(), tokenizer, max_shard="10KB")
+    shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(shards) >= 3
+    assert torch.equal(load_language_model(tmp_path).eval()(TOKENS), model(TOKENS))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(theirs(TOKENS).logits, model(TOKENS), **EXACT)
+    (tmp_path / shards[1]).unlink()
+    with pytest.raises(ValueError, match=rf"{shards[1]}: no such file, though .*index.json names it"):
+        load_language_model(tmp_path)
+
+
+def test_older_spellings_of_rope_are_read() -> None:
+    llama = next(family for family in FAMILIES if family.model_type == "llama")
+    fields = llama.to_hf(ModelConfig(
+        vocab_size=288, context_tokens=CONTEXT, width=16, num_layers=1, num_heads=4, num_kv_heads=2, mlp_width=24
+    ))  # fmt: skip
+    del fields["rope_parameters"]
+    older = {"type": "linear", "factor": 2.0}
+    found = ModelConfig.model_validate(llama.from_hf({**fields, "rope_theta": 123.0, "rope_scaling": older}))
+    assert (found.rope_theta, found.rope_scaling) == (123.0, RopeScaling(kind="linear", factor=2))
+    plain = ModelConfig.model_validate(llama.from_hf({**fields, "rope_theta": 123.0, "rope_scaling": None}))
+    assert (plain.rope_theta, plain.rope_scaling) == (123.0, None)
+
+
+def test_the_published_table_measures_what_is_tested_here(tokenizer: Tokenizer) -> None:
+    found = measure("mistral, window", tokenizer)
+    assert found.written_as == "mistral"
+    assert 0 <= found.reading < 1e-4
+    assert 0 <= found.writing < 1e-4
+    assert found.same_tokens == found.num_tokens > 0
