@@ -1,4 +1,4 @@
-"""Parity with `transformers` on randomly initialised models of odd shapes: `python -m benchmarks.parity` prints it.
+"""Parity with `transformers` on random models of odd shapes: `python -m benchmarks.parity FILE` writes the table.
 
 Every family that `lm.families` knows, in both directions. `tests/lm/test_families.py` holds the same cases to 1e-4.
 """
@@ -192,18 +192,22 @@ is not the width over their number, grouped queries, windows shorter than the te
 "Written as" is the family that our own checkpoint of the shape takes. Greedy tokens: our batch of ragged prompts, two
 of which run at a time, against `generate` on each alone.
 
-Made by `python -m benchmarks.parity`; `tests/lm/test_families.py` holds every difference below 1e-4.
+Made by `python -m benchmarks.parity docs/parity.md`; `tests/lm/test_families.py` holds every difference below 1e-4, and
+`tests/lm/test_encoder.py` and `tests/lm/test_encoder_decoder.py` do so for BERT's heads and BART.
 """
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, help="where the table goes: docs/parity.md")
+    file: Path = parser.parse_args().file
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     text = [f"{number} and some words" for number in range(50)]
     tokenizer = Tokenizer.train(text, 288, "chat")
-    print(INTRODUCTION.format(version=transformers.__version__, context=CONTEXT))
-    print(table([measure(name, tokenizer) for name in CASES]))
+    introduction = INTRODUCTION.format(version=transformers.__version__, context=CONTEXT)
+    rows = table([measure(name, tokenizer) for name in CASES])
+    file.write_text(f"{introduction}\n{rows}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
