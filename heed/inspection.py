@@ -95,7 +95,7 @@ def draw_attention(folder: Path, text: str, layer: int, path: Path) -> None:
     axes[0, 0].set_ylabel("query", fontsize=8)
     axes[0, 0].set_xlabel("key", fontsize=8)
     figure.colorbar(picture, ax=axes, shrink=0.6, label="weight")
-    figure.suptitle(f"{folder}: layer {layer % num_layers} of {num_layers}", fontsize=10)
+    figure.suptitle(f"{folder}: layer {layer % num_layers} (0 to {num_layers - 1})", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
