@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from evaluation.sampling import sequence_logprobs
-from evaluation.statistics import Interval, bootstrap_mean
+from evaluation.statistics import LEVEL, NUM_RESAMPLES, Interval, bootstrap_mean
 from lm.generation import generate
 from lm.model import LanguageModel
 from lm.sampling import Choice
@@ -84,7 +84,7 @@ def evaluate_few_shot(folder: Path, examples: Sequence[Example], num_shots: int,
     right = [float(text == example.completion) for text, example in zip(texts, examples, strict=True)]
     logprobs = sequence_logprobs(model, queries, answers, tokenizer.pad_id, 1.0)
     lengths = np.array([len(answer) for answer in answers], dtype=np.float64)
-    nats = bootstrap_ratio(-np.array(logprobs), lengths, seed=seed, num_resamples=10_000, level=0.95)
+    nats = bootstrap_ratio(-np.array(logprobs), lengths, seed=seed, num_resamples=NUM_RESAMPLES, level=LEVEL)
     return FewShot(num_shots, len(examples), bootstrap_mean(right, seed=seed), Interval(*nats))
 
 

@@ -66,6 +66,6 @@ def beam_search(
             break
         tokens = torch.tensor([token for _, token, _ in goes_on], device=totals_KV.device)
         running = [([*running[beam][0], token], logprob) for beam, token, logprob in goes_on]
-        batch.keep([beam for beam, _, _ in goes_on], totals_KV[:, 0])
+        batch.keep(torch.tensor([beam for beam, _, _ in goes_on], device=totals_KV.device))
         batch.feed(model, tokens)
     return over

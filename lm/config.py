@@ -131,6 +131,11 @@ class ModelConfig(BaseModel):
             raise ValueError(f"model.rope_scaling is given, but model.positions is {self.positions!r}")
         return self
 
+    def require_kind(self, kind: str) -> None:
+        """Errors: ValueError for a shape of another kind."""
+        if self.kind != kind:
+            raise ValueError(f"model.kind is {self.kind!r}; {kind!r} was expected")
+
     def window(self, layer: int) -> int:
         """How many tokens back the layer sees, itself included; 0 = all."""
         return self.windows[layer % len(self.windows)]

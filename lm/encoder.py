@@ -7,28 +7,29 @@ padding must be given it. `token_types_BT` is 0 where not given.
 
 from collections.abc import Callable
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.block import ACTIVATIONS, make_norm
 from lm.config import ModelConfig
+from lm.logprobs import token_logprobs
 from lm.model import Stack
 
 
-def require_encoder(config: ModelConfig) -> None:
-    """Errors: ValueError for a shape of another kind."""
-    if config.kind != "encoder":
-        raise ValueError(f"model.kind is {config.kind!r}; 'encoder' was expected")
+class EncoderModel(nn.Module):
+    """An encoder, for a head to be put on."""
 
-
-class MaskedLanguageModel(nn.Module):
-    """Logits of every token, of which some were masked; the head's matrix is the embedding."""
-
-    def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
-        require_encoder(config)
+    def __init__(self, config: ModelConfig, dropout: float) -> None:
+        config.require_kind("encoder")
         super().__init__()
         self.config = config
         self.encoder = Stack(config, dropout, causal=False)
+
+
+class MaskedLanguageModel(EncoderModel):
+    """Logits of every token, of which some were masked; the head's matrix is the embedding."""
+
+    def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
+        super().__init__(config, dropout)
         self.transform = nn.Linear(config.width, config.width)
         self.transform_norm = make_norm(config, config.width)
         self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[config.mlp]
@@ -53,14 +54,12 @@ class MaskedLanguageModel(nn.Module):
         return self.head(self.transform_norm(self.activation(self.transform(chosen))))
 
 
-class SequenceClassifier(nn.Module):
+class SequenceClassifier(EncoderModel):
     """Logits of a sequence's labels, from its first token; with one label, a score: a reward model."""
 
     def __init__(self, config: ModelConfig, num_labels: int, dropout: float = 0.0) -> None:
-        require_encoder(config)
-        super().__init__()
-        self.config, self.num_labels = config, num_labels
-        self.encoder = Stack(config, dropout, causal=False)
+        super().__init__(config, dropout)
+        self.num_labels = num_labels
         self.pooler = nn.Linear(config.width, config.width)
         self.dropout = nn.Dropout(dropout)
         self.classifier = nn.Linear(config.width, num_labels)
@@ -74,14 +73,12 @@ class SequenceClassifier(nn.Module):
         return self.classifier(self.dropout(pooled_BD)).float()
 
 
-class TokenClassifier(nn.Module):
+class TokenClassifier(EncoderModel):
     """Logits of every token's labels."""
 
     def __init__(self, config: ModelConfig, num_labels: int, dropout: float = 0.0) -> None:
-        require_encoder(config)
-        super().__init__()
-        self.config, self.num_labels = config, num_labels
-        self.encoder = Stack(config, dropout, causal=False)
+        super().__init__(config, dropout)
+        self.num_labels = num_labels
         self.dropout = nn.Dropout(dropout)
         self.classifier = nn.Linear(config.width, num_labels)
 
@@ -93,14 +90,11 @@ class TokenClassifier(nn.Module):
         return self.classifier(self.dropout(hidden_BTD)).float()
 
 
-class SpanPredictor(nn.Module):
+class SpanPredictor(EncoderModel):
     """Where an answer begins and ends in the text: two logits a token (BERT for SQuAD)."""
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
-        require_encoder(config)
-        super().__init__()
-        self.config = config
-        self.encoder = Stack(config, dropout, causal=False)
+        super().__init__(config, dropout)
         self.ends = nn.Linear(config.width, 2)
 
     def forward(
@@ -127,4 +121,4 @@ class SpanPredictor(nn.Module):
 
 def masked_tokens_loss(logits_CV: Tensor, targets_C: Tensor) -> Tensor:
     """-Σ log p of the tokens that were masked, nats."""
-    return F.cross_entropy(logits_CV.float(), targets_C, reduction="sum")
+    return -token_logprobs(logits_CV, targets_C).sum()

@@ -15,8 +15,7 @@ class EncoderDecoder(nn.Module):
     """Next-token logits of a target, given a source. One table embeds both; the head's matrix may be that table."""
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
-        if config.kind != "encoder-decoder":
-            raise ValueError(f"model.kind is {config.kind!r}; 'encoder-decoder' was expected")
+        config.require_kind("encoder-decoder")
         super().__init__()
         self.config = config
         self.encoder = Stack(config, dropout, causal=False)

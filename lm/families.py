@@ -230,6 +230,10 @@ class RotaryFamily:
 
 
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
+_THEIR_NAMES = {"gelu_tanh": "gelu_new"}  # of the activations that are not called what we call them
+
+# What GPT-2, BERT and BART have in common.
+_CLASSIC: Fields = {"mlp_bias": True, "attention_bias": "all", "positions": "learned", "norm": "layer"}
 
 
 class GPT2Family:
@@ -246,7 +250,7 @@ class GPT2Family:
             "n_layer": config.num_layers,
             "n_head": config.num_heads,
             "n_inner": config.mlp_width,
-            "activation_function": {"gelu_tanh": "gelu_new"}.get(config.mlp, config.mlp),
+            "activation_function": _THEIR_NAMES.get(config.mlp, config.mlp),
             "layer_norm_epsilon": config.norm_eps,
             "tie_word_embeddings": config.tie_embeddings,
         }
@@ -265,10 +269,7 @@ class GPT2Family:
             "num_kv_heads": raw["n_head"],
             "mlp_width": raw.get("n_inner") or 4 * raw["n_embd"],
             "mlp": _ACTIVATIONS[raw.get("activation_function", "gelu_new")],
-            "mlp_bias": True,
-            "attention_bias": "all",
-            "positions": "learned",
-            "norm": "layer",
+            **_CLASSIC,
             "norm_eps": raw["layer_norm_epsilon"],
             "tie_embeddings": raw.get("tie_word_embeddings", True),
         }
@@ -317,7 +318,7 @@ class BertFamily:
             "num_hidden_layers": config.num_layers,
             "num_attention_heads": config.num_heads,
             "intermediate_size": config.mlp_width,
-            "hidden_act": {"gelu_tanh": "gelu_new"}.get(config.mlp, config.mlp),
+            "hidden_act": _THEIR_NAMES.get(config.mlp, config.mlp),
             "layer_norm_eps": config.norm_eps,
             "type_vocab_size": config.token_types,
             "tie_word_embeddings": config.tie_embeddings,
@@ -338,12 +339,9 @@ class BertFamily:
             "num_kv_heads": raw["num_attention_heads"],
             "mlp_width": raw["intermediate_size"],
             "mlp": _ACTIVATIONS[raw.get("hidden_act", "gelu")],
-            "mlp_bias": True,
-            "attention_bias": "all",
-            "positions": "learned",
+            **_CLASSIC,
             "token_types": raw["type_vocab_size"],
             "embedding_norm": True,
-            "norm": "layer",
             "norm_place": "post",
             "norm_eps": raw["layer_norm_eps"],
             "tie_embeddings": raw.get("tie_word_embeddings", True),
@@ -396,7 +394,7 @@ class BartFamily:
             "vocab_size": config.vocab_size,
             "max_position_embeddings": config.context_tokens,
             "d_model": config.width,
-            "activation_function": {"gelu_tanh": "gelu_new"}.get(config.mlp, config.mlp),
+            "activation_function": _THEIR_NAMES.get(config.mlp, config.mlp),
             "scale_embedding": config.embedding_scale,
             "num_hidden_layers": config.num_encoder_layers,
             "is_encoder_decoder": True,
@@ -425,12 +423,9 @@ class BartFamily:
             "num_kv_heads": raw["encoder_attention_heads"],
             "mlp_width": raw["encoder_ffn_dim"],
             "mlp": _ACTIVATIONS[raw.get("activation_function", "gelu")],
-            "mlp_bias": True,
-            "attention_bias": "all",
-            "positions": "learned",
+            **_CLASSIC,
             "embedding_norm": True,
             "embedding_scale": raw.get("scale_embedding", False),
-            "norm": "layer",
             "norm_place": "post",
             "norm_eps": 1e-5,
             "tie_embeddings": raw.get("tie_word_embeddings", True),

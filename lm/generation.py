@@ -92,7 +92,9 @@ def generate(
             continue
         # Leaving copies the cache, so rows that are over idle until enough of them can leave together.
         if running <= LEAVE_BELOW * len(over):
-            tokens_B = batch.keep([place for place, done in enumerate(over) if not done], tokens_B)
+            stay = torch.tensor([place for place, done in enumerate(over) if not done], device=tokens_B.device)
+            batch.keep(stay)
+            tokens_B = tokens_B[stay]
         batch.feed(model, tokens_B)
     return result
 
@@ -132,14 +134,12 @@ class Batch:
         """One more token for every sequence."""
         self._read(model, tokens_B[:, None])
 
-    def keep(self, places: Sequence[int], tokens_B: Tensor) -> Tensor:
-        """Only the sequences at these places stay, in this order; returns their tokens."""
-        stay = torch.tensor(places, device=tokens_B.device)
-        self.rows = [self.rows[place] for place in places]
+    def keep(self, stay: Tensor) -> None:
+        """Only the sequences at these places stay, in this order."""
+        self.rows = [self.rows[place] for place in stay.tolist()]
         self.first_real_B, self.logits_BV = self.first_real_B[stay], self.logits_BV[stay]
         self.cache.keep(stay)
         self.memory = None if self.memory is None else self.memory.keep(stay)
-        return tokens_B[stay]
 
     def join(self, other: Self, num_new: int) -> Self:
         """Both, with room for `num_new` tokens more."""

@@ -114,8 +114,7 @@ class LanguageModel(nn.Module):
     """A decoder with a next-token head."""
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
-        if config.kind != "decoder":
-            raise ValueError(f"model.kind is {config.kind!r}; 'decoder' was expected")
+        config.require_kind("decoder")
         super().__init__()
         self.config = config
         self.decoder = Stack(config, dropout)
@@ -139,8 +138,7 @@ class ScalarModel(nn.Module):
     """A decoder with one number a token: a reward model's score (higher is better) or a value function."""
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
-        if config.kind != "decoder":
-            raise ValueError(f"model.kind is {config.kind!r}; 'decoder' was expected")
+        config.require_kind("decoder")
         super().__init__()
         self.config = config
         self.decoder = Stack(config, dropout)
