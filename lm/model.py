@@ -4,7 +4,7 @@ Shape letters: B batch, T query tokens, S key tokens, D model width, V vocabular
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -181,45 +181,55 @@ def initialise(model: nn.Module, seed: int) -> None:
     GPT-2's fixed 0.02 is 1/√D at a width of 2,500. On narrow models it leaves attention nearly uniform, and heads that
     copy from the context took more than three times as many steps to form (docs/log.md).
     """
+    model.load_state_dict(dict(draw_tensors(model, seed)), strict=False)
+
+
+def draw_tensors(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter's name and first value, as `initialise` gives it; only shapes are read."""
     generator = torch.Generator().manual_seed(seed)
     config = model.config
     assert isinstance(config, ModelConfig)
-    in_decoder = (3 if config.kind == "encoder-decoder" else 2) * config.num_layers
-    in_encoder = 2 * (config.num_encoder_layers or config.num_layers)
     for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            nn.init.ones_(parameter)
-        elif name.endswith(".bias"):
-            nn.init.zeros_(parameter)
-        elif name.startswith("score."):
-            initialise_score_head(parameter, generator)
-        else:
-            into_residual = name.endswith(("out.weight", "down.weight"))
-            branches = in_encoder if name.startswith("encoder.") else in_decoder
-            std = 1 / math.sqrt(parameter.shape[-1] * (branches if into_residual else 1))
-            nn.init.normal_(parameter, std=std, generator=generator)
+        yield name, draw_tensor(name, parameter.shape, config, generator)
 
 
-def initialise_score_head(weight: Tensor, generator: torch.Generator) -> None:
-    """N(0, 1/(D+1)): standard deviation 1/√(D+1) for width D (summarize-from-feedback, `query_response_model.py`)."""
-    nn.init.normal_(weight, std=1 / math.sqrt(weight.shape[-1] + 1), generator=generator)
+def draw_tensor(name: str, shape: Sequence[int], config: ModelConfig, generator: torch.Generator) -> Tensor:
+    """The first value of the parameter of this name; the table is in `initialise`."""
+    if name.endswith("norm.weight"):
+        return torch.ones(*shape)
+    if name.endswith(".bias"):
+        return torch.zeros(*shape)
+    if name.startswith("score."):  # summarize-from-feedback, `query_response_model.py`
+        std = 1 / math.sqrt(shape[-1] + 1)
+    else:
+        in_decoder = (3 if config.kind == "encoder-decoder" else 2) * config.num_layers
+        in_encoder = 2 * (config.num_encoder_layers or config.num_layers)
+        branches = in_encoder if name.startswith("encoder.") else in_decoder
+        into_residual = name.endswith(("out.weight", "down.weight"))
+        std = 1 / math.sqrt(shape[-1] * (branches if into_residual else 1))
+    return torch.empty(*shape).normal_(std=std, generator=generator)
 
 
 def freeze_all_but_last(model: nn.Module, num_blocks: int) -> None:
-    """Transfer learning: gradients reach a decoder's last `num_blocks` blocks, what follows them, and an untied head.
+    """Transfer learning: gradients reach the last `num_blocks` blocks, what follows them, and an untied head.
 
-    A tied head is the embedding, which lies before the blocks and is frozen with it.
+    An encoder-decoder's encoder lies before its decoder. A tied head is the embedding, which lies before all blocks
+    and is frozen with it.
     Errors: ValueError for more blocks than there are.
     """
-    config = model.config
-    assert isinstance(config, ModelConfig)
-    first = config.num_layers - num_blocks
-    if first < 0:
-        raise ValueError(f"{num_blocks} blocks are to be trained; the model has {config.num_layers}")
-    frozen = {"decoder.embedding", "decoder.positions", *(f"decoder.blocks.{layer}" for layer in range(first))}
-    for name, module in model.named_modules():
-        if name in frozen:
+    stacks = {name: stack for name, stack in model.named_modules() if isinstance(stack, Stack)}
+    blocks = [block for _, stack in sorted(stacks.items(), key=_depth) for block in stack.blocks]
+    if num_blocks > len(blocks):
+        raise ValueError(f"{num_blocks} blocks are to be trained; the model has {len(blocks)}")
+    before = [part for stack in stacks.values() for part in (stack.embedding, stack.positions, stack.token_types)]
+    embedding_norms = [stack.embedding_norm for stack in stacks.values()]
+    for module in [*before, *embedding_norms, *blocks[: len(blocks) - num_blocks]]:
+        if module is not None:
             module.requires_grad_(False)
+
+
+def _depth(named: tuple[str, Stack]) -> int:
+    return ("encoder", "decoder").index(named[0])
 
 
 def count_parameters(models: Sequence[nn.Module]) -> int:

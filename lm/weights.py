@@ -7,11 +7,11 @@ preference depends on, has no place there and is kept in config.json as `score_b
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -24,7 +24,8 @@ from lm.config import ModelConfig
 from lm.encoder import MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier
 from lm.encoder_decoder import EncoderDecoder
 from lm.families import FAMILIES, Family, Stored, expect, family_of
-from lm.model import LanguageModel, ScalarModel
+from lm.model import LanguageModel, ScalarModel, draw_tensor
+from lm.source import materialise, skeleton
 from lm.tokenizer import Tokenizer, read_json
 
 Weights = Mapping[str, Tensor]
@@ -101,31 +102,86 @@ def load_scalar_model(folder: Path, dropout: float = 0.0) -> ScalarModel:
 
 
 def load_model(folder: Path, kind: type[AnyModel], dropout: float = 0.0) -> AnyModel:
-    """The model of a directory, in fp32.
+    """The model of a directory, in fp32. Errors as for `ModelFolder`."""
+    return materialise(ModelFolder(folder, kind, dropout))
+
+
+@dataclass(frozen=True)
+class ModelFolder(Generic[AnyModel]):
+    """The model of a directory.
 
     Errors: ValueError naming the file, and the field or the names and shapes that do not fit.
     """
-    config, family, raw = read_config(folder, PURPOSES[kind])
-    build: Callable[..., AnyModel] = kind
-    labels = [_num_labels(raw)] if issubclass(kind, SequenceClassifier | TokenClassifier) else []
-    with torch.device("meta"):
-        model = build(config, *labels, dropout=dropout)
-    _fill(folder, family, model)
-    if isinstance(model, ScalarModel):
-        model.bias.fill_(float(raw.get("score_bias", 0.0)))
-    return model
+
+    folder: Path
+    kind: type[AnyModel]
+    dropout: float = 0.0
+
+    def build(self) -> AnyModel:
+        config, _, raw = read_config(self.folder, PURPOSES[self.kind])
+        build: Callable[..., AnyModel] = self.kind
+        labels = [_num_labels(raw)] if issubclass(self.kind, SequenceClassifier | TokenClassifier) else []
+        return build(config, *labels, dropout=self.dropout)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        _, family, raw = read_config(self.folder, PURPOSES[self.kind])
+        model = skeleton(self.build)
+        with open_checkpoint(self.folder, family, model) as checkpoint:
+            for ours, parameter in model.named_parameters():
+                yield ours, checkpoint.read(ours, parameter.shape)
+        for name, buffer in model.named_buffers():  # a score's bias is the only one
+            yield name, torch.full(buffer.shape, float(raw.get("score_bias", 0.0)))
+
+
+@dataclass(frozen=True)
+class NewHead(Generic[AnyModel]):
+    """The body of a directory's model under another head, whose weights are drawn unless the directory has them.
+
+    `head` makes the new model from the shape. Errors as for `ModelFolder`.
+    """
+
+    folder: Path
+    kind: type[Model]
+    head: Callable[[ModelConfig], AnyModel]
+    seed: int
+
+    def build(self) -> AnyModel:
+        return self.head(read_config(self.folder, PURPOSES[self.kind])[0])
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        config, family, _ = read_config(self.folder, PURPOSES[self.kind])
+        generator = torch.Generator().manual_seed(self.seed)
+        model = skeleton(self.build)
+        with open_checkpoint(self.folder, family, skeleton(ModelFolder(self.folder, self.kind).build)) as checkpoint:
+            for ours, parameter in model.named_parameters():
+                if checkpoint.holds(ours):
+                    yield ours, checkpoint.read(ours, parameter.shape)
+                else:
+                    yield ours, draw_tensor(ours, parameter.shape, config, generator)
+        for name, buffer in model.named_buffers():
+            yield name, torch.zeros(buffer.shape)
+
+
+def purpose_of(folder: Path) -> str:
+    """What the model of a directory is for: one of PURPOSES' values. Errors: ValueError naming file and field."""
+    path = folder / CONFIG
+    raw = read_json(path)
+    found = [
+        purpose
+        for family in FAMILIES
+        for purpose, name in family.classes.items()
+        if family.model_type == raw.get("model_type") and raw.get("architectures") == [name]
+    ]
+    if not found:
+        raise ValueError(
+            f"{path}: architectures is {raw.get('architectures')}, model_type {raw.get('model_type')!r}; a model of"
+            f" {', '.join(family.model_type for family in FAMILIES)} was expected"
+        )
+    return found[0]
 
 
 def _num_labels(raw: Mapping[str, Any]) -> int:
     return int(raw.get("num_labels") or len(raw.get("id2label", {})) or 2)  # the library's own default
-
-
-def load_backbone(folder: Path, model: ScalarModel) -> None:
-    """Give a scalar model the decoder of the language model in `folder`."""
-    source = load_language_model(folder)
-    if source.config != model.config:
-        raise ValueError(f"{folder}: its shape {source.config} is not the expected {model.config}")
-    model.decoder.load_state_dict(source.decoder.state_dict())
 
 
 class Checkpoint:
@@ -176,29 +232,51 @@ def _modern(name: str) -> str:
     return f"{module}.{_OLD_NAMES[kind]}" if kind in _OLD_NAMES and module else name
 
 
-def _fill(folder: Path, family: Family, model: Model) -> None:
-    """Give a model on the meta device its weights, one tensor at a time: memory for one copy and one tensor."""
-    shapes = {ours: list(parameter.shape) for ours, parameter in model.named_parameters()}  # tied tensors once
-    places: Mapping[str, Stored] = {ours: family.stored(model.config, ours) for ours in shapes}
+class Reader:
+    """A checkpoint's tensors under our names, read one at a time.
+
+    The published GPT-2 was saved without its head, and so without the prefix `transformer.` before each name.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, family: Family, model: nn.Module) -> None:
+        config = model.config
+        assert isinstance(config, ModelConfig)
+        shapes = {ours: list(parameter.shape) for ours, parameter in model.named_parameters()}  # tied tensors once
+        self._checkpoint, self._family, self._config = checkpoint, family, config
+        self._has_prefix = any(self._holds(family.stored(config, ours)) for ours in shapes)
+        _check_fit(checkpoint, {ours: self._place(ours) for ours in shapes}, shapes)
+
+    def holds(self, ours: str) -> bool:
+        return self._holds(self._place(ours))
+
+    def read(self, ours: str, shape: Sequence[int]) -> Tensor:
+        """One of our tensors in fp32, put together from its parts."""
+        whole, start, place = torch.empty(*shape), 0, self._place(ours)
+        for name in place.parts:
+            part = self._checkpoint.tensor(name)
+            part = (part.T if place.transposed else part)[place.rows_before :]
+            whole[start : start + len(part)] = part
+            start += len(part)
+        return whole
+
+    def _place(self, ours: str) -> Stored:
+        place = self._family.stored(self._config, ours)
+        if self._has_prefix:
+            return place
+        return replace(place, parts={name.removeprefix("transformer."): rows for name, rows in place.parts.items()})
+
+    def _holds(self, place: Stored) -> bool:
+        return place.parts.keys() <= self._checkpoint.names
+
+
+@contextmanager
+def open_checkpoint(folder: Path, family: Family, model: nn.Module) -> Iterator[Reader]:
+    """The weights of a directory, once they are known to be those of `model`, of which shapes alone are read.
+
+    Errors: ValueError naming the file, and the names and shapes that do not fit.
+    """
     with Checkpoint(folder) as checkpoint:
-        places = _without_prefix(places, checkpoint.names)
-        _check_fit(checkpoint, places, shapes)
-        state = {ours: _read(checkpoint, place, shapes[ours]) for ours, place in places.items()}
-    state |= {name: torch.zeros(buffer.shape) for name, buffer in model.named_buffers()}
-    model.load_state_dict(state, strict=False, assign=True)
-    if isinstance(model, LanguageModel | MaskedLanguageModel | EncoderDecoder):
-        model.tie()
-    assert not any(parameter.is_meta for parameter in model.parameters())
-
-
-def _without_prefix(places: Mapping[str, Stored], names: set[str]) -> Mapping[str, Stored]:
-    """The published GPT-2 was saved without its head, and so without the prefix `transformer.` before each name."""
-    if names & {name for place in places.values() for name in place.parts}:
-        return places
-    return {
-        ours: replace(place, parts={name.removeprefix("transformer."): rows for name, rows in place.parts.items()})
-        for ours, place in places.items()
-    }
+        yield Reader(checkpoint, family, model)
 
 
 def _check_fit(checkpoint: Checkpoint, places: Mapping[str, Stored], shapes: Mapping[str, list[int]]) -> None:
@@ -221,17 +299,6 @@ def _check_fit(checkpoint: Checkpoint, places: Mapping[str, Stored], shapes: Map
 def _part_shape(whole: list[int], rows: int | None, place: Stored) -> list[int]:
     shape = [(whole[0] if rows is None else rows) + place.rows_before, *whole[1:]]
     return shape[::-1] if place.transposed else shape
-
-
-def _read(checkpoint: Checkpoint, place: Stored, shape: list[int]) -> Tensor:
-    """One of our tensors in fp32, put together from its parts."""
-    whole, start = torch.empty(shape), 0
-    for name in place.parts:
-        part = checkpoint.tensor(name)
-        part = (part.T if place.transposed else part)[place.rows_before :]
-        whole[start : start + len(part)] = part
-        start += len(part)
-    return whole
 
 
 def _to_stored(family: Family, model: Model, weights: Weights) -> Iterator[tuple[str, Tensor]]:

@@ -3,7 +3,7 @@
 Shape letters: B responses, T tokens, R response tokens, C counted positions, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from lm.logprobs import token_logprobs
 from lm.model import LanguageModel, ScalarModel
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model, load_scalar_model, save_model
+from lm.weights import ModelFolder, load_language_model, load_scalar_model, save_model
 from ppo.algorithm import policy_loss, value_loss
 from ppo.config import PPOConfig
 from ppo.controller import ScoreScale
@@ -51,8 +51,8 @@ class ColocatedWorker:
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, parents: Parents, num_workers: int) -> None:
         self.config, self.parents = config, parents
         self.tokenizer = Tokenizer.load(parents.sft)
-        policy, value = load_language_model(parents.sft), load_scalar_model(parents.reward)
-        _to_reward_units(value, parents.scale)
+        policy = ModelFolder(parents.sft, LanguageModel)
+        value = InRewardUnits(ModelFolder(parents.reward, ScalarModel), parents.scale)
         micro = config.minibatch.micro_batch_size
         self.policy: Engine[LanguageModel] = Engine(
             policy, config.policy_optimizer, engine_config, world_size=num_workers, micro_batch=micro
@@ -231,11 +231,24 @@ class ColocatedWorker:
         self.value.close()
 
 
-def _to_reward_units(value: ScalarModel, scale: ScoreScale) -> None:
+@dataclass(frozen=True)
+class InRewardUnits:
     """The value function starts as the reward model; its predictions must be in the rewards' units."""
-    with torch.no_grad():
-        value.score.weight /= scale.std
-        value.bias.copy_((value.bias - scale.mean) / scale.std)
+
+    reward_model: ModelFolder[ScalarModel]
+    scale: ScoreScale
+
+    def build(self) -> ScalarModel:
+        return self.reward_model.build()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.reward_model.tensors():
+            if name == "score.weight":
+                yield name, tensor / self.scale.std
+            elif name == "bias":
+                yield name, (tensor - self.scale.mean) / self.scale.std
+            else:
+                yield name, tensor
 
 
 def _add(shares: dict[str, float], sums: Mapping[str, Tensor], count: int) -> None:

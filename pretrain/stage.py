@@ -15,9 +15,10 @@ from pydantic import Field, model_validator
 
 from lm.config import ModelConfig
 from lm.hub import model_directory
-from lm.model import LanguageModel, count_parameters, initialise
+from lm.model import LanguageModel, count_parameters
+from lm.source import Fresh, ModelSource, skeleton
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model, save_model
+from lm.weights import ModelFolder, save_model
 from training.config import TrainingConfig
 from training.data import DataConfig, read_texts
 from training.loop import LoopConfig, TrainingLoop
@@ -64,12 +65,8 @@ def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig
             f"model.vocab_size is {model_config.vocab_size}; the tokenizer in {tokenizer_folder} has"
             f" {tokenizer.vocab_size} tokens"
         )
-    if config.init_from:
-        model = load_language_model(model_directory(config.init_from), config.dropout)
-    else:
-        model = LanguageModel(model_config, config.dropout)
-        initialise(model, derive_seed(context.seed, "pretrain", "weights"))
-    engine = build_engine(context, model, config)
+    source = model_source(context, config, model_config)
+    engine = build_engine(context, source, config)
     if engine.is_main:
         write_streams(context.folder / "data", config, tokenizer)
     engine.barrier()
@@ -80,12 +77,12 @@ def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig
     figures = loop.run()
     weights = engine.full_weights()
     if engine.is_main:
-        save_model(context.model_folder, model, weights, tokenizer)
+        save_model(context.model_folder, engine.module, weights, tokenizer)
         context.write_results(
             {
                 "heldout_loss": figures["loss"],
                 "heldout_bits_per_byte": bits_per_byte(figures["loss"], tokenizer, heldout),
-                "num_parameters": count_parameters([model]),
+                "num_parameters": count_parameters([skeleton(source.build)]),
                 "vocab_size": tokenizer.vocab_size,
                 "train_tokens": int(rows.size),
                 "trained_tokens": config.num_steps * config.batch.batch_size * config.row_tokens,
@@ -93,6 +90,16 @@ def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig
         )
     engine.barrier()
     engine.close()
+
+
+def model_source(
+    context: StageContext, config: PretrainConfig, model_config: ModelConfig
+) -> ModelSource[LanguageModel]:
+    """The model of `init_from`, or a fresh one."""
+    if config.init_from:
+        return ModelFolder(model_directory(config.init_from), LanguageModel, config.dropout)
+    seed = derive_seed(context.seed, "pretrain", "weights")
+    return Fresh(lambda: LanguageModel(model_config, config.dropout), seed)
 
 
 def prepare_tokenizer(config: PretrainConfig, vocab_size: int, folder: Path) -> None:

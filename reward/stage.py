@@ -11,9 +11,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from lm.model import ScalarModel, initialise_score_head
+from lm.model import LanguageModel, ScalarModel
 from lm.tokenizer import Tokenizer
-from lm.weights import load_backbone, load_language_model, load_scalar_model, save_model
+from lm.weights import NewHead, load_scalar_model, read_config, save_model
 from preferences.agreement import accuracy_against
 from preferences.records import Ranking
 from preferences.splits import split_rankings
@@ -76,26 +76,24 @@ def run(context: StageContext, config: RewardConfig, sft: Path) -> None:
     Errors: ValueError naming file, line and field for rankings that cannot be used.
     """
     tokenizer = Tokenizer.load(sft)
-    backbone = load_language_model(sft).config
+    shape = read_config(sft, "language")[0]
     train, heldout = split_rankings(read_rankings(config.rankings), config.heldout_share, context.seed)
     if not train or not heldout:
         raise ValueError(
             f"reward.heldout_share {config.heldout_share} splits the rankings of {config.rankings.source} into"
             f" {len(train)} for training and {len(heldout)} held out; both need at least one"
         )
-    comparisons = [encode_rankings(tokenizer, part, backbone.context_tokens) for part in (train, heldout)]
-    model = ScalarModel(backbone, config.dropout)
-    load_backbone(sft, model)
+    comparisons = [encode_rankings(tokenizer, part, shape.context_tokens) for part in (train, heldout)]
     head_seed = derive_seed(context.seed, "reward", "head")
-    initialise_score_head(model.score.weight, torch.Generator().manual_seed(head_seed))
-    engine = build_engine(context, model, config)
+    source = NewHead(sft, LanguageModel, lambda shape: ScalarModel(shape, config.dropout), head_seed)
+    engine = build_engine(context, source, config)
     objectives = [RankingObjective(part, tokenizer.pad_id) for part in comparisons]
     num_steps = max(1, round(config.num_epochs * len(comparisons[0]) / config.batch.batch_size))
     loop_config = LoopConfig.of("reward", context.seed, num_steps, config)
     TrainingLoop(engine, loop_config, objectives[0], objectives[1], context.folder).run()
     weights = engine.full_weights()
     if engine.is_main:
-        save_model(context.model_folder, model, weights, tokenizer)
+        save_model(context.model_folder, engine.module, weights, tokenizer)
         finish(context, config, tokenizer, heldout, comparisons)
     engine.barrier()
     engine.close()

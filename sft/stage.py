@@ -9,8 +9,9 @@ from pathlib import Path
 
 from pydantic import Field
 
+from lm.model import LanguageModel
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model, save_model
+from lm.weights import ModelFolder, save_model
 from training.config import TrainingConfig
 from training.data import DataConfig, read_conversations
 from training.loop import LoopConfig, TrainingLoop
@@ -37,16 +38,15 @@ def run(context: StageContext, config: SFTConfig, pretrained: Path) -> None:
     tokenizer = Tokenizer.load(pretrained).with_template(config.chat_template)
     rows = pack_conversations(tokenizer, config.demonstrations, config.row_tokens)
     heldout = pack_conversations(tokenizer, config.heldout, config.row_tokens)
-    model = load_language_model(pretrained, config.dropout)
     num_steps = max(1, round(config.num_epochs * len(rows) / config.batch.batch_size))
-    engine = build_engine(context, model, config)
+    engine = build_engine(context, ModelFolder(pretrained, LanguageModel, config.dropout), config)
     loop_config = LoopConfig.of("sft", context.seed, num_steps, config)
     loop = TrainingLoop(engine, loop_config, PackedObjective(rows), PackedObjective(heldout), context.folder)
     before = loop.evaluate()
     figures = loop.run()
     weights = engine.full_weights()
     if engine.is_main:
-        save_model(context.model_folder, model, weights, tokenizer)
+        save_model(context.model_folder, engine.module, weights, tokenizer)
         context.write_results(
             {
                 "heldout_loss": figures["loss"],

@@ -8,7 +8,7 @@ import gc
 import math
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +19,7 @@ from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 
 from lm.model import freeze_all_but_last
+from lm.source import ModelSource, materialise
 from training.config import EngineConfig, OptimizerConfig
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -28,22 +29,33 @@ class Engine(Generic[AnyModule]):
     """A model under training on this rank and its peers.
 
     The environment names the ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without it the world has one.
-    A second engine in the same process, such as PPO's value function, shares the process group.
+    A second engine in the same process, such as PPO's value function, shares the process group. Under ZeRO-3 the
+    model's tensors go to their shards one by one as the source gives them, and no rank ever holds them all.
     """
 
     def __init__(
-        self, model: AnyModule, optimizer: OptimizerConfig, config: EngineConfig, *, world_size: int, micro_batch: int
+        self,
+        source: ModelSource[AnyModule],
+        optimizer: OptimizerConfig,
+        config: EngineConfig,
+        *,
+        world_size: int,
+        micro_batch: int,
     ) -> None:
         self.config, self.optimizer_config = config, optimizer
         optimizer.check_sharding(config)
-        if optimizer.trained_layers is not None:
-            freeze_all_but_last(model, optimizer.trained_layers)
         self._accelerator = _make_accelerator(config, optimizer.max_grad_norm, micro_batch)
         # Accelerate falls back to separate worlds, or drops DeepSpeed, without a word.
         found = self._accelerator.num_processes
         assert found == world_size, f"the process group has {found} ranks where {world_size} were started"
         self.rank, self.world_size = self._accelerator.process_index, world_size
         self.device = self._accelerator.device
+        if config.zero_stage == 3:
+            model = materialise_sharded(source, _deepspeed_config(config, optimizer.max_grad_norm, micro_batch))
+        else:
+            model = materialise(source)
+        if optimizer.trained_layers is not None:
+            freeze_all_but_last(model, optimizer.trained_layers)
         self.module = model
         self.model, *self._optimizers = self._accelerator.prepare(
             model, *_make_optimizers(model, optimizer, self.device)
@@ -164,6 +176,22 @@ class Engine(Generic[AnyModule]):
         gc.collect()
 
 
+@torch.no_grad()
+def materialise_sharded(source: ModelSource[AnyModule], deepspeed_config: Mapping[str, Any]) -> AnyModule:
+    """The model in ZeRO-3's shards; a collective call. A rank holds its shards and one whole tensor at a time."""
+    from deepspeed import zero
+
+    with zero.Init(config_dict_or_path=dict(deepspeed_config)):
+        model = source.build()
+    holders = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in source.tensors():
+        holder = holders.pop(name)
+        with zero.GatheredParameters([holder], modifier_rank=0):
+            holder.copy_(tensor)
+    assert not holders, f"the source of a {type(model).__name__} has no {sorted(holders)}"
+    return model
+
+
 def _make_accelerator(config: EngineConfig, max_grad_norm: float, micro_batch: int) -> Accelerator:
     on_cpu = not torch.cuda.is_available()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = str(config.zero_stage > 0).lower()
@@ -224,11 +252,16 @@ def _make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.de
 
 def _make_adamw(parameters: list[nn.Parameter], config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
     """Weight decay on matrices only: norms and biases have no scale to shrink."""
-    matrices = [p for p in parameters if p.dim() > 1]
-    vectors = [p for p in parameters if p.dim() <= 1]
+    matrices = [p for p in parameters if _is_matrix(p)]
+    vectors = [p for p in parameters if not _is_matrix(p)]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}]
     if vectors:
         groups.append({"params": vectors, "weight_decay": 0.0})
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=device.type in ("cpu", "cuda")
     )
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    """Under ZeRO-3 a parameter is a flat shard, which remembers its shape."""
+    return len(getattr(parameter, "ds_shape", parameter.shape)) > 1

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from lm.source import ModelSource
 from training.config import EngineConfig, TrainingConfig
 from training.engine import Engine
 
@@ -32,10 +33,10 @@ class StageContext:
         write_json(self.folder / "results.json", results)
 
 
-def build_engine(context: StageContext, model: AnyModule, config: TrainingConfig) -> Engine[AnyModule]:
+def build_engine(context: StageContext, source: ModelSource[AnyModule], config: TrainingConfig) -> Engine[AnyModule]:
     """This rank's engine for a stage that trains one model."""
     micro_batch = config.batch.micro_batch_size
-    return Engine(model, config.optimizer, context.engine, world_size=context.num_workers, micro_batch=micro_batch)
+    return Engine(source, config.optimizer, context.engine, world_size=context.num_workers, micro_batch=micro_batch)
 
 
 def write_json(path: Path, value: Any) -> None:

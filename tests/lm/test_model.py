@@ -12,8 +12,8 @@ from lm.model import (
     LanguageModel,
     ScalarModel,
     count_parameters,
+    draw_tensor,
     initialise,
-    initialise_score_head,
     segment_positions,
 )
 
@@ -103,8 +103,10 @@ def test_initialisation_table(mlp: str) -> None:
 
 
 def test_score_head_deviation() -> None:
-    weight = torch.empty(1, 4000)
-    initialise_score_head(weight, torch.Generator().manual_seed(5))
+    config = ModelConfig(
+        vocab_size=8, context_tokens=2, width=4000, num_layers=1, num_heads=1, num_kv_heads=1, mlp_width=8
+    )
+    weight = draw_tensor("score.weight", (1, 4000), config, torch.Generator().manual_seed(5))
     assert float(weight.std()) == pytest.approx(1 / math.sqrt(4001), rel=0.06)
 
 

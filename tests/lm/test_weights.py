@@ -10,9 +10,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from lm.config import ModelConfig
-from lm.model import LanguageModel, ScalarModel, initialise
+from lm.model import LanguageModel, ScalarModel, draw_tensor, initialise
+from lm.source import materialise
 from lm.tokenizer import Tokenizer
-from lm.weights import load_backbone, load_language_model, load_scalar_model, save_model
+from lm.weights import NewHead, load_language_model, load_scalar_model, save_model
 
 TOKENS = torch.randint(2, 288, (3, 11), generator=torch.Generator().manual_seed(0))
 
@@ -98,13 +99,13 @@ def test_a_scalar_model_is_a_sequence_classifier_and_a_bias(tokenizer: Tokenizer
 
 
 @torch.no_grad()
-def test_backbone_comes_from_the_language_model(model_folder: Path, tiny_config: ModelConfig) -> None:
-    scalar = ScalarModel(tiny_config).eval()
-    load_backbone(model_folder, scalar)
-    source = load_language_model(model_folder).eval()
-    assert torch.equal(scalar.decoder.hidden(TOKENS, None), source.decoder.hidden(TOKENS, None))
-    with pytest.raises(ValueError, match=r"is not the expected"):
-        load_backbone(model_folder, ScalarModel(tiny_config.model_copy(update={"width": 32})))
+def test_a_new_head_sits_on_the_language_models_body(model_folder: Path) -> None:
+    source = NewHead(model_folder, LanguageModel, ScalarModel, seed=5)
+    scalar, language = materialise(source).eval(), load_language_model(model_folder).eval()
+    assert torch.equal(scalar.decoder.hidden(TOKENS, None), language.decoder.hidden(TOKENS, None))
+    drawn = draw_tensor("score.weight", (1, 16), language.config, torch.Generator().manual_seed(5))
+    assert torch.equal(scalar.score.weight, drawn)
+    assert float(scalar.bias) == 0
 
 
 @pytest.fixture

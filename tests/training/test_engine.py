@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lm.config import ModelConfig
-from lm.model import LanguageModel, initialise
+from lm.model import LanguageModel
+from lm.source import Fresh, materialise
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.objectives import PackedObjective
@@ -23,10 +24,12 @@ OPTIMIZER = OptimizerConfig(
 )
 
 
+def fresh(config: ModelConfig) -> Fresh[LanguageModel]:
+    return Fresh(lambda: LanguageModel(config), seed=1)
+
+
 def build(config: ModelConfig) -> LanguageModel:
-    model = LanguageModel(config)
-    initialise(model, 1)
-    return model
+    return materialise(fresh(config))
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,7 @@ def ragged() -> PackedObjective:
 
 @pytest.fixture
 def engine(tiny_config: ModelConfig) -> Iterator[Engine[LanguageModel]]:
-    engine = Engine(build(tiny_config), OPTIMIZER, ONE_RANK, world_size=1, micro_batch=1)
+    engine = Engine(fresh(tiny_config), OPTIMIZER, ONE_RANK, world_size=1, micro_batch=1)
     yield engine
     engine.close()
 
@@ -119,7 +122,7 @@ MUON = OPTIMIZER.model_copy(update={"kind": "muon"})
 
 @pytest.fixture
 def muon(tiny_config: ModelConfig) -> Iterator[Engine[LanguageModel]]:
-    engine = Engine(build(tiny_config), MUON, ONE_RANK, world_size=1, micro_batch=1)
+    engine = Engine(fresh(tiny_config), MUON, ONE_RANK, world_size=1, micro_batch=1)
     yield engine
     engine.close()
 
@@ -174,7 +177,7 @@ def test_muon_continues_bit_for_bit(muon: Engine[LanguageModel], ragged: PackedO
 
 def test_muon_is_refused_where_matrices_are_cut_up(tiny_config: ModelConfig) -> None:
     with pytest.raises(ValueError, match=r"optimizer kind 'muon' needs whole matrices, which ZeRO 2 cuts up"):
-        Engine(build(tiny_config), MUON, EngineConfig(precision="fp32", zero_stage=2), world_size=1, micro_batch=1)
+        Engine(fresh(tiny_config), MUON, EngineConfig(precision="fp32", zero_stage=2), world_size=1, micro_batch=1)
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
@@ -225,17 +228,17 @@ def test_a_gradient_that_is_not_finite_stops_before_a_weight_changes(engine: Eng
 
 def test_a_wrong_world_size_is_noticed(tiny_config: ModelConfig) -> None:
     with pytest.raises(AssertionError, match=r"the process group has 1 ranks where 3 were started"):
-        Engine(build(tiny_config), OPTIMIZER, ONE_RANK, world_size=3, micro_batch=1)
+        Engine(fresh(tiny_config), OPTIMIZER, ONE_RANK, world_size=3, micro_batch=1)
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 2])
 def test_only_the_last_blocks_and_what_follows_them_move(
     tiny_config: ModelConfig, ragged: PackedObjective, num_blocks: int
 ) -> None:
-    model = build(tiny_config.model_copy(update={"tie_embeddings": False}))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    source = fresh(tiny_config.model_copy(update={"tie_embeddings": False}))
+    before = dict(source.tensors())
     optimizer = OPTIMIZER.model_copy(update={"trained_layers": num_blocks})
-    engine = Engine(model, optimizer, ONE_RANK, world_size=1, micro_batch=1)
+    engine = Engine(source, optimizer, ONE_RANK, world_size=1, micro_batch=1)
     accumulate(engine, ragged, micro=2)
     engine.step()
     moved = {name for name, tensor in engine.full_weights().items() if not torch.equal(tensor, before[name])}
@@ -247,4 +250,4 @@ def test_only_the_last_blocks_and_what_follows_them_move(
 def test_more_blocks_than_there_are_are_refused(tiny_config: ModelConfig) -> None:
     optimizer = OPTIMIZER.model_copy(update={"trained_layers": 3})
     with pytest.raises(ValueError, match="3 blocks are to be trained; the model has 2"):
-        Engine(build(tiny_config), optimizer, ONE_RANK, world_size=1, micro_batch=1)
+        Engine(fresh(tiny_config), optimizer, ONE_RANK, world_size=1, micro_batch=1)

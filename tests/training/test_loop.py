@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lm.config import ModelConfig
-from lm.model import LanguageModel, initialise
+from lm.model import LanguageModel
+from lm.source import Fresh, materialise
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
@@ -41,10 +42,9 @@ class Mortal(StreamObjective):
 
 def run(folder: Path, config: ModelConfig, *, passes: int = -1, keep: int = 1) -> dict[str, Tensor]:
     """Two micro-batches a step, dropout on."""
-    model = LanguageModel(config, dropout=0.3)
-    initialise(model, 4)
+    source = Fresh(lambda: LanguageModel(config, dropout=0.3), seed=4)
     engine_config = EngineConfig(precision="fp32", trackers=(), keep_checkpoints=keep)
-    engine = Engine(model, OPTIMIZER, engine_config, world_size=1, micro_batch=2)
+    engine = Engine(source, OPTIMIZER, engine_config, world_size=1, micro_batch=2)
     rows = np.random.default_rng(0).integers(0, 288, (10, 9)).astype(np.int32)
     loop_config = LoopConfig("test", 17, NUM_STEPS, BatchConfig(batch_size=4, micro_batch_size=2), SAVE_EVERY, 2)
     loop = TrainingLoop(engine, loop_config, Mortal(rows[:7], passes), StreamObjective(rows[7:]), folder)
@@ -112,14 +112,13 @@ def test_the_log_holds_every_step_and_the_schedule(
 def test_heldout_loss_is_the_mean_over_all_rows_whatever_the_micro_batch(
     tmp_path: Path, tiny_config: ModelConfig
 ) -> None:
-    model = LanguageModel(tiny_config, dropout=0.3)
-    initialise(model, 4)
+    source = Fresh(lambda: LanguageModel(tiny_config, dropout=0.3), seed=4)
     rows = np.random.default_rng(1).integers(0, 288, (5, 9)).astype(np.int32)
     tokens = torch.from_numpy(rows.astype(np.int64))
     with torch.no_grad():
-        logprobs = torch.log_softmax(model.eval()(tokens[:, :-1]).double(), dim=-1)
+        logprobs = torch.log_softmax(materialise(source).eval()(tokens[:, :-1]).double(), dim=-1)
     expected = -float(logprobs.gather(-1, tokens[:, 1:, None]).mean())
-    engine = Engine(model, OPTIMIZER, EngineConfig(precision="fp32", trackers=()), world_size=1, micro_batch=2)
+    engine = Engine(source, OPTIMIZER, EngineConfig(precision="fp32", trackers=()), world_size=1, micro_batch=2)
     for micro in (1, 2, 4):
         loop_config = LoopConfig("test", 17, 1, BatchConfig(batch_size=4, micro_batch_size=micro), 1, 1)
         loop = TrainingLoop(engine, loop_config, StreamObjective(rows), StreamObjective(rows), tmp_path)

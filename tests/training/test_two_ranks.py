@@ -5,9 +5,8 @@ starting DeepSpeed is what takes long.
 """
 
 import os
-import socket
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ import pytest
 import torch
 
 from lm.config import ModelConfig
-from lm.model import LanguageModel, initialise
+from lm.model import LanguageModel
+from lm.source import Fresh
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
@@ -54,11 +54,10 @@ def objective(seed: int, num_sequences: int) -> PackedObjective:
 def train(
     folder: Path, zero_stage: int, trained_layers: int | None, world_size: int, micro_batch: int
 ) -> dict[str, Any]:
-    model = LanguageModel(CONFIG)
-    initialise(model, 3)
+    source = Fresh(lambda: LanguageModel(CONFIG), seed=3)
     engine_config = EngineConfig(precision="fp32", zero_stage=zero_stage, trackers=())
     optimizer = OPTIMIZER.model_copy(update={"trained_layers": trained_layers})
-    engine = Engine(model, optimizer, engine_config, world_size=world_size, micro_batch=micro_batch)
+    engine = Engine(source, optimizer, engine_config, world_size=world_size, micro_batch=micro_batch)
     batch = BatchConfig(batch_size=4, micro_batch_size=micro_batch)
     loop_config = LoopConfig("test", 5, NUM_STEPS, batch, save_every_steps=2, evaluate_every_steps=2)
     # With 3 held-out rows the last rank runs out of rows and repeats one that must not count.
@@ -83,30 +82,9 @@ def rank_program(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[..., None]) -> Path:
     folder = tmp_path_factory.mktemp("two_ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    root = str(Path(__file__).parents[2])
-    processes = []
-    for rank in range(2):
-        environment = {
-            **os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        }  # fmt: skip
-        with (folder / f"rank-{rank}.log").open("w") as log:
-            command = [sys.executable, __file__, str(folder)]
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        # DeepSpeed's first run on a machine compiles its shared-memory operator, which takes two minutes.
-        codes = [process.wait(timeout=480) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    logs = [(folder / f"rank-{rank}.log").read_text()[-3000:] for rank in range(2)]
-    assert codes == [0, 0], "\n".join(logs)
+    start_two_ranks(__file__, folder)
     return folder
 
 

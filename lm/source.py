@@ -1,0 +1,66 @@
+"""A model before it is held: its modules, and its tensors one at a time.
+
+What takes a source puts each tensor where it belongs and lets go of it, so that no second copy of a model is ever in
+memory, and none at all on a rank that keeps a shard of each tensor.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lm.model import draw_tensors
+
+AnyModel = TypeVar("AnyModel", bound=nn.Module)
+AnyModel_co = TypeVar("AnyModel_co", bound=nn.Module, covariant=True)
+
+
+class ModelSource(Protocol[AnyModel_co]):
+    """Where a model comes from: a folder, a seed."""
+
+    @property
+    def build(self) -> Callable[[], AnyModel_co]:
+        """Makes the modules, on the device in force; their values mean nothing."""
+        ...
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and fp32 value of every parameter (tied ones once, as `named_parameters` names them) and buffer.
+
+        Errors: ValueError before the first for a file that does not fit.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Fresh(Generic[AnyModel]):
+    """A model whose weights are drawn from `seed` by the table of `lm.model.initialise`; buffers are 0."""
+
+    build: Callable[[], AnyModel]
+    seed: int
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        model = skeleton(self.build)
+        yield from draw_tensors(model, self.seed)
+        for name, buffer in model.named_buffers():
+            yield name, torch.zeros(buffer.shape)
+
+
+def skeleton(build: Callable[[], AnyModel]) -> AnyModel:
+    """A model of shapes alone, on the meta device."""
+    with torch.device("meta"):
+        return build()
+
+
+def materialise(source: ModelSource[AnyModel]) -> AnyModel:
+    """The whole model, in fp32 on the CPU: memory for one copy and one tensor."""
+    model = skeleton(source.build)
+    model.load_state_dict(dict(source.tensors()), strict=False, assign=True)
+    tie = getattr(model, "tie", None)
+    if tie is not None:
+        tie()
+    held = [*model.named_parameters(), *model.named_buffers()]
+    missing = [name for name, tensor in held if tensor.is_meta]
+    assert not missing, f"the source of a {type(model).__name__} has no {missing}"
+    return model

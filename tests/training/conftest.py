@@ -1,0 +1,45 @@
+"""Two gloo ranks as two processes."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# DeepSpeed's first run on a machine compiles its shared-memory operator, which takes two minutes.
+LIMIT_SECONDS = 480
+
+StartRanks = Callable[..., None]
+
+
+@pytest.fixture(scope="session")
+def start_two_ranks() -> StartRanks:
+    """Runs `python PROGRAM FOLDER` as two ranks, to their end; a rank's output is in FOLDER/rank-N.log."""
+
+    def start(program: str, folder: Path, **variables: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        shared = {
+            **os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            **variables,
+        }  # fmt: skip
+        processes = []
+        for rank in ("0", "1"):
+            with (folder / f"rank-{rank}.log").open("w") as log:
+                command = [sys.executable, program, str(folder)]
+                environment = {**shared, "RANK": rank, "LOCAL_RANK": rank}
+                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        try:
+            codes = [process.wait(timeout=LIMIT_SECONDS) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        logs = [(folder / f"rank-{rank}.log").read_text()[-3000:] for rank in range(2)]
+        assert codes == [0, 0], "\n".join(logs)
+
+    return start

@@ -1,0 +1,115 @@
+"""Under ZeRO-3 a directory's weights go to the shards one tensor at a time: no rank ever holds them all.
+
+This file is also the ranks' program: `python test_sharded_loading.py FOLDER`.
+"""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from lm.config import ModelConfig
+from lm.model import LanguageModel
+from lm.source import Fresh, materialise
+from lm.tokenizer import Tokenizer
+from lm.weights import ModelFolder, save_model
+from training.config import EngineConfig, OptimizerConfig
+from training.engine import Engine
+
+CONFIG = ModelConfig(
+    vocab_size=512,
+    context_tokens=16,
+    width=512,
+    num_layers=16,
+    num_heads=8,
+    num_kv_heads=8,
+    mlp_width=1024,
+    mlp="relu2",
+)
+MEGABYTE = 2**20
+Result = TypeVar("Result")
+
+
+def private_bytes() -> int:
+    """Memory of this process alone: pages of a mapped file, which the system may drop, are not in it."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+
+def peak_growth(work: Callable[[], Result]) -> tuple[Result, int]:
+    """What the work returns, and by how many bytes this process grew at most while it ran."""
+    before, over = private_bytes(), threading.Event()
+    seen = [before]
+
+    def watch() -> None:
+        while not over.wait(0.001):
+            seen.append(private_bytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    result = work()
+    seen.append(private_bytes())
+    over.set()
+    thread.join()
+    return result, max(seen) - before
+
+
+def rank_program(folder: Path) -> None:
+    rank, source = int(os.environ["RANK"]), ModelFolder(folder / "model", LanguageModel)
+    optimizer = OptimizerConfig(learning_rate=0.01, schedule="constant")
+    config = EngineConfig(precision="fp32", zero_stage=3, trackers=())
+    # DeepSpeed itself takes memory when it is first used; a model of no size to speak of pays for that.
+    small = CONFIG.model_copy(update={"width": 16, "num_layers": 1, "mlp_width": 8, "head_dim": 2})
+    Engine(Fresh(lambda: LanguageModel(small), 0), optimizer, config, world_size=2, micro_batch=1).close()
+    from training import engine as engines
+
+    sharded, loading = None, engines.materialise_sharded
+
+    def watched(*arguments: Any) -> Any:
+        nonlocal sharded
+        model, sharded = peak_growth(lambda: loading(*arguments))
+        return model
+
+    engines.materialise_sharded = watched  # type: ignore[assignment]
+    engine = Engine(source, optimizer, config, world_size=2, micro_batch=1)
+    weights = engine.full_weights()
+    engine.close()
+    model, whole = peak_growth(lambda: materialise(source))
+    same = all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    (folder / f"rank-{rank}.json").write_text(json.dumps({"sharded": sharded, "whole": whole, "same": same}))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def figures(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, start_two_ranks: Callable[..., None]
+) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("sharded")
+    model = materialise(Fresh(lambda: LanguageModel(CONFIG), seed=1))
+    save_model(folder / "model", model, model.state_dict(), tokenizer, max_shard="40MB")
+    # Freed memory goes back to the system at once, so that what is measured is what is held.
+    start_two_ranks(__file__, folder, MALLOC_MMAP_THRESHOLD_="65536")
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_a_rank_holds_its_shards_and_one_tensor(figures: list[dict[str, Any]]) -> None:
+    tensors = [tensor.numel() * 4 for _, tensor in Fresh(lambda: LanguageModel(CONFIG), 1).tensors()]
+    whole = sum(tensors)
+    assert whole > 120 * MEGABYTE
+    for rank in figures:
+        assert rank["whole"] > 0.95 * whole  # so the measure tells a whole copy when it sees one
+        assert rank["sharded"] < whole / 2 + 4 * max(tensors) < 0.6 * whole
+
+
+def test_the_shards_hold_the_files_weights(figures: list[dict[str, Any]]) -> None:
+    assert [rank["same"] for rank in figures] == [True, True]
+
+
+if __name__ == "__main__":
+    rank_program(Path(sys.argv[1]))
