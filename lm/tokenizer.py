@@ -1,4 +1,4 @@
-"""Byte-level BPE and the chat template: text to tokens and back."""
+"""Vocabularies and chat templates: text to tokens and back."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import jinja2.sandbox
 from tokenizers import Tokenizer as BPE
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-PAD, END = "<|pad|>", "<|end|>"
+PAD, END, MASK = "<|pad|>", "<|end|>", "<|mask|>"
 ROLES = ("system", "user", "assistant")
 SPECIAL_TOKENS = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
 
@@ -19,15 +19,18 @@ CHAT_TEMPLATES = {
     # Every turn opens with its role's token and closes with the end token. After the space the first word is the token
     # that it is in running text, so a response may begin with a word that is copied from its prompt.
     "chat": (
-        "{% for message in messages %}<|{{ message.role }}|> {{ message.content }}<|end|>{% endfor %}"
+        "{% for message in messages %}<|{{ message.role }}|> {{ message.content }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     ),
     # The response continues the prompt's sentence; there are no roles to see.
     "continuation": (
         "{% for message in messages %}"
-        "{% if message.role == 'assistant' %} {{ message.content }}<|end|>{% else %}{{ message.content }}{% endif %}"
+        "{% if message.role == 'assistant' %} {% endif %}{{ message.content }}"
+        "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}"
         "{% endfor %}"
     ),
+    # Texts alone, each closed by the end token: what BERT and BART read.
+    "plain": "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}",
 }
 
 Messages = Sequence[Mapping[str, str]]
@@ -38,15 +41,18 @@ _GUARDED = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 
 
 class Tokenizer:
-    """A byte-level BPE vocabulary with a padding token, an end token and a chat template.
+    """A vocabulary with a padding token, an end token and a chat template.
 
+    `start` and `mask` are "" where the vocabulary has none: a start token opens what an encoder reads (the end token
+    stands in for it), a mask token hides a word from it.
     Errors: ValueError where padding and end are the same token (training would never learn to stop) or missing.
     """
 
-    def __init__(self, bpe: BPE, *, pad: str, end: str, chat_template: str) -> None:
+    def __init__(self, bpe: BPE, *, pad: str, end: str, chat_template: str, start: str = "", mask: str = "") -> None:
         self._bpe = bpe
-        self.pad, self.end, self.chat_template = pad, end, chat_template
+        self.pad, self.end, self.start, self.mask, self.chat_template = pad, end, start, mask, chat_template
         self.pad_id, self.end_id = self._id(pad, "pad_token"), self._id(end, "eos_token")
+        self.start_id = self._id(start, "bos_token") if start else self.end_id
         if self.pad_id == self.end_id:
             raise ValueError(
                 f"tokenizer: pad_token and eos_token are both {pad!r} (id {self.pad_id}); they must differ,"
@@ -59,10 +65,20 @@ class Tokenizer:
             raise ValueError(f"tokenizer: {field} {token!r} is not in the vocabulary")
         return int(token_id)
 
+    @property
+    def mask_id(self) -> int:
+        """Errors: ValueError for a vocabulary without a mask token."""
+        if not self.mask:
+            raise ValueError(
+                "tokenizer: mask_token is missing; a vocabulary with one was expected, to hide words by it"
+            )
+        return self._id(self.mask, "mask_token")
+
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int, chat_template: str) -> Self:
-        """Learn the merges from `texts`; `chat_template` is a name of CHAT_TEMPLATES or a Jinja template."""
-        smallest = 256 + len(SPECIAL_TOKENS)
+    def train(cls, texts: Iterable[str], vocab_size: int, chat_template: str, *, has_mask: bool = False) -> Self:
+        """Learn the merges of a byte-level BPE from `texts`; `chat_template` is a name of CHAT_TEMPLATES or Jinja."""
+        specials = [*SPECIAL_TOKENS, *([MASK] if has_mask else [])]
+        smallest = 256 + len(specials)
         if vocab_size < smallest:
             raise ValueError(f"vocab_size is {vocab_size}; bytes and special tokens alone need {smallest}")
         bpe = BPE(models.BPE())
@@ -70,12 +86,13 @@ class Tokenizer:
         bpe.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
-            special_tokens=SPECIAL_TOKENS,
+            special_tokens=specials,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
         bpe.train_from_iterator(texts, trainer)
-        return cls(bpe, pad=PAD, end=END, chat_template=CHAT_TEMPLATES.get(chat_template, chat_template))
+        template = CHAT_TEMPLATES.get(chat_template, chat_template)
+        return cls(bpe, pad=PAD, end=END, chat_template=template, mask=MASK if has_mask else "")
 
     @classmethod
     def load(cls, folder: Path, *, end: str = "", pad: str = "") -> Self:
@@ -89,13 +106,13 @@ class Tokenizer:
             if not path.is_file():
                 raise ValueError(f"{path}: no such file; a model directory with a tokenizer was expected")
         config = read_json(config_path)
-        named = {"pad_token": pad or config.get("pad_token"), "eos_token": end or config.get("eos_token")}
-        tokens: dict[str, str] = {}
-        for field, token in named.items():
-            text = token.get("content") if isinstance(token, dict) else token  # older files wrap it
-            if not isinstance(text, str):
-                raise ValueError(f"{config_path}: {field} is {token!r}; a token of the vocabulary was expected")
-            tokens[field] = text
+        names = {field: _content(config.get(field)) for field in _TOKEN_FIELDS}
+        names["pad_token"], names["eos_token"] = pad or names["pad_token"], end or names["eos_token"]
+        # BERT's separator ends a text, and the token of its classifier starts one.
+        names["eos_token"] = names["eos_token"] or names["sep_token"]
+        for field in ("pad_token", "eos_token"):
+            if not isinstance(names[field], str):
+                raise ValueError(f"{config_path}: {field} is {names[field]!r}; a token of the vocabulary was expected")
         template_path = folder / "chat_template.jinja"
         template = config.get("chat_template") or CHAT_TEMPLATES["chat"]
         if template_path.is_file():
@@ -103,7 +120,9 @@ class Tokenizer:
         if not isinstance(template, str):
             raise ValueError(f"{config_path}: chat_template is {type(template).__name__}; a string was expected")
         bpe = BPE.from_file(str(folder / "tokenizer.json"))
-        return cls(bpe, pad=tokens["pad_token"], end=tokens["eos_token"], chat_template=template)
+        start, mask = names["cls_token"] or names["bos_token"] or "", names["mask_token"] or ""
+        tokens = {"pad": names["pad_token"], "end": names["eos_token"], "start": start, "mask": mask}
+        return cls(bpe, **tokens, chat_template=template)
 
     def save(self, folder: Path) -> None:
         """Write the Hugging Face layout; `transformers` reads it as PreTrainedTokenizerFast."""
@@ -113,6 +132,8 @@ class Tokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "pad_token": self.pad,
             "eos_token": self.end,
+            **({"bos_token": self.start} if self.start else {}),
+            **({"mask_token": self.mask, "cls_token": self.start or self.end} if self.mask else {}),
             "chat_template": self.chat_template,
             "clean_up_tokenization_spaces": False,
         }
@@ -125,7 +146,8 @@ class Tokenizer:
     def with_template(self, chat_template: str) -> "Tokenizer":
         """The same vocabulary under another template: a name of CHAT_TEMPLATES, Jinja text, or "" for its own."""
         template = CHAT_TEMPLATES.get(chat_template, chat_template) or self.chat_template
-        return Tokenizer(self._bpe, pad=self.pad, end=self.end, chat_template=template)
+        tokens = {"pad": self.pad, "end": self.end, "start": self.start, "mask": self.mask}
+        return Tokenizer(self._bpe, **tokens, chat_template=template)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of text as a template writes it: a special token's name is that token."""
@@ -196,6 +218,7 @@ class Tokenizer:
             return self._template.render(
                 messages=[{**message, "content": self._guarded(message["content"])} for message in messages],
                 add_generation_prompt=add_generation_prompt,
+                bos_token=self.start,
                 eos_token=self.end,
                 pad_token=self.pad,
             )
@@ -247,6 +270,14 @@ class Tokenizer:
                 " a template must only append when a message is added"
             )
         tokens.extend(self._encode_guarded(text[len(written) :]))
+
+
+_TOKEN_FIELDS = ("pad_token", "eos_token", "sep_token", "bos_token", "cls_token", "mask_token")
+
+
+def _content(token: Any) -> Any:
+    """A token's text; older files wrap it."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _refuse(message: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from lm.tokenizer import CHAT_TEMPLATES, END, PAD, SPECIAL_TOKENS, Tokenizer, read_json
+from lm.tokenizer import CHAT_TEMPLATES, END, MASK, PAD, SPECIAL_TOKENS, Tokenizer, read_json
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -240,3 +240,47 @@ def test_a_response_stops_where_its_text_holds_the_string(tokenizer: Tokenizer) 
     assert not tokenizer.stop_at([])(tokenizer.encode("anything"))
     with pytest.raises(ValueError, match="an empty one would end every response"):
         tokenizer.stop_at(["x", ""])
+
+
+def test_a_mask_token_is_learned_where_words_are_to_be_hidden(tmp_path: Path) -> None:
+    masked = Tokenizer.train(["The fox and the dog."], 300, "plain", has_mask=True)
+    assert masked.encode(f"fox{MASK}") == [*masked.encode("fox"), masked.mask_id]
+    masked.save(tmp_path)
+    again = Tokenizer.load(tmp_path)
+    assert (again.mask_id, again.start_id) == (masked.mask_id, masked.end_id)
+    assert again.render([{"role": "user", "content": "fox"}], add_generation_prompt=True) == f"fox{END}"
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert (theirs.mask_token_id, theirs.cls_token_id) == (masked.mask_id, masked.end_id)
+
+
+def test_a_vocabulary_without_a_mask_token_says_so(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="mask_token is missing"):
+        _ = tokenizer.mask_id
+
+
+def test_bert_names_its_start_and_end_otherwise(tmp_path: Path) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "fox", "##es", "."]
+    wordpiece = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    wordpiece.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    wordpiece.add_special_tokens(words[:5])
+    wordpiece.save(str(tmp_path / "tokenizer.json"))
+    names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    bert = Tokenizer.load(tmp_path).with_template("plain")
+    assert (bert.start_id, bert.end_id, bert.mask_id, bert.pad_id) == (2, 3, 4, 0)
+    messages = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "foxes ."}]
+    assert bert.encode_conversation(messages) == (
+        [5, 6, 3, 6, 7, 8, 3],
+        [False, False, False, True, True, True, True],
+    )
+
+
+def test_a_template_may_write_the_start_token(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "bos_token": "<|system|>"}))
+    started = Tokenizer.load(tmp_path).with_template("{{ bos_token }}" + CHAT_TEMPLATES["plain"])
+    messages = [{"role": "user", "content": "fox"}]
+    assert started.encode_prompt(messages) == tokenizer.encode(f"<|system|>fox{END}")
