@@ -41,7 +41,8 @@ def run(
 
     A run that was interrupted continues where it stopped.
     """
-    from heed.job import STAGES, load_job
+    from heed.job import STAGES
+    from heed.job_file import load_job
     from heed.pipeline import run_job
 
     for option, stage in (("--from", first), ("--only", only)):

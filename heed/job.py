@@ -1,28 +1,36 @@
-"""The job file: one TOML document that configures every stage, checked as a whole before anything runs."""
+"""A job: the sections of its stages, checked as a whole before anything runs."""
 
-import tomllib
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
-from importlib.resources import files
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from evaluation.compare import CompareConfig
 from heed.collect import CollectConfig
 from lm.config import ModelConfig
-from lm.hub import model_directory
-from lm.weights import read_config
 from playground.reviews import ReviewsConfig, ReviewsWorld
 from playground.world import PlaygroundConfig, PlaygroundWorld, World
 from ppo.config import PPOConfig
 from pretrain.stage import PretrainConfig
 from reward.stage import RewardConfig
 from sft.stage import SFTConfig
-from training.config import Config, EngineConfig
+from training.config import Config, EngineConfig, OptimizerConfig
 
 STAGES = ("pretrain", "sft", "collect", "reward", "ppo", "compare")
+PARENTS = {
+    "pretrain": ("tokenizer",),
+    "sft": ("pretrain",),
+    "collect": ("sft",),
+    "reward": ("sft",),
+    "ppo": ("sft", "reward"),
+    "compare": ("sft", "reward", "ppo"),
+}
+# The field of a stage's section that names a model in place of a parent's.
+SUBSTITUTES = {
+    ("sft", "pretrain"): "init_from",
+    ("reward", "sft"): "init_from",
+    ("ppo", "sft"): "init_from",
+    ("ppo", "reward"): "reward_from",
+}
 
 
 class PlaygroundSection(PlaygroundConfig):
@@ -38,24 +46,25 @@ class ReviewsSection(ReviewsConfig):
 
 
 class JobConfig(Config):
-    """A whole job. Sections belong to their stages; what spans stages is checked here.
+    """A job: the sections of the stages that it has, and what they share. What spans sections is checked here.
 
     A source "world:NAME" is the file NAME.jsonl that the world writes; "collect:rankings" is what labelers gave.
+    `model` is the policy's shape; where the first stage has `init_from`, it is that model's.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     note: str = ""  # a caution that the report shows
     seed: int = Field(ge=0)
     workers: int = Field(ge=1)
-    world: Annotated[PlaygroundSection | ReviewsSection, Field(discriminator="kind")]
     engine: EngineConfig
-    model: ModelConfig
-    pretrain: PretrainConfig
-    sft: SFTConfig
-    collect: CollectConfig
-    reward: RewardConfig
-    ppo: PPOConfig
-    compare: CompareConfig
+    world: Annotated[PlaygroundSection | ReviewsSection, Field(discriminator="kind")] | None = None
+    model: ModelConfig | None = None
+    pretrain: PretrainConfig | None = None
+    sft: SFTConfig | None = None
+    collect: CollectConfig | None = None
+    reward: RewardConfig | None = None
+    ppo: PPOConfig | None = None
+    compare: CompareConfig | None = None
 
     @field_validator("name")
     @classmethod
@@ -66,147 +75,123 @@ class JobConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        context = self.model.context_tokens
-        for field, tokens in (
-            ("pretrain.row_tokens", self.pretrain.row_tokens),
-            ("sft.row_tokens", self.sft.row_tokens),
-            ("collect.max_response_tokens", self.collect.max_response_tokens + 1),
-            ("ppo.max_response_tokens", self.ppo.max_response_tokens + 1),
-            ("compare.max_response_tokens", self.compare.max_response_tokens + 1),
-        ):
-            if tokens > context:
-                raise ValueError(f"{field} does not fit model.context_tokens = {context}")
-        for name, batch in (
-            ("pretrain.batch", self.pretrain.batch),
-            ("sft.batch", self.sft.batch),
-            ("reward.batch", self.reward.batch),
-            ("ppo.minibatch", self.ppo.minibatch),
-        ):
-            try:
-                batch.num_micro_batches(self.workers)
-            except ValueError as error:
-                raise ValueError(f"{name} with workers = {self.workers}: {error}") from None
-        for name, optimizer in (
-            ("pretrain.optimizer", self.pretrain.optimizer),
-            ("sft.optimizer", self.sft.optimizer),
-            ("reward.optimizer", self.reward.optimizer),
-            ("ppo.policy_optimizer", self.ppo.policy_optimizer),
-            ("ppo.value_optimizer", self.ppo.value_optimizer),
-        ):
-            try:
-                optimizer.check_sharding(self.engine)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-            if (optimizer.trained_layers or 0) > self.model.num_layers:
-                raise ValueError(
-                    f"{name}.trained_layers is {optimizer.trained_layers}; model.num_layers is {self.model.num_layers}"
-                )
-        for name, rows in (("ppo.rollout_prompts", self.ppo.rollout_prompts), ("ppo.ptx_rows", self.ppo.ptx_rows)):
-            if rows % self.workers:
-                raise ValueError(f"{name} is {rows}; a multiple of workers = {self.workers} was expected")
+        if not self.stages:
+            raise ValueError(f"the job has no stage; a section of {', '.join(STAGES)} was expected")
+        for stage in self.stages:
+            self._check_parents(stage)
+        self._check_world()
+        self._check_kind()
+        self._check_room()
+        self._check_batches()
+        self._check_optimizers()
         return self
 
-    def open_world(self) -> World:
-        """The world that the job names. Errors: ValueError for files that are missing or malformed."""
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages that this job has, in order."""
+        return tuple(stage for stage in STAGES if getattr(self, stage) is not None)
+
+    def parents(self, stage: str) -> tuple[str, ...]:
+        """The stages whose outputs it reads, in order; the tokenizer is made before all."""
+        section = getattr(self, stage)
+        found = {parent for parent in PARENTS[stage] if not self.substitute(stage, parent)}
+        if stage == "reward" and section.rankings.source == "collect:rankings":
+            found.add("collect")
+        if (stage == "ppo" and section.ptx_rows) or (stage == "compare" and self.pretrain is not None):
+            found.add("pretrain")
+        return tuple(name for name in ("tokenizer", *STAGES) if name in found)
+
+    def substitute(self, stage: str, parent: str) -> str:
+        """The model that a stage's section names in place of a parent's; "" where it names none."""
+        field = SUBSTITUTES.get((stage, parent))
+        return getattr(getattr(self, stage), field) if field else ""
+
+    def _check_parents(self, stage: str) -> None:
+        """A stage starts from one place: the stage before it, or a model named in its section."""
+        for parent in self.parents(stage):
+            if parent not in ("tokenizer", *self.stages):
+                field = SUBSTITUTES.get((stage, parent))
+                raise ValueError(
+                    f"{stage} needs {parent}: [{parent}]" + (f" or {stage}.{field}" if field else "") + " was expected"
+                )
+        for (user, parent), field in SUBSTITUTES.items():
+            # A reward model may well have another body than the policy; for the others it would be a slip.
+            if stage == user != "reward" and self.substitute(stage, parent) and parent in self.stages:
+                raise ValueError(f"{stage}.{field} is given and so is [{parent}]; {stage} starts from one of them")
+
+    def _check_world(self) -> None:
+        if self.world is not None:
+            return
+        sections = {stage: getattr(self, stage) for stage in self.stages}
+        needing: list[str] = [stage for stage in ("collect", "compare") if stage in sections]
+        needing += [stage for stage, section in sections.items() if '"world:' in section.model_dump_json()]
+        if needing:
+            raise ValueError(f"world: missing; {needing[0]} needs it")
+
+    def _check_kind(self) -> None:
+        """Which stages a model of each kind goes through."""
+        if self.model is None:
+            if self.pretrain is not None:
+                raise ValueError("model: missing; pretraining needs a shape, or pretrain.init_from")
+            return
+        allowed = {"encoder": ("pretrain",), "encoder-decoder": ("pretrain", "sft"), "decoder": STAGES}[self.model.kind]
+        for stage in self.stages:
+            apart = stage == "reward" and self.reward is not None and self.reward.init_from
+            if stage not in allowed and not apart:
+                raise ValueError(f"model.kind is {self.model.kind!r}, which has no stage {stage}")
+
+    def _check_room(self) -> None:
+        if self.model is None:
+            return
+        context, needed = self.model.context_tokens, dict[str, int]()
+        for stage in ("pretrain", "sft"):
+            if stage in self.stages:
+                needed[f"{stage}.row_tokens"] = getattr(self, stage).row_tokens
+        for stage in ("collect", "ppo", "compare"):
+            if stage in self.stages:
+                needed[f"{stage}.max_response_tokens"] = getattr(self, stage).max_response_tokens + 1
+        for field, tokens in needed.items():
+            if tokens > context:
+                raise ValueError(f"{field} does not fit model.context_tokens = {context}")
+
+    def _check_batches(self) -> None:
+        for stage in self.stages:
+            section = getattr(self, stage)
+            for field in ("batch", "minibatch"):
+                try:
+                    if hasattr(section, field):
+                        getattr(section, field).num_micro_batches(self.workers)
+                except ValueError as error:
+                    raise ValueError(f"{stage}.{field} with workers = {self.workers}: {error}") from None
+        for field in ("rollout_prompts", "ptx_rows"):
+            rows = getattr(self.ppo, field, 0)
+            if rows % self.workers:
+                raise ValueError(f"ppo.{field} is {rows}; a multiple of workers = {self.workers} was expected")
+
+    def _check_optimizers(self) -> None:
+        for stage in self.stages:
+            section = getattr(self, stage)
+            for field in ("optimizer", "policy_optimizer", "value_optimizer"):
+                if not hasattr(section, field):
+                    continue
+                optimizer = getattr(section, field)
+                try:
+                    optimizer.check_sharding(self.engine)
+                except ValueError as error:
+                    raise ValueError(f"{stage}.{field}: {error}") from None
+                self._check_trained_layers(f"{stage}.{field}", optimizer)
+
+    def _check_trained_layers(self, name: str, optimizer: OptimizerConfig) -> None:
+        if self.model is None or (name.startswith("reward.") and self.reward is not None and self.reward.init_from):
+            return  # another model's; the engine checks it
+        num_layers = self.model.num_layers + self.model.num_encoder_layers
+        if (optimizer.trained_layers or 0) > num_layers:
+            raise ValueError(f"{name}.trained_layers is {optimizer.trained_layers}; the model has {num_layers}")
+
+    def open_world(self) -> World | None:
+        """The world that the job names, if it does. Errors: ValueError for files that are missing or malformed."""
+        if self.world is None:
+            return None
         if isinstance(self.world, PlaygroundSection):
             return PlaygroundWorld(self.world)
         return ReviewsWorld(self.world)
-
-
-def load_job(path: Path | None, overrides: Sequence[str] = ()) -> JobConfig:
-    """A job file (None: the built-in demo) with `--set` overrides such as "ppo.kl_coef=0.05".
-
-    Errors: ValueError naming file, field, value and what was expected.
-    """
-    source = files("configs").joinpath("jobs/demo.toml") if path is None else path
-    name = "configs/jobs/demo.toml" if path is None else str(path)
-    try:
-        values = tomllib.loads(source.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{name}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{name}: cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{name}: not TOML: {error}") from None
-    for override in overrides:
-        _apply_override(values, override)
-    _take_shape(name, values)
-    try:
-        return JobConfig.model_validate(values)
-    except ValidationError as error:
-        raise ValueError(f"{name}: " + "; ".join(_explain(dict(problem)) for problem in error.errors())) from None
-
-
-def _take_shape(name: str, values: dict[str, Any]) -> None:
-    """Where pretraining starts from a model, `[model]` is that model's shape, and is checked if it is written out."""
-    section = values.get("pretrain")
-    init_from = section.get("init_from") if isinstance(section, dict) else None
-    if not isinstance(init_from, str) or not init_from:
-        return
-    try:
-        shape = read_config(model_directory(init_from), "language")[0].model_dump(mode="json")
-    except ValueError as error:
-        raise ValueError(f"{name}: pretrain.init_from: {error}") from None
-    written = values.get("model", {})
-    for key, value in written.items() if isinstance(written, dict) else ():
-        if key in shape and value != shape[key]:
-            raise ValueError(
-                f"{name}: model.{key} is {value!r}, but {init_from} has {shape[key]!r}; leave [model] out where"
-                " pretrain.init_from brings its shape"
-            )
-    values["model"] = {**shape, **written} if isinstance(written, dict) else written
-
-
-def _apply_override(values: dict[str, Any], override: str) -> None:
-    """Set one dotted key; the value is TOML, or a bare string where it is not."""
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise ValueError(f"--set {override!r}: KEY=VALUE was expected")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *parents, leaf = key.strip().split(".")
-    place = values
-    for parent in parents:
-        place = place.setdefault(parent, {})
-        if not isinstance(place, dict):
-            raise ValueError(f"--set {override!r}: {parent!r} is not a section")
-    place[leaf] = value
-
-
-def _explain(problem: Mapping[str, Any]) -> str:
-    """One validation error as: full key, what was found, what was expected."""
-    # The discriminated union puts its tag into the location; users know the key without it.
-    location = [str(part) for part in problem["loc"] if part not in ("playground", "reviews")]
-    key = ".".join(location) or "job"
-    if problem["type"] == "extra_forbidden":
-        known = _keys_beside(location)
-        close = get_close_matches(location[-1], known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(sorted(known))}"
-        return f"{key}: unknown key{hint}"
-    if problem["type"] == "missing":
-        return f"{key}: missing"
-    message = problem["msg"].removeprefix("Value error, ")
-    simple = isinstance(problem["input"], str | int | float | bool)
-    return f"{key}: {message}" + (f", found {problem['input']!r}" if simple else "")
-
-
-def _keys_beside(location: Sequence[str]) -> list[str]:
-    """The fields that the section holding this key knows."""
-    models: list[type[BaseModel]] = [JobConfig]
-    for part in location[:-1]:
-        if part.isdigit():
-            continue
-        if part == "world":
-            models = [PlaygroundSection, ReviewsSection]
-            continue
-        fields = [model.model_fields[part].annotation for model in models if part in model.model_fields]
-        models = [found for field in fields for found in _models_in(field)]
-    return [name for model in models for name in model.model_fields]
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [found for part in getattr(annotation, "__args__", ()) for found in _models_in(part)]

@@ -78,7 +78,7 @@ def hold(folder: Path) -> Iterator[None]:
 def _run_stages(run: Run, first: str, only: str) -> None:
     forced = False
     for stage in STAGES:
-        if only and stage.name != only:
+        if stage.name not in run.job.stages or (only and stage.name != only):
             continue
         forced = forced or stage.name == first
         _require_parents(run, stage)
@@ -93,22 +93,23 @@ def _run_stages(run: Run, first: str, only: str) -> None:
         _open_folder(run, stage, inputs, forced)
         begun = time.monotonic()
         with follow(stage.name, folder) as progress:
-            stage.run(run, progress)
+            stage.run(run, run.resolve(getattr(run.job, stage.name)), progress)
         write_lineage(folder, inputs, time.monotonic() - begun)
         console.print(f"{stage.name}: done in {time.monotonic() - begun:.0f} s")
 
 
 def _require_parents(run: Run, stage: Stage) -> None:
-    for parent in stage.parents:
+    for parent in run.job.parents(stage.name):
         if finished_with(run.stage_folder(parent), parent) is None:
             raise ValueError(f"stage {stage.name} needs {parent}, which is not finished in {run.folder}")
 
 
 def _say_stale_parents(run: Run, stage: Stage) -> None:
     """A stage that runs alone takes its parents as they are; where this job would make one anew, it says so."""
-    for parent in (other for other in STAGES if other.name in stage.parents):
+    for parent in (other for other in STAGES if other.name in run.job.parents(stage.name)):
         finished = finished_with(run.stage_folder(parent.name), parent.name)
-        is_known = all(finished_with(run.stage_folder(name), name) is not None for name in parent.parents)
+        grandparents = run.job.parents(parent.name)
+        is_known = all(finished_with(run.stage_folder(name), name) is not None for name in grandparents)
         if finished is not None and is_known and finished[0] != _inputs(run, parent).fingerprint:
             console.print(f"{parent.name}: made from other settings than this job's; {stage.name} takes it as it is")
 
@@ -116,10 +117,14 @@ def _say_stale_parents(run: Run, stage: Stage) -> None:
 def _inputs(run: Run, stage: Stage) -> Inputs:
     """What the stage would be made from now. How the work is split and logged changes no result and is left out."""
     # TOML, in which a stage's config is kept, has no word for nothing.
-    sections = {name: getattr(run.job, name).model_dump(mode="json", exclude_none=True) for name in stage.sections}
+    sections = {
+        name: getattr(run.job, name).model_dump(mode="json", exclude_none=True)
+        for name in stage.sections
+        if getattr(run.job, name) is not None
+    }
     config = {name: _without_layout(section) for name, section in sections.items()}
     config["precision"] = run.job.engine.resolved_precision()
-    parents = {parent: outputs_hash(run.stage_folder(parent), parent) for parent in stage.parents}
+    parents = {parent: outputs_hash(run.stage_folder(parent), parent) for parent in run.job.parents(stage.name)}
     return Inputs(stage.name, run.job.seed, config, parents, _data_hashes(run, config))
 
 
@@ -137,8 +142,9 @@ def _data_hashes(run: Run, config: Mapping[str, Any]) -> dict[str, str]:
     """SHA-256 by name of what the config's sections read, and of the model directory that one starts from."""
     found = {source: _source_hash(run.path_of(source)) for source in sources_in(dict(config))}
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
-        if section.get("init_from"):
-            found[section["init_from"]] = folder_hash(model_directory(section["init_from"]))
+        for field in ("init_from", "reward_from"):
+            if section.get(field):
+                found[section[field]] = folder_hash(model_directory(section[field]))
     return found
 
 
@@ -177,6 +183,8 @@ def _put_aside(run: Run, folder: Path) -> None:
 
 def _prepare_world(run: Run) -> None:
     """The world's data files."""
+    if run.job.world is None:
+        return
     config = {"world": run.job.world.model_dump(mode="json")}
     files = [value for value in config["world"].values() if isinstance(value, str) and Path(value).is_file()]
     inputs = Inputs("world", run.job.seed, config, {}, {path: file_hash(Path(path)) for path in files})
@@ -185,14 +193,17 @@ def _prepare_world(run: Run) -> None:
 
 def _prepare_tokenizer(run: Run) -> None:
     """The vocabulary, learned before any training so that every length can be checked."""
-    pretrain = run.resolve(run.job.pretrain)
+    if run.job.pretrain is None:
+        return
+    assert run.job.model is not None
+    pretrain, model = run.resolve(run.job.pretrain), run.job.model
     if pretrain.init_from:
         config: dict[str, Any] = {key: getattr(pretrain, key) for key in ("init_from", "end_token", "pad_token")}
     else:
         texts = [text.model_dump() for text in run.job.pretrain.texts]  # unresolved: a run folder may be moved
-        config = {"texts": texts, "tokenizer_texts": pretrain.tokenizer_texts, "vocab_size": run.job.model.vocab_size}
+        config = {"texts": texts, "tokenizer_texts": pretrain.tokenizer_texts, "vocab_size": model.vocab_size}
     inputs = Inputs("tokenizer", run.job.seed, config, {}, _data_hashes(run, config))
-    _prepare(run, inputs, lambda folder: prepare_tokenizer(pretrain, run.job.model.vocab_size, folder))
+    _prepare(run, inputs, lambda folder: prepare_tokenizer(pretrain, model, folder))
 
 
 def _prepare(run: Run, inputs: Inputs, write: Callable[[Path], None]) -> None:

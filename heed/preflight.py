@@ -2,6 +2,7 @@
 
 from heed.stages import Run
 from lm.tokenizer import Tokenizer
+from sft.stage import SFTConfig
 from training.data import read_conversations, read_prompts, read_texts
 
 
@@ -11,23 +12,48 @@ def check_data(run: Run) -> None:
     Errors: ValueError naming file, line and field.
     """
     job = run.job
-    tokenizer = Tokenizer.load(run.tokenizer).with_template(job.sft.chat_template)
-    for sources in (job.pretrain.texts, job.pretrain.heldout):
-        for _ in read_texts([run.resolve(data) for data in sources]):
-            pass
-    for sources in (job.sft.demonstrations, job.sft.heldout):
+    if job.pretrain is not None:
+        for sources in (job.pretrain.texts, job.pretrain.heldout):
+            for _ in read_texts([run.resolve(data) for data in sources]):
+                pass
+    if job.sft is not None:
+        tokenizer = sft_tokenizer(run, job.sft)
+        check_demonstrations(run, job.sft, tokenizer)
+    elif job.ppo is not None:
+        tokenizer = Tokenizer.load(run.start("ppo", "sft"))
+    else:
+        return
+    assert job.model is not None
+    check_prompts(run, tokenizer, job.model.context_tokens)
+
+
+def sft_tokenizer(run: Run, config: SFTConfig) -> Tokenizer:
+    """What SFT will tokenize with; the vocabulary is there before its parent is."""
+    folder = run.start("sft", "pretrain") if config.init_from else run.tokenizer
+    return Tokenizer.load(folder, end=config.end_token, pad=config.pad_token).with_template(config.chat_template)
+
+
+def check_demonstrations(run: Run, config: SFTConfig, tokenizer: Tokenizer) -> None:
+    """Every conversation has a response and fits a row."""
+    for sources in (config.demonstrations, config.heldout):
         for where, messages in read_conversations([run.resolve(data) for data in sources]):
             tokens, is_response = tokenizer.encode_conversation(messages)
-            num_tokens = len(tokens)
             if not any(is_response):
-                raise ValueError(f"{where}: sft.chat_template {job.sft.chat_template!r} shows no assistant's response")
-            if num_tokens > job.sft.row_tokens:
+                raise ValueError(f"{where}: sft.chat_template {config.chat_template!r} shows no assistant's response")
+            if len(tokens) > config.row_tokens:
                 raise ValueError(
-                    f"{where}: the conversation has {num_tokens} tokens; sft.row_tokens allows {job.sft.row_tokens}"
+                    f"{where}: the conversation has {len(tokens)} tokens; sft.row_tokens allows {config.row_tokens}"
                 )
+
+
+def check_prompts(run: Run, tokenizer: Tokenizer, context_tokens: int) -> None:
+    """Every prompt that will be sampled from leaves room for its response."""
+    job = run.job
     for name, config in (("collect", job.collect), ("ppo", job.ppo), ("compare", job.compare)):
+        if config is None:
+            continue
         data = run.resolve(config.prompts)
-        room = job.model.context_tokens - config.max_response_tokens
+        room = context_tokens - config.max_response_tokens
         for prompt in read_prompts(data):
             num_tokens = len(tokenizer.encode_prompt(prompt.messages))
             if num_tokens > room:

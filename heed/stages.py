@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any, TypeVar
 
 import ppo.stage
@@ -12,16 +13,21 @@ import reward.stage
 import sft.stage
 from cluster.group import WorkerGroup
 from cluster.ppo_group import ColocatedGroup
-from evaluation.compare import best_of, best_of_n_curve, compare_policies, side_by_side
+from evaluation.compare import CompareConfig, best_of, best_of_n_curve, compare_policies, side_by_side
 from evaluation.sampling import Sample, SamplingSpec, sample_policy
-from heed.collect import collection_figures, label, make_tasks, write_rankings
+from heed.collect import CollectConfig, collection_figures, label, make_tasks, write_rankings
 from heed.job import JobConfig
 from heed.measure import measure_reward_model
 from heed.progress import StageProgress
+from lm.hub import model_directory
 from playground.world import World
-from ppo.colocated import Parents
+from ppo.colocated import Parents, TokenStream
+from ppo.config import PPOConfig
 from ppo.controller import ScoreScale
 from preferences.store import LabelStore
+from pretrain.stage import PretrainConfig
+from reward.stage import RewardConfig
+from sft.stage import SFTConfig
 from training.config import Config
 from training.data import Prompt, read_prompts
 from training.seeds import derive_seed
@@ -29,6 +35,7 @@ from training.stage import StageContext
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
+SCALE_PROMPTS = 512  # what the spread of an unknown reward model's scores is measured on
 PROMPTS_AT_ONCE = 64  # a worker's share between two steps of the progress bar
 
 
@@ -38,14 +45,24 @@ class Run:
 
     job: JobConfig
     folder: Path
-    world: World
+    opened_world: World | None
     group: Callable[[], WorkerGroup]
+
+    @property
+    def world(self) -> World:
+        assert self.opened_world is not None, "the job's own check lets no stage in that needs a world it has not"
+        return self.opened_world
 
     def stage_folder(self, stage: str) -> Path:
         return self.folder / stage
 
     def model(self, stage: str) -> Path:
         return self.folder / stage / "model"
+
+    def start(self, stage: str, parent: str) -> Path:
+        """The model that a stage takes from a parent, or that its section names in the parent's place."""
+        named = self.job.substitute(stage, parent)
+        return model_directory(named) if named else self.model(parent)
 
     @property
     def tokenizer(self) -> Path:
@@ -89,19 +106,17 @@ def sources_in(value: Any) -> list[str]:
     return []
 
 
-def run_pretrain(run: Run, _progress: StageProgress) -> None:
-    config = run.resolve(run.job.pretrain)
+def run_pretrain(run: Run, config: PretrainConfig, _progress: StageProgress) -> None:
     run.group().run("pretrain", pretrain.stage.run, run.context("pretrain"), config, run.job.model, run.tokenizer)
 
 
-def run_sft(run: Run, _progress: StageProgress) -> None:
-    config = run.resolve(run.job.sft)
-    run.group().run("sft", sft.stage.run, run.context("sft"), config, run.model("pretrain"))
+def run_sft(run: Run, config: SFTConfig, _progress: StageProgress) -> None:
+    run.group().run("sft", sft.stage.run, run.context("sft"), config, run.start("sft", "pretrain"))
 
 
-def run_collect(run: Run, progress: StageProgress) -> None:
+def run_collect(run: Run, config: CollectConfig, progress: StageProgress) -> None:
     """Sample, put to labelers, export. Labels stay in the job's store for good; a new SFT policy opens a new batch."""
-    config, folder, seed = run.resolve(run.job.collect), run.stage_folder("collect"), run.job.seed
+    folder, seed = run.stage_folder("collect"), run.job.seed
     prompts = read_prompts(config.prompts)
     spec = SamplingSpec(
         policy=run.model("sft"),
@@ -126,37 +141,63 @@ def run_collect(run: Run, progress: StageProgress) -> None:
     run.context("collect").write_results(figures)
 
 
-def run_reward(run: Run, _progress: StageProgress) -> None:
-    config = run.resolve(run.job.reward)
-    run.group().run("reward", reward.stage.run, run.context("reward"), config, run.model("sft"))
-    results = read_results(run.stage_folder("reward"))
-    measured = measure_reward_model(run.stage_folder("reward"), config, run.world, run.job.seed)
-    run.context("reward").write_results({**results, **measured})
+def run_reward(run: Run, config: RewardConfig, _progress: StageProgress) -> None:
+    folder = run.stage_folder("reward")
+    run.group().run("reward", reward.stage.run, run.context("reward"), config, run.start("reward", "sft"))
+    if "collect" in run.job.parents("reward"):  # so the world knows what its labelers went by
+        measured = measure_reward_model(folder, config, run.world, run.job.seed)
+        run.context("reward").write_results({**read_results(folder), **measured})
 
 
-def run_ppo(run: Run, _progress: StageProgress) -> None:
-    config = run.resolve(run.job.ppo)
-    scores = read_results(run.stage_folder("reward"))
-    if not scores["sample_score_std"] > 0:
-        raise ValueError(
-            f"{run.stage_folder('reward') / 'results.json'}: sample_score_std is {scores['sample_score_std']}; a reward"
-            " model that tells the SFT policy's samples apart was expected"
-        )
-    parents = Parents(
-        sft=run.model("sft"),
-        reward=run.model("reward"),
-        scale=ScoreScale(scores["sample_score_mean"], scores["sample_score_std"]),
-        pretraining_stream=run.stage_folder("pretrain") / "data" / "train.bin",
-        pretraining_row_tokens=run.job.pretrain.row_tokens,
-    )
+def run_ppo(run: Run, config: PPOConfig, progress: StageProgress) -> None:
+    prompts, policy, judge = read_prompts(config.prompts), run.start("ppo", "sft"), run.start("ppo", "reward")
+    stream = None
+    if config.ptx_rows:
+        assert run.job.pretrain is not None
+        stream = TokenStream(run.stage_folder("pretrain") / "data" / "train.bin", run.job.pretrain.row_tokens)
+    scale = score_scale(run, policy, judge, prompts, config, progress)
+    parents = Parents(sft=policy, reward=judge, scale=scale, pretraining=stream)
     roles = ColocatedGroup(run.group(), config, run.job.engine, parents)
-    ppo.stage.run(run.context("ppo"), config, roles, parents, read_prompts(config.prompts))
+    ppo.stage.run(run.context("ppo"), config, roles, parents, prompts)
     roles.close()
 
 
-def run_compare(run: Run, progress: StageProgress) -> None:
+def score_scale(
+    run: Run, policy: Path, judge: Path, prompts: Sequence[Prompt], config: PPOConfig, progress: StageProgress
+) -> ScoreScale:
+    """Mean and spread of the SFT policy's scores: the reward stage's, or measured where the reward model came from
+    elsewhere, on one sample a prompt.
+
+    Errors: ValueError for a reward model that gives every sample the same score.
+    """
+    if "reward" in run.job.parents("ppo"):
+        where, scores = str(run.stage_folder("reward") / "results.json"), read_results(run.stage_folder("reward"))
+        scale = ScoreScale(scores["sample_score_mean"], scores["sample_score_std"])
+    else:
+        where = str(judge)
+        spec = SamplingSpec(
+            policy=policy,
+            num_samples=1,
+            max_response_tokens=config.max_response_tokens,
+            temperature=config.temperature,
+            seed=derive_seed(run.job.seed, "ppo", "scale"),
+            precision=run.job.engine.resolved_precision(),
+            reward=str(judge),
+        )
+        samples = sample_everywhere(run, "scale", spec, prompts[:SCALE_PROMPTS], progress)
+        found = [sample.score for sample in samples]
+        scale = ScoreScale(mean(found), stdev(found))
+    if not scale.std > 0:
+        raise ValueError(
+            f"{where}: the scores of the SFT policy's samples have a spread of {scale.std}; a reward model that tells"
+            " them apart was expected"
+        )
+    return scale
+
+
+def run_compare(run: Run, config: CompareConfig, progress: StageProgress) -> None:
     """Sample every policy on held-out prompts, measure, judge."""
-    config, folder, seed = run.resolve(run.job.compare), run.stage_folder("compare"), run.job.seed
+    folder, seed = run.stage_folder("compare"), run.job.seed
     prompts = read_prompts(config.prompts)
 
     def samples_of(name: str, num_samples: int) -> list[Sample]:
@@ -175,8 +216,9 @@ def run_compare(run: Run, progress: StageProgress) -> None:
         return sample_everywhere(run, f"compare {name}", spec, prompts, progress)
 
     pool = samples_of("sft", max(config.best_of, config.num_samples))
+    pretrained = {"pretrained": samples_of("pretrain", config.num_samples)} if run.job.pretrain else {}
     policies: dict[str, Sequence[Sample]] = {
-        "pretrained": samples_of("pretrain", config.num_samples),
+        **pretrained,
         "sft": pool,
         f"best_of_{config.best_of}": best_of(pool, config.best_of),
         "ppo": samples_of("ppo", config.num_samples),
@@ -227,19 +269,18 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage's parents, the job sections it depends on, and how it runs."""
+    """The job sections that a stage depends on, its own first, and how it runs."""
 
     name: str
-    parents: tuple[str, ...]
     sections: tuple[str, ...]
-    run: Callable[[Run, StageProgress], None]
+    run: Callable[[Run, Any, StageProgress], None]
 
 
 STAGES = (
-    Stage("pretrain", ("tokenizer",), ("model", "pretrain"), run_pretrain),
-    Stage("sft", ("pretrain",), ("sft",), run_sft),
-    Stage("collect", ("sft",), ("collect", "world"), run_collect),
-    Stage("reward", ("sft", "collect"), ("reward",), run_reward),
-    Stage("ppo", ("pretrain", "sft", "reward"), ("ppo",), run_ppo),
-    Stage("compare", ("pretrain", "sft", "reward", "ppo"), ("compare", "world"), run_compare),
+    Stage("pretrain", ("pretrain", "model"), run_pretrain),
+    Stage("sft", ("sft",), run_sft),
+    Stage("collect", ("collect", "world"), run_collect),
+    Stage("reward", ("reward",), run_reward),
+    Stage("ppo", ("ppo",), run_ppo),
+    Stage("compare", ("compare", "world"), run_compare),
 )

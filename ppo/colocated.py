@@ -32,14 +32,21 @@ AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 @dataclass(frozen=True)
+class TokenStream:
+    """A file of tokens, cut into rows."""
+
+    path: Path
+    row_tokens: int
+
+
+@dataclass(frozen=True)
 class Parents:
-    """Where the models come from, and the pretraining stream that PPO-ptx mixes in."""
+    """Where the models come from, and the pretraining stream that PPO-ptx mixes in, if it does."""
 
     sft: Path
     reward: Path
     scale: ScoreScale
-    pretraining_stream: Path
-    pretraining_row_tokens: int
+    pretraining: TokenStream | None
 
 
 class ColocatedWorker:
@@ -69,7 +76,8 @@ class ColocatedWorker:
         self.reward = self._frozen(load_scalar_model(parents.reward))
         self.generator = load_language_model(parents.sft).to(self.device, self._compute_dtype).eval()
         self.average = {name: tensor.clone() for name, tensor in self.policy.full_weights().items()}
-        self.stream = StreamObjective(stream_rows(parents.pretraining_stream, parents.pretraining_row_tokens))
+        stream = parents.pretraining
+        self.stream = StreamObjective(stream_rows(stream.path, stream.row_tokens)) if stream else None
 
     @property
     def _compute_dtype(self) -> torch.dtype:
@@ -160,6 +168,7 @@ class ColocatedWorker:
                 _add(shares, {"policy_loss": loss.detach(), **sums}, batch.num_tokens)
                 loss = loss / batch.num_tokens
                 if len(part.ptx_rows):
+                    assert self.stream is not None, "the controller draws rows of a stream only where there is one"
                     rows = part.ptx_rows.numpy()
                     ptx_sum, _ = self.stream.loss(self.policy.model, rows, self.device)
                     num_ptx_tokens = batch.num_ptx_rows * self.stream.count(rows) // len(rows)

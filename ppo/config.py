@@ -14,9 +14,12 @@ class PPOConfig(Config):
 
     `minibatch.batch_size` counts responses; `minibatch.micro_batch_size` also bounds the passes without gradients.
     KL is in nats a response, the sum over its tokens of log π - log π_ref. Scores are in standard deviations of the
-    SFT policy's scores.
+    SFT policy's scores. `init_from` names a policy and `reward_from` a reward model (folders or hub ids) that stand in
+    for what the stages before would give.
     """
 
+    init_from: str = ""
+    reward_from: str = ""
     prompts: DataConfig
     num_iterations: int = Field(ge=1)
     rollout_prompts: int = Field(ge=1)

@@ -22,9 +22,10 @@ def run(context: StageContext, config: PPOConfig, roles: Roles, parents: Parents
     Errors: ValueError for a prompt that leaves no room for a response; RuntimeError where scores fail.
     """
     tokenizer = Tokenizer.load(parents.sft)
-    rows = stream_rows(parents.pretraining_stream, parents.pretraining_row_tokens)
+    stream = parents.pretraining
+    num_rows = len(stream_rows(stream.path, stream.row_tokens)) if stream else 0
     encoded = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
-    controller = PPOController(config, roles, encoded, parents.scale, num_pretraining_rows=len(rows), seed=context.seed)
+    controller = PPOController(config, roles, encoded, parents.scale, num_pretraining_rows=num_rows, seed=context.seed)
     first = _resume(context, controller)
     log = MetricsLog(context.folder, context.engine.trackers, resume_step=first)
     figures: dict[str, float] = {}

@@ -7,11 +7,10 @@ import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from lm.config import ModelConfig
 from lm.hub import model_directory
@@ -19,7 +18,7 @@ from lm.model import LanguageModel, count_parameters
 from lm.source import Fresh, ModelSource, skeleton
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, save_model
-from training.config import TrainingConfig
+from training.config import InitConfig, TrainingConfig
 from training.data import DataConfig, read_texts
 from training.loop import LoopConfig, TrainingLoop
 from training.objectives import StreamObjective
@@ -28,30 +27,18 @@ from training.seeds import derive_seed
 from training.stage import StageContext, build_engine
 
 
-class PretrainConfig(TrainingConfig):
+class PretrainConfig(InitConfig, TrainingConfig):
     """`batch.batch_size` counts rows of `row_tokens` tokens.
 
-    `init_from` names a model directory or a hub id whose weights, shape and vocabulary pretraining goes on from; with
-    `num_steps` 0 it is taken as it is. `end_token` and `pad_token` replace those that its tokenizer names.
+    Pretraining goes on from the weights, shape and vocabulary of `init_from`; with `num_steps` 0 they are taken as they
+    are. Without it, `num_steps` 0 leaves a random model to the next stage, as translation learns from nothing.
     """
 
-    init_from: str = ""
-    end_token: str = ""
-    pad_token: str = ""
     texts: tuple[DataConfig, ...] = Field(min_length=1)
     heldout: tuple[DataConfig, ...] = Field(min_length=1)
     tokenizer_texts: int = Field(default=100_000, ge=1)  # the first so many texts teach the tokenizer
     row_tokens: int = Field(ge=2)
     num_steps: int = Field(ge=0)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for name in ("end_token", "pad_token"):
-            if getattr(self, name) and not self.init_from:
-                raise ValueError(f"{name} is given without init_from; a vocabulary learned here has its own")
-        if not self.num_steps and not self.init_from:
-            raise ValueError("num_steps is 0 without init_from; the model would stay random")
-        return self
 
 
 def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig, tokenizer_folder: Path) -> None:
@@ -102,14 +89,14 @@ def model_source(
     return Fresh(lambda: LanguageModel(model_config, config.dropout), seed)
 
 
-def prepare_tokenizer(config: PretrainConfig, vocab_size: int, folder: Path) -> None:
+def prepare_tokenizer(config: PretrainConfig, model: ModelConfig, folder: Path) -> None:
     """The vocabulary of `init_from`, or one learned from the first `tokenizer_texts` texts."""
     if config.init_from:
         source = model_directory(config.init_from)
         Tokenizer.load(source, end=config.end_token, pad=config.pad_token).save(folder)
         return
     sample = itertools.islice(read_texts(config.texts), config.tokenizer_texts)
-    Tokenizer.train(sample, vocab_size, "chat").save(folder)
+    Tokenizer.train(sample, model.vocab_size, "chat", has_mask=model.kind != "decoder").save(folder)
 
 
 def write_streams(folder: Path, config: PretrainConfig, tokenizer: Tokenizer) -> None:

@@ -20,7 +20,7 @@ from preferences.splits import split_rankings
 from reward.comparisons import Comparison, encode_rankings, encode_scored, read_rankings
 from reward.loss import ranking_loss
 from reward.scoring import last_token_scores, score_sequences
-from training.config import TrainingConfig
+from training.config import InitConfig, TrainingConfig
 from training.data import DataConfig, read_conversations
 from training.loop import LoopConfig, TrainingLoop
 from training.packing import IntArray
@@ -30,7 +30,7 @@ from training.stage import StageContext, build_engine, write_json
 HELDOUT_SCORES = "heldout_scores.json"  # {task_id: scores of its responses, in the order of the rankings file}
 
 
-class RewardConfig(TrainingConfig):
+class RewardConfig(InitConfig, TrainingConfig):
     """`batch.batch_size` counts comparisons: one prompt's K responses and all rankings that labelers gave them."""
 
     rankings: DataConfig

@@ -12,7 +12,7 @@ from pydantic import Field
 from lm.model import LanguageModel
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, save_model
-from training.config import TrainingConfig
+from training.config import InitConfig, TrainingConfig
 from training.data import DataConfig, read_conversations
 from training.loop import LoopConfig, TrainingLoop
 from training.objectives import PackedObjective
@@ -20,7 +20,7 @@ from training.packing import PackedRows, pack
 from training.stage import StageContext, build_engine
 
 
-class SFTConfig(TrainingConfig):
+class SFTConfig(InitConfig, TrainingConfig):
     """`batch.batch_size` counts packed rows of `row_tokens` tokens."""
 
     demonstrations: tuple[DataConfig, ...] = Field(min_length=1)
@@ -35,7 +35,8 @@ def run(context: StageContext, config: SFTConfig, pretrained: Path) -> None:
 
     Errors: ValueError naming file, line and field for rows that are not demonstrations or do not fit a row.
     """
-    tokenizer = Tokenizer.load(pretrained).with_template(config.chat_template)
+    tokenizer = Tokenizer.load(pretrained, end=config.end_token, pad=config.pad_token)
+    tokenizer = tokenizer.with_template(config.chat_template)
     rows = pack_conversations(tokenizer, config.demonstrations, config.row_tokens)
     heldout = pack_conversations(tokenizer, config.heldout, config.row_tokens)
     num_steps = max(1, round(config.num_epochs * len(rows) / config.batch.batch_size))

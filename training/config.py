@@ -96,3 +96,21 @@ class TrainingConfig(Config):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     save_every_steps: int = Field(ge=1)
     evaluate_every_steps: int = Field(ge=1)
+
+
+class InitConfig(Config):
+    """`init_from` names a model directory or a hub id that a stage starts from, in place of the stage before it.
+
+    `end_token` and `pad_token` replace those that its tokenizer names.
+    """
+
+    init_from: str = ""
+    end_token: str = ""
+    pad_token: str = ""
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> Self:
+        for name in ("end_token", "pad_token"):
+            if getattr(self, name) and not self.init_from:
+                raise ValueError(f"{name} is given without init_from; a vocabulary learned here has its own")
+        return self

@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from heed.job import load_job
+from heed.job_file import load_job
 from heed.pipeline import STAGES, _inputs
 from heed.stages import Run
 from playground.world import World

@@ -11,7 +11,7 @@ import transformers
 
 from cluster.group import connect, disconnect
 from heed import pipeline
-from heed.job import load_job
+from heed.job_file import load_job
 from heed.pipeline import run_job
 from lm.hub import model_directory
 from lm.tokenizer import END, Tokenizer
@@ -90,7 +90,6 @@ def test_a_run_goes_on_from_a_published_model(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["pretrain.num_steps=0"], "num_steps is 0 without init_from"),
         (["pretrain.pad_token=x"], "pad_token is given without init_from"),
         (["pretrain.init_from=/nowhere/at/all"], "pretrain.init_from: /nowhere/at/all: no such folder"),
     ],

@@ -15,7 +15,8 @@ import transformers
 
 from cluster.group import connect, disconnect
 from heed import pipeline
-from heed.job import STAGES, load_job
+from heed.job import STAGES
+from heed.job_file import load_job
 from heed.pipeline import run_job
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model

@@ -10,7 +10,7 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, initialise
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
-from ppo.colocated import Parents
+from ppo.colocated import Parents, TokenStream
 from ppo.config import PPOConfig
 from ppo.controller import ScoreScale
 from training.config import BatchConfig, OptimizerConfig
@@ -46,7 +46,7 @@ def parents(tmp_path_factory: pytest.TempPathFactory) -> Parents:
     save_model(folder / "sft", policy, policy.state_dict(), tokenizer)
     save_model(folder / "reward", reward, reward.state_dict(), tokenizer)
     write_token_stream(tokenizer.encode_plain(texts), tokenizer.end_id, folder / "train.bin")
-    return Parents(folder / "sft", folder / "reward", ScoreScale(0.5, 2.0), folder / "train.bin", 9)
+    return Parents(folder / "sft", folder / "reward", ScoreScale(0.5, 2.0), TokenStream(folder / "train.bin", 9))
 
 
 @pytest.fixture(scope="session")

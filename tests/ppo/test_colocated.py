@@ -43,7 +43,7 @@ def start(parents: Parents, ppo_config: Callable[..., PPOConfig]) -> Iterator[St
 @pytest.fixture
 def controlled(parents: Parents, prompts: Prompts) -> Controlled:
     def build(worker: ColocatedWorker) -> PPOController:
-        rows = stream_rows(parents.pretraining_stream, parents.pretraining_row_tokens)
+        rows = stream_rows(parents.pretraining.path, parents.pretraining.row_tokens)
         return PPOController(worker.config, worker, prompts, parents.scale, num_pretraining_rows=len(rows), seed=5)
 
     return build
@@ -163,7 +163,7 @@ def naive_policy_loss(worker: ColocatedWorker, model: torch.nn.Module, batch: Po
                 logprob = logits[prompt + t - 1].log_softmax(-1)[tokens[prompt + t]]
                 ratio, advantage = (logprob - batch.logprobs_BR[row, t]).exp(), batch.advantages_BR[row, t]
                 loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / batch.num_tokens
-    stream = np.fromfile(worker.parents.pretraining_stream, dtype=np.int32)
+    stream = np.fromfile(worker.parents.pretraining.path, dtype=np.int32)
     ptx = torch.zeros(())
     for number in batch.ptx_rows.tolist():
         row_tokens = torch.from_numpy(stream[number * 9 : (number + 1) * 9].astype(np.int64))

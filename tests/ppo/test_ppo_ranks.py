@@ -40,7 +40,7 @@ def train(parents: Parents, prompts: list[list[int]], config: PPOConfig) -> Call
     """Runs the iterations; returns the final policy, its average, and every iteration's figures."""
 
     def run(roles: Roles, folder: Path) -> Trained:
-        num_rows = len(stream_rows(parents.pretraining_stream, parents.pretraining_row_tokens))
+        num_rows = len(stream_rows(parents.pretraining.path, parents.pretraining.row_tokens))
         controller = PPOController(config, roles, prompts, parents.scale, num_pretraining_rows=num_rows, seed=5)
         figures = [controller.step(iteration) for iteration in range(NUM_ITERATIONS)]
         roles.export_policy(folder)

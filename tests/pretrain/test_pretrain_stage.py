@@ -48,7 +48,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     """The run directory and results.json."""
     folder = tmp_path_factory.mktemp("pretrain")
     config = write_config(folder)
-    prepare_tokenizer(config, 272, folder / "tokenizer")
+    prepare_tokenizer(config, MODEL, folder / "tokenizer")
     context = StageContext(folder / "run", 3, 1, EngineConfig(precision="fp32"))
     run(context, config, MODEL, folder / "tokenizer")
     return folder / "run", json.loads((folder / "run" / "results.json").read_text())
@@ -130,13 +130,13 @@ def test_the_tokenizer_learns_from_the_first_texts_alone(tmp_path: Path) -> None
     config = write_config(tmp_path)
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write("not json\n")  # past the twentieth text, so never read
-    prepare_tokenizer(config, 265, tmp_path / "tokenizer")
+    prepare_tokenizer(config, MODEL.model_copy(update={"vocab_size": 265}), tmp_path / "tokenizer")
     assert Tokenizer.load(tmp_path / "tokenizer").vocab_size == 265
 
 
 def test_a_vocabulary_that_is_larger_than_the_models_is_refused(tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    prepare_tokenizer(config, 272, tmp_path / "tokenizer")
+    prepare_tokenizer(config, MODEL, tmp_path / "tokenizer")
     context = StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
     with pytest.raises(ValueError, match=r"model.vocab_size is 270; the tokenizer in .* has 272 tokens"):
         run(context, config, MODEL.model_copy(update={"vocab_size": 270}), tmp_path / "tokenizer")

@@ -1,0 +1,114 @@
+"""Reading a job file: TOML and `--set` overrides to a checked job, or an error that names the place."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from heed.job import JobConfig, PlaygroundSection, ReviewsSection
+from lm.hub import model_directory
+from lm.weights import purpose_of, read_config
+
+
+def load_job(path: Path | None, overrides: Sequence[str] = ()) -> JobConfig:
+    """A job file (None: the built-in demo) with `--set` overrides such as "ppo.kl_coef=0.05".
+
+    Errors: ValueError naming file, field, value and what was expected.
+    """
+    source = files("configs").joinpath("jobs/demo.toml") if path is None else path
+    name = "configs/jobs/demo.toml" if path is None else str(path)
+    try:
+        values = tomllib.loads(source.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{name}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}: cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{name}: not TOML: {error}") from None
+    for override in overrides:
+        _apply_override(values, override)
+    _take_shape(name, values)
+    try:
+        return JobConfig.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(f"{name}: " + "; ".join(_explain(dict(problem)) for problem in error.errors())) from None
+
+
+def _take_shape(name: str, values: dict[str, Any]) -> None:
+    """Where the first stage starts from a model, `[model]` is that model's shape, and is checked if it is written."""
+    first = next((stage for stage in ("pretrain", "sft", "ppo") if isinstance(values.get(stage), dict)), "")
+    init_from = values[first].get("init_from") if first else None
+    if not isinstance(init_from, str) or not init_from:
+        return
+    try:
+        folder = model_directory(init_from)
+        shape = read_config(folder, purpose_of(folder))[0].model_dump(mode="json")
+    except ValueError as error:
+        raise ValueError(f"{name}: {first}.init_from: {error}") from None
+    written = values.get("model", {})
+    for key, value in written.items() if isinstance(written, dict) else ():
+        if key in shape and value != shape[key]:
+            raise ValueError(
+                f"{name}: model.{key} is {value!r}, but {init_from} has {shape[key]!r}; leave [model] out where"
+                f" {first}.init_from brings its shape"
+            )
+    values["model"] = {**shape, **written} if isinstance(written, dict) else written
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    """Set one dotted key; the value is TOML, or a bare string where it is not."""
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ValueError(f"--set {override!r}: KEY=VALUE was expected")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, leaf = key.strip().split(".")
+    place = values
+    for parent in parents:
+        place = place.setdefault(parent, {})
+        if not isinstance(place, dict):
+            raise ValueError(f"--set {override!r}: {parent!r} is not a section")
+    place[leaf] = value
+
+
+def _explain(problem: Mapping[str, Any]) -> str:
+    """One validation error as: full key, what was found, what was expected."""
+    # The discriminated union puts its tag into the location; users know the key without it.
+    location = [str(part) for part in problem["loc"] if part not in ("playground", "reviews")]
+    key = ".".join(location) or "job"
+    if problem["type"] == "extra_forbidden":
+        known = _keys_beside(location)
+        close = get_close_matches(location[-1], known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(sorted(known))}"
+        return f"{key}: unknown key{hint}"
+    if problem["type"] == "missing":
+        return f"{key}: missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    simple = isinstance(problem["input"], str | int | float | bool)
+    return f"{key}: {message}" + (f", found {problem['input']!r}" if simple else "")
+
+
+def _keys_beside(location: Sequence[str]) -> list[str]:
+    """The fields that the section holding this key knows."""
+    models: list[type[BaseModel]] = [JobConfig]
+    for part in location[:-1]:
+        if part.isdigit():
+            continue
+        if part == "world":
+            models = [PlaygroundSection, ReviewsSection]
+            continue
+        fields = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+        models = [found for field in fields for found in _models_in(field)]
+    return [name for model in models for name in model.model_fields]
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for part in getattr(annotation, "__args__", ()) for found in _models_in(part)]
