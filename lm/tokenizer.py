@@ -118,6 +118,13 @@ class Tokenizer:
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both write every conversation as the same tokens."""
+        return isinstance(other, Tokenizer) and self._written() == other._written()
+
+    def _written(self) -> tuple[str, ...]:
+        return self._bpe.to_str(), self.pad, self.end, self.chat_template
+
     @property
     def vocab_size(self) -> int:
         return int(self._bpe.get_vocab_size())
