@@ -15,7 +15,7 @@ from lm.model import LanguageModel
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, load_scalar_model
-from reward.scoring import pad_right, score_sequences
+from reward.scoring import pad_right, score_responses
 from training.config import Precision
 from training.data import Prompt
 from training.seeds import derive_seed
@@ -84,9 +84,9 @@ def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]
         seeds=[derive_seed(spec.seed, "sample", prompt.prompt_id, index) for prompt, index in chosen],
         max_rows=BATCH,
     )
-    responses, finished = sampled.responses, sampled.finished
+    responses = sampled.responses
     ratios = _log_ratios(spec, model, tokenizer, queries, responses)
-    scores = _scores(spec, tokenizer, queries, responses, finished)
+    scores = _scores(spec, tokenizer, queries, responses)
     samples: list[Sample | None] = [None] * len(wanted)
     for row, place in enumerate(order):
         prompt, index = wanted[place]
@@ -95,7 +95,7 @@ def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]
             index=index,
             response=tokenizer.decode(responses[row]).strip(),
             num_tokens=len(responses[row]),
-            finished=finished[row],
+            finished=sampled.finished[row],
             log_ratio=ratios[row],
             score=scores[row],
         )
@@ -123,17 +123,11 @@ def _scores(
     tokenizer: Tokenizer,
     queries: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
-    finished: Sequence[bool],
 ) -> list[float]:
     if not spec.reward:
         return [float("nan")] * len(responses)
     model = load_scalar_model(Path(spec.reward)).eval()
-    # Reward models learn from whole texts, the end token behind them, so one that was cut off is scored with it too.
-    sequences = [
-        [*query, *response, *([] if ended else [tokenizer.end_id])]
-        for query, response, ended in zip(queries, responses, finished, strict=True)
-    ]
-    return score_sequences(model, sequences, tokenizer.pad_id)
+    return score_responses(model, queries, responses, end_id=tokenizer.end_id, pad_id=tokenizer.pad_id)
 
 
 @torch.inference_mode()

@@ -67,11 +67,18 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 128,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    best_of: Annotated[int, typer.Option(min=1, help="Responses drawn, of which the judge's favourite is shown.")] = 1,
+    judge: Annotated[str, typer.Option(help="A reward model's directory, such as runs/demo/reward/model.")] = "",
 ) -> None:
     """Talk to a model: each line is a turn; an empty line starts over; end of input leaves."""
     from heed.chat import converse
 
-    converse(model, temperature=temperature, max_tokens=max_tokens, seed=seed)
+    if (best_of > 1) != bool(judge):
+        raise ValueError(
+            f"--best-of is {best_of}, --judge {judge!r}; several responses and a reward model that chooses among them"
+            " were expected, or neither"
+        )
+    converse(model, temperature=temperature, max_tokens=max_tokens, seed=seed, num_samples=best_of, judge=judge)
 
 
 @app.command("few-shot")

@@ -1,4 +1,4 @@
-"""Generation with a key-value cache: finished sequences leave the batch, waiting ones enter.
+"""Generation with a key-value cache: finished sequences leave, waiting ones enter, equal prompts are read once.
 
 Shape letters: B running rows, P prompt tokens, T new tokens, S key tokens, V vocabulary.
 """
@@ -55,6 +55,7 @@ def generate(
 ) -> Generated:
     """One response a prompt, at most `max_rows` at a time; prompts of like length side by side are padded least.
 
+    For several samples of a prompt give it several times, side by side: where they enter together it is read once.
     An encoder-decoder reads a source for each response, and its prompts are what its decoder begins with. Every
     sequence draws from its own seed, so a sample does not depend on its batch mates beyond rounding.
     Errors: ValueError for an empty prompt or one that leaves no room in the model's context.
@@ -119,15 +120,21 @@ class Batch:
     ) -> Self:
         """Read the prompts; `rows` are the caller's numbers for them, and there is room for `num_new` tokens."""
         config, weight = model.config, model.head.weight
-        tokens_BP, first_real_B = _pad_left(prompts, weight.device)
-        capacity = tokens_BP.shape[1] + num_new
-        shape = (config.num_layers, len(rows), config.num_kv_heads, capacity, config.head_dim)
+        pairs = list(zip(map(tuple, prompts), map(tuple, sources or [()] * len(prompts)), strict=True))
+        # Samples of one prompt see the same keys and values, so these are computed once and then copied.
+        places = {pair: place for place, pair in enumerate(dict.fromkeys(pairs))}
+        tokens_BP, first_real_B = _pad_left([prompt for prompt, _ in places], weight.device)
+        shape = (config.num_layers, len(places), config.num_kv_heads, tokens_BP.shape[1] + num_new, config.head_dim)
         memory = None
         if isinstance(model, EncoderDecoder):
             assert sources is not None
-            memory = model.read(*_pad_right(sources, weight.device))
-        batch = cls(rows, first_real_B, KVCache.empty(shape, like=weight), weight.new_empty(0), memory)
+            memory = model.read(*_pad_right([source for _, source in places], weight.device))
+        cache = KVCache.empty(shape, like=weight)
+        batch = cls(list(range(len(places))), first_real_B, cache, weight.new_empty(0), memory)
         batch._read(model, tokens_BP)
+        if len(places) < len(pairs):
+            batch.keep(torch.tensor([places[pair] for pair in pairs], device=weight.device))
+        batch.rows = rows
         return batch
 
     def feed(self, model: LanguageModel | EncoderDecoder, tokens_B: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Vocabularies and chat templates: text to tokens and back."""
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,8 +9,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import jinja2.sandbox
+from tokenizers import Encoding, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as BPE
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 PAD, END, MASK = "<|pad|>", "<|end|>", "<|mask|>"
 ROLES = ("system", "user", "assistant")
@@ -41,7 +42,7 @@ _GUARDED = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 
 
 class Tokenizer:
-    """A vocabulary with a padding token, an end token and a chat template.
+    """A vocabulary with a padding token, an end token and a chat template; what is learned here is byte-level BPE.
 
     `start` and `mask` are "" where the vocabulary has none: a start token opens what an encoder reads (the end token
     stands in for it), a mask token hides a word from it.
@@ -139,6 +140,13 @@ class Tokenizer:
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both write every conversation as the same tokens."""
+        return isinstance(other, Tokenizer) and self._written() == other._written()
+
+    def _written(self) -> tuple[str, ...]:
+        return self._bpe.to_str(), self.pad, self.end, self.chat_template
+
     @property
     def vocab_size(self) -> int:
         return int(self._bpe.get_vocab_size())
@@ -155,11 +163,38 @@ class Tokenizer:
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokens of people's text, on all the library's threads: a special token's name is spelled out."""
+        return [encoding.ids for encoding in self._encode_plain(texts)]
+
+    def spelled_bytes(self, texts: Sequence[str]) -> list[list[int]]:
+        """For each token of `encode_plain` the bytes of the text that it stands for; together they are the whole text.
+
+        What a vocabulary leaves out (WordPiece its spaces) counts with the next token, at the end with the last. An
+        unknown token stands for what it replaces.
+        """
+        encodings = self._encode_plain(texts)
+        return [self._spelled_bytes(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
+
+    def _encode_plain(self, texts: Sequence[str]) -> list[Encoding]:
         self._bpe.encode_special_tokens = True
         try:
-            return [encoding.ids for encoding in self._bpe.encode_batch(list(texts), add_special_tokens=False)]
+            return self._bpe.encode_batch(list(texts), add_special_tokens=False)
         finally:
             self._bpe.encode_special_tokens = False
+
+    def _spelled_bytes(self, text: str, encoding: Encoding) -> list[int]:
+        # A byte-level token may end inside a character, where offsets are silent, but its name has a character a byte.
+        # Only of a text that was normalised, or had a space put before it, do these not add up to the text.
+        names = [len(name) for name in encoding.tokens]
+        if isinstance(self._bpe.decoder, decoders.ByteLevel) and sum(names) == len(text.encode()):
+            return names
+        bytes_before = list(itertools.accumulate((len(character.encode()) for character in text), initial=0))
+        ends = [0]
+        for (_, stop), tokens in itertools.groupby(encoding.offsets):
+            # Tokens with the same offsets spell one character byte by byte, as SentencePiece does with a rare one.
+            num_tokens, num_bytes = len(list(tokens)), max(0, bytes_before[stop] - ends[-1])
+            ends += [ends[-1] + num_bytes * place // num_tokens for place in range(1, num_tokens + 1)]
+        ends[-1] = bytes_before[-1]
+        return [after - before for before, after in itertools.pairwise(ends)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens."""

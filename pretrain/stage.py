@@ -5,7 +5,7 @@ Documents are joined by the end token and cut into rows of equal length; a row m
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +58,9 @@ def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig
         write_streams(context.folder / "data", config, tokenizer)
     engine.barrier()
     rows = stream_rows(context.folder / "data" / "train.bin", config.row_tokens)
-    heldout = stream_rows(context.folder / "data" / "heldout.bin", config.row_tokens)
+    heldout, heldout_bytes = (
+        stream_rows(context.folder / "data" / f"{name}.bin", config.row_tokens) for name in ("heldout", "heldout_bytes")
+    )
     loop_config = LoopConfig.of("pretrain", context.seed, config.num_steps, config)
     loop = TrainingLoop(engine, loop_config, StreamObjective(rows), StreamObjective(heldout), context.folder)
     figures = loop.run()
@@ -68,7 +70,7 @@ def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig
         context.write_results(
             {
                 "heldout_loss": figures["loss"],
-                "heldout_bits_per_byte": bits_per_byte(figures["loss"], tokenizer, heldout),
+                "heldout_bits_per_byte": bits_per_byte(figures["loss"], heldout_bytes),
                 "num_parameters": count_parameters([skeleton(source.build)]),
                 "vocab_size": tokenizer.vocab_size,
                 "train_tokens": int(rows.size),
@@ -105,19 +107,23 @@ def write_streams(folder: Path, config: PretrainConfig, tokenizer: Tokenizer) ->
         return
     folder.mkdir(parents=True, exist_ok=True)
     for name, sources in (("train", config.texts), ("heldout", config.heldout)):
-        write_token_stream(_encoded(tokenizer, read_texts(sources)), tokenizer.end_id, folder / f"{name}.bin")
+        texts = _by_chunks(tokenizer.encode_plain, read_texts(sources))
+        write_token_stream(texts, tokenizer.end_id, folder / f"{name}.bin")
+    # In step with heldout.bin; an end token spells nothing.
+    spelled = _by_chunks(tokenizer.spelled_bytes, read_texts(config.heldout))
+    write_token_stream(spelled, 0, folder / "heldout_bytes.bin")
     (folder / "ready").touch()
 
 
-def _encoded(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[list[int]]:
+def _by_chunks(encode: Callable[[Sequence[str]], list[list[int]]], texts: Iterator[str]) -> Iterator[list[int]]:
     for chunk in chunks(texts):
-        yield from tokenizer.encode_plain(chunk)
+        yield from encode(chunk)
 
 
-def bits_per_byte(loss_nats: float, tokenizer: Tokenizer, rows_BT: NDArray[np.int32]) -> float:
-    """Loss a token (nats) over the bytes that the predicted tokens spell, in bits: comparable across tokenizers."""
-    # In a byte-level vocabulary every character of a token's name stands for one byte; special tokens spell none.
-    specials = {tokenizer.pad_id, tokenizer.end_id}
-    lengths = np.array([0 if i in specials else len(tokenizer.token_text(i)) for i in range(tokenizer.vocab_size)])
-    predicted = np.asarray(rows_BT[:, 1:])
-    return loss_nats * predicted.size / (math.log(2) * int(lengths[predicted].sum()))
+def bits_per_byte(loss_nats: float, bytes_BT: NDArray[np.int32]) -> float:
+    """Loss a token (nats) over the bytes that the predicted tokens stand for, in bits: comparable across tokenizers.
+
+    `bytes_BT` holds those of every token; each row's first is not predicted.
+    """
+    predicted = bytes_BT[:, 1:]
+    return loss_nats * predicted.size / (math.log(2) * int(predicted.sum()))

@@ -29,6 +29,25 @@ def last_token_scores(model: ScalarModel, sequences: Sequence[Sequence[int]], pa
     return model(tokens_BT, None, is_last_BT)
 
 
+def score_responses(
+    model: ScalarModel,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    *,
+    end_id: int,
+    pad_id: int,
+) -> list[float]:
+    """Scores of sampled responses, each to its prompt, in order; higher is better.
+
+    Reward models learn from whole texts, the end token behind them, so one that was cut off is scored with it too.
+    """
+    sequences = [
+        [*prompt, *response, *([] if end_id in response[-1:] else [end_id])]
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    return score_sequences(model, sequences, pad_id)
+
+
 @torch.inference_mode()
 def score_sequences(
     model: ScalarModel, sequences: Sequence[Sequence[int]], pad_id: int, batch_size: int = 128

@@ -35,6 +35,24 @@ def tokenizer() -> "Tokenizer":
 
 
 @pytest.fixture(scope="session")
+def wordpiece() -> "Tokenizer":
+    """A vocabulary of ten tokens as BERT has it: in lower case, without accents, spaces left out."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    from lm.tokenizer import Tokenizer
+
+    pieces = ["[PAD]", "[SEP]", "[UNK]", "the", "uber", "dog", "##s", "sleep", "!", "山"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    bpe = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    bpe.normalizer = normalizers.BertNormalizer()
+    bpe.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    bpe.decoder = decoders.WordPiece()
+    bpe.add_special_tokens(pieces[:3])
+    return Tokenizer(bpe, pad="[PAD]", end="[SEP]", chat_template="")
+
+
+@pytest.fixture(scope="session")
 def tiny_config() -> "ModelConfig":
     """Two layers, grouped queries, swiglu, tied; 288 tokens, so that the vocabulary above fits with room to spare."""
     from lm.config import ModelConfig

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from heed.cli import main
 from lm.config import ModelConfig
-from lm.model import LanguageModel, initialise
+from lm.generation import generate
+from lm.model import LanguageModel, ScalarModel, initialise
+from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
-from lm.weights import save_model
+from lm.weights import load_language_model, load_scalar_model, save_model
+from training.seeds import derive_seed
 
 ROOT = Path(__file__).parents[2]
 DEBUG = str(ROOT / "configs" / "jobs" / "debug.toml")
@@ -162,25 +166,81 @@ def chat_model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_chat_answers_every_line(
-    chat_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def talk(typed: str) -> list[str]:
-        monkeypatch.setattr(sys, "argv", ["heed", "chat", str(chat_model), "--max-tokens", "5", "--temperature", "0"])
+@pytest.fixture
+def talk(chat_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Types something at `heed chat`, which takes some options; returns what it says."""
+
+    def call(typed: str, *options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["heed", "chat", str(chat_model), "--max-tokens", "5", *options])
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
         with pytest.raises(SystemExit) as caught:
             main()
         assert caught.value.code == 0
-        return capsys.readouterr().out.split("\n")[:-1]
+        return capsys.readouterr().out
 
-    once, longer = talk("a tiny model\n"), talk("a tiny model\nsays\n\na tiny model\n")
+    return call
+
+
+def test_chat_answers_every_line(talk: Callable[..., str]) -> None:
+    def lines(typed: str) -> list[str]:
+        return talk(typed, "--temperature", "0").split("\n")[:-1]
+
+    once, longer = lines("a tiny model\n"), lines("a tiny model\nsays\n\na tiny model\n")
     assert len(once) == 1
     assert len(longer) == 3
     # An empty line starts over, so the third answer is the first again; greedy answers do not vary.
     assert longer[0] == longer[2] == once[0]
     # More than the context holds, in one turn and in many: it goes on.
-    assert "the model reads at most 39" in talk("word " * 60 + "\n")[0]
-    assert len(talk("tiny things\n" * 12)) == 12
+    assert "the model reads at most 39" in lines("word " * 60 + "\n")[0]
+    assert len(lines("tiny things\n" * 12)) == 12
+
+
+@pytest.fixture
+def judge(tmp_path: Path, chat_model: Path) -> Path:
+    """A reward model whose context is shorter than the policy's."""
+    model = ScalarModel(
+        ModelConfig(
+            vocab_size=270, context_tokens=30, width=8, num_layers=1, num_heads=2, num_kv_heads=1, mlp_width=8,
+            positions="learned",
+        )
+    )  # fmt: skip
+    initialise(model, 1)
+    save_model(tmp_path / "judge", model, model.state_dict(), Tokenizer.load(chat_model))
+    return tmp_path / "judge"
+
+
+@torch.no_grad()
+def test_chat_gives_the_answer_that_the_judge_prefers(talk: Callable[..., str], chat_model: Path, judge: Path) -> None:
+    tokenizer, policy, reward = Tokenizer.load(chat_model), load_language_model(chat_model), load_scalar_model(judge)
+    prompt = tokenizer.encode_prompt([{"role": "user", "content": "a tiny model"}])
+    scored = []
+    for sample in range(6):
+        seed = derive_seed(3, "chat", 1, "a tiny model\n", sample)
+        (response,) = generate(
+            policy.eval(), [prompt], max_new_tokens=5, end_id=tokenizer.end_id, choice=Choice(1.5), seeds=[seed]
+        ).responses
+        ending = [] if response[-1] == tokenizer.end_id else [tokenizer.end_id]
+        score = float(reward.eval()(torch.tensor([[*prompt, *response, *ending]]))[0, -1])
+        scored.append((score, tokenizer.decode(response).strip()))
+    assert scored.index(max(scored)) > 0  # the judge's favourite is not the first that comes
+    options = ("--temperature", "1.5", "--seed", "3", "--best-of", "6", "--judge", str(judge))
+    assert talk("a tiny model\n", *options) == max(scored)[1] + "\n"
+    # The judge's context of 30 tokens must hold the end token too.
+    assert "the model reads at most 28" in talk("word " * 60 + "\n", *options)
+    assert talk("tiny things\n" * 12, *options)
+
+
+def test_chat_refuses_a_judge_that_cannot_judge(refused: Callable[..., str], chat_model: Path, judge: Path) -> None:
+    both = "several responses and a reward model that chooses among them were expected, or neither"
+    assert f"--best-of is 4, --judge ''; {both}" in refused("chat", str(chat_model), "--best-of", "4")
+    assert f"--best-of is 1, --judge '{judge}'; {both}" in refused("chat", str(chat_model), "--judge", str(judge))
+    best_of = ("chat", str(chat_model), "--best-of", "4", "--judge")
+    Tokenizer.load(judge).with_template("continuation").save(judge)
+    line = f"{judge}: its tokenizer or chat template is not that of {chat_model}"
+    assert line in refused(*best_of, str(judge))
+    Tokenizer.train(["another text"], 265, "chat").save(judge)
+    assert line in refused(*best_of, str(judge))
+    assert str(chat_model) in refused(*best_of, str(chat_model))  # a language model scores nothing
 
 
 def test_chat_needs_a_model_directory(refused: Callable[..., str], chat_model: Path) -> None:

@@ -161,6 +161,30 @@ def test_generation_equals_its_naive_twin(model: EncoderDecoder, choice: Choice,
     assert found.responses == expected
 
 
+@pytest.mark.parametrize(("max_rows", "num_read"), [(4, None), (128, 3)])
+def test_samples_of_one_source_share_its_reading(model: EncoderDecoder, max_rows: int, num_read: int | None) -> None:
+    sources, seeds = [source for source in READ[1:4] for _ in range(4)], range(60, 72)
+    counts: list[int] = []
+    hook = model.encoder.register_forward_pre_hook(lambda _, inputs: counts.append(len(inputs[0])))
+    found = generate(
+        model, [[START]] * 12, max_new_tokens=12, end_id=END, choice=Choice(), seeds=seeds, max_rows=max_rows,
+        sources=sources,
+    )  # fmt: skip
+    hook.remove()
+    expected = [naive(model, source, 12, Choice(), seed) for source, seed in zip(sources, seeds, strict=True)]
+    assert found.responses == expected
+    assert num_read is None or sum(counts) == num_read
+
+
+def test_one_source_with_two_beginnings_is_two_sequences(model: EncoderDecoder) -> None:
+    common: dict[str, Any] = {"max_new_tokens": 6, "end_id": END, "choice": Choice()}
+    beginnings, sources = [[START], [START, 5], [START], [START, 5]], [READ[1], READ[1], READ[2], READ[1]]
+    found = generate(model, beginnings, seeds=[1, 2, 3, 4], sources=sources, **common)
+    for row in range(4):
+        alone = generate(model, beginnings[row : row + 1], seeds=[row + 1], sources=sources[row : row + 1], **common)
+        assert found.responses[row] == alone.responses[0]
+
+
 @torch.no_grad()
 def test_beam_search_reads_the_source(model: EncoderDecoder) -> None:
     for source in READ[:3]:

@@ -85,6 +85,35 @@ def test_waiting_sequences_enter_and_get_what_they_would_alone(decoder: Language
     assert any(found.finished)
 
 
+@pytest.mark.parametrize("max_rows", [4, 128])
+@pytest.mark.parametrize("places", [[0, 0, 0, 1, 1, 1, 5, 5, 5, 2], [1, 5, 1, 2, 5, 1, 1, 5, 0, 1]], ids=str)
+def test_samples_of_one_prompt_are_what_each_would_be_alone(
+    decoder: LanguageModel, places: list[int], max_rows: int
+) -> None:
+    prompts, seeds = [PROMPTS[place] for place in places], range(70, 80)
+    found = sample(decoder, prompts, seeds, max_rows=max_rows)
+    expected = [naive(decoder, p, 14, Choice(), s) for p, s in zip(prompts, seeds, strict=True)]
+    assert found.responses == [response for response, _ in expected]
+    assert len({tuple(response) for response in found.responses}) > len(set(places))  # samples of a prompt differ
+
+
+def rows_read(module: torch.nn.Module, run: Callable[[], object]) -> int:
+    """How many rows of more than one token a stack of blocks reads while `run` runs."""
+    counts: list[int] = []
+    hook = module.register_forward_pre_hook(lambda _, inputs: counts.append(len(inputs[0]) * (inputs[0].shape[1] > 1)))
+    run()
+    hook.remove()
+    return sum(counts)
+
+
+def test_equal_prompts_that_enter_together_are_read_once(llama: LanguageModel) -> None:
+    prompts = [prompt for prompt in PROMPTS[1:] for _ in range(4)]
+    read = lambda max_rows: rows_read(llama.decoder, lambda: sample(llama, prompts, range(20), max_rows=max_rows))  # noqa: E731
+    assert read(128) == 5
+    assert read(4) < 20  # waiting samples of a prompt enter in several lots, and each lot reads it
+    assert read(1) == 20
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("choice", [Choice(), Choice(0.7, top_k=3), Choice(0)], ids=str)
 def test_logprobs_equal_those_of_a_fresh_pass(decoder: LanguageModel, choice: Choice) -> None:

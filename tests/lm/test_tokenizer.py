@@ -161,6 +161,20 @@ def test_loading_gives_back_what_was_saved(tokenizer: Tokenizer, tmp_path: Path)
     assert loaded.chat_template == tokenizer.chat_template
 
 
+def test_tokenizers_are_equal_that_write_the_same_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    assert Tokenizer.load(tmp_path) == tokenizer == tokenizer.with_template("chat")
+    tokenizer.encode_plain(["which leaves no trace"])
+    assert Tokenizer.load(tmp_path) == tokenizer
+    others = [
+        tokenizer.with_template("continuation"),
+        Tokenizer.train(["another text altogether"], 280, "chat"),
+        Tokenizer.load(tmp_path, end="<|user|>"),
+        Tokenizer.load(tmp_path, pad="<|user|>"),
+    ]
+    assert all(other != tokenizer for other in others)
+
+
 @pytest.mark.parametrize("missing", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_missing_file_is_named(tokenizer: Tokenizer, tmp_path: Path, missing: str) -> None:
     tokenizer.save(tmp_path)

@@ -12,10 +12,11 @@ import torch
 from lm.config import ModelConfig
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
-from pretrain.stage import PretrainConfig, bits_per_byte, prepare_tokenizer, run
+from pretrain.stage import PretrainConfig, bits_per_byte, prepare_tokenizer, run, write_streams
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.metrics import read_metrics
+from training.packing import stream_rows
 from training.stage import StageContext
 
 MODEL = ModelConfig(
@@ -48,7 +49,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     """The run directory and results.json."""
     folder = tmp_path_factory.mktemp("pretrain")
     config = write_config(folder)
-    prepare_tokenizer(config, MODEL, folder / "tokenizer")
+    prepare_tokenizer(config, MODEL.model_copy(update={"vocab_size": 272}), folder / "tokenizer")
     context = StageContext(folder / "run", 3, 1, EngineConfig(precision="fp32"))
     run(context, config, MODEL, folder / "tokenizer")
     return folder / "run", json.loads((folder / "run" / "results.json").read_text())
@@ -119,11 +120,31 @@ def byte_spelling(tokenizer: Tokenizer, token: int) -> bytes:
     return bytes(table[character] for character in tokenizer.token_text(token))
 
 
-def test_bits_per_byte_by_hand(tokenizer: Tokenizer) -> None:
-    text = "山 über the dog"
-    row = np.array([[5, *tokenizer.encode(text), tokenizer.end_id, tokenizer.pad_id]], dtype=np.int32)
-    expected = 2.0 * (row.size - 1) / (math.log(2) * len(text.encode()))
-    assert bits_per_byte(2.0, tokenizer, row) == pytest.approx(expected)
+def heldout_rows(folder: Path, texts: list[str], tokenizer: Tokenizer, row_tokens: int) -> tuple[Any, Any]:
+    """Tokens and the bytes that they stand for, as a run writes and reads them."""
+    config = write_config(folder)
+    (folder / "heldout.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_streams(folder / "data", config, tokenizer)
+    return tuple(stream_rows(folder / "data" / f"{name}.bin", row_tokens) for name in ("heldout", "heldout_bytes"))
+
+
+def test_bits_per_byte_by_hand_of_a_byte_level_vocabulary(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokens, spelled = heldout_rows(tmp_path, ["The dog 山", "the b"], tokenizer, 5)
+    names = [[tokenizer.token_text(token) for token in row] for row in tokens.tolist()]
+    # The second row begins inside 山; " b" and the last end token fill no row.
+    assert names == [["The", "Ġd", "og", "Ġ", "å"], ["±", "±", "<|end|>", "t", "he"]]
+    num_bytes = (2 + 2 + 1 + 1) + (1 + 0 + 1 + 2)
+    assert bits_per_byte(2.0, spelled) == pytest.approx(2.0 * 8 / (math.log(2) * num_bytes))
+
+
+def test_bits_per_byte_by_hand_of_a_vocabulary_that_is_not(wordpiece: Tokenizer, tmp_path: Path) -> None:
+    texts = ["The  über dogs! ", "the 山 sleeps", "☃ dog"]
+    tokens, spelled = heldout_rows(tmp_path, texts, wordpiece, 5)
+    names = [[wordpiece.token_text(token) for token in row] for row in tokens.tolist()]
+    assert names == [["the", "uber", "dog", "##s", "!"], ["[SEP]", "the", "山", "sleep", "##s"]]  # "☃ dog" fills no row
+    # "  über", " dog", "s", "! "; then "the", " 山", " sleep", "s".
+    num_bytes = (2 + 5) + 4 + 1 + 2 + 3 + (1 + 3) + 6 + 1
+    assert bits_per_byte(2.0, spelled) == pytest.approx(2.0 * 8 / (math.log(2) * num_bytes))
 
 
 def test_the_tokenizer_learns_from_the_first_texts_alone(tmp_path: Path) -> None:
@@ -136,7 +157,7 @@ def test_the_tokenizer_learns_from_the_first_texts_alone(tmp_path: Path) -> None
 
 def test_a_vocabulary_that_is_larger_than_the_models_is_refused(tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    prepare_tokenizer(config, MODEL, tmp_path / "tokenizer")
+    prepare_tokenizer(config, MODEL.model_copy(update={"vocab_size": 272}), tmp_path / "tokenizer")
     context = StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
     with pytest.raises(ValueError, match=r"model.vocab_size is 270; the tokenizer in .* has 272 tokens"):
         run(context, config, MODEL.model_copy(update={"vocab_size": 270}), tmp_path / "tokenizer")

@@ -16,7 +16,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, load_scalar_model
 from preferences.splits import split_rankings
 from reward.comparisons import Comparison, read_rankings
-from reward.scoring import last_token_scores, pad_right, score_sequences
+from reward.scoring import last_token_scores, pad_right, score_responses, score_sequences
 from reward.stage import RankingObjective, RewardConfig, run
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -55,6 +55,13 @@ def test_scores_are_those_of_each_sequence_alone(scalar: ScalarModel) -> None:
     for batch_size in (1, 3, 128):
         assert score_sequences(scalar, SEQUENCES, 0, batch_size) == pytest.approx(expected, abs=1e-5)
     assert score_sequences(scalar, [], 0) == []
+
+
+def test_a_response_that_was_cut_off_is_scored_with_the_end_token(scalar: ScalarModel) -> None:
+    prompts, responses = [[4, 5], [6], [7, 1]], [[8, 1], [9, 4, 8], [1, 6]]
+    found = score_responses(scalar, prompts, responses, end_id=1, pad_id=0)
+    whole = [(4, 5, 8, 1), (6, 9, 4, 8, 1), (7, 1, 1, 6, 1)]
+    assert found == pytest.approx([alone(scalar, sequence) for sequence in whole], abs=1e-5)
 
 
 def test_a_last_token_that_is_the_pad_id_still_scores(scalar: ScalarModel) -> None:

@@ -1,0 +1,62 @@
+"""Best-of-n: several responses to each prompt, of which a scorer's favourite is kept."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lm.generation import generate
+from lm.model import LanguageModel
+from lm.sampling import Choice
+
+# The scores of several responses to one prompt, all of them tokens; higher is better.
+Scorer = Callable[[Sequence[int], Sequence[Sequence[int]]], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Best:
+    """The preferred response to a prompt, with its score."""
+
+    response: list[int]
+    score: float
+
+
+def best_of(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    score: Scorer,
+    *,
+    max_new_tokens: int,
+    end_id: int,
+    choice: Choice,
+    seeds: Sequence[Sequence[int]],
+) -> list[Best]:
+    """To each prompt one response for each of its seeds, of which the one that `score` prefers, the first of equals.
+
+    Errors: ValueError as for `generate`, for a prompt without seeds, and for other than a finite score a response.
+    """
+    if len(seeds) != len(prompts) or not all(seeds):
+        raise ValueError(
+            f"{len(prompts)} prompts with {[len(own) for own in seeds]} seeds; some for each were expected"
+        )
+    sampled = generate(
+        model,
+        [prompt for prompt, own in zip(prompts, seeds, strict=True) for _ in own],
+        max_new_tokens=max_new_tokens,
+        end_id=end_id,
+        choice=choice,
+        seeds=[seed for own in seeds for seed in own],
+    )
+    responses = iter(sampled.responses)
+    pools = [list(itertools.islice(responses, len(own))) for own in seeds]
+    return [_preferred(score, prompt, pool) for prompt, pool in zip(prompts, pools, strict=True)]
+
+
+def _preferred(score: Scorer, prompt: Sequence[int], responses: Sequence[list[int]]) -> Best:
+    scores = score(prompt, responses)
+    if len(scores) != len(responses) or not all(map(math.isfinite, scores)):
+        raise ValueError(
+            f"the scores of {len(responses)} responses are {scores}; a finite number for each was expected"
+        )
+    place = max(range(len(scores)), key=lambda index: scores[index])  # max keeps the first of equals
+    return Best(responses[place], scores[place])
