@@ -127,6 +127,15 @@ def test_tokens_see_both_ways_and_never_padding_or_another_sequence() -> None:
     torch.testing.assert_close(model(packed, segments)[0, :12], torch.cat(alone), atol=1e-5, rtol=1e-4)
 
 
+@torch.no_grad()
+def test_the_masked_head_of_a_swiglu_encoder_uses_its_gates_activation() -> None:
+    model = MaskedLanguageModel(config(mlp="swiglu"))
+    initialise(model, 1)
+    hidden = model.transform(model.encoder.hidden(TOKENS, SEGMENTS))
+    expected = model.head(model.transform_norm(hidden * torch.sigmoid(hidden)))
+    torch.testing.assert_close(model(TOKENS, SEGMENTS), expected, atol=1e-5, rtol=1e-4)
+
+
 def test_masked_words_are_learned() -> None:
     """Two sentences that differ in one word, each told apart by another: the encoder fills the gap from behind."""
     torch.manual_seed(0)

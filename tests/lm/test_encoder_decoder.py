@@ -177,6 +177,20 @@ def test_a_source_belongs_to_an_encoder_decoder_alone(model: EncoderDecoder, lla
     for wrong, sources in ((model, None), (llama, [[5]]), (model, [[5], [6]])):
         with pytest.raises(ValueError, match="an encoder-decoder needs a source for every prompt"):
             generate(wrong, [[START]], sources=sources, **common)
+    for wrong, source in ((model, None), (llama, [5])):
+        with pytest.raises(ValueError, match="an encoder-decoder needs a source for every prompt"):
+            beam_search(wrong, [START], num_beams=2, max_new_tokens=2, end_id=END, source=source)
+
+
+@pytest.mark.parametrize("length", [0, 25])
+def test_a_source_that_is_empty_or_does_not_fit_is_refused(model: EncoderDecoder, length: int) -> None:
+    with pytest.raises(ValueError, match=rf"source 1 has {length} tokens; 1 to 24 were expected"):
+        generate(
+            model, [[START]] * 2, max_new_tokens=2, end_id=END, choice=Choice(), seeds=[0, 1],
+            sources=[[5], [6] * length],
+        )  # fmt: skip
+    with pytest.raises(ValueError, match=rf"source 0 has {length} tokens; 1 to 24 were expected"):
+        beam_search(model, [START], num_beams=2, max_new_tokens=2, end_id=END, source=[6] * length)
 
 
 def test_it_learns_to_turn_a_sequence_around() -> None:
