@@ -9,7 +9,10 @@ from lm.families.family import Fields, Stored, expect
 
 
 class BartFamily:
-    """BART: an encoder-decoder with LayerNorm behind each branch and learned positions that count from 2."""
+    """BART: an encoder-decoder with LayerNorm behind each branch and learned positions that count from 2.
+
+    Where `transformers` does not tie the head it does not share the embedding either, which ours always does.
+    """
 
     model_type = "bart"
     classes: ClassVar = {"translate": "BartForConditionalGeneration"}
@@ -36,6 +39,7 @@ class BartFamily:
 
     def from_hf(self, raw: Mapping[str, Any]) -> Fields:
         expect(raw, "activation_function", *ACTIVATIONS)
+        expect(raw, "tie_word_embeddings", True)
         for field in ("attention_heads", "ffn_dim"):
             expect(raw, f"decoder_{field}", raw[f"encoder_{field}"])
         return {
@@ -54,7 +58,7 @@ class BartFamily:
             "embedding_scale": raw.get("scale_embedding", False),
             "norm_place": "post",
             "norm_eps": 1e-5,
-            "tie_embeddings": raw.get("tie_word_embeddings", True),
+            "tie_embeddings": True,
         }
 
     def stored(self, config: ModelConfig, ours: str) -> Stored:

@@ -38,6 +38,8 @@ class BertFamily:
         expect(raw, "position_embedding_type", "absolute", None)
         expect(raw, "is_decoder", False)
         expect(raw, "add_cross_attention", False)
+        if not raw["type_vocab_size"]:
+            raise ValueError("type_vocab_size is 0; at least 1 was expected")
         return {
             "kind": "encoder",
             "vocab_size": raw["vocab_size"],
@@ -57,7 +59,7 @@ class BertFamily:
         }
 
     def stored(self, config: ModelConfig, ours: str) -> Stored:
-        if ours == "head.bias":
+        if ours == "head.bias" and config.tie_embeddings:  # an untied head adds the bias of its own product
             return Stored({"cls.predictions.bias": None})
         module, _, kind = ours.rpartition(".")
         if not module.startswith("encoder.blocks."):
