@@ -4,6 +4,7 @@ Every family that `lm.families` knows, in both directions. `tests/lm/test_famili
 """
 
 import argparse
+import copy
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,14 +16,25 @@ import transformers
 from torch import Tensor
 
 from lm.config import RopeScaling
+from lm.encoder_decoder import EncoderDecoder
 from lm.families import family_of
 from lm.generation import generate
 from lm.model import LanguageModel, count_parameters
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model, save_model
+from lm.weights import PURPOSES, load_model, save_model
 
 CONTEXT = 40
+START = 1  # a target's first token
+
+# What is read: rows, of which encoders see LENGTHS tokens in two types; and targets of an encoder-decoder.
+TOKENS, TARGETS = (
+    torch.randint(2, 288, (3, CONTEXT), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
+)
+TARGETS[:, 0] = START
+LENGTHS = (CONTEXT, 17, 26)
+SEGMENTS = torch.tensor([[1] * length + [0] * (CONTEXT - length) for length in LENGTHS])
+TYPES = torch.tensor([[0] * 5 + [1] * (CONTEXT - 5)] * 3)
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0,
@@ -30,6 +42,32 @@ LLAMA3 = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 12}
 LINEAR = {"rope_type": "linear", "rope_theta": 50.0, "factor": 2.5}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "GPT2": {"n_embd": 20, "n_layer": 3, "n_head": 5, "n_positions": CONTEXT, "layer_norm_epsilon": 1e-3},
+    "Bert": {
+        "hidden_size": 21, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 28,
+        "max_position_embeddings": CONTEXT, "type_vocab_size": 2, "layer_norm_eps": 1e-3,
+    },
+    "Bart": {
+        "d_model": 21, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 3,
+        "decoder_attention_heads": 3, "encoder_ffn_dim": 28, "decoder_ffn_dim": 28, "max_position_embeddings": CONTEXT,
+        "decoder_start_token_id": START, "forced_eos_token_id": None,
+    },
+}  # fmt: skip
+ROTARY_SHAPE: dict[str, Any] = {
+    "hidden_size": 20, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 6, "intermediate_size": 28, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+}  # fmt: skip
+AUTO_MODELS = {
+    "language": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "sequence": "AutoModelForSequenceClassification",
+    "token": "AutoModelForTokenClassification",
+    "span": "AutoModelForQuestionAnswering",
+    "translate": "AutoModelForSeq2SeqLM",
+}
 
 
 @dataclass(frozen=True)
@@ -40,24 +78,24 @@ class Case:
     theirs: dict[str, Any]
     ours: dict[str, Any] = field(default_factory=dict)
     written_as: str | None = None  # another family holds the same shape and comes first
+    purpose: str = "language"  # as in `lm.families`
+
+    @property
+    def our_class(self) -> Any:
+        return next(kind for kind, purpose in PURPOSES.items() if purpose == self.purpose)
+
+    @property
+    def their_class(self) -> Any:
+        return getattr(transformers, AUTO_MODELS[self.purpose])
 
     def config(self) -> Any:
-        if self.prefix == "GPT2":
-            shape: dict[str, Any] = {
-                "n_embd": 20,
-                "n_layer": 3,
-                "n_head": 5,
-                "n_positions": CONTEXT,
-                "layer_norm_epsilon": 1e-3,
-            }
-        else:
-            shape = {
-                "hidden_size": 20, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-                "head_dim": 6, "intermediate_size": 28, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-3,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
-            }  # fmt: skip
         fixed = {"vocab_size": 288, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-        return getattr(transformers, f"{self.prefix}Config")(**fixed, **{**shape, **self.theirs})
+        shape = SHAPES.get(self.prefix, ROTARY_SHAPE)
+        return getattr(transformers, f"{self.prefix}Config")(**{**fixed, **shape, **self.theirs})
+
+    def random_model(self) -> Any:
+        """Theirs."""
+        return shuffled(self.their_class.from_config(self.config(), attn_implementation="eager"))
 
 
 CASES = {
@@ -102,26 +140,81 @@ CASES = {
         },
         {"windows": (0, 9), "qk_norm": True, "attention_bias": "none"},
     ),
+    "bert, masked words": Case("Bert", {}, {"token_types": 2, "mlp": "gelu", "norm_eps": 1e-3}, purpose="masked"),
+    "bert, masked words, untied, relu": Case(
+        "Bert",
+        {"tie_word_embeddings": False, "hidden_act": "relu"},
+        {"tie_embeddings": False, "mlp": "relu"},
+        purpose="masked",
+    ),
+    "bert, sequences, three types": Case(
+        "Bert", {"num_labels": 3, "type_vocab_size": 3}, {"token_types": 3}, purpose="sequence"
+    ),
+    "bert, sequences, one score": Case("Bert", {"num_labels": 1}, {}, purpose="sequence"),
+    "bert, tokens": Case("Bert", {"num_labels": 4, "hidden_act": "gelu_new"}, {"mlp": "gelu_tanh"}, purpose="token"),
+    "bert, spans": Case("Bert", {}, {"tie_embeddings": True}, purpose="span"),
+    "bart": Case(
+        "Bart", {}, {"num_encoder_layers": 3, "num_layers": 2, "embedding_norm": True}, purpose="translate"
+    ),
+    "bart, scaled embeddings, relu": Case(
+        "Bart",
+        {"scale_embedding": True, "activation_function": "relu"},
+        {"embedding_scale": True, "mlp": "relu"},
+        purpose="translate",
+    ),
 }  # fmt: skip
 
 
 def shuffled(model: Any) -> Any:
-    """Every weight away from its default, so a norm or a bias that is put in another's place shows."""
+    """Every weight away from its default, so a norm or a bias that is put in another's place shows.
+
+    Small biases and large positions: in stacks with norms last all tokens soon become alike without.
+    """
     generator = torch.Generator().manual_seed(4)
     for name, parameter in model.named_parameters():
-        one = "norm" in name or ".ln_" in name
-        if parameter.dim() == 1:
-            parameter.data.uniform_(0.5, 1.5, generator=generator).sub_(0.0 if one and name.endswith("weight") else 1.0)
+        if "position" in name or "wpe" in name:
+            parameter.data.normal_(0, 1, generator=generator)
+        elif parameter.dim() > 1:
+            parameter.data.normal_(0, 0.2, generator=generator)
+        elif name.endswith("weight"):
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
         else:
-            parameter.data.normal_(0, 0.3, generator=generator)
+            parameter.data.uniform_(-0.2, 0.2, generator=generator)
     return model.eval()
+
+
+def our_logits(model: Any) -> Tensor:
+    """Of every token, label or end that is compared."""
+    if isinstance(model, LanguageModel):
+        return model(TOKENS)
+    if isinstance(model, EncoderDecoder):
+        return model(TOKENS, TARGETS, SEGMENTS)
+    found = model(TOKENS, SEGMENTS, token_types_BT=TYPES)
+    return _without_padding(torch.stack(found, dim=-1) if isinstance(found, tuple) else found)
+
+
+def their_logits(model: Any) -> Tensor:
+    """As `our_logits`."""
+    if model.config.is_encoder_decoder:
+        logits: Tensor = model(TOKENS, attention_mask=SEGMENTS, decoder_input_ids=TARGETS).logits
+        return logits
+    if model.config.model_type != "bert":
+        return model(TOKENS).logits
+    found = model(TOKENS, attention_mask=SEGMENTS, token_type_ids=TYPES)
+    ends = "start_logits" in found
+    return _without_padding(torch.stack([found.start_logits, found.end_logits], dim=-1) if ends else found.logits)
+
+
+def _without_padding(logits: Tensor) -> Tensor:
+    """At padding the two libraries differ, and nothing reads it; logits of whole sequences have none."""
+    return logits[SEGMENTS > 0] if logits.dim() == 3 else logits
 
 
 @dataclass(frozen=True)
 class Parity:
     """Largest absolute difference of logits where we read their checkpoint, and where they read ours.
 
-    `same_tokens` of `num_tokens` greedy tokens equal those of their `generate`.
+    `same_tokens` of `num_tokens` greedy tokens equal those of their `generate`; an encoder writes none.
     """
 
     name: str
@@ -134,38 +227,40 @@ class Parity:
 
 
 @torch.no_grad()
-def measure(name: str, tokenizer: Tokenizer, num_rows: int = 3) -> Parity:
+def measure(name: str, tokenizer: Tokenizer) -> Parity:
     """One case, both ways."""
     case = CASES[name]
-    tokens = torch.randint(2, 288, (num_rows, CONTEXT), generator=torch.Generator().manual_seed(0))
     with tempfile.TemporaryDirectory() as folder:
-        theirs = shuffled(transformers.AutoModelForCausalLM.from_config(case.config(), attn_implementation="eager"))
+        theirs = case.random_model()
         theirs.save_pretrained(Path(folder) / "theirs")
-        ours = load_language_model(Path(folder) / "theirs").eval()
-        reading = float((ours(tokens) - theirs(tokens).logits).abs().max())
-        own = shuffled(LanguageModel(ours.config))
+        ours = load_model(Path(folder) / "theirs", case.our_class).eval()
+        reading = float((our_logits(ours) - their_logits(theirs)).abs().max())
+        own = shuffled(copy.deepcopy(ours))
         save_model(Path(folder) / "ours", own, own.state_dict(), tokenizer)
-        again = transformers.AutoModelForCausalLM.from_pretrained(
-            Path(folder) / "ours", attn_implementation="eager"
-        ).eval()
-        writing = float((own(tokens) - again(tokens).logits).abs().max())
-    prompts = [row[: 5 + 4 * place].tolist() for place, row in enumerate(tokens)]
-    same, total = _same_tokens(ours, theirs, prompts)
-    family = family_of(ours.config, "language").model_type
+        again = case.their_class.from_pretrained(Path(folder) / "ours", attn_implementation="eager").eval()
+        writing = float((our_logits(own) - their_logits(again)).abs().max())
+    same, total = (0, 0) if ours.config.kind == "encoder" else _same_tokens(ours, theirs)
+    family = family_of(ours.config, case.purpose).model_type
     return Parity(name, family, count_parameters([ours]), reading, writing, same, total)
 
 
-def _same_tokens(ours: LanguageModel, theirs: Any, prompts: Sequence[list[int]]) -> tuple[int, int]:
+def _same_tokens(ours: LanguageModel | EncoderDecoder, theirs: Any) -> tuple[int, int]:
     """Greedy tokens up to the end of the context that both choose, and all of them; ours in one batch, theirs alone."""
+    reads = isinstance(ours, EncoderDecoder)
+    sources = [row[:length].tolist() for row, length in zip(TOKENS, LENGTHS, strict=True)] if reads else None
+    prompts = [row[: 5 + 4 * place].tolist() for place, row in enumerate(TARGETS if reads else TOKENS)]
     num_new = CONTEXT - max(map(len, prompts))
     found = generate(
-        ours, prompts, max_new_tokens=num_new, end_id=-1, choice=Choice(0), seeds=[0] * len(prompts), max_rows=2
-    )
+        ours, prompts, max_new_tokens=num_new, end_id=-1, choice=Choice(0), seeds=[0] * len(prompts), max_rows=2,
+        sources=sources,
+    )  # fmt: skip
     same = 0
-    for prompt, response in zip(prompts, found.responses, strict=True):
-        expected: Tensor = theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False
-        )
+    for row, (prompt, response) in enumerate(zip(prompts, found.responses, strict=True)):
+        begun = torch.tensor([prompt])
+        inputs = {"input_ids": begun} if sources is None else {
+            "input_ids": torch.tensor([sources[row]]), "decoder_input_ids": begun
+        }  # fmt: skip
+        expected: Tensor = theirs.generate(**inputs, max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False)
         same += sum(a == b for a, b in zip(response, expected[0, len(prompt) :].tolist(), strict=True))
     return same, num_new * len(prompts)
 
@@ -177,9 +272,10 @@ def table(rows: Sequence[Parity]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
+        tokens = f"{row.same_tokens} of {row.num_tokens}" if row.num_tokens else "writes none"
         lines.append(
             f"| {row.name} | {row.written_as} | {row.num_parameters:,} | {row.reading:.1e} | {row.writing:.1e} |"
-            f" {row.same_tokens} of {row.num_tokens} |"
+            f" {tokens} |"
         )
     return "\n".join(lines)
 
@@ -188,12 +284,13 @@ INTRODUCTION = """# Parity with transformers
 
 Largest absolute difference between our logits and those of `transformers` {version} in fp32, on randomly initialised
 models: all weights, norms and biases far from their defaults, 3 rows of {context} tokens, odd shapes (heads whose size
-is not the width over their number, grouped queries, windows shorter than the text, a rotary clock that is stretched).
-"Written as" is the family that our own checkpoint of the shape takes. Greedy tokens: our batch of ragged prompts, two
-of which run at a time, against `generate` on each alone.
+is not the width over their number or is odd, grouped queries, windows shorter than the text, a rotary clock that is
+stretched, stacks of different depth). Two of the rows that BERT and BART read are padded, behind {lengths} tokens;
+what is given for padding is not compared. "Written as" is the family that our own checkpoint of the shape takes.
+Greedy tokens: our batch of ragged prompts, two of which run at a time, against `generate` on each alone; BART's prompts
+begin its targets.
 
-Made by `python -m benchmarks.parity docs/parity.md`; `tests/lm/test_families.py` holds every difference below 1e-4, and
-`tests/lm/test_encoder.py` and `tests/lm/test_encoder_decoder.py` do so for BERT's heads and BART.
+Made by `python -m benchmarks.parity docs/parity.md`; `tests/lm/test_families.py` holds every difference below 1e-4.
 """
 
 
@@ -205,7 +302,9 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     text = [f"{number} and some words" for number in range(50)]
     tokenizer = Tokenizer.train(text, 288, "chat")
-    introduction = INTRODUCTION.format(version=transformers.__version__, context=CONTEXT)
+    introduction = INTRODUCTION.format(
+        version=transformers.__version__, context=CONTEXT, lengths=" and ".join(map(str, LENGTHS[1:]))
+    )
     rows = table([measure(name, tokenizer) for name in CASES])
     file.write_text(f"{introduction}\n{rows}\n", encoding="utf-8")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lm.encoder_decoder import EncoderDecoder
-from lm.generation import Batch, check_room
+from lm.generation import Batch, check_room, check_sources
 from lm.model import LanguageModel
 
 
@@ -42,7 +42,9 @@ def beam_search(
     if num_beams < 1 or length_penalty < 0:
         raise ValueError(f"num_beams is {num_beams}, length_penalty {length_penalty}; from 1 and from 0 were expected")
     check_room(model, [prompt], max_new_tokens)
-    batch = Batch.start(model, [0], [prompt], max_new_tokens, None if source is None else [source])
+    sources = None if source is None else [source]
+    check_sources(model, sources, 1)
+    batch = Batch.start(model, [0], [prompt], max_new_tokens, sources)
     running: list[tuple[list[int], float]] = [([], 0.0)]
     over: list[Hypothesis] = []
     for step in range(1, max_new_tokens + 1):

@@ -147,6 +147,7 @@ class CrossAttention(nn.Module):
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,  # of the gate
     "relu2": _SquaredReLU.apply,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -165,11 +166,11 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.mlp_width, config.width, bias=config.mlp_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        up = self.up(x_BTD)
+        up, activation = self.up(x_BTD), ACTIVATIONS[self.kind]
         if self.kind == "swiglu":
             gate_BTM, up_BTM = up.chunk(2, dim=-1)
-            return self.down(F.silu(gate_BTM) * up_BTM)
-        return self.down(ACTIVATIONS[self.kind](up))
+            return self.down(activation(gate_BTM) * up_BTM)
+        return self.down(activation(up))
 
 
 class Block(nn.Module):

@@ -58,13 +58,13 @@ def generate(
     For several samples of a prompt give it several times, side by side: where they enter together it is read once.
     An encoder-decoder reads a source for each response, and its prompts are what its decoder begins with. Every
     sequence draws from its own seed, so a sample does not depend on its batch mates beyond rounding.
-    Errors: ValueError for an empty prompt or one that leaves no room in the model's context.
+    Errors: ValueError for an empty prompt or one that leaves no room in the model's context, and for sources that are
+    missing, empty, longer than the context, or given to a model that reads none.
     """
     if not prompts or len(seeds) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts with {len(seeds)} seeds; at least one prompt and a seed for each")
-    if isinstance(model, EncoderDecoder) != (sources is not None) or len(sources or prompts) != len(prompts):
-        raise ValueError("an encoder-decoder needs a source for every prompt, and no other model reads any")
     check_room(model, prompts, max_new_tokens)
+    check_sources(model, sources, len(prompts))
     uniforms_NR = torch.from_numpy(draw_uniforms(seeds, max_new_tokens)).to(model.head.weight.device)
     result = Generated([[] for _ in prompts], [False] * len(prompts), [[] for _ in prompts])
     waiting = deque(range(len(prompts)))
@@ -182,6 +182,22 @@ def check_room(model: LanguageModel | EncoderDecoder, prompts: Sequence[Sequence
             raise ValueError(
                 f"prompt {index} has {len(prompt)} tokens; 1 to {room} were expected: the context of"
                 f" {model.config.context_tokens} tokens less {max_new_tokens} for the response"
+            )
+
+
+def check_sources(
+    model: LanguageModel | EncoderDecoder, sources: Sequence[Sequence[int]] | None, num_prompts: int
+) -> None:
+    """Errors: ValueError unless an encoder-decoder has a source of 1 to `context_tokens` tokens for every prompt, and
+    any other model none.
+    """
+    expected = num_prompts if isinstance(model, EncoderDecoder) else None
+    if (None if sources is None else len(sources)) != expected:
+        raise ValueError("an encoder-decoder needs a source for every prompt, and no other model reads any")
+    for index, source in enumerate(sources or ()):
+        if not 1 <= len(source) <= model.config.context_tokens:
+            raise ValueError(
+                f"source {index} has {len(source)} tokens; 1 to {model.config.context_tokens} were expected"
             )
 
 

@@ -55,7 +55,7 @@ MAX_SHARD = "5GB"
 # What checkpoints carry beside a model's own tensors: tables that are computed (GPT-2's causal mask, Llama's rotary
 # frequencies, BERT's position numbers), second copies of tied tensors, and heads for another purpose.
 _COMPUTED = r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$|final_logits_bias$"
-_COPIES = r"^lm_head\.weight$|^cls\.predictions\.decoder\.|\.embed_tokens\.weight$"
+_COPIES = r"^lm_head\.weight$|^cls\.predictions\.(decoder\.|bias$)|\.embed_tokens\.weight$"
 _OTHER_HEADS = r"^cls\.seq_relationship\.|^bert\.pooler\."
 _LEFT_OUT = re.compile("|".join((_COMPUTED, _COPIES, _OTHER_HEADS)))
 # BERT's published checkpoints name the norms' parameters as TensorFlow did.
@@ -289,6 +289,8 @@ def _check_fit(checkpoint: Checkpoint, places: Mapping[str, Stored], shapes: Map
     for name in sorted(checkpoint.names - set(expected)):
         if not _LEFT_OUT.search(name):
             wrong.append(f"{name}: found, not expected")
+        elif name.endswith("final_logits_bias") and checkpoint.tensor(name).any():
+            wrong.append(f"{name}: expected zeros, found others")
     for name in sorted(checkpoint.names & set(expected)):
         if checkpoint.shape(name) != expected[name]:
             wrong.append(f"{name}: expected {expected[name]}, found {checkpoint.shape(name)}")

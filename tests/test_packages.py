@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PACKAGES: list[str] = PYPROJECT["tool"]["setuptools"]["packages"]
+LISTED: list[str] = PYPROJECT["tool"]["setuptools"]["packages"]
+PACKAGES = [name for name in LISTED if "." not in name]
 
 
 def origins(folder: Path, python_path: str = "") -> dict[str, Path]:
@@ -50,3 +51,8 @@ def test_every_top_package_is_listed() -> None:
     assert set(PYPROJECT["tool"]["mypy"]["packages"]) == folders - {"configs"}
     assert set(PYPROJECT["tool"]["importlinter"]["root_packages"]) == folders - {"configs"}
     assert all((ROOT / name / "py.typed").is_file() for name in folders)
+
+
+def test_every_package_inside_another_is_listed() -> None:
+    paths = [path.parent.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("__init__.py")]
+    assert sorted(".".join(path.parts) for path in paths) == sorted(LISTED)

@@ -1,4 +1,4 @@
-"""BERT's heads against `transformers`, both ways; padding, packing and span search by hand."""
+"""BERT's own names; padding, packing, masked words and span search by hand. `test_families.py` holds its logits."""
 
 import json
 from pathlib import Path
@@ -6,40 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from benchmarks.parity import shuffled
+from benchmarks.parity import CASES, our_logits, their_logits
 from lm.config import ModelConfig
-from lm.encoder import MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier, masked_tokens_loss
+from lm.encoder import MaskedLanguageModel, SpanPredictor, TokenClassifier, masked_tokens_loss
+from lm.families import family_of
 from lm.model import LanguageModel, initialise
-from lm.tokenizer import Tokenizer
-from lm.weights import load_model, save_model
+from lm.weights import load_model
 
-EXACT = {"atol": 1e-4, "rtol": 1e-4}
 T = 13
 TOKENS = torch.randint(5, 288, (3, T), generator=torch.Generator().manual_seed(0))
 SEGMENTS = torch.tensor([[1] * length + [0] * (T - length) for length in (T, 6, 9)])
-TYPES = torch.tensor([[0] * 4 + [1] * (T - 4)] * 3)
-
-Heads = type[MaskedLanguageModel] | type[SequenceClassifier] | type[TokenClassifier] | type[SpanPredictor]
-CASES: list[tuple[str, Heads, int]] = [
-    ("BertForMaskedLM", MaskedLanguageModel, 0),
-    ("BertForSequenceClassification", SequenceClassifier, 3),
-    ("BertForSequenceClassification", SequenceClassifier, 1),
-    ("BertForTokenClassification", TokenClassifier, 4),
-    ("BertForQuestionAnswering", SpanPredictor, 2),
-]
-
-
-def their_config(num_labels: int, **changes: Any) -> Any:
-    shape = {
-        "vocab_size": 288, "hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 5, "intermediate_size": 28,
-        "max_position_embeddings": 16, "type_vocab_size": 2, "layer_norm_eps": 1e-3, "pad_token_id": 0,
-    }  # fmt: skip
-    labels = {"num_labels": num_labels} if num_labels else {}
-    return transformers.BertConfig(**{**shape, **labels, **changes})
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -52,54 +30,9 @@ def config(**changes: Any) -> ModelConfig:
     return ModelConfig.model_validate({**values, **changes})
 
 
-def their_output(model: Any, tokens: Tensor = TOKENS) -> tuple[Tensor, ...]:
-    found = model(tokens, attention_mask=(SEGMENTS > 0).long(), token_type_ids=TYPES)
-    return (found.start_logits, found.end_logits) if "start_logits" in found else (found.logits,)
-
-
-def our_output(model: Any) -> tuple[Tensor, ...]:
-    found = model(TOKENS, SEGMENTS, token_types_BT=TYPES)
-    return found if isinstance(found, tuple) else (found,)
-
-
-def at_tokens(output: Tensor) -> Tensor:
-    """What belongs to real tokens: at padding the two libraries differ, and nothing reads it."""
-    return output[SEGMENTS > 0] if output.shape[1:2] == (T,) else output
-
-
-@pytest.mark.parametrize(("name", "head", "num_labels"), CASES)
-@torch.no_grad()
-def test_we_compute_the_logits_of_transformers(tmp_path: Path, name: str, head: Heads, num_labels: int) -> None:
-    theirs = shuffled(getattr(transformers, name)(their_config(num_labels)))
-    theirs.save_pretrained(tmp_path)
-    ours = load_model(tmp_path, head).eval()
-    assert ours.config == config()
-    for found, expected in zip(our_output(ours), their_output(theirs), strict=True):
-        assert float(expected.abs().max()) > 0.05
-        torch.testing.assert_close(at_tokens(found), at_tokens(expected), **EXACT)
-
-
-@pytest.mark.parametrize(("name", "head", "num_labels"), CASES)
-@torch.no_grad()
-def test_transformers_computes_our_logits(
-    tmp_path: Path, tokenizer: Tokenizer, name: str, head: Heads, num_labels: int
-) -> None:
-    labels = (num_labels,) if head in (SequenceClassifier, TokenClassifier) else ()
-    ours = shuffled(head(config(mlp="gelu_tanh"), *labels))
-    save_model(tmp_path, ours, ours.state_dict(), tokenizer)
-    theirs, report = getattr(transformers, name).from_pretrained(tmp_path, output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    for found, expected in zip(our_output(ours), their_output(theirs.eval()), strict=True):
-        torch.testing.assert_close(at_tokens(found), at_tokens(expected), **EXACT)
-    again = load_model(tmp_path, head).eval()
-    for found, expected in zip(our_output(again), our_output(ours), strict=True):
-        assert torch.equal(found, expected)
-
-
 @torch.no_grad()
 def test_the_published_bert_names_its_norms_as_tensorflow_did(tmp_path: Path) -> None:
-    theirs = shuffled(transformers.BertForMaskedLM(their_config(0)))
+    theirs = CASES["bert, masked words"].random_model()
     theirs.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     renamed = {
@@ -107,10 +40,10 @@ def test_the_published_bert_names_its_norms_as_tensorflow_did(tmp_path: Path) ->
         for name, tensor in tensors.items()
     }
     assert renamed.keys() != tensors.keys()
-    renamed |= {"cls.seq_relationship.weight": torch.zeros(2, 20), "bert.pooler.dense.bias": torch.zeros(20)}
+    renamed |= {"cls.seq_relationship.weight": torch.zeros(2, 21), "bert.pooler.dense.bias": torch.zeros(21)}
     save_file(renamed, tmp_path / "model.safetensors")
     ours = load_model(tmp_path, MaskedLanguageModel).eval()
-    torch.testing.assert_close(at_tokens(our_output(ours)[0]), at_tokens(their_output(theirs)[0]), **EXACT)
+    torch.testing.assert_close(our_logits(ours), their_logits(theirs), atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -125,6 +58,15 @@ def test_tokens_see_both_ways_and_never_padding_or_another_sequence() -> None:
     packed = torch.cat([TOKENS[row, :length] for row, length in enumerate((4, 5, 3))] + [torch.tensor([0])])[None]
     segments = torch.tensor([[1] * 4 + [2] * 5 + [3] * 3 + [0]])
     torch.testing.assert_close(model(packed, segments)[0, :12], torch.cat(alone), atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_the_masked_head_of_a_swiglu_encoder_uses_its_gates_activation() -> None:
+    model = MaskedLanguageModel(config(mlp="swiglu"))
+    initialise(model, 1)
+    hidden = model.transform(model.encoder.hidden(TOKENS, SEGMENTS))
+    expected = model.head(model.transform_norm(hidden * torch.sigmoid(hidden)))
+    torch.testing.assert_close(model(TOKENS, SEGMENTS), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_masked_words_are_learned() -> None:
@@ -167,13 +109,19 @@ def test_another_kind_of_shape_is_refused(tmp_path: Path, tiny_config: ModelConf
         LanguageModel(config())
     with pytest.raises(ValueError, match=r"LlamaForCausalLM.*a family with a model for the purpose 'masked'"):
         load_model(model_folder, MaskedLanguageModel)
-    transformers.BertForMaskedLM(their_config(0)).save_pretrained(tmp_path)
+    CASES["bert, masked words"].random_model().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"BertForMaskedLM.*BertForTokenClassification.* was expected"):
         load_model(tmp_path, TokenClassifier)
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**fields, "is_decoder": True}))
     with pytest.raises(ValueError, match=r"config.json: is_decoder is True; False was expected"):
         load_model(tmp_path, MaskedLanguageModel)
+
+
+def test_an_encoder_without_token_types_is_not_written_as_bert() -> None:
+    """BERT adds a token type to every token."""
+    assert family_of(config(), "masked").model_type == "bert"
+    assert family_of(config(token_types=0), "masked").model_type == "heed"
 
 
 @pytest.mark.parametrize(

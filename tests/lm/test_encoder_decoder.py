@@ -1,4 +1,4 @@
-"""The encoder-decoder against `transformers`' BART, both ways; its generation against naive twins; learning."""
+"""The encoder-decoder's generation against naive twins, and learning. `test_families.py` holds BART's logits."""
 
 import bisect
 import itertools
@@ -8,21 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.parity import shuffled
+from benchmarks.parity import CASES
 from lm.beam import beam_search
 from lm.config import ModelConfig
 from lm.encoder_decoder import EncoderDecoder
+from lm.families import family_of
 from lm.generation import generate
 from lm.model import initialise
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import load_model, save_model
 
-EXACT = {"atol": 1e-4, "rtol": 1e-4}
 START, END = 2, 3
 
 
@@ -41,50 +39,6 @@ BART: dict[str, Any] = {
     "vocab_size": 288, "width": 20, "num_heads": 5, "num_kv_heads": 5, "mlp": "gelu", "mlp_width": 28,
     "positions": "learned", "embedding_norm": True, "embedding_scale": False,
 }  # fmt: skip
-
-
-def their_config(**changes: Any) -> Any:
-    shape = {
-        "vocab_size": 288, "d_model": 20, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 5,
-        "decoder_attention_heads": 5, "encoder_ffn_dim": 28, "decoder_ffn_dim": 28, "max_position_embeddings": 24,
-        "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "decoder_start_token_id": 1,
-        "forced_eos_token_id": None,
-    }  # fmt: skip
-    return transformers.BartConfig(**{**shape, **changes})
-
-
-SOURCES = torch.randint(5, 288, (3, 11), generator=torch.Generator().manual_seed(0))
-SEGMENTS = torch.tensor([[1] * length + [0] * (11 - length) for length in (11, 4, 8)])
-TARGETS = torch.randint(5, 288, (3, 9), generator=torch.Generator().manual_seed(1))
-
-
-def their_logits(model: Any) -> Tensor:
-    logits: Tensor = model(SOURCES, attention_mask=(SEGMENTS > 0).long(), decoder_input_ids=TARGETS).logits
-    return logits
-
-
-@pytest.mark.parametrize("scale", [False, True])
-@torch.no_grad()
-def test_we_compute_the_logits_of_transformers(tmp_path: Path, scale: bool) -> None:
-    theirs = shuffled(transformers.BartForConditionalGeneration(their_config(scale_embedding=scale)))
-    theirs.save_pretrained(tmp_path)
-    ours = load_model(tmp_path, EncoderDecoder).eval()
-    assert ours.config == config(**{**BART, "embedding_scale": scale})
-    assert ours.head.weight is ours.encoder.embedding.weight is ours.decoder.embedding.weight
-    expected = their_logits(theirs)
-    assert float(expected.std()) > 0.1
-    torch.testing.assert_close(ours(SOURCES, TARGETS, SEGMENTS), expected, **EXACT)
-
-
-@torch.no_grad()
-def test_transformers_computes_our_logits(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    ours = shuffled(EncoderDecoder(config(**BART)))
-    save_model(tmp_path, ours, ours.state_dict(), tokenizer)
-    theirs, report = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert type(theirs).__name__ == "BartForConditionalGeneration"
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    torch.testing.assert_close(ours(SOURCES, TARGETS, SEGMENTS), their_logits(theirs.eval()), **EXACT)
 
 
 SHAPES = {
@@ -109,6 +63,22 @@ def test_what_is_written_comes_back(model: EncoderDecoder, tmp_path: Path, token
     again = load_model(tmp_path, EncoderDecoder).eval()
     assert again.config == model.config
     assert torch.equal(again(TEXTS, WRITTEN), model(TEXTS, WRITTEN))
+
+
+def test_barts_tables_are_shared_and_its_bias_is_zero(tmp_path: Path) -> None:
+    """Without tying, `transformers` gives each stack a table of its own; so such a shape is not BART's to us."""
+    assert family_of(config(**BART), "translate").model_type == "bart"
+    assert family_of(config(**BART, tie_embeddings=False), "translate").model_type == "heed"
+    theirs = CASES["bart"].random_model()
+    theirs.config.tie_word_embeddings = False
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tie_word_embeddings is False; True was expected"):
+        load_model(tmp_path, EncoderDecoder)
+    theirs.config.tie_word_embeddings = True
+    theirs.final_logits_bias[0, 5] = 1.0
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="final_logits_bias: expected zeros, found others"):
+        load_model(tmp_path, EncoderDecoder)
 
 
 TEXTS = torch.tensor([[5, 7, 9, 4], [8, 8, 1, 0]])
@@ -201,6 +171,20 @@ def test_a_source_belongs_to_an_encoder_decoder_alone(model: EncoderDecoder, lla
     for wrong, sources in ((model, None), (llama, [[5]]), (model, [[5], [6]])):
         with pytest.raises(ValueError, match="an encoder-decoder needs a source for every prompt"):
             generate(wrong, [[START]], sources=sources, **common)
+    for wrong, source in ((model, None), (llama, [5])):
+        with pytest.raises(ValueError, match="an encoder-decoder needs a source for every prompt"):
+            beam_search(wrong, [START], num_beams=2, max_new_tokens=2, end_id=END, source=source)
+
+
+@pytest.mark.parametrize("length", [0, 25])
+def test_a_source_that_is_empty_or_does_not_fit_is_refused(model: EncoderDecoder, length: int) -> None:
+    with pytest.raises(ValueError, match=rf"source 1 has {length} tokens; 1 to 24 were expected"):
+        generate(
+            model, [[START]] * 2, max_new_tokens=2, end_id=END, choice=Choice(), seeds=[0, 1],
+            sources=[[5], [6] * length],
+        )  # fmt: skip
+    with pytest.raises(ValueError, match=rf"source 0 has {length} tokens; 1 to 24 were expected"):
+        beam_search(model, [START], num_beams=2, max_new_tokens=2, end_id=END, source=[6] * length)
 
 
 def test_it_learns_to_turn_a_sequence_around() -> None:

@@ -1,0 +1,45 @@
+"""The families of published checkpoints: how `config.json` spells a shape, and what each tensor is called.
+
+What a model is for is named by a word: "language" and "score" models sit on decoders, "masked", "sequence", "token" and
+"span" models on encoders, "translate" on an encoder-decoder.
+
+A family can hold a shape if the shape comes back unchanged from its spelling; a shape that no family holds (GPT-3's
+banded layers, for one) is written in Heed's own spelling, which only Heed reads.
+"""
+
+from pydantic import ValidationError
+
+from lm.config import ModelConfig
+from lm.families.bart import BartFamily
+from lm.families.bert import BertFamily
+from lm.families.family import Family, Stored, expect
+from lm.families.gpt2 import GPT2Family
+from lm.families.own import HeedFamily
+from lm.families.rotary import RotaryFamily
+
+__all__ = ["FAMILIES", "Family", "Stored", "expect", "family_of"]
+
+FAMILIES: tuple[Family, ...] = (
+    RotaryFamily("llama", "Llama", attention_bias="flag", mlp_bias_flag=True),
+    RotaryFamily("arcee", "Arcee", mlp="relu2", attention_bias="flag", mlp_bias_flag=True),
+    RotaryFamily("mistral", "Mistral", windows="all"),
+    RotaryFamily("qwen2", "Qwen2", attention_bias="qkv", windows="by layer"),
+    RotaryFamily("qwen3", "Qwen3", attention_bias="flag", windows="by layer", qk_norm=True),
+    GPT2Family(),
+    BertFamily(),
+    BartFamily(),
+    HeedFamily(),
+)
+
+
+def family_of(config: ModelConfig, purpose: str) -> Family:
+    """The first family that holds the shape and has a model for the purpose."""
+    return next(family for family in FAMILIES if purpose in family.classes and holds(family, config))
+
+
+def holds(family: Family, config: ModelConfig) -> bool:
+    """Whether the shape comes back unchanged from the family's spelling."""
+    try:
+        return ModelConfig.model_validate(family.from_hf(family.to_hf(config))) == config
+    except (KeyError, ValueError, ValidationError):
+        return False

@@ -1,0 +1,95 @@
+"""BART (arXiv 1910.13461)."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from lm.config import ModelConfig
+from lm.families.classic import ACTIVATIONS, CLASSIC, activation_to_hf
+from lm.families.family import Fields, Stored, expect
+
+
+class BartFamily:
+    """BART: an encoder-decoder with LayerNorm behind each branch and learned positions that count from 2.
+
+    Where `transformers` does not tie the head it does not share the embedding either, which ours always does.
+    """
+
+    model_type = "bart"
+    classes: ClassVar = {"translate": "BartForConditionalGeneration"}
+
+    def to_hf(self, config: ModelConfig) -> Fields:
+        stacks = {"encoder": config.num_encoder_layers, "decoder": config.num_layers}
+        fields: Fields = {
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.context_tokens,
+            "d_model": config.width,
+            "activation_function": activation_to_hf(config),
+            "scale_embedding": config.embedding_scale,
+            "num_hidden_layers": config.num_encoder_layers,
+            "is_encoder_decoder": True,
+            "tie_word_embeddings": config.tie_embeddings,
+        }
+        for stack, num_layers in stacks.items():
+            fields |= {
+                f"{stack}_layers": num_layers,
+                f"{stack}_attention_heads": config.num_heads,
+                f"{stack}_ffn_dim": config.mlp_width,
+            }
+        return fields
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        expect(raw, "activation_function", *ACTIVATIONS)
+        expect(raw, "tie_word_embeddings", True)
+        for field in ("attention_heads", "ffn_dim"):
+            expect(raw, f"decoder_{field}", raw[f"encoder_{field}"])
+        return {
+            "kind": "encoder-decoder",
+            "vocab_size": raw["vocab_size"],
+            "context_tokens": raw["max_position_embeddings"],
+            "width": raw["d_model"],
+            "num_layers": raw["decoder_layers"],
+            "num_encoder_layers": raw["encoder_layers"],
+            "num_heads": raw["encoder_attention_heads"],
+            "num_kv_heads": raw["encoder_attention_heads"],
+            "mlp_width": raw["encoder_ffn_dim"],
+            "mlp": ACTIVATIONS[raw.get("activation_function", "gelu")],
+            **CLASSIC,
+            "embedding_norm": True,
+            "embedding_scale": raw.get("scale_embedding", False),
+            "norm_place": "post",
+            "norm_eps": 1e-5,
+            "tie_embeddings": True,
+        }
+
+    def stored(self, config: ModelConfig, ours: str) -> Stored:
+        module, _, kind = ours.rpartition(".")
+        if ".blocks." not in module:
+            name = self._OUTER[module]
+            return Stored({f"{name}.{kind}": None}, rows_before=2 if "positions" in module else 0)
+        stack, _, layer, inner = module.split(".", 3)
+        rows = config.num_heads * config.head_dim
+        stacked = {
+            "attention.qkv": {f"self_attn.{part}_proj": rows for part in "qkv"},
+            "cross.key_value": {f"encoder_attn.{part}_proj": rows for part in "kv"},
+        }
+        names: Mapping[str, int | None] = stacked.get(inner) or {self._INNER[inner]: None}
+        return Stored({f"model.{stack}.layers.{layer}.{name}.{kind}": size for name, size in names.items()})
+
+    _OUTER: ClassVar = {
+        "encoder.embedding": "model.shared",
+        "encoder.positions": "model.encoder.embed_positions",
+        "decoder.positions": "model.decoder.embed_positions",
+        "encoder.embedding_norm": "model.encoder.layernorm_embedding",
+        "decoder.embedding_norm": "model.decoder.layernorm_embedding",
+        "head": "lm_head",
+    }
+    _INNER: ClassVar = {
+        "attention.out": "self_attn.out_proj",
+        "attention_norm": "self_attn_layer_norm",
+        "cross.query": "encoder_attn.q_proj",
+        "cross.out": "encoder_attn.out_proj",
+        "cross_norm": "encoder_attn_layer_norm",
+        "mlp.up": "fc1",
+        "mlp.down": "fc2",
+        "mlp_norm": "final_layer_norm",
+    }

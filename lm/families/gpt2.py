@@ -1,0 +1,71 @@
+"""GPT-2 (Radford et al., 2019)."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from lm.config import ModelConfig
+from lm.families.classic import ACTIVATIONS, CLASSIC, activation_to_hf
+from lm.families.family import Fields, Stored, expect
+
+
+class GPT2Family:
+    """GPT-2: LayerNorm before each branch, learned positions, biases everywhere, matrices kept as (in, out)."""
+
+    model_type = "gpt2"
+    classes: ClassVar = {"language": "GPT2LMHeadModel", "score": "GPT2ForSequenceClassification"}
+
+    def to_hf(self, config: ModelConfig) -> Fields:
+        return {
+            "vocab_size": config.vocab_size,
+            "n_positions": config.context_tokens,
+            "n_embd": config.width,
+            "n_layer": config.num_layers,
+            "n_head": config.num_heads,
+            "n_inner": config.mlp_width,
+            "activation_function": activation_to_hf(config),
+            "layer_norm_epsilon": config.norm_eps,
+            "tie_word_embeddings": config.tie_embeddings,
+        }
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        expect(raw, "activation_function", *ACTIVATIONS)
+        expect(raw, "scale_attn_weights", True)
+        expect(raw, "scale_attn_by_inverse_layer_idx", False)
+        expect(raw, "add_cross_attention", False)
+        return {
+            "vocab_size": raw["vocab_size"],
+            "context_tokens": raw["n_positions"],
+            "width": raw["n_embd"],
+            "num_layers": raw["n_layer"],
+            "num_heads": raw["n_head"],
+            "num_kv_heads": raw["n_head"],
+            "mlp_width": raw.get("n_inner") or 4 * raw["n_embd"],
+            "mlp": ACTIVATIONS[raw.get("activation_function", "gelu_new")],
+            **CLASSIC,
+            "norm_eps": raw["layer_norm_epsilon"],
+            "tie_embeddings": raw.get("tie_word_embeddings", True),
+        }
+
+    def stored(self, _config: ModelConfig, ours: str) -> Stored:
+        module, _, kind = ours.rpartition(".")
+        if not module.startswith("decoder.blocks."):
+            return Stored({f"{self._OUTER[module]}.{kind}": None})
+        _, _, layer, inner = module.split(".", 3)
+        is_matrix = kind == "weight" and "norm" not in inner
+        return Stored({f"transformer.h.{layer}.{self._INNER[inner]}.{kind}": None}, transposed=is_matrix)
+
+    _OUTER: ClassVar = {
+        "decoder.embedding": "transformer.wte",
+        "decoder.positions": "transformer.wpe",
+        "decoder.norm": "transformer.ln_f",
+        "head": "lm_head",
+        "score": "score",
+    }
+    _INNER: ClassVar = {
+        "attention_norm": "ln_1",
+        "attention.qkv": "attn.c_attn",
+        "attention.out": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    }

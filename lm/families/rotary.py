@@ -1,0 +1,179 @@
+"""Llama, and what grew from it: Arcee, Mistral, Qwen2, Qwen3."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from lm.config import ModelConfig
+from lm.families.family import Fields, Stored, expect
+
+_ROPE_FIELDS = {
+    "factor": "factor",
+    "original_context_tokens": "original_max_position_embeddings",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+}
+_ROPE_FIELDS_OF = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_context_tokens", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_context_tokens", "beta_fast", "beta_slow"),
+}
+
+
+def rope_to_hf(config: ModelConfig) -> Fields:
+    """`rope_parameters` of `config.json`."""
+    scaling = config.rope_scaling
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": config.rope_theta}
+    values = {_ROPE_FIELDS[name]: getattr(scaling, name) for name in _ROPE_FIELDS_OF[scaling.kind]}
+    return {"rope_type": scaling.kind, "rope_theta": config.rope_theta, **values}
+
+
+def rope_from_hf(raw: Mapping[str, Any]) -> Fields:
+    """`rope_theta` and `rope_scaling`, from `rope_parameters` or from the two fields of older checkpoints."""
+    rope = raw.get("rope_parameters") or {
+        "rope_theta": raw.get("rope_theta", 10_000.0),
+        **(raw.get("rope_scaling") or {}),
+    }
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    expect({"rope_type": kind}, "rope_type", "default", *_ROPE_FIELDS_OF)
+    expect(rope, "partial_rotary_factor", 1.0)
+    for field in ("attention_factor", "mscale", "mscale_all_dim"):
+        expect(rope, field, None)
+    expect(rope, "truncate", True)
+    if kind == "default":
+        return {"rope_theta": rope["rope_theta"]}
+    found = {
+        name: rope[_ROPE_FIELDS[name]] for name in _ROPE_FIELDS_OF[kind] if rope.get(_ROPE_FIELDS[name]) is not None
+    }
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": {"kind": kind, **found}}
+
+
+@dataclass(frozen=True)
+class RotaryFamily:
+    """Llama and what grew from it: RMSNorm before each branch, rotary positions, grouped queries.
+
+    `attention_bias`: the family's products have biases on "none", on "qkv", or on "all" where its flag says so.
+    `windows`: no layer looks back a limited way, all of them do, or those that `layer_types` names.
+    """
+
+    model_type: str
+    class_prefix: str
+    mlp: Literal["swiglu", "relu2"] = "swiglu"
+    attention_bias: Literal["none", "qkv", "flag"] = "none"
+    mlp_bias_flag: bool = False
+    windows: Literal["none", "all", "by layer"] = "none"
+    qk_norm: bool = False
+
+    @property
+    def classes(self) -> Mapping[str, str]:
+        return {
+            "language": f"{self.class_prefix}ForCausalLM",
+            "score": f"{self.class_prefix}ForSequenceClassification",
+        }
+
+    @property
+    def hidden_act(self) -> str:
+        return {"swiglu": "silu", "relu2": "relu2"}[self.mlp]
+
+    def to_hf(self, config: ModelConfig) -> Fields:
+        fields = {
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.context_tokens,
+            "hidden_size": config.width,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "intermediate_size": config.mlp_width,
+            "hidden_act": self.hidden_act,
+            "rms_norm_eps": config.norm_eps,
+            "rope_parameters": rope_to_hf(config),
+            "tie_word_embeddings": config.tie_embeddings,
+        }
+        if self.attention_bias == "flag":
+            fields["attention_bias"] = config.attention_bias == "all"
+        if self.mlp_bias_flag:
+            fields["mlp_bias"] = config.mlp_bias
+        window = max(config.windows)
+        if self.windows == "all":
+            fields["sliding_window"] = window or None
+        elif self.windows == "by layer":
+            banded = [config.window(layer) > 0 for layer in range(config.num_layers)]
+            fields |= {
+                "use_sliding_window": window > 0,
+                "sliding_window": window or None,
+                "max_window_layers": banded.index(True) if True in banded else config.num_layers,
+                "layer_types": ["sliding_attention" if found else "full_attention" for found in banded],
+            }
+        return fields
+
+    def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        expect(raw, "hidden_act", self.hidden_act)
+        if not self.mlp_bias_flag:
+            expect(raw, "mlp_bias", False)
+        if self.attention_bias != "flag":
+            expect(raw, "attention_bias", False, *([True] if self.attention_bias == "qkv" else []))
+        flagged = "all" if raw.get("attention_bias") else "none"
+        heads = raw["num_attention_heads"]
+        return {
+            "vocab_size": raw["vocab_size"],
+            "context_tokens": raw["max_position_embeddings"],
+            "width": raw["hidden_size"],
+            "num_layers": raw["num_hidden_layers"],
+            "num_heads": heads,
+            "num_kv_heads": raw.get("num_key_value_heads") or heads,
+            "head_dim": raw.get("head_dim"),
+            "mlp_width": raw["intermediate_size"],
+            "mlp": self.mlp,
+            "mlp_bias": bool(raw.get("mlp_bias")),
+            "attention_bias": flagged if self.attention_bias == "flag" else self.attention_bias,
+            "qk_norm": self.qk_norm,
+            "windows": self._windows_from(raw),
+            "norm_eps": raw["rms_norm_eps"],
+            "tie_embeddings": raw.get("tie_word_embeddings", False),
+            **rope_from_hf(raw),
+        }
+
+    def _windows_from(self, raw: Mapping[str, Any]) -> list[int]:
+        window, num_layers = raw.get("sliding_window") or 0, raw["num_hidden_layers"]
+        if self.windows == "all":
+            return [window]
+        if self.windows == "none" or not raw.get("use_sliding_window"):
+            return [0]
+        first = raw.get("max_window_layers", num_layers)
+        by_default = ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
+        kinds = raw.get("layer_types") or by_default
+        return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+    def stored(self, config: ModelConfig, ours: str) -> Stored:
+        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        stacked = {
+            "attention.qkv": {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key},
+            "mlp.up": {"mlp.gate_proj": config.mlp_width, "mlp.up_proj": config.mlp_width},
+        }
+        module, _, kind = ours.rpartition(".")
+        if not module.startswith("decoder.blocks."):
+            return Stored({f"{self._OUTER[module]}.{kind}": None})
+        _, _, layer, inner = module.split(".", 3)
+        if inner in stacked and not (inner == "mlp.up" and config.mlp != "swiglu"):
+            return Stored({f"model.layers.{layer}.{part}.{kind}": rows for part, rows in stacked[inner].items()})
+        return Stored({f"model.layers.{layer}.{self._INNER[inner]}.{kind}": None})
+
+    _OUTER: ClassVar = {
+        "decoder.embedding": "model.embed_tokens",
+        "decoder.norm": "model.norm",
+        "head": "lm_head",
+        "score": "score",
+    }
+    _INNER: ClassVar = {
+        "attention_norm": "input_layernorm",
+        "attention.query_norm": "self_attn.q_norm",
+        "attention.key_norm": "self_attn.k_norm",
+        "attention.out": "self_attn.o_proj",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.up": "mlp.up_proj",
+        "mlp.down": "mlp.down_proj",
+    }
