@@ -82,7 +82,7 @@ def evaluate_few_shot(folder: Path, examples: Sequence[Example], num_shots: int,
             )
     texts = _greedy_lines(model, tokenizer, queries, longest)
     right = [float(text == example.completion) for text, example in zip(texts, examples, strict=True)]
-    logprobs = sequence_logprobs(model, queries, answers, tokenizer.pad_id, 1.0)
+    logprobs = sequence_logprobs(model, queries, answers, 1.0)
     lengths = np.array([len(answer) for answer in answers], dtype=np.float64)
     nats = bootstrap_ratio(-np.array(logprobs), lengths, seed=seed, num_resamples=NUM_RESAMPLES, level=LEVEL)
     return FewShot(num_shots, len(examples), bootstrap_mean(right, seed=seed), Interval(*nats))

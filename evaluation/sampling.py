@@ -12,10 +12,11 @@ import torch
 from lm.generation import generate
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
+from lm.padding import pad_right
 from lm.sampling import Choice
-from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model, load_scalar_model
-from reward.scoring import pad_right, score_responses
+from lm.tokenizer import Messages, Tokenizer
+from lm.weights import load_language_model
+from reward.scoring import Judge
 from training.config import Precision
 from training.data import Prompt
 from training.seeds import derive_seed
@@ -85,8 +86,8 @@ def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]
         max_rows=BATCH,
     )
     responses = sampled.responses
-    ratios = _log_ratios(spec, model, tokenizer, queries, responses)
-    scores = _scores(spec, tokenizer, queries, responses)
+    ratios = _log_ratios(spec, model, queries, responses)
+    scores = _scores(spec, tokenizer, [prompt.messages for prompt, _ in chosen], queries, responses)
     samples: list[Sample | None] = [None] * len(wanted)
     for row, place in enumerate(order):
         prompt, index = wanted[place]
@@ -105,7 +106,6 @@ def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]
 def _log_ratios(
     spec: SamplingSpec,
     policy: LanguageModel,
-    tokenizer: Tokenizer,
     queries: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
 ) -> list[float]:
@@ -113,21 +113,21 @@ def _log_ratios(
         return [float("nan")] * len(responses)
     weight = policy.head.weight
     reference = load_language_model(Path(spec.reference)).to(weight.device, weight.dtype).eval()
-    ours = sequence_logprobs(policy, queries, responses, tokenizer.pad_id, spec.temperature)
-    theirs = sequence_logprobs(reference, queries, responses, tokenizer.pad_id, spec.temperature)
+    ours = sequence_logprobs(policy, queries, responses, spec.temperature)
+    theirs = sequence_logprobs(reference, queries, responses, spec.temperature)
     return [a - b for a, b in zip(ours, theirs, strict=True)]
 
 
 def _scores(
     spec: SamplingSpec,
     tokenizer: Tokenizer,
+    conversations: Sequence[Messages],
     queries: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
 ) -> list[float]:
     if not spec.reward:
         return [float("nan")] * len(responses)
-    model = load_scalar_model(Path(spec.reward)).eval()
-    return score_responses(model, queries, responses, end_id=tokenizer.end_id, pad_id=tokenizer.pad_id)
+    return Judge.load(Path(spec.reward)).score(tokenizer, conversations, queries, responses)
 
 
 @torch.inference_mode()
@@ -135,7 +135,6 @@ def sequence_logprobs(
     model: LanguageModel,
     queries: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
-    pad_id: int,
     temperature: float,
 ) -> list[float]:
     """log π(response | query) of each pair, nats, at the sampling temperature."""
@@ -143,7 +142,7 @@ def sequence_logprobs(
     device = model.head.weight.device
     for start in range(0, len(queries), BATCH):
         pairs = list(zip(queries[start : start + BATCH], responses[start : start + BATCH], strict=True))
-        tokens_BT, _ = pad_right([[*query, *response] for query, response in pairs], pad_id, device)
+        tokens_BT, _ = pad_right([[*query, *response] for query, response in pairs], device)
         states_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
         for row, (query, response) in enumerate(pairs):
             states_BT[row, len(query) - 1 : len(query) + len(response) - 1] = True

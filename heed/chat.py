@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lm.best_of import Scorer, best_of
-from lm.model import ScalarModel
 from lm.sampling import Choice
-from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model, load_scalar_model
-from reward.scoring import score_responses
+from lm.tokenizer import Messages, Tokenizer
+from lm.weights import load_language_model
+from reward.scoring import Judge
 from training.seeds import derive_seed
 
 
@@ -18,18 +17,14 @@ def converse(folder: Path, *, temperature: float, max_tokens: int, seed: int, nu
 
     An answer is what the reward model in the directory `judge` scores highest of `num_samples` responses; with ""
     the first is taken.
-    Errors: ValueError for a directory that holds no language model with a chat template, or a judge that reads other
-    tokens.
+    Errors: ValueError for a directory that holds no language model.
     """
     tokenizer = Tokenizer.load(folder)
     model = load_language_model(folder).eval()
     context = model.config.context_tokens
-    score: Scorer = _no_preference
-    if judge:
-        reward_model = _load_judge(Path(judge), tokenizer, folder)
-        # It also reads the end token behind a response that was cut off.
-        context = min(context, reward_model.config.context_tokens - 1)
-        score = _scorer(reward_model, tokenizer)
+    reward_model = Judge.load(Path(judge)) if judge else None
+    if reward_model is not None:  # it also reads the end token behind a response that was cut off
+        context = min(context, reward_model.network.config.context_tokens - 1)
     messages: list[dict[str, str]] = []
     interactive = sys.stdin.isatty()
     while True:
@@ -53,7 +48,7 @@ def converse(folder: Path, *, temperature: float, max_tokens: int, seed: int, nu
         (best,) = best_of(
             model,
             [prompt],
-            score,
+            _no_preference if reward_model is None else _scorer(reward_model, tokenizer, messages),
             max_new_tokens=min(max_tokens, context - len(prompt)),
             end_id=tokenizer.end_id,
             choice=Choice(temperature),
@@ -68,17 +63,9 @@ def _no_preference(_prompt: Sequence[int], responses: Sequence[Sequence[int]]) -
     return [0.0] * len(responses)
 
 
-def _load_judge(judge: Path, tokenizer: Tokenizer, folder: Path) -> ScalarModel:
-    if Tokenizer.load(judge) != tokenizer:
-        raise ValueError(
-            f"{judge}: its tokenizer or chat template is not that of {folder}, whose tokens it would judge"
-        )
-    return load_scalar_model(judge).eval()
-
-
-def _scorer(reward_model: ScalarModel, tokenizer: Tokenizer) -> Scorer:
+def _scorer(judge: Judge, tokenizer: Tokenizer, messages: Messages) -> Scorer:
     def score(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> Sequence[float]:
-        prompts = [prompt] * len(responses)
-        return score_responses(reward_model, prompts, responses, end_id=tokenizer.end_id, pad_id=tokenizer.pad_id)
+        num = len(responses)
+        return judge.score(tokenizer, [messages] * num, [prompt] * num, responses)
 
     return score

@@ -6,14 +6,12 @@ from typing import Any
 
 from evaluation.statistics import bootstrap_mean
 from heed.collect import label_truth
-from lm.tokenizer import Tokenizer
-from lm.weights import load_scalar_model
 from playground.world import World
 from preferences.agreement import accuracy_against
 from preferences.records import Ranking
 from preferences.splits import split_rankings
 from reward.comparisons import encode_scored, read_rankings
-from reward.scoring import score_sequences
+from reward.scoring import Judge, score_sequences
 from reward.stage import HELDOUT_SCORES, RewardConfig
 
 
@@ -29,9 +27,9 @@ def measure_reward_model(folder: Path, config: RewardConfig, world: World, seed:
     measured: dict[str, Any] = {"gold_accuracy": accuracy_against(by_truth, scores).as_dict()}
     pairs = world.judged_pairs()
     if pairs:
-        model, tokenizer = load_scalar_model(folder / "model").eval(), Tokenizer.load(folder / "model")
-        sides = [[encode_scored(tokenizer, pair[side]) for pair in pairs] for side in (0, 1)]
-        better, worse = (score_sequences(model, side, tokenizer.pad_id) for side in sides)
+        judge = Judge.load(folder / "model")
+        sides = [[encode_scored(judge.tokenizer, pair[side]) for pair in pairs] for side in (0, 1)]
+        better, worse = (score_sequences(judge.network, side) for side in sides)
         right = [float(b > w) + 0.5 * (b == w) for b, w in zip(better, worse, strict=True)]
         measured["human_pairs_accuracy"] = {**bootstrap_mean(right, seed=seed).as_dict(), "num_pairs": len(pairs)}
     return measured

@@ -2,8 +2,8 @@
 
 from heed.stages import Run
 from lm.tokenizer import Tokenizer
-from sft.stage import SFTConfig
-from training.data import read_conversations, read_prompts, read_texts
+from sft.stage import SFTConfig, encode_demonstrations
+from training.data import read_prompts, read_texts
 
 
 def check_data(run: Run) -> None:
@@ -18,7 +18,11 @@ def check_data(run: Run) -> None:
                 pass
     if job.sft is not None:
         tokenizer = sft_tokenizer(run, job.sft)
-        check_demonstrations(run, job.sft, tokenizer)
+        has_source = job.model is not None and job.model.kind == "encoder-decoder"
+        for sources in (job.sft.demonstrations, job.sft.heldout):
+            resolved = [run.resolve(data) for data in sources]
+            for _ in encode_demonstrations(has_source, tokenizer, resolved, job.sft.row_tokens):
+                pass
     elif job.ppo is not None:
         tokenizer = Tokenizer.load(run.start("ppo", "sft"))
     else:
@@ -31,19 +35,6 @@ def sft_tokenizer(run: Run, config: SFTConfig) -> Tokenizer:
     """What SFT will tokenize with; the vocabulary is there before its parent is."""
     folder = run.start("sft", "pretrain") if config.init_from else run.tokenizer
     return Tokenizer.load(folder, end=config.end_token, pad=config.pad_token).with_template(config.chat_template)
-
-
-def check_demonstrations(run: Run, config: SFTConfig, tokenizer: Tokenizer) -> None:
-    """Every conversation has a response and fits a row."""
-    for sources in (config.demonstrations, config.heldout):
-        for where, messages in read_conversations([run.resolve(data) for data in sources]):
-            tokens, is_response = tokenizer.encode_conversation(messages)
-            if not any(is_response):
-                raise ValueError(f"{where}: sft.chat_template {config.chat_template!r} shows no assistant's response")
-            if len(tokens) > config.row_tokens:
-                raise ValueError(
-                    f"{where}: the conversation has {len(tokens)} tokens; sft.row_tokens allows {config.row_tokens}"
-                )
 
 
 def check_prompts(run: Run, tokenizer: Tokenizer, context_tokens: int) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from lm.attention import KVCache, Memory
 from lm.encoder_decoder import EncoderDecoder
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
+from lm.padding import pad_left, pad_right
 from lm.sampling import Choice, draw_uniforms
 
 LEAVE_BELOW = 0.8  # share of rows that still run at which the others leave and waiting ones enter
@@ -123,12 +123,12 @@ class Batch:
         pairs = list(zip(map(tuple, prompts), map(tuple, sources or [()] * len(prompts)), strict=True))
         # Samples of one prompt see the same keys and values, so these are computed once and then copied.
         places = {pair: place for place, pair in enumerate(dict.fromkeys(pairs))}
-        tokens_BP, first_real_B = _pad_left([prompt for prompt, _ in places], weight.device)
+        tokens_BP, first_real_B = pad_left([prompt for prompt, _ in places], weight.device)
         shape = (config.num_layers, len(places), config.num_kv_heads, tokens_BP.shape[1] + num_new, config.head_dim)
         memory = None
         if isinstance(model, EncoderDecoder):
             assert sources is not None
-            memory = model.read(*_pad_right([source for _, source in places], weight.device))
+            memory = model.read(*pad_right([source for _, source in places], weight.device))
         cache = KVCache.empty(shape, like=weight)
         batch = cls(list(range(len(places))), first_real_B, cache, weight.new_empty(0), memory)
         batch._read(model, tokens_BP)
@@ -199,23 +199,3 @@ def check_sources(
             raise ValueError(
                 f"source {index} has {len(source)} tokens; 1 to {model.config.context_tokens} were expected"
             )
-
-
-def _pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Prompts aligned at their right end [B, P], 0 before them; and the column of each one's first real token [B]."""
-    width = max(len(prompt) for prompt in prompts)
-    padded = np.zeros((len(prompts), width), dtype=np.int64)
-    for row, prompt in enumerate(prompts):
-        padded[row, width - len(prompt) :] = prompt
-    first_real = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
-    return torch.from_numpy(padded).to(device), first_real
-
-
-def _pad_right(sources: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sources [B, S] with 0 behind them, and segments [B, S]: 1 for tokens, 0 for padding."""
-    tokens = np.zeros((len(sources), max(len(source) for source in sources)), dtype=np.int64)
-    segments = np.zeros_like(tokens)
-    for row, source in enumerate(sources):
-        tokens[row, : len(source)] = source
-        segments[row, : len(source)] = 1
-    return torch.from_numpy(tokens).to(device), torch.from_numpy(segments).to(device)

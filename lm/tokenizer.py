@@ -30,8 +30,8 @@ CHAT_TEMPLATES = {
         "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}"
         "{% endfor %}"
     ),
-    # Texts alone, each closed by the end token: what BERT and BART read.
-    "plain": "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}",
+    # Texts alone, each closed by the end token, behind the start token: what BERT and BART read.
+    "plain": "{{ bos_token }}{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}",
 }
 
 Messages = Sequence[Mapping[str, str]]
@@ -93,7 +93,9 @@ class Tokenizer:
         )
         bpe.train_from_iterator(texts, trainer)
         template = CHAT_TEMPLATES.get(chat_template, chat_template)
-        return cls(bpe, pad=PAD, end=END, chat_template=template, mask=MASK if has_mask else "")
+        # What learns by hidden words also learns that a text starts behind an end.
+        start, mask = (END, MASK) if has_mask else ("", "")
+        return cls(bpe, pad=PAD, end=END, chat_template=template, start=start, mask=mask)
 
     @classmethod
     def load(cls, folder: Path, *, end: str = "", pad: str = "") -> Self:
@@ -145,7 +147,7 @@ class Tokenizer:
         return isinstance(other, Tokenizer) and self._written() == other._written()
 
     def _written(self) -> tuple[str, ...]:
-        return self._bpe.to_str(), self.pad, self.end, self.chat_template
+        return self._bpe.to_str(), self.pad, self.end, self.start, self.chat_template
 
     @property
     def vocab_size(self) -> int:

@@ -6,6 +6,7 @@ Shape letters: B responses, T tokens, R response tokens, C counted positions, V 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,13 +18,16 @@ from lm.generation import generate
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel, ScalarModel
 from lm.sampling import Choice
-from lm.tokenizer import Tokenizer
-from lm.weights import ModelFolder, load_language_model, load_scalar_model, save_model
+from lm.source import ModelSource
+from lm.tokenizer import Messages, Tokenizer
+from lm.weights import ModelFolder, NewHead, load_language_model, save_model
 from ppo.algorithm import policy_loss, value_loss
 from ppo.config import PPOConfig
 from ppo.controller import ScoreScale
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from reward.scoring import Judge, sequence_scores
 from training.config import EngineConfig
+from training.data import read_prompts
 from training.engine import Engine
 from training.objectives import StreamObjective
 from training.packing import stream_rows
@@ -59,7 +63,8 @@ class ColocatedWorker:
         self.config, self.parents = config, parents
         self.tokenizer = Tokenizer.load(parents.sft)
         policy = ModelFolder(parents.sft, LanguageModel)
-        value = InRewardUnits(ModelFolder(parents.reward, ScalarModel), parents.scale)
+        self.judge = Judge.load(parents.reward)
+        value = value_source(parents, self.judge, self.tokenizer)
         micro = config.minibatch.micro_batch_size
         self.policy: Engine[LanguageModel] = Engine(
             policy, config.policy_optimizer, engine_config, world_size=num_workers, micro_batch=micro
@@ -73,7 +78,7 @@ class ColocatedWorker:
         self._bf16 = engine_config.resolved_precision() == "bf16"
         self._autocast = self._bf16 and engine_config.zero_stage == 0
         self.reference = self._frozen(load_language_model(parents.sft))
-        self.reward = self._frozen(load_scalar_model(parents.reward))
+        self._frozen(self.judge.network)
         self.generator = load_language_model(parents.sft).to(self.device, self._compute_dtype).eval()
         self.average = {name: tensor.clone() for name, tensor in self.policy.full_weights().items()}
         stream = parents.pretraining
@@ -113,9 +118,29 @@ class ColocatedWorker:
 
     @torch.no_grad()
     def scores(self, rollout: Rollout) -> Tensor:
-        parts = self._parts(rollout.ended(self.tokenizer.end_id))
+        prompts, responses = rollout.token_lists()
+        conversations = [self._conversations[tuple(prompt)] for prompt in prompts] if self._reads_texts else []
+        sequences = self.judge.sequences(self.tokenizer, conversations, prompts, responses)
+        network, size = self.judge.network, self.config.minibatch.micro_batch_size
+        # What does not fit the reward model's context has no score.
+        scores_B = torch.full((len(sequences),), torch.nan)
+        fitting = [row for row, tokens in enumerate(sequences) if len(tokens) <= network.config.context_tokens]
         with self._precision():
-            return torch.cat([self.reward(part.tokens_BT, None, part.last_token_BT).cpu() for part in parts])
+            for start in range(0, len(fitting), size):
+                rows = fitting[start : start + size]
+                scores_B[rows] = sequence_scores(network, [sequences[row] for row in rows]).float().cpu()
+        return scores_B
+
+    @property
+    def _reads_texts(self) -> bool:
+        """Whether the reward model has other tokens than the policy and is given the texts."""
+        return self.judge.tokenizer != self.tokenizer
+
+    @cached_property
+    def _conversations(self) -> dict[tuple[int, ...], Messages]:
+        """What each prompt's tokens say."""
+        prompts = read_prompts(self.config.prompts)
+        return {tuple(self.tokenizer.encode_prompt(prompt.messages)): prompt.messages for prompt in prompts}
 
     @torch.no_grad()
     def reference_logprobs(self, rollout: Rollout) -> Tensor:
@@ -240,22 +265,35 @@ class ColocatedWorker:
         self.value.close()
 
 
-@dataclass(frozen=True)
-class InRewardUnits:
-    """The value function starts as the reward model; its predictions must be in the rewards' units."""
+def value_source(parents: Parents, judge: Judge, tokenizer: Tokenizer) -> ModelSource[ScalarModel]:
+    """The value function starts as the reward model, its predictions in the rewards' units.
 
-    reward_model: ModelFolder[ScalarModel]
-    scale: ScoreScale
+    A reward model that is no decoder of the policy's tokens has no value for a half-written response; then it starts as
+    the policy, with predictions of 0, the mean of the rewards.
+    """
+    if isinstance(judge.network, ScalarModel) and judge.tokenizer == tokenizer:
+        scale = parents.scale
+        return ScaledHead(ModelFolder(parents.reward, ScalarModel), 1 / scale.std, -scale.mean / scale.std)
+    return ScaledHead(NewHead(parents.sft, LanguageModel, ScalarModel, seed=0), 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class ScaledHead:
+    """A scalar model whose every prediction is multiplied by `factor` and then raised by `shift`."""
+
+    source: ModelSource[ScalarModel]
+    factor: float
+    shift: float
 
     def build(self) -> ScalarModel:
-        return self.reward_model.build()
+        return self.source.build()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.reward_model.tensors():
+        for name, tensor in self.source.tensors():
             if name == "score.weight":
-                yield name, tensor / self.scale.std
+                yield name, tensor * self.factor
             elif name == "bias":
-                yield name, (tensor - self.scale.mean) / self.scale.std
+                yield name, tensor * self.factor + self.shift
             else:
                 yield name, tensor
 

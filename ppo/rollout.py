@@ -79,28 +79,14 @@ class Rollout:
         first_B1 = self.prompt_tokens_B[:, None] - 1
         return (columns_T >= first_B1) & (columns_T < first_B1 + self.response_tokens_B[:, None])
 
-    @property
-    def last_token_BT(self) -> Tensor:
-        """True = the response's last token."""
-        last_B1 = (self.prompt_tokens_B + self.response_tokens_B - 1)[:, None]
-        return torch.arange(self.tokens_BT.shape[1])[None] == last_B1
-
-    def ended(self, end_id: int) -> Self:
-        """The responses with the end token after those that were cut off: what a reward model may be asked about.
-
-        Labelers see texts, and the reward model learns from texts with the end token behind them. Where a response
-        stops without one it was never trained, and what it says there is arbitrary.
-        """
-        cut_off_B = ~self.finished_B
-        tokens_BT = F.pad(self.tokens_BT, (0, 1))
-        ends_B = self.prompt_tokens_B + self.response_tokens_B
-        tokens_BT[cut_off_B, ends_B[cut_off_B]] = end_id
-        return replace(
-            self,
-            tokens_BT=tokens_BT,
-            response_tokens_B=self.response_tokens_B + cut_off_B,
-            max_response_tokens=self.max_response_tokens + 1,
-        )
+    def token_lists(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Prompts and responses without padding."""
+        lengths = zip(self.prompt_tokens_B.tolist(), self.response_tokens_B.tolist(), strict=True)
+        rows = [
+            (row[:prompt], row[prompt : prompt + response])
+            for row, (prompt, response) in zip(self.tokens_BT.tolist(), lengths, strict=True)
+        ]
+        return [prompt for prompt, _ in rows], [response for _, response in rows]
 
     def spread(self, flat_C: Tensor) -> Tensor:
         """[B, R] from one number a counted position, row by row; 0 elsewhere."""

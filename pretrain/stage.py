@@ -1,26 +1,32 @@
-"""Pretraining: learn a tokenizer from raw text, turn the text into one long stream of tokens, predict each next one.
+"""Pretraining: learn a tokenizer from raw text, turn the text into one long stream of tokens, learn to predict them.
 
-Documents are joined by the end token and cut into rows of equal length; a row may hold parts of several documents.
+Documents are joined by the end token and cut into rows of equal length; a row may hold parts of several documents. A
+decoder predicts each next token, an encoder the words that are hidden from it, an encoder-decoder writes out a row that
+it read with spans hidden.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from lm.config import ModelConfig
+from lm.encoder import MaskedLanguageModel
+from lm.encoder_decoder import EncoderDecoder
 from lm.hub import model_directory
 from lm.model import LanguageModel, count_parameters
 from lm.source import Fresh, ModelSource, skeleton
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, save_model
+from pretrain.corruption import NUM_VIEWS, DenoisingObjective, HiddenWords, MaskedObjective
 from training.config import InitConfig, TrainingConfig
 from training.data import DataConfig, read_texts
-from training.loop import LoopConfig, TrainingLoop
+from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import StreamObjective
 from training.packing import chunks, stream_rows, write_token_stream
 from training.seeds import derive_seed
@@ -54,41 +60,63 @@ def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig
         )
     source = model_source(context, config, model_config)
     engine = build_engine(context, source, config)
+    folder = context.folder / "data"
     if engine.is_main:
-        write_streams(context.folder / "data", config, tokenizer)
+        write_streams(folder, config, tokenizer)
     engine.barrier()
-    rows = stream_rows(context.folder / "data" / "train.bin", config.row_tokens)
-    heldout, heldout_bytes = (
-        stream_rows(context.folder / "data" / f"{name}.bin", config.row_tokens) for name in ("heldout", "heldout_bytes")
+    # The start token comes before what an encoder reads.
+    row_tokens = config.row_tokens - (model_config.kind != "decoder")
+    rows, heldout, heldout_bytes = (
+        stream_rows(folder / f"{name}.bin", row_tokens) for name in ("train", "heldout", "heldout_bytes")
     )
+    training = make_objective(model_config, rows, tokenizer, derive_seed(context.seed, "pretrain", "words"), NUM_VIEWS)
+    unseen = make_objective(model_config, heldout, tokenizer, derive_seed(context.seed, "pretrain", "heldout"), 1)
     loop_config = LoopConfig.of("pretrain", context.seed, config.num_steps, config)
-    loop = TrainingLoop(engine, loop_config, StreamObjective(rows), StreamObjective(heldout), context.folder)
-    figures = loop.run()
+    figures = TrainingLoop(engine, loop_config, training, unseen, context.folder).run()
     weights = engine.full_weights()
     if engine.is_main:
         save_model(context.model_folder, engine.module, weights, tokenizer)
-        context.write_results(
-            {
-                "heldout_loss": figures["loss"],
-                "heldout_bits_per_byte": bits_per_byte(figures["loss"], heldout_bytes),
-                "num_parameters": count_parameters([skeleton(source.build)]),
-                "vocab_size": tokenizer.vocab_size,
-                "train_tokens": int(rows.size),
-                "trained_tokens": config.num_steps * config.batch.batch_size * config.row_tokens,
-            }
-        )
+        results = {
+            **{f"heldout_{name}": value for name, value in figures.items()},
+            "num_parameters": count_parameters([skeleton(source.build)]),
+            "vocab_size": tokenizer.vocab_size,
+            "train_tokens": int(rows.size),
+            "trained_tokens": config.num_steps * config.batch.batch_size * config.row_tokens,
+        }
+        if model_config.kind == "decoder":  # the others see what comes behind, so their loss is that of no text
+            results["heldout_bits_per_byte"] = bits_per_byte(figures["loss"], heldout_bytes)
+        context.write_results(results)
     engine.barrier()
     engine.close()
 
 
-def model_source(
-    context: StageContext, config: PretrainConfig, model_config: ModelConfig
-) -> ModelSource[LanguageModel]:
+Pretrained = LanguageModel | MaskedLanguageModel | EncoderDecoder
+KINDS: dict[str, type[Pretrained]] = {
+    "decoder": LanguageModel,
+    "encoder": MaskedLanguageModel,
+    "encoder-decoder": EncoderDecoder,
+}
+
+
+def model_source(context: StageContext, config: PretrainConfig, model_config: ModelConfig) -> ModelSource[Pretrained]:
     """The model of `init_from`, or a fresh one."""
+    kind = KINDS[model_config.kind]
     if config.init_from:
-        return ModelFolder(model_directory(config.init_from), LanguageModel, config.dropout)
+        return ModelFolder(model_directory(config.init_from), kind, config.dropout)
     seed = derive_seed(context.seed, "pretrain", "weights")
-    return Fresh(lambda: LanguageModel(model_config, config.dropout), seed)
+    return Fresh(lambda: kind(model_config, config.dropout), seed)
+
+
+def make_objective(
+    model: ModelConfig, rows_BT: NDArray[np.int32], tokenizer: Tokenizer, seed: int, num_views: int
+) -> Objective[Any]:
+    """What a model of this kind learns from the rows. Errors: ValueError for a vocabulary that cannot hide words."""
+    if model.kind == "decoder":
+        return StreamObjective(rows_BT)
+    words = HiddenWords.of(tokenizer, seed)
+    if model.kind == "encoder":
+        return MaskedObjective(rows_BT, words, num_views)
+    return DenoisingObjective(rows_BT, words, num_views)
 
 
 def prepare_tokenizer(config: PretrainConfig, model: ModelConfig, folder: Path) -> None:
@@ -98,7 +126,10 @@ def prepare_tokenizer(config: PretrainConfig, model: ModelConfig, folder: Path) 
         Tokenizer.load(source, end=config.end_token, pad=config.pad_token).save(folder)
         return
     sample = itertools.islice(read_texts(config.texts), config.tokenizer_texts)
-    Tokenizer.train(sample, model.vocab_size, "chat", has_mask=model.kind != "decoder").save(folder)
+    if model.kind == "decoder":
+        Tokenizer.train(sample, model.vocab_size, "chat").save(folder)
+    else:
+        Tokenizer.train(sample, model.vocab_size, "plain", has_mask=True).save(folder)
 
 
 def write_streams(folder: Path, config: PretrainConfig, tokenizer: Tokenizer) -> None:

@@ -1,63 +1,102 @@
-"""Scores of whole sequences: the number at the last token. Shape letters: B sequences, T tokens."""
+"""Scores of whole texts: of a decoder the number at the last token, of an encoder that of the first, which sees all.
+
+Shape letters: B sequences, T tokens.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from lm.encoder import SequenceClassifier
 from lm.model import ScalarModel
+from lm.padding import last_tokens, pad_right
+from lm.tokenizer import Messages, Tokenizer
+from lm.weights import load_model, purpose_of
+from reward.comparisons import encode_scored
+
+RewardNetwork = ScalarModel | SequenceClassifier
 
 
-def pad_right(sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens [B, T] and a mask [B, T] that is True at each sequence's last token.
-
-    With padding on the right and causal attention no real token sees padding, so no attention mask is needed.
-    """
-    width = max(len(sequence) for sequence in sequences)
-    tokens = np.full((len(sequences), width), pad_id, dtype=np.int64)
-    is_last = np.zeros(tokens.shape, dtype=np.bool_)
-    for row, sequence in enumerate(sequences):
-        tokens[row, : len(sequence)] = sequence
-        is_last[row, len(sequence) - 1] = True
-    return torch.from_numpy(tokens).to(device), torch.from_numpy(is_last).to(device)
+def load_network(folder: Path) -> RewardNetwork:
+    """The reward model of a directory, in fp32. Errors as for `lm.weights.load_model`."""
+    if purpose_of(folder) == "sequence":
+        return load_model(folder, SequenceClassifier)
+    return load_model(folder, ScalarModel)
 
 
-def last_token_scores(model: ScalarModel, sequences: Sequence[Sequence[int]], pad_id: int) -> Tensor:
+def sequence_scores(network: RewardNetwork, sequences: Sequence[Sequence[int]]) -> Tensor:
     """Scores [B]; higher is better. Gradients flow."""
-    tokens_BT, is_last_BT = pad_right(sequences, pad_id, next(model.parameters()).device)
-    return model(tokens_BT, None, is_last_BT)
-
-
-def score_responses(
-    model: ScalarModel,
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[Sequence[int]],
-    *,
-    end_id: int,
-    pad_id: int,
-) -> list[float]:
-    """Scores of sampled responses, each to its prompt, in order; higher is better.
-
-    Reward models learn from whole texts, the end token behind them, so one that was cut off is scored with it too.
-    """
-    sequences = [
-        [*prompt, *response, *([] if end_id in response[-1:] else [end_id])]
-        for prompt, response in zip(prompts, responses, strict=True)
-    ]
-    return score_sequences(model, sequences, pad_id)
+    tokens_BT, segments_BT = pad_right(sequences, next(network.parameters()).device)
+    if isinstance(network, SequenceClassifier):
+        return network(tokens_BT, segments_BT).squeeze(-1)
+    # With padding on the right and causal attention no real token sees padding, so no attention mask is needed.
+    return network(tokens_BT, None, last_tokens(segments_BT))
 
 
 @torch.inference_mode()
-def score_sequences(
-    model: ScalarModel, sequences: Sequence[Sequence[int]], pad_id: int, batch_size: int = 128
-) -> list[float]:
+def score_sequences(network: RewardNetwork, sequences: Sequence[Sequence[int]], batch_size: int = 128) -> list[float]:
     """Scores of any number of sequences, in order; sorted by length inside, so little is padded."""
     scores = [0.0] * len(sequences)
     order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        found = last_token_scores(model, [sequences[index] for index in chosen], pad_id)
+        found = sequence_scores(network, [sequences[index] for index in chosen])
         for index, score in zip(chosen, found.tolist(), strict=True):
             scores[index] = score
     return scores
+
+
+def shift_scores(network: RewardNetwork, by: float) -> None:
+    """Add a constant to every score, which no preference depends on."""
+    bias = network.classifier.bias if isinstance(network, SequenceClassifier) else network.bias
+    bias.data += by
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A reward model with the vocabulary and the template that it reads."""
+
+    network: RewardNetwork
+    tokenizer: Tokenizer
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        return cls(load_network(folder).eval(), Tokenizer.load(folder))
+
+    def sequences(
+        self,
+        tokenizer: Tokenizer,
+        conversations: Sequence[Messages],
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+    ) -> list[list[int]]:
+        """What the network reads of a policy's responses: the same tokens where it has the policy's vocabulary and
+        template, else the same texts in its own. `conversations` and `prompts` are what was asked, as messages and as
+        the policy's tokens.
+
+        Reward models learn from whole texts, the end token behind them, so one that was cut off is scored with it too.
+        """
+        if self.tokenizer == tokenizer:
+            end_id = tokenizer.end_id
+            return [
+                [*prompt, *response, *([] if end_id in response[-1:] else [end_id])]
+                for prompt, response in zip(prompts, responses, strict=True)
+            ]
+        texts = [tokenizer.decode(response).strip() for response in responses]
+        pairs = zip(conversations, texts, strict=True)
+        turns = ([*messages, {"role": "assistant", "content": text}] for messages, text in pairs)
+        return [list(encode_scored(self.tokenizer, conversation)) for conversation in turns]
+
+    def score(
+        self,
+        tokenizer: Tokenizer,
+        conversations: Sequence[Messages],
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+    ) -> list[float]:
+        """Scores of a policy's responses, in order; higher is better. Arguments as for `sequences`."""
+        return score_sequences(self.network, self.sequences(tokenizer, conversations, prompts, responses))

@@ -1,4 +1,5 @@
-"""The reward model: the SFT model with a scalar head, trained on rankings of K responses.
+"""The reward model: the SFT model (or another decoder, or an encoder) with a scalar head, trained on rankings of K
+responses.
 
 Held-out rankings are of prompts that training never saw. Afterwards the bias is shifted so that demonstrations score
 0 on average, which fixes the one freedom that preferences leave open.
@@ -11,15 +12,17 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from lm.encoder import MaskedLanguageModel, SequenceClassifier
 from lm.model import LanguageModel, ScalarModel
+from lm.source import ModelSource, skeleton
 from lm.tokenizer import Tokenizer
-from lm.weights import NewHead, load_scalar_model, read_config, save_model
+from lm.weights import ModelFolder, NewHead, purpose_of, save_model
 from preferences.agreement import accuracy_against
 from preferences.records import Ranking
 from preferences.splits import split_rankings
 from reward.comparisons import Comparison, encode_rankings, encode_scored, read_rankings
 from reward.loss import ranking_loss
-from reward.scoring import last_token_scores, score_sequences
+from reward.scoring import RewardNetwork, load_network, score_sequences, sequence_scores, shift_scores
 from training.config import InitConfig, TrainingConfig
 from training.data import DataConfig, read_conversations
 from training.loop import LoopConfig, TrainingLoop
@@ -31,8 +34,12 @@ HELDOUT_SCORES = "heldout_scores.json"  # {task_id: scores of its responses, in 
 
 
 class RewardConfig(InitConfig, TrainingConfig):
-    """`batch.batch_size` counts comparisons: one prompt's K responses and all rankings that labelers gave them."""
+    """`batch.batch_size` counts comparisons: one prompt's K responses and all rankings that labelers gave them.
 
+    `init_from` may name a language model, a reward model, or an encoder; `chat_template` is for those that have none.
+    """
+
+    chat_template: str = ""  # "plain", a Jinja template, ..., or "" for the model's own
     rankings: DataConfig
     demonstrations: tuple[DataConfig, ...] = Field(min_length=1)
     heldout_share: float = Field(gt=0, lt=1)
@@ -43,8 +50,8 @@ class RewardConfig(InitConfig, TrainingConfig):
 class RankingObjective:
     """The ranking loss over comparisons, each the mean over its labelers; a comparison is the unit that is counted."""
 
-    def __init__(self, comparisons: Sequence[Comparison], pad_id: int) -> None:
-        self.comparisons, self.pad_id = comparisons, pad_id
+    def __init__(self, comparisons: Sequence[Comparison]) -> None:
+        self.comparisons = comparisons
 
     def __len__(self) -> int:
         return len(self.comparisons)
@@ -55,9 +62,9 @@ class RankingObjective:
     def num_tokens(self, rows: IntArray) -> int:
         return sum(len(sequence) for row in rows for sequence in self.comparisons[row].sequences)
 
-    def loss(self, model: ScalarModel, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def loss(self, model: RewardNetwork, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
         chosen = [self.comparisons[row] for row in rows]
-        scores = last_token_scores(model, [sequence for c in chosen for sequence in c.sequences], self.pad_id)
+        scores = sequence_scores(model, [sequence for c in chosen for sequence in c.sequences])
         lengths = torch.tensor([len(c.sequences) for c in chosen], device=device)
         real_BK = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
         # Scores come flat, comparison after comparison: exactly the order of the real places of the padded table.
@@ -70,13 +77,34 @@ class RankingObjective:
         return (share_J * loss_J).sum(), {"accuracy": (share_J * accuracy_J).sum()}
 
 
-def run(context: StageContext, config: RewardConfig, sft: Path) -> None:
+def network_source(folder: Path, dropout: float, seed: int) -> ModelSource[RewardNetwork]:
+    """A reward model to train further, or the body of a language model or an encoder with a head drawn from `seed`.
+
+    Errors: ValueError for a directory of anything else.
+    """
+    purpose = purpose_of(folder)
+    if purpose == "score":
+        return ModelFolder(folder, ScalarModel, dropout)
+    if purpose == "language":
+        return NewHead(folder, LanguageModel, lambda shape: ScalarModel(shape, dropout), seed)
+    if purpose == "masked":
+        return NewHead(folder, MaskedLanguageModel, lambda shape: SequenceClassifier(shape, 1, dropout), seed)
+    classifier = ModelFolder(folder, SequenceClassifier, dropout)
+    num_labels = skeleton(classifier.build).num_labels
+    if num_labels != 1:
+        raise ValueError(f"{folder / 'config.json'}: num_labels is {num_labels}; 1, a score, was expected")
+    return classifier
+
+
+def run(context: StageContext, config: RewardConfig, start: Path) -> None:
     """Train on this rank; rank 0 writes `model/`, `heldout_scores.json` and `results.json`.
 
     Errors: ValueError naming file, line and field for rankings that cannot be used.
     """
-    tokenizer = Tokenizer.load(sft)
-    shape = read_config(sft, "language")[0]
+    tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
+    tokenizer = tokenizer.with_template(config.chat_template)
+    source = network_source(start, config.dropout, derive_seed(context.seed, "reward", "head"))
+    shape = skeleton(source.build).config
     train, heldout = split_rankings(read_rankings(config.rankings), config.heldout_share, context.seed)
     if not train or not heldout:
         raise ValueError(
@@ -84,10 +112,8 @@ def run(context: StageContext, config: RewardConfig, sft: Path) -> None:
             f" {len(train)} for training and {len(heldout)} held out; both need at least one"
         )
     comparisons = [encode_rankings(tokenizer, part, shape.context_tokens) for part in (train, heldout)]
-    head_seed = derive_seed(context.seed, "reward", "head")
-    source = NewHead(sft, LanguageModel, lambda shape: ScalarModel(shape, config.dropout), head_seed)
     engine = build_engine(context, source, config)
-    objectives = [RankingObjective(part, tokenizer.pad_id) for part in comparisons]
+    objectives = [RankingObjective(part) for part in comparisons]
     num_steps = max(1, round(config.num_epochs * len(comparisons[0]) / config.batch.batch_size))
     loop_config = LoopConfig.of("reward", context.seed, num_steps, config)
     TrainingLoop(engine, loop_config, objectives[0], objectives[1], context.folder).run()
@@ -110,11 +136,12 @@ def finish(
 
     `comparisons` are those trained on and those held out.
     """
-    model = load_scalar_model(context.model_folder).eval()
-    model.bias -= demonstration_mean(model, tokenizer, config)
+    model = load_network(context.model_folder).eval()
+    mean = demonstration_mean(model, tokenizer, config)
+    shift_scores(model, -mean)
     save_model(context.model_folder, model, model.state_dict(), tokenizer)
     trained_on, unseen = comparisons
-    scores = score_sequences(model, [sequence for c in unseen for sequence in c.sequences], tokenizer.pad_id)
+    scores = score_sequences(model, [sequence for c in unseen for sequence in c.sequences])
     remaining = iter(scores)
     by_task = {c.task_id: [next(remaining) for _ in c.sequences] for c in unseen}
     write_json(context.folder / HELDOUT_SCORES, by_task)
@@ -127,7 +154,7 @@ def finish(
             "heldout_comparisons": len(unseen),
             "train_comparisons": len(trained_on),
             "train_rankings": sum(len(c.judgments) for c in trained_on),
-            "score_bias": float(model.bias),
+            "score_shift": -mean,
             # The units of PPO's rewards: scores of the SFT policy's samples, of prompts that training never saw.
             "sample_score_mean": float(samples.mean()),
             "sample_score_std": float(samples.std()),
@@ -135,9 +162,9 @@ def finish(
     )
 
 
-def demonstration_mean(model: ScalarModel, tokenizer: Tokenizer, config: RewardConfig) -> float:
+def demonstration_mean(model: RewardNetwork, tokenizer: Tokenizer, config: RewardConfig) -> float:
     """Mean score of the first `num_calibration` demonstrations."""
     conversations = [messages for _, messages in read_conversations(config.demonstrations)][: config.num_calibration]
     sequences = [encode_scored(tokenizer, messages) for messages in conversations]
-    scores = score_sequences(model, sequences, tokenizer.pad_id)
+    scores = score_sequences(model, sequences)
     return sum(scores) / len(scores)

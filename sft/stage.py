@@ -1,27 +1,33 @@
 """Supervised fine-tuning: the pretrained model continues training on demonstrations, each a conversation.
 
 The loss counts the assistant's tokens only, the end token among them. Conversations are packed into rows; none sees
-another, so packing changes the speed and nothing else.
+another, so packing changes the speed and nothing else. An encoder-decoder reads all that comes before the last response
+and writes that response (sequence to sequence); its pairs are not packed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
+from lm.encoder_decoder import EncoderDecoder
 from lm.model import LanguageModel
+from lm.source import ModelSource
 from lm.tokenizer import Tokenizer
-from lm.weights import ModelFolder, save_model
+from lm.weights import ModelFolder, purpose_of, save_model
 from training.config import InitConfig, TrainingConfig
 from training.data import DataConfig, read_conversations
-from training.loop import LoopConfig, TrainingLoop
-from training.objectives import PackedObjective
-from training.packing import PackedRows, pack
+from training.loop import LoopConfig, Objective, TrainingLoop
+from training.objectives import PackedObjective, PairsObjective
+from training.packing import pack
 from training.stage import StageContext, build_engine
 
 
 class SFTConfig(InitConfig, TrainingConfig):
-    """`batch.batch_size` counts packed rows of `row_tokens` tokens."""
+    """`batch.batch_size` counts packed rows of `row_tokens` tokens; to an encoder-decoder, conversations, of which what
+    is read and what is written may each have so many.
+    """
 
     demonstrations: tuple[DataConfig, ...] = Field(min_length=1)
     heldout: tuple[DataConfig, ...] = Field(min_length=1)
@@ -30,19 +36,23 @@ class SFTConfig(InitConfig, TrainingConfig):
     num_epochs: float = Field(gt=0)
 
 
-def run(context: StageContext, config: SFTConfig, pretrained: Path) -> None:
+def run(context: StageContext, config: SFTConfig, start: Path) -> None:
     """Train on this rank; rank 0 writes `model/` and `results.json`.
 
     Errors: ValueError naming file, line and field for rows that are not demonstrations or do not fit a row.
     """
-    tokenizer = Tokenizer.load(pretrained, end=config.end_token, pad=config.pad_token)
+    tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
     tokenizer = tokenizer.with_template(config.chat_template)
-    rows = pack_conversations(tokenizer, config.demonstrations, config.row_tokens)
-    heldout = pack_conversations(tokenizer, config.heldout, config.row_tokens)
-    num_steps = max(1, round(config.num_epochs * len(rows) / config.batch.batch_size))
-    engine = build_engine(context, ModelFolder(pretrained, LanguageModel, config.dropout), config)
+    kind = EncoderDecoder if purpose_of(start) == "translate" else LanguageModel
+    source: ModelSource[LanguageModel | EncoderDecoder] = ModelFolder(start, kind, config.dropout)
+    training, heldout = (
+        make_objective(kind is EncoderDecoder, tokenizer, data, config.row_tokens)
+        for data in (config.demonstrations, config.heldout)
+    )
+    num_steps = max(1, round(config.num_epochs * len(training) / config.batch.batch_size))
+    engine = build_engine(context, source, config)
     loop_config = LoopConfig.of("sft", context.seed, num_steps, config)
-    loop = TrainingLoop(engine, loop_config, PackedObjective(rows), PackedObjective(heldout), context.folder)
+    loop = TrainingLoop(engine, loop_config, training, heldout, context.folder)
     before = loop.evaluate()
     figures = loop.run()
     weights = engine.full_weights()
@@ -53,22 +63,59 @@ def run(context: StageContext, config: SFTConfig, pretrained: Path) -> None:
                 "heldout_loss": figures["loss"],
                 "heldout_loss_before": before["loss"],
                 "num_steps": num_steps,
-                "num_rows": len(rows),
-                "packing_efficiency": float((rows.segments > 0).mean()),
+                "num_rows": len(training),
+                "packing_efficiency": packing_efficiency(training),
             }
         )
     engine.barrier()
     engine.close()
 
 
-def pack_conversations(tokenizer: Tokenizer, sources: Sequence[DataConfig], row_tokens: int) -> PackedRows:
-    """All conversations of the sources, packed; assistant tokens count."""
-    sequences = []
-    for where, messages in read_conversations(sources):
-        tokens, is_response = tokenizer.encode_conversation(messages)
-        if len(tokens) > row_tokens:
-            raise ValueError(f"{where}: the conversation has {len(tokens)} tokens; at most {row_tokens} fit a row")
-        sequences.append((tokens, is_response))
+def make_objective(
+    has_source: bool, tokenizer: Tokenizer, sources: Sequence[DataConfig], row_tokens: int
+) -> Objective[Any]:
+    """The conversations of the sources: packed, or as pairs of what is read and what is written.
+
+    Errors: ValueError as for `encode_demonstrations`, and where there are none.
+    """
+    sequences = list(encode_demonstrations(has_source, tokenizer, sources, row_tokens))
     if not sequences:
         raise ValueError(f"{', '.join(data.source for data in sources)}: no demonstrations; at least one was expected")
-    return pack(sequences, row_tokens, tokenizer.pad_id)
+    if has_source:
+        return PairsObjective([split_pair(*sequence) for sequence in sequences], tokenizer.end_id)
+    return PackedObjective(pack(sequences, row_tokens, tokenizer.pad_id))
+
+
+def encode_demonstrations(
+    has_source: bool, tokenizer: Tokenizer, sources: Sequence[DataConfig], row_tokens: int
+) -> Iterator[tuple[list[int], list[bool]]]:
+    """Tokens of each conversation, and which of them are the assistant's.
+
+    Errors: ValueError naming file and line of one without a response, or too long; with `has_source`, of one in which
+    nothing comes before the last response.
+    """
+    for where, messages in read_conversations(sources):
+        tokens, is_response = tokenizer.encode_conversation(messages)
+        if not any(is_response):
+            raise ValueError(f"{where}: sft.chat_template {tokenizer.chat_template!r} shows no assistant's response")
+        parts = split_pair(tokens, is_response) if has_source else (tokens,)
+        if not parts[0]:
+            raise ValueError(f"{where}: nothing comes before the response; a source to read was expected")
+        if max(map(len, parts)) > row_tokens:
+            what, lengths = "source and target have" if has_source else "the conversation has", map(len, parts)
+            raise ValueError(
+                f"{where}: {what} {' and '.join(map(str, lengths))} tokens; sft.row_tokens allows {row_tokens}"
+            )
+        yield tokens, is_response
+
+
+def split_pair(tokens: Sequence[int], is_response: Sequence[bool]) -> tuple[Sequence[int], Sequence[int]]:
+    """What comes before the last response, and that response with its end token."""
+    end = len(tokens) - is_response[::-1].index(True)
+    length = next((back for back in range(end) if not is_response[end - 1 - back]), end)
+    return tokens[: end - length], tokens[end - length : end]
+
+
+def packing_efficiency(objective: Objective[Any]) -> float:
+    """Share of the places in rows that hold a token."""
+    return float((objective.rows.segments > 0).mean()) if isinstance(objective, PackedObjective) else 1.0

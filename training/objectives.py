@@ -1,17 +1,19 @@
-"""Next-token losses over rows of tokens: a plain stream, and packed sequences of which some tokens count.
+"""Next-token losses: over a plain stream, packed sequences of which some tokens count, and pairs of source and target.
 
-Shape letters: B rows, T tokens, C counted positions.
+Shape letters: B rows, T tokens, S source tokens, C counted positions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lm.encoder_decoder import EncoderDecoder
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
+from lm.padding import pad_right
 from training.packing import IntArray, PackedRows
 
 
@@ -56,3 +58,41 @@ class PackedObjective:
         counted_BT = torch.from_numpy(self.rows.counted[rows]).to(device)
         logits_CV = model(tokens_BT[:, :-1], segments_BT[:, :-1], counted_BT[:, 1:])
         return -token_logprobs(logits_CV, tokens_BT[:, 1:][counted_BT[:, 1:]]).sum(), {}
+
+
+class PairsObjective:
+    """-Σ log p(token | tokens before it, the source) over the targets' tokens. Lower is better."""
+
+    def __init__(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], end_id: int) -> None:
+        self.pairs, self.end_id = pairs, end_id
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def count(self, rows: IntArray) -> int:
+        return sum(len(self.pairs[row][1]) for row in rows)
+
+    def num_tokens(self, rows: IntArray) -> int:
+        return sum(len(source) + len(target) for source, target in (self.pairs[row] for row in rows))
+
+    def loss(self, model: EncoderDecoder, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
+        sources, targets = zip(*(self.pairs[row] for row in rows), strict=True)
+        return teacher_forcing_loss(model, sources, targets, self.end_id, device), {}
+
+
+def teacher_forcing_loss(
+    model: EncoderDecoder,
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    end_id: int,
+    device: torch.device,
+) -> Tensor:
+    """-Σ log p(token | tokens before it, its source), nats, over all targets; decoders begin with the end token, as
+    BART's do.
+    """
+    sources_BS, source_segments_BS = pad_right(sources, device)
+    given_BT, segments_BT = pad_right([[end_id, *target[:-1]] for target in targets], device)
+    targets_BT, _ = pad_right(targets, device)
+    real_BT = segments_BT > 0
+    logits_CV = model(sources_BS, given_BT, source_segments_BS, real_BT)
+    return -token_logprobs(logits_CV, targets_BT[real_BT]).sum()

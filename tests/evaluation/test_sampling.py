@@ -108,8 +108,8 @@ def test_log_ratio_and_score_against_forward_passes(spec: Callable[..., Sampling
         assert sample.score == pytest.approx(score, abs=1e-4)
     # Sampled at a temperature, ratios belong to that temperature: recomputed for single tokens, which decode exactly.
     queries, responses = [[5, 6, 7], [8]], [[9, 10], [11, 12, 13]]
-    ours = sequence_logprobs(policy, queries, responses, tokenizer.pad_id, 0.8)
-    theirs = sequence_logprobs(other, queries, responses, tokenizer.pad_id, 0.8)
+    ours = sequence_logprobs(policy, queries, responses, 0.8)
+    theirs = sequence_logprobs(other, queries, responses, 0.8)
     for row in range(2):
         expected = [loop_logprob(model, queries[row], responses[row], 0.8) for model in (policy, other)]
         assert ours[row] - theirs[row] == pytest.approx(expected[0] - expected[1], abs=1e-4)
@@ -132,7 +132,7 @@ def test_sequence_logprobs_against_a_loop(folder: Path, temperature: float, monk
     generator = torch.Generator().manual_seed(0)
     draw = lambda n: torch.randint(5, 280, (n,), generator=generator).tolist()  # noqa: E731
     queries, responses = [draw(1 + i) for i in range(7)], [draw(1 + (3 * i) % 5) for i in range(7)]
-    found = sequence_logprobs(model, queries, responses, 0, temperature)
+    found = sequence_logprobs(model, queries, responses, temperature)
     expected = [loop_logprob(model, q, r, temperature) for q, r in zip(queries, responses, strict=True)]
     assert found == pytest.approx(expected, abs=1e-4)
 

@@ -262,7 +262,7 @@ def test_a_mask_token_is_learned_where_words_are_to_be_hidden(tmp_path: Path) ->
     masked.save(tmp_path)
     again = Tokenizer.load(tmp_path)
     assert (again.mask_id, again.start_id) == (masked.mask_id, masked.end_id)
-    assert again.render([{"role": "user", "content": "fox"}], add_generation_prompt=True) == f"fox{END}"
+    assert again.render([{"role": "user", "content": "fox"}], add_generation_prompt=True) == f"{END}fox{END}"
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert (theirs.mask_token_id, theirs.cls_token_id) == (masked.mask_id, masked.end_id)
 
@@ -286,8 +286,8 @@ def test_bert_names_its_start_and_end_otherwise(tmp_path: Path) -> None:
     assert (bert.start_id, bert.end_id, bert.mask_id, bert.pad_id) == (2, 3, 4, 0)
     messages = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "foxes ."}]
     assert bert.encode_conversation(messages) == (
-        [5, 6, 3, 6, 7, 8, 3],
-        [False, False, False, True, True, True, True],
+        [2, 5, 6, 3, 6, 7, 8, 3],
+        [False, False, False, False, True, True, True, True],
     )
 
 
@@ -295,6 +295,6 @@ def test_a_template_may_write_the_start_token(tokenizer: Tokenizer, tmp_path: Pa
     tokenizer.save(tmp_path)
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "bos_token": "<|system|>"}))
-    started = Tokenizer.load(tmp_path).with_template("{{ bos_token }}" + CHAT_TEMPLATES["plain"])
+    started = Tokenizer.load(tmp_path).with_template("plain")
     messages = [{"role": "user", "content": "fox"}]
     assert started.encode_prompt(messages) == tokenizer.encode(f"<|system|>fox{END}")

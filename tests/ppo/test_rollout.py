@@ -34,7 +34,6 @@ def rows_hold(rollout: Rollout, rows: list[int]) -> None:
             # A state is the position before a response token: the prompt's last token predicts the first.
             predicts = first <= column + 1 < len(whole)
             assert bool(rollout.states_BT[place, column]) == predicts
-            assert bool(rollout.last_token_BT[place, column]) == (column == len(whole) - 1)
 
 
 def test_of_lays_prompts_and_responses_side_by_side(rollout: Rollout) -> None:
@@ -46,16 +45,10 @@ def test_of_lays_prompts_and_responses_side_by_side(rollout: Rollout) -> None:
 def test_a_response_as_long_as_allowed_reaches_the_last_column() -> None:
     full = Rollout.of([[1, 2]], [[3, 4, 5]], [False], max_response_tokens=3, pad_id=0)
     assert full.response_BR.tolist() == [[3, 4, 5]]
-    assert full.last_token_BT.tolist() == [[False] * 4 + [True]]
 
 
-def test_ended_closes_what_was_cut_off(rollout: Rollout) -> None:
-    ended = rollout.ended(7)
-    for row, finished in enumerate(FINISHED):
-        whole = PROMPTS[row] + RESPONSES[row] + ([] if finished else [7])
-        assert ended.tokens_BT[row, : len(whole)].tolist() == whole
-        assert ended.last_token_BT[row].nonzero().tolist() == [[len(whole) - 1]]
-    rows_hold(rollout, [0, 1, 2, 3])  # the rollout itself is as it was
+def test_lists_are_without_padding(rollout: Rollout) -> None:
+    assert rollout.token_lists() == (PROMPTS, RESPONSES)
 
 
 def test_spread_puts_flat_numbers_where_the_states_are(rollout: Rollout) -> None:

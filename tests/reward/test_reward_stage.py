@@ -16,7 +16,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, load_scalar_model
 from preferences.splits import split_rankings
 from reward.comparisons import Comparison, read_rankings
-from reward.scoring import last_token_scores, pad_right, score_responses, score_sequences
+from reward.scoring import score_sequences, sequence_scores
 from reward.stage import RankingObjective, RewardConfig, run
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -43,31 +43,18 @@ def alone(model: ScalarModel, sequence: tuple[int, ...]) -> float:
 SEQUENCES = [tuple(range(3, 3 + length)) for length in (7, 2, 11, 5, 1, 9, 2)]
 
 
-def test_padding_by_hand() -> None:
-    tokens, is_last = pad_right([[5, 6], [7], [8, 9, 4]], 0, CPU)
-    assert tokens.tolist() == [[5, 6, 0], [7, 0, 0], [8, 9, 4]]
-    assert is_last.int().tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 1]]
-
-
 def test_scores_are_those_of_each_sequence_alone(scalar: ScalarModel) -> None:
     expected = [alone(scalar, sequence) for sequence in SEQUENCES]
-    assert last_token_scores(scalar, SEQUENCES, 0).tolist() == pytest.approx(expected, abs=1e-5)
+    assert sequence_scores(scalar, SEQUENCES).tolist() == pytest.approx(expected, abs=1e-5)
     for batch_size in (1, 3, 128):
-        assert score_sequences(scalar, SEQUENCES, 0, batch_size) == pytest.approx(expected, abs=1e-5)
-    assert score_sequences(scalar, [], 0) == []
+        assert score_sequences(scalar, SEQUENCES, batch_size) == pytest.approx(expected, abs=1e-5)
+    assert score_sequences(scalar, []) == []
 
 
-def test_a_response_that_was_cut_off_is_scored_with_the_end_token(scalar: ScalarModel) -> None:
-    prompts, responses = [[4, 5], [6], [7, 1]], [[8, 1], [9, 4, 8], [1, 6]]
-    found = score_responses(scalar, prompts, responses, end_id=1, pad_id=0)
-    whole = [(4, 5, 8, 1), (6, 9, 4, 8, 1), (7, 1, 1, 6, 1)]
-    assert found == pytest.approx([alone(scalar, sequence) for sequence in whole], abs=1e-5)
-
-
-def test_a_last_token_that_is_the_pad_id_still_scores(scalar: ScalarModel) -> None:
+def test_a_last_token_that_also_pads_still_scores(scalar: ScalarModel) -> None:
     sequences = [(4, 5, 0), (4, 5, 6, 7)]
     expected = [alone(scalar, sequence) for sequence in sequences]
-    assert score_sequences(scalar, sequences, 0) == pytest.approx(expected, abs=1e-5)
+    assert score_sequences(scalar, sequences) == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_objective_is_the_sum_over_ragged_comparisons_of_the_mean_over_labelers(scalar: ScalarModel) -> None:
@@ -76,7 +63,7 @@ def test_the_objective_is_the_sum_over_ragged_comparisons_of_the_mean_over_label
         Comparison("b", tuple(SEQUENCES[3:5]), ((1, 1),)),
         Comparison("c", tuple(SEQUENCES[2:7]), ((1, 3, 3, 2, 4), (2, 1, 3, 4, 5))),
     ]
-    objective = RankingObjective(comparisons, pad_id=0)
+    objective = RankingObjective(comparisons)
     chosen = np.array([2, 0, 1])
     loss, extra = objective.loss(scalar, chosen, CPU)
     expected, right = 0.0, 0.0
@@ -165,7 +152,8 @@ def test_demonstrations_score_0_on_average(finished: tuple[Path, RewardConfig, d
     ]
     assert sum(scores) / 2 == pytest.approx(0.0, abs=1e-5)
     assert max(abs(score) for score in scores) > 1e-4
-    assert float(model.bias) == results["score_bias"] != 0
+    assert float(model.bias) == pytest.approx(results["score_shift"])
+    assert results["score_shift"] != 0
 
 
 def test_figures_of_the_heldout_rankings(finished: tuple[Path, RewardConfig, dict[str, Any]]) -> None:

@@ -1,0 +1,134 @@
+"""Objectives that hide words: BERT's masked words for an encoder, BART's denoising for an encoder-decoder.
+
+What is hidden in a row is a function of the seed and the row's number, so no split of a batch and no resumed run
+changes it. Each row of the stream comes as `NUM_VIEWS` rows with other words hidden, as in BERT's own data.
+
+Shape letters: B rows, T tokens of a row, S tokens of a corrupted row, C counted positions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lm.encoder import MaskedLanguageModel, masked_tokens_loss
+from lm.encoder_decoder import EncoderDecoder
+from lm.tokenizer import Tokenizer
+from training.objectives import teacher_forcing_loss
+from training.packing import IntArray
+
+NUM_VIEWS = 10  # BERT's `dupe_factor`
+MASKED_SHARE = 0.15  # arXiv 1810.04805, section 3.1
+HIDDEN_SHARE, MEAN_SPAN_TOKENS = 0.3, 3.0  # arXiv 1910.13461, section 4.1 ("text infilling")
+
+
+@dataclass(frozen=True)
+class HiddenWords:
+    """How words are hidden: what stands for them, what is never hidden, and the seed."""
+
+    start_id: int
+    end_id: int
+    mask_id: int
+    kept_ids: tuple[int, ...]  # ends of texts and the like
+    vocab_size: int
+    seed: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, seed: int) -> "HiddenWords":
+        """Errors: ValueError for a vocabulary without a mask token."""
+        kept = (tokenizer.end_id, tokenizer.start_id, tokenizer.pad_id)
+        return cls(tokenizer.start_id, tokenizer.end_id, tokenizer.mask_id, kept, tokenizer.vocab_size, seed)
+
+    def generator(self, row: np.int64) -> np.random.Generator:
+        return np.random.default_rng([self.seed, int(row)])
+
+    def mask(self, tokens_T: IntArray, generator: np.random.Generator) -> tuple[IntArray, NDArray[np.bool_]]:
+        """The row with 15% of its words chosen, and where; of those, 80% are masked, 10% replaced, 10% left."""
+        hideable = np.flatnonzero(~np.isin(tokens_T, self.kept_ids))
+        chosen = generator.choice(hideable, size=self.num_masked(tokens_T), replace=False)
+        fate = generator.random(len(chosen))
+        corrupted_T, is_chosen_T = tokens_T.copy(), np.zeros(len(tokens_T), dtype=np.bool_)
+        is_chosen_T[chosen] = True
+        corrupted_T[chosen[fate < 0.8]] = self.mask_id
+        replaced = chosen[(fate >= 0.8) & (fate < 0.9)]
+        corrupted_T[replaced] = generator.integers(0, self.vocab_size, size=len(replaced))
+        return corrupted_T, is_chosen_T
+
+    def num_masked(self, tokens_T: IntArray) -> int:
+        hideable = int((~np.isin(tokens_T, self.kept_ids)).sum())
+        return min(hideable, max(1, round(MASKED_SHARE * len(tokens_T))))
+
+    def infill(self, tokens_T: IntArray, generator: np.random.Generator) -> IntArray:
+        """The row with spans of Poisson lengths hidden, about 30% of its words, each span behind one mask.
+
+        BART also puts masks where nothing is missing (spans of length 0); here every mask hides something.
+        """
+        T = len(tokens_T)
+        hidden_T, budget = np.zeros(T, dtype=np.bool_), round(HIDDEN_SHARE * T)
+        while (left := budget - int(hidden_T.sum())) > 0:
+            length = min(max(1, int(generator.poisson(MEAN_SPAN_TOKENS))), left)
+            start = int(generator.integers(0, T - length + 1))
+            hidden_T[start : start + length] = True
+        opens_T = hidden_T & ~np.concatenate([[False], hidden_T[:-1]])
+        corrupted_T = np.where(opens_T, self.mask_id, tokens_T)
+        return corrupted_T[opens_T | ~hidden_T]
+
+
+class MaskedObjective:
+    """-Σ log p(word | the row without it) over the chosen words. Lower is better."""
+
+    def __init__(self, rows_BT: NDArray[np.int32], words: HiddenWords, num_views: int = NUM_VIEWS) -> None:
+        self.rows_BT, self.words, self.num_views = rows_BT, words, num_views
+
+    def __len__(self) -> int:
+        return len(self.rows_BT) * self.num_views
+
+    def count(self, rows: IntArray) -> int:
+        return sum(self.words.num_masked(row_T) for row_T in self._rows(rows))
+
+    def num_tokens(self, rows: IntArray) -> int:
+        return len(rows) * (self.rows_BT.shape[1] + 1)
+
+    def loss(
+        self, model: MaskedLanguageModel, rows: IntArray, device: torch.device
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        rows_BT = self._rows(rows)
+        views = [self.words.mask(row_T, self.words.generator(row)) for row, row_T in zip(rows, rows_BT, strict=True)]
+        corrupted_BT, chosen_BT = (np.stack(part) for part in zip(*views, strict=True))
+        # The start token comes first: what stands there will be asked about the whole text.
+        tokens_BT = np.pad(corrupted_BT, ((0, 0), (1, 0)), constant_values=self.words.start_id)
+        selected_BT = np.pad(chosen_BT, ((0, 0), (1, 0)))
+        logits_CV = model(torch.from_numpy(tokens_BT).to(device), selected_BT=torch.from_numpy(selected_BT).to(device))
+        words_C = torch.from_numpy(rows_BT[chosen_BT]).to(device)
+        return masked_tokens_loss(logits_CV, words_C), {"accuracy": (logits_CV.argmax(dim=-1) == words_C).sum()}
+
+    def _rows(self, rows: IntArray) -> IntArray:
+        rows_BT: IntArray = self.rows_BT[rows % len(self.rows_BT)].astype(np.int64)
+        return rows_BT
+
+
+class DenoisingObjective:
+    """-Σ log p(token | tokens before it, the row with spans hidden) over the whole row. Lower is better."""
+
+    def __init__(self, rows_BT: NDArray[np.int32], words: HiddenWords, num_views: int = NUM_VIEWS) -> None:
+        self.rows_BT, self.words, self.num_views = rows_BT, words, num_views
+
+    def __len__(self) -> int:
+        return len(self.rows_BT) * self.num_views
+
+    def count(self, rows: IntArray) -> int:
+        return len(rows) * self.rows_BT.shape[1]
+
+    def num_tokens(self, rows: IntArray) -> int:
+        return self.count(rows)
+
+    def loss(self, model: EncoderDecoder, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
+        targets_BT = self.rows_BT[rows % len(self.rows_BT)].astype(np.int64)
+        sources = [
+            [self.words.start_id, *self.words.infill(tokens_T, self.words.generator(row)).tolist()]
+            for row, tokens_T in zip(rows, targets_BT, strict=True)
+        ]
+        return teacher_forcing_loss(model, sources, targets_BT.tolist(), self.words.end_id, device), {}
