@@ -8,15 +8,26 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lm.config import ModelConfig, RopeScaling
-from lm.generation import Batch
+from lm.encoder import MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier
+from lm.encoder_decoder import EncoderDecoder
+from lm.families import family_of
+from lm.generation import Batch, generate
 from lm.model import LanguageModel, ScalarModel, initialise
+from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model, load_scalar_model, save_model
+from lm.weights import PURPOSES, load_model, save_model
 
 CONTEXT = 24
-EXAMPLES = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 
 SCALINGS = [
     None,
@@ -24,39 +35,57 @@ SCALINGS = [
     RopeScaling(kind="llama3", factor=4, original_context_tokens=10),
     RopeScaling(kind="yarn", factor=2, original_context_tokens=12),
 ]
+CLASSIC: dict[str, Any] = {
+    "mlp": "gelu", "mlp_bias": True, "attention_bias": "all", "qk_norm": False, "windows": (0,), "positions": "learned",
+    "rope_scaling": None, "norm": "layer", "embedding_scale": False,
+}  # fmt: skip
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "decoder": {**CLASSIC, "norm_place": "pre", "embedding_norm": False},
+    "encoder": {**CLASSIC, "norm_place": "post", "embedding_norm": True, "token_types": 2},
+    "encoder-decoder": {**CLASSIC, "norm_place": "post", "embedding_norm": True, "tie_embeddings": True},
+}
 
 
 @st.composite
-def configs(draw: st.DrawFn, vocab_size: int = 11) -> ModelConfig:
-    kv_heads, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+def configs(draw: st.DrawFn, kind: str = "decoder", vocab_size: int = 11, published: bool = False) -> ModelConfig:
+    """Any shape; with `published` one that GPT-2, BERT or BART can have."""
+    kv_heads, groups, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 3)), 2 * draw(st.integers(1, 4))
     positions = draw(st.sampled_from(["rotary", "learned", "sinusoidal"]))
     num_layers = draw(st.integers(1, 3))
+    bands = st.lists(st.integers(0, CONTEXT), min_size=1, max_size=num_layers)
     values: dict[str, Any] = {
+        "kind": kind,
         "vocab_size": vocab_size,
         "context_tokens": CONTEXT,
         "width": 2 * draw(st.integers(2, 8)),
         "num_layers": num_layers,
+        "num_encoder_layers": draw(st.integers(1, 3)) if kind == "encoder-decoder" else 0,
         "num_heads": kv_heads * groups,
         "num_kv_heads": kv_heads,
-        "head_dim": 2 * draw(st.integers(1, 4)),
+        "head_dim": head_dim,
         "mlp_width": draw(st.integers(1, 20)),
         "mlp": draw(st.sampled_from(["swiglu", "relu2", "gelu", "gelu_tanh", "relu"])),
         "mlp_bias": draw(st.booleans()),
         "attention_bias": draw(st.sampled_from(["none", "qkv", "all"])),
         "qk_norm": draw(st.booleans()),
-        "windows": draw(st.lists(st.integers(0, CONTEXT), min_size=1, max_size=num_layers)),
+        "windows": draw(bands) if kind == "decoder" else (0,),
         "positions": positions,
         "rope_scaling": draw(st.sampled_from(SCALINGS)) if positions == "rotary" else None,
         "norm": draw(st.sampled_from(["rms", "layer"])),
         "norm_place": draw(st.sampled_from(["pre", "post"])),
+        "token_types": draw(st.integers(0, 3)) if kind == "encoder" else 0,
+        "embedding_norm": draw(st.booleans()),
+        "embedding_scale": draw(st.booleans()),
         "tie_embeddings": draw(st.booleans()),
     }
+    if published:
+        values |= {**PUBLISHED[kind], "num_kv_heads": values["num_heads"], "width": values["num_heads"] * head_dim}
     return ModelConfig.model_validate(values)
 
 
-def random_model(config: ModelConfig, kind: Any = LanguageModel) -> Any:
+def random_model(config: ModelConfig, head: Any, *labels: int) -> Any:
     """Every weight away from its default."""
-    model = kind(config)
+    model = head(config, *labels)
     initialise(model, 1)
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
@@ -66,60 +95,162 @@ def random_model(config: ModelConfig, kind: Any = LanguageModel) -> Any:
 
 
 tokens_of = st.lists(st.integers(0, 10), min_size=2, max_size=CONTEXT)
+sources_of = st.lists(st.integers(0, 10), min_size=1, max_size=CONTEXT)
+WRITERS = {"decoder": LanguageModel, "encoder-decoder": EncoderDecoder}
 
 
+def draw_writer(data: st.DataObject, kind: str, num_rows: int) -> tuple[Any, list[list[int]] | None]:
+    """A model that writes, and what it reads for each row: None if it is a decoder alone."""
+    model = random_model(data.draw(configs(kind)), WRITERS[kind])
+    if kind == "decoder":
+        return model, None
+    return model, data.draw(st.lists(sources_of, min_size=num_rows, max_size=num_rows))
+
+
+def logits_alone(model: Any, tokens: list[int], source: list[int] | None) -> Tensor:
+    """[T, V], without a cache."""
+    read = [] if source is None else [torch.tensor([source])]
+    return model(*read, torch.tensor([tokens]))[0]
+
+
+def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Tokens and segments, one sequence a row."""
+    widest = max(map(len, rows))
+    tokens = [[*row, *[0] * (widest - len(row))] for row in rows]
+    segments = [[1] * len(row) + [0] * (widest - len(row)) for row in rows]
+    return torch.tensor(tokens), torch.tensor(segments)
+
+
+def packed(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Tokens and segments, all sequences in one row, and two tokens of padding."""
+    tokens = [token for row in rows for token in row]
+    segments = [index for index, row in enumerate(rows, start=1) for _ in row]
+    return torch.tensor([[*tokens, 0, 0]]), torch.tensor([[*segments, 0, 0]])
+
+
+@pytest.mark.parametrize("kind", WRITERS)
 @EXAMPLES
-@given(config=configs(), tokens=tokens_of, data=st.data())
+@given(tokens=tokens_of, data=st.data())
 @torch.no_grad()
-def test_a_cache_changes_nothing(config: ModelConfig, tokens: list[int], data: st.DataObject) -> None:
+def test_a_cache_changes_nothing(kind: str, tokens: list[int], data: st.DataObject) -> None:
     """Read in two parts and then token by token, beside a longer and a shorter sequence."""
-    model = random_model(config)
+    model, sources = draw_writer(data, kind, 3)
     first = data.draw(st.integers(1, len(tokens) - 1))
     mates = [[7] * data.draw(st.integers(1, CONTEXT - len(tokens) + first)) for _ in range(2)]
-    batch = Batch.start(model, [0, 1, 2], [mates[0], tokens[:first], mates[1]], len(tokens) - first)
+    batch = Batch.start(model, [0, 1, 2], [mates[0], tokens[:first], mates[1]], len(tokens) - first, sources)
     for step, token in enumerate(tokens[first:], start=first):
-        expected = model(torch.tensor([tokens[:step]]))[0, -1]
-        torch.testing.assert_close(batch.logits_BV[1], expected, atol=2e-4, rtol=1e-4)
+        expected = logits_alone(model, tokens[:step], sources and sources[1])[-1]
+        torch.testing.assert_close(batch.logits_BV[1], expected, **CLOSE)
         batch.feed(model, torch.tensor([3, token, 3]))
 
 
+@pytest.mark.parametrize("kind", WRITERS)
 @EXAMPLES
-@given(config=configs(), tokens=tokens_of, data=st.data())
+@given(prompts=st.lists(st.lists(st.integers(0, 10), min_size=1, max_size=9), min_size=1, max_size=5), data=st.data())
 @torch.no_grad()
-def test_no_token_changes_what_comes_before_it(config: ModelConfig, tokens: list[int], data: st.DataObject) -> None:
-    model = random_model(config)
+def test_greedy_generation_takes_the_likeliest_token(kind: str, prompts: list[list[int]], data: st.DataObject) -> None:
+    """Two rows at a time, so sequences leave and enter; the logits of each response are computed again, alone."""
+    model, sources = draw_writer(data, kind, len(prompts))
+    num_new, end = CONTEXT - 9, data.draw(st.integers(0, 10))
+    seeds = [0] * len(prompts)
+    found = generate(
+        model, prompts, max_new_tokens=num_new, end_id=end, choice=Choice(0), seeds=seeds, max_rows=2, sources=sources
+    )
+    for row, (prompt, response) in enumerate(zip(prompts, found.responses, strict=True)):
+        whole = logits_alone(model, prompt + response, sources and sources[row])
+        logprobs = whole[len(prompt) - 1 : -1].log_softmax(dim=-1)
+        chosen = logprobs[torch.arange(len(response)), response]
+        torch.testing.assert_close(chosen, logprobs.max(dim=-1).values, **CLOSE)
+        torch.testing.assert_close(chosen, torch.tensor(found.logprobs[row]), **CLOSE)
+        assert end not in response[:-1]
+        assert found.finished[row] == (response[-1] == end)
+        assert found.finished[row] or len(response) == num_new
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@EXAMPLES
+@given(tokens=tokens_of, data=st.data())
+@torch.no_grad()
+def test_no_token_changes_what_comes_before_it(kind: str, tokens: list[int], data: st.DataObject) -> None:
+    model, sources = draw_writer(data, kind, 1)
     place = data.draw(st.integers(1, len(tokens) - 1))
     changed = [*tokens[:place], (tokens[place] + 1) % 11, *tokens[place + 1 :]]
-    before, after = model(torch.tensor([tokens])), model(torch.tensor([changed]))
-    assert torch.equal(before[:, :place], after[:, :place])
-    assert not torch.equal(before[:, place], after[:, place])
+    before, after = (logits_alone(model, row, sources and sources[0]) for row in (tokens, changed))
+    assert torch.equal(before[:place], after[:place])
+    assert not torch.equal(before[place], after[place])
 
 
 @EXAMPLES
 @given(config=configs(), rows=st.lists(tokens_of, min_size=2, max_size=4))
 @torch.no_grad()
-def test_a_sequence_gets_the_same_packed_padded_and_alone(config: ModelConfig, rows: list[list[int]]) -> None:
-    model = random_model(config)
-    alone = [model(torch.tensor([row]))[0] for row in rows]
-    packed = torch.tensor([[token for row in rows for token in row] + [0, 0]])
-    segments = torch.tensor([[index for index, row in enumerate(rows, start=1) for _ in row] + [0, 0]])
-    together = model(packed, segments)[0]
-    torch.testing.assert_close(together[:-2], torch.cat(alone), atol=2e-4, rtol=1e-4)
-    widest = max(map(len, rows))
-    padded = model(torch.tensor([[*row, *[0] * (widest - len(row))] for row in rows]))
-    for row, expected in zip(padded, alone, strict=True):
-        torch.testing.assert_close(row[: len(expected)], expected, atol=2e-4, rtol=1e-4)
+def test_a_decoder_reads_a_sequence_the_same_packed_padded_and_alone(
+    config: ModelConfig, rows: list[list[int]]
+) -> None:
+    model = random_model(config, LanguageModel)
+    alone = torch.cat([model(torch.tensor([row]))[0] for row in rows])
+    torch.testing.assert_close(model(*packed(rows))[0, :-2], alone, **CLOSE)
+    tokens, segments = padded(rows)
+    torch.testing.assert_close(model(tokens)[segments > 0], alone, **CLOSE)
 
 
 @EXAMPLES
-@given(config=configs(vocab_size=288), scalar=st.booleans(), shards=st.booleans())
+@given(config=configs("encoder"), rows=st.lists(tokens_of, min_size=2, max_size=4))
 @torch.no_grad()
-def test_what_is_written_comes_back(tokenizer: Tokenizer, config: ModelConfig, scalar: bool, shards: bool) -> None:
-    model = random_model(config, ScalarModel if scalar else LanguageModel)
+def test_an_encoder_reads_a_sequence_the_same_packed_padded_and_alone(
+    config: ModelConfig, rows: list[list[int]]
+) -> None:
+    model = random_model(config, MaskedLanguageModel)
+
+    def logits(tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+        return model(tokens, segments, token_types_BT=tokens % max(config.token_types, 1))
+
+    alone = torch.cat([logits(torch.tensor([row]))[0] for row in rows])
+    torch.testing.assert_close(logits(*packed(rows))[0, :-2], alone, **CLOSE)
+    tokens, segments = padded(rows)
+    torch.testing.assert_close(logits(tokens, segments)[segments > 0], alone, **CLOSE)
+
+
+@EXAMPLES
+@given(config=configs("encoder-decoder"), pairs=st.lists(st.tuples(sources_of, tokens_of), min_size=2, max_size=4))
+@torch.no_grad()
+def test_an_encoder_decoder_gives_a_pair_the_same_padded_and_alone(
+    config: ModelConfig, pairs: list[tuple[list[int], list[int]]]
+) -> None:
+    model = random_model(config, EncoderDecoder)
+    alone = torch.cat([logits_alone(model, target, source) for source, target in pairs])
+    sources, source_segments = padded([source for source, _ in pairs])
+    targets, target_segments = padded([target for _, target in pairs])
+    together = model(sources, targets, source_segments)
+    torch.testing.assert_close(together[target_segments > 0], alone, **CLOSE)
+    torch.testing.assert_close(model(sources, targets, source_segments, target_segments > 0), alone, **CLOSE)
+
+
+HEADS: list[tuple[str, Any, int]] = [
+    ("decoder", LanguageModel, 0),
+    ("decoder", ScalarModel, 0),
+    ("encoder", MaskedLanguageModel, 0),
+    ("encoder", SequenceClassifier, 3),
+    ("encoder", TokenClassifier, 1),
+    ("encoder", SpanPredictor, 0),
+    ("encoder-decoder", EncoderDecoder, 0),
+]
+
+
+@pytest.mark.parametrize("published", [False, True])
+@pytest.mark.parametrize(("kind", "head", "num_labels"), HEADS)
+@EXAMPLES
+@given(shards=st.booleans(), data=st.data())
+@torch.no_grad()
+def test_what_is_written_comes_back(
+    tokenizer: Tokenizer, kind: str, head: Any, num_labels: int, published: bool, shards: bool, data: st.DataObject
+) -> None:
+    config = data.draw(configs(kind, 288, published))
+    assert family_of(config, PURPOSES[head]).model_type != "heed" or not published
+    model = random_model(config, head, *([num_labels] if num_labels else []))
     with tempfile.TemporaryDirectory() as name:
-        save_model(Path(name), model, model.state_dict(), tokenizer, max_shard="4KB" if shards else "5GB")
+        save_model(Path(name), model, model.state_dict(), tokenizer, max_shard="2KB" if shards else "5GB")
         assert len(list(Path(name).glob("*.safetensors"))) > 1 or not shards
-        again = (load_scalar_model if scalar else load_language_model)(Path(name))
+        again = load_model(Path(name), head)
     assert again.config == model.config
     state = again.state_dict()
     assert set(state) == set(model.state_dict())
