@@ -128,7 +128,9 @@ class ColocatedWorker:
         with self._precision():
             for start in range(0, len(fitting), size):
                 rows = fitting[start : start + size]
-                scores_B[rows] = sequence_scores(network, [sequences[row] for row in rows]).float().cpu()
+                scores_B[rows] = (
+                    sequence_scores(network, [sequences[row] for row in rows], network.config.kind).float().cpu()
+                )
         return scores_B
 
     @property

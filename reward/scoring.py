@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lm.encoder import SequenceClassifier
 from lm.model import ScalarModel
@@ -28,10 +28,12 @@ def load_network(folder: Path) -> RewardNetwork:
     return load_model(folder, ScalarModel)
 
 
-def sequence_scores(network: RewardNetwork, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """Scores [B]; higher is better. Gradients flow."""
+def sequence_scores(network: nn.Module, sequences: Sequence[Sequence[int]], kind: str) -> Tensor:
+    """Scores [B]; higher is better. Gradients flow. `kind` is the network's ("decoder" or "encoder"): one that is being
+    trained on several ranks is wrapped and does not tell.
+    """
     tokens_BT, segments_BT = pad_right(sequences, next(network.parameters()).device)
-    if isinstance(network, SequenceClassifier):
+    if kind == "encoder":
         return network(tokens_BT, segments_BT).squeeze(-1)
     # With padding on the right and causal attention no real token sees padding, so no attention mask is needed.
     return network(tokens_BT, None, last_tokens(segments_BT))
@@ -44,7 +46,7 @@ def score_sequences(network: RewardNetwork, sequences: Sequence[Sequence[int]], 
     order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        found = sequence_scores(network, [sequences[index] for index in chosen])
+        found = sequence_scores(network, [sequences[index] for index in chosen], network.config.kind)
         for index, score in zip(chosen, found.tolist(), strict=True):
             scores[index] = score
     return scores

@@ -50,8 +50,8 @@ class RewardConfig(InitConfig, TrainingConfig):
 class RankingObjective:
     """The ranking loss over comparisons, each the mean over its labelers; a comparison is the unit that is counted."""
 
-    def __init__(self, comparisons: Sequence[Comparison]) -> None:
-        self.comparisons = comparisons
+    def __init__(self, comparisons: Sequence[Comparison], kind: str) -> None:
+        self.comparisons, self.kind = comparisons, kind
 
     def __len__(self) -> int:
         return len(self.comparisons)
@@ -64,7 +64,7 @@ class RankingObjective:
 
     def loss(self, model: RewardNetwork, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
         chosen = [self.comparisons[row] for row in rows]
-        scores = sequence_scores(model, [sequence for c in chosen for sequence in c.sequences])
+        scores = sequence_scores(model, [sequence for c in chosen for sequence in c.sequences], self.kind)
         lengths = torch.tensor([len(c.sequences) for c in chosen], device=device)
         real_BK = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
         # Scores come flat, comparison after comparison: exactly the order of the real places of the padded table.
@@ -113,7 +113,7 @@ def run(context: StageContext, config: RewardConfig, start: Path) -> None:
         )
     comparisons = [encode_rankings(tokenizer, part, shape.context_tokens) for part in (train, heldout)]
     engine = build_engine(context, source, config)
-    objectives = [RankingObjective(part) for part in comparisons]
+    objectives = [RankingObjective(part, shape.kind) for part in comparisons]
     num_steps = max(1, round(config.num_epochs * len(comparisons[0]) / config.batch.batch_size))
     loop_config = LoopConfig.of("reward", context.seed, num_steps, config)
     TrainingLoop(engine, loop_config, objectives[0], objectives[1], context.folder).run()

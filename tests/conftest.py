@@ -73,3 +73,31 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: "Tokenizer
     folder = tmp_path_factory.mktemp("tiny") / "model"
     save_model(folder, model, model.state_dict(), tokenizer)
     return folder
+
+
+@pytest.fixture(scope="session")
+def masking_tokenizer() -> "Tokenizer":
+    """A byte-level vocabulary of 284 tokens, a mask token among them, with the plain template."""
+    from lm.tokenizer import Tokenizer
+
+    return Tokenizer.train(TEXTS, 284, "plain", has_mask=True)
+
+
+@pytest.fixture(scope="session")
+def encoder_folder(tmp_path_factory: pytest.TempPathFactory, masking_tokenizer: "Tokenizer") -> Path:
+    """An encoder of BERT's shape and random weights with its tokenizer, in the Hugging Face layout. Read only."""
+    from lm.config import ModelConfig
+    from lm.encoder import MaskedLanguageModel
+    from lm.model import initialise
+    from lm.weights import save_model
+
+    config = ModelConfig(
+        kind="encoder", vocab_size=288, context_tokens=64, width=16, num_layers=2, num_heads=2, num_kv_heads=2,
+        mlp_width=24, mlp="gelu", mlp_bias=True, attention_bias="all", positions="learned", norm="layer",
+        norm_place="post", embedding_norm=True, token_types=2,
+    )  # fmt: skip
+    model = MaskedLanguageModel(config)
+    initialise(model, seed=8)
+    folder = tmp_path_factory.mktemp("encoder") / "model"
+    save_model(folder, model, model.state_dict(), masking_tokenizer)
+    return folder

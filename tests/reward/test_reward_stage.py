@@ -45,7 +45,7 @@ SEQUENCES = [tuple(range(3, 3 + length)) for length in (7, 2, 11, 5, 1, 9, 2)]
 
 def test_scores_are_those_of_each_sequence_alone(scalar: ScalarModel) -> None:
     expected = [alone(scalar, sequence) for sequence in SEQUENCES]
-    assert sequence_scores(scalar, SEQUENCES).tolist() == pytest.approx(expected, abs=1e-5)
+    assert sequence_scores(scalar, SEQUENCES, "decoder").tolist() == pytest.approx(expected, abs=1e-5)
     for batch_size in (1, 3, 128):
         assert score_sequences(scalar, SEQUENCES, batch_size) == pytest.approx(expected, abs=1e-5)
     assert score_sequences(scalar, []) == []
@@ -63,7 +63,7 @@ def test_the_objective_is_the_sum_over_ragged_comparisons_of_the_mean_over_label
         Comparison("b", tuple(SEQUENCES[3:5]), ((1, 1),)),
         Comparison("c", tuple(SEQUENCES[2:7]), ((1, 3, 3, 2, 4), (2, 1, 3, 4, 5))),
     ]
-    objective = RankingObjective(comparisons)
+    objective = RankingObjective(comparisons, "decoder")
     chosen = np.array([2, 0, 1])
     loss, extra = objective.loss(scalar, chosen, CPU)
     expected, right = 0.0, 0.0

@@ -1,0 +1,117 @@
+"""Sequence-to-sequence fine-tuning of an encoder-decoder, end to end on one CPU rank."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lm.config import ModelConfig
+from lm.encoder_decoder import EncoderDecoder
+from lm.generation import generate
+from lm.model import initialise
+from lm.sampling import Choice
+from lm.tokenizer import Tokenizer
+from lm.weights import load_model, save_model
+from sft.stage import SFTConfig, make_objective, run, split_pair
+from training.config import BatchConfig, EngineConfig, OptimizerConfig
+from training.data import DataConfig
+from training.stage import StageContext
+
+PAIRS = [("Where is the fox?", "In the bush."), ("Where is the dog?", "Far."), ("The bird?", "In the hand, 山.")]
+CONFIG = ModelConfig(
+    kind="encoder-decoder", vocab_size=288, context_tokens=64, width=24, num_layers=1, num_encoder_layers=1,
+    num_heads=2, num_kv_heads=2, mlp_width=48, mlp="relu", norm="layer", norm_place="post", positions="sinusoidal",
+    embedding_scale=True,
+)  # fmt: skip
+
+
+def write_data(path: Path, pairs: list[tuple[str, str]]) -> tuple[DataConfig, ...]:
+    path.write_text("".join(json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in pairs))
+    return (DataConfig(source=str(path)),)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory, masking_tokenizer: Tokenizer) -> Path:
+    model = EncoderDecoder(CONFIG)
+    initialise(model, 2)
+    folder = tmp_path_factory.mktemp("start")
+    save_model(folder, model, model.state_dict(), masking_tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, start: Path) -> tuple[Path, dict[str, Any]]:
+    """The run directory and results.json."""
+    folder = tmp_path_factory.mktemp("sft")
+    config = SFTConfig(
+        demonstrations=write_data(folder / "train.jsonl", PAIRS * 4),
+        heldout=write_data(folder / "heldout.jsonl", PAIRS),
+        chat_template="plain",
+        row_tokens=64,
+        num_epochs=40.0,
+        batch=BatchConfig(batch_size=4, micro_batch_size=2),
+        optimizer=OptimizerConfig(learning_rate=0.01, schedule="linear", warmup_steps=5),
+        save_every_steps=1000,
+        evaluate_every_steps=1000,
+    )
+    context = StageContext(folder / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
+    run(context, config, start)
+    return folder / "run", json.loads((folder / "run" / "results.json").read_text())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("which", ["before", "after"])
+def test_heldout_loss_is_the_mean_over_target_tokens(
+    finished: tuple[Path, dict[str, Any]], start: Path, which: str
+) -> None:
+    """Pair by pair, without padding."""
+    folder, results = finished
+    source = start if which == "before" else folder / "model"
+    tokenizer, model = Tokenizer.load(source), load_model(source, EncoderDecoder).eval()
+    nats, count = 0.0, 0
+    for prompt, answer in PAIRS:
+        read = torch.tensor([tokenizer.encode(f"<|end|>{prompt}<|end|>")])
+        written = tokenizer.encode(f"{answer}<|end|>")
+        logprobs = model(read, torch.tensor([[tokenizer.end_id, *written[:-1]]]))[0].double().log_softmax(dim=-1)
+        nats -= sum(float(logprobs[i, token]) for i, token in enumerate(written))
+        count += len(written)
+    assert results["heldout_loss_before" if which == "before" else "heldout_loss"] == pytest.approx(
+        nats / count, rel=1e-5
+    )
+
+
+def test_it_answers_what_it_read_and_stops(finished: tuple[Path, dict[str, Any]]) -> None:
+    folder, results = finished
+    assert results["num_rows"] == 12
+    assert results["heldout_loss"] < 0.2
+    tokenizer, model = Tokenizer.load(folder / "model"), load_model(folder / "model", EncoderDecoder).eval()
+    sources = [tokenizer.encode_prompt([{"role": "user", "content": prompt}]) for prompt, _ in PAIRS]
+    found = generate(
+        model, [[tokenizer.end_id]] * 3, max_new_tokens=30, end_id=tokenizer.end_id, choice=Choice(0), seeds=[0, 0, 0],
+        sources=sources,
+    )  # fmt: skip
+    assert [tokenizer.decode(response) for response in found.responses] == [answer for _, answer in PAIRS]
+    assert found.finished == [True] * 3
+
+
+def test_a_pair_is_what_comes_before_the_last_response_and_that_response() -> None:
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    spoken = [False, True, False, False, True, True, True, False]
+    assert split_pair(tokens, spoken) == ([1, 2, 3, 4], [5, 6, 7])
+    assert split_pair(tokens[:3], [True] * 3) == ([], [1, 2, 3])
+
+
+def test_source_and_target_must_fit_a_row_each(tmp_path: Path, masking_tokenizer: Tokenizer) -> None:
+    long = write_data(tmp_path / "long.jsonl", [PAIRS[0], ("x" * 30, "y" * 40)])
+    with pytest.raises(ValueError, match=r"long\.jsonl: line 2: source and target have 32 and 41 tokens"):
+        make_objective(True, masking_tokenizer, long, 36)
+    assert len(make_objective(True, masking_tokenizer, long, 41)) == 2  # together they would not
+
+
+def test_a_source_must_be_there(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "alone.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "assistant", "content": "Far."}]}) + "\n")
+    with pytest.raises(ValueError, match=r"alone\.jsonl: line 1: nothing comes before the response"):
+        make_objective(True, tokenizer.with_template("plain"), (DataConfig(source=str(path)),), 40)
