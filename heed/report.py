@@ -12,7 +12,7 @@ import jinja2
 
 from heed.report_figures import headlines, kl_headline, seconds_of, sources_of, total_time
 from heed.report_plots import gold_chart, kl_charts
-from heed.report_run import STAGES, Run, StageRun, read_run
+from heed.report_run import Run, StageRun, read_run
 from heed.report_view import kind_table, policy_table, samples_of, stage_views, win_table
 from heed.report_words import verdict_of
 
@@ -40,8 +40,8 @@ def report_of(run: Run) -> dict[str, Any]:
             "config": run.job,
         },
         "verdict": verdict_of(run).text,
-        "stages": {name: _status(stage) for name, stage in run.stages.items()},
-        "stages_missing": [name for name in STAGES if not run.stages[name].results],
+        "stages": {name: _status(run.stages[name]) for name in run.stage_names},
+        "stages_missing": [name for name in run.stage_names if not run.stages[name].results],
         **{name: dict(stage.results) for name, stage in run.stages.items() if stage.results},
     }
     kl = kl_headline(run)
@@ -79,7 +79,7 @@ def page_of(run: Run) -> str:
         headlines=headlines(run),
         total_time=total_time(run),
         stages=stages,
-        compare=next(stage for stage in stages if stage.name == "compare"),
+        compare=next((stage for stage in stages if stage.name == "compare"), None),
         gold_chart=gold_chart(run),
         kl_charts=kl_charts(run),
         win_table=win_table(run),

@@ -53,6 +53,11 @@ class Run:
     def name(self) -> str:
         return str(self.job["name"])
 
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """The stages that the job has, and any that left something here before."""
+        return tuple(name for name in STAGES if name in self.job or self.stages[name].status != "not run")
+
     def get(self, stage: str, field: str) -> Any:
         """A field of a stage's results by its dotted path, None where it is absent."""
         return dig(self.stages[stage].results, *field.split("."))

@@ -10,7 +10,7 @@ from typing import Any
 
 from heed.report_curves import stage_charts
 from heed.report_plots import agreement_chart, kl_bounds
-from heed.report_run import STAGES, Run, dig
+from heed.report_run import Run, dig
 from heed.report_svg import Chart
 from heed.report_words import Policy, count, duration, interval, label, number, percent, policies_of
 
@@ -195,6 +195,7 @@ FACTS: dict[str, tuple[tuple[str, str, Show], ...]] = {
         ("Tokens trained on", "trained_tokens", count),
         ("Held-out loss", "heldout_loss", number),
         ("Bits per byte", "heldout_bits_per_byte", number),
+        ("Hidden words found", "heldout_accuracy", percent),
     ),
     "sft": (
         ("Packed rows", "num_rows", count),
@@ -232,8 +233,8 @@ FACTS: dict[str, tuple[tuple[str, str, Show], ...]] = {
 
 
 def stage_views(run: Run) -> list[StageView]:
-    """Every stage in the order of the loop, those that have not run included: they say so."""
-    return [_stage_view(run, name) for name in STAGES]
+    """The job's stages in the order of the loop, those that have not run included: they say so."""
+    return [_stage_view(run, name) for name in run.stage_names]
 
 
 def _stage_view(run: Run, name: str) -> StageView:

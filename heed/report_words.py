@@ -113,7 +113,9 @@ def verdict_of(run: Run) -> Verdict:
     """What the run shows, in plain words; above all whether PPO's policy is preferred to SFT's."""
     rate = dig(run.get("compare", "pairs"), "ppo/sft", "win_rate")
     if dig(rate, "mean") is None:
-        return Verdict("unclear", " ".join(["PPO and SFT have not been compared yet.", *_figures_so_far(run)]))
+        will_be = "compare" in run.stage_names
+        begin = "PPO and SFT have not been compared yet." if will_be else "This job compares no policies."
+        return Verdict("unclear", " ".join([begin, *_figures_so_far(run)]))
     tone, sentence = _win_sentence(rate)
     kl = dig(run.get("compare", "policies"), "ppo", "kl_nats", "mean")
     if kl is not None:

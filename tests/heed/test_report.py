@@ -160,6 +160,7 @@ def make_run(run: Path, *, note: str = "") -> Path:
     rng = random.Random(3)
     run.mkdir(parents=True)
     job = f'name = "demo"\nnote = "{note}"\nseed = 7\nworkers = 2\n\n[ppo]\nkl_coef = 0.05\n'
+    job += "".join(f"[{stage}]\n" for stage in STAGES if stage != "ppo")
     (run / "job.toml").write_text(job, encoding="utf-8")
     write_stage(
         run, "pretrain",
@@ -347,6 +348,21 @@ def test_stages_that_have_not_run(run: Path, num_finished: int) -> None:
     assert page.count("This stage has not run.") == len(missing) - 1
     assert "The compare stage has not run" in page
     assert "have not been compared" in report["verdict"]
+    assert Outline(page).open == []
+
+
+def test_a_job_of_one_stage_is_about_that_stage(run: Path) -> None:
+    for stage in STAGES:
+        if stage != "reward":
+            shutil.rmtree(run / stage)
+    (run / "job.toml").write_text('name = "demo"\nseed = 7\nworkers = 2\n\n[reward]\n', encoding="utf-8")
+    report = write_report(run)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert report["stages"] == {"reward": {"status": "finished"}}
+    assert report["stages_missing"] == []
+    assert report["verdict"].startswith("This job compares no policies.")
+    assert "has not run" not in page
+    assert "The comparison" not in page
     assert Outline(page).open == []
 
 
