@@ -124,11 +124,12 @@ def inspect_attention(
     text: Annotated[str, typer.Argument(help="What the model reads.")],
     layer: Annotated[int, typer.Option(help="From 0; -1 is the last.")] = -1,
     png: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("attention.png"),
+    target: Annotated[str, typer.Option(help="What an encoder-decoder writes: how that looks at TEXT.")] = "",
 ) -> None:
     """What every head of a layer attends to, as one picture: rows are queries, columns keys."""
     from heed.inspection import draw_attention
 
-    draw_attention(model, text, layer, png)
+    draw_attention(model, text, layer, png, target)
     console.print(str(png))
 
 

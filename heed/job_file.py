@@ -4,14 +4,17 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from heed.job import JobConfig, PlaygroundSection, ReviewsSection
 from lm.hub import model_directory
-from lm.weights import purpose_of, read_config
+from lm.weights import PRETRAINED, PURPOSES, purpose_of, read_config
+
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 
 def load_job(path: Path | None, overrides: Sequence[str] = ()) -> JobConfig:
@@ -21,21 +24,32 @@ def load_job(path: Path | None, overrides: Sequence[str] = ()) -> JobConfig:
     """
     source = files("configs").joinpath("jobs/demo.toml") if path is None else path
     name = "configs/jobs/demo.toml" if path is None else str(path)
+    values = read_toml(source, name)
+    for override in overrides:
+        _apply_override(values, override)
+    _take_shape(name, values)
+    return validated(JobConfig, values, name)
+
+
+def read_toml(source: Traversable, name: str) -> dict[str, Any]:
+    """Errors: ValueError naming the file, and the line where it is no TOML."""
     try:
-        values = tomllib.loads(source.read_text(encoding="utf-8"))
+        return tomllib.loads(source.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{name}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{name}: cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{name}: not TOML: {error}") from None
-    for override in overrides:
-        _apply_override(values, override)
-    _take_shape(name, values)
+
+
+def validated(model: type[AnyModel], values: Mapping[str, Any], name: str) -> AnyModel:
+    """Errors: ValueError naming the file and every key that is wrong, what was found, and what was expected."""
     try:
-        return JobConfig.model_validate(values)
+        return model.model_validate(values)
     except ValidationError as error:
-        raise ValueError(f"{name}: " + "; ".join(_explain(dict(problem)) for problem in error.errors())) from None
+        problems = "; ".join(_explain(dict(problem), model) for problem in error.errors())
+        raise ValueError(f"{name}: {problems}") from None
 
 
 def _take_shape(name: str, values: dict[str, Any]) -> None:
@@ -46,7 +60,9 @@ def _take_shape(name: str, values: dict[str, Any]) -> None:
         return
     try:
         folder = model_directory(init_from)
-        shape = read_config(folder, purpose_of(folder))[0].model_dump(mode="json")
+        kind = read_config(folder, purpose_of(folder))[0].kind
+        # A head for scores or labels is no start: the stage trains what such a shape is pretrained as.
+        shape = read_config(folder, PURPOSES[PRETRAINED[kind]])[0].model_dump(mode="json")
     except ValueError as error:
         raise ValueError(f"{name}: {first}.init_from: {error}") from None
     written = values.get("model", {})
@@ -77,13 +93,13 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     place[leaf] = value
 
 
-def _explain(problem: Mapping[str, Any]) -> str:
+def _explain(problem: Mapping[str, Any], model: type[BaseModel]) -> str:
     """One validation error as: full key, what was found, what was expected."""
     # The discriminated union puts its tag into the location; users know the key without it.
     location = [str(part) for part in problem["loc"] if part not in ("playground", "reviews")]
-    key = ".".join(location) or "job"
+    key = ".".join(location)
     if problem["type"] == "extra_forbidden":
-        known = _keys_beside(location)
+        known = _keys_beside(location, model)
         close = get_close_matches(location[-1], known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(sorted(known))}"
         return f"{key}: unknown key{hint}"
@@ -91,12 +107,12 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return f"{key}: missing"
     message = problem["msg"].removeprefix("Value error, ")
     simple = isinstance(problem["input"], str | int | float | bool)
-    return f"{key}: {message}" + (f", found {problem['input']!r}" if simple else "")
+    return (f"{key}: " if key else "") + message + (f", found {problem['input']!r}" if simple else "")
 
 
-def _keys_beside(location: Sequence[str]) -> list[str]:
+def _keys_beside(location: Sequence[str], model: type[BaseModel]) -> list[str]:
     """The fields that the section holding this key knows."""
-    models: list[type[BaseModel]] = [JobConfig]
+    models = [model]
     for part in location[:-1]:
         if part.isdigit():
             continue

@@ -138,11 +138,14 @@ class CrossAttention(nn.Module):
         k, v = self.key_value(states_BSD).view(B, S, 2, self.num_kv_heads, self.head_dim).unbind(dim=2)
         return k.transpose(1, 2), v.transpose(1, 2)
 
-    def forward(self, x_BTD: Tensor, memory: Memory, layer: int) -> Tensor:
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        """[B, N, T, H] of the decoder's states."""
         B, T, _ = x_BTD.shape
-        q_BNTH = self.query(x_BTD).view(B, T, self.num_heads, self.head_dim).transpose(1, 2)
-        mask_BTS = memory.real_BS[:, None].expand(B, T, -1)
-        y_BNTH = attend(q_BNTH, memory.keys[layer], memory.values[layer], mask_BTS)
+        return self.query(x_BTD).view(B, T, self.num_heads, self.head_dim).transpose(1, 2)
+
+    def forward(self, x_BTD: Tensor, memory: Memory, layer: int) -> Tensor:
+        mask_BTS = memory.real_BS[:, None].expand(-1, x_BTD.shape[1], -1)
+        y_BNTH = attend(self.queries(x_BTD), memory.keys[layer], memory.values[layer], mask_BTS)
         return self.out(y_BNTH.transpose(1, 2).flatten(2))
 
 

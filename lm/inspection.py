@@ -3,35 +3,54 @@
 Shape letters: L layers, B batch, T query tokens, S key tokens, N heads, H head dim.
 """
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lm.attention import attend, banded
-from lm.block import Block, compute_dtype
+from lm.attention import Memory, attend
+from lm.block import Attention, CrossAttention
 from lm.config import ModelConfig
-from lm.model import LanguageModel, ScalarModel
+from lm.model import Stack
+from lm.source import skeleton
+from lm.weights import PRETRAINED
 
 
 @torch.inference_mode()
-def attention_weights(model: LanguageModel | ScalarModel, tokens_BT: Tensor) -> Tensor:
-    """softmax(Q Kᵀ / √H) of every head, [L, B, N, T, S]; the rows of each T x S table sum to 1."""
-    decoder, T = model.decoder, tokens_BT.shape[1]
-    positions_BT = torch.arange(T, device=tokens_BT.device).expand(tokens_BT.shape)
-    x_BTD = decoder.embed(tokens_BT, positions_BT)
-    rotary = decoder.rotary(positions_BT, compute_dtype(x_BTD))
-    found = []
-    for layer, block in enumerate(decoder.blocks):
-        assert isinstance(block, Block)
-        mask = banded(None, decoder.config.window(layer), T, T, tokens_BT.device)
-        seen_BTD = block.attention_norm(x_BTD) if block.norms_first else x_BTD
-        q_BNTH, k_BGSH, _ = block.attention.project(seen_BTD, rotary)
-        # Where the values are the unit vectors, what attention sums up is its weights.
-        unit_BGSS = torch.eye(T, dtype=q_BNTH.dtype, device=q_BNTH.device).expand(*k_BGSH.shape[:2], T, T)
-        found.append(attend(q_BNTH, k_BGSH, unit_BGSS, mask))
-        x_BTD = block(x_BTD, rotary, mask, None, layer)
-    return torch.stack(found)
+def attention_weights(stack: Stack, tokens_BT: Tensor, memory: Memory | None = None) -> tuple[Tensor, Tensor | None]:
+    """softmax(Q Kᵀ / √H) of every head, to the tokens themselves [L, B, N, T, T] and to an encoder's [L, B, N, T, S],
+    None without one; the rows of each table sum to 1.
+    """
+    own: list[Tensor] = []
+    across: list[Tensor] = []
+
+    def look(attention: Attention, inputs: tuple[Any, ...]) -> None:
+        x_BTD, rotary, mask_BTT = inputs[:3]
+        q_BNTH, k_BGTH, _ = attention.project(x_BTD, rotary)
+        own.append(_weights(q_BNTH, k_BGTH, mask_BTT))
+
+    def look_across(attention: CrossAttention, inputs: tuple[Any, ...]) -> None:
+        x_BTD, seen, layer = inputs
+        across.append(_weights(attention.queries(x_BTD), seen.keys[layer], seen.real_BS[:, None]))
+
+    with ExitStack() as watching:
+        for module in stack.modules():
+            if isinstance(module, Attention):
+                watching.enter_context(module.register_forward_pre_hook(look))
+            elif isinstance(module, CrossAttention):
+                watching.enter_context(module.register_forward_pre_hook(look_across))
+        stack.hidden(tokens_BT, None, memory)
+    return torch.stack(own), torch.stack(across) if across else None
+
+
+def _weights(q_BNTH: Tensor, k_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
+    """Where the values are the unit vectors, what attention sums up is its weights."""
+    T, S = q_BNTH.shape[2], k_BGSH.shape[2]
+    unit_BGSS = torch.eye(S, dtype=q_BNTH.dtype, device=q_BNTH.device).expand(*k_BGSH.shape[:2], S, S)
+    return attend(q_BNTH, k_BGSH, unit_BGSS, None if mask_BTS is None else mask_BTS.expand(-1, T, -1))
 
 
 @dataclass(frozen=True)
@@ -45,15 +64,16 @@ class Part:
 
 
 def parameter_table(config: ModelConfig) -> list[Part]:
-    """Where the language model's parameters are, in the order of the forward pass; no weights are made.
-
-    The same tensor of every block is one row; a tied head is the embedding and is not counted again.
+    """Where the parameters are of what such a shape is pretrained as, in the order of the forward pass; no weights are
+    made. The same tensor of every block is one row; a tied head is the embedding and is not counted again.
     """
-    with torch.device("meta"):
-        model = LanguageModel(config)
+    kind = PRETRAINED[config.kind]
+    model = skeleton(lambda: kind(config))
+    # The only stack need not be named.
+    stack = "" if config.kind == "encoder-decoder" else f"{config.kind}."
     parts: dict[str, Part] = {}
     for name, parameter in model.named_parameters():
-        fields = name.removeprefix("decoder.").split(".")
+        fields = name.removeprefix(stack).split(".")
         label = ".".join("*" if field.isdigit() else field for field in fields)
         before = parts.get(label, Part(label, tuple(parameter.shape), 0, 0))
         parts[label] = Part(
@@ -66,20 +86,43 @@ def flops_per_token(config: ModelConfig, context_tokens: int | None = None) -> i
     """Floating-point operations of the forward pass for the last token of a context (the longest by default).
 
     Two for each weight of a matrix that multiplies (not the embedding, which is looked up), and four for each key and
-    dimension of each head: the product with the key and the sum of the values. Norms and activations are left out.
-    A training step takes three times as many.
+    dimension of each head: the product with the key and the sum of the values. Norms and activations are left out, and
+    of an encoder its head. An encoder-decoder's target token has a source of the same length; what the source itself
+    costs is in `flops_per_source_token`. A training step takes three times as many.
     """
     length = config.context_tokens if context_tokens is None else context_tokens
-    matrices = sum(
+    names = [part.name for part in parameter_table(config)]
+    if config.kind == "encoder-decoder":
+        names = [name for name in names if name.startswith("decoder.") and ".cross.key_value." not in name]
+    keys = sum(min(length, config.window(layer) or length) for layer in range(config.num_layers))
+    keys += config.num_layers * length if config.kind == "encoder-decoder" else 0
+    head = 0 if config.kind == "encoder" else config.vocab_size * config.width
+    return 2 * (_multiplying_weights(config, names) + head) + 4 * config.num_heads * config.head_dim * keys
+
+
+def flops_per_source_token(config: ModelConfig, source_tokens: int | None = None) -> int:
+    """As `flops_per_token`, for a token that an encoder-decoder reads: the encoder, and the keys and values that the
+    decoder's blocks will look at.
+    """
+    config.require_kind("encoder-decoder")
+    length = config.context_tokens if source_tokens is None else source_tokens
+    names = [part.name for part in parameter_table(config) if part.name.startswith("encoder.")]
+    names += [part.name for part in parameter_table(config) if ".cross.key_value." in part.name]
+    keys = config.num_encoder_layers * length
+    return 2 * _multiplying_weights(config, names) + 4 * config.num_heads * config.head_dim * keys
+
+
+def _multiplying_weights(config: ModelConfig, names: Sequence[str]) -> int:
+    """Weights of the blocks' matrices among these parts."""
+    return sum(
         part.num_parameters
         for part in parameter_table(config)
-        if len(part.shape) == 2 and part.name not in ("embedding.weight", "positions.weight", "head.weight")
+        if part.name in names and len(part.shape) == 2 and "blocks." in part.name
     )
-    head = config.vocab_size * config.width
-    keys = sum(min(length, config.window(layer) or length) for layer in range(config.num_layers))
-    return 2 * (matrices + head) + 4 * config.num_heads * config.head_dim * keys
 
 
 def cache_bytes_per_token(config: ModelConfig, bytes_per_number: int = 2) -> int:
-    """Memory of the key-value cache for one token of one sequence, in bytes (bf16 by default)."""
+    """Memory of the key-value cache for one token of one sequence, in bytes (bf16 by default); of an encoder-decoder,
+    for one that it reads or writes.
+    """
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_per_number

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -48,6 +48,13 @@ PURPOSES: dict[type[nn.Module], str] = {
     TokenClassifier: "token",
     SpanPredictor: "span",
     EncoderDecoder: "translate",
+}
+
+# What a shape of each kind is pretrained as.
+PRETRAINED: dict[str, type[LanguageModel | MaskedLanguageModel | EncoderDecoder]] = {
+    "decoder": LanguageModel,
+    "encoder": MaskedLanguageModel,
+    "encoder-decoder": EncoderDecoder,
 }
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -99,6 +106,13 @@ def load_language_model(folder: Path, dropout: float = 0.0) -> LanguageModel:
 def load_scalar_model(folder: Path, dropout: float = 0.0) -> ScalarModel:
     """The reward model or value function of a directory; errors as for `load_model`."""
     return load_model(folder, ScalarModel, dropout)
+
+
+def load_any(folder: Path) -> Model:
+    """The model of a directory, whatever it is for. Errors as for `ModelFolder`."""
+    purpose = purpose_of(folder)
+    kind = next(kind for kind, name in PURPOSES.items() if name == purpose)
+    return load_model(folder, cast(type[Model], kind))
 
 
 def load_model(folder: Path, kind: type[AnyModel], dropout: float = 0.0) -> AnyModel:

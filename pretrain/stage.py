@@ -22,7 +22,7 @@ from lm.hub import model_directory
 from lm.model import LanguageModel, count_parameters
 from lm.source import Fresh, ModelSource, skeleton
 from lm.tokenizer import Tokenizer
-from lm.weights import ModelFolder, save_model
+from lm.weights import PRETRAINED, ModelFolder, save_model
 from pretrain.corruption import NUM_VIEWS, DenoisingObjective, HiddenWords, MaskedObjective
 from training.config import InitConfig, TrainingConfig
 from training.data import DataConfig, read_texts
@@ -91,16 +91,11 @@ def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig
 
 
 Pretrained = LanguageModel | MaskedLanguageModel | EncoderDecoder
-KINDS: dict[str, type[Pretrained]] = {
-    "decoder": LanguageModel,
-    "encoder": MaskedLanguageModel,
-    "encoder-decoder": EncoderDecoder,
-}
 
 
 def model_source(context: StageContext, config: PretrainConfig, model_config: ModelConfig) -> ModelSource[Pretrained]:
     """The model of `init_from`, or a fresh one."""
-    kind = KINDS[model_config.kind]
+    kind = PRETRAINED[model_config.kind]
     if config.init_from:
         return ModelFolder(model_directory(config.init_from), kind, config.dropout)
     seed = derive_seed(context.seed, "pretrain", "weights")

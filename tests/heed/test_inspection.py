@@ -9,6 +9,11 @@ import pytest
 from PIL import Image
 
 from heed.cli import main
+from lm.config import ModelConfig
+from lm.encoder_decoder import EncoderDecoder
+from lm.source import Fresh, materialise
+from lm.tokenizer import Tokenizer
+from lm.weights import save_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +62,7 @@ def test_what_is_no_shape_is_refused_by_name(call: Call, tmp_path: Path) -> None
     assert "6 is not a multiple of 4" in said
     code, _, said = call("inspect", "model", str(tmp_path / "none.toml"))
     assert code == 2
-    assert "none.toml: No such file" in said
+    assert "none.toml: no such file" in said
 
 
 def test_attention_as_a_picture(call: Call, model_folder: Path, tmp_path: Path) -> None:
@@ -90,3 +95,37 @@ def test_few_shot_prints_a_row_for_each_number_of_shots(call: Call, model_folder
     assert code == 0
     rows = [line.split() for line in said.splitlines()[1:]]
     assert [row[:2] for row in rows if row] == [["0", "8"], ["3", "8"]]
+
+
+def test_attention_of_an_encoder_and_across(call: Call, encoder_folder: Path, translator: Path, tmp_path: Path) -> None:
+    png = tmp_path / "attention.png"
+    for folder, more in ((encoder_folder, ()), (translator, ()), (translator, ("--target", "far away"))):
+        code, _, said = call("inspect", "attention", str(folder), "the fox runs", *more, "--png", str(png))
+        assert code == 0, said
+        assert min(Image.open(png).size) > 200
+        png.unlink()
+    code, _, said = call("inspect", "attention", str(encoder_folder), "the fox", "--target", "x", "--png", str(png))
+    assert code == 2
+    assert "a target is for an encoder-decoder; model.kind is 'encoder'" in said
+
+
+def test_shapes_of_other_kinds(call: Call, encoder_folder: Path, translator: Path) -> None:
+    code, said, _ = call("inspect", "model", str(encoder_folder))
+    assert code == 0
+    assert "token_types.weight" in said
+    assert "key-value cache" not in said
+    code, said, _ = call("inspect", "model", str(translator))
+    assert code == 0
+    assert "decoder.blocks.*.cross.query.weight" in said
+    assert "FLOPs a token that is read, of 64" in said
+
+
+@pytest.fixture
+def translator(tmp_path: Path, masking_tokenizer: Tokenizer) -> Path:
+    config = ModelConfig(
+        kind="encoder-decoder", vocab_size=288, context_tokens=64, width=16, num_layers=1, num_encoder_layers=1,
+        num_heads=2, num_kv_heads=2, mlp_width=24,
+    )  # fmt: skip
+    model = materialise(Fresh(lambda: EncoderDecoder(config), 1))
+    save_model(tmp_path / "translator", model, model.state_dict(), masking_tokenizer)
+    return tmp_path / "translator"

@@ -3,8 +3,16 @@
 import torch
 
 from lm.config import ModelConfig
-from lm.inspection import attention_weights, cache_bytes_per_token, flops_per_token, parameter_table
-from lm.model import LanguageModel, count_parameters
+from lm.encoder import MaskedLanguageModel
+from lm.encoder_decoder import EncoderDecoder
+from lm.inspection import (
+    attention_weights,
+    cache_bytes_per_token,
+    flops_per_source_token,
+    flops_per_token,
+    parameter_table,
+)
+from lm.model import LanguageModel, count_parameters, initialise
 
 GPT2 = ModelConfig(
     vocab_size=50257, context_tokens=1024, width=768, num_layers=12, num_heads=12, num_kv_heads=12, mlp_width=3072,
@@ -15,7 +23,8 @@ GPT2 = ModelConfig(
 @torch.no_grad()
 def test_attention_weights_are_causal_banded_and_sum_to_1(decoder: LanguageModel) -> None:
     config = decoder.config
-    weights = attention_weights(decoder, torch.tensor([[5, 1, 8, 0, 2, 7, 9]]))
+    weights, across = attention_weights(decoder.decoder, torch.tensor([[5, 1, 8, 0, 2, 7, 9]]))
+    assert across is None
     assert weights.shape == (config.num_layers, 1, config.num_heads, 7, 7)
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(weights.shape[:-1]))
     for layer in range(config.num_layers):
@@ -29,7 +38,7 @@ def test_attention_weights_are_causal_banded_and_sum_to_1(decoder: LanguageModel
 def test_attention_weights_are_those_of_the_forward_pass(decoder: LanguageModel) -> None:
     """A layer's attention, put together again from its weights and values, is what the module gives."""
     tokens = torch.tensor([[5, 1, 8, 0, 2, 7, 9]])
-    weights = attention_weights(decoder, tokens)
+    weights, _ = attention_weights(decoder.decoder, tokens)
     seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     hooks = [
         block.attention.register_forward_hook(
@@ -72,3 +81,66 @@ def test_a_band_costs_its_width() -> None:
 def test_grouped_queries_shrink_the_cache_alone() -> None:
     grouped = GPT2.model_copy(update={"num_kv_heads": 3})
     assert cache_bytes_per_token(grouped, bytes_per_number=4) == cache_bytes_per_token(GPT2) // 2
+
+
+SHAPE = {
+    "vocab_size": 40, "context_tokens": 16, "width": 12, "num_layers": 2, "num_heads": 3, "num_kv_heads": 3,
+    "mlp_width": 20, "mlp": "gelu", "norm_place": "post", "norm": "layer", "positions": "learned",
+}  # fmt: skip
+BERT = ModelConfig(kind="encoder", mlp_bias=True, attention_bias="all", embedding_norm=True, token_types=2, **SHAPE)
+VASWANI = ModelConfig(kind="encoder-decoder", num_encoder_layers=3, **SHAPE)
+
+
+@torch.no_grad()
+def test_an_encoder_looks_both_ways() -> None:
+    model = MaskedLanguageModel(BERT).eval()
+    initialise(model, 1)
+    tokens = torch.tensor([[5, 1, 8, 0, 2, 7, 9]])
+    weights, across = attention_weights(model.encoder, tokens)
+    assert across is None
+    assert weights.shape == (2, 1, 3, 7, 7)
+    assert (weights > 0).all()
+    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 1, 3, 7))
+    # The first layer's by hand: softmax of the products of its queries and keys.
+    seen = model.encoder.embed(tokens, torch.arange(7)[None])
+    q, k, _ = model.encoder.blocks[0].attention.qkv(seen).view(7, 9, 4).split(3, dim=1)
+    expected = (torch.einsum("tnh,snh->nts", q, k) / 2).softmax(dim=-1)
+    torch.testing.assert_close(weights[0, 0], expected)
+
+
+@torch.no_grad()
+def test_a_decoder_looks_across_at_what_was_read() -> None:
+    model = EncoderDecoder(VASWANI).eval()
+    initialise(model, 1)
+    sources, segments = torch.tensor([[5, 1, 8, 0, 0]]), torch.tensor([[1, 1, 1, 0, 0]])
+    memory = model.read(sources, segments)
+    own, across = attention_weights(model.decoder, torch.tensor([[3, 2, 7, 9]]), memory)
+    assert across is not None
+    assert own.shape == (2, 1, 3, 4, 4)
+    assert across.shape == (2, 1, 3, 4, 5)
+    assert (own.triu(1) == 0).all()
+    assert (across[..., 3:] == 0).all()  # padding
+    torch.testing.assert_close(across.sum(dim=-1), torch.ones(2, 1, 3, 4))
+    # Put together again from weights and values, a layer's attention is what the module gives.
+    caught: list[tuple[torch.Tensor, torch.Tensor]] = []
+    cross = model.decoder.blocks[1].cross
+    hook = cross.register_forward_hook(lambda _, inputs, output: caught.append((inputs[1].values[1], output)))
+    model(sources, torch.tensor([[3, 2, 7, 9]]), segments)
+    hook.remove()
+    values, output = caught[0]
+    torch.testing.assert_close(cross.out((across[1] @ values).transpose(1, 2).flatten(2)), output)
+
+
+def test_tables_of_every_kind_count_each_parameter_once() -> None:
+    for config, kind in ((BERT, MaskedLanguageModel), (VASWANI, EncoderDecoder)):
+        assert sum(part.num_parameters for part in parameter_table(config)) == count_parameters([kind(config)])
+
+
+def test_costs_of_an_encoder_and_of_an_encoder_decoder_by_hand() -> None:
+    layer = 4 * 12 * 12 + 2 * 12 * 20  # attention and MLP
+    assert flops_per_token(BERT, 5) == 2 * 2 * layer + 4 * 12 * 2 * 5
+    # A target token: two layers with the query and output of cross-attention, the head, and two attentions.
+    assert flops_per_token(VASWANI, 5) == 2 * (2 * (layer + 2 * 12 * 12) + 40 * 12) + 4 * 12 * 2 * (5 + 5)
+    # A source token: three layers of the encoder, and keys and values for two layers of the decoder.
+    assert flops_per_source_token(VASWANI, 5) == 2 * (3 * layer + 2 * 2 * 12 * 12) + 4 * 12 * 3 * 5
+    assert cache_bytes_per_token(VASWANI) == 2 * 2 * 12 * 2
