@@ -1,13 +1,16 @@
 """Talking to a model directory at the terminal."""
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from lm.best_of import Scorer, best_of
+from lm.encoder_decoder import EncoderDecoder
+from lm.model import LanguageModel
 from lm.sampling import Choice
 from lm.tokenizer import Messages, Tokenizer
-from lm.weights import load_language_model
+from lm.weights import load_language_model, load_model, purpose_of
 from reward.scoring import Judge
 from training.seeds import derive_seed
 
@@ -17,10 +20,9 @@ def converse(folder: Path, *, temperature: float, max_tokens: int, seed: int, nu
 
     An answer is what the reward model in the directory `judge` scores highest of `num_samples` responses; with ""
     the first is taken.
-    Errors: ValueError for a directory that holds no language model.
+    Errors: ValueError for a directory that holds no model that writes.
     """
-    tokenizer = Tokenizer.load(folder)
-    model = load_language_model(folder).eval()
+    tokenizer, model = Tokenizer.load(folder), load_writer(folder).eval()
     context = model.config.context_tokens
     reward_model = Judge.load(Path(judge)) if judge else None
     if reward_model is not None:  # it also reads the end token behind a response that was cut off
@@ -49,7 +51,7 @@ def converse(folder: Path, *, temperature: float, max_tokens: int, seed: int, nu
             model,
             [prompt],
             _no_preference if reward_model is None else _scorer(reward_model, tokenizer, messages),
-            max_new_tokens=min(max_tokens, context - len(prompt)),
+            max_new_tokens=min(max_tokens, context - (1 if isinstance(model, EncoderDecoder) else len(prompt))),
             end_id=tokenizer.end_id,
             choice=Choice(temperature),
             seeds=[[derive_seed(seed, "chat", len(messages), line, sample) for sample in range(num_samples)]],
@@ -59,6 +61,11 @@ def converse(folder: Path, *, temperature: float, max_tokens: int, seed: int, nu
         messages.append({"role": "assistant", "content": answer})
 
 
+def load_writer(folder: Path) -> LanguageModel | EncoderDecoder:
+    """A decoder, or an encoder-decoder."""
+    return load_model(folder, EncoderDecoder) if purpose_of(folder) == "translate" else load_language_model(folder)
+
+
 def _no_preference(_prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> Sequence[float]:
     return [0.0] * len(responses)
 
@@ -66,6 +73,9 @@ def _no_preference(_prompt: Sequence[int], responses: Sequence[Sequence[int]]) -
 def _scorer(judge: Judge, tokenizer: Tokenizer, messages: Messages) -> Scorer:
     def score(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> Sequence[float]:
         num = len(responses)
-        return judge.score(tokenizer, [messages] * num, [prompt] * num, responses)
+        scores = judge.score(tokenizer, [messages] * num, [prompt] * num, responses)
+        if any(map(math.isnan, scores)):
+            raise ValueError(f"the judge reads at most {judge.network.config.context_tokens} tokens; these are more")
+        return scores
 
     return score

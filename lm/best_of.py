@@ -5,11 +5,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lm.generation import generate
+from lm.encoder_decoder import EncoderDecoder
+from lm.generation import generate, prompts_and_sources
 from lm.model import LanguageModel
 from lm.sampling import Choice
 
-# The scores of several responses to one prompt, all of them tokens; higher is better.
+# The scores of several responses to what was asked, all of them tokens; higher is better.
 Scorer = Callable[[Sequence[int], Sequence[Sequence[int]]], Sequence[float]]
 
 
@@ -22,8 +23,8 @@ class Best:
 
 
 def best_of(
-    model: LanguageModel,
-    prompts: Sequence[Sequence[int]],
+    model: LanguageModel | EncoderDecoder,
+    asked: Sequence[Sequence[int]],
     score: Scorer,
     *,
     max_new_tokens: int,
@@ -33,15 +34,17 @@ def best_of(
 ) -> list[Best]:
     """To each prompt one response for each of its seeds, of which the one that `score` prefers, the first of equals.
 
+    What is `asked` is continued by a decoder and read by an encoder-decoder.
     Errors: ValueError as for `generate`, for a prompt without seeds, and for other than a finite score a response.
     """
-    if len(seeds) != len(prompts) or not all(seeds):
-        raise ValueError(
-            f"{len(prompts)} prompts with {[len(own) for own in seeds]} seeds; some for each were expected"
-        )
+    if len(seeds) != len(asked) or not all(seeds):
+        raise ValueError(f"{len(asked)} prompts with {[len(own) for own in seeds]} seeds; some for each were expected")
+    repeated = [prompt for prompt, own in zip(asked, seeds, strict=True) for _ in own]
+    prompts, sources = prompts_and_sources(model, repeated, end_id)
     sampled = generate(
         model,
-        [prompt for prompt, own in zip(prompts, seeds, strict=True) for _ in own],
+        prompts,
+        sources=sources,
         max_new_tokens=max_new_tokens,
         end_id=end_id,
         choice=choice,
@@ -49,7 +52,7 @@ def best_of(
     )
     responses = iter(sampled.responses)
     pools = [list(itertools.islice(responses, len(own))) for own in seeds]
-    return [_preferred(score, prompt, pool) for prompt, pool in zip(prompts, pools, strict=True)]
+    return [_preferred(score, prompt, pool) for prompt, pool in zip(asked, pools, strict=True)]
 
 
 def _preferred(score: Scorer, prompt: Sequence[int], responses: Sequence[list[int]]) -> Best:

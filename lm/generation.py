@@ -174,6 +174,18 @@ class Batch:
         self.logits_BV = model.head(hidden_BTD[:, -1]).float()
 
 
+def prompts_and_sources(
+    model: LanguageModel | EncoderDecoder, asked: Sequence[Sequence[int]], end_id: int
+) -> tuple[list[list[int]], list[list[int]] | None]:
+    """What to give `generate` so that the model answers: a decoder continues what is asked; an encoder-decoder reads it
+    and begins behind the end token, as it was trained.
+    """
+    tokens = [list(question) for question in asked]
+    if isinstance(model, EncoderDecoder):
+        return [[end_id] for _ in tokens], tokens
+    return tokens, None
+
+
 def check_room(model: LanguageModel | EncoderDecoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     """Errors: ValueError for a prompt that is empty or leaves no room for the response in the model's context."""
     room = model.config.context_tokens - max_new_tokens

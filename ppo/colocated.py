@@ -124,7 +124,7 @@ class ColocatedWorker:
         network, size = self.judge.network, self.config.minibatch.micro_batch_size
         # What does not fit the reward model's context has no score.
         scores_B = torch.full((len(sequences),), torch.nan)
-        fitting = [row for row, tokens in enumerate(sequences) if len(tokens) <= network.config.context_tokens]
+        fitting = [row for row, tokens in enumerate(sequences) if self.judge.fits(tokens)]
         with self._precision():
             for start in range(0, len(fitting), size):
                 rows = fitting[start : start + size]

@@ -3,6 +3,7 @@
 Shape letters: B sequences, T tokens.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,5 +101,17 @@ class Judge:
         prompts: Sequence[Sequence[int]],
         responses: Sequence[Sequence[int]],
     ) -> list[float]:
-        """Scores of a policy's responses, in order; higher is better. Arguments as for `sequences`."""
-        return score_sequences(self.network, self.sequences(tokenizer, conversations, prompts, responses))
+        """Scores of a policy's responses, in order; higher is better. NaN for what does not fit the network's context.
+
+        Arguments as for `sequences`.
+        """
+        sequences = self.sequences(tokenizer, conversations, prompts, responses)
+        fitting = [row for row, tokens in enumerate(sequences) if self.fits(tokens)]
+        scores = [math.nan] * len(sequences)
+        for row, score in zip(fitting, score_sequences(self.network, [sequences[row] for row in fitting]), strict=True):
+            scores[row] = score
+        return scores
+
+    def fits(self, tokens: Sequence[int]) -> bool:
+        """Whether the network's context holds so many."""
+        return len(tokens) <= self.network.config.context_tokens

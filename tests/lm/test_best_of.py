@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 
 from lm.best_of import Best, best_of
+from lm.config import ModelConfig
+from lm.encoder_decoder import EncoderDecoder
 from lm.generation import generate
 from lm.model import LanguageModel
 from lm.sampling import Choice
+from lm.source import Fresh, materialise
 
 PROMPTS = [[5], [1, 2, 4, 6, 7], [9, 9], [5]]
 SEEDS = [[1, 2, 3, 4, 5], [6], [7, 8, 9, 10], [11, 12, 13]]
@@ -47,3 +50,16 @@ def test_scores_that_order_nothing_are_refused(llama: LanguageModel, scores: lis
 def test_every_prompt_needs_seeds(llama: LanguageModel, seeds: list[list[int]]) -> None:
     with pytest.raises(ValueError, match=r"2 prompts with \[.*\] seeds; some for each were expected"):
         best_of(llama, [[5], [6]], prefers_long_and_high, seeds=seeds, **COMMON)
+
+
+def test_an_encoder_decoder_reads_what_is_asked() -> None:
+    config = ModelConfig(
+        kind="encoder-decoder", vocab_size=12, context_tokens=16, width=8, num_layers=1, num_encoder_layers=1,
+        num_heads=2, num_kv_heads=2, mlp_width=8,
+    )  # fmt: skip
+    model = materialise(Fresh(lambda: EncoderDecoder(config), 3)).eval()
+    found = best_of(model, PROMPTS, prefers_long_and_high, seeds=SEEDS, **COMMON)
+    for asked, seeds, best in zip(PROMPTS, SEEDS, found, strict=True):
+        alone = [generate(model, [[3]], seeds=[seed], sources=[asked], **COMMON).responses[0] for seed in seeds]
+        scores = prefers_long_and_high(asked, alone)
+        assert best == Best(alone[scores.index(max(scores))], max(scores))
