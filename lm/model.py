@@ -217,19 +217,25 @@ def freeze_all_but_last(model: nn.Module, num_blocks: int) -> None:
     and is frozen with it.
     Errors: ValueError for more blocks than there are.
     """
-    stacks = {name: stack for name, stack in model.named_modules() if isinstance(stack, Stack)}
-    blocks = [block for _, stack in sorted(stacks.items(), key=_depth) for block in stack.blocks]
+    stacks = [stack for _, stack in sorted(_stacks(model).items(), key=lambda named: STACKS.index(named[0]))]
+    blocks = [block for stack in stacks for block in stack.blocks]
     if num_blocks > len(blocks):
         raise ValueError(f"{num_blocks} blocks are to be trained; the model has {len(blocks)}")
-    before = [part for stack in stacks.values() for part in (stack.embedding, stack.positions, stack.token_types)]
-    embedding_norms = [stack.embedding_norm for stack in stacks.values()]
-    for module in [*before, *embedding_norms, *blocks[: len(blocks) - num_blocks]]:
+    still: list[nn.Module | None] = [*blocks[: len(blocks) - num_blocks]]
+    for stack in stacks:
+        still += [stack.embedding, stack.positions, stack.token_types, stack.embedding_norm]
+    if len(stacks) > 1 and num_blocks <= len(stacks[-1].blocks):  # nothing of the encoder moves
+        still.append(stacks[0].norm)
+    for module in still:
         if module is not None:
             module.requires_grad_(False)
 
 
-def _depth(named: tuple[str, Stack]) -> int:
-    return ("encoder", "decoder").index(named[0])
+STACKS = ("encoder", "decoder")  # in the order in which a signal passes them
+
+
+def _stacks(model: nn.Module) -> dict[str, Stack]:
+    return {name: stack for name, stack in model.named_children() if isinstance(stack, Stack)}
 
 
 def count_parameters(models: Sequence[nn.Module]) -> int:

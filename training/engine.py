@@ -56,7 +56,7 @@ class Engine(Generic[AnyModule]):
             model = materialise(source)
         if optimizer.trained_layers is not None:
             freeze_all_but_last(model, optimizer.trained_layers)
-        self.module = model
+        self._source, self.module = source, model
         self.model, *self._optimizers = self._accelerator.prepare(
             model, *_make_optimizers(model, optimizer, self.device)
         )
@@ -143,20 +143,17 @@ class Engine(Generic[AnyModule]):
         """The whole state dict in fp32, on every rank (a collective call under ZeRO)."""
         if self.config.zero_stage == 0:
             return {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
-        from deepspeed import zero
         from deepspeed.utils import safe_get_full_fp32_param
 
+        # No optimizer keeps fp32 copies of what is frozen; the source still has them, as they were and are.
+        frozen = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
+        originals = {name: tensor for name, tensor in self._source.tensors() if name in frozen} if frozen else {}
         weights = {name: tensor.detach() for name, tensor in self.module.named_buffers()}
-        aliases = self.module.named_parameters(remove_duplicate=False)
         whole: dict[int, Tensor] = {}
-        for name, parameter in aliases:
-            if id(parameter) in whole:
-                pass
-            elif parameter.requires_grad:
-                whole[id(parameter)] = safe_get_full_fp32_param(parameter).clone()
-            else:  # frozen: no optimizer keeps a fp32 copy
-                with zero.GatheredParameters([parameter], enabled=self.config.zero_stage == 3):
-                    whole[id(parameter)] = parameter.detach().float().clone()
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if id(parameter) not in whole:
+                held = originals[name] if name in frozen else safe_get_full_fp32_param(parameter).clone()
+                whole[id(parameter)] = held.to(self.device)
             weights[name] = whole[id(parameter)]
         return weights
 
@@ -240,14 +237,18 @@ def _make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.de
     if config.kind == "adamw":
         return [_make_adamw(list(parameters.values()), config, device)]
     # Embedding and head are tables of vectors, one a token: orthogonal updates are for maps between activations.
-    inner = {name for name, p in parameters.items() if ".blocks." in name and p.dim() == 2}
-    muon = torch.optim.Muon(
-        [p for name, p in parameters.items() if name in inner],
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    return [muon, _make_adamw([p for name, p in parameters.items() if name not in inner], config, device)]
+    inner = [name for name, p in parameters.items() if ".blocks." in name and p.dim() == 2]
+    outer = [p for name, p in parameters.items() if name not in inner]
+    optimizers: list[torch.optim.Optimizer] = [_make_adamw(outer, config, device)]
+    if inner:  # none, where only what follows the blocks is trained
+        muon = torch.optim.Muon(
+            [parameters[name] for name in inner],
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        optimizers.insert(0, muon)
+    return optimizers
 
 
 def _make_adamw(parameters: list[nn.Parameter], config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:

@@ -4,15 +4,18 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lm.block import RMSNorm, _SquaredReLU
 from lm.config import ModelConfig, exact_div
+from lm.encoder import SequenceClassifier
+from lm.encoder_decoder import EncoderDecoder
 from lm.model import (
     LanguageModel,
     ScalarModel,
     count_parameters,
     draw_tensor,
+    freeze_all_but_last,
     initialise,
     segment_positions,
 )
@@ -232,3 +235,39 @@ def test_exact_div() -> None:
     for numerator, denominator in ((12, 5), (12, 0), (12, -4)):
         with pytest.raises(ValueError, match=r"^x: 12"):
             exact_div(numerator, denominator, "x")
+
+
+def trained(model: nn.Module) -> set[str]:
+    """What moves, in the words that matter: heads, norms, blocks by stack and number."""
+    names = [name.split(".") for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {".".join(parts[: 3 if "blocks" in parts else 2]) for parts in names}
+
+
+OTHER = {
+    "vocab_size": 40, "context_tokens": 16, "width": 8, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2,
+    "mlp_width": 12, "mlp": "gelu", "positions": "learned", "embedding_norm": True, "tie_embeddings": False,
+}  # fmt: skip
+
+
+def test_freezing_all_but_an_encoders_last_block() -> None:
+    model = SequenceClassifier(ModelConfig(kind="encoder", norm_place="post", token_types=2, **OTHER), 3)
+    freeze_all_but_last(model, 1)
+    assert trained(model) == {
+        "encoder.blocks.1", "pooler.weight", "pooler.bias", "classifier.weight", "classifier.bias"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "moving"),
+    [
+        (0, set()),
+        (1, {"decoder.blocks.1"}),
+        (3, {"decoder.blocks.0", "decoder.blocks.1", "encoder.blocks.1", "encoder.norm"}),
+    ],
+)
+def test_an_encoder_decoders_encoder_lies_before_its_decoder(num_blocks: int, moving: set[str]) -> None:
+    model = EncoderDecoder(ModelConfig(kind="encoder-decoder", num_encoder_layers=2, **OTHER))
+    freeze_all_but_last(model, num_blocks)
+    assert trained(model) == moving | {"decoder.norm", "head.weight"}
+    with pytest.raises(ValueError, match="5 blocks are to be trained; the model has 4"):
+        freeze_all_but_last(model, 5)

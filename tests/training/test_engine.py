@@ -232,12 +232,13 @@ def test_a_wrong_world_size_is_noticed(tiny_config: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 2])
+@pytest.mark.parametrize("kind", [OPTIMIZER, MUON], ids=["adamw", "muon"])
 def test_only_the_last_blocks_and_what_follows_them_move(
-    tiny_config: ModelConfig, ragged: PackedObjective, num_blocks: int
+    tiny_config: ModelConfig, ragged: PackedObjective, num_blocks: int, kind: OptimizerConfig
 ) -> None:
     source = fresh(tiny_config.model_copy(update={"tie_embeddings": False}))
     before = dict(source.tensors())
-    optimizer = OPTIMIZER.model_copy(update={"trained_layers": num_blocks})
+    optimizer = kind.model_copy(update={"trained_layers": num_blocks})
     engine = Engine(source, optimizer, ONE_RANK, world_size=1, micro_batch=1)
     accumulate(engine, ragged, micro=2)
     engine.step()
