@@ -19,6 +19,7 @@ from heed.progress import console, follow
 from heed.report import write_report
 from heed.stages import STAGES, Run, Stage, sources_in
 from lm.hub import model_directory
+from lm.tokenizer import TOKENIZER_FILES
 from pretrain.stage import prepare_tokenizer
 from training.checkpoint import file_hash, folder_hash
 from training.stage import write_json
@@ -199,10 +200,15 @@ def _prepare_tokenizer(run: Run) -> None:
     pretrain, model = run.resolve(run.job.pretrain), run.job.model
     if pretrain.init_from:
         config: dict[str, Any] = {key: getattr(pretrain, key) for key in ("init_from", "end_token", "pad_token")}
+        # Not the weights beside them, which may be large and are pretraining's own input.
+        files = [path for name in TOKENIZER_FILES if (path := model_directory(pretrain.init_from) / name).is_file()]
+        hashes = {str(path): file_hash(path) for path in files}
     else:
         texts = [text.model_dump() for text in run.job.pretrain.texts]  # unresolved: a run folder may be moved
-        config = {"texts": texts, "tokenizer_texts": pretrain.tokenizer_texts, "vocab_size": model.vocab_size}
-    inputs = Inputs("tokenizer", run.job.seed, config, {}, _data_hashes(run, config))
+        shape = {"vocab_size": model.vocab_size, "kind": model.kind}
+        config = {"texts": texts, "tokenizer_texts": pretrain.tokenizer_texts, **shape}
+        hashes = _data_hashes(run, config)
+    inputs = Inputs("tokenizer", run.job.seed, config, {}, hashes)
     _prepare(run, inputs, lambda folder: prepare_tokenizer(pretrain, model, folder))
 
 

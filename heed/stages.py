@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, TypeVar
@@ -185,7 +186,11 @@ def score_scale(
             reward=str(judge),
         )
         samples = sample_everywhere(run, "scale", spec, prompts[:SCALE_PROMPTS], progress)
-        found = [sample.score for sample in samples]
+        found = [sample.score for sample in samples if isfinite(sample.score)]
+        if len(found) < 2:
+            raise ValueError(
+                f"{where}: {len(found)} of {len(samples)} samples have a score; two were expected at least"
+            )
         scale = ScoreScale(mean(found), stdev(found))
     if not scale.std > 0:
         raise ValueError(

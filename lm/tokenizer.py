@@ -34,6 +34,8 @@ CHAT_TEMPLATES = {
     "plain": "{{ bos_token }}{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}",
 }
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
 Messages = Sequence[Mapping[str, str]]
 
 # Unicode's noncharacters, which are never exchanged, around the number of a special token that a message names.
@@ -104,8 +106,8 @@ class Tokenizer:
         `end` and `pad` stand in for the tokens that the config names, or does not name. A model without a chat
         template gets the one called "chat". Errors: ValueError naming the file and field.
         """
-        config_path = folder / "tokenizer_config.json"
-        for path in (folder / "tokenizer.json", config_path):
+        vocabulary_path, config_path, template_path = (folder / name for name in TOKENIZER_FILES)
+        for path in (vocabulary_path, config_path):
             if not path.is_file():
                 raise ValueError(f"{path}: no such file; a model directory with a tokenizer was expected")
         config = read_json(config_path)
@@ -116,13 +118,12 @@ class Tokenizer:
         for field in ("pad_token", "eos_token"):
             if not isinstance(names[field], str):
                 raise ValueError(f"{config_path}: {field} is {names[field]!r}; a token of the vocabulary was expected")
-        template_path = folder / "chat_template.jinja"
         template = config.get("chat_template") or CHAT_TEMPLATES["chat"]
         if template_path.is_file():
             template = template_path.read_text(encoding="utf-8")
         if not isinstance(template, str):
             raise ValueError(f"{config_path}: chat_template is {type(template).__name__}; a string was expected")
-        bpe = BPE.from_file(str(folder / "tokenizer.json"))
+        bpe = BPE.from_file(str(vocabulary_path))
         start, mask = names["cls_token"] or names["bos_token"] or "", names["mask_token"] or ""
         tokens = {"pad": names["pad_token"], "end": names["eos_token"], "start": start, "mask": mask}
         return cls(bpe, **tokens, chat_template=template)
