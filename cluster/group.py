@@ -33,6 +33,10 @@ class WorkerError(RuntimeError):
     """A call failed on some rank; the message holds the first cause: stage, rank, exception, its traceback."""
 
 
+class WorkerLostError(WorkerError):
+    """A rank is gone: its process was killed, or its node. A new group may do what this one could not finish."""
+
+
 def connect(num_workers: int) -> None:
     """Join the cluster that RAY_ADDRESS names, or start one in this process for `num_workers` workers.
 
@@ -85,8 +89,8 @@ class _Worker:
     def call(self, name: str, method: str, args: Sequence[Any]) -> Any:
         return self._guarded(lambda: getattr(self.objects[name], method)(*args))
 
-    def drop(self, name: str) -> None:
-        self.objects.pop(name).close()
+    def drop(self, name: str) -> Any:
+        return self._guarded(lambda: self.objects.pop(name).close())
 
     def _guarded(self, work: Callable[[], Any]) -> tuple[bool, float, Any]:
         """(ok, when it failed, result or description): the driver must learn which rank failed first."""
@@ -116,8 +120,12 @@ class WorkerGroup:
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement),
         )
         self._workers: list[Any] = [remote.remote(rank, num_workers, threads) for rank in range(num_workers)]
-        host, port = ray.get(self._workers[0].address.remote())
-        ray.get([worker.join.remote(host, port) for worker in self._workers])
+        try:
+            host, port = ray.get(self._workers[0].address.remote())
+            ray.get([worker.join.remote(host, port) for worker in self._workers])
+        except ray.exceptions.RayError as error:
+            self.close()
+            raise WorkerLostError(f"start: one of {num_workers} workers was lost: {error}") from error
 
     def __enter__(self) -> Self:
         return self
@@ -149,7 +157,7 @@ class WorkerGroup:
 
     def drop(self, name: str) -> None:
         """Close the kept object on every rank and forget it."""
-        ray.get([worker.drop.remote(name) for worker in self._workers])
+        self._gather(name, [worker.drop.remote(name) for worker in self._workers])
 
     def _gather(self, phase: str, calls: Sequence[Any]) -> list[Any]:
         """All results, or the earliest failure; a rank stuck in a collective with a failed peer is not waited for."""
@@ -164,7 +172,7 @@ class WorkerGroup:
                     ok, when, result = ray.get(call)
                 except ray.exceptions.RayError as error:
                     self.close()
-                    raise WorkerError(f"{phase}: rank {rank} of {self.num_workers} was lost: {error}") from error
+                    raise WorkerLostError(f"{phase}: rank {rank} of {self.num_workers} was lost: {error}") from error
                 if not ok:
                     self._fail(phase, rank, when, result, pending, rank_of)
                 results[rank] = result
@@ -190,7 +198,7 @@ class WorkerGroup:
                 ok, other_when, result = ray.get(call)
             except ray.exceptions.RayError as loss:
                 self.close()
-                raise WorkerError(
+                raise WorkerLostError(
                     f"{phase}: rank {rank_of[call]} of {self.num_workers} was lost: {loss}\n"
                     f"rank {rank}: {failure[0]!r}\n{failure[1]}"
                 ) from loss
@@ -202,8 +210,15 @@ class WorkerGroup:
             raise error
         raise WorkerError(f"{phase}: rank {first_rank} of {self.num_workers}: {error!r}\n{trace}") from error
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it has workers still; a group that lost one is closed."""
+        return bool(self._workers)
+
     def close(self) -> None:
         """End the workers of this group and free their place."""
+        if not self.is_open:
+            return
         for worker in self._workers:
             ray.kill(worker, no_restart=True)
         self._workers = []

@@ -3,21 +3,23 @@
 import fcntl
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-from cluster.group import WorkerGroup, disconnect
 from heed.job import JobConfig
 from heed.lineage import Inputs, finished_with, outputs_hash, started_with, write_lineage
 from heed.preflight import check_data
 from heed.progress import console, follow
+from heed.recovery import Workers, run_to_end
 from heed.report import write_report
-from heed.stages import STAGES, Run, Stage, sources_in
+from heed.stages import SAMPLES, STAGES, Run, Stage, sources_in
 from lm.hub import model_directory
 from lm.tokenizer import TOKENIZER_FILES
 from pretrain.stage import prepare_tokenizer
@@ -36,16 +38,9 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
     started = time.monotonic()
     with ExitStack() as closing:
         closing.enter_context(hold(folder))
-        groups: list[WorkerGroup] = []
-
-        def group() -> WorkerGroup:
-            """The workers, started when a stage first needs them."""
-            if not groups:
-                closing.callback(disconnect)
-                groups.append(closing.enter_context(WorkerGroup(job.workers)))
-            return groups[0]
-
-        run = Run(job, folder, job.open_world(), group)
+        workers = Workers(job.workers)
+        closing.callback(workers.close)
+        run = Run(job, folder, job.open_world(), workers)
         _write_job(job, folder / "job.toml")
         _prepare_world(run)
         _prepare_tokenizer(run)
@@ -93,9 +88,11 @@ def _run_stages(run: Run, first: str, only: str) -> None:
             continue
         _open_folder(run, stage, inputs, forced)
         begun = time.monotonic()
+        config = run.resolve(getattr(run.job, stage.name))
         with follow(stage.name, folder) as progress:
-            stage.run(run, run.resolve(getattr(run.job, stage.name)), progress)
+            run_to_end(stage.name, folder, partial(stage.run, run, config, progress))
         write_lineage(folder, inputs, time.monotonic() - begun)
+        shutil.rmtree(folder / SAMPLES, ignore_errors=True)  # parts of what the stage has made of them
         console.print(f"{stage.name}: done in {time.monotonic() - begun:.0f} s")
 
 

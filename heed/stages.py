@@ -38,6 +38,7 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 SCALE_PROMPTS = 512  # what the spread of an unknown reward model's scores is measured on
 PROMPTS_AT_ONCE = 64  # a worker's share between two steps of the progress bar
+SAMPLES = "samples"  # the folder of a stage's samples while it samples
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Run:
         return self.folder / "tokenizer" / "data"
 
     def context(self, stage: str) -> StageContext:
-        return StageContext(self.stage_folder(stage), self.job.seed, self.job.workers, self.job.engine)
+        return StageContext(self.stage_folder(stage), self.job.seed, self.group().num_workers, self.job.engine)
 
     def resolve(self, config: AnyConfig) -> AnyConfig:
         """The config with "world:NAME" and "collect:rankings" turned into paths."""
@@ -127,7 +128,7 @@ def run_collect(run: Run, config: CollectConfig, progress: StageProgress) -> Non
         seed=derive_seed(seed, "collect"),
         precision=run.job.engine.resolved_precision(),
     )
-    samples = sample_everywhere(run, "collect", spec, prompts, progress)
+    samples = sample_everywhere(run, "collect", "sft", spec, prompts, progress)
     batch = json.loads((folder / "inputs.json").read_text(encoding="utf-8"))["fingerprint"][:12]
     tasks = make_tasks(batch, prompts, samples, "sft")
     with LabelStore(run.folder / "labels.sqlite") as store:
@@ -185,7 +186,7 @@ def score_scale(
             precision=run.job.engine.resolved_precision(),
             reward=str(judge),
         )
-        samples = sample_everywhere(run, "scale", spec, prompts[:SCALE_PROMPTS], progress)
+        samples = sample_everywhere(run, "ppo", "scale", spec, prompts[:SCALE_PROMPTS], progress)
         found = [sample.score for sample in samples if isfinite(sample.score)]
         if len(found) < 2:
             raise ValueError(
@@ -218,7 +219,7 @@ def run_compare(run: Run, config: CompareConfig, progress: StageProgress) -> Non
             reward=str(run.model("reward")),
             template_of=str(run.model("sft")),
         )
-        return sample_everywhere(run, f"compare {name}", spec, prompts, progress)
+        return sample_everywhere(run, "compare", name, spec, prompts, progress)
 
     pool = samples_of("sft", max(config.best_of, config.num_samples))
     pretrained = {"pretrained": samples_of("pretrain", config.num_samples)} if run.job.pretrain else {}
@@ -246,18 +247,30 @@ def run_compare(run: Run, config: CompareConfig, progress: StageProgress) -> Non
 
 
 def sample_everywhere(
-    run: Run, phase: str, spec: SamplingSpec, prompts: Sequence[Prompt], progress: StageProgress
+    run: Run, stage: str, phase: str, spec: SamplingSpec, prompts: Sequence[Prompt], progress: StageProgress
 ) -> list[Sample]:
-    """`sample_policy`, the prompts dealt to all workers in turns; the result does not depend on how."""
-    group, samples = run.group(), list[Sample]()
-    per_turn = PROMPTS_AT_ONCE * group.num_workers
-    for start in range(0, len(prompts), per_turn):
-        turn = prompts[start : start + per_turn]
-        shares = [turn[rank * PROMPTS_AT_ONCE : (rank + 1) * PROMPTS_AT_ONCE] for rank in range(group.num_workers)]
-        for found in group.run_each(phase, sample_policy, [(spec, share) for share in shares]):
-            samples += found
-        progress.update(min(start + per_turn, len(prompts)), len(prompts), phase)
-    return samples
+    """`sample_policy`, the prompts dealt to all workers in parts; the result does not depend on how.
+
+    Each part is kept in the stage's folder as soon as it is there, so a stage that is begun again goes on.
+    """
+    folder = run.stage_folder(stage) / SAMPLES / phase
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [prompts[start : start + PROMPTS_AT_ONCE] for start in range(0, len(prompts), PROMPTS_AT_ONCE)]
+    paths = [folder / f"{number:05d}.jsonl" for number in range(len(parts))]
+    missing = [number for number, path in enumerate(paths) if not path.is_file()]
+    group = run.group()
+    for start in range(0, len(missing), group.num_workers):
+        turn = missing[start : start + group.num_workers]
+        shares = [parts[number] for number in turn] + [[]] * (group.num_workers - len(turn))
+        found = group.run_each(f"{stage}: {phase}", sample_policy, [(spec, share) for share in shares])
+        for number, samples in zip(turn, found, strict=False):  # a rank without a share has none
+            aside = paths[number].with_suffix(".writing")
+            aside.write_text("".join(json.dumps(sample.as_dict()) + "\n" for sample in samples), encoding="utf-8")
+            aside.replace(paths[number])
+        num_done = len(parts) - len(missing) + start + len(turn)
+        progress.update(min(num_done * PROMPTS_AT_ONCE, len(prompts)), len(prompts), phase)
+    lines = (line for path in paths for line in path.read_text(encoding="utf-8").splitlines())
+    return [Sample(**json.loads(line)) for line in lines]
 
 
 def write_samples(path: Path, policies: Mapping[str, Sequence[Sample]]) -> None:

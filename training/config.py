@@ -22,7 +22,7 @@ class EngineConfig(Config):
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     zero_stage: Literal[0, 1, 2, 3] = 0
-    keep_checkpoints: int = Field(default=1, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)  # should the newest be damaged
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
 
     def resolved_precision(self) -> Precision:

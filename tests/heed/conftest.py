@@ -1,5 +1,6 @@
 """The debug job as a user runs it: `heed run` in a process group of its own, whose processes can all be found."""
 
+import hashlib
 import os
 import shutil
 import signal
@@ -134,3 +135,38 @@ def finished_run(started_run: tuple[HeedCommand, Path]) -> Path:
     command, folder = started_run
     assert command.wait() == 0, command.output
     return folder
+
+
+@pytest.fixture(scope="session")
+def processes() -> Callable[[str], list[int]]:
+    """Every process that inherited a command's mark."""
+    return processes_of
+
+
+OUTPUTS = (
+    "pretrain/model/model.safetensors",
+    "sft/model/model.safetensors",
+    "collect/rankings.jsonl",
+    "reward/model/model.safetensors",
+    "ppo/model/model.safetensors",
+    "ppo/model_ema/model.safetensors",
+    "compare/samples.jsonl",
+    "compare/results.json",
+)
+
+
+@pytest.fixture(scope="session")
+def hashes() -> Callable[[Path], dict[str, str]]:
+    """SHA-256 of everything that a run's stages leave to others."""
+    return lambda folder: {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in OUTPUTS}
+
+
+@pytest.fixture(scope="session")
+def num_steps() -> Callable[[Path], int]:
+    """Steps that a stage's log holds so far."""
+
+    def count(stage: Path) -> int:
+        path = stage / "metrics.jsonl"
+        return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
+
+    return count

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from cluster.group import connect, disconnect
-from heed import pipeline
+from heed import recovery
 from heed.job_file import load_job
 from heed.pipeline import run_job
 from lm.hub import model_directory
@@ -63,7 +63,7 @@ def test_a_run_goes_on_from_a_published_model(
         "sft.row_tokens=400",
     ]
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setattr(pipeline, "disconnect", lambda: None)
+    monkeypatch.setattr(recovery, "disconnect", lambda: None)
     connect(1)
     try:
         job = load_job(job_without_model(tmp_path), overrides)

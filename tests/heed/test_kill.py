@@ -1,48 +1,29 @@
 """Kill a run at any time: it resumes and ends with the files of the run nobody touched, bit for bit."""
 
-import hashlib
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-OUTPUTS = (
-    "pretrain/model/model.safetensors",
-    "sft/model/model.safetensors",
-    "collect/rankings.jsonl",
-    "reward/model/model.safetensors",
-    "ppo/model/model.safetensors",
-    "ppo/model_ema/model.safetensors",
-    "compare/samples.jsonl",
-    "compare/results.json",
-)
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in OUTPUTS}
-
-
-def num_steps(stage: Path) -> int:
-    path = stage / "metrics.jsonl"
-    return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
-
-
-def steps_of(stage: str, steps: int) -> Callable[[Path], bool]:
-    return lambda folder: num_steps(folder / stage) >= steps
-
+NumSteps = Callable[[Path], int]
 
 # Where the run is killed, in order; each is reached after another restart.
-KILLS: dict[str, Callable[[Path], bool]] = {
-    "pretrain, two steps after a checkpoint": steps_of("pretrain", 7),
-    "collect, while labels arrive": lambda folder: (folder / "labels.sqlite").exists(),
-    "reward": steps_of("reward", 5),
-    "ppo": steps_of("ppo", 2),
+KILLS: dict[str, Callable[[Path, NumSteps], bool]] = {
+    "pretrain, two steps after a checkpoint": lambda folder, steps: steps(folder / "pretrain") >= 7,
+    "collect, while labels arrive": lambda folder, _: (folder / "labels.sqlite").exists(),
+    "reward": lambda folder, steps: steps(folder / "reward") >= 5,
+    "ppo": lambda folder, steps: steps(folder / "ppo") >= 2,
 }
 
 
 def test_a_run_killed_in_every_stage_ends_as_the_run_nobody_touched(
-    started_run: tuple[Any, Path], run_debug: Callable[..., Any], tmp_path: Path, request: Any
+    started_run: tuple[Any, Path],
+    run_debug: Callable[..., Any],
+    hashes: Callable[[Path], dict[str, str]],
+    num_steps: NumSteps,
+    tmp_path: Path,
+    request: Any,
 ) -> None:
     assert started_run[0].process.poll() in (None, 0)  # the two runs share the machine for a while
     folder = tmp_path / "debug"
@@ -50,7 +31,7 @@ def test_a_run_killed_in_every_stage_ends_as_the_run_nobody_touched(
     for where, is_reached in KILLS.items():
         command = run_debug(tmp_path)
         commands.append(command)
-        while not is_reached(folder):
+        while not is_reached(folder, num_steps):
             assert command.process.poll() is None, f"ended before {where}:\n{command.output}"
             time.sleep(0.005)
         command.kill_everything()

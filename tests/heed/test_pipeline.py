@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from cluster.group import connect, disconnect
-from heed import pipeline
+from heed import recovery
 from heed.job import STAGES
 from heed.job_file import load_job
 from heed.pipeline import run_job
@@ -49,7 +49,7 @@ def _ray_stays() -> Iterator[None]:
     """Ray is started once for all runs in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setattr(pipeline, "disconnect", lambda: None)
+        patch.setattr(recovery, "disconnect", lambda: None)
         connect(1)
         yield
         disconnect()

@@ -11,7 +11,7 @@ import tomli_w
 import torch
 
 from cluster.group import connect, disconnect
-from heed import pipeline
+from heed import recovery
 from heed.job_file import load_job
 from heed.pipeline import run_job
 from lm.encoder import SequenceClassifier
@@ -44,7 +44,7 @@ def rows(path: Path, values: list[dict[str, Any]]) -> dict[str, str]:
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One Ray for all jobs of a test."""
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setattr(pipeline, "disconnect", lambda: None)
+    monkeypatch.setattr(recovery, "disconnect", lambda: None)
     connect(1)
     yield
     disconnect()
