@@ -33,6 +33,10 @@ class WorkerError(RuntimeError):
     """A call failed on some rank; the message holds the first cause: stage, rank, exception, its traceback."""
 
 
+class NoPlaceError(ValueError):
+    """The cluster has no room for a group of this size."""
+
+
 class WorkerLostError(WorkerError):
     """A rank is gone: its process was killed, or its node. A new group may do what this one could not finish."""
 
@@ -226,11 +230,11 @@ class WorkerGroup:
 
 
 def _place(num_workers: int, bundle: Mapping[str, float]) -> PlacementGroup:
-    """Errors: ValueError, with what the cluster has, where the group cannot be placed in time."""
+    """Errors: NoPlaceError, with what the cluster has, where the group cannot be placed in time."""
     group = placement_group([dict(bundle)] * num_workers, strategy="PACK")
     if not group.wait(PLACEMENT_SECONDS):
         remove_placement_group(group)
-        raise ValueError(
+        raise NoPlaceError(
             f"{num_workers} workers with {dict(bundle)} each found no place in {PLACEMENT_SECONDS:.0f} s; the cluster"
             f" has {ray.cluster_resources()}, free are {ray.available_resources()}"
         )

@@ -56,6 +56,7 @@ class JobConfig(Config):
     note: str = ""  # a caution that the report shows
     seed: int = Field(ge=0)
     workers: int = Field(ge=1)
+    min_workers: int = Field(default=0, ge=0)  # with how few it may go on after a loss; 0 = no fewer than `workers`
     engine: EngineConfig
     world: Annotated[PlaygroundSection | ReviewsSection, Field(discriminator="kind")] | None = None
     model: ModelConfig | None = None
@@ -154,19 +155,39 @@ class JobConfig(Config):
             if tokens > context:
                 raise ValueError(f"{field} does not fit model.context_tokens = {context}")
 
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """Numbers of workers that the job can go on with, the most first: those that divide its batches."""
+        fewer = range(self.workers - 1, (self.min_workers or self.workers) - 1, -1)
+        return (self.workers, *(size for size in fewer if not self._batch_problem(size)))
+
     def _check_batches(self) -> None:
+        problem = self._batch_problem(self.workers)
+        if problem:
+            raise ValueError(problem)
+        if self.min_workers > self.workers:
+            raise ValueError(f"min_workers is {self.min_workers}; at most workers = {self.workers} was expected")
+        if 0 < self.min_workers < self.workers and self.engine.zero_stage:
+            raise ValueError(
+                f"min_workers is {self.min_workers} with workers = {self.workers}, but checkpoints of ZeRO"
+                f" {self.engine.zero_stage} are cut for a number of workers; engine.zero_stage = 0 was expected"
+            )
+
+    def _batch_problem(self, num_workers: int) -> str:
+        """Why the batches do not divide among so many workers; "" where they do."""
         for stage in self.stages:
             section = getattr(self, stage)
             for field in ("batch", "minibatch"):
                 try:
                     if hasattr(section, field):
-                        getattr(section, field).num_micro_batches(self.workers)
+                        getattr(section, field).num_micro_batches(num_workers)
                 except ValueError as error:
-                    raise ValueError(f"{stage}.{field} with workers = {self.workers}: {error}") from None
+                    return f"{stage}.{field} with workers = {num_workers}: {error}"
         for field in ("rollout_prompts", "ptx_rows"):
             rows = getattr(self.ppo, field, 0)
-            if rows % self.workers:
-                raise ValueError(f"ppo.{field} is {rows}; a multiple of workers = {self.workers} was expected")
+            if rows % num_workers:
+                return f"ppo.{field} is {rows}; a multiple of workers = {num_workers} was expected"
+        return ""
 
     def _check_optimizers(self) -> None:
         for stage in self.stages:

@@ -1,9 +1,9 @@
 """Losing workers and going on: a stage whose group lost a rank is begun again from its newest checkpoint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cluster.group import WorkerGroup, WorkerLostError, disconnect
+from cluster.group import NoPlaceError, WorkerGroup, WorkerLostError, disconnect
 from heed.progress import console
 
 # A stage that is lost so often without having saved anything new will not get further by another try.
@@ -11,16 +11,30 @@ MAX_LOSSES_IN_PLACE = 3
 
 
 class Workers:
-    """A job's workers: started when a stage first needs them, and anew after a loss."""
+    """A job's workers: started when a stage first needs them, and anew after a loss.
 
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
+    `sizes` are the numbers of workers that the job can do with, the largest first. It starts with that one; where the
+    nodes that remain after a loss have no room for it, with the next that they have room for.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
         self._group: WorkerGroup | None = None
 
     def __call__(self) -> WorkerGroup:
-        if self._group is None or not self._group.is_open:
-            self._group = WorkerGroup(self.num_workers)
+        if self._group is None:
+            self._group = WorkerGroup(self.sizes[0])
+        elif not self._group.is_open:
+            self._group = self._rebuilt()
         return self._group
+
+    def _rebuilt(self) -> WorkerGroup:
+        for size in self.sizes[:-1]:
+            try:
+                return WorkerGroup(size)
+            except NoPlaceError as error:
+                console.print(f"{error}; trying fewer")
+        return WorkerGroup(self.sizes[-1])
 
     def close(self) -> None:
         """End them, and leave the cluster."""

@@ -160,3 +160,17 @@ def test_bad_toml_names_the_line(tmp_path: Path) -> None:
         load_job(path)
     with pytest.raises(ValueError, match=r"absent\.toml: no such file"):
         load_job(tmp_path / "absent.toml")
+
+
+def test_a_job_may_go_on_with_fewer_workers() -> None:
+    assert load_job(DEBUG, ["workers=4", "pretrain.batch.micro_batch_size=4", *FOUR]).world_sizes == (4,)
+    assert load_job(DEBUG, ["workers=4", "min_workers=1", *FOUR]).world_sizes == (4, 2, 1)  # three divide no batch
+    with pytest.raises(ValueError, match=r"min_workers is 3; at most workers = 2 was expected"):
+        load_job(DEBUG, ["workers=2", "min_workers=3"])
+    with pytest.raises(ValueError, match=r"min_workers is 1 with workers = 2, but checkpoints of ZeRO 2 are cut"):
+        load_job(DEBUG, ["workers=2", "min_workers=1", "engine.zero_stage=2"])
+
+
+FOUR = tuple(
+    f"{batch}.micro_batch_size=1" for batch in ("pretrain.batch", "sft.batch", "reward.batch", "ppo.minibatch")
+)
