@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -16,6 +16,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 log = logging.getLogger(__name__)
 
 PLACEMENT_SECONDS = 60.0
+LOSS_SECONDS = 15.0  # within which Ray tells of a lost node, to which its peers' broken connections point at once
+ECHO_SECONDS = 1.0  # what other ranks may still say when one has failed by itself
 
 # glibc hands large buffers back to the system at every free and pays for fresh pages at every allocation; training
 # allocates the same sizes again at once, so keeping them is worth up to a third of a small model's step.
@@ -190,29 +192,36 @@ class WorkerGroup:
         failure: tuple[Exception, str],
         pending: Sequence[Any],
         rank_of: Mapping[Any, int],
-    ) -> None:
-        """Raise the earliest failure among those that have arrived; the group is closed, its ranks may be stuck.
+    ) -> NoReturn:
+        """Raise the first cause; the group is closed, its ranks may be stuck.
 
         A lost rank comes before any exception: its peers fail in their next collective, and may be heard first.
         """
-        failures = [(when, rank, failure)]
-        ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=1.0) if pending else ([], [])
-        for call in ready:
-            try:
-                ok, other_when, result = ray.get(call)
-            except ray.exceptions.RayError as loss:
-                self.close()
-                raise WorkerLostError(
-                    f"{phase}: rank {rank_of[call]} of {self.num_workers} was lost: {loss}\n"
-                    f"rank {rank}: {failure[0]!r}\n{failure[1]}"
-                ) from loss
-            if not ok:
-                failures.append((other_when, rank_of[call], result))
-        _, first_rank, (error, trace) = min(failures, key=lambda item: item[0])
+        failures, waiting = [(when, rank, failure)], list(pending)
+        patience = LOSS_SECONDS if _is_consequence(failure[0]) else ECHO_SECONDS
+        end = time.monotonic() + patience
+        while waiting and (left := end - time.monotonic()) > 0:
+            ready, waiting = ray.wait(waiting, timeout=left)
+            for call in ready:
+                try:
+                    ok, other_when, result = ray.get(call)
+                except ray.exceptions.RayError as loss:
+                    self.close()
+                    raise WorkerLostError(
+                        f"{phase}: rank {rank_of[call]} of {self.num_workers} was lost: {loss}\n"
+                        f"rank {rank}: {failure[0]!r}\n{failure[1]}"
+                    ) from loss
+                if not ok:
+                    failures.append((other_when, rank_of[call], result))
         self.close()
+        causes = [item for item in failures if not _is_consequence(item[2][0])]
+        _, first_rank, (error, trace) = min(causes or failures, key=lambda item: item[0])
         if isinstance(error, ValueError):
             raise error
-        raise WorkerError(f"{phase}: rank {first_rank} of {self.num_workers}: {error!r}\n{trace}") from error
+        message = f"{phase}: rank {first_rank} of {self.num_workers}: {error!r}\n{trace}"
+        if not causes:
+            raise WorkerLostError(f"{phase}: the connection between ranks was lost, and nobody says why\n{message}")
+        raise WorkerError(message + _advice(error)) from error
 
     @property
     def is_open(self) -> bool:
@@ -227,6 +236,27 @@ class WorkerGroup:
             ray.kill(worker, no_restart=True)
         self._workers = []
         remove_placement_group(self._placement)
+
+
+def _is_consequence(error: Exception) -> bool:
+    """Whether a rank failed because a peer did not answer: its own failure is an echo of what became of that peer."""
+    words = (
+        "connection reset",
+        "connection closed",
+        "closed by peer",
+        "connection refused",
+        "broken pipe",
+        "timed out",
+    )
+    return isinstance(error, RuntimeError | OSError) and any(word in str(error).lower() for word in words)
+
+
+def _advice(error: Exception) -> str:
+    """What to turn where memory ran out; the exception says how much was asked for."""
+    text = str(error).lower()
+    if "out of memory" not in text and "can't allocate memory" not in text:
+        return ""
+    return "memory ran out: a smaller micro_batch_size, a higher engine.zero_stage or more workers take less on a rank"
 
 
 def _place(num_workers: int, bundle: Mapping[str, float]) -> PlacementGroup:

@@ -104,6 +104,24 @@ def few_shot(
     out.print(table)
 
 
+@app.command()
+def chaos(
+    job: JobFile = None,
+    kills: Annotated[int, typer.Option(min=1, help="How many processes or nodes are killed, one after another.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Draws what is killed, and when.")] = 0,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the cluster that is started for it here.")] = 2,
+    override: Annotated[list[str] | None, typer.Option("--set", help="As for run.")] = None,
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Run a job under random kills of workers, nodes and the driver, and compare it with the same job left alone."""
+    from heed.chaos import run_chaos, summary
+
+    result = run_chaos(job, override or [], runs, num_kills=kills, seed=seed, num_nodes=nodes)
+    out.print(summary(result))
+    if result.differing:
+        raise typer.Exit(1)
+
+
 inspect_app = typer.Typer(no_args_is_help=True, help="Look inside a model.")
 app.add_typer(inspect_app, name="inspect")
 

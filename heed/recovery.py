@@ -7,7 +7,7 @@ from cluster.group import NoPlaceError, WorkerGroup, WorkerLostError, disconnect
 from heed.progress import console
 
 # A stage that is lost so often without having saved anything new will not get further by another try.
-MAX_LOSSES_IN_PLACE = 3
+MAX_LOSSES_IN_PLACE = 5
 
 
 class Workers:

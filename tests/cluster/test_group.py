@@ -11,7 +11,7 @@ import ray
 from ray import cloudpickle
 
 from cluster import group as group_module
-from cluster.group import WORKER_ENVIRONMENT, WorkerError, WorkerGroup, connect, disconnect
+from cluster.group import WORKER_ENVIRONMENT, WorkerError, WorkerGroup, WorkerLostError, connect, disconnect
 
 # Workers cannot import this module, so what they run of it travels by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -166,6 +166,37 @@ def test_a_worker_lost_while_a_peer_fails_is_named_too(pair: WorkerGroup) -> Non
 
     with pytest.raises(WorkerError, match=r"sft: rank 1 of 2 was lost(.|\n)*rank 0: RuntimeError"):
         pair.run("sft", fail)
+
+
+def test_a_loss_that_is_told_late_is_the_cause_still(pair: WorkerGroup) -> None:
+    """Ray tells of a lost node seconds after its peers' connections broke."""
+
+    def fail() -> None:
+        if rank() == 1:
+            time.sleep(3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("gloo: Read error: Connection reset by peer")
+
+    with pytest.raises(WorkerLostError, match=r"sft: rank 1 of 2 was lost"):
+        pair.run("sft", fail)
+
+
+def test_a_broken_connection_that_nobody_explains_is_a_loss(pair: WorkerGroup) -> None:
+    def fail() -> None:
+        raise RuntimeError("gloo: Timed out waiting 30000ms for recv operation to complete")
+
+    with pytest.raises(WorkerLostError, match=r"the connection between ranks was lost, and nobody says why"):
+        pair.run("sft", fail)
+
+
+def test_memory_that_ran_out_comes_with_advice(pair: WorkerGroup) -> None:
+    def hold() -> None:
+        import torch
+
+        torch.empty(1 << 50)
+
+    with pytest.raises(WorkerError, match=r"you tried to allocate \d+ bytes(.|\n)*a smaller micro_batch_size"):
+        pair.run("sft", hold)
 
 
 def test_a_group_without_place_is_refused(opened: list[WorkerGroup], monkeypatch: pytest.MonkeyPatch) -> None:
