@@ -95,6 +95,19 @@ class _Worker:
     def call(self, name: str, method: str, args: Sequence[Any]) -> Any:
         return self._guarded(lambda: getattr(self.objects[name], method)(*args))
 
+    def offer(self, name: str, method: str) -> Any:
+        """Call a method, and put what rank 0 returns where others can fetch it."""
+
+        def put() -> list[Any]:
+            value = getattr(self.objects[name], method)()
+            return [ray.put(value)] if self.rank == 0 else []
+
+        return self._guarded(put)
+
+    def receive(self, name: str, method: str, value: Any) -> Any:
+        """Ray has fetched the value."""
+        return self._guarded(lambda: getattr(self.objects[name], method)(value))
+
     def drop(self, name: str) -> Any:
         return self._guarded(lambda: self.objects.pop(name).close())
 
@@ -160,6 +173,13 @@ class WorkerGroup:
             worker.call.remote(name, method, args) for worker, args in zip(self._workers, args_of_rank, strict=True)
         ]
         return self._gather(f"{name}.{method}", calls)
+
+    def send(self, name: str, offer: str, *, to: "WorkerGroup", method: str) -> None:
+        """What the kept object's method `offer` returns on rank 0 goes to `method` of the same name's object on every
+        rank of another group, through the object store and not through the driver. Every rank calls `offer`.
+        """
+        (reference,), *_ = self._gather(f"{name}.{offer}", [w.offer.remote(name, offer) for w in self._workers])
+        to._gather(f"{name}.{method}", [w.receive.remote(name, method, reference) for w in to._workers])
 
     def drop(self, name: str) -> None:
         """Close the kept object on every rank and forget it."""

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from cluster.group import WorkerGroup
 from lm.config import exact_div
-from ppo.colocated import ColocatedWorker, Parents
 from ppo.config import PPOConfig
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from ppo.workers import ColocatedWorker, GeneratorWorker, LearnerWorker, Parents, Rank, ScorerWorker
 from training.config import EngineConfig
+
+NAME = "ppo"  # under which a group keeps its workers
 
 
 class ColocatedGroup:
@@ -21,65 +23,112 @@ class ColocatedGroup:
     Errors: ValueError where a batch does not divide among the ranks.
     """
 
-    NAME = "ppo"
-
     def __init__(self, group: WorkerGroup, config: PPOConfig, engine: EngineConfig, parents: Parents) -> None:
-        self.group = group
-        config.minibatch.num_micro_batches(group.num_workers)
-        group.build(self.NAME, ColocatedWorker, config, engine, parents, group.num_workers)
+        self.learners = self.scorers = self.generators = Served(group, ColocatedWorker, config, engine, parents)
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Rollout:
-        parts: list[Rollout] = self._call("generate", [(prompts[s], seeds[s]) for s in self._slices(len(prompts))])
+        slices = self.generators.slices(len(prompts))
+        parts: list[Rollout] = self.generators.call("generate", [(prompts[s], seeds[s]) for s in slices])
         return Rollout.join(parts)
 
     def scores(self, rollout: Rollout) -> Tensor:
-        return self._per_response("scores", rollout)
+        return self.scorers.per_response("scores", rollout)
 
     def reference_logprobs(self, rollout: Rollout) -> Tensor:
-        return self._per_response("reference_logprobs", rollout)
+        return self.scorers.per_response("reference_logprobs", rollout)
 
     def policy_logprobs(self, rollout: Rollout) -> Tensor:
-        return self._per_response("policy_logprobs", rollout)
+        return self.learners.per_response("policy_logprobs", rollout)
 
     def values(self, rollout: Rollout) -> Tensor:
-        return self._per_response("values", rollout)
+        return self.learners.per_response("values", rollout)
 
     def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
-        ptx = self._slices(len(batch.ptx_rows))
-        shards = [batch.rows(s, p) for s, p in zip(self._slices(len(batch.rollout)), ptx, strict=True)]
-        return _sum(self._call("update_policy", [(shard, learning_rate, update) for shard in shards]))
+        rows, ptx = (self.learners.slices(size) for size in (len(batch.rollout), len(batch.ptx_rows)))
+        shards = [batch.rows(s, p) for s, p in zip(rows, ptx, strict=True)]
+        return _sum(self.learners.call("update_policy", [(shard, learning_rate, update) for shard in shards]))
 
     def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> Mapping[str, float]:
-        shards = [batch.rows(s) for s in self._slices(len(batch.rollout))]
-        return _sum(self._call("update_value", [(shard, learning_rate, update) for shard in shards]))
+        shards = [batch.rows(s) for s in self.learners.slices(len(batch.rollout))]
+        return _sum(self.learners.call("update_value", [(shard, learning_rate, update) for shard in shards]))
 
     def sync_weights(self) -> None:
-        self._call_all("sync_weights")
+        self.learners.call_all("sync_weights")
 
     def export_policy(self, folder: Path) -> None:
-        self._call_all("export_policy", folder)
+        self.learners.call_all("export_policy", folder)
 
     def save(self, folder: Path) -> None:
-        self._call_all("save", folder)
+        self.learners.call_all("save", folder)
 
     def load(self, folder: Path) -> None:
-        self._call_all("load", folder)
+        self.learners.call_all("load", folder)
 
     def close(self) -> None:
-        self.group.drop(self.NAME)
+        self.learners.close()
 
-    def _per_response(self, method: str, rollout: Rollout) -> Tensor:
-        return torch.cat(self._call(method, [(rollout.rows(s),) for s in self._slices(len(rollout))]))
 
-    def _slices(self, num_rows: int) -> list[slice]:
+class DisaggregatedGroup(ColocatedGroup):
+    """Learners, generators and scorers in groups of their own, each with its own number of ranks.
+
+    Weights travel from the first learner to all generators through Ray's object store, never through the driver.
+    """
+
+    def __init__(
+        self,
+        learners: WorkerGroup,
+        generators: WorkerGroup,
+        scorers: WorkerGroup,
+        config: PPOConfig,
+        engine: EngineConfig,
+        parents: Parents,
+    ) -> None:
+        self.learners = Served(learners, LearnerWorker, config, engine, parents)
+        self.generators = Served(generators, GeneratorWorker, config, engine, parents)
+        self.scorers = Served(scorers, ScorerWorker, config, engine, parents)
+
+    def sync_weights(self) -> None:
+        self._send()
+        self.learners.call_all("advance_average")
+
+    def load(self, folder: Path) -> None:
+        super().load(folder)
+        self._send()
+
+    def _send(self) -> None:
+        self.learners.group.send(NAME, "send", to=self.generators.group, method="receive")
+
+    def close(self) -> None:
+        for served in (self.learners, self.generators, self.scorers):
+            served.close()
+
+
+class Served:
+    """A kind of worker on every rank of a group."""
+
+    def __init__(
+        self, group: WorkerGroup, kind: type[Rank], config: PPOConfig, engine: EngineConfig, parents: Parents
+    ) -> None:
+        self.group = group
+        if issubclass(kind, LearnerWorker):
+            config.minibatch.num_micro_batches(group.num_workers)
+        group.build(NAME, kind, config, engine, parents, group.num_workers)
+
+    def per_response(self, method: str, rollout: Rollout) -> Tensor:
+        return torch.cat(self.call(method, [(rollout.rows(s),) for s in self.slices(len(rollout))]))
+
+    def slices(self, num_rows: int) -> list[slice]:
         share = exact_div(num_rows, self.group.num_workers, "rows of a PPO batch over workers")
         return [slice(rank * share, (rank + 1) * share) for rank in range(self.group.num_workers)]
 
-    def _call(self, method: str, args_of_rank: Sequence[Sequence[Any]]) -> list[Any]:
-        return self.group.call(self.NAME, method, args_of_rank)
+    def call(self, method: str, args_of_rank: Sequence[Sequence[Any]]) -> list[Any]:
+        return self.group.call(NAME, method, args_of_rank)
 
-    def _call_all(self, method: str, *args: Any) -> None:
-        self._call(method, [args] * self.group.num_workers)
+    def call_all(self, method: str, *args: Any) -> None:
+        self.call(method, [args] * self.group.num_workers)
+
+    def close(self) -> None:
+        self.group.drop(NAME)
 
 
 def _sum(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:

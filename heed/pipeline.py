@@ -90,7 +90,7 @@ def _run_stages(run: Run, first: str, only: str) -> None:
         begun = time.monotonic()
         config = run.resolve(getattr(run.job, stage.name))
         with follow(stage.name, folder) as progress:
-            run_to_end(stage.name, folder, partial(stage.run, run, config, progress))
+            run_to_end(stage.name, folder, partial(stage.run, run, config, progress), run.group.abandon)
         write_lineage(folder, inputs, time.monotonic() - begun)
         shutil.rmtree(folder / SAMPLES, ignore_errors=True)  # parts of what the stage has made of them
         console.print(f"{stage.name}: done in {time.monotonic() - begun:.0f} s")
@@ -126,7 +126,8 @@ def _inputs(run: Run, stage: Stage) -> Inputs:
     return Inputs(stage.name, run.job.seed, config, parents, _data_hashes(run, config))
 
 
-LAYOUT = {"micro_batch_size", "save_every_steps", "save_every_iterations", "evaluate_every_steps"}
+PLACEMENT = {"placement", "num_generators", "num_scorers"}
+LAYOUT = PLACEMENT | {"micro_batch_size", "save_every_steps", "save_every_iterations", "evaluate_every_steps"}
 
 
 def _without_layout(value: Any) -> Any:

@@ -20,6 +20,7 @@ class Workers:
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes
         self._group: WorkerGroup | None = None
+        self._beside: dict[str, WorkerGroup] = {}
 
     def __call__(self) -> WorkerGroup:
         if self._group is None:
@@ -27,6 +28,12 @@ class Workers:
         elif not self._group.is_open:
             self._group = self._rebuilt()
         return self._group
+
+    def beside(self, name: str, size: int) -> WorkerGroup:
+        """Another group, for roles that have workers of their own."""
+        if name not in self._beside or not self._beside[name].is_open:
+            self._beside[name] = WorkerGroup(size)
+        return self._beside[name]
 
     def _rebuilt(self) -> WorkerGroup:
         for size in self.sizes[:-1]:
@@ -36,15 +43,22 @@ class Workers:
                 console.print(f"{error}; trying fewer")
         return WorkerGroup(self.sizes[-1])
 
+    def abandon(self) -> None:
+        """End all of them: where one group lost a rank, the others wait for what will not come."""
+        for group in (*self._beside.values(), *([self._group] if self._group is not None else [])):
+            group.close()
+
     def close(self) -> None:
         """End them, and leave the cluster."""
         if self._group is not None:
-            self._group.close()
+            self.abandon()
             disconnect()
 
 
-def run_to_end(stage: str, folder: Path, work: Callable[[], None]) -> None:
+def run_to_end(stage: str, folder: Path, work: Callable[[], None], abandon: Callable[[], None]) -> None:
     """`work()`, again after every loss of a worker: it finds in the stage's `folder` what was saved, and goes on.
+
+    `abandon` ends what is left of the workers.
 
     Errors: WorkerLostError after too many losses without progress; all others as they come.
     """
@@ -54,6 +68,7 @@ def run_to_end(stage: str, folder: Path, work: Callable[[], None]) -> None:
             work()
             return
         except WorkerLostError as loss:
+            abandon()
             found = milestones(folder)
             num_losses = num_losses + 1 if found == saved else 1
             saved = found

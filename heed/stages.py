@@ -12,19 +12,19 @@ import ppo.stage
 import pretrain.stage
 import reward.stage
 import sft.stage
-from cluster.group import WorkerGroup
-from cluster.ppo_group import ColocatedGroup
+from cluster.ppo_group import ColocatedGroup, DisaggregatedGroup
 from evaluation.compare import CompareConfig, best_of, best_of_n_curve, compare_policies, side_by_side
 from evaluation.sampling import Sample, SamplingSpec, sample_policy
 from heed.collect import CollectConfig, collection_figures, label, make_tasks, write_rankings
 from heed.job import JobConfig
 from heed.measure import measure_reward_model
 from heed.progress import StageProgress
+from heed.recovery import Workers
 from lm.hub import model_directory
 from playground.world import World
-from ppo.colocated import Parents, TokenStream
 from ppo.config import PPOConfig
 from ppo.controller import ScoreScale
+from ppo.workers import Parents, TokenStream
 from preferences.store import LabelStore
 from pretrain.stage import PretrainConfig
 from reward.stage import RewardConfig
@@ -48,7 +48,7 @@ class Run:
     job: JobConfig
     folder: Path
     opened_world: World | None
-    group: Callable[[], WorkerGroup]
+    group: Workers
 
     @property
     def world(self) -> World:
@@ -159,7 +159,14 @@ def run_ppo(run: Run, config: PPOConfig, progress: StageProgress) -> None:
         stream = TokenStream(run.stage_folder("pretrain") / "data" / "train.bin", run.job.pretrain.row_tokens)
     scale = score_scale(run, policy, judge, prompts, config, progress)
     parents = Parents(sft=policy, reward=judge, scale=scale, pretraining=stream)
-    roles = ColocatedGroup(run.group(), config, run.job.engine, parents)
+    if config.placement == "colocated":
+        roles = ColocatedGroup(run.group(), config, run.job.engine, parents)
+    else:
+        others = (
+            run.group.beside("generators", config.num_generators),
+            run.group.beside("scorers", config.num_scorers),
+        )
+        roles = DisaggregatedGroup(run.group(), *others, config, run.job.engine, parents)
     ppo.stage.run(run.context("ppo"), config, roles, parents, prompts)
     roles.close()
 

@@ -14,12 +14,16 @@ class PPOConfig(Config):
 
     `minibatch.batch_size` counts responses; `minibatch.micro_batch_size` also bounds the passes without gradients.
     KL is in nats a response, the sum over its tokens of log π - log π_ref. Scores are in standard deviations of the
-    SFT policy's scores. `init_from` names a policy and `reward_from` a reward model (folders or hub ids) that stand in
-    for what the stages before would give.
+    SFT policy's scores. Colocated, every worker has all roles; disaggregated, the job's workers learn and others sample
+    and score. `init_from` names a policy and `reward_from` a reward model (folders or hub ids) that stand in for what
+    the stages before would give.
     """
 
     init_from: str = ""
     reward_from: str = ""
+    placement: Literal["colocated", "disaggregated"] = "colocated"
+    num_generators: int = Field(default=1, ge=1)  # ranks that sample; disaggregated only
+    num_scorers: int = Field(default=1, ge=1)  # ranks that hold reward model and reference; disaggregated only
     prompts: DataConfig
     num_iterations: int = Field(ge=1)
     rollout_prompts: int = Field(ge=1)
@@ -48,6 +52,9 @@ class PPOConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         exact_div(self.rollout_prompts, self.minibatch.batch_size, "rollout_prompts over minibatch.batch_size")
+        if self.placement == "disaggregated":
+            for name in ("num_generators", "num_scorers"):
+                exact_div(self.rollout_prompts, getattr(self, name), f"rollout_prompts over {name}")
         if (self.ptx_coef > 0) != (self.ptx_rows > 0):
             raise ValueError(f"ptx_coef {self.ptx_coef} with ptx_rows {self.ptx_rows}: both or neither must be 0")
         return self

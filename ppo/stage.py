@@ -5,10 +5,10 @@ import time
 from collections.abc import Sequence
 
 from lm.tokenizer import Tokenizer
-from ppo.colocated import Parents
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.roles import Roles
+from ppo.workers import Parents
 from training.checkpoint import begin_checkpoint, commit_checkpoint, latest_checkpoint
 from training.data import Prompt
 from training.metrics import MetricsLog

@@ -88,16 +88,16 @@ class Dying:
 def test_losses_without_progress_end_the_run(tmp_path: Path) -> None:
     work = Dying(tmp_path, losses=9, saves=False)
     with pytest.raises(WorkerLostError, match=r"rank 1 of 2 was lost(.|\n)*sft lost workers 5 times from its start"):
-        run_to_end("sft", tmp_path, work)
+        run_to_end("sft", tmp_path, work, list)
     assert work.calls == MAX_LOSSES_IN_PLACE
 
 
 def test_losses_with_progress_do_not(tmp_path: Path) -> None:
     work = Dying(tmp_path, losses=9, saves=True)
-    run_to_end("sft", tmp_path, work)
+    run_to_end("sft", tmp_path, work, list)
     assert work.calls == 10
     quiet = Dying(tmp_path, losses=2, saves=False)
-    run_to_end("sft", tmp_path, quiet)
+    run_to_end("sft", tmp_path, quiet, list)
     assert quiet.calls == 3
 
 
@@ -109,5 +109,5 @@ def test_other_errors_are_not_tried_again(tmp_path: Path) -> None:
         raise ValueError("sft.row_tokens")
 
     with pytest.raises(ValueError, match=r"sft.row_tokens"):
-        run_to_end("sft", tmp_path, fail)
+        run_to_end("sft", tmp_path, fail, list)
     assert len(calls) == 1

@@ -10,9 +10,9 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, initialise
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
-from ppo.colocated import Parents, TokenStream
 from ppo.config import PPOConfig
 from ppo.controller import ScoreScale
+from ppo.workers import Parents, TokenStream
 from training.config import BatchConfig, OptimizerConfig
 from training.data import DataConfig
 from training.packing import write_token_stream

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, load_scalar_model
-from ppo.colocated import ColocatedWorker, Parents
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from ppo.workers import ColocatedWorker, Parents
 from training.config import EngineConfig
 from training.packing import stream_rows
 

@@ -1,4 +1,4 @@
-"""All PPO roles on one rank: policy, value function, reference, reward model, and the generator's copy.
+"""What a rank does in PPO: it generates, it scores, it learns, or all of that.
 
 Shape letters: B responses, T tokens, R response tokens, C counted positions, V vocabulary.
 """
@@ -20,7 +20,7 @@ from lm.model import LanguageModel, ScalarModel
 from lm.sampling import Choice
 from lm.source import ModelSource
 from lm.tokenizer import Messages, Tokenizer
-from lm.weights import ModelFolder, NewHead, load_language_model, save_model
+from lm.weights import ModelFolder, NewHead, load_language_model, purpose_of, save_model
 from ppo.algorithm import policy_loss, value_loss
 from ppo.config import PPOConfig
 from ppo.controller import ScoreScale
@@ -53,36 +53,25 @@ class Parents:
     pretraining: TokenStream | None
 
 
-class ColocatedWorker:
-    """One rank's share of every role. Batches it is given are its own shard; counts in them are global.
+@dataclass(frozen=True)
+class SentWeights:
+    """Weights on their way, and the sum of their bit patterns."""
 
-    Figures that updates return are shares of a mean: they add up over ranks.
-    """
+    weights: Mapping[str, Tensor]
+    checksum: int
+
+
+class Rank:
+    """What every rank of PPO knows. Batches it is given are its own shard; counts in them are global."""
 
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, parents: Parents, num_workers: int) -> None:
-        self.config, self.parents = config, parents
+        self.config, self.engine_config, self.parents, self.num_workers = config, engine_config, parents, num_workers
         self.tokenizer = Tokenizer.load(parents.sft)
-        policy = ModelFolder(parents.sft, LanguageModel)
-        self.judge = Judge.load(parents.reward)
-        value = value_source(parents, self.judge, self.tokenizer)
-        micro = config.minibatch.micro_batch_size
-        self.policy: Engine[LanguageModel] = Engine(
-            policy, config.policy_optimizer, engine_config, world_size=num_workers, micro_batch=micro
-        )
-        self.value: Engine[ScalarModel] = Engine(
-            value, config.value_optimizer, engine_config, world_size=num_workers, micro_batch=micro
-        )
-        self.num_workers, self.device = num_workers, self.policy.device
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         # Under ZeRO the learner's weights are bf16 themselves; without it autocast rounds them at each use. The frozen
         # models round where the learner does, so that the KL to the reference starts at exactly 0.
         self._bf16 = engine_config.resolved_precision() == "bf16"
         self._autocast = self._bf16 and engine_config.zero_stage == 0
-        self.reference = self._frozen(load_language_model(parents.sft))
-        self._frozen(self.judge.network)
-        self.generator = load_language_model(parents.sft).to(self.device, self._compute_dtype).eval()
-        self.average = {name: tensor.clone() for name, tensor in self.policy.full_weights().items()}
-        stream = parents.pretraining
-        self.stream = StreamObjective(stream_rows(stream.path, stream.row_tokens)) if stream else None
 
     @property
     def _compute_dtype(self) -> torch.dtype:
@@ -95,7 +84,26 @@ class ColocatedWorker:
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)
 
-    # --- generator -------------------------------------------------------------------------------------------------
+    def _parts(self, rollout: Rollout) -> list[Rollout]:
+        size = self.config.minibatch.micro_batch_size
+        return [rollout.rows(slice(start, start + size)) for start in range(0, len(rollout), size)]
+
+    def _logprobs(self, model: nn.Module, rollout: Rollout) -> Tensor:
+        """log π of the response tokens [B, R] at the sampling temperature."""
+        logits_CV = model(rollout.tokens_BT.to(self.device), None, rollout.states_BT.to(self.device))
+        targets_C = rollout.response_BR[rollout.response_mask_BR].to(self.device)
+        return rollout.spread(token_logprobs(logits_CV, targets_C, self.config.temperature))
+
+    def close(self) -> None:
+        """Release memory."""
+
+
+class GeneratorWorker(Rank):
+    """Holds a copy of the policy in compute precision, and samples from it."""
+
+    def __init__(self, config: PPOConfig, engine_config: EngineConfig, parents: Parents, num_workers: int) -> None:
+        super().__init__(config, engine_config, parents, num_workers)
+        self.generator = load_language_model(parents.sft).to(self.device, self._compute_dtype).eval()
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Rollout:
         sampled = generate(
@@ -114,7 +122,23 @@ class ColocatedWorker:
             pad_id=self.tokenizer.pad_id,
         )
 
-    # --- passes without gradients ----------------------------------------------------------------------------------
+    def receive(self, sent: SentWeights) -> None:
+        """Take the learner's weights; a checksum over both sides proves it."""
+        self.generator.load_state_dict(sent.weights)
+        held = _checksum(self.generator.state_dict())
+        assert sent.checksum == held, (
+            f"the generator holds weights with checksum {held}; the learner's have {sent.checksum}"
+        )
+
+
+class ScorerWorker(Rank):
+    """Holds what never moves: the reward model, and the reference policy."""
+
+    def __init__(self, config: PPOConfig, engine_config: EngineConfig, parents: Parents, num_workers: int) -> None:
+        super().__init__(config, engine_config, parents, num_workers)
+        self.reference = self._frozen(load_language_model(parents.sft))
+        self.judge = Judge.load(parents.reward)
+        self._frozen(self.judge.network)
 
     @torch.no_grad()
     def scores(self, rollout: Rollout) -> Tensor:
@@ -149,6 +173,28 @@ class ColocatedWorker:
         with self._precision():
             return torch.cat([self._logprobs(self.reference, part).cpu() for part in self._parts(rollout)])
 
+
+class LearnerWorker(Rank):
+    """Trains the policy and the value function, and keeps the policy's moving average.
+
+    Figures that updates return are shares of a mean: they add up over ranks.
+    """
+
+    def __init__(self, config: PPOConfig, engine_config: EngineConfig, parents: Parents, num_workers: int) -> None:
+        super().__init__(config, engine_config, parents, num_workers)
+        policy = ModelFolder(parents.sft, LanguageModel)
+        value = value_source(parents, self.tokenizer)
+        micro = config.minibatch.micro_batch_size
+        self.policy: Engine[LanguageModel] = Engine(
+            policy, config.policy_optimizer, engine_config, world_size=num_workers, micro_batch=micro
+        )
+        self.value: Engine[ScalarModel] = Engine(
+            value, config.value_optimizer, engine_config, world_size=num_workers, micro_batch=micro
+        )
+        self.average = {name: tensor.clone() for name, tensor in self.policy.full_weights().items()}
+        stream = parents.pretraining
+        self.stream = StreamObjective(stream_rows(stream.path, stream.row_tokens)) if stream else None
+
     @torch.no_grad()
     def policy_logprobs(self, rollout: Rollout) -> Tensor:
         return torch.cat([self._logprobs(self.policy.model, part).cpu() for part in self._parts(rollout)])
@@ -157,22 +203,10 @@ class ColocatedWorker:
     def values(self, rollout: Rollout) -> Tensor:
         return torch.cat([self._values(part).cpu() for part in self._parts(rollout)])
 
-    def _parts(self, rollout: Rollout) -> list[Rollout]:
-        size = self.config.minibatch.micro_batch_size
-        return [rollout.rows(slice(start, start + size)) for start in range(0, len(rollout), size)]
-
-    def _logprobs(self, model: nn.Module, rollout: Rollout) -> Tensor:
-        """log π of the response tokens [B, R] at the sampling temperature."""
-        logits_CV = model(rollout.tokens_BT.to(self.device), None, rollout.states_BT.to(self.device))
-        targets_C = rollout.response_BR[rollout.response_mask_BR].to(self.device)
-        return rollout.spread(token_logprobs(logits_CV, targets_C, self.config.temperature))
-
     def _values(self, rollout: Rollout) -> Tensor:
         return rollout.spread(
             self.value.model(rollout.tokens_BT.to(self.device), None, rollout.states_BT.to(self.device)).float()
         )
-
-    # --- learning --------------------------------------------------------------------------------------------------
 
     def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
         config, size = self.config, self.config.minibatch.micro_batch_size
@@ -225,20 +259,16 @@ class ColocatedWorker:
         _, norm = self.value.step()
         return {**shares, "value_gradient_norm": norm / self.num_workers}
 
-    def sync_weights(self) -> None:
+    def advance_average(self) -> None:
+        """The moving average takes a step towards the policy."""
         weights = self.policy.full_weights()
-        self._receive(weights)
         for name, average in self.average.items():
             average.lerp_(weights[name].to(average.dtype), 1 - self.config.ema_decay)
 
-    def _receive(self, weights: Mapping[str, Tensor]) -> None:
-        """The generator takes the learner's weights; a checksum over both sides proves it."""
-        self.generator.load_state_dict(weights)
-        sent = _checksum({name: tensor.to(self._compute_dtype) for name, tensor in weights.items()})
-        held = _checksum(self.generator.state_dict())
-        assert sent == held, f"the generator holds weights with checksum {held}; the learner's have {sent}"
-
-    # --- state -----------------------------------------------------------------------------------------------------
+    def send(self) -> SentWeights:
+        """The policy's weights as a generator holds them; a collective call."""
+        weights = {name: tensor.to(self._compute_dtype) for name, tensor in self.policy.full_weights().items()}
+        return SentWeights(weights, _checksum(weights))
 
     def save(self, folder: Path) -> None:
         self.policy.save(folder / "policy")
@@ -252,7 +282,6 @@ class ColocatedWorker:
         self.value.load(folder / "value")
         held = load_file(folder / "average.safetensors")  # on the CPU: it refuses Accelerate's name "cpu:0"
         self.average = {name: tensor.to(self.device, copy=True) for name, tensor in held.items()}
-        self._receive(self.policy.full_weights())
 
     def export_policy(self, folder: Path) -> None:
         weights = self.policy.full_weights()
@@ -267,13 +296,25 @@ class ColocatedWorker:
         self.value.close()
 
 
-def value_source(parents: Parents, judge: Judge, tokenizer: Tokenizer) -> ModelSource[ScalarModel]:
+class ColocatedWorker(LearnerWorker, GeneratorWorker, ScorerWorker):
+    """All roles on one rank (implements `ppo.roles.Roles`)."""
+
+    def sync_weights(self) -> None:
+        self.receive(self.send())
+        self.advance_average()
+
+    def load(self, folder: Path) -> None:
+        super().load(folder)
+        self.receive(self.send())
+
+
+def value_source(parents: Parents, tokenizer: Tokenizer) -> ModelSource[ScalarModel]:
     """The value function starts as the reward model, its predictions in the rewards' units.
 
     A reward model that is no decoder of the policy's tokens has no value for a half-written response; then it starts as
     the policy, with predictions of 0, the mean of the rewards.
     """
-    if isinstance(judge.network, ScalarModel) and judge.tokenizer == tokenizer:
+    if purpose_of(parents.reward) == "score" and Tokenizer.load(parents.reward) == tokenizer:
         scale = parents.scale
         return ScaledHead(ModelFolder(parents.reward, ScalarModel), 1 / scale.std, -scale.mean / scale.std)
     return ScaledHead(NewHead(parents.sft, LanguageModel, ScalarModel, seed=0), 0.0, 0.0)

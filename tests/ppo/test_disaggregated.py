@@ -1,0 +1,101 @@
+"""Learners, generators and scorers in groups of their own, against all roles in one place: the same bits."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cluster.group import WorkerGroup, WorkerLostError, disconnect
+from cluster.ppo_group import ColocatedGroup, DisaggregatedGroup
+from ppo.config import PPOConfig
+from ppo.controller import PPOController
+from ppo.roles import Roles
+from ppo.workers import Parents
+from training.config import EngineConfig
+from training.packing import stream_rows
+
+ENGINE = EngineConfig(precision="fp32", trackers=())
+Trained = tuple[dict[str, Tensor], list[dict[str, float]]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _room() -> Iterator[None]:
+    """Ray may place more workers than this machine has cores."""
+    ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False)
+    yield
+    disconnect()
+
+
+@pytest.fixture(scope="module")
+def config(ppo_config: Callable[..., PPOConfig]) -> PPOConfig:
+    return ppo_config(minibatch=8, micro=2, num_iterations=2, num_epochs=1, learning_rate=3e-3)
+
+
+@pytest.fixture(scope="module")
+def train(parents: Parents, prompts: list[list[int]], config: PPOConfig) -> Callable[[Roles, Path], Trained]:
+    def run(roles: Roles, folder: Path) -> Trained:
+        assert parents.pretraining is not None
+        num_rows = len(stream_rows(parents.pretraining.path, parents.pretraining.row_tokens))
+        controller = PPOController(config, roles, prompts, parents.scale, num_pretraining_rows=num_rows, seed=5)
+        figures = [controller.step(0)]
+        roles.save(folder / "saved")
+        figures.append(controller.step(1))
+        roles.load(folder / "saved")  # the generators, too, go back
+        controller.kl.coef = figures[1]["kl_coef"]
+        assert controller.step(1) == figures[1]
+        roles.export_policy(folder)
+        roles.close()
+        weights = {
+            f"{part}/{name}": tensor
+            for part in ("model", "model_ema")
+            for name, tensor in load_file(folder / part / "model.safetensors").items()
+        }
+        return weights, figures
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def colocated(
+    config: PPOConfig,
+    parents: Parents,
+    train: Callable[[Roles, Path], Trained],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Trained:
+    with WorkerGroup(1) as group:
+        return train(ColocatedGroup(group, config, ENGINE, parents), tmp_path_factory.mktemp("colocated"))
+
+
+def test_groups_of_one_give_the_same_bits(
+    colocated: Trained, config: PPOConfig, parents: Parents, train: Callable[[Roles, Path], Trained], tmp_path: Path
+) -> None:
+    with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
+        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
+        weights, figures = train(roles, tmp_path)
+    expected, expected_figures = colocated
+    assert figures == expected_figures
+    assert weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(weights[name], tensor), name
+
+
+def test_groups_of_other_sizes_agree_to_rounding(
+    colocated: Trained, config: PPOConfig, parents: Parents, train: Callable[[Roles, Path], Trained], tmp_path: Path
+) -> None:
+    with WorkerGroup(1) as learners, WorkerGroup(2) as generators, WorkerGroup(2) as scorers:
+        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
+        weights, _ = train(roles, tmp_path)
+    for name, tensor in colocated[0].items():
+        torch.testing.assert_close(weights[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
+
+
+def test_a_lost_generator_is_named(config: PPOConfig, parents: Parents, prompts: list[list[int]]) -> None:
+    with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
+        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
+        ray.kill(generators._workers[0])
+        with pytest.raises(WorkerLostError, match=r"ppo\.generate: rank 0 of 1 was lost"):
+            roles.generate(prompts, range(len(prompts)))
