@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 
-from lm.model import freeze_all_but_last
+from lm.model import checkpoint_activations, freeze_all_but_last
 from lm.source import ModelSource, materialise
 from training.config import EngineConfig, OptimizerConfig
 
@@ -56,6 +56,8 @@ class Engine(Generic[AnyModule]):
             model = materialise(source)
         if optimizer.trained_layers is not None:
             freeze_all_but_last(model, optimizer.trained_layers)
+        if config.checkpoint_activations:
+            checkpoint_activations(model)
         self._source, self.module = source, model
         self.model, *self._optimizers = self._accelerator.prepare(
             model, *_make_optimizers(model, optimizer, self.device)
@@ -215,7 +217,11 @@ def _name_the_only_rank() -> None:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
+OFFLOADED = {"optimizer": "optimizer", "parameters": "param"}  # in DeepSpeed's words
+
+
 def _deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: int) -> dict[str, Any]:
+    pins = torch.cuda.is_available()
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": 1,  # the loop marks the boundaries itself
@@ -226,6 +232,7 @@ def _deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: i
         "zero_optimization": {
             "stage": config.zero_stage,
             "stage3_gather_16bit_weights_on_model_save": config.zero_stage == 3,
+            **{f"offload_{OFFLOADED[name]}": {"device": "cpu", "pin_memory": pins} for name in config.offload},
         },
         "steps_per_print": 1_000_000_000,
     }
