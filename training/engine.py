@@ -201,9 +201,12 @@ def _make_accelerator(config: EngineConfig, max_grad_norm: float, micro_batch: i
     handlers = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl")]
     if config.zero_stage == 0:
         return Accelerator(cpu=on_cpu, mixed_precision=precision, kwargs_handlers=handlers)
-    if AcceleratorState._shared_state:  # the first engine of this process brought the plugin
-        return Accelerator(kwargs_handlers=handlers)
-    plugin = DeepSpeedPlugin(hf_ds_config=_deepspeed_config(config, max_grad_norm, micro_batch))
+    settings = _deepspeed_config(config, max_grad_norm, micro_batch)
+    if AcceleratorState._shared_state:  # the first engine of this process brought the plugin, with its own settings
+        accelerator = Accelerator(kwargs_handlers=handlers)
+        accelerator.deepspeed_plugin.deepspeed_config.update(settings)
+        return accelerator
+    plugin = DeepSpeedPlugin(hf_ds_config=settings)
     return Accelerator(mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers)
 
 
