@@ -22,13 +22,14 @@ class EngineConfig(Config):
 
     `offload` names what waits in the CPU's memory while the device computes: the optimizer's states, with the fp32
     weights that it moves, and the parameters' shards. `checkpoint_activations` keeps of each block its input alone and
-    computes the rest again in the backward (arXiv 1604.06174).
+    computes the rest again in the backward (arXiv 1604.06174). Ranks wait `collective_timeout_seconds` for each other.
     """
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     zero_stage: Literal[0, 1, 2, 3] = 0
     offload: tuple[Literal["optimizer", "parameters"], ...] = ()
     checkpoint_activations: bool = False
+    collective_timeout_seconds: float = Field(default=1800.0, gt=0)
     keep_checkpoints: int = Field(default=1, ge=1)
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
 

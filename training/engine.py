@@ -9,6 +9,7 @@ import math
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -64,6 +65,8 @@ class Engine(Generic[AnyModule]):
         )
         is_deepspeed = type(self.model).__name__ == "DeepSpeedEngine"
         assert is_deepspeed == (config.zero_stage > 0), f"ZeRO {config.zero_stage} gave a {type(self.model).__name__}"
+        if is_deepspeed:  # its own group of these ranks starts with PyTorch's time limit
+            self.model.data_parallel_group.set_timeout(timedelta(seconds=config.collective_timeout_seconds))
         self._loss_sum = torch.zeros((), device=self.device)
         self._is_last = True
 
@@ -198,7 +201,8 @@ def _make_accelerator(config: EngineConfig, max_grad_norm: float, micro_batch: i
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it at its first import
     precision = "bf16" if config.resolved_precision() == "bf16" else "no"
     _name_the_only_rank()
-    handlers = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl")]
+    timeout = timedelta(seconds=config.collective_timeout_seconds)
+    handlers = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=timeout)]
     if config.zero_stage == 0:
         return Accelerator(cpu=on_cpu, mixed_precision=precision, kwargs_handlers=handlers)
     settings = _deepspeed_config(config, max_grad_norm, micro_batch)
