@@ -5,9 +5,11 @@ Shape letters: B batch, T query tokens, S key tokens, D model width, V vocabular
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lm.attention import KVCache, Memory, attention_mask, banded
 from lm.block import Block, Rotary, compute_dtype, make_norm
@@ -33,6 +35,7 @@ class Stack(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.causal = config, causal
+        self.recomputes = False  # set by `checkpoint_activations`
         self.embedding = embedding or nn.Embedding(config.vocab_size, config.width)
         learned = config.positions == "learned"
         self.positions = nn.Embedding(config.context_tokens, config.width) if learned else None
@@ -60,9 +63,11 @@ class Stack(nn.Module):
         S = T + (cache.length if cache is not None else 0)
         if mask_BTS is None and not self.causal:
             mask_BTS = torch.ones(1, T, S, dtype=torch.bool, device=tokens_BT.device)
+        recomputes = self.recomputes and torch.is_grad_enabled()
         masks = {window: banded(mask_BTS, window, T, S, tokens_BT.device) for window in self.config.windows}
         for layer, block in enumerate(self.blocks):
-            x_BTD = block(x_BTD, rotary, masks[self.config.window(layer)], cache, layer, memory)
+            run = partial(checkpoint, block, use_reentrant=False) if recomputes else block
+            x_BTD = run(x_BTD, rotary, masks[self.config.window(layer)], cache, layer, memory)
         return self.norm(x_BTD)
 
     def embed(self, tokens_BT: Tensor, positions_BT: Tensor, token_types_BT: Tensor | None = None) -> Tensor:
@@ -229,6 +234,12 @@ def freeze_all_but_last(model: nn.Module, num_blocks: int) -> None:
     for module in still:
         if module is not None:
             module.requires_grad_(False)
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Backward passes compute each block again from its input, with the same dropout, and keep nothing else of it."""
+    for stack in _stacks(model).values():
+        stack.recomputes = True
 
 
 STACKS = ("encoder", "decoder")  # in the order in which a signal passes them

@@ -18,12 +18,29 @@ class Config(BaseModel):
 
 
 class EngineConfig(Config):
-    """How the work is computed and sharded. `precision = "auto"` is bf16 where matrix units for it exist."""
+    """How the work is computed and sharded. `precision = "auto"` is bf16 where matrix units for it exist.
+
+    `offload` names what waits in the CPU's memory while the device computes: the optimizer's states, with the fp32
+    weights that it moves, and the parameters' shards. `checkpoint_activations` keeps of each block its input alone and
+    computes the rest again in the backward (arXiv 1604.06174). Ranks wait `collective_timeout_seconds` for each other.
+    """
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     zero_stage: Literal[0, 1, 2, 3] = 0
+    offload: tuple[Literal["optimizer", "parameters"], ...] = ()
+    checkpoint_activations: bool = False
+    collective_timeout_seconds: float = Field(default=1800.0, gt=0)
     keep_checkpoints: int = Field(default=2, ge=1)  # should the newest be damaged
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+
+    @model_validator(mode="after")
+    def _check_offload(self) -> Self:
+        for name, lowest in (("optimizer", 1), ("parameters", 3)):
+            if name in self.offload and self.zero_stage < lowest:
+                raise ValueError(
+                    f"offload of {name!r} with zero_stage {self.zero_stage}; at least zero_stage {lowest} was expected"
+                )
+        return self
 
     def resolved_precision(self) -> Precision:
         if self.precision != "auto":

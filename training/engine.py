@@ -9,6 +9,7 @@ import math
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +19,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 
-from lm.model import freeze_all_but_last
+from lm.model import checkpoint_activations, freeze_all_but_last
 from lm.source import ModelSource, materialise
 from training.config import EngineConfig, OptimizerConfig
 
@@ -56,12 +57,16 @@ class Engine(Generic[AnyModule]):
             model = materialise(source)
         if optimizer.trained_layers is not None:
             freeze_all_but_last(model, optimizer.trained_layers)
+        if config.checkpoint_activations:
+            checkpoint_activations(model)
         self._source, self.module = source, model
         self.model, *self._optimizers = self._accelerator.prepare(
             model, *_make_optimizers(model, optimizer, self.device)
         )
         is_deepspeed = type(self.model).__name__ == "DeepSpeedEngine"
         assert is_deepspeed == (config.zero_stage > 0), f"ZeRO {config.zero_stage} gave a {type(self.model).__name__}"
+        if is_deepspeed:  # its own group of these ranks starts with PyTorch's time limit
+            self.model.data_parallel_group.set_timeout(timedelta(seconds=config.collective_timeout_seconds))
         self._loss_sum = torch.zeros((), device=self.device)
         self._is_last = True
 
@@ -196,12 +201,16 @@ def _make_accelerator(config: EngineConfig, max_grad_norm: float, micro_batch: i
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it at its first import
     precision = "bf16" if config.resolved_precision() == "bf16" else "no"
     _name_the_only_rank()
-    handlers = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl")]
+    timeout = timedelta(seconds=config.collective_timeout_seconds)
+    handlers = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=timeout)]
     if config.zero_stage == 0:
         return Accelerator(cpu=on_cpu, mixed_precision=precision, kwargs_handlers=handlers)
-    if AcceleratorState._shared_state:  # the first engine of this process brought the plugin
-        return Accelerator(kwargs_handlers=handlers)
-    plugin = DeepSpeedPlugin(hf_ds_config=_deepspeed_config(config, max_grad_norm, micro_batch))
+    settings = _deepspeed_config(config, max_grad_norm, micro_batch)
+    if AcceleratorState._shared_state:  # the first engine of this process brought the plugin, with its own settings
+        accelerator = Accelerator(kwargs_handlers=handlers)
+        accelerator.deepspeed_plugin.deepspeed_config.update(settings)
+        return accelerator
+    plugin = DeepSpeedPlugin(hf_ds_config=settings)
     return Accelerator(mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers)
 
 
@@ -215,7 +224,11 @@ def _name_the_only_rank() -> None:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
+OFFLOADED = {"optimizer": "optimizer", "parameters": "param"}  # in DeepSpeed's words
+
+
 def _deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: int) -> dict[str, Any]:
+    pins = torch.cuda.is_available()
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": 1,  # the loop marks the boundaries itself
@@ -226,6 +239,7 @@ def _deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: i
         "zero_optimization": {
             "stage": config.zero_stage,
             "stage3_gather_16bit_weights_on_model_save": config.zero_stage == 3,
+            **{f"offload_{OFFLOADED[name]}": {"device": "cpu", "pin_memory": pins} for name in config.offload},
         },
         "steps_per_print": 1_000_000_000,
     }

@@ -51,3 +51,15 @@ def test_precision_is_what_was_asked_for() -> None:
     assert EngineConfig(precision="fp32").resolved_precision() == "fp32"
     assert EngineConfig(precision="bf16").resolved_precision() == "bf16"
     assert EngineConfig().resolved_precision() in ("fp32", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("offload", "zero_stage", "message"),
+    [
+        (("optimizer",), 0, r"offload of 'optimizer' with zero_stage 0; at least zero_stage 1 was expected"),
+        (("parameters",), 2, r"offload of 'parameters' with zero_stage 2; at least zero_stage 3 was expected"),
+    ],
+)
+def test_only_what_is_sharded_is_offloaded(offload: tuple[str, ...], zero_stage: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(offload=offload, zero_stage=zero_stage)

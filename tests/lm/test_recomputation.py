@@ -1,0 +1,64 @@
+"""Blocks that are computed again in the backward give the same gradients, bit for bit, dropout included."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lm.config import ModelConfig
+from lm.encoder import MaskedLanguageModel
+from lm.encoder_decoder import EncoderDecoder
+from lm.model import LanguageModel, checkpoint_activations, freeze_all_but_last, initialise
+
+SHAPE = {
+    "vocab_size": 40, "context_tokens": 32, "width": 16, "num_layers": 3, "num_heads": 2, "num_kv_heads": 2,
+    "mlp_width": 24,
+}  # fmt: skip
+TOKENS = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(1))
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
+    "decoder": (lambda: LanguageModel(ModelConfig(**SHAPE), 0.3), (TOKENS,)),
+    "encoder": (lambda: MaskedLanguageModel(ModelConfig(kind="encoder", mlp="gelu", **SHAPE), 0.3), (TOKENS,)),
+    "encoder-decoder": (
+        lambda: EncoderDecoder(ModelConfig(kind="encoder-decoder", num_encoder_layers=2, **SHAPE), 0.3),
+        (TOKENS, TOKENS.flip(1)),
+    ),
+}
+
+
+def gradients(name: str, trained_layers: int, recomputes: bool) -> tuple[Tensor, list[Tensor | None], int]:
+    """Loss, gradients, and how many blocks were passed through."""
+    build, inputs = MODELS[name]
+    model, passes = build(), []
+    initialise(model, 2)
+    freeze_all_but_last(model, trained_layers)
+    if recomputes:
+        checkpoint_activations(model)
+    for module in model.modules():
+        if type(module).__name__ == "Block":
+            module.attention.register_forward_pre_hook(lambda *_: passes.append(1))
+    torch.manual_seed(3)
+    loss = model(*inputs).square().sum()
+    loss.backward()
+    return loss.detach(), [parameter.grad for parameter in model.parameters()], len(passes)
+
+
+@pytest.mark.parametrize("trained_layers", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_the_same_bit_for_bit(name: str, trained_layers: int) -> None:
+    expected_loss, expected, num_passes = gradients(name, trained_layers, False)
+    loss, found, num_again = gradients(name, trained_layers, True)
+    assert num_again > num_passes
+    assert torch.equal(loss, expected_loss)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+
+
+def test_nothing_is_computed_again_without_gradients() -> None:
+    build, inputs = MODELS["decoder"]
+    model = build().eval()
+    expected = model(*inputs).detach()
+    checkpoint_activations(model)
+    with torch.no_grad():
+        assert torch.equal(model(*inputs), expected)

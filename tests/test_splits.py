@@ -1,0 +1,502 @@
+"""No split of a batch changes its loss or its gradients, in any stage: not micro-batches, ranks, ZeRO stages, packing,
+offload or recomputed activations.
+
+Expected is a plain PyTorch loop over single sequences, without padding, followed by SGD. This file is also the ranks'
+program, `python test_splits.py FOLDER`: one process imports everything and forks the groups of 1, 2 and 4 ranks, since
+starting is what takes long.
+"""
+
+import itertools
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.config import ModelConfig
+from lm.encoder import MaskedLanguageModel, SequenceClassifier
+from lm.encoder_decoder import EncoderDecoder
+from lm.model import LanguageModel, ScalarModel, initialise
+from lm.source import Fresh, ModelSource, materialise
+from lm.tokenizer import Tokenizer
+from lm.weights import ModelFolder, save_model
+from ppo.config import PPOConfig
+from ppo.controller import ScoreScale
+from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from ppo.workers import ColocatedWorker, Parents, TokenStream
+from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective
+from reward.comparisons import Comparison
+from reward.stage import RankingObjective
+from training.config import BatchConfig, EngineConfig, OptimizerConfig
+from training.data import DataConfig
+from training.engine import Engine
+from training.loop import LoopConfig, Objective, TrainingLoop
+from training.metrics import read_metrics
+from training.objectives import PackedObjective, PairsObjective, StreamObjective
+from training.packing import PackedRows, pack
+
+LIMIT_SECONDS = 900
+NUM_ROWS, NUM_STEPS, VOCABULARY = 8, 2, 300
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "context_tokens": 32,
+    "width": 16,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "mlp_width": 24,
+}
+DECODER = ModelConfig(num_layers=2, **SHAPE)
+ENCODER = ModelConfig(kind="encoder", num_layers=2, mlp="gelu", positions="learned", **SHAPE)
+BOTH = ModelConfig(kind="encoder-decoder", num_layers=1, num_encoder_layers=1, mlp="gelu", **SHAPE)
+PAD, END, MASK = 0, 1, 2
+
+
+def sgd(max_grad_norm: float) -> OptimizerConfig:
+    """AdamW that is SGD of rate 1: without momentum, its eps as large as its rate and far larger than any gradient. So
+    differences of weights are differences of gradients.
+    """
+    return OptimizerConfig(
+        learning_rate=1e6, eps=1e6, betas=(0.0, 0.95), schedule="constant", max_grad_norm=max_grad_norm
+    )
+
+
+# --- the stages: what each learns from, and its loss by a loop over single sequences ----------------------------------
+
+drawn = np.random.default_rng(4)
+
+
+def tokens(length: int) -> list[int]:
+    return drawn.integers(3, VOCABULARY, length).tolist()
+
+
+STREAM = np.array([tokens(9) for _ in range(NUM_ROWS)], dtype=np.int32)
+WORDS = HiddenWords(END, END, MASK, (END, PAD), VOCABULARY, seed=5)
+TEXT = np.array([tokens(14) for _ in range(NUM_ROWS)], dtype=np.int32)
+TEXT[1:4] = END  # three rows hide nothing: a rank has no word to count
+TEXT[5, 1:] = END  # and one has a single one
+# Of 16 conversations two fit a row; some have nothing that counts.
+CONVERSATIONS = [
+    (tokens(length), [t >= prompt for t in range(length)])
+    for length, prompt in zip(
+        [10, 2, 9, 3, 8, 4, 7, 5] * 2, [9, 2, 1, 3, 3, 2, 7, 1, 10, 1, 9, 1, 8, 4, 7, 2], strict=True
+    )
+]
+PACKED = pack(CONVERSATIONS, 12, PAD)
+ALONE = [pack([conversation], 12, PAD) for conversation in CONVERSATIONS]
+PARTS = ([getattr(rows, part) for rows in ALONE] for part in ("tokens", "segments", "counted"))
+UNPACKED = PackedRows(*(np.concatenate(part) for part in PARTS))
+PAIRS = [(tokens(source), tokens(target)) for source, target in zip(range(1, 9), [6, 1, 9, 2, 2, 7, 3, 1], strict=True)]
+COMPARISONS = [
+    Comparison(str(row), tuple(tuple(tokens(3 + (5 * row + k) % 11)) for k in range(K)), judgments)
+    for row, (K, judgments) in enumerate(
+        [(2, ((1, 2),)), (4, ((1, 2, 2, 3), (4, 1, 2, 3))), (3, ((1, 1, 1),)), (2, ((2, 1), (1, 2), (1, 1)))] * 2
+    )
+]
+
+
+def stream_sum(model: nn.Module) -> Tensor:
+    return sum_of(next_tokens_loss(model(row[None, :-1])[0], row[1:]) for row in torch.from_numpy(STREAM).long())
+
+
+def masked_sum(model: nn.Module) -> Tensor:
+    losses = []
+    for number, row_T in enumerate(TEXT.astype(np.int64)):
+        hidden_T, chosen_T = WORDS.mask(row_T, WORDS.generator(np.int64(number)))
+        logits_TV = model(torch.tensor([[END, *hidden_T]]))[0, 1:]
+        losses.append(next_tokens_loss(logits_TV[chosen_T], torch.from_numpy(row_T)[chosen_T]))
+    return sum_of(losses)
+
+
+def pair_sum(model: nn.Module, source: list[int], target: list[int]) -> Tensor:
+    return next_tokens_loss(model(torch.tensor([source]), torch.tensor([[END, *target[:-1]]]))[0], torch.tensor(target))
+
+
+def denoising_sum(model: nn.Module) -> Tensor:
+    texts = enumerate(TEXT.astype(np.int64))
+    pairs = [([END, *WORDS.infill(row, WORDS.generator(np.int64(number)))], row.tolist()) for number, row in texts]
+    return sum_of(pair_sum(model, *pair) for pair in pairs)
+
+
+def conversations_sum(model: nn.Module) -> Tensor:
+    losses = []
+    for ids, counted in CONVERSATIONS:
+        mask_T = torch.tensor(counted[1:])
+        losses.append(next_tokens_loss(model(torch.tensor([ids]))[0, :-1][mask_T], torch.tensor(ids[1:])[mask_T]))
+    return sum_of(losses)
+
+
+def ranking_sum(score: Callable[[Tensor], Tensor]) -> Tensor:
+    """Pair by pair: -log σ(better - worse), its mean over both orders for a tie; a mean over pairs and labelers."""
+    losses = []
+    for comparison in COMPARISONS:
+        scores = [score(torch.tensor([sequence])) for sequence in comparison.sequences]
+        pairs = list(itertools.combinations(range(len(scores)), 2))
+        for ranks, (i, j) in itertools.product(comparison.judgments, pairs):
+            ahead = F.logsigmoid(scores[i] - scores[j]), F.logsigmoid(scores[j] - scores[i])
+            gain = sum_of(ahead) / 2 if ranks[i] == ranks[j] else ahead[ranks[i] > ranks[j]]
+            losses.append(-gain / len(pairs) / len(comparison.judgments))
+    return sum_of(losses)
+
+
+def next_tokens_loss(logits_CV: Tensor, targets_C: Tensor) -> Tensor:
+    return F.cross_entropy(logits_CV, targets_C, reduction="sum")
+
+
+def sum_of(losses: Any) -> Tensor:
+    return torch.stack(list(losses)).sum()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stage's model and data, and the mean loss that it is to minimise."""
+
+    source: ModelSource[Any]
+    objective: Objective[Any]
+    mean: Callable[[Any], Tensor]
+    max_grad_norm: float = 0.5  # below the gradient's, so that the clip is at work
+
+
+def decoder_score(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda tokens_1T: model(tokens_1T)[0, -1]
+
+
+def encoder_score(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda tokens_1T: model(tokens_1T)[0, 0]
+
+
+NUM_COUNTED = sum(sum(counted[1:]) for _, counted in CONVERSATIONS)
+NUM_HIDDEN = 4 * 2 + 1  # 15% of 14 words are 2
+LANGUAGE = Fresh(lambda: LanguageModel(DECODER), 1)
+TRANSLATE = Fresh(lambda: EncoderDecoder(BOTH), 3)
+CASES = {
+    "stream": Case(LANGUAGE, StreamObjective(STREAM), lambda model: stream_sum(model) / (NUM_ROWS * 8)),
+    "masked": Case(
+        Fresh(lambda: MaskedLanguageModel(ENCODER), 2),
+        MaskedObjective(TEXT, WORDS, num_views=1),
+        lambda model: masked_sum(model) / NUM_HIDDEN,
+    ),
+    "denoising": Case(
+        TRANSLATE, DenoisingObjective(TEXT, WORDS, num_views=1), lambda model: denoising_sum(model) / (NUM_ROWS * 14)
+    ),
+    "packed": Case(LANGUAGE, PackedObjective(PACKED), lambda model: conversations_sum(model) / NUM_COUNTED),
+    "unpacked": Case(LANGUAGE, PackedObjective(UNPACKED), lambda model: conversations_sum(model) / NUM_COUNTED),
+    "pairs": Case(
+        TRANSLATE, PairsObjective(PAIRS, END), lambda model: sum_of(pair_sum(model, *pair) for pair in PAIRS) / 31
+    ),
+    "ranking": Case(
+        Fresh(lambda: ScalarModel(DECODER), 4),
+        RankingObjective(COMPARISONS, "decoder"),
+        lambda model: ranking_sum(decoder_score(model)) / NUM_ROWS,
+        max_grad_norm=0.2,
+    ),
+    "encoder-ranking": Case(
+        Fresh(lambda: SequenceClassifier(ENCODER, 1), 5),
+        RankingObjective(COMPARISONS, "encoder"),
+        lambda model: ranking_sum(encoder_score(model)) / NUM_ROWS,
+        max_grad_norm=0.2,
+    ),
+}
+
+
+# --- PPO: a rollout with unequal responses, of which some failed to be scored -----------------------------------------
+
+PROMPTS, RESPONSES = [tokens(n) for n in (3, 9, 1, 4, 2, 7, 5, 6)], [tokens(n) for n in (5, 1, 6, 2, 4, 6, 1, 3)]
+ROLLOUT = Rollout.of(PROMPTS, RESPONSES, [True] * NUM_ROWS, max_response_tokens=6, pad_id=PAD)
+SCORED_BR = ROLLOUT.response_mask_BR & torch.tensor([1, 1, 0, 0, 1, 0, 1, 1]).bool()[:, None]
+OLD_LOGPROBS_BR, ADVANTAGES_BR, OLD_VALUES_BR, RETURNS_BR = (
+    torch.from_numpy(drawn.normal(mean, 1, (NUM_ROWS, 6)).astype(np.float32)) for mean in (-6.0, 0.0, 0.0, 1.0)
+)
+PTX_ROWS = torch.tensor([5, 0, 3, 6])
+TEMPERATURE, CLIP, VALUE_CLIP, PTX_COEF = 0.7, 0.2, 0.5, 0.3
+NUM_RESPONSE_TOKENS = 5 + 1 + 4 + 1 + 3
+MAX_POLICY_NORM, MAX_VALUE_NORM = 0.4, 0.15
+
+
+def ppo_config(micro_batch: int) -> PPOConfig:
+    return PPOConfig(
+        prompts=DataConfig(source="unread.jsonl"), num_iterations=1, rollout_prompts=NUM_ROWS, num_epochs=1,
+        minibatch=BatchConfig(batch_size=NUM_ROWS, micro_batch_size=micro_batch), max_response_tokens=6,
+        temperature=TEMPERATURE, policy_optimizer=sgd(MAX_POLICY_NORM), value_optimizer=sgd(MAX_VALUE_NORM),
+        kl_coef=0.1, missing_end_penalty=1.0, clip=CLIP, value_clip=VALUE_CLIP, ptx_coef=PTX_COEF, ptx_rows=4,
+        ema_decay=0.5, save_every_iterations=1,
+    )  # fmt: skip
+
+
+def write_parents(folder: Path) -> None:
+    tokenizer = Tokenizer.train(["the cat sat on the mat, the mat on the cat"], VOCABULARY, "chat")
+    for name, kind, seed in (("sft", LanguageModel, 6), ("reward", ScalarModel, 7)):
+        model = kind(DECODER)
+        initialise(model, seed)
+        save_model(folder / name, model, model.state_dict(), tokenizer)
+    STREAM.tofile(folder / "train.bin")
+
+
+def policy_mean(model: nn.Module) -> Tensor:
+    losses = []
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        logits_TV = model(torch.tensor([[*prompt, *response]]))[0]
+        for t, token in enumerate(response):
+            if SCORED_BR[row, t]:
+                logprob = F.log_softmax(logits_TV[len(prompt) - 1 + t] / TEMPERATURE, dim=-1)[token]
+                ratio, advantage = (logprob - OLD_LOGPROBS_BR[row, t]).exp(), ADVANTAGES_BR[row, t]
+                losses.append(-torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage))
+    rows = torch.from_numpy(STREAM).long()[PTX_ROWS]
+    ptx = sum_of(next_tokens_loss(model(row[None, :-1])[0], row[1:]) for row in rows) / (len(rows) * 8)
+    return sum_of(losses) / NUM_RESPONSE_TOKENS + PTX_COEF * ptx
+
+
+def value_mean(model: nn.Module) -> Tensor:
+    losses = []
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        values_T = model(torch.tensor([[*prompt, *response]]))[0]
+        for t in range(len(response)):
+            if SCORED_BR[row, t]:
+                value, old, target = values_T[len(prompt) - 1 + t], OLD_VALUES_BR[row, t], RETURNS_BR[row, t]
+                near = old + (value - old).clamp(-VALUE_CLIP, VALUE_CLIP)
+                losses.append(0.5 * torch.max((value - target) ** 2, (near - target) ** 2))
+    return sum_of(losses) / NUM_RESPONSE_TOKENS
+
+
+# --- the splits, drawn ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to compute a batch."""
+
+    name: str
+    num_ranks: int
+    micro_batch: int
+    engine: EngineConfig
+
+    def __str__(self) -> str:
+        engine = self.engine
+        parts = [self.name, f"{self.num_ranks}-ranks", f"micro-{self.micro_batch}", f"zero-{engine.zero_stage}"]
+        offloaded = [f"offload-{name}" for name in engine.offload]
+        return "-".join(parts + offloaded + ["checkpoint"] * engine.checkpoint_activations)
+
+
+OFFLOADS: list[list[tuple[str, ...]]] = [
+    [()], [(), ("optimizer",)], [(), ("optimizer",)], [(), ("optimizer",), ("parameters",), ("optimizer", "parameters")]
+]  # fmt: skip
+
+
+def draw_splits() -> list[Split]:
+    """The whole batch on one rank, and for 1, 2 and 4 ranks other splits; a stage meets every ZeRO stage once."""
+    generator, splits = np.random.default_rng(6), []
+    for place, name in enumerate([*CASES, "ppo"]):
+        num_rows = 16 if name == "unpacked" else NUM_ROWS
+        splits.append(Split(name, 1, num_rows, EngineConfig(precision="fp32", trackers=())))
+        zero_stages = np.roll(range(4), place).tolist()
+        for num_ranks, zero_stage in zip((1, 2, 2, 4), zero_stages, strict=True):
+            micros = [size for size in (1, 2, 4, 8) if num_rows % (size * num_ranks) == 0 and size < num_rows]
+            values = {
+                "precision": "fp32",
+                "zero_stage": zero_stage,
+                "trackers": (),
+                "offload": OFFLOADS[zero_stage][generator.integers(len(OFFLOADS[zero_stage]))],
+                "checkpoint_activations": bool(generator.integers(2)),
+                "collective_timeout_seconds": LIMIT_SECONDS,
+            }
+            splits.append(Split(name, num_ranks, int(generator.choice(micros)), EngineConfig.model_validate(values)))
+    return splits
+
+
+SPLITS = draw_splits()
+
+
+# --- the ranks' program -----------------------------------------------------------------------------------------------
+
+
+def train(split: Split, folder: Path) -> dict[str, Any]:
+    """Two steps through the loop that the stages run. Returns the curve and the weights."""
+    case, num_rows = CASES[split.name], len(CASES[split.name].objective)
+    engine: Engine[Any] = Engine(
+        case.source,
+        sgd(case.max_grad_norm),
+        split.engine,
+        world_size=split.num_ranks,
+        micro_batch=split.micro_batch,
+    )
+    batch = BatchConfig(batch_size=num_rows, micro_batch_size=split.micro_batch)
+    config = LoopConfig("split", 5, NUM_STEPS, batch, save_every_steps=9, evaluate_every_steps=9)
+    loop = TrainingLoop(engine, config, case.objective, case.objective, folder / str(split))
+    heldout = loop.run()["loss"]
+    weights = {name: weight.clone() for name, weight in engine.full_weights().items()}
+    engine.close()
+    curve = read_metrics(folder / str(split) / "metrics.jsonl")
+    return {"losses": [*(line["loss"] for line in curve), heldout], "norms": [line["gradient_norm"] for line in curve],
+            "weights": weights}  # fmt: skip
+
+
+def train_ppo(split: Split, folder: Path, rank: int) -> dict[str, Any]:
+    """Two updates of the policy and of the value function, each rank with its contiguous share of the minibatch."""
+    parents = Parents(folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), TokenStream(folder / "train.bin", 9))
+    worker = ColocatedWorker(ppo_config(split.micro_batch), split.engine, parents, split.num_ranks)
+    mine, ptx = (slice(rank * n // split.num_ranks, (rank + 1) * n // split.num_ranks) for n in (NUM_ROWS, 4))
+    policy = PolicyBatch(
+        ROLLOUT, OLD_LOGPROBS_BR, ADVANTAGES_BR, SCORED_BR, NUM_RESPONSE_TOKENS, PTX_ROWS, len(PTX_ROWS)
+    ).rows(mine, ptx)
+    value = ValueBatch(ROLLOUT, OLD_VALUES_BR, RETURNS_BR, SCORED_BR, NUM_RESPONSE_TOKENS).rows(mine)
+    mine_alone = ROLLOUT.rows(mine)
+    passes = {
+        "generate": lambda: worker.generate(PROMPTS[mine], range(len(mine_alone))),
+        "scores": lambda: worker.scores(mine_alone),
+        "reference_logprobs": lambda: worker.reference_logprobs(mine_alone),
+        "policy_logprobs": lambda: worker.policy_logprobs(mine_alone),
+        "values": lambda: worker.values(mine_alone),
+    }
+    collectives = {name: num_collectives(run) for name, run in passes.items()}
+    shares = []
+    for update in range(NUM_STEPS):
+        shares.append(dict(worker.update_policy(policy, 1e6, update)) | dict(worker.update_value(value, 1e6, update)))
+    weights = {
+        f"{role}/{name}": weight.clone()
+        for role, engine in (("policy", worker.policy), ("value", worker.value))
+        for name, weight in engine.full_weights().items()
+    }
+    worker.close()
+    return {"shares": shares, "weights": weights, "collectives": collectives}
+
+
+def num_collectives(run: Callable[[], object]) -> int:
+    """How often this rank talks to others in a call."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    return sum(event.count for event in profile.key_averages() if event.key.startswith("c10d::"))
+
+
+def rank_program(rank: int, num_ranks: int, port: int, folder: Path) -> None:
+    log = os.open(folder / f"{num_ranks}-ranks-{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # Accelerate goes from plain ranks to DeepSpeed within a process, but not back.
+    for split in sorted(SPLITS, key=lambda split: split.engine.zero_stage):
+        if split.num_ranks == num_ranks:
+            found = train_ppo(split, folder, rank) if split.name == "ppo" else train(split, folder)
+            torch.save(found, folder / f"{split}-rank-{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def fork_groups(folder: Path) -> None:
+    import deepspeed  # noqa: F401 - once, for all ranks
+
+    write_parents(folder)
+    context = multiprocessing.get_context("fork")
+    for num_ranks in (1, 2, 4):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        ranks = [context.Process(target=rank_program, args=(r, num_ranks, port, folder)) for r in range(num_ranks)]
+        for process in ranks:
+            process.start()
+        multiprocessing.connection.wait([process.sentinel for process in ranks])
+        for process in ranks:
+            process.join()
+        assert [process.exitcode for process in ranks] == [0] * num_ranks
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("splits")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "CUDA_VISIBLE_DEVICES": "",
+                   "OMP_NUM_THREADS": "1"}  # fmt: skip
+    with (folder / "program.log").open("w") as log:
+        code = subprocess.call(
+            [sys.executable, __file__, str(folder)], env=environment, stdout=log, stderr=log, timeout=LIMIT_SECONDS
+        )
+    assert code == 0, "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("*.log")))
+    return folder
+
+
+Expected = tuple[list[float], list[float], dict[str, Tensor]]
+
+
+def descend(source: ModelSource[Any], mean: Callable[[Any], Tensor], max_grad_norm: float) -> Expected:
+    """Losses, gradient norms before clipping, and the weights after plain SGD of rate 1."""
+    model, losses, norms = materialise(source), [], []
+    parameters = list(model.parameters())
+    for _ in range(NUM_STEPS):
+        loss = mean(model)
+        gradients = torch.autograd.grad(loss, parameters)
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter -= gradient * min(1.0, max_grad_norm / float(norm))
+        losses.append(float(loss.detach()))
+        norms.append(float(norm))
+    assert min(norms) > max_grad_norm
+    return [*losses, float(mean(model).detach())], norms, model.state_dict()
+
+
+@pytest.mark.parametrize("split", [split for split in SPLITS if split.name != "ppo"], ids=str)
+def test_a_split_changes_nothing(folder: Path, split: Split) -> None:
+    case = CASES[split.name]
+    losses, norms, weights = descend(case.source, case.mean, case.max_grad_norm)
+    for rank in range(split.num_ranks):
+        found = torch.load(folder / f"{split}-rank-{rank}.pt")
+        assert found["losses"] == pytest.approx(losses, rel=2e-6)
+        assert found["norms"] == pytest.approx(norms, rel=1e-5)
+        assert_same_weights(found["weights"], weights)
+
+
+@pytest.mark.parametrize("split", [split for split in SPLITS if split.name == "ppo"], ids=str)
+def test_a_split_changes_no_update_of_ppo(folder: Path, split: Split) -> None:
+    policy = descend(ModelFolder(folder / "sft", LanguageModel), policy_mean, MAX_POLICY_NORM)
+    value = descend(ModelFolder(folder / "reward", ScalarModel), value_mean, MAX_VALUE_NORM)
+    ranks = [torch.load(folder / f"{split}-rank-{rank}.pt") for rank in range(split.num_ranks)]
+    for step in range(NUM_STEPS):
+        figures = {name: sum(rank["shares"][step][name] for rank in ranks) for name in ranks[0]["shares"][step]}
+        assert figures["policy_gradient_norm"] == pytest.approx(policy[1][step], rel=1e-5)
+        assert figures["value_gradient_norm"] == pytest.approx(value[1][step], rel=1e-5)
+        total = figures["policy_loss"] + PTX_COEF * figures["ptx_loss"]
+        assert total == pytest.approx(policy[0][step], rel=1e-5)
+        assert figures["value_loss"] == pytest.approx(value[0][step], rel=1e-5)
+    expected = {
+        **{f"policy/{name}": weight for name, weight in policy[2].items()},
+        **{f"value/{name}": weight for name, weight in value[2].items()},
+    }
+    for rank in ranks:
+        assert_same_weights(rank["weights"], expected)
+
+
+@pytest.mark.parametrize("split", [split for split in SPLITS if split.name == "ppo"], ids=str)
+def test_only_the_learners_passes_gather_shards(folder: Path, split: Split) -> None:
+    """Sampling and the frozen models have whole weights; under ZeRO-3 a pass of a learner gathers them."""
+    for rank in range(split.num_ranks):
+        collectives = torch.load(folder / f"{split}-rank-{rank}.pt")["collectives"]
+        assert [collectives[name] for name in ("generate", "scores", "reference_logprobs")] == [0, 0, 0]
+        assert (collectives["policy_logprobs"] > 0) == (split.engine.zero_stage == 3)
+        assert (collectives["values"] > 0) == (split.engine.zero_stage == 3)
+
+
+def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_the_draw_meets_every_ranks_and_zero_stage() -> None:
+    met = {(split.num_ranks, split.engine.zero_stage) for split in SPLITS}
+    assert met == set(itertools.product((1, 2, 4), range(4)))
+    offloads = {split.engine.offload for split in SPLITS}
+    assert offloads == {(), ("optimizer",), ("parameters",), ("optimizer", "parameters")}
+
+
+if __name__ == "__main__":
+    fork_groups(Path(sys.argv[1]))

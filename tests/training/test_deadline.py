@@ -1,0 +1,90 @@
+"""A rank that never comes to a collective is noticed by those that wait for it.
+
+This file is also the ranks' program: `python test_deadline.py FOLDER`. Every case is a process group of its own, since
+none outlives a missed deadline.
+"""
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lm.config import ModelConfig
+from lm.model import LanguageModel
+from lm.source import Fresh
+from training.config import EngineConfig, OptimizerConfig
+from training.engine import Engine
+from training.objectives import StreamObjective
+
+SECONDS = 6.0
+CONFIG = ModelConfig(
+    vocab_size=32, context_tokens=24, width=16, num_layers=1, num_heads=4, num_kv_heads=2, mlp_width=24
+)
+# DeepSpeed shares out gradients in a group of ranks of its own, after every micro-batch.
+ZERO_STAGES = [0, 2]
+
+
+def step_alone(zero_stage: int, folder: Path) -> None:
+    """Rank 0 goes on to its first step; rank 1 does not, until rank 0 has given up."""
+    config = EngineConfig.model_validate(
+        {"precision": "fp32", "zero_stage": zero_stage, "collective_timeout_seconds": SECONDS, "trackers": ()}
+    )
+    source = Fresh(lambda: LanguageModel(CONFIG), seed=3)
+    optimizer = OptimizerConfig(learning_rate=0.01, schedule="constant")
+    engine = Engine(source, optimizer, config, world_size=2, micro_batch=1)
+    engine.barrier()
+    if engine.rank == 1:
+        wait_for(folder / f"given-up-{zero_stage}")
+        os._exit(0)  # what is left of the group cannot be taken down in order
+    started = time.monotonic()
+    objective = StreamObjective(np.arange(18, dtype=np.int32).reshape(2, 9))
+    try:
+        for is_last in (False, True):
+            with engine.micro_batch(is_last=is_last):
+                loss, _ = objective.loss(engine.model, np.array([0]), engine.device)
+                engine.backward(loss / 32, step=0)
+    except RuntimeError as error:
+        (folder / f"error-{zero_stage}").write_text(f"{time.monotonic() - started} {error}")
+    os._exit(0)
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.05)
+
+
+def rank_program(folder: Path) -> None:
+    rank = os.environ["RANK"]
+    import deepspeed  # noqa: F401 - takes as long as the deadline
+
+    (folder / f"ready-{rank}").touch()
+    wait_for(folder / f"ready-{1 - int(rank)}")
+    for zero_stage in ZERO_STAGES:
+        process = multiprocessing.get_context("fork").Process(target=step_alone, args=(zero_stage, folder))
+        process.start()
+        process.join()
+        if rank == "0":
+            (folder / f"given-up-{zero_stage}").touch()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[..., None]) -> Path:
+    folder = tmp_path_factory.mktemp("deadline")
+    start_two_ranks(__file__, folder)
+    return folder
+
+
+@pytest.mark.parametrize("zero_stage", ZERO_STAGES)
+def test_a_rank_that_hangs_is_noticed_in_time(folder: Path, zero_stage: int) -> None:
+    seconds, message = (folder / f"error-{zero_stage}").read_text().split(maxsplit=1)
+    assert SECONDS - 1 < float(seconds) < 4 * SECONDS
+    assert "Timed out waiting 6000ms" in message
+
+
+if __name__ == "__main__":
+    rank_program(Path(sys.argv[1]))

@@ -1,0 +1,111 @@
+"""Two ranks at every ZeRO stage: bf16 learns as fp32 does, on weights kept in fp32; recomputed activations take less
+memory.
+
+This file is also the ranks' program: `python test_sharding.py FOLDER`.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lm.config import ModelConfig
+from lm.model import LanguageModel
+from lm.source import Fresh
+from training.config import EngineConfig, OptimizerConfig
+from training.engine import Engine
+from training.objectives import StreamObjective
+
+SMALL = ModelConfig(vocab_size=32, context_tokens=24, width=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=48)
+# A block's scores of 128 x 128 tokens alone are 32 times as large as its input.
+DEEP = ModelConfig(
+    vocab_size=32, context_tokens=128, width=32, num_layers=12, num_heads=8, num_kv_heads=8, mlp_width=64
+)
+NUM_STEPS = 12
+RUNS = [("fp32", 0), *(("bf16", zero_stage) for zero_stage in range(4))]
+RECOMPUTED = [(zero_stage, recomputes) for zero_stage in (0, 3) for recomputes in (False, True)]
+
+
+def build(config: ModelConfig, **settings: Any) -> Engine[LanguageModel]:
+    optimizer = OptimizerConfig(learning_rate=3e-3, schedule="constant")
+    engine_config = EngineConfig.model_validate({"trackers": (), **settings})
+    return Engine(Fresh(lambda: LanguageModel(config), seed=3), optimizer, engine_config, world_size=2, micro_batch=4)
+
+
+def step(engine: Engine[LanguageModel], objective: StreamObjective, number: int) -> float:
+    rows = np.arange(4) + 4 * engine.rank
+    engine.set_learning_rate(engine.optimizer_config.learning_rate)
+    with engine.micro_batch(is_last=True):
+        loss, _ = objective.loss(engine.model, rows, engine.device)
+        engine.backward(loss / objective.count(np.arange(8)), step=number)
+    return engine.step()[0]
+
+
+def stream(row_tokens: int) -> StreamObjective:
+    return StreamObjective(np.random.default_rng(4).integers(0, 32, (8, row_tokens)).astype(np.int32))
+
+
+def learn(precision: str, zero_stage: int) -> dict[str, Any]:
+    """The loss of every step, and how many of the weights that are held have more digits than bf16."""
+    engine = build(SMALL, precision=precision, zero_stage=zero_stage)
+    losses = [step(engine, stream(13), number) for number in range(NUM_STEPS)]
+    weights = torch.cat([weight.flatten() for weight in engine.full_weights().values()])
+    used = next(engine.module.parameters()).dtype
+    engine.close()
+    return {"losses": losses, "used": str(used), "longer": float((weights != weights.bfloat16()).float().mean())}
+
+
+def growth(zero_stage: int, recomputes: bool) -> int:
+    """Bytes by which this process grows at most in a step."""
+    from tests.training.test_sharded_loading import peak_growth
+
+    engine = build(DEEP, precision="fp32", zero_stage=zero_stage, checkpoint_activations=recomputes)
+    step(engine, stream(129), 0)  # makes what stays: gradients, the optimizer's states, buffers
+    _, grown = peak_growth(lambda: step(engine, stream(129), 1))
+    engine.close()
+    return grown
+
+
+def rank_program(folder: Path) -> None:
+    curves, grown = {}, {}
+    for stage in range(4):  # Accelerate goes from plain ranks to DeepSpeed within a process, but not back
+        curves |= {f"{precision}-{zero}": learn(precision, zero) for precision, zero in RUNS if zero == stage}
+        grown |= {f"{zero}-{recomputes}": growth(zero, recomputes) for zero, recomputes in RECOMPUTED if zero == stage}
+    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps({"curves": curves, "grown": grown}))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[..., None]) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("sharding")
+    # Freed memory goes back to the system at once, so that what is measured is what is held.
+    start_two_ranks(__file__, folder, MALLOC_MMAP_THRESHOLD_="65536")
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_bf16_learns_as_fp32_does(ranks: list[dict[str, Any]], zero_stage: int) -> None:
+    expected = ranks[0]["curves"]["fp32-0"]["losses"]
+    assert expected[-1] < 0.9 * expected[0]
+    for rank in ranks:
+        found = rank["curves"][f"bf16-{zero_stage}"]
+        np.testing.assert_allclose(found["losses"], expected, rtol=0.01)
+        assert found["losses"] != expected
+        assert found["used"] == ("torch.float32" if zero_stage == 0 else "torch.bfloat16")  # autocast rounds at use
+        assert found["longer"] > 0.9  # what the optimizer moves is fp32
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_recomputed_activations_take_less_memory(ranks: list[dict[str, Any]], zero_stage: int) -> None:
+    for rank in ranks:
+        assert rank["grown"][f"{zero_stage}-True"] < 0.35 * rank["grown"][f"{zero_stage}-False"]
+
+
+if __name__ == "__main__":
+    rank_program(Path(sys.argv[1]))
