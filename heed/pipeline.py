@@ -12,6 +12,7 @@ from typing import Any
 import tomli_w
 
 from cluster.group import WorkerGroup, disconnect
+from cluster.shared_folder import require_shared
 from heed.job import JobConfig
 from heed.lineage import Inputs, finished_with, outputs_hash, started_with, write_lineage
 from heed.preflight import check_data
@@ -43,6 +44,7 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
             if not groups:
                 closing.callback(disconnect)
                 groups.append(closing.enter_context(WorkerGroup(job.workers)))
+                require_shared(groups[0], folder)
             return groups[0]
 
         run = Run(job, folder, job.open_world(), group)
