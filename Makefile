@@ -21,7 +21,8 @@ venv: $(STAMP)  ## Create .venv and install Heed into it.
 
 # torch goes first, alone: DeepSpeed's setup script looks at the installed torch.
 # heed_first.pth puts this tree before site-packages; an editable install would put it after them, where a foreign
-# package of the same name (PyPI has a `cluster`) would win. tests/test_packages.py holds this.
+# package of the same name (PyPI has a `cluster`) would win. tests/test_packages.py holds this. Where a job came with
+# its own code, which HEED_CODE_VERSION tells, this tree stands back.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Heed needs Python 3.11 or newer with its venv module; found:" \
 		"$$(python3 --version 2>&1). Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -32,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -e '.[dev]' -c $(CONSTRAINTS)
 	$(BIN)/python -c 'import os, pathlib, sysconfig; \
 		pathlib.Path(sysconfig.get_path("purelib"), "heed_first.pth").write_text( \
-		f"import sys; sys.path.insert(0, {os.getcwd()!r})\n")'
+		f"import os, sys; \"HEED_CODE_VERSION\" in os.environ or sys.path.insert(0, {os.getcwd()!r})\n")'
 	@touch $@
 
 demo: $(STAMP)  ## Run the whole chain on a laptop's CPU and write its report.

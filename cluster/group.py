@@ -56,7 +56,8 @@ def connect(num_workers: int) -> None:
     cores = os.cpu_count() or 1
     if num_workers > cores:
         raise ValueError(f"workers is {num_workers}; this machine has {cores} cores and each worker needs one")
-    ray.init(num_cpus=cores, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+    # "local": a head that somebody started on this machine is not joined unless RAY_ADDRESS names it.
+    ray.init("local", num_cpus=cores, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
 
 
 def disconnect() -> None:

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from heed.jobs_cli import jobs_app, submit
+from heed.options import First, JobFile, Only, Overrides, RunsFolder, Workers, read_job
 from heed.progress import console
 
 app = typer.Typer(
@@ -19,9 +21,6 @@ app = typer.Typer(
 
 out = Console(highlight=False)  # what was asked for; messages go to `console`, standard error
 
-JobFile = Annotated[Path | None, typer.Argument(help="The job file; the built-in demo where it is left out.")]
-RunsFolder = Annotated[Path, typer.Option("--runs", help="Where run folders lie.")]
-
 
 @app.callback()
 def _main() -> None:
@@ -31,25 +30,23 @@ def _main() -> None:
 @app.command()
 def run(
     job: JobFile = None,
-    override: Annotated[list[str] | None, typer.Option("--set", help="ppo.kl_coef=0.05, say; may repeat.")] = None,
-    workers: Annotated[int, typer.Option(help="Worker processes, instead of the job's number.", min=0)] = 0,
-    first: Annotated[str, typer.Option("--from", help="Run this stage and all after it, changed or not.")] = "",
-    only: Annotated[str, typer.Option(help="Run no stage but this one.")] = "",
+    override: Overrides = None,
+    workers: Workers = 0,
+    first: First = "",
+    only: Only = "",
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Run a job's stages in order, each unless its inputs are unchanged, and write the report.
 
     A run that was interrupted continues where it stopped.
     """
-    from heed.job import STAGES
-    from heed.job_file import load_job
     from heed.pipeline import run_job
 
-    for option, stage in (("--from", first), ("--only", only)):
-        if stage and stage not in STAGES:
-            raise ValueError(f"{option} {stage!r}: one of {', '.join(STAGES)} was expected")
-    overrides = [*(override or []), *([f"workers={workers}"] if workers else [])]
-    run_job(load_job(job, overrides), runs, first=first, only=only)
+    run_job(read_job(job, override, workers, first, only), runs, first=first, only=only)
+
+
+app.command()(submit)
+app.add_typer(jobs_app, name="jobs")
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from training.checkpoint import folder_hash
 from training.stage import write_json
 
 PACKAGES = ("torch", "deepspeed", "accelerate", "ray", "transformers", "tokenizers", "datasets", "numpy")
+CODE_VERSION = "HEED_CODE_VERSION"  # tells the version of code that was shipped without its history
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ def write_lineage(folder: Path, inputs: Inputs, seconds: float) -> None:
 
 def code_version() -> str:
     """The commit this code is at, marked where files differ from it; "unknown" outside a checkout."""
+    if CODE_VERSION in os.environ:
+        return os.environ[CODE_VERSION]
     here = Path(__file__).parent
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, capture_output=True, text=True, check=False

@@ -38,7 +38,7 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
     started = time.monotonic()
     with ExitStack() as closing:
         closing.enter_context(hold(folder))
-        workers = Workers(job.world_sizes)
+        workers = Workers(job.world_sizes, folder)
         closing.callback(workers.close)
         run = Run(job, folder, job.open_world(), workers)
         _write_job(job, folder / "job.toml")

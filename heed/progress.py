@@ -21,8 +21,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from training.metrics import read_metrics
-
 console = Console(stderr=True, highlight=False, soft_wrap=True)  # a message is one line at any width
 
 POLL_SECONDS = 0.5
@@ -68,6 +66,8 @@ class StageProgress:
 @contextmanager
 def follow(stage: str, folder: Path) -> Iterator[StageProgress]:
     """Show a stage's progress, from its metrics.jsonl as long as it writes one."""
+    from training.metrics import read_metrics  # brings torch, without which a command that only prints starts at once
+
     progress = StageProgress(stage)
     stop = threading.Event()
 

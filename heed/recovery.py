@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cluster.group import NoPlaceError, WorkerGroup, WorkerLostError, disconnect
+from cluster.shared_folder import require_shared
 from heed.progress import console
 
 # A stage that is lost so often without having saved anything new will not get further by another try.
@@ -14,17 +15,18 @@ class Workers:
     """A job's workers: started when a stage first needs them, and anew after a loss.
 
     `sizes` are the numbers of workers that the job can do with, the largest first. It starts with that one; where the
-    nodes that remain after a loss have no room for it, with the next that they have room for.
+    nodes that remain after a loss have no room for it, with the next that they have room for. All of them must see the
+    run's `folder`.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = sizes
+    def __init__(self, sizes: Sequence[int], folder: Path) -> None:
+        self.sizes, self.folder = sizes, folder
         self._group: WorkerGroup | None = None
         self._beside: dict[str, WorkerGroup] = {}
 
     def __call__(self) -> WorkerGroup:
         if self._group is None:
-            self._group = WorkerGroup(self.sizes[0])
+            self._group = self._started(self.sizes[0])
         elif not self._group.is_open:
             self._group = self._rebuilt()
         return self._group
@@ -32,16 +34,21 @@ class Workers:
     def beside(self, name: str, size: int) -> WorkerGroup:
         """Another group, for roles that have workers of their own."""
         if name not in self._beside or not self._beside[name].is_open:
-            self._beside[name] = WorkerGroup(size)
+            self._beside[name] = self._started(size)
         return self._beside[name]
 
     def _rebuilt(self) -> WorkerGroup:
         for size in self.sizes[:-1]:
             try:
-                return WorkerGroup(size)
+                return self._started(size)
             except NoPlaceError as error:
                 console.print(f"{error}; trying fewer")
-        return WorkerGroup(self.sizes[-1])
+        return self._started(self.sizes[-1])
+
+    def _started(self, size: int) -> WorkerGroup:
+        group = WorkerGroup(size)
+        require_shared(group, self.folder)
+        return group
 
     def abandon(self) -> None:
         """End all of them: where one group lost a rank, the others wait for what will not come."""

@@ -6,6 +6,10 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
+from heed.lineage import CODE_VERSION
+
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LISTED: list[str] = PYPROJECT["tool"]["setuptools"]["packages"]
@@ -40,6 +44,15 @@ def test_a_foreign_package_of_the_same_name_does_not_win(tmp_path: Path) -> None
     elsewhere.mkdir()
     found = origins(elsewhere, python_path=str(tmp_path))
     assert {name: path.parent for name, path in found.items()} == {name: ROOT / name for name in PACKAGES}
+
+
+def test_code_that_came_with_a_job_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CODE_VERSION, "abc")
+    for name in PACKAGES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    found = origins(tmp_path, python_path=str(tmp_path))
+    assert found == {name: tmp_path / name / "__init__.py" for name in PACKAGES}
 
 
 def test_every_top_package_is_listed() -> None:

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lm.model import checkpoint_activations, freeze_all_but_last
 from lm.source import ModelSource, materialise
@@ -59,6 +60,9 @@ class Engine(Generic[AnyModule]):
             freeze_all_but_last(model, optimizer.trained_layers)
         if config.checkpoint_activations:
             checkpoint_activations(model)
+        # A score's bias, the only buffer, is the same on every rank and stays so; DDP would send it with every pass.
+        buffers = [name for name, _ in model.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
         self._source, self.module = source, model
         self.model, *self._optimizers = self._accelerator.prepare(
             model, *_make_optimizers(model, optimizer, self.device)

@@ -2,12 +2,15 @@
 
 import hashlib
 import os
+import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,3 +173,76 @@ def num_steps() -> Callable[[Path], int]:
         return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
 
     return count
+
+
+@dataclass
+class RayHead:
+    """A running Ray head on loopback, and what a client's environment needs for it."""
+
+    address: str
+    token: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"HEED_ADDRESS": self.address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def wait_for_answer(head: RayHead, process: subprocess.Popen[bytes], log: Path, seconds: float = 240.0) -> None:
+    """Until the Jobs API answers one who has the token."""
+    asked = urllib.request.Request(
+        f"{head.address}/api/jobs/", headers={"Authorization": f"Bearer {head.token.read_text()}"}
+    )
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return urllib.request.urlopen(asked, timeout=10).close()
+        except OSError:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.3)
+
+
+@pytest.fixture(scope="session")
+def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
+    """A cluster of one machine, started as docs/cluster.md says, whose Python finds another `heed` than this one."""
+    folder = Path(tempfile.mkdtemp(prefix="heed-head-"))  # Ray keeps sockets here, whose paths must be short
+    stale = tmp_path_factory.mktemp("stale")
+    for package in ("heed", "cluster", "lm"):
+        (stale / package).mkdir()
+        (stale / package / "__init__.py").write_text("raise ImportError('code that was not shipped')\n")
+    token, log = folder / "token", folder / "head.log"
+    token.write_text(secrets.token_hex(16))
+    port, dashboard, agent, client = free_ports(4)
+    head = RayHead(f"http://127.0.0.1:{dashboard}", token)
+    mark = f"head-{os.getpid()}"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ACCELERATE_"))}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        inherited.pop(name, None)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # as an activated environment has it
+    own = {"PATH": path, "PYTHONPATH": str(stale), "RAY_TMPDIR": str(folder), "OMP_WAIT_POLICY": "PASSIVE", MARK: mark}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["ray", "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=4",
+             "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--port={port}",
+             f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}",
+             f"--ray-client-server-port={client}"],
+            env={**inherited, **own, **head.environment}, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        wait_for_answer(head, process, log)
+        yield head
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=30)
+        for left in processes_of(mark):
+            os.kill(left, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,172 @@
+"""Jobs on a Ray cluster that is already running, through Ray's Jobs API: submit, look, follow, stop."""
+
+import logging
+import os
+import secrets
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray.exceptions
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient, JobType
+
+REACH_SECONDS = 10.0
+POLL_SECONDS = 1.0
+STOP_SECONDS = 30.0
+
+# They tell of every upload.
+for _name in ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging"):
+    logging.getLogger(_name).setLevel(logging.WARNING)
+
+
+@dataclass(frozen=True)
+class ClusterJob:
+    """One submitted job as the cluster knows it."""
+
+    job_id: str
+    status: str  # PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED
+    message: str
+    command: str
+    labels: Mapping[str, str]  # what was given at submission
+    submitted_at: float  # Unix seconds
+    ended_at: float  # Unix seconds; 0 while it is not over
+    exit_code: int  # of its command: 0 for success, 1 where it ended without one; 0 while it is not over
+
+    @property
+    def is_over(self) -> bool:
+        return JobStatus(self.status).is_terminal()
+
+
+class Jobs:
+    """The jobs of one cluster.
+
+    Errors: ValueError, saying what to do, where nothing answers at the address, the token is not accepted, or the
+    cluster knows no such job.
+    """
+
+    def __init__(self, address: str) -> None:
+        """`address` is the URL of the head's dashboard, such as http://head:8265."""
+        if not address.startswith(("http://", "https://")):
+            raise ValueError(
+                f"address is {address!r}; the URL of the head's dashboard was expected, such as http://head:8265"
+            )
+        self.address = address.rstrip("/")
+        _require_answer(self.address)
+        with self._explained(), _without("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+            self._client = JobSubmissionClient(self.address)
+
+    def submit(
+        self, name: str, command: str, folder: Path, environment: Mapping[str, str], labels: Mapping[str, str]
+    ) -> str:
+        """Start a shell command in a copy of `folder`, which its workers get too. Returns the job's id.
+
+        `name` is the first part of the id; `labels` are kept with the job.
+        """
+        with self._explained():
+            return self._client.submit_job(
+                entrypoint=command,
+                submission_id=f"{name}-{secrets.token_hex(3)}",
+                runtime_env={"working_dir": str(folder), "env_vars": dict(environment)},
+                metadata=dict(labels),
+            )
+
+    def list(self) -> Sequence[ClusterJob]:
+        """Every job submitted since the cluster started, newest last."""
+        with self._explained():
+            found = [_read(details) for details in self._client.list_jobs() if details.type == JobType.SUBMISSION]
+        return sorted(found, key=lambda job: job.submitted_at)
+
+    def find(self, job_id: str) -> ClusterJob:
+        with self._explained(job_id):
+            return _read(self._client.get_job_info(job_id))
+
+    def logs(self, job_id: str) -> str:
+        """What the job has written so far."""
+        with self._explained(job_id):
+            return self._client.get_job_logs(job_id)
+
+    def follow(self, job_id: str, write: Callable[[str], None]) -> ClusterJob:
+        """Hand over what the job writes until it is over.
+
+        The log is asked for again and again: a broken connection costs nothing, and the logs of runs are short.
+        """
+        written = 0
+        while True:
+            job = self.find(job_id)  # before its log, so that the log of a job that is over is whole
+            text = self.logs(job_id)
+            write(text[written:])
+            written = len(text)
+            if job.is_over:
+                return job
+            time.sleep(POLL_SECONDS)
+
+    def stop(self, job_id: str) -> ClusterJob:
+        """End a job, if it is not over, and wait until it is."""
+        with self._explained(job_id):
+            self._client.stop_job(job_id)
+        end = time.monotonic() + STOP_SECONDS
+        while not (job := self.find(job_id)).is_over:
+            if time.monotonic() > end:
+                raise ValueError(f"{job_id}: asked to stop, and not over after {STOP_SECONDS:.0f} s; try again")
+            time.sleep(POLL_SECONDS / 2)
+        return job
+
+    @contextmanager
+    def _explained(self, job_id: str = "") -> Iterator[None]:
+        """Ray's errors as what the user can do about them."""
+        try:
+            yield
+        except ray.exceptions.AuthenticationError as error:
+            raise ValueError(
+                f"{self.address} does not accept this token, or got none: set RAY_AUTH_MODE=token, and put the"
+                " cluster's token into ~/.ray/auth_token, or its path into RAY_AUTH_TOKEN_PATH"
+                f" ({str(error).splitlines()[0]})"
+            ) from None
+        except (RuntimeError, OSError) as error:
+            text = " ".join(str(error).split())
+            if job_id and "status code 404" in text:
+                raise ValueError(f"{self.address} knows no job {job_id!r}; `heed jobs list` shows its jobs") from None
+            raise ValueError(f"{self.address}: the cluster did not do as asked: {text}") from error
+
+
+def _require_answer(address: str) -> None:
+    """Ray's client waits for minutes for a machine that drops packets."""
+    try:
+        urllib.request.urlopen(address, timeout=REACH_SECONDS).close()
+    except urllib.error.HTTPError:
+        return  # an answer, whatever it says
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{address}: nothing answers ({error}); is the head started with its dashboard, and reachable from here?"
+        ) from None
+
+
+@contextmanager
+def _without(*names: str) -> Iterator[None]:
+    """Environment variables that Ray would prefer to what it is told."""
+    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
+def _read(details: JobDetails) -> ClusterJob:
+    exit_code = 0
+    if details.status in (JobStatus.FAILED, JobStatus.STOPPED):
+        # A command that a signal ended has a negative code, one that never started has none.
+        exit_code = max(details.driver_exit_code or 1, 1)
+    return ClusterJob(
+        job_id=details.submission_id or "",
+        status=str(details.status),
+        message=" ".join((details.message or "").split()),
+        command=details.entrypoint,
+        labels=details.metadata or {},
+        submitted_at=(details.start_time or 0) / 1000,
+        ended_at=(details.end_time or 0) / 1000,
+        exit_code=exit_code,
+    )

@@ -1,0 +1,5 @@
+"""`python -m heed`, which needs no installed command."""
+
+from heed.cli import main
+
+main()

@@ -1,0 +1,86 @@
+"""Starting points for clusters, and the page that explains them: well-formed, and their commands are those we have."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from heed.cli import app
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "configs" / "cluster"
+PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+DOCUMENTS = {
+    path.name: path.read_text() for path in (ROOT / "README.md", ROOT / "docs/cluster.md", FOLDER / "slurm.sbatch")
+}
+COMMANDS = [
+    pytest.param(command, id=command)
+    for text in DOCUMENTS.values()
+    for command in re.findall(r"^ *(heed (?:run|submit|jobs)\b.*?)(?: > /dev/null.*| 2>&1.*)?$", text, re.MULTILINE)
+]
+
+
+def silence(command: Any) -> None:
+    """Make a command do nothing but parse."""
+    for inner in getattr(command, "commands", {}).values():
+        silence(inner)
+    if not hasattr(command, "commands"):
+        command.callback = lambda **_: None
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_every_command_that_is_shown_parses(line: str) -> None:
+    words = [word for word in shlex.split(line, comments=True) if word != "$@"]
+    command = get_command(app)
+    silence(command)
+    command.main(words[1:], standalone_mode=False)
+
+
+def test_commands_were_found_in_each_document() -> None:
+    assert {name for name, text in DOCUMENTS.items() if re.search(r"^heed submit", text, re.MULTILINE)} == {*DOCUMENTS}
+    assert {"submit", "jobs"} <= {str(param.values[0]).split()[1] for param in COMMANDS}
+
+
+def test_the_page_names_files_that_exist() -> None:
+    named = re.findall(r"configs/[\w./-]+\w", DOCUMENTS["cluster.md"] + DOCUMENTS["slurm.sbatch"])
+    assert {"configs/cluster/raycluster.yaml", "configs/cluster/slurm.sbatch", "configs/cluster/Dockerfile"} <= {*named}
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+def test_the_page_quotes_what_is_said() -> None:
+    said = "".join(path.read_text() for folder in ("cluster", "heed") for path in (ROOT / folder).glob("*.py"))
+    quoted = re.findall(r"^\| `([^`]+)` \|", DOCUMENTS["cluster.md"], re.MULTILINE)
+    assert len(quoted) == 6
+    assert [text for text in quoted if text.replace("60", "{PLACEMENT_SECONDS:.0f}") not in said] == []
+
+
+def test_the_slurm_script_is_a_script() -> None:
+    subprocess.run(["bash", "-n", FOLDER / "slurm.sbatch"], check=True)
+
+
+def test_the_ray_cluster_has_what_kuberay_needs() -> None:
+    claim, cluster = yaml.safe_load_all((FOLDER / "raycluster.yaml").read_text())
+    assert (claim["apiVersion"], claim["kind"]) == ("v1", "PersistentVolumeClaim")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
+    spec = cluster["spec"]
+    assert spec["rayVersion"] == PINS["ray"]
+    assert spec["authOptions"] == {"mode": "token"}
+    (workers,) = spec["workerGroupSpecs"]
+    assert workers["groupName"]
+    assert 1 <= workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+    pods = [group["template"]["spec"] for group in (spec["headGroupSpec"], workers)]
+    for group, pod in zip((spec["headGroupSpec"], workers), pods, strict=True):
+        assert isinstance(group["rayStartParams"], dict)
+        (container,) = pod["containers"]
+        assert container["resources"]["limits"] == container["resources"]["requests"]
+        # The runs folder is the same claim under the same path everywhere.
+        assert container["volumeMounts"] == [{"mountPath": "/runs", "name": "runs"}]
+        volume = {"name": "runs", "persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}}
+        assert pod["volumes"] == [volume]
+    assert len({pod["containers"][0]["image"] for pod in pods}) == 1
