@@ -5,6 +5,7 @@ import os
 import socket
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -106,6 +107,8 @@ class WorkerGroup:
         connect(num_workers)
         self.num_workers = num_workers
         gpus = float(ray.cluster_resources().get("GPU", 0.0))
+        if 0 < gpus < num_workers:
+            log.warning("the cluster has %g GPUs for %d workers: all of them run on CPUs", gpus, num_workers)
         bundle = {"CPU": 1.0, **({"GPU": 1.0} if gpus >= num_workers else {})}
         self._placement = _place(num_workers, bundle)
         threads = max(1, (os.cpu_count() or 1) // num_workers)
@@ -210,13 +213,33 @@ class WorkerGroup:
         remove_placement_group(self._placement)
 
 
+def require_places(num_workers: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> None:
+    """A worker lies whole on one node; `nodes` are the resources of each, whether they are free now or not.
+
+    Errors: ValueError, with what is asked and what there is, where the workers could never be placed.
+    """
+    room = [min(int(node.get(kind, 0.0) // amount) for kind, amount in bundle.items()) for node in nodes]
+    if sum(room) < num_workers:
+        kinds = Counter(_words({kind: node.get(kind, 0.0) for kind in bundle}) for node in nodes)
+        has = ", ".join(f"{number} x ({words})" for words, number in kinds.items())
+        raise ValueError(
+            f"workers is {num_workers}, each with {_words(bundle)} of one node; the cluster's nodes are {has} and hold"
+            f" {sum(room)}"
+        )
+
+
+def _words(bundle: Mapping[str, float]) -> str:
+    return " and ".join(f"{amount:g} {kind}" for kind, amount in bundle.items())
+
+
 def _place(num_workers: int, bundle: Mapping[str, float]) -> PlacementGroup:
-    """Errors: ValueError, with what the cluster has, where the group cannot be placed in time."""
+    """Errors: ValueError, with what the cluster has: at once where it is too small, or where it stays taken."""
+    require_places(num_workers, bundle, [node["Resources"] for node in ray.nodes() if node["Alive"]])
     group = placement_group([dict(bundle)] * num_workers, strategy="PACK")
     if not group.wait(PLACEMENT_SECONDS):
         remove_placement_group(group)
         raise ValueError(
-            f"{num_workers} workers with {dict(bundle)} each found no place in {PLACEMENT_SECONDS:.0f} s; the cluster"
+            f"{num_workers} workers with {_words(bundle)} each found no place in {PLACEMENT_SECONDS:.0f} s; the cluster"
             f" has {ray.cluster_resources()}, free are {ray.available_resources()}"
         )
     return group
