@@ -5,6 +5,7 @@ import os
 import socket
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -121,16 +122,21 @@ class _Worker:
 
 
 class WorkerGroup:
-    """`num_workers` ranks in one placement group.
+    """`num_workers` ranks in one placement group. A cluster that is too small is refused at once, or, with
+    `waits_for_nodes`, after a while in which a lost node may come back.
 
     Errors: WorkerError from any call that fails on a rank; ValueErrors, which are the user's to mend, come as they are.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, *, waits_for_nodes: bool = False) -> None:
         connect(num_workers)
         self.num_workers = num_workers
         gpus = float(ray.cluster_resources().get("GPU", 0.0))
+        if 0 < gpus < num_workers:
+            log.warning("the cluster has %g GPUs for %d workers: all of them run on CPUs", gpus, num_workers)
         bundle = {"CPU": 1.0, **({"GPU": 1.0} if gpus >= num_workers else {})}
+        if not waits_for_nodes:
+            require_places(num_workers, bundle, [node["Resources"] for node in ray.nodes() if node["Alive"]])
         self._placement = _place(num_workers, bundle)
         threads = max(1, (os.cpu_count() or 1) // num_workers)
         remote = ray.remote(_Worker).options(
@@ -280,13 +286,32 @@ def _advice(error: Exception) -> str:
     return "memory ran out: a smaller micro_batch_size, a higher engine.zero_stage or more workers take less on a rank"
 
 
+def require_places(num_workers: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> None:
+    """A worker lies whole on one node; `nodes` are the resources of each, whether they are free now or not.
+
+    Errors: NoPlaceError, with what is asked and what there is, where the workers could never be placed.
+    """
+    room = [min(int(node.get(kind, 0.0) // amount) for kind, amount in bundle.items()) for node in nodes]
+    if sum(room) < num_workers:
+        kinds = Counter(_words({kind: node.get(kind, 0.0) for kind in bundle}) for node in nodes)
+        has = ", ".join(f"{number} x ({words})" for words, number in kinds.items())
+        raise NoPlaceError(
+            f"workers is {num_workers}, each with {_words(bundle)} of one node; the cluster's nodes are {has} and hold"
+            f" {sum(room)}"
+        )
+
+
+def _words(bundle: Mapping[str, float]) -> str:
+    return " and ".join(f"{amount:g} {kind}" for kind, amount in bundle.items())
+
+
 def _place(num_workers: int, bundle: Mapping[str, float]) -> PlacementGroup:
     """Errors: NoPlaceError, with what the cluster has, where the group cannot be placed in time."""
     group = placement_group([dict(bundle)] * num_workers, strategy="PACK")
     if not group.wait(PLACEMENT_SECONDS):
         remove_placement_group(group)
         raise NoPlaceError(
-            f"{num_workers} workers with {dict(bundle)} each found no place in {PLACEMENT_SECONDS:.0f} s; the cluster"
+            f"{num_workers} workers with {_words(bundle)} each found no place in {PLACEMENT_SECONDS:.0f} s; the cluster"
             f" has {ray.cluster_resources()}, free are {ray.available_resources()}"
         )
     return group

@@ -50,6 +50,27 @@ app.add_typer(jobs_app, name="jobs")
 
 
 @app.command()
+def plan(
+    job: JobFile = None,
+    override: Annotated[list[str] | None, typer.Option("--set", help="workers=16, say; may repeat.")] = None,
+    gpu: Annotated[str, typer.Option(help="b200, h200, h100, a100 or l40s; cpu is this machine's.")] = "cpu",
+    nodes: Annotated[int, typer.Option(help="Nodes of the cluster; 0: as many as it takes.", min=0)] = 0,
+    gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
+    price: Annotated[float, typer.Option(help="Dollars an hour of one GPU; -1: a round figure.", min=-1)] = -1,
+    share: Annotated[float, typer.Option(help="Share of the peak rate that is reached.", min=0.01, max=1)] = 0.4,
+    rows: Annotated[int, typer.Option(help="Rows of a source that cannot be counted here.", min=1)] = 100_000,
+) -> None:
+    """A job in numbers before it runs: batches, memory of a rank, time and cost, places. Nothing is started.
+
+    Exit code 1: it does not fit.
+    """
+    from heed.plan_tables import show_plan
+
+    if not show_plan(out, job, override or [], gpu, nodes, gpus_per_node, price, share, rows):
+        raise typer.Exit(1)
+
+
+@app.command()
 def report(folder: Annotated[Path, typer.Argument(help="A run folder, such as runs/demo.")]) -> None:
     """Write report.html and report.json of a run folder anew."""
     from heed.report import write_report

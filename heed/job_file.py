@@ -17,9 +17,11 @@ from lm.weights import PRETRAINED, PURPOSES, purpose_of, read_config
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 
-def load_job(path: Path | None, overrides: Sequence[str] = ()) -> JobConfig:
+def load_job(path: Path | None, overrides: Sequence[str] = (), *, opens_models: bool = True) -> JobConfig:
     """A job file (None: the built-in demo) with `--set` overrides such as "ppo.kl_coef=0.05".
 
+    Where the first stage starts from a model, its shape is read from there; without `opens_models` a `[model]` that is
+    written out is taken at its word, so that nothing is fetched.
     Errors: ValueError naming file, field, value and what was expected.
     """
     source = files("configs").joinpath("jobs/demo.toml") if path is None else path
@@ -27,7 +29,8 @@ def load_job(path: Path | None, overrides: Sequence[str] = ()) -> JobConfig:
     values = read_toml(source, name)
     for override in overrides:
         _apply_override(values, override)
-    _take_shape(name, values)
+    if opens_models or "model" not in values:
+        _take_shape(name, values)
     return validated(JobConfig, values, name)
 
 

@@ -34,19 +34,19 @@ class Workers:
     def beside(self, name: str, size: int) -> WorkerGroup:
         """Another group, for roles that have workers of their own."""
         if name not in self._beside or not self._beside[name].is_open:
-            self._beside[name] = self._started(size)
+            self._beside[name] = self._started(size, after_loss=name in self._beside)
         return self._beside[name]
 
     def _rebuilt(self) -> WorkerGroup:
         for size in self.sizes[:-1]:
             try:
-                return self._started(size)
+                return self._started(size, after_loss=True)
             except NoPlaceError as error:
                 console.print(f"{error}; trying fewer")
-        return self._started(self.sizes[-1])
+        return self._started(self.sizes[-1], after_loss=True)
 
-    def _started(self, size: int) -> WorkerGroup:
-        group = WorkerGroup(size)
+    def _started(self, size: int, *, after_loss: bool = False) -> WorkerGroup:
+        group = WorkerGroup(size, waits_for_nodes=after_loss)
         require_shared(group, self.folder)
         return group
 

@@ -11,7 +11,15 @@ import ray
 from ray import cloudpickle
 
 from cluster import group as group_module
-from cluster.group import WORKER_ENVIRONMENT, WorkerError, WorkerGroup, WorkerLostError, connect, disconnect
+from cluster.group import (
+    WORKER_ENVIRONMENT,
+    WorkerError,
+    WorkerGroup,
+    WorkerLostError,
+    connect,
+    disconnect,
+    require_places,
+)
 
 # Workers cannot import this module, so what they run of it travels by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -199,13 +207,39 @@ def test_memory_that_ran_out_comes_with_advice(pair: WorkerGroup) -> None:
         pair.run("sft", hold)
 
 
-def test_a_group_without_place_is_refused(opened: list[WorkerGroup], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_could_never_be_placed_is_refused_at_once(opened: list[WorkerGroup]) -> None:
+    for group in opened:
+        group.close()
+    cores = os.cpu_count() or 1
+    started = time.monotonic()
+    with pytest.raises(
+        ValueError,
+        match=rf"^workers is {cores + 1}, each with 1 CPU of one node; the cluster's nodes are .*hold {cores}$",
+    ):
+        WorkerGroup(cores + 1)
+    assert time.monotonic() - started < 5
+
+
+def test_a_group_whose_place_stays_taken_is_refused(opened: list[WorkerGroup], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "PLACEMENT_SECONDS", 1.0)
     for group in opened:
         group.close()
     cores = os.cpu_count() or 1
-    with pytest.raises(ValueError, match=rf"^{cores + 1} workers .* found no place in 1 s; the cluster has"):
-        WorkerGroup(cores + 1)
+    with (
+        WorkerGroup(1),
+        pytest.raises(ValueError, match=rf"^{cores} workers with 1 CPU each found no place in 1 s; the cluster has"),
+    ):
+        WorkerGroup(cores)
     # What was reserved for it is free again.
     with WorkerGroup(cores) as group:
         assert len(group.run("pids", os.getpid)) == cores
+
+
+def test_a_worker_lies_whole_on_one_node() -> None:
+    bundle = {"CPU": 1.0, "GPU": 1.0}
+    nodes = [{"CPU": 4.0, "GPU": 8.0}, {"CPU": 64.0}]
+    require_places(4, bundle, nodes)
+    with pytest.raises(
+        ValueError, match=r"each with 1 CPU and 1 GPU .* 2 nodes \(4 CPU, 8 GPU; 64 CPU, 0 GPU\), .*hold 4"
+    ):
+        require_places(5, bundle, nodes)

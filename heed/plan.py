@@ -1,0 +1,348 @@
+"""`heed plan`: a job in numbers before it runs, stage by stage: batches, memory of a rank, time, cost, places.
+
+Nothing of a model is allocated. Batches are exact; what depends on data that is not here yet is an upper bound or an
+assumption, and each of those is said. Memory is the count of heed/plan_memory.py. Time is floating-point operations
+over a share of the hardware's peak, and for sampling the weights and the cache read once a token.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from heed.collect import CollectConfig
+from heed.job import JobConfig
+from heed.plan_hardware import Hardware
+from heed.plan_memory import (
+    GENERATION_ROWS,
+    Counts,
+    Layout,
+    Memory,
+    count,
+    forward_pass,
+    ppo_memory,
+    sampling_phase,
+    training_memory,
+)
+from heed.stages import PROMPTS_AT_ONCE
+from lm.config import ModelConfig
+from lm.inspection import cache_bytes_per_token, flops_per_source_token, flops_per_token
+from ppo.config import PPOConfig
+from pretrain.stage import PretrainConfig
+from reward.stage import RewardConfig
+from sft.stage import SFTConfig
+from training.config import OptimizerConfig, TrainingConfig
+from training.data import DataConfig, read_rows
+
+FIRST_ROWS = 100  # of a rankings file, to see how many responses its tasks have
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The hardware, the share of its peak that is reached, and the rows of a source that cannot be counted here."""
+
+    hardware: Hardware
+    share_of_peak: float
+    assumed_rows: int
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage. `batch` holds its numbers under their names; a step is an optimizer's step, or an iteration of PPO, or
+    all of a stage that only samples.
+    """
+
+    name: str
+    unit: str
+    batch: dict[str, int]
+    memory: Memory
+    num_steps: int
+    seconds_per_step: float
+    assumptions: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.num_steps * self.seconds_per_step
+
+
+@dataclass(frozen=True)
+class Plan:
+    job: JobConfig
+    setting: Setting
+    layout: Layout
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def dollars(self) -> float:
+        hours = sum(stage.seconds for stage in self.stages) / 3600
+        return hours * self.layout.ranks * self.setting.hardware.dollars_per_hour
+
+    @property
+    def fits_memory(self) -> bool:
+        return all(stage.memory.peak <= self.setting.hardware.memory_bytes for stage in self.stages)
+
+
+def make_plan(job: JobConfig, setting: Setting) -> Plan:
+    """Errors: ValueError for a job without a shape, and for files of its data that are malformed."""
+    if job.model is None:
+        raise ValueError("model: missing; the plan needs the shape of the policy")
+    precision = job.engine.precision
+    if precision == "auto":
+        precision = "bf16" if setting.hardware.is_gpu else job.engine.resolved_precision()
+    layout = Layout(job.workers, job.engine.zero_stage, precision == "bf16", setting.hardware.is_gpu)
+    planner = _Planner(job, job.model, setting, layout)
+    return Plan(job, setting, layout, tuple(getattr(planner, stage)() for stage in job.stages))
+
+
+def places(num_nodes: int, gpus_per_node: int, num_workers: int) -> int:
+    """Nodes that are needed where each worker takes one GPU of a node. Errors: ValueError where there are not so many;
+    `num_nodes` 0 means as many as it takes.
+    """
+    needed = math.ceil(num_workers / gpus_per_node)
+    if num_nodes and needed > num_nodes:
+        raise ValueError(
+            f"workers is {num_workers}, each with one GPU; {num_nodes} nodes of {gpus_per_node} have"
+            f" {num_nodes * gpus_per_node}; {needed} nodes are needed"
+        )
+    return needed
+
+
+class _Planner:
+    """The stages of one job; each method is named as its stage."""
+
+    def __init__(self, job: JobConfig, model: ModelConfig, setting: Setting, layout: Layout) -> None:
+        self.job, self.model, self.setting, self.layout = job, model, setting, layout
+        self.assumptions: list[str] = []
+
+    # --- stages that train one model --------------------------------------------------------------------------------
+
+    def pretrain(self) -> StagePlan:
+        config = self.job.pretrain
+        assert isinstance(config, PretrainConfig)
+        # A decoder predicts the row's tokens but the first; to the others the start token is one of the row's.
+        tokens = config.row_tokens - (self.model.kind == "decoder")
+        logits = config.batch.micro_batch_size * tokens * self.model.vocab_size
+        return self._training("pretrain", "rows", config, config.num_steps, tokens, logits)
+
+    def sft(self) -> StagePlan:
+        config = self.job.sft
+        assert isinstance(config, SFTConfig)
+        rows = sum(self._num_rows(data) for data in config.demonstrations)
+        tokens = config.row_tokens - (self.model.kind == "decoder")
+        if self.model.kind == "decoder":
+            self._assume("at most: packing puts several conversations in a row, and not every token counts")
+        steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
+        logits = config.batch.micro_batch_size * tokens * self.model.vocab_size
+        return self._training("sft", "rows", config, steps, tokens, logits)
+
+    def reward(self) -> StagePlan:
+        config = self.job.reward
+        assert isinstance(config, RewardConfig)
+        if config.init_from:
+            self._assume(f"{config.init_from} is taken to have the policy's shape")
+        tasks = self._num_rows(config.rankings)
+        responses = self._responses_per_task(config.rankings)
+        steps = max(1, round(config.num_epochs * tasks * (1 - config.heldout_share) / config.batch.batch_size))
+        self._assume("one ranking a task; rankings of one task are one comparison")
+        tokens = self._conversation_tokens()
+        return self._training(
+            "reward", "comparisons", config, steps, tokens, 0, rows_per_unit=responses, is_scalar=True
+        )
+
+    def _training(
+        self,
+        name: str,
+        unit: str,
+        config: TrainingConfig,
+        num_steps: int,
+        row_tokens: int,
+        num_logits: int,
+        *,
+        rows_per_unit: int = 1,
+        is_scalar: bool = False,
+    ) -> StagePlan:
+        batch, layout = config.batch, self.layout
+        micro_batches = batch.num_micro_batches(layout.ranks)
+        counts = count(self.model, config.optimizer, is_scalar=is_scalar)
+        rows = batch.micro_batch_size * rows_per_unit
+        of = forward_pass(layout, rows, row_tokens, dropout=config.dropout)
+        memory = training_memory(self.model, counts, layout, of, num_logits, micro_batches)
+        tokens = batch.batch_size * rows_per_unit * row_tokens
+        flops = tokens * self._forward_flops(row_tokens, 0.0 if is_scalar else 1.0) * self._passes(counts)
+        numbers = {
+            "batch_size": batch.batch_size,
+            "micro_batch_size": batch.micro_batch_size,
+            "ranks": layout.ranks,
+            "micro-batches a rank and step": micro_batches,
+            "steps": num_steps,
+            "tokens a step": tokens,
+        }
+        if rows_per_unit > 1:
+            numbers["responses a comparison"] = rows_per_unit
+        return self._stage(name, unit, numbers, memory, num_steps, self._compute_seconds(flops))
+
+    # --- stages that sample -----------------------------------------------------------------------------------------
+
+    def collect(self) -> StagePlan:
+        config = self.job.collect
+        assert isinstance(config, CollectConfig)
+        prompts = self._num_rows(config.prompts)
+        numbers = {"prompts": prompts, "responses a prompt": config.responses_per_prompt, "ranks": self.layout.ranks}
+        samples = prompts * config.responses_per_prompt
+        return self._sampling("collect", numbers, samples, config.responses_per_prompt, config.max_response_tokens)
+
+    def compare(self) -> StagePlan:
+        config = self.job.compare
+        assert config is not None
+        prompts = self._num_rows(config.prompts)
+        pool = max(config.best_of, config.num_samples)
+        per_prompt = pool + config.num_samples * (1 + (self.job.pretrain is not None))
+        numbers = {"prompts": prompts, "responses a prompt": per_prompt, "ranks": self.layout.ranks}
+        return self._sampling("compare", numbers, prompts * per_prompt, pool, config.max_response_tokens)
+
+    def _sampling(
+        self, name: str, numbers: dict[str, int], samples: int, per_prompt: int, response_tokens: int
+    ) -> StagePlan:
+        row_tokens = self._conversation_tokens(response_tokens)
+        total = count(self.model, _ANY_OPTIMIZER).total
+        rows = min(GENERATION_ROWS, PROMPTS_AT_ONCE * per_prompt)
+        c = self.layout.compute_bytes
+        # The reference that samples are measured against; reward models of these stages stay in fp32.
+        beside = {"reference": c * total, "reward model": 4 * total} if name == "compare" else {}
+        phases = {"generate": sampling_phase(self.model, self.layout, rows, row_tokens)}
+        if beside:
+            logits = GENERATION_ROWS * response_tokens * self.model.vocab_size
+            phases["measure"] = {**beside, "logits": (c + 8) * logits}
+        memory = Memory({"weights": c * total}, phases)
+        per_rank = math.ceil(samples / self.layout.ranks)
+        seconds = self._sampling_seconds(total, per_rank, row_tokens, response_tokens)
+        return self._stage(name, "responses", numbers, memory, 1, seconds)
+
+    # --- PPO --------------------------------------------------------------------------------------------------------
+
+    def ppo(self) -> StagePlan:
+        config = self.job.ppo
+        assert isinstance(config, PPOConfig)
+        layout, batch = self.layout, config.minibatch
+        if config.reward_from:
+            self._assume(f"{config.reward_from} is taken to have the policy's shape")
+        row_tokens = self._conversation_tokens(config.max_response_tokens)
+        self._assume("every response is as long as it may be")
+        policy = count(self.model, config.policy_optimizer)
+        value = count(self.model, config.value_optimizer, is_scalar=True)
+        rollout_rows = config.rollout_prompts // layout.ranks
+        micro_batches = batch.num_micro_batches(layout.ranks)
+        # Pretraining rows ride along with each micro-batch of responses.
+        ptx, ptx_tokens = math.ceil(config.ptx_rows / layout.ranks / micro_batches), self._ptx_tokens(config)
+        of = forward_pass(layout, batch.micro_batch_size + ptx, max(row_tokens, ptx_tokens))
+        counted = batch.micro_batch_size * config.max_response_tokens + ptx * ptx_tokens
+        logits = counted * self.model.vocab_size
+        memory = ppo_memory(self.model, policy, value, layout, of, logits, rollout_rows, micro_batches)
+        numbers = {
+            "rollout_prompts": config.rollout_prompts,
+            "batch_size": batch.batch_size,
+            "micro_batch_size": batch.micro_batch_size,
+            "ranks": layout.ranks,
+            "micro-batches a rank and update": micro_batches,
+            "updates an iteration": config.updates_per_iteration,
+            "iterations": config.num_iterations,
+            "updates": config.num_iterations * config.updates_per_iteration,
+            "responses": config.num_iterations * config.rollout_prompts,
+            "tokens an iteration": config.rollout_prompts * row_tokens,
+        }
+        seconds = self._compute_seconds(self._ppo_flops(config, policy, value, row_tokens))
+        seconds += self._sampling_seconds(policy.total, rollout_rows, row_tokens, config.max_response_tokens)
+        return self._stage("ppo", "responses", numbers, memory, config.num_iterations, seconds)
+
+    def _ptx_tokens(self, config: PPOConfig) -> int:
+        return self.job.pretrain.row_tokens if config.ptx_rows and self.job.pretrain else 0
+
+    def _ppo_flops(self, config: PPOConfig, policy: Counts, value: Counts, row_tokens: int) -> float:
+        """An iteration without sampling: one pass each of policy, reference, value function and reward model, then the
+        epochs' updates of policy and value function, and the pretraining rows. Heads read the responses alone.
+        """
+        tokens = config.rollout_prompts * row_tokens
+        share = config.max_response_tokens / row_tokens
+        body, with_head = self._forward_flops(row_tokens, 0.0), self._forward_flops(row_tokens, share)
+        looking = 2 * with_head + 2 * body
+        learning = config.num_epochs * (self._passes(policy) * with_head + self._passes(value) * body)
+        ptx_tokens = self._ptx_tokens(config)
+        ptx = config.ptx_rows * config.updates_per_iteration * ptx_tokens
+        return tokens * (looking + learning) + ptx * self._passes(policy) * self._forward_flops(ptx_tokens or 1, 1.0)
+
+    # --- time -------------------------------------------------------------------------------------------------------
+
+    def _forward_flops(self, row_tokens: int, head_share: float) -> float:
+        """Floating-point operations of a forward pass, a token on average; the head for that share of the tokens."""
+        # A causal token has half the row behind it on average; on a CPU the whole table is computed, as encoders do.
+        is_half = self.model.kind == "decoder" and self.layout.is_gpu
+        context = (row_tokens + 1) // 2 if is_half else row_tokens
+        flops = float(flops_per_token(self.model, context))
+        if self.model.kind == "encoder-decoder":
+            flops += flops_per_source_token(self.model, context)
+        has_head = self.model.kind != "encoder"
+        return flops - (1 - head_share) * has_head * 2 * self.model.vocab_size * self.model.width
+
+    def _passes(self, counts: Counts) -> float:
+        """A training step in forward passes: the backward is two, less what leads to frozen blocks."""
+        return 1 + 2 * counts.trained_layers / (self.model.num_layers + self.model.num_encoder_layers)
+
+    def _compute_seconds(self, flops: float) -> float:
+        """Shared out among all ranks."""
+        return flops / (self.layout.ranks * self.setting.hardware.flops * self.setting.share_of_peak)
+
+    def _sampling_seconds(self, parameters: int, rows: int, row_tokens: int, response_tokens: int) -> float:
+        """One rank's: each token of each turn of rows reads all weights and the cache; prompts are computed at once."""
+        hardware, c = self.setting.hardware, self.layout.compute_bytes
+        turns = math.ceil(rows / GENERATION_ROWS)
+        cache = cache_bytes_per_token(self.model, c) * min(rows, GENERATION_ROWS) * row_tokens
+        read = turns * response_tokens * (c * parameters + cache) / hardware.bytes_per_second
+        computed = rows * row_tokens * self._forward_flops(row_tokens, 1.0) / hardware.flops
+        return (read + computed) / self.setting.share_of_peak
+
+    # --- what is not known ------------------------------------------------------------------------------------------
+
+    def _stage(
+        self, name: str, unit: str, numbers: dict[str, int], memory: Memory, num_steps: int, seconds: float
+    ) -> StagePlan:
+        said, self.assumptions = tuple(dict.fromkeys(self.assumptions)), []
+        return StagePlan(name, unit, numbers, memory, num_steps, seconds, said)
+
+    def _assume(self, what: str) -> None:
+        self.assumptions.append(what)
+
+    def _num_rows(self, data: DataConfig) -> int:
+        """Rows of a source: counted where the file is here, as the world's section says, or assumed."""
+        kind, _, name = data.source.partition(":")
+        limit = data.max_rows or math.inf
+        if data.source == "collect:rankings":
+            assert self.job.collect is not None
+            return int(min(limit, self._num_rows(self.job.collect.prompts)))
+        if kind == "world":
+            for field in (f"num_{name}", f"max_{name}"):
+                if hasattr(self.job.world, field):
+                    return int(min(limit, getattr(self.job.world, field)))
+        elif Path(data.source).is_file():
+            return sum(1 for _ in read_rows(data))
+        if data.max_rows:
+            return data.max_rows
+        self._assume(f"{data.source} is taken to have {self.setting.assumed_rows:,} rows (--rows)")
+        return self.setting.assumed_rows
+
+    def _responses_per_task(self, rankings: DataConfig) -> int:
+        if rankings.source == "collect:rankings" and self.job.collect is not None:
+            return self.job.collect.responses_per_prompt
+        if Path(rankings.source).is_file():
+            first = rankings.model_copy(update={"max_rows": FIRST_ROWS})
+            return max(len(row["responses"]) for _, row in read_rows(first))
+        self._assume("two responses a task")
+        return 2
+
+    def _conversation_tokens(self, response_tokens: int = 0) -> int:
+        """What a prompt and its response take at most: the context, or a row of SFT where that is shorter."""
+        if self.job.sft is None:
+            return self.model.context_tokens
+        self._assume("a prompt and its response fit a row of sft.row_tokens")
+        return max(min(self.model.context_tokens, self.job.sft.row_tokens), response_tokens + 1)
+
+
+_ANY_OPTIMIZER = OptimizerConfig(learning_rate=1.0, schedule="constant")

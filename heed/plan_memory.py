@@ -1,0 +1,229 @@
+"""What a rank holds, part by part: pure functions of a shape, an optimizer, and how the work is laid out.
+
+P parameters of which p are trained, N ranks, c bytes of a number in a product, w of a weight (4, but 2 under ZeRO in
+bf16: without ZeRO autocast keeps fp32 weights). The split by ZeRO stage is Rajbhandari et al. (arXiv 1910.02054,
+section 3); what this code and DeepSpeed hold beside it was measured (docs/plan.md).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from lm.activations import LOGIT_BYTES, Pass, block_bytes, ends_bytes
+from lm.config import ModelConfig
+from lm.inspection import cache_bytes_per_token
+from lm.model import ScalarModel, freeze_all_but_last
+from lm.source import skeleton
+from lm.weights import PRETRAINED
+from training.config import OptimizerConfig
+
+# DeepSpeed's defaults, in numbers (deepspeed/runtime/zero/config.py); training/engine.py leaves them as they are.
+REDUCE_BUCKET = 500_000_000
+PREFETCH_BUCKET = 50_000_000
+MAX_LIVE = 1_000_000_000
+GENERATION_ROWS = 128  # lm.generation.generate's max_rows
+# Finished rows leave the cache by a copy of those that stay, at most LEAVE_BELOW of them.
+CACHE_COPIES = 1.8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the work is split and computed."""
+
+    ranks: int
+    zero_stage: int
+    is_bf16: bool
+    is_gpu: bool
+
+    @property
+    def compute_bytes(self) -> int:
+        return 2 if self.is_bf16 else 4
+
+    @property
+    def weight_bytes(self) -> int:
+        return 2 if self.is_bf16 and self.zero_stage else 4
+
+    @property
+    def is_autocast(self) -> bool:
+        return self.is_bf16 and not self.zero_stage
+
+    def bucket(self, size: int, numbers: int) -> int:
+        """Numbers of a buffer of `size` that `numbers` pass through: on a CPU pages never written take no memory."""
+        return size if self.is_gpu else min(size, numbers)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Parameters of a model under an optimizer: all, those in linear maps, trained, and trained by Muon; blocks that
+    are trained.
+    """
+
+    total: int
+    linear: int
+    trained: int
+    by_muon: int
+    trained_layers: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a rank: what is `held` throughout, and what each phase adds; phases do not overlap."""
+
+    held: Mapping[str, int]
+    phases: Mapping[str, Mapping[str, int]]
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
+
+    @property
+    def peak(self) -> int:
+        return sum(self.held.values()) + sum(self.phases[self.peak_phase].values())
+
+
+def count(config: ModelConfig, optimizer: OptimizerConfig, *, is_scalar: bool = False) -> Counts:
+    """Counted on the meta device, frozen as the engine freezes. `is_scalar`: a score in place of the head.
+
+    Errors: ValueError for more trained layers than there are.
+    """
+    kind = ScalarModel if is_scalar and config.kind == "decoder" else PRETRAINED[config.kind]
+    model: nn.Module = skeleton(lambda: kind(config))
+    num_layers = config.num_layers + config.num_encoder_layers
+    if optimizer.trained_layers is not None:
+        freeze_all_but_last(model, optimizer.trained_layers)
+        num_layers = optimizer.trained_layers
+    named = dict(model.named_parameters())
+    trained = {name: p for name, p in named.items() if p.requires_grad}
+    muon = [p for name, p in trained.items() if ".blocks." in name and p.dim() == 2]
+    linear = {m.weight: m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)}
+    return Counts(
+        total=sum(p.numel() for p in named.values()),
+        linear=sum(linear.values()),
+        trained=sum(p.numel() for p in trained.values()),
+        by_muon=sum(p.numel() for p in muon) if optimizer.kind == "muon" else 0,
+        trained_layers=num_layers,
+    )
+
+
+def forward_pass(layout: Layout, rows: int, row_tokens: int, *, dropout: float = 0.0) -> Pass:
+    """The pass of one micro-batch; without ZeRO autocast leaves the residual stream in fp32."""
+    return Pass(rows, row_tokens, layout.compute_bytes, layout.weight_bytes, layout.is_gpu, dropout > 0)
+
+
+def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layout) -> int:
+    """What one micro-batch keeps for its backward; frozen blocks in front keep nothing. Autocast keeps bf16 copies of
+    all weights that multiply.
+    """
+    in_decoder = min(counts.trained_layers, config.num_layers)
+    reads_memory = config.kind == "encoder-decoder"
+    kept = in_decoder * block_bytes(config, of, reads_memory=reads_memory) + ends_bytes(config, of)
+    if counts.trained_layers > in_decoder:
+        kept += (counts.trained_layers - in_decoder) * block_bytes(config, of) + ends_bytes(config, of)
+    return kept + (2 * counts.linear if layout.is_autocast else 0)
+
+
+def states(counts: Counts, layout: Layout) -> dict[str, int]:
+    """What a model under training holds between steps: weights, fp32 masters, AdamW's two moments (Muon's one), and the
+    buffers that gradients are summed in.
+
+    Accelerate wraps every model without ZeRO in DDP, whose buckets are as large as the gradients.
+    """
+    p, N, w = counts.trained, layout.ranks, layout.weight_bytes
+    if layout.zero_stage == 0:
+        moments = 8 * (p - counts.by_muon) + 4 * counts.by_muon
+        return {"weights": 4 * counts.total, "moments": moments, "DDP buckets": 4 * p}
+    held = {"weights": w * counts.total, "fp32 masters": 4 * p // N, "moments": 8 * p // N}
+    if layout.zero_stage == 3:
+        held |= {"weights": w * counts.total // N, "gradients": w * p // N}
+        held["reduce bucket"] = w * layout.bucket(REDUCE_BUCKET, p)
+    return held
+
+
+def training_phases(
+    config: ModelConfig, counts: Counts, layout: Layout, of: Pass, num_logits: int, num_micro_batches: int
+) -> dict[str, dict[str, int]]:
+    """What a training step adds to `states`, by phase. `num_logits`: counted positions times vocabulary, or scores.
+
+    At the turn from forward to backward all activations are there and the logits' gradient; in the backward a layer's
+    gradients are as large as what it kept. Gradients of earlier micro-batches lie beside both.
+    """
+    p, N, w, stage = counts.trained, layout.ranks, layout.weight_bytes, layout.zero_stage
+    share = {0: p, 1: p, 2: p // N, 3: 0}[stage]  # of the gradients; ZeRO-3's are among the states
+    turn = {
+        "activations": activation_bytes(config, of, counts, layout),
+        "logits and gradients of one layer": max(LOGIT_BYTES * num_logits, block_bytes(config, of)),
+    }
+    gathered = (MAX_LIVE, PREFETCH_BUCKET) if stage == 3 else ()
+    live = {"gathered weights": w * sum(min(size, counts.total) for size in gathered)} if gathered else {}
+    before = {"gradients": w * share} if num_micro_batches > 1 and share else {}
+    phases = {"backward": {**turn, **live, **before}}
+    bucket = layout.bucket(REDUCE_BUCKET, p)
+    if stage == 0:
+        phases["step"] = {"gradients": 4 * p}
+    elif stage == 1:
+        phases["reduce"] = {"gradients": w * p, "reduce bucket": w * bucket}
+        phases["step"] = {"gradients": w * p, "fp32 gradients": 4 * p // N}
+    elif stage == 2:
+        # The bucket is reduced by way of a copy; what this rank owns of it is kept.
+        rest = w * max(0, p - bucket) // N
+        phases["reduce"] = {**before, "reduce bucket": 2 * w * bucket, "gradients of this rank": rest}
+        phases["step"] = {"gradients": w * p // N, "fp32 gradients": 4 * p // N}
+    else:
+        phases["step"] = {"fp32 gradients": 4 * min(p // N, MAX_LIVE)}
+    if stage:
+        phases["export"] = {"whole fp32 weights": 4 * counts.total}
+    return phases
+
+
+def training_memory(
+    config: ModelConfig, counts: Counts, layout: Layout, of: Pass, num_logits: int, num_micro_batches: int
+) -> Memory:
+    """A stage that trains one model."""
+    phases = training_phases(config, counts, layout, of, num_logits, num_micro_batches)
+    return Memory(states(counts, layout), phases)
+
+
+def sampling_phase(config: ModelConfig, layout: Layout, rows: int, row_tokens: int) -> dict[str, int]:
+    """Generation of so many rows at once: the cache with the copy made when rows leave, fp32 logits and what is drawn
+    from them.
+    """
+    cache = cache_bytes_per_token(config, layout.compute_bytes) * rows * row_tokens
+    return {"key-value cache": int(CACHE_COPIES * cache), "logits": 12 * rows * config.vocab_size}
+
+
+def ppo_memory(
+    config: ModelConfig,
+    policy: Counts,
+    value: Counts,
+    layout: Layout,
+    of: Pass,
+    num_logits: int,
+    rollout_rows: int,
+    num_micro_batches: int,
+) -> Memory:
+    """A colocated worker: policy and value function under training; reference, reward model, the generator's copy and
+    the moving average whole on every rank. Gathered weights go to every rank's device when they are synchronised.
+
+    `of` is one micro-batch of prompts with their responses; `rollout_rows` are a rank's responses of an iteration. The
+    reward model is taken to be as large as the value function.
+    """
+    c, P = layout.compute_bytes, policy.total
+    frozen = 4 if layout.is_autocast else c
+    tied = config.vocab_size * config.width if config.tie_embeddings else 0  # the average holds it by both names
+    held = {f"policy: {name}": size for name, size in states(policy, layout).items()}
+    held |= {f"value: {name}": size for name, size in states(value, layout).items()}
+    held |= {
+        "reference": frozen * P,
+        "reward model": frozen * value.total,
+        "generator": c * P,
+        "moving average": 4 * (P + tied),
+    }
+    phases = {"generate": sampling_phase(config, layout, min(GENERATION_ROWS, rollout_rows), of.row_tokens)}
+    for name, counts, numbers in (("policy", policy, num_logits), ("value", value, 0)):
+        found = training_phases(config, counts, layout, of, numbers, num_micro_batches)
+        found.pop("export", None)
+        phases |= {f"{name} {phase}": parts for phase, parts in found.items()}
+    whole = 4 * P if layout.zero_stage else 0
+    phases["sync"] = {"whole fp32 weights": whole, "their copy for the checksum": 2 * P if layout.is_bf16 else 0}
+    return Memory(held, phases)

@@ -1,0 +1,102 @@
+"""What autograd keeps of a forward pass until its backward: a count of the tensors that `lm.block` saves.
+
+Korthikanti et al. (arXiv 2205.05198, eq. 1) count 34 s·b·h + 5 a·s²·b bytes a layer for a GPT with dropout in fp16.
+This is the same count for this code: its norms keep fp32 or their input, SwiGLU keeps four widths, dropout is optional,
+and where attention is fused (a GPU) no table of its weights is kept. `tests/lm/test_activations.py` compares every term
+with what PyTorch saves.
+
+In the formulas c is the bytes of a number in a matrix product, s of one in the residual stream; D width, N heads, G
+key-value heads, H head dim, M MLP width, T tokens of a row.
+"""
+
+from dataclasses import dataclass
+
+from lm.config import ModelConfig
+
+# Of a logit at a counted position: log-softmax keeps 4 bytes, and its backward holds two more fp32 tables beside it.
+LOGIT_BYTES = 12
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass of `rows` rows of `row_tokens` tokens under gradients.
+
+    `compute_bytes` is 2 in bf16 and 4 in fp32; `stream_bytes` that of the residual stream, which autocast leaves in
+    fp32. `is_fused`: attention runs in one kernel, as on a GPU.
+    """
+
+    rows: int
+    row_tokens: int
+    compute_bytes: int
+    stream_bytes: int
+    is_fused: bool
+    has_dropout: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.row_tokens
+
+
+def block_bytes(config: ModelConfig, of: Pass, *, reads_memory: bool = False) -> int:
+    """Bytes that one block keeps; `reads_memory` counts its attention to an encoder's rows of the same length too."""
+    branches = [_attention(config, of), _mlp(config, of)]
+    if reads_memory:
+        branches.append(_cross(config, of))
+    return of.num_tokens * sum(_branch(config, of) + kept for kept in branches)
+
+
+def ends_bytes(config: ModelConfig, of: Pass) -> int:
+    """Bytes that are kept around the blocks: rotary tables, the embeddings' norm and dropout, the final norm and what
+    a head reads.
+    """
+    kept = 2 * config.head_dim * of.compute_bytes if config.positions == "rotary" else 0
+    kept += _norm(config, of) if config.embedding_norm else 0
+    kept += _dropout(of, of.stream_bytes) * config.width
+    kept += _norm(config, of) if config.norm_place == "pre" else 0
+    return of.num_tokens * (kept + config.width * of.compute_bytes)
+
+
+def _branch(config: ModelConfig, of: Pass) -> int:
+    """Bytes a token of what surrounds a branch: its norm, its first product's input, its dropout."""
+    return _norm(config, of) + config.width * (of.compute_bytes + _dropout(of, of.compute_bytes))
+
+
+def _norm(config: ModelConfig, of: Pass) -> int:
+    """Ours of RMS keeps x / rms(x) in fp32 and 1 / rms(x); PyTorch's LayerNorm keeps x, its mean and deviation."""
+    return 4 * config.width + 4 if config.norm == "rms" else of.stream_bytes * config.width + 8
+
+
+def _dropout(of: Pass, bytes_per_number: int) -> int:
+    """A number of the input's type on a CPU; a boolean in the fused kernel."""
+    if not of.has_dropout:
+        return 0
+    return 1 if of.is_fused else bytes_per_number
+
+
+def _attention(config: ModelConfig, of: Pass) -> int:
+    """c·(2N + 2G)·H for Q, K, V and the product's output; on a CPU c·N·T more, a row of weights for every head.
+
+    A fused kernel keeps Q, K and V as views of what they were cut from, and one fp32 number a head.
+    """
+    N, G, H, c = config.num_heads, config.num_kv_heads, config.head_dim, of.compute_bytes
+    kept = (4 * H + 4) * (N + G) if config.qk_norm else 0
+    turned = config.positions == "rotary" or config.qk_norm
+    if of.is_fused:
+        views = (N + 2 * G) * H + ((N + G) * H if turned else 0)
+        return kept + c * (views + N * H) + 4 * N
+    return kept + c * (2 * N + 2 * G) * H + c * N * of.row_tokens
+
+
+def _cross(config: ModelConfig, of: Pass) -> int:
+    """As self-attention, with keys and values from as many of an encoder's states, which are read once a layer."""
+    N, G, H, c = config.num_heads, config.num_kv_heads, config.head_dim, of.compute_bytes
+    weights = 4 * N if of.is_fused else c * N * of.row_tokens
+    return c * (2 * N + 2 * G) * H + weights
+
+
+def _mlp(config: ModelConfig, of: Pass) -> int:
+    """c·M for the input of the last product, and what the activation needs: SwiGLU gate, up and silu(gate); ReLU its
+    result alone, which is that input.
+    """
+    widths = {"swiglu": 4, "relu2": 2, "gelu": 2, "gelu_tanh": 2, "relu": 1}[config.mlp]
+    return widths * config.mlp_width * of.compute_bytes

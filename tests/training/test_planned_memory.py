@@ -1,0 +1,118 @@
+"""The memory that `heed plan` counts, against what real training steps take on a CPU.
+
+This file is also the ranks' program: `python test_planned_memory.py FOLDER`. docs/plan.md has its figures; run with
+`pytest tests/training/test_planned_memory.py -s` to see them.
+"""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from heed.plan_memory import Layout, Memory, count, forward_pass, training_memory
+from lm.config import ModelConfig
+from lm.model import LanguageModel
+from lm.source import Fresh
+from training.config import EngineConfig, OptimizerConfig
+from training.engine import Engine
+from training.objectives import StreamObjective
+
+CONFIG = ModelConfig(
+    vocab_size=8192, context_tokens=128, width=512, num_layers=8, num_heads=8, num_kv_heads=8, mlp_width=2048,
+    mlp="relu2",
+)  # fmt: skip
+ADAMW = OptimizerConfig(learning_rate=1e-3, schedule="constant")
+ROWS, MICRO_BATCHES, STEPS = 4, 2, 3  # DDP lays out its buckets anew after the first step
+TOLERANCE = 0.15
+MEGABYTE = 2**20
+
+
+def private_bytes() -> int:
+    """Memory of this process alone: pages of a mapped file, which the system may drop, are not in it."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+
+def train(config: ModelConfig, zero_stage: int, world_size: int) -> int:
+    """Bytes by which this process grew at most over building an engine and some steps."""
+    engine_config = EngineConfig(precision="fp32", zero_stage=zero_stage, trackers=())
+    rows_BT = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, config.context_tokens))
+    objective = StreamObjective(rows_BT.astype(np.int32))
+    before, over = private_bytes(), threading.Event()
+    seen = [before]
+
+    def watch() -> None:
+        while not over.wait(0.001):
+            seen.append(private_bytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    source = Fresh(lambda: LanguageModel(config), seed=0)
+    engine = Engine(source, ADAMW, engine_config, world_size=world_size, micro_batch=ROWS)
+    for step in range(STEPS):
+        engine.set_learning_rate(1e-3)
+        for number in range(MICRO_BATCHES):
+            with engine.micro_batch(is_last=number == MICRO_BATCHES - 1):
+                loss, _ = objective.loss(engine.model, np.arange(ROWS), engine.device)
+                engine.backward(loss / 1000, step=step)
+        engine.step()
+    over.set()
+    thread.join()
+    engine.close()
+    return max(seen) - before
+
+
+def rank_program(folder: Path) -> None:
+    world_size = int(os.environ["WORLD_SIZE"])
+    # What libraries take when they are first used is not the model's; a model of no size to speak of pays for it.
+    small = CONFIG.model_copy(update={"width": 16, "num_layers": 1, "mlp_width": 8, "head_dim": 2, "vocab_size": 64})
+    found = {}
+    for zero_stage in (0,) if world_size == 1 else (0, 1, 2, 3):
+        train(small, zero_stage, world_size)
+        found[zero_stage] = train(CONFIG, zero_stage, world_size)
+    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+def planned(zero_stage: int, ranks: int) -> Memory:
+    layout = Layout(ranks, zero_stage, is_bf16=False, is_gpu=False)
+    tokens = CONFIG.context_tokens - 1
+    of = forward_pass(layout, ROWS, tokens)
+    return training_memory(CONFIG, count(CONFIG, ADAMW), layout, of, ROWS * tokens * CONFIG.vocab_size, MICRO_BATCHES)
+
+
+def compare(zero_stage: int, ranks: int, measured: int) -> None:
+    memory = planned(zero_stage, ranks)
+    say = f"| {zero_stage} | {ranks} | {memory.peak / MEGABYTE:,.0f} ({memory.peak_phase})"
+    print(f"\n{say} | {measured / MEGABYTE:,.0f} | {memory.peak / measured - 1:+.0%} |")
+    assert memory.peak == pytest.approx(measured, rel=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[..., None]) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("planned")
+    # Freed memory goes back to the system at once, so that what is measured is what is held.
+    start_two_ranks(__file__, folder, MALLOC_MMAP_THRESHOLD_="65536")
+    return json.loads((folder / "rank-0.json").read_text())
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_two_ranks_take_what_the_plan_says(two_ranks: dict[str, Any], zero_stage: int) -> None:
+    compare(zero_stage, 2, two_ranks[str(zero_stage)])
+
+
+def test_the_model_is_not_tiny() -> None:
+    counts = count(CONFIG, ADAMW)
+    # 8 blocks of 4 D² and 2 D M and two norms, the embedding, the last norm.
+    assert counts.total == 8 * (4 * 512**2 + 2 * 512 * 2048 + 2 * 512) + 8192 * 512 + 512 == counts.trained
+
+
+if __name__ == "__main__":
+    rank_program(Path(sys.argv[1]))
