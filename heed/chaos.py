@@ -139,6 +139,7 @@ def _disturb(
 ) -> None:
     """One run to its end, hit at random moments until there are `num_kills` in all, never before it got going again."""
     driver, before = start(), pulse(folder)
+    deck = list[str]()  # so that few kills are of every kind, too
     while driver.is_running and len(kills) < num_kills:
         _wait(driver, chance.uniform(0.0, 2.0) * pause_seconds)
         if pulse(folder) == before:
@@ -146,7 +147,9 @@ def _disturb(
         workers = cluster.worker_processes()
         if not driver.is_running or not workers:  # between two stages, or on its way up again
             continue
-        kind, stage, losses = chance.choice(KINDS), stage_of(folder), driver.said.count("was lost")
+        if not deck:
+            deck += chance.sample(KINDS, len(KINDS))
+        kind, stage, losses = deck.pop(), stage_of(folder), driver.said.count("was lost")
         struck = time.monotonic()
         noticed = None
         if kind == "driver":

@@ -45,7 +45,7 @@ from training.metrics import read_metrics
 from training.objectives import PackedObjective, PairsObjective, StreamObjective
 from training.packing import PackedRows, pack
 
-LIMIT_SECONDS = 900
+LIMIT_SECONDS = 560
 NUM_ROWS, NUM_STEPS, VOCABULARY = 8, 2, 300
 SHAPE = {
     "vocab_size": VOCABULARY,
@@ -297,7 +297,7 @@ def draw_splits() -> list[Split]:
     for place, name in enumerate([*CASES, "ppo"]):
         num_rows = 16 if name == "unpacked" else NUM_ROWS
         splits.append(Split(name, 1, num_rows, EngineConfig(precision="fp32", trackers=())))
-        zero_stages = np.roll(range(4), place).tolist()
+        zero_stages = np.roll(range(4), place - 1).tolist()
         for num_ranks, zero_stage in zip((1, 2, 2, 4), zero_stages, strict=True):
             micros = [size for size in (1, 2, 4, 8) if num_rows % (size * num_ranks) == 0 and size < num_rows]
             values = {
@@ -306,7 +306,7 @@ def draw_splits() -> list[Split]:
                 "trackers": (),
                 "offload": OFFLOADS[zero_stage][generator.integers(len(OFFLOADS[zero_stage]))],
                 "checkpoint_activations": bool(generator.integers(2)),
-                "collective_timeout_seconds": LIMIT_SECONDS,
+                "collective_timeout_seconds": 240.0,  # what the others wait for a rank that failed
             }
             splits.append(Split(name, num_ranks, int(generator.choice(micros)), EngineConfig.model_validate(values)))
     return splits
@@ -354,7 +354,6 @@ def train_ppo(split: Split, folder: Path, rank: int) -> dict[str, Any]:
         "scores": lambda: worker.scores(mine_alone),
         "reference_logprobs": lambda: worker.reference_logprobs(mine_alone),
         "policy_logprobs": lambda: worker.policy_logprobs(mine_alone),
-        "values": lambda: worker.values(mine_alone),
     }
     collectives = {name: num_collectives(run) for name, run in passes.items()}
     shares = []
@@ -402,7 +401,6 @@ def fork_groups(folder: Path) -> None:
         ranks = [context.Process(target=rank_program, args=(r, num_ranks, port, folder)) for r in range(num_ranks)]
         for process in ranks:
             process.start()
-        multiprocessing.connection.wait([process.sentinel for process in ranks])
         for process in ranks:
             process.join()
         assert [process.exitcode for process in ranks] == [0] * num_ranks
@@ -482,7 +480,6 @@ def test_only_the_learners_passes_gather_shards(folder: Path, split: Split) -> N
         collectives = torch.load(folder / f"{split}-rank-{rank}.pt")["collectives"]
         assert [collectives[name] for name in ("generate", "scores", "reference_logprobs")] == [0, 0, 0]
         assert (collectives["policy_logprobs"] > 0) == (split.engine.zero_stage == 3)
-        assert (collectives["values"] > 0) == (split.engine.zero_stage == 3)
 
 
 def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

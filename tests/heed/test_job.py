@@ -85,7 +85,7 @@ def test_overrides_set_dotted_keys() -> None:
         ("modle.width=8", r"modle: unknown key; did you mean 'model'\?"),
         (
             "engine.zzz=1",
-            r"engine\.zzz: unknown key; known here: checkpoint_activations, collective_timeout_seconds, keep",
+            r"engine\.zzz: unknown key; known here: checkpoint_activations, collective_timeout_seconds",
         ),
         ('pretrain.texts=[{sorce="a.txt"}]', r"pretrain\.texts\.0\.sorce: unknown key; did you mean 'source'"),
         # Wrong types and values: the field and what was found.

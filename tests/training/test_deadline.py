@@ -21,7 +21,7 @@ from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.objectives import StreamObjective
 
-SECONDS = 6.0
+SECONDS = 10.0
 CONFIG = ModelConfig(
     vocab_size=32, context_tokens=24, width=16, num_layers=1, num_heads=4, num_kv_heads=2, mlp_width=24
 )
@@ -83,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[.
 def test_a_rank_that_hangs_is_noticed_in_time(folder: Path, zero_stage: int) -> None:
     seconds, message = (folder / f"error-{zero_stage}").read_text().split(maxsplit=1)
     assert SECONDS - 1 < float(seconds) < 4 * SECONDS
-    assert "Timed out waiting 6000ms" in message
+    assert "Timed out waiting 10000ms" in message
 
 
 if __name__ == "__main__":

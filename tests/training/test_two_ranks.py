@@ -32,12 +32,16 @@ OPTIMIZER = OptimizerConfig(
     learning_rate=0.02, schedule="linear", warmup_steps=1, weight_decay=0.1, eps=1e-4, max_grad_norm=0.3
 )
 NUM_STEPS = 3
-# ZeRO stages, and how many of the last layers are trained.
-CASES = [(0, None), (0, 1), (1, None), (1, 1), (2, None), (3, None), (3, 1)]
+BOTH = ("optimizer", "parameters")
+Case = tuple[int, int | None, tuple[str, ...]]
+# ZeRO stages, how many of the last layers are trained, and what is offloaded.
+CASES: list[Case] = [
+    (0, None, ()), (0, 1, ()), (1, None, ()), (1, 1, ()), (2, None, ("optimizer",)), (3, None, ()), (3, 1, BOTH)
+]  # fmt: skip
 
 
-def name_of(zero_stage: int, trained_layers: int | None) -> str:
-    return f"zero-{zero_stage}" if trained_layers is None else f"zero-{zero_stage}-last-{trained_layers}"
+def name_of(zero_stage: int, trained_layers: int | None, offload: tuple[str, ...]) -> str:
+    return f"zero-{zero_stage}-last-{trained_layers or 'all'}" + "-offload" * bool(offload)
 
 
 def objective(seed: int, num_sequences: int) -> PackedObjective:
@@ -52,10 +56,15 @@ def objective(seed: int, num_sequences: int) -> PackedObjective:
 
 
 def train(
-    folder: Path, zero_stage: int, trained_layers: int | None, world_size: int, micro_batch: int
+    folder: Path,
+    zero_stage: int,
+    trained_layers: int | None,
+    offload: tuple[str, ...],
+    world_size: int,
+    micro_batch: int,
 ) -> dict[str, Any]:
     source = Fresh(lambda: LanguageModel(CONFIG), seed=3)
-    engine_config = EngineConfig(precision="fp32", zero_stage=zero_stage, trackers=())
+    engine_config = EngineConfig(precision="fp32", zero_stage=zero_stage, offload=offload, trackers=())
     optimizer = OPTIMIZER.model_copy(update={"trained_layers": trained_layers})
     engine = Engine(source, optimizer, engine_config, world_size=world_size, micro_batch=micro_batch)
     batch = BatchConfig(batch_size=4, micro_batch_size=micro_batch)
@@ -95,7 +104,7 @@ OneRank = dict[int | None, tuple[Path, dict[str, Any]]]
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> OneRank:
     """By how many layers are trained: the folder and the results."""
     folder = tmp_path_factory.mktemp("one_rank")
-    return {n: (folder / str(n), train(folder / str(n), 0, n, world_size=1, micro_batch=4)) for n in (None, 1)}
+    return {n: (folder / str(n), train(folder / str(n), 0, n, (), world_size=1, micro_batch=4)) for n in (None, 1)}
 
 
 def curve(folder: Path) -> list[list[float]]:
@@ -104,7 +113,7 @@ def curve(folder: Path) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: name_of(*case))
-def test_two_ranks_match_one(two_ranks: Path, one_rank: OneRank, case: tuple[int, int | None]) -> None:
+def test_two_ranks_match_one(two_ranks: Path, one_rank: OneRank, case: Case) -> None:
     alone_folder, alone = one_rank[case[1]]
     name = name_of(*case)
     expected, found = curve(alone_folder), curve(two_ranks / name)
@@ -120,7 +129,7 @@ def test_two_ranks_match_one(two_ranks: Path, one_rank: OneRank, case: tuple[int
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: name_of(*case))
-def test_two_ranks_resume_bit_for_bit(two_ranks: Path, case: tuple[int, int | None]) -> None:
+def test_two_ranks_resume_bit_for_bit(two_ranks: Path, case: Case) -> None:
     for rank in range(2):
         first, again = (
             torch.load(two_ranks / f"{name_of(*case)}-rank-{rank}{suffix}.pt")["weights"] for suffix in ("", "-again")
