@@ -92,7 +92,7 @@ class Jobs:
     def follow(self, job_id: str, write: Callable[[str], None]) -> ClusterJob:
         """Hand over what the job writes until it is over.
 
-        The log is asked for again and again: a broken connection costs nothing, and the logs of runs are short.
+        The log is asked for whole again and again: the logs of runs are short, and no connection must stay open.
         """
         written = 0
         while True:
