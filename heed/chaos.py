@@ -49,6 +49,27 @@ class ChaosResult:
     chaos_seconds: float
 
 
+class Schedule:
+    """What is hit, and when: every kind once in three kills, at moments drawn around `pause_seconds`."""
+
+    def __init__(self, num_kills: int, seed: int, pause_seconds: float) -> None:
+        self.num_kills, self.pause_seconds = num_kills, pause_seconds
+        self.chance, self.kills = random.Random(seed), list[Kill]()
+        self._deck: list[str] = []
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.kills) >= self.num_kills
+
+    def next_pause(self) -> float:
+        return self.chance.uniform(0.0, 2.0) * self.pause_seconds
+
+    def next_kind(self) -> str:
+        if not self._deck:
+            self._deck = self.chance.sample(KINDS, len(KINDS))
+        return self._deck.pop()
+
+
 class Driver:
     """`heed run` as a process of its own, in a group of its own."""
 
@@ -82,7 +103,6 @@ def run_chaos(
     """
     job = load_job(job_file, overrides)
     cpus = -(-job.workers // num_nodes)
-    chance, kills = random.Random(seed), list[Kill]()
     runs.mkdir(parents=True, exist_ok=True)
 
     def start(name: str, environment: dict[str, str]) -> Driver:
@@ -98,16 +118,16 @@ def run_chaos(
         calm = start(f"{job.name}-calm", cluster.environment)
         _finish(calm)
         calm_seconds = time.monotonic() - begun
-        pause_seconds = calm_seconds / (1 + num_kills)
+        schedule = Schedule(num_kills, seed, calm_seconds / (1 + num_kills))
         begun, rounds, differing = time.monotonic(), 0, set[str]()
-        while len(kills) < num_kills:
+        while not schedule.is_over:
             rounds += 1
             name = f"{job.name}-chaos-{rounds}"
             restart = lambda name=name: start(name, cluster.environment)  # noqa: E731
-            _disturb(cluster, restart, runs / name, kills, num_kills, chance, pause_seconds)
+            _disturb(cluster, restart, runs / name, schedule)
             differing |= set(differing_stages(runs / f"{job.name}-calm", runs / name))
         chaos_seconds = time.monotonic() - begun
-    result = ChaosResult(tuple(kills), rounds, tuple(sorted(differing)), calm_seconds, chaos_seconds)
+    result = ChaosResult(tuple(schedule.kills), rounds, tuple(sorted(differing)), calm_seconds, chaos_seconds)
     (runs / f"{job.name}-chaos.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
     return result
 
@@ -128,44 +148,29 @@ def summary(result: ChaosResult) -> str:
     )
 
 
-def _disturb(
-    cluster: LocalCluster,
-    start: Callable[[], Driver],
-    folder: Path,
-    kills: list[Kill],
-    num_kills: int,
-    chance: random.Random,
-    pause_seconds: float,
-) -> None:
-    """One run to its end, hit at random moments until there are `num_kills` in all, never before it got going again."""
+def _disturb(cluster: LocalCluster, start: Callable[[], Driver], folder: Path, schedule: Schedule) -> None:
+    """One run to its end, hit as long as the schedule says so, and never before it got going again."""
     driver, before = start(), pulse(folder)
-    deck = list[str]()  # so that few kills are of every kind, too
-    while driver.is_running and len(kills) < num_kills:
-        _wait(driver, chance.uniform(0.0, 2.0) * pause_seconds)
-        if pulse(folder) == before:
-            continue
+    while driver.is_running and not schedule.is_over:
+        _wait(driver, schedule.next_pause())
         workers = cluster.worker_processes()
-        if not driver.is_running or not workers:  # between two stages, or on its way up again
+        if not driver.is_running or not workers or pulse(folder) == before:
             continue
-        if not deck:
-            deck += chance.sample(KINDS, len(KINDS))
-        kind, stage, losses = deck.pop(), stage_of(folder), driver.said.count("was lost")
-        struck = time.monotonic()
-        noticed = None
+        kind, stage, losses, noticed = schedule.next_kind(), stage_of(folder), driver.said.count("was lost"), None
         if kind == "driver":
             driver.kill()
             driver = start()
         elif kind == "worker":
-            kill_process(chance.choice(workers))
-            noticed = _notice(driver, losses, struck)
+            kill_process(schedule.chance.choice(workers))
+            noticed = _notice(driver, losses)
         else:
-            cluster.kill_node_of(chance.choice(workers))
-            noticed = _notice(driver, losses, struck)
+            cluster.kill_node_of(schedule.chance.choice(workers))
+            noticed = _notice(driver, losses)
             cluster.fill()
-        kills.append(Kill(kind, stage, noticed))
+        schedule.kills.append(Kill(kind, stage, noticed))
         before = pulse(folder)
         after = "" if noticed is None else f", noticed after {noticed:.1f} s"
-        console.print(f"kill {len(kills)} of {num_kills}: {kind} in {stage}{after}")
+        console.print(f"kill {len(schedule.kills)} of {schedule.num_kills}: {kind} in {stage}{after}")
     _finish(driver)
 
 
@@ -175,8 +180,9 @@ def _wait(driver: Driver, seconds: float) -> None:
         time.sleep(0.05)
 
 
-def _notice(driver: Driver, losses: int, struck: float) -> float | None:
+def _notice(driver: Driver, losses: int) -> float | None:
     """Seconds until the driver says that it lost a worker; None where it does not in time, or is done."""
+    struck = time.monotonic()
     while time.monotonic() - struck < NOTICE_SECONDS:
         if driver.said.count("was lost") > losses:
             return time.monotonic() - struck
