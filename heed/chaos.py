@@ -23,6 +23,7 @@ from heed.progress import console
 from heed.recovery import milestones
 
 KINDS = ("worker", "node", "driver")
+KILLS_A_RUN = 6  # more than so many hit the first stages alone, since the run must get going again after each
 NOTICE_SECONDS = 10.0  # how long a kill's notice is waited for
 
 
@@ -118,7 +119,7 @@ def run_chaos(
         calm = start(f"{job.name}-calm", cluster.environment)
         _finish(calm)
         calm_seconds = time.monotonic() - begun
-        schedule = Schedule(num_kills, seed, calm_seconds / (1 + num_kills))
+        schedule = Schedule(num_kills, seed, calm_seconds / min(1 + num_kills, KILLS_A_RUN))
         begun, rounds, differing = time.monotonic(), 0, set[str]()
         while not schedule.is_over:
             rounds += 1
