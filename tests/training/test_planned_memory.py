@@ -74,7 +74,7 @@ def rank_program(folder: Path) -> None:
     # What libraries take when they are first used is not the model's; a model of no size to speak of pays for it.
     small = CONFIG.model_copy(update={"width": 16, "num_layers": 1, "mlp_width": 8, "head_dim": 2, "vocab_size": 64})
     found = {}
-    for zero_stage in (0,) if world_size == 1 else (0, 1, 2, 3):
+    for zero_stage in (0, 1, 2, 3):
         train(small, zero_stage, world_size)
         found[zero_stage] = train(CONFIG, zero_stage, world_size)
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
@@ -84,7 +84,7 @@ def rank_program(folder: Path) -> None:
 def planned(zero_stage: int, ranks: int) -> Memory:
     layout = Layout(ranks, zero_stage, is_bf16=False, is_gpu=False)
     tokens = CONFIG.context_tokens - 1
-    of = forward_pass(layout, ROWS, tokens)
+    of = forward_pass(CONFIG, layout, ROWS, tokens)
     return training_memory(CONFIG, count(CONFIG, ADAMW), layout, of, ROWS * tokens * CONFIG.vocab_size, MICRO_BATCHES)
 
 
