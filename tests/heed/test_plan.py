@@ -98,8 +98,8 @@ def test_gpt3_has_its_published_size() -> None:
 
 @pytest.mark.parametrize(
     ("stage", "bytes_per_parameter"),
-    # Of four ranks in bf16: fp32 weights, moments and DDP's buckets; bf16 weights and a quarter of masters and moments; a
-    # quarter of weights and gradients too.
+    # Of four ranks in bf16: fp32 weights, moments and DDP's buckets; bf16 weights, a quarter of masters and moments; a
+    # quarter of all.
     [(0, 4 + 8 + 4), (1, 2 + 12 / 4), (2, 2 + 12 / 4), (3, (2 + 2 + 12) / 4)],
 )
 def test_states_by_zero_stage(stage: int, bytes_per_parameter: float) -> None:
