@@ -47,7 +47,10 @@ def connect(num_workers: int) -> None:
     cores = os.cpu_count() or 1
     if num_workers > cores:
         raise ValueError(f"workers is {num_workers}; this machine has {cores} cores and each worker needs one")
-    ray.init(num_cpus=cores, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+    # "local": a cluster that happens to run on this machine is joined only where RAY_ADDRESS names it.
+    ray.init(
+        address="local", num_cpus=cores, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING
+    )
 
 
 def disconnect() -> None:
@@ -106,10 +109,7 @@ class WorkerGroup:
     def __init__(self, num_workers: int) -> None:
         connect(num_workers)
         self.num_workers = num_workers
-        gpus = float(ray.cluster_resources().get("GPU", 0.0))
-        if 0 < gpus < num_workers:
-            log.warning("the cluster has %g GPUs for %d workers: all of them run on CPUs", gpus, num_workers)
-        bundle = {"CPU": 1.0, **({"GPU": 1.0} if gpus >= num_workers else {})}
+        bundle = _bundle(num_workers)
         self._placement = _place(num_workers, bundle)
         threads = max(1, (os.cpu_count() or 1) // num_workers)
         remote = ray.remote(_Worker).options(
@@ -213,6 +213,25 @@ class WorkerGroup:
         remove_placement_group(self._placement)
 
 
+def require_cluster(num_workers: int) -> None:
+    """Before anything is prepared. Errors: ValueError where the cluster could never hold the workers."""
+    connect(num_workers)
+    require_places(num_workers, _bundle(num_workers), _nodes())
+
+
+def _nodes() -> list[Mapping[str, float]]:
+    """What each living node has, free or not."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _bundle(num_workers: int) -> dict[str, float]:
+    """What a worker takes: a core, and a GPU where there is one for each."""
+    gpus = float(ray.cluster_resources().get("GPU", 0.0))
+    if 0 < gpus < num_workers:
+        log.warning("the cluster has %g GPUs for %d workers: all of them run on CPUs", gpus, num_workers)
+    return {"CPU": 1.0, **({"GPU": 1.0} if gpus >= num_workers else {})}
+
+
 def require_places(num_workers: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> None:
     """A worker lies whole on one node; `nodes` are the resources of each, whether they are free now or not.
 
@@ -234,7 +253,7 @@ def _words(bundle: Mapping[str, float]) -> str:
 
 def _place(num_workers: int, bundle: Mapping[str, float]) -> PlacementGroup:
     """Errors: ValueError, with what the cluster has: at once where it is too small, or where it stays taken."""
-    require_places(num_workers, bundle, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    require_places(num_workers, bundle, _nodes())
     group = placement_group([dict(bundle)] * num_workers, strategy="PACK")
     if not group.wait(PLACEMENT_SECONDS):
         remove_placement_group(group)

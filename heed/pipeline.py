@@ -11,7 +11,7 @@ from typing import Any
 
 import tomli_w
 
-from cluster.group import WorkerGroup, disconnect
+from cluster.group import WorkerGroup, disconnect, require_cluster
 from heed.job import JobConfig
 from heed.lineage import Inputs, finished_with, outputs_hash, started_with, write_lineage
 from heed.preflight import check_data
@@ -45,6 +45,9 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
                 groups.append(closing.enter_context(WorkerGroup(job.workers)))
             return groups[0]
 
+        if os.environ.get("RAY_ADDRESS"):
+            closing.callback(disconnect)
+            require_cluster(job.workers)
         run = Run(job, folder, job.open_world(), group)
         _write_job(job, folder / "job.toml")
         _prepare_world(run)

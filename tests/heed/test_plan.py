@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from cluster.group import connect, disconnect
 from heed.cli import app
 from heed.inspection import read_shape
 from heed.job_file import load_job
+from heed.pipeline import run_job
 from heed.plan import Plan, Setting, make_plan, places
 from heed.plan_hardware import GIB, GPUS, hardware
 from heed.plan_memory import Layout, count, forward_pass, ppo_memory, states, training_memory
@@ -204,3 +206,18 @@ def test_a_shape_that_is_written_out_needs_no_network(monkeypatch: pytest.Monkey
     assert load_job(path, opens_models=False).model is not None
     with pytest.raises(ValueError, match=r"sft\.init_from: Qwen/Qwen2\.5-0\.5B would be fetched"):
         load_job(path)
+
+
+def test_a_cluster_that_is_too_small_is_refused_before_anything_is_prepared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    connect(1)
+    try:
+        monkeypatch.setenv("RAY_ADDRESS", "auto")
+        says = r"^workers is 1024, each with 1 CPU of one node; the cluster's nodes are 1 x \(\d+ CPU\) and hold \d+$"
+        with pytest.raises(ValueError, match=says):
+            run_job(load_job(JOBS / "cluster" / "gpt3-175b-1024gpus.toml"), tmp_path)
+    finally:
+        disconnect()
+    assert not (tmp_path / "gpt3-175b-1024gpus" / "tokenizer").exists()
