@@ -131,12 +131,9 @@ class WorkerGroup:
     def __init__(self, num_workers: int, *, waits_for_nodes: bool = False) -> None:
         connect(num_workers)
         self.num_workers = num_workers
-        gpus = float(ray.cluster_resources().get("GPU", 0.0))
-        if 0 < gpus < num_workers:
-            log.warning("the cluster has %g GPUs for %d workers: all of them run on CPUs", gpus, num_workers)
-        bundle = {"CPU": 1.0, **({"GPU": 1.0} if gpus >= num_workers else {})}
+        bundle = _bundle(num_workers)
         if not waits_for_nodes:
-            require_places(num_workers, bundle, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+            require_places(num_workers, bundle, _nodes())
         self._placement = _place(num_workers, bundle)
         threads = max(1, (os.cpu_count() or 1) // num_workers)
         remote = ray.remote(_Worker).options(
@@ -284,6 +281,25 @@ def _advice(error: Exception) -> str:
     if "out of memory" not in text and "can't allocate memory" not in text:
         return ""
     return "memory ran out: a smaller micro_batch_size, a higher engine.zero_stage or more workers take less on a rank"
+
+
+def require_cluster(num_workers: int) -> None:
+    """Before anything is prepared. Errors: ValueError where the cluster could never hold the workers."""
+    connect(num_workers)
+    require_places(num_workers, _bundle(num_workers), _nodes())
+
+
+def _nodes() -> list[Mapping[str, float]]:
+    """What each living node has, free or not."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _bundle(num_workers: int) -> dict[str, float]:
+    """What a worker takes: a core, and a GPU where there is one for each."""
+    gpus = float(ray.cluster_resources().get("GPU", 0.0))
+    if 0 < gpus < num_workers:
+        log.warning("the cluster has %g GPUs for %d workers: all of them run on CPUs", gpus, num_workers)
+    return {"CPU": 1.0, **({"GPU": 1.0} if gpus >= num_workers else {})}
 
 
 def require_places(num_workers: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> None:

@@ -161,6 +161,13 @@ class JobConfig(Config):
         fewer = range(self.workers - 1, (self.min_workers or self.workers) - 1, -1)
         return (self.workers, *(size for size in fewer if not self._batch_problem(size)))
 
+    @property
+    def fewest_ranks(self) -> int:
+        """How many processes a cluster must have room for, those beside the workers included."""
+        apart = self.ppo is not None and self.ppo.placement == "disaggregated"
+        beside = self.ppo.num_generators + self.ppo.num_scorers if self.ppo is not None and apart else 0
+        return self.world_sizes[-1] + beside
+
     def _check_batches(self) -> None:
         problem = self._batch_problem(self.workers)
         if problem:

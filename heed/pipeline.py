@@ -13,6 +13,7 @@ from typing import Any
 
 import tomli_w
 
+from cluster.group import disconnect, require_cluster
 from heed.job import JobConfig
 from heed.lineage import Inputs, finished_with, outputs_hash, started_with, write_lineage
 from heed.preflight import check_data
@@ -38,6 +39,9 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
     started = time.monotonic()
     with ExitStack() as closing:
         closing.enter_context(hold(folder))
+        if os.environ.get("RAY_ADDRESS"):
+            closing.callback(disconnect)
+            require_cluster(job.fewest_ranks)
         workers = Workers(job.world_sizes, folder)
         closing.callback(workers.close)
         run = Run(job, folder, job.open_world(), workers)

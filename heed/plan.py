@@ -164,7 +164,7 @@ class _Planner:
         micro_batches = batch.num_micro_batches(layout.ranks)
         counts = count(self.model, config.optimizer, is_scalar=is_scalar)
         rows = batch.micro_batch_size * rows_per_unit
-        of = forward_pass(layout, rows, row_tokens, dropout=config.dropout)
+        of = forward_pass(self.model, layout, rows, row_tokens, is_packed=name == "sft", dropout=config.dropout)
         memory = training_memory(self.model, counts, layout, of, num_logits, micro_batches)
         tokens = batch.batch_size * rows_per_unit * row_tokens
         flops = tokens * self._forward_flops(row_tokens, 0.0 if is_scalar else 1.0) * self._passes(counts)
@@ -233,7 +233,7 @@ class _Planner:
         micro_batches = batch.num_micro_batches(layout.ranks)
         # Pretraining rows ride along with each micro-batch of responses.
         ptx, ptx_tokens = math.ceil(config.ptx_rows / layout.ranks / micro_batches), self._ptx_tokens(config)
-        of = forward_pass(layout, batch.micro_batch_size + ptx, max(row_tokens, ptx_tokens))
+        of = forward_pass(self.model, layout, batch.micro_batch_size + ptx, max(row_tokens, ptx_tokens))
         counted = batch.micro_batch_size * config.max_response_tokens + ptx * ptx_tokens
         logits = counted * self.model.vocab_size
         memory = ppo_memory(self.model, policy, value, layout, of, logits, rollout_rows, micro_batches)

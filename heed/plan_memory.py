@@ -106,9 +106,17 @@ def count(config: ModelConfig, optimizer: OptimizerConfig, *, is_scalar: bool = 
     )
 
 
-def forward_pass(layout: Layout, rows: int, row_tokens: int, *, dropout: float = 0.0) -> Pass:
-    """The pass of one micro-batch; without ZeRO autocast leaves the residual stream in fp32."""
-    return Pass(rows, row_tokens, layout.compute_bytes, layout.weight_bytes, layout.is_gpu, dropout > 0)
+def forward_pass(
+    config: ModelConfig, layout: Layout, rows: int, row_tokens: int, *, is_packed: bool = False, dropout: float = 0.0
+) -> Pass:
+    """The pass of one micro-batch; without ZeRO autocast leaves the residual stream in fp32.
+
+    Packed rows, bands and encoders need a mask, which PyTorch's fused kernels do not take together with grouped keys.
+    """
+    is_banded = any(0 < window < row_tokens for window in config.windows)
+    has_mask = is_packed or is_banded or config.kind != "decoder"
+    is_fused = layout.is_gpu and (not has_mask or config.num_kv_heads == config.num_heads)
+    return Pass(rows, row_tokens, layout.compute_bytes, layout.weight_bytes, is_fused, dropout > 0)
 
 
 def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layout) -> int:
@@ -171,8 +179,6 @@ def training_phases(
         phases["step"] = {"gradients": w * p // N, "fp32 gradients": 4 * p // N}
     else:
         phases["step"] = {"fp32 gradients": 4 * min(p // N, MAX_LIVE)}
-    if stage:
-        phases["export"] = {"whole fp32 weights": 4 * counts.total}
     return phases
 
 
@@ -222,7 +228,6 @@ def ppo_memory(
     phases = {"generate": sampling_phase(config, layout, min(GENERATION_ROWS, rollout_rows), of.row_tokens)}
     for name, counts, numbers in (("policy", policy, num_logits), ("value", value, 0)):
         found = training_phases(config, counts, layout, of, numbers, num_micro_batches)
-        found.pop("export", None)
         phases |= {f"{name} {phase}": parts for phase, parts in found.items()}
     whole = 4 * P if layout.zero_stage else 0
     phases["sync"] = {"whole fp32 weights": whole, "their copy for the checksum": 2 * P if layout.is_bf16 else 0}

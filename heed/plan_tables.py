@@ -110,12 +110,16 @@ def _how(plan: Plan) -> str:
     chosen, share = plan.setting.hardware, plan.setting.share_of_peak
     rate = "measured just now" if not chosen.is_gpu else "dense bf16 peak"
     return (
-        f"Times and costs are estimates: floating-point operations over {share:.0%} of {chosen.flops / 1e12:,.3g}"
+        f"Times and costs are estimates: floating-point operations over {share:.0%} of {_rate(chosen.flops / 1e12)}"
         f" TFLOP/s a rank ({rate}); sampling reads weights and cache at {share:.0%} of"
-        f" {chosen.bytes_per_second / 1e9:,.3g} GB/s. ${chosen.dollars_per_hour:.2f} an hour and rank (--price)."
+        f" {_rate(chosen.bytes_per_second / 1e9)} GB/s. ${chosen.dollars_per_hour:.2f} an hour and rank (--price)."
         " Loading, evaluation, checkpoints and waiting for the network are not counted. Memory leaves out what CUDA,"
         " NCCL and Python take for themselves."
     )
+
+
+def _rate(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _gib(size: int) -> str:

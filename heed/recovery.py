@@ -14,9 +14,8 @@ MAX_LOSSES_IN_PLACE = 5
 class Workers:
     """A job's workers: started when a stage first needs them, and anew after a loss.
 
-    `sizes` are the numbers of workers that the job can do with, the largest first. It starts with that one; where the
-    nodes that remain after a loss have no room for it, with the next that they have room for. All of them must see the
-    run's `folder`.
+    `sizes` are the numbers of workers that the job can do with, the largest first; it takes the first that the cluster
+    has room for. All of them must see the run's `folder`.
     """
 
     def __init__(self, sizes: Sequence[int], folder: Path) -> None:
@@ -25,10 +24,8 @@ class Workers:
         self._beside: dict[str, WorkerGroup] = {}
 
     def __call__(self) -> WorkerGroup:
-        if self._group is None:
-            self._group = self._started(self.sizes[0])
-        elif not self._group.is_open:
-            self._group = self._rebuilt()
+        if self._group is None or not self._group.is_open:
+            self._group = self._placed(after_loss=self._group is not None)
         return self._group
 
     def beside(self, name: str, size: int) -> WorkerGroup:
@@ -37,15 +34,15 @@ class Workers:
             self._beside[name] = self._started(size, after_loss=name in self._beside)
         return self._beside[name]
 
-    def _rebuilt(self) -> WorkerGroup:
+    def _placed(self, *, after_loss: bool) -> WorkerGroup:
         for size in self.sizes[:-1]:
             try:
-                return self._started(size, after_loss=True)
+                return self._started(size, after_loss=after_loss)
             except NoPlaceError as error:
                 console.print(f"{error}; trying fewer")
-        return self._started(self.sizes[-1], after_loss=True)
+        return self._started(self.sizes[-1], after_loss=after_loss)
 
-    def _started(self, size: int, *, after_loss: bool = False) -> WorkerGroup:
+    def _started(self, size: int, *, after_loss: bool) -> WorkerGroup:
         group = WorkerGroup(size, waits_for_nodes=after_loss)
         require_shared(group, self.folder)
         return group

@@ -284,7 +284,7 @@ class LearnerWorker(Rank):
         self.average = {name: tensor.to(self.device, copy=True) for name, tensor in held.items()}
 
     def export_policy(self, folder: Path) -> None:
-        weights = self.policy.full_weights()
+        weights = self.policy.full_weights(on_main_alone=True)
         if self.policy.is_main:
             final = weights if self.config.final_weights == "last" else self.average
             save_model(folder / "model", self.policy.module, final, self.tokenizer)

@@ -73,7 +73,7 @@ def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig
     unseen = make_objective(model_config, heldout, tokenizer, derive_seed(context.seed, "pretrain", "heldout"), 1)
     loop_config = LoopConfig.of("pretrain", context.seed, config.num_steps, config)
     figures = TrainingLoop(engine, loop_config, training, unseen, context.folder).run()
-    weights = engine.full_weights()
+    weights = engine.full_weights(on_main_alone=True)
     if engine.is_main:
         save_model(context.model_folder, engine.module, weights, tokenizer)
         results = {

@@ -117,7 +117,7 @@ def run(context: StageContext, config: RewardConfig, start: Path) -> None:
     num_steps = max(1, round(config.num_epochs * len(comparisons[0]) / config.batch.batch_size))
     loop_config = LoopConfig.of("reward", context.seed, num_steps, config)
     TrainingLoop(engine, loop_config, objectives[0], objectives[1], context.folder).run()
-    weights = engine.full_weights()
+    weights = engine.full_weights(on_main_alone=True)
     if engine.is_main:
         save_model(context.model_folder, engine.module, weights, tokenizer)
         finish(context, config, tokenizer, heldout, comparisons)

@@ -55,7 +55,7 @@ def run(context: StageContext, config: SFTConfig, start: Path) -> None:
     loop = TrainingLoop(engine, loop_config, training, heldout, context.folder)
     before = loop.evaluate()
     figures = loop.run()
-    weights = engine.full_weights()
+    weights = engine.full_weights(on_main_alone=True)
     if engine.is_main:
         save_model(context.model_folder, engine.module, weights, tokenizer)
         context.write_results(

@@ -148,8 +148,10 @@ class Engine(Generic[AnyModule]):
         if not math.isfinite(norm):
             raise RuntimeError(f"the gradient is not finite (norm {norm}, rank {self.rank}); {remains}")
 
-    def full_weights(self) -> dict[str, Tensor]:
-        """The whole state dict in fp32, on every rank (a collective call under ZeRO)."""
+    def full_weights(self, *, on_main_alone: bool = False) -> dict[str, Tensor]:
+        """The whole state dict in fp32 on every rank's device; with `on_main_alone`, under ZeRO, in the main rank's CPU
+        memory and nothing on the others, as a file needs it. A collective call under ZeRO.
+        """
         if self.config.zero_stage == 0:
             return {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
         from deepspeed.utils import safe_get_full_fp32_param
@@ -158,13 +160,15 @@ class Engine(Generic[AnyModule]):
         frozen = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
         originals = {name: tensor for name, tensor in self._source.tensors() if name in frozen} if frozen else {}
         weights = {name: tensor.detach() for name, tensor in self.module.named_buffers()}
+        device = torch.device("cpu") if on_main_alone else self.device
         whole: dict[int, Tensor] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if id(parameter) not in whole:
-                held = originals[name] if name in frozen else safe_get_full_fp32_param(parameter).clone()
-                whole[id(parameter)] = held.to(self.device)
+                held = originals[name] if name in frozen else safe_get_full_fp32_param(parameter)
+                is_kept = self.is_main or not on_main_alone
+                whole[id(parameter)] = held.to(device, copy=True) if is_kept else torch.empty(0)
             weights[name] = whole[id(parameter)]
-        return weights
+        return weights if self.is_main or not on_main_alone else {}
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer; every rank calls it, into one shared folder."""

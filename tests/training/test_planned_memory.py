@@ -20,7 +20,7 @@ from heed.plan_memory import Layout, Memory, count, forward_pass, training_memor
 from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import Fresh
-from training.config import EngineConfig, OptimizerConfig
+from training.config import EngineConfig, OptimizerConfig, Precision
 from training.engine import Engine
 from training.objectives import StreamObjective
 
@@ -31,6 +31,7 @@ CONFIG = ModelConfig(
 ADAMW = OptimizerConfig(learning_rate=1e-3, schedule="constant")
 ROWS, MICRO_BATCHES, STEPS = 4, 2, 3  # DDP lays out its buckets anew after the first step
 TOLERANCE = 0.15
+CASES: list[tuple[Any, Precision]] = [(0, "fp32"), (0, "bf16"), (1, "fp32"), (2, "fp32"), (3, "bf16")]
 MEGABYTE = 2**20
 
 
@@ -40,9 +41,9 @@ def private_bytes() -> int:
     return 1024 * int(status.split("RssAnon:")[1].split()[0])
 
 
-def train(config: ModelConfig, zero_stage: int, world_size: int) -> int:
+def train(config: ModelConfig, zero_stage: Any, precision: Precision, world_size: int) -> int:
     """Bytes by which this process grew at most over building an engine and some steps."""
-    engine_config = EngineConfig(precision="fp32", zero_stage=zero_stage, trackers=())
+    engine_config = EngineConfig(precision=precision, zero_stage=zero_stage, trackers=())
     rows_BT = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, config.context_tokens))
     objective = StreamObjective(rows_BT.astype(np.int32))
     before, over = private_bytes(), threading.Event()
@@ -74,25 +75,18 @@ def rank_program(folder: Path) -> None:
     # What libraries take when they are first used is not the model's; a model of no size to speak of pays for it.
     small = CONFIG.model_copy(update={"width": 16, "num_layers": 1, "mlp_width": 8, "head_dim": 2, "vocab_size": 64})
     found = {}
-    for zero_stage in (0,) if world_size == 1 else (0, 1, 2, 3):
-        train(small, zero_stage, world_size)
-        found[zero_stage] = train(CONFIG, zero_stage, world_size)
+    for zero_stage, precision in CASES:
+        train(small, zero_stage, precision, world_size)
+        found[f"{zero_stage} {precision}"] = train(CONFIG, zero_stage, precision, world_size)
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 
-def planned(zero_stage: int, ranks: int) -> Memory:
-    layout = Layout(ranks, zero_stage, is_bf16=False, is_gpu=False)
+def planned(zero_stage: int, precision: Precision) -> Memory:
+    layout = Layout(2, zero_stage, is_bf16=precision == "bf16", is_gpu=False)
     tokens = CONFIG.context_tokens - 1
-    of = forward_pass(layout, ROWS, tokens)
+    of = forward_pass(CONFIG, layout, ROWS, tokens)
     return training_memory(CONFIG, count(CONFIG, ADAMW), layout, of, ROWS * tokens * CONFIG.vocab_size, MICRO_BATCHES)
-
-
-def compare(zero_stage: int, ranks: int, measured: int) -> None:
-    memory = planned(zero_stage, ranks)
-    say = f"| {zero_stage} | {ranks} | {memory.peak / MEGABYTE:,.0f} ({memory.peak_phase})"
-    print(f"\n{say} | {measured / MEGABYTE:,.0f} | {memory.peak / measured - 1:+.0%} |")
-    assert memory.peak == pytest.approx(measured, rel=TOLERANCE)
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +97,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callabl
     return json.loads((folder / "rank-0.json").read_text())
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_two_ranks_take_what_the_plan_says(two_ranks: dict[str, Any], zero_stage: int) -> None:
-    compare(zero_stage, 2, two_ranks[str(zero_stage)])
+@pytest.mark.parametrize(("zero_stage", "precision"), CASES)
+def test_two_ranks_take_what_the_plan_says(two_ranks: dict[str, Any], zero_stage: int, precision: Precision) -> None:
+    memory, measured = planned(zero_stage, precision), two_ranks[f"{zero_stage} {precision}"]
+    figures = f"{memory.peak / MEGABYTE:,.0f} | {measured / MEGABYTE:,.0f} | {memory.peak / measured - 1:+.0%}"
+    print(f"\n| {zero_stage} | {precision} | {memory.peak_phase} | {figures} |")
+    assert memory.peak == pytest.approx(measured, rel=TOLERANCE)
 
 
 def test_the_model_is_not_tiny() -> None:

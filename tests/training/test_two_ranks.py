@@ -74,6 +74,12 @@ def train(
     loop = TrainingLoop(engine, loop_config, objective(8, 12), heldout, folder)
     heldout_loss = loop.run()["loss"]
     weights = {name: weight.clone() for name, weight in engine.full_weights().items()}
+    for_a_file = engine.full_weights(on_main_alone=True)
+    if engine.is_main or not zero_stage:
+        assert for_a_file.keys() == weights.keys()
+        assert all(torch.equal(for_a_file[name], weight) for name, weight in weights.items())
+    else:
+        assert not for_a_file
     engine.close()
     return {"heldout_loss": heldout_loss, "weights": weights, "num_heldout": len(heldout)}
 
