@@ -88,7 +88,14 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
     precision = job.engine.precision
     if precision == "auto":
         precision = "bf16" if setting.hardware.is_gpu else job.engine.resolved_precision()
-    layout = Layout(job.workers, job.engine.zero_stage, precision == "bf16", setting.hardware.is_gpu)
+    layout = Layout(
+        job.workers,
+        job.engine.zero_stage,
+        precision == "bf16",
+        setting.hardware.is_gpu,
+        job.engine.offload,
+        job.engine.checkpoint_activations,
+    )
     planner = _Planner(job, job.model, setting, layout)
     return Plan(job, setting, layout, tuple(getattr(planner, stage)() for stage in job.stages))
 

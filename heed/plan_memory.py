@@ -29,12 +29,20 @@ CACHE_COPIES = 1.8
 
 @dataclass(frozen=True)
 class Layout:
-    """How the work is split and computed."""
+    """How the work is split and computed. `offload` is what lies in the CPU's memory beside a GPU, `recomputes` whether
+    backward passes compute blocks again.
+    """
 
     ranks: int
     zero_stage: int
     is_bf16: bool
     is_gpu: bool
+    offload: tuple[str, ...] = ()
+    recomputes: bool = False
+
+    def is_offloaded(self, part: str) -> bool:
+        """On a machine without a GPU there is no other memory to go to."""
+        return self.is_gpu and part in self.offload
 
     @property
     def compute_bytes(self) -> int:
@@ -125,6 +133,10 @@ def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layo
     """
     in_decoder = min(counts.trained_layers, config.num_layers)
     reads_memory = config.kind == "encoder-decoder"
+    if layout.recomputes:  # the input of every trained block, and all of one block at a time
+        inputs = counts.trained_layers * of.num_tokens * config.width * of.stream_bytes
+        kept = inputs + block_bytes(config, of, reads_memory=reads_memory) + ends_bytes(config, of)
+        return kept + (2 * counts.linear if layout.is_autocast else 0)
     kept = in_decoder * block_bytes(config, of, reads_memory=reads_memory) + ends_bytes(config, of)
     if counts.trained_layers > in_decoder:
         kept += (counts.trained_layers - in_decoder) * block_bytes(config, of) + ends_bytes(config, of)
@@ -145,7 +157,9 @@ def states(counts: Counts, layout: Layout) -> dict[str, int]:
     if layout.zero_stage == 3:
         held |= {"weights": w * counts.total // N, "gradients": w * p // N}
         held["reduce bucket"] = w * layout.bucket(REDUCE_BUCKET, p)
-    return held
+    gone = {"fp32 masters", "moments", "gradients"} if layout.is_offloaded("optimizer") else set[str]()
+    gone |= {"weights"} if layout.is_offloaded("parameters") else set[str]()
+    return {part: size for part, size in held.items() if part not in gone}
 
 
 def training_phases(

@@ -16,7 +16,7 @@ from heed.job_file import load_job
 from heed.pipeline import run_job
 from heed.plan import Plan, Setting, make_plan, places
 from heed.plan_hardware import GIB, GPUS, hardware
-from heed.plan_memory import Layout, count, forward_pass, ppo_memory, states, training_memory
+from heed.plan_memory import Layout, activation_bytes, count, forward_pass, ppo_memory, states, training_memory
 from training.config import OptimizerConfig
 
 ROOT = Path(__file__).parents[2]
@@ -135,6 +135,24 @@ def test_more_micro_batches_keep_gradients_beside_activations() -> None:
     of = forward_pass(config, layout, 8, 1024)
     one, two = (training_memory(config, counts, layout, of, 10**8, number) for number in (1, 2))
     assert two.peak - one.peak == 4 * counts.total
+
+
+def test_what_is_offloaded_or_computed_again_is_not_held() -> None:
+    config = read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml")
+    counts = count(config, ADAMW)
+    plain, moved = (
+        Layout(8, 3, is_bf16=True, is_gpu=True, offload=offload) for offload in ((), ("optimizer", "parameters"))
+    )
+    gone = {"fp32 masters", "moments", "gradients", "weights"}
+    assert set(states(counts, plain)) - set(states(counts, moved)) == gone
+    on_cpu = Layout(8, 3, is_bf16=True, is_gpu=False, offload=("optimizer",))
+    assert set(states(counts, on_cpu)) == set(states(counts, plain))  # there is nowhere else to go
+    again = Layout(8, 3, is_bf16=True, is_gpu=True, recomputes=True)
+    of = forward_pass(config, again, 8, 1024)
+    few, many = (activation_bytes(config, of, counts, layout) for layout in (again, plain))
+    # Inputs of twelve blocks, and what one block keeps.
+    least = 12 * 8 * 1024 * 768 * 2
+    assert least < few < least + many / 8
 
 
 def test_a_colocated_worker_holds_every_role() -> None:
