@@ -88,15 +88,14 @@ class DisaggregatedGroup(ColocatedGroup):
         self.scorers = Served(scorers, ScorerWorker, config, engine, parents)
 
     def sync_weights(self) -> None:
-        self._send()
-        self.learners.call_all("advance_average")
+        self._send("advance_and_send")
 
     def load(self, folder: Path) -> None:
         super().load(folder)
-        self._send()
+        self._send("send")
 
-    def _send(self) -> None:
-        self.learners.group.send(NAME, "send", to=self.generators.group, method="receive")
+    def _send(self, offer: str) -> None:
+        self.learners.group.send(NAME, offer, to=self.generators.group, method="receive")
 
     def close(self) -> None:
         for served in (self.learners, self.generators, self.scorers):

@@ -164,9 +164,10 @@ class JobConfig(Config):
     @property
     def fewest_ranks(self) -> int:
         """How many processes a cluster must have room for, those beside the workers included."""
-        apart = self.ppo is not None and self.ppo.placement == "disaggregated"
-        beside = self.ppo.num_generators + self.ppo.num_scorers if self.ppo is not None and apart else 0
-        return self.world_sizes[-1] + beside
+        fewest = self.world_sizes[-1]
+        if self.ppo is None or self.ppo.placement == "colocated":
+            return fewest
+        return fewest + self.ppo.num_generators + self.ppo.num_scorers
 
     def _check_batches(self) -> None:
         problem = self._batch_problem(self.workers)

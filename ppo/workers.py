@@ -259,16 +259,20 @@ class LearnerWorker(Rank):
         _, norm = self.value.step()
         return {**shares, "value_gradient_norm": norm / self.num_workers}
 
-    def advance_average(self) -> None:
-        """The moving average takes a step towards the policy."""
+    def send(self) -> SentWeights:
+        """The policy's weights as a generator holds them; a collective call."""
+        return self._as_generated(self.policy.full_weights())
+
+    def advance_and_send(self) -> SentWeights:
+        """As `send`, and the moving average takes a step towards the weights, which are gathered once for both."""
         weights = self.policy.full_weights()
         for name, average in self.average.items():
             average.lerp_(weights[name].to(average.dtype), 1 - self.config.ema_decay)
+        return self._as_generated(weights)
 
-    def send(self) -> SentWeights:
-        """The policy's weights as a generator holds them; a collective call."""
-        weights = {name: tensor.to(self._compute_dtype) for name, tensor in self.policy.full_weights().items()}
-        return SentWeights(weights, _checksum(weights))
+    def _as_generated(self, weights: Mapping[str, Tensor]) -> SentWeights:
+        rounded = {name: tensor.to(self._compute_dtype) for name, tensor in weights.items()}
+        return SentWeights(rounded, _checksum(rounded))
 
     def save(self, folder: Path) -> None:
         self.policy.save(folder / "policy")
@@ -300,8 +304,7 @@ class ColocatedWorker(LearnerWorker, GeneratorWorker, ScorerWorker):
     """All roles on one rank (implements `ppo.roles.Roles`)."""
 
     def sync_weights(self) -> None:
-        self.receive(self.send())
-        self.advance_average()
+        self.receive(self.advance_and_send())
 
     def load(self, folder: Path) -> None:
         super().load(folder)
