@@ -7,7 +7,6 @@ This file is also the ranks' program: `python test_planned_memory.py FOLDER`. do
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,12 +38,6 @@ CASES: list[tuple[Any, Precision, bool]] = [
 MEGABYTE = 2**20
 
 
-def private_bytes() -> int:
-    """Memory of this process alone: pages of a mapped file, which the system may drop, are not in it."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split("RssAnon:")[1].split()[0])
-
-
 def train(config: ModelConfig, zero_stage: Any, precision: Precision, recomputes: bool, world_size: int) -> int:
     """Bytes by which this process grew at most over building an engine and some steps."""
     engine_config = EngineConfig(
@@ -52,28 +45,24 @@ def train(config: ModelConfig, zero_stage: Any, precision: Precision, recomputes
     )
     rows_BT = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, config.context_tokens))
     objective = StreamObjective(rows_BT.astype(np.int32))
-    before, over = private_bytes(), threading.Event()
-    seen = [before]
-
-    def watch() -> None:
-        while not over.wait(0.001):
-            seen.append(private_bytes())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
     source = Fresh(lambda: LanguageModel(config), seed=0)
-    engine = Engine(source, ADAMW, engine_config, world_size=world_size, micro_batch=ROWS)
-    for step in range(STEPS):
-        engine.set_learning_rate(1e-3)
-        for number in range(MICRO_BATCHES):
-            with engine.micro_batch(is_last=number == MICRO_BATCHES - 1):
-                loss, _ = objective.loss(engine.model, np.arange(ROWS), engine.device)
-                engine.backward(loss / 1000, step=step)
-        engine.step()
-    over.set()
-    thread.join()
+
+    def steps() -> Engine[LanguageModel]:
+        engine = Engine(source, ADAMW, engine_config, world_size=world_size, micro_batch=ROWS)
+        for step in range(STEPS):
+            engine.set_learning_rate(1e-3)
+            for number in range(MICRO_BATCHES):
+                with engine.micro_batch(is_last=number == MICRO_BATCHES - 1):
+                    loss, _ = objective.loss(engine.model, np.arange(ROWS), engine.device)
+                    engine.backward(loss / 1000, step=step)
+            engine.step()
+        return engine
+
+    from conftest import peak_growth  # this file's neighbour, where it is a program
+
+    engine, growth = peak_growth(steps)
     engine.close()
-    return max(seen) - before
+    return growth
 
 
 def rank_program(folder: Path) -> None:

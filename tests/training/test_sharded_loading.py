@@ -6,10 +6,9 @@ This file is also the ranks' program: `python test_sharded_loading.py FOLDER`.
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -33,31 +32,6 @@ CONFIG = ModelConfig(
     mlp="relu2",
 )
 MEGABYTE = 2**20
-Result = TypeVar("Result")
-
-
-def private_bytes() -> int:
-    """Memory of this process alone: pages of a mapped file, which the system may drop, are not in it."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split("RssAnon:")[1].split()[0])
-
-
-def peak_growth(work: Callable[[], Result]) -> tuple[Result, int]:
-    """What the work returns, and by how many bytes this process grew at most while it ran."""
-    before, over = private_bytes(), threading.Event()
-    seen = [before]
-
-    def watch() -> None:
-        while not over.wait(0.001):
-            seen.append(private_bytes())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    result = work()
-    seen.append(private_bytes())
-    over.set()
-    thread.join()
-    return result, max(seen) - before
 
 
 def rank_program(folder: Path) -> None:
@@ -67,6 +41,8 @@ def rank_program(folder: Path) -> None:
     # DeepSpeed itself takes memory when it is first used; a model of no size to speak of pays for that.
     small = CONFIG.model_copy(update={"width": 16, "num_layers": 1, "mlp_width": 8, "head_dim": 2})
     Engine(Fresh(lambda: LanguageModel(small), 0), optimizer, config, world_size=2, micro_batch=1).close()
+    from conftest import peak_growth  # this file's neighbour, where it is a program
+
     from training import engine as engines
 
     sharded, loading = None, engines.materialise_sharded
