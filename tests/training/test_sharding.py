@@ -63,7 +63,7 @@ def learn(precision: str, zero_stage: int) -> dict[str, Any]:
 
 def growth(zero_stage: int, recomputes: bool) -> int:
     """Bytes by which this process grows at most in a step."""
-    from tests.training.test_sharded_loading import peak_growth
+    from conftest import peak_growth  # this file's neighbour, where it is a program
 
     engine = build(DEEP, precision="fp32", zero_stage=zero_stage, checkpoint_activations=recomputes)
     step(engine, stream(129), 0)  # makes what stays: gradients, the optimizer's states, buffers
