@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 
 from preferences.records import Answer, ShownTask, dense_ranks
@@ -51,8 +52,13 @@ def canonical_ranks(lease: Lease, answer: Answer) -> tuple[int, ...]:
             raise ValueError(f"{where}: ranks contains {rank!r}; integers from 1 (best) were expected")
     if type(answer.milliseconds) is not int or answer.milliseconds < 0:
         raise ValueError(f"{where}: milliseconds is {answer.milliseconds!r}; an integer of at least 0 was expected")
-    if not all(isinstance(flag, str) for flag in answer.flags):
+    for name, entries in (("ratings", answer.ratings), ("flags", answer.flags)):
+        if entries and len(entries) != len(lease.order):
+            raise ValueError(f"{where}: {name} has {len(entries)} entries for {len(lease.order)} responses")
+    if not all(isinstance(flag, str) for flags in answer.flags for flag in flags):
         raise ValueError(f"{where}: flags is {answer.flags!r}; strings were expected")
+    if not all(type(rating) in (int, float) and math.isfinite(rating) for rating in answer.ratings):
+        raise ValueError(f"{where}: ratings is {answer.ratings!r}; finite numbers were expected")
     expected_order = display_order(lease.task_id, lease.labeler, len(lease.order))
     assert lease.order == expected_order, f"{where}: order {lease.order}, but {expected_order} was shown"
     ranks = [0] * len(lease.order)

@@ -19,7 +19,7 @@ def answer_row(lease: Lease, answer: Answer) -> dict[str, Any]:
         "task_id": lease.task_id,
         "ranks": list(canonical_ranks(lease, answer)),
         "shown_order": list(lease.order),
-        "flags": list(answer.flags),
+        "flags": [list(flags) for flags in answer.flags],
         "milliseconds": answer.milliseconds,
     }
 

@@ -196,7 +196,7 @@ def test_another_answer_to_the_same_task_is_refused(store):
     store.add_tasks([make_task("t1")], batch="b", num_labelers=2)
     lease = store.lease("ann", seconds=60)
     store.submit(lease, Answer((1, 1, 2), 10), **HOW)
-    for other in (Answer((2, 1, 1), 10), Answer((1, 1, 2), 10, flags=("unclear",))):
+    for other in (Answer((2, 1, 1), 10), Answer((1, 1, 2), 10, flags=(("unclear",), (), ()))):
         with pytest.raises(ValueError, match=r"'t1', labeler 'ann': ranks, flags .* differ"):
             store.submit(lease, other, **HOW)
     assert store.progress("b").num_judgments == 1
@@ -210,7 +210,7 @@ def test_another_answer_to_the_same_task_is_refused(store):
         (Answer((1, 2, 2.0), 1), r"ranks contains 2\.0"),
         (Answer((1, 2, True), 1), "ranks contains True"),
         (Answer((1, 2, 3), -1), "milliseconds is -1"),
-        (Answer((1, 2, 3), 1, flags=(7,)), "flags is"),
+        (Answer((1, 2, 3), 1, flags=((7,), (), ())), "flags is"),
     ],
 )
 def test_malformed_answers_are_refused_by_task_and_field(store, answer, message):
@@ -277,7 +277,7 @@ def test_the_hash_follows_content_and_not_time(tmp_path):
     first = hash_of("1.db", 1_000.0, (1, 2, 3), 10)
     assert first == hash_of("2.db", 9_000.0, (1, 2, 3), 77)
     assert first != hash_of("3.db", 1_000.0, (1, 2, 2), 10)
-    assert first != hash_of("4.db", 1_000.0, (1, 2, 3), 10, flags=("unclear",))
+    assert first != hash_of("4.db", 1_000.0, (1, 2, 3), 10, flags=(("unclear",), (), ()))
 
 
 def test_judgments_outlive_the_process_and_cannot_be_changed(tmp_path):
