@@ -12,7 +12,8 @@ from playground.world import World
 from preferences.agreement import accuracy_against, pairwise_agreement
 from preferences.door import answer_all
 from preferences.records import MAX_RESPONSES, Message, Ranking, Task
-from preferences.store import LabelStore, Progress
+from preferences.results import Progress
+from preferences.store import LabelStore
 from training.config import Config
 from training.data import DataConfig, Prompt
 

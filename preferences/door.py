@@ -8,7 +8,8 @@ import json
 from collections.abc import Callable, Sequence
 
 from preferences.records import Labeler
-from preferences.store import Coverage, LabelStore, Progress
+from preferences.results import Coverage, Progress
+from preferences.store import LabelStore
 
 TASKS_PER_TURN = 64  # one transaction and one disk sync per turn and direction
 LEASE_SECONDS = 3_600.0  # for one turn, so for TASKS_PER_TURN judgments
@@ -40,7 +41,9 @@ def answer_all(
     assigned = assign(coverage, list(by_name))
     for start in range(0, max(map(len, assigned.values()), default=0), TASKS_PER_TURN):
         for name, labeler in by_name.items():
-            held = store.lease_these(name, assigned[name][start : start + TASKS_PER_TURN], seconds=LEASE_SECONDS)
+            held = store.lease_these(
+                name, assigned[name][start : start + TASKS_PER_TURN], seconds=LEASE_SECONDS, batch=batch
+            )
             answers = [labeler.judge(lease.shown) for lease in held]
             store.submit_many(held, answers, client=client, instructions_version=instructions_version)
             if held and on_progress is not None:

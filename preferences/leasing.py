@@ -3,9 +3,13 @@
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from preferences.records import Answer, ShownTask, dense_ranks
+from preferences.records import Answer, ShownTask
+
+Entry = TypeVar("Entry")
 
 
 class LeaseLostError(RuntimeError):
@@ -14,12 +18,16 @@ class LeaseLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class Lease:
-    """One task reserved for one labeler. `order[i]` is the canonical index of the response shown at place i."""
+    """One task reserved for one labeler. `order[i]` is the canonical index of the response shown at place i.
+
+    `revision` is the number that the labeler's next act on the task will have.
+    """
 
     shown: ShownTask
     labeler: str
     order: tuple[int, ...]
     expires_at: float  # seconds since the epoch
+    revision: int = 0
 
     @property
     def task_id(self) -> str:
@@ -39,29 +47,25 @@ def display_order(task_id: str, labeler: str, num_responses: int) -> tuple[int, 
     return tuple(sorted(range(num_responses), key=key))
 
 
-def canonical_ranks(lease: Lease, answer: Answer) -> tuple[int, ...]:
-    """The answer's ranks without gaps and back in canonical order.
-
-    Raises ValueError, naming task, labeler and field, for an answer that does not fit the lease.
-    """
-    where = f"task {lease.task_id!r}, labeler {lease.labeler!r}"
-    if len(answer.ranks) != len(lease.order):
-        raise ValueError(f"{where}: ranks has {len(answer.ranks)} entries for {len(lease.order)} responses")
+def require_fits(where: str, answer: Answer, num_responses: int) -> None:
+    """Raises ValueError, after `where` and naming the field, for an answer that cannot be one on so many responses."""
+    if len(answer.ranks) != num_responses:
+        raise ValueError(f"{where}: ranks has {len(answer.ranks)} entries for {num_responses} responses")
     for rank in answer.ranks:
         if type(rank) is not int or rank < 1:
             raise ValueError(f"{where}: ranks contains {rank!r}; integers from 1 (best) were expected")
     if type(answer.milliseconds) is not int or answer.milliseconds < 0:
         raise ValueError(f"{where}: milliseconds is {answer.milliseconds!r}; an integer of at least 0 was expected")
     for name, entries in (("ratings", answer.ratings), ("flags", answer.flags)):
-        if entries and len(entries) != len(lease.order):
-            raise ValueError(f"{where}: {name} has {len(entries)} entries for {len(lease.order)} responses")
+        if entries and len(entries) != num_responses:
+            raise ValueError(f"{where}: {name} has {len(entries)} entries for {num_responses} responses")
     if not all(isinstance(flag, str) for flags in answer.flags for flag in flags):
         raise ValueError(f"{where}: flags is {answer.flags!r}; strings were expected")
     if not all(type(rating) in (int, float) and math.isfinite(rating) for rating in answer.ratings):
         raise ValueError(f"{where}: ratings is {answer.ratings!r}; finite numbers were expected")
-    expected_order = display_order(lease.task_id, lease.labeler, len(lease.order))
-    assert lease.order == expected_order, f"{where}: order {lease.order}, but {expected_order} was shown"
-    ranks = [0] * len(lease.order)
-    for canonical_index, rank in zip(lease.order, dense_ranks(answer.ranks), strict=True):
-        ranks[canonical_index] = rank
-    return tuple(ranks)
+
+
+def canonical(order: Sequence[int], entries: Sequence[Entry]) -> list[Entry]:
+    """Entries in the order shown, back in canonical order; none stay none."""
+    back = dict(zip(order, entries, strict=True)) if entries else {}
+    return [back[index] for index in range(len(back))]

@@ -1,46 +1,33 @@
 """The label store: tasks go in, labelers lease and answer them, rankings come out.
 
-Promises: an answer that `submit` returned from is on disk; no (task, labeler) is stored twice; no task gets more
+Promises: an act that a call returned from is on disk; nothing is stored twice, changed or deleted; no task gets more
 labelers than asked for. Any number of processes may use one store at a time; each call is one transaction.
 """
 
-import hashlib
-import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, or_, select, true
+from sqlalchemy import Connection, func, insert, select
 
-from preferences.leasing import Lease, LeaseLostError, display_order
-from preferences.records import Answer, Ranking, ShownTask, Task
-from preferences.rows import answer_row, messages, parts, refuse_different, task_row
-from preferences.schema import judgments, leases, open_engines, tasks
+from preferences import acts, claims, results
+from preferences.database import open_engines
+from preferences.leasing import Lease, display_order
+from preferences.records import Answer, Judgment, Ranking, ShownTask, Task
+from preferences.results import Coverage, Progress, StoredTask
+from preferences.rows import Values, answer_row, empty_row, judgment_row, messages, parts, refuse_different, task_row
+from preferences.schema import judgments, places, tasks
 
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a batch is. An open task has fewer judgments than labelers asked for."""
-
-    num_tasks: int
-    num_judgments: int
-    num_open: int
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """Who has judged a task, by name in sorted order, and how many distinct labelers were asked for."""
-
-    task_id: str
-    num_labelers: int
-    judged_by: tuple[str, ...]
+UNDO_SECONDS = 3_600.0  # how long a task stays with the labeler who took an answer back
 
 
 class LabelStore:
-    """Tasks, leases and judgments in one SQLite file (a path, or a `sqlite:///` URL). `clock` gives epoch seconds."""
+    """Tasks, places and judgments in a SQLite file (a path, or a `sqlite:///` URL) or in PostgreSQL (`postgresql://`).
+
+    `clock` gives epoch seconds.
+    """
 
     def __init__(self, url_or_path: str | Path, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -65,30 +52,29 @@ class LabelStore:
         All or none are added. A task that is already there with the same content is left alone, so a killed caller
         can repeat the call.
 
-        Raises ValueError, naming the task, if its id is taken by other content or a field is malformed.
+        Raises ValueError, naming the task, if its id is taken by other content, a field is malformed, or what it
+        repeats is neither there nor before it.
         """
         quotas = [num_labelers] * len(new_tasks) if isinstance(num_labelers, int) else list(num_labelers)
         if len(quotas) != len(new_tasks):
             raise ValueError(f"num_labelers has {len(quotas)} entries for {len(new_tasks)} tasks")
         wanted = [task_row(task, batch, quota) for task, quota in zip(new_tasks, quotas, strict=True)]
         with self._writer.begin() as connection:
-            known: dict[str, dict[str, Any]] = {}
-            for part in parts([row["task_id"] for row in wanted]):
-                for found in connection.execute(select(tasks).where(tasks.c.task_id.in_(part))).mappings():
-                    known[found["task_id"]] = dict(found)
-            missing = []
+            known = _stored(connection, [name for row in wanted for name in (row["task_id"], row["repeat_of"]) if name])
+            missing: dict[str, Values] = {}
             for row in wanted:
-                if row["task_id"] in known:
-                    refuse_different(row, known[row["task_id"]])
+                task_id, original = row["task_id"], row["repeat_of"]
+                if task_id in known or task_id in missing:
+                    refuse_different(row, known.get(task_id) or missing[task_id])
+                elif original and original not in known and original not in missing:
+                    raise ValueError(f"task {task_id!r}: repeat_of is {original!r}; an earlier task's id was expected")
                 else:
-                    known[row["task_id"]] = row
-                    missing.append(row)
-            if missing:
-                connection.execute(insert(tasks), missing)
+                    missing[task_id] = row
+            _insert(connection, list(missing.values()), known)
 
     # ---- leases ----
 
-    def lease(self, labeler: str, *, seconds: float, batch: str | None = None) -> Lease | None:
+    def lease(self, labeler: str, *, seconds: float, batch: str) -> Lease | None:
         """The task `labeler` should judge next, reserved for `seconds`; None when none is open for them.
 
         A lease that the labeler still holds is renewed and returned again, responses in the same order.
@@ -96,41 +82,42 @@ class LabelStore:
         granted = self.lease_many(labeler, 1, seconds=seconds, batch=batch)
         return granted[0] if granted else None
 
-    def lease_many(self, labeler: str, num_tasks: int, *, seconds: float, batch: str | None = None) -> list[Lease]:
+    def lease_many(self, labeler: str, num_tasks: int, *, seconds: float, batch: str) -> list[Lease]:
         """Up to `num_tasks` leases: first those the labeler still holds, then new ones in order of arrival.
 
-        A task is open for a labeler who has not judged it while its judgments and the live leases of others are
-        fewer than the labelers asked for. Without `batch`, tasks of all batches are offered.
+        A task is open for a labeler who has neither judged nor skipped it while fewer than the labelers asked for have
+        judged it or hold a live lease; a repeat, once they have judged what it repeats.
         """
         _check_lease(labeler, seconds)
         if num_tasks < 1:
             raise ValueError(f"num_tasks is {num_tasks}; at least 1 was expected")
-        in_batch = true() if batch is None else tasks.c.batch == batch
         with self._writer.begin() as connection:
             now = self._clock()
-            is_held = _is_held_by(labeler, now)
-            held_positions = select(leases.c.task).where(leases.c.labeler == labeler, leases.c.expires_at > now)
-            held = select(tasks).where(tasks.c.position.in_(held_positions), in_batch)
-            rows = list(connection.execute(held.order_by(tasks.c.position).limit(num_tasks)))
-            if len(rows) < num_tasks:
-                fresh = select(tasks).where(in_batch, ~is_held, _is_open_for(labeler, now))
-                rows += connection.execute(fresh.order_by(tasks.c.position).limit(num_tasks - len(rows)))
-            return _grant(connection, rows, labeler, now, now + seconds)
+            claims.one_at_a_time(connection, labeler)
+            granted = claims.held(connection, labeler, now, batch)[:num_tasks]
+            claims.hold(connection, labeler, granted, now + seconds)
+            if len(granted) < num_tasks:
+                limit = num_tasks - len(granted)
+                granted += claims.claim(connection, labeler, now, now + seconds, batch=batch, limit=limit)
+            return _leases(connection, [task for task, _ in granted], labeler, now + seconds)
 
-    def lease_these(self, labeler: str, task_ids: Sequence[str], *, seconds: float) -> list[Lease]:
-        """Leases on those of `task_ids` that are open for the labeler, in order of arrival."""
+    def lease_these(self, labeler: str, task_ids: Sequence[str], *, seconds: float, batch: str) -> list[Lease]:
+        """Leases on those of the batch's `task_ids` that are open for the labeler or held by them, in order of
+        arrival.
+        """
         _check_lease(labeler, seconds)
         with self._writer.begin() as connection:
-            now = self._clock()
-            rows: list[Row[Any]] = []
-            for part in parts(task_ids):
-                rows += connection.execute(
-                    select(tasks).where(tasks.c.task_id.in_(part), _is_open_for(labeler, now))
-                ).all()
-            rows.sort(key=lambda row: row.position)
-            return _grant(connection, rows, labeler, now, now + seconds)
+            now, until = self._clock(), self._clock() + seconds
+            claims.one_at_a_time(connection, labeler)
+            wanted = {row["position"] for row in _stored(connection, task_ids).values()}
+            held = claims.held(connection, labeler, now, batch)
+            granted = [place for place in held if place[0] in wanted]
+            claims.hold(connection, labeler, granted, until)
+            for part in parts(sorted(wanted)):
+                granted += claims.claim(connection, labeler, now, until, batch=batch, limit=len(part), positions=part)
+            return _leases(connection, [task for task, _ in granted], labeler, until)
 
-    # ---- answers ----
+    # ---- acts of labelers ----
 
     def submit(self, lease: Lease, answer: Answer, *, client: str, instructions_version: str) -> None:
         """Store one answer; on return it is on disk. See `submit_many`."""
@@ -139,169 +126,174 @@ class LabelStore:
     def submit_many(
         self, held: Sequence[Lease], answers: Sequence[Answer], *, client: str, instructions_version: str
     ) -> None:
-        """Store one labeler's answers, all or none; `answers[i].ranks` follow the order in which `held[i]` was shown.
+        """Store one labeler's answers, all or none; lists in `answers[i]` follow the order that `held[i]` was shown in.
 
-        An answer that is already stored (same task, labeler, ranks and flags) is accepted and not stored again. An
-        answer whose lease ran out is still taken while the task has a place for it.
+        An answer that is already stored (same task, labeler, revision and content) is accepted and not stored again.
+        An answer whose lease ran out is still taken while the task has a place for it.
 
         Raises ValueError for a malformed answer, an unknown task, or one that contradicts the labeler's stored
         answer; LeaseLostError if the lease ran out and the task's places went to others.
         """
         if len(held) != len(answers):
             raise ValueError(f"answers has {len(answers)} entries for {len(held)} leases")
-        if not held:
-            return
-        labeler = held[0].labeler
-        for lease in held:
-            if lease.labeler != labeler:
-                raise ValueError(f"leases of {labeler!r} and {lease.labeler!r} in one call; one labeler was expected")
-        shared = {"labeler": labeler, "client": client, "instructions_version": instructions_version}
+        for lease in held[1:]:
+            if lease.labeler != held[0].labeler:
+                raise ValueError(
+                    f"leases of {held[0].labeler!r} and {lease.labeler!r} in one call; one labeler was expected"
+                )
         # Everything that can be refused without the database is refused before the write lock is taken.
-        rows = [shared | answer_row(lease, answer) for lease, answer in zip(held, answers, strict=True)]
+        rows = [answer_row(lease, answer, "answer") for lease, answer in zip(held, answers, strict=True)]
+        if rows:
+            self._record(held[0].labeler, rows, client, instructions_version)
+
+    def skip(self, lease: Lease, reason: str, milliseconds: int, *, client: str, instructions_version: str) -> None:
+        """The labeler leaves the task to others, and says why. Idempotent, and errors, as for `submit_many`."""
+        rows = [empty_row(lease, "skip", reason, milliseconds)]
+        self._record(lease.labeler, rows, client, instructions_version)
+
+    def undo(self, lease: Lease, reason: str, *, client: str, instructions_version: str) -> None:
+        """Take the labeler's last act on a task back; they hold the task again. What was said stays in the store.
+
+        `lease` is as `reopened` gives it. Raises ValueError where nothing stands that could be taken back, and
+        LeaseLostError where what was skipped went to others.
+        """
+        self._record(lease.labeler, [empty_row(lease, "undo", reason, 0)], client, instructions_version)
+
+    def adjudicate(self, lease: Lease, answer: Answer, *, client: str, instructions_version: str) -> None:
+        """A lead's answer, which stands over those of all labelers and takes no place. `lease` from `reopened`."""
+        rows = [answer_row(lease, answer, "adjudication")]
+        self._record(lease.labeler, rows, client, instructions_version)
+
+    def reopened(self, labeler: str, task_id: str) -> Lease:
+        """A task as this labeler was, or would be, shown it, for acts that need no live lease.
+
+        Raises ValueError for an unknown task.
+        """
+        with self._reader.begin() as connection:
+            stored = _stored(connection, [task_id])
+            if task_id not in stored:
+                raise ValueError(f"task {task_id!r}: task_id is not in the store")
+            return _leases(connection, [stored[task_id]["position"]], labeler, self._clock())[0]
+
+    def _record(self, labeler: str, rows: Sequence[Values], client: str, instructions_version: str) -> None:
         with self._writer.begin() as connection:
             now = self._clock()
-            for part in parts(rows):
-                _record(connection, part, labeler, now)
+            shared = {
+                "labeler": labeler,
+                "client": client,
+                "instructions_version": instructions_version,
+                "created_at": now,
+            }
+            acts.record(connection, [row | shared for row in rows], labeler, now, now + UNDO_SECONDS)
+
+    def import_judgments(self, batch: str, made_elsewhere: Sequence[Judgment]) -> None:
+        """Store judgments of the batch's tasks that were made elsewhere, all or none; what is stored already is left.
+
+        Raises ValueError, naming task and labeler, for a task that the batch lacks and for a judgment that contradicts
+        a stored one; LeaseLostError for one more than the task wants.
+        """
+        with self._writer.begin() as connection:
+            now, known = self._clock(), results.task_rows(connection, batch)
+            by_labeler: dict[str, list[Values]] = {}
+            for judgment in sorted(made_elsewhere, key=lambda judgment: judgment.revision):
+                if judgment.task_id not in known:
+                    raise ValueError(
+                        f"task {judgment.task_id!r}, labeler {judgment.labeler!r}: batch {batch!r} has no such task"
+                    )
+                row = judgment_row(judgment, len(known[judgment.task_id]["responses"]))
+                by_labeler.setdefault(judgment.labeler, []).append(row)
+            for labeler, rows in by_labeler.items():
+                acts.record(connection, rows, labeler, now, now)
 
     # ---- results out ----
 
-    def rankings(self, batch: str | None = None) -> list[Ranking]:
-        """All judgments, in the tasks' order of arrival, then by labeler name."""
-        in_batch = true() if batch is None else tasks.c.batch == batch
-        statement = (
-            select(tasks, judgments.c.labeler, judgments.c.ranks)
-            .join(judgments, judgments.c.task == tasks.c.position)
-            .where(in_batch)
-            .order_by(tasks.c.position, judgments.c.labeler)
-        )
+    def batches(self) -> list[str]:
+        """Names, in order of arrival."""
         with self._reader.begin() as connection:
-            return [
-                Ranking(row.task_id, messages(row.prompt), tuple(row.responses), tuple(row.ranks), row.labeler)
-                for row in connection.execute(statement)
-            ]
+            return results.batches(connection)
+
+    def tasks(self, batch: str) -> list[StoredTask]:
+        """In order of arrival."""
+        with self._reader.begin() as connection:
+            return results.stored_tasks(connection, batch)
+
+    def judgments(self, batch: str) -> list[Judgment]:
+        """Every act on the batch's tasks, in the order in which they were stored."""
+        with self._reader.begin() as connection:
+            return results.judgments_of(connection, batch)
+
+    def rankings(self, batch: str) -> list[Ranking]:
+        """What stands: each labeler's last answer, or of a task that was adjudicated that alone; in the tasks' order of
+        arrival, then by labeler name.
+        """
+        with self._reader.begin() as connection:
+            return results.rankings(connection, batch)
+
+    def history(self, labeler: str, limit: int) -> list[Judgment]:
+        """The labeler's last acts, the newest first."""
+        with self._reader.begin() as connection:
+            return results.history(connection, labeler, limit)
 
     def coverage(self, batch: str) -> list[Coverage]:
         """Who has judged each task of the batch, in order of arrival."""
-        statement = (
-            select(tasks.c.task_id, tasks.c.num_labelers, judgments.c.labeler)
-            .outerjoin(judgments, judgments.c.task == tasks.c.position)
-            .where(tasks.c.batch == batch)
-            .order_by(tasks.c.position, judgments.c.labeler)
-        )
-        quotas: dict[str, int] = {}
-        judged_by: dict[str, list[str]] = {}
         with self._reader.begin() as connection:
-            for task_id, num_labelers, labeler in connection.execute(statement):
-                quotas[task_id] = num_labelers
-                judged_by.setdefault(task_id, []).extend([] if labeler is None else [labeler])
-        return [Coverage(task_id, quota, tuple(judged_by[task_id])) for task_id, quota in quotas.items()]
+            return results.coverage(connection, batch)
 
     def progress(self, batch: str) -> Progress:
         """Counts over one batch; all 0 for a batch without tasks."""
-        num_judged = _num_judgments()
-        statement = select(
-            func.count(),
-            func.coalesce(func.sum(num_judged), 0),
-            func.count().filter(num_judged < tasks.c.num_labelers),
-        ).where(tasks.c.batch == batch)
         with self._reader.begin() as connection:
-            num_tasks, num_judgments, num_open = connection.execute(statement).one()
-        return Progress(num_tasks=num_tasks, num_judgments=num_judgments, num_open=num_open)
+            return results.progress(connection, batch)
 
     def content_hash(self, batch: str) -> str:
-        """SHA-256 over what was judged and how, sorted by (task_id, labeler); for lineage.
-
-        Covers each judged task's prompt, responses and sources, and each judgment's ranks, order shown, flags,
-        labeler and instructions version. Leaves out how it came in: times, milliseconds, client, order of arrival.
-        """
-        judged = (judgments.c.ranks, judgments.c.shown_order, judgments.c.flags, judgments.c.instructions_version)
-        statement = (
-            select(tasks.c.task_id, judgments.c.labeler, tasks.c.prompt, tasks.c.responses, tasks.c.sources, *judged)
-            .join(judgments, judgments.c.task == tasks.c.position)
-            .where(tasks.c.batch == batch)
-            .order_by(tasks.c.task_id, judgments.c.labeler)
-        )
-        digest = hashlib.sha256()
+        """SHA-256 over what was judged and how; see `results.content_hash`."""
         with self._reader.begin() as connection:
-            for row in connection.execute(statement):
-                digest.update(json.dumps(list(row)).encode() + b"\n")
-        return digest.hexdigest()
+            return results.content_hash(connection, batch)
 
 
-# ---- conditions ----
+def _stored(connection: Connection, task_ids: Sequence[str]) -> dict[str, Values]:
+    found: dict[str, Values] = {}
+    for part in parts(task_ids):
+        for row in connection.execute(select(tasks).where(tasks.c.task_id.in_(part))).mappings():
+            found[row["task_id"]] = dict(row)
+    return found
 
 
-def _num_judgments() -> ColumnElement[int]:
-    return select(func.count()).where(judgments.c.task == tasks.c.position).correlate(tasks).scalar_subquery()
-
-
-def _is_held_by(labeler: str, now: float) -> ColumnElement[bool]:
-    mine = select(leases.c.task).where(
-        leases.c.task == tasks.c.position, leases.c.labeler == labeler, leases.c.expires_at > now
+def _insert(connection: Connection, rows: Sequence[Values], known: Mapping[str, Values]) -> None:
+    """New tasks with their places."""
+    if not rows:
+        return
+    connection.execute(insert(tasks), rows)
+    positions = {name: row["position"] for name, row in known.items()}
+    positions |= {name: row["position"] for name, row in _stored(connection, [row["task_id"] for row in rows]).items()}
+    connection.execute(
+        insert(places),
+        [
+            {
+                "task": positions[row["task_id"]],
+                "place": place,
+                "batch": row["batch"],
+                "original": positions.get(row["repeat_of"], 0),
+                "labeler": "",
+                "expires_at": 0.0,
+                "is_done": False,
+            }
+            for row in rows
+            for place in range(row["num_labelers"])
+        ],
     )
-    return mine.correlate(tasks).exists()
 
 
-def _has_room_for(labeler: str, now: float) -> ColumnElement[bool]:
-    others = select(func.count()).where(
-        leases.c.task == tasks.c.position, leases.c.labeler != labeler, leases.c.expires_at > now
-    )
-    return _num_judgments() + others.correlate(tasks).scalar_subquery() < tasks.c.num_labelers
-
-
-def _is_open_for(labeler: str, now: float) -> ColumnElement[bool]:
-    mine = select(judgments.c.task).where(judgments.c.task == tasks.c.position, judgments.c.labeler == labeler)
-    return and_(~mine.correlate(tasks).exists(), _has_room_for(labeler, now))
-
-
-# ---- rows ----
-
-
-def _grant(
-    connection: Connection, rows: Sequence[Row[Any]], labeler: str, now: float, expires_at: float
-) -> list[Lease]:
-    for part in parts([row.position for row in rows]):
-        spent = or_(leases.c.labeler == labeler, leases.c.expires_at <= now)
-        connection.execute(delete(leases).where(leases.c.task.in_(part), spent))
-        renewed = [{"task": position, "labeler": labeler, "expires_at": expires_at} for position in part]
-        connection.execute(insert(leases), renewed)
-    granted = []
-    for row in rows:
-        order = display_order(row.task_id, labeler, len(row.responses))
-        responses = tuple(row.responses[index] for index in order)
-        granted.append(Lease(ShownTask(row.task_id, messages(row.prompt), responses), labeler, order, expires_at))
-    return granted
-
-
-def _record(connection: Connection, rows: Sequence[dict[str, Any]], labeler: str, now: float) -> None:
-    mine = and_(judgments.c.task == tasks.c.position, judgments.c.labeler == labeler)
-    statement = (
-        select(tasks.c.task_id, tasks.c.position, judgments.c.ranks, judgments.c.flags)
-        .add_columns(or_(_is_held_by(labeler, now), _has_room_for(labeler, now)).label("has_place"))
-        .outerjoin(judgments, mine)
-        .where(tasks.c.task_id.in_([row["task_id"] for row in rows]))
-    )
-    found = {row.task_id: row for row in connection.execute(statement)}
-    stored = {row.task_id: (row.ranks, row.flags) for row in found.values() if row.ranks is not None}
-    new = []
-    for row in rows:
-        where = f"task {row['task_id']!r}, labeler {labeler!r}"
-        if row["task_id"] not in found:
-            raise ValueError(f"{where}: task_id is not in the store")
-        answer = (row["ranks"], row["flags"])
-        if row["task_id"] in stored:
-            if stored[row["task_id"]] != answer:
-                raise ValueError(f"{where}: ranks, flags {answer} differ from the stored {stored[row['task_id']]}")
-        elif not found[row["task_id"]].has_place:
-            raise LeaseLostError(f"{where}: the lease ran out and others took the task's places")
-        else:
-            stored[row["task_id"]] = answer
-            position = found[row["task_id"]].position
-            new.append({key: row[key] for key in row if key != "task_id"} | {"task": position, "created_at": now})
-    if new:
-        connection.execute(insert(judgments), new)
-        done = leases.c.task.in_([row["task"] for row in new])
-        connection.execute(delete(leases).where(leases.c.labeler == labeler, done))
+def _leases(connection: Connection, positions: Sequence[int], labeler: str, expires_at: float) -> list[Lease]:
+    num_acts = select(func.count()).where(judgments.c.task == tasks.c.position, judgments.c.labeler == labeler)
+    revision = num_acts.correlate(tasks).scalar_subquery()
+    wanted = select(tasks.c.task_id, tasks.c.prompt, tasks.c.responses, revision.label("revision"))
+    leases = []
+    for part in parts(positions):
+        for row in connection.execute(wanted.where(tasks.c.position.in_(part)).order_by(tasks.c.position)):
+            order = display_order(row.task_id, labeler, len(row.responses))
+            shown = ShownTask(row.task_id, messages(row.prompt), tuple(row.responses[index] for index in order))
+            leases.append(Lease(shown, labeler, order, expires_at, row.revision))
+    return leases
 
 
 def _check_lease(labeler: str, seconds: float) -> None:

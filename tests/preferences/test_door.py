@@ -12,7 +12,8 @@ import pytest
 
 from preferences.door import answer_all, assign
 from preferences.records import Answer, Message, Task
-from preferences.store import Coverage, LabelStore
+from preferences.results import Coverage
+from preferences.store import LabelStore
 
 ROOT = Path(__file__).resolve().parents[2]
 HOW = {"batch": "b", "client": "script", "instructions_version": "1"}
@@ -58,13 +59,14 @@ def fill(path, num_tasks=400, num_labelers=2):
         store.add_tasks(tasks, batch="b", num_labelers=num_labelers)
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
-def test_a_killed_run_resumes_to_the_content_of_an_undisturbed_one(tmp_path, share):
-    for name in ("calm.db", "killed.db"):
-        fill(tmp_path / name)
-    finish(start(tmp_path / "calm.db"))
-    process = start(tmp_path / "killed.db", pause=0.002)
-    with LabelStore(tmp_path / "killed.db") as store:
+@pytest.mark.parametrize("share", [0.2, 0.7])
+def test_a_killed_run_resumes_to_the_content_of_an_undisturbed_one(new_database, share):
+    undisturbed, killed = new_database(), new_database()
+    for url in (undisturbed, killed):
+        fill(url)
+    finish(start(undisturbed))
+    process = start(killed, pause=0.002)
+    with LabelStore(killed) as store:
         while (before := store.progress("b").num_judgments) < share * 800:
             assert process.poll() is None, "finished before it could be killed"
             time.sleep(0.01)
@@ -72,17 +74,17 @@ def test_a_killed_run_resumes_to_the_content_of_an_undisturbed_one(tmp_path, sha
         assert process.wait() == -signal.SIGKILL
         assert before <= store.progress("b").num_judgments < 800
         kept = {(r.task_id, r.labeler, r.ranks) for r in store.rankings("b")}
-        finish(start(tmp_path / "killed.db"))
+        finish(start(killed))
         assert kept <= {(r.task_id, r.labeler, r.ranks) for r in store.rankings("b")}
-        with LabelStore(tmp_path / "calm.db") as calm:
+        with LabelStore(undisturbed) as calm:
             assert store.content_hash("b") == calm.content_hash("b")
             assert store.progress("b") == calm.progress("b")
         assert store.progress("b").num_open == 0
 
 
-def test_four_processes_at_once_never_exceed_the_quota(tmp_path):
+def test_four_processes_at_once_never_exceed_the_quota(new_database):
     """Two of them even play the same labelers."""
-    path = tmp_path / "labels.db"
+    path = new_database()
     fill(path, num_tasks=200, num_labelers=2)
     processes = [start(path, names) for names in ("ann,bob", "ann,bob", "cy,dee", "eve,fay")]
     for process in processes:
@@ -105,8 +107,8 @@ with LabelStore(sys.argv[1]) as store:
 OPENER = "import sys; from preferences.store import LabelStore; LabelStore(sys.argv[1]).close()"
 
 
-def test_two_processes_never_hold_leases_beyond_the_quota(tmp_path):
-    path = tmp_path / "labels.db"
+def test_two_processes_never_hold_leases_beyond_the_quota(new_database):
+    path = new_database()
     fill(path, num_tasks=300, num_labelers=1)
     command = [sys.executable, "-c", LEASER, str(path)]
     processes = [
@@ -116,9 +118,9 @@ def test_two_processes_never_hold_leases_beyond_the_quota(tmp_path):
     assert sorted(held[0] + held[1]) == [f"t{i:04d}" for i in range(300)]  # each exactly once
 
 
-def test_a_new_store_may_be_opened_by_several_processes_at_once(tmp_path):
-    for attempt in range(3):
-        command = [sys.executable, "-c", OPENER, str(tmp_path / f"{attempt}.db")]
+def test_a_new_store_may_be_opened_by_several_processes_at_once(new_database):
+    for _ in range(2):
+        command = [sys.executable, "-c", OPENER, new_database()]
         processes = [subprocess.Popen(command, cwd=ROOT) for _ in range(4)]
         for process in processes:
             finish(process)

@@ -1,0 +1,98 @@
+"""How acts of labelers are recorded: each appends one judgment, and moves the labeler's place of the task.
+
+An answer takes the labeler's place for good; a skip frees it; an undo takes the last act back and holds the place
+again. An adjudication, a lead's answer over those of others, needs none.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, insert, select
+
+from preferences import claims
+from preferences.claims import PlaceState
+from preferences.leasing import LeaseLostError
+from preferences.rows import Values, parts, refuse_other
+from preferences.schema import judgments, tasks
+
+TAKES_BACK = ("answer", "skip")
+
+
+def record(connection: Connection, rows: Sequence[Values], labeler: str, now: float, expires_at: float) -> None:
+    """Store acts of one labeler, in order. What is stored already is accepted and not stored again.
+
+    `expires_at` is the end of the leases that undoing gives.
+
+    Raises ValueError for an unknown task and for an act that contradicts the stored one of its revision;
+    LeaseLostError where the task's places went to others.
+    """
+    for part in parts(rows):
+        _record(connection, part, labeler, now, expires_at)
+
+
+def _record(connection: Connection, rows: Sequence[Values], labeler: str, now: float, expires_at: float) -> None:
+    positions = _positions(connection, [row["task_id"] for row in rows], labeler)
+    places = claims.lock(connection, sorted(set(positions.values())))
+    acts = _acts_of(connection, labeler, sorted(set(positions.values())))
+    new: list[Values] = []
+    moves: dict[str, dict[int, int]] = {"answer": {}, "skip": {}, "undo": {}, "adjudication": {}}
+    for row in rows:
+        position, where = positions[row["task_id"]], f"task {row['task_id']!r}, labeler {labeler!r}"
+        before = acts[position]
+        if row["revision"] < len(before):
+            refuse_other(row, before[row["revision"]])
+            continue
+        if row["revision"] > len(before):
+            raise ValueError(f"{where}: revision is {row['revision']}; {len(before)} acts are stored")
+        _require_sequence(where, row["kind"], before)
+        if row["kind"] != "adjudication":
+            place = _place(labeler, places[position], now)
+            if place is None and row["kind"] != "skip":
+                raise LeaseLostError(f"{where}: the lease ran out and others took the task's places")
+            if place is not None:
+                moves[row["kind"]][position] = place
+        columns = {name: value for name, value in row.items() if name != "task_id"}
+        new.append(columns | {"task": position})
+        before.append(row)
+    if new:
+        connection.execute(insert(judgments), new)
+        claims.finish(connection, labeler, moves["answer"].items())
+        claims.free(connection, moves["skip"].items())
+        claims.hold(connection, labeler, moves["undo"].items(), expires_at)
+
+
+def _positions(connection: Connection, task_ids: Sequence[str], labeler: str) -> dict[str, int]:
+    statement = select(tasks.c.task_id, tasks.c.position).where(tasks.c.task_id.in_(task_ids))
+    found = {row.task_id: row.position for row in connection.execute(statement)}
+    for task_id in task_ids:
+        if task_id not in found:
+            raise ValueError(f"task {task_id!r}, labeler {labeler!r}: task_id is not in the store")
+    return found
+
+
+def _acts_of(connection: Connection, labeler: str, positions: Sequence[int]) -> dict[int, list[Mapping[str, Any]]]:
+    """All that the labeler did so far on these tasks, by task, in order."""
+    statement = (
+        select(judgments)
+        .where(judgments.c.task.in_(positions), judgments.c.labeler == labeler)
+        .order_by(judgments.c.task, judgments.c.revision)
+    )
+    found: dict[int, list[Mapping[str, Any]]] = {position: [] for position in positions}
+    for row in connection.execute(statement).mappings():
+        found[row["task"]].append(dict(row))
+    return found
+
+
+def _require_sequence(where: str, kind: str, before: Sequence[Mapping[str, Any]]) -> None:
+    last = before[-1]["kind"] if before else "undo"
+    if kind == "undo" and last not in TAKES_BACK:
+        raise ValueError(f"{where}: there is no answer or skip to take back")
+    if kind in TAKES_BACK and last in TAKES_BACK:
+        raise ValueError(f"{where}: judged already ({last}); it has to be taken back first")
+
+
+def _place(labeler: str, places: Sequence[PlaceState], now: float) -> int | None:
+    """The labeler's own place of a task, or one that is free; None where there is neither."""
+    own = [state.place for state in places if state.labeler == labeler]
+    free = [state.place for state in places if state.is_free(now)]
+    return next(iter([*own, *free]), None)

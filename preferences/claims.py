@@ -1,0 +1,137 @@
+"""Who works on what: places of tasks, claimed for a time. SQL over `places`, within a caller's transaction.
+
+A place is free, held (its lease may have run out: whoever holds it keeps it until another takes it), or done.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, func, or_, select, true, update
+
+from preferences.schema import judgments, places
+
+_LEASING = 7_243_002  # first half of the advisory locks of those who lease
+
+Place = tuple[int, int]  # a task's position, and which of its places
+
+
+class PlaceState(NamedTuple):
+    """One place of a task: `labeler` ("" = nobody) holds it until `expires_at`, or is done with it."""
+
+    place: int
+    labeler: str
+    expires_at: float
+    is_done: bool
+
+    def is_free(self, now: float) -> bool:
+        """Whether another than its labeler may take it."""
+        return not self.is_done and (self.labeler == "" or self.expires_at <= now)
+
+
+def one_at_a_time(connection: Connection, labeler: str) -> None:
+    """A labeler's pages take turns. SQLite has one writer anyway; PostgreSQL is told."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(func.pg_advisory_xact_lock(_LEASING, func.hashtext(labeler))))
+
+
+def held(connection: Connection, labeler: str, now: float, batch: str) -> list[Place]:
+    """What the labeler holds, leases not run out, in the tasks' order of arrival; nobody answers it meanwhile."""
+    mine = select(places.c.task, places.c.place).where(
+        places.c.labeler == labeler, places.c.expires_at > now, ~places.c.is_done, places.c.batch == batch
+    )
+    return [(row.task, row.place) for row in connection.execute(mine.order_by(places.c.task).with_for_update())]
+
+
+def claim(
+    connection: Connection,
+    labeler: str,
+    now: float,
+    expires_at: float,
+    *,
+    batch: str,
+    limit: int,
+    positions: Sequence[int] | None = None,
+) -> list[Place]:
+    """Hold places of up to `limit` tasks (among `positions`, where given) that are open for the labeler.
+
+    Open: neither done, held nor skipped by them, with a place that is free or whose lease ran out; a repeat, once they
+    have judged what it repeats.
+    """
+    among = true() if positions is None else places.c.task.in_(positions)
+    candidates = (
+        select(places.c.task, places.c.place)
+        .where(places.c.batch == batch, _is_free(now), among, _is_new_to(labeler), _is_due_to(labeler))
+        .order_by(places.c.task, places.c.place)
+        .with_for_update(skip_locked=True, of=places)  # PostgreSQL: what another is taking is passed over
+    )
+    claimed: list[Place] = []
+    while len(claimed) < limit:
+        first: dict[int, int] = {}  # several places of one task may be free
+        for task, place in connection.execute(candidates.limit(limit - len(claimed))):
+            first.setdefault(task, place)
+        if not first:
+            break
+        hold(connection, labeler, first.items(), expires_at)
+        claimed += first.items()
+    return sorted(claimed)
+
+
+def hold(connection: Connection, labeler: str, chosen: Iterable[Place], expires_at: float) -> None:
+    """Give the labeler these places until then."""
+    _update(connection, chosen, labeler=labeler, expires_at=expires_at, is_done=False)
+
+
+def finish(connection: Connection, labeler: str, chosen: Iterable[Place]) -> None:
+    """The labeler has judged these."""
+    _update(connection, chosen, labeler=labeler, expires_at=0.0, is_done=True)
+
+
+def free(connection: Connection, chosen: Iterable[Place]) -> None:
+    """Others may take these."""
+    _update(connection, chosen, labeler="", expires_at=0.0, is_done=False)
+
+
+def lock(connection: Connection, positions: Sequence[int]) -> dict[int, list[PlaceState]]:
+    """All places of these tasks, by task; nobody else changes them before this transaction ends."""
+    statement = select(places.c.task, places.c.place, places.c.labeler, places.c.expires_at, places.c.is_done)
+    statement = statement.where(places.c.task.in_(positions)).order_by(places.c.task, places.c.place)
+    found: dict[int, list[PlaceState]] = {position: [] for position in positions}
+    for task, *state in connection.execute(statement.with_for_update()):
+        found[task].append(PlaceState(*state))
+    return found
+
+
+def _update(connection: Connection, chosen: Iterable[Place], **values: object) -> None:
+    rows = [{"its_task": task, "its_place": place} for task, place in chosen]
+    if rows:
+        here = and_(places.c.task == bindparam("its_task"), places.c.place == bindparam("its_place"))
+        connection.execute(update(places).where(here).values(**values), rows)
+
+
+def _is_free(now: float) -> ColumnElement[bool]:
+    return and_(~places.c.is_done, or_(places.c.labeler == "", places.c.expires_at <= now))
+
+
+def _is_new_to(labeler: str) -> ColumnElement[bool]:
+    """The labeler has no other place of the task, and their last act on it, if any, is no skip."""
+    other = places.alias("other")
+    has_other = select(other.c.task).where(
+        other.c.task == places.c.task, other.c.labeler == labeler, other.c.place != places.c.place
+    )
+    last_act = (
+        select(judgments.c.kind)
+        .where(judgments.c.task == places.c.task, judgments.c.labeler == labeler)
+        .order_by(judgments.c.revision.desc())
+        .limit(1)
+        .correlate(places)
+        .scalar_subquery()
+    )
+    return and_(~has_other.correlate(places).exists(), func.coalesce(last_act, "") != "skip")
+
+
+def _is_due_to(labeler: str) -> ColumnElement[bool]:
+    original = places.alias("original")
+    judged = select(original.c.task).where(
+        original.c.task == places.c.original, original.c.labeler == labeler, original.c.is_done
+    )
+    return or_(places.c.original == 0, judged.correlate(places).exists())

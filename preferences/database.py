@@ -1,0 +1,95 @@
+"""How the label store's database is opened: a SQLite file, or PostgreSQL by its URL."""
+
+import sqlite3
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
+from sqlalchemy.engine import URL, make_url
+
+BUSY_TIMEOUT_MILLISECONDS = 30_000
+POOL_SIZE = 8
+_BEGIN = "heed_begin"
+_MIGRATING = 7_243_001  # the advisory lock of who migrates; any number that is Heed's own
+FIRST_REVISION = "0001"  # of stores that are older than the migrations
+
+
+def open_engines(url_or_path: str | Path) -> tuple[Engine, Engine]:
+    """Open the database, make it where it is new, migrate it where it is old; (reader, writer) over one pool.
+
+    On SQLite the writer's transactions start with BEGIN IMMEDIATE: a deferred transaction that turns from reading to
+    writing is refused with SQLITE_BUSY at once, whatever the busy_timeout.
+
+    Raises ValueError for another database, and for one that a newer Heed has migrated.
+    """
+    url = _database_url(url_or_path)
+    if url.get_backend_name() == "postgresql":
+        engine = create_engine(url, pool_size=POOL_SIZE, pool_pre_ping=True)
+        migrate(engine)
+        return engine, engine
+    reader = create_engine(url, pool_size=POOL_SIZE)
+    event.listen(reader, "connect", _configure_connection)
+    event.listen(reader, "begin", _begin)
+    writer = reader.execution_options(**{_BEGIN: "IMMEDIATE"})
+    migrate(writer)
+    return reader, writer
+
+
+def migrate(engine: Engine) -> None:
+    """Bring the database to the newest revision; one process at a time, whole or not at all."""
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    scripts = ScriptDirectory.from_config(config)
+    newest = scripts.get_current_head()
+    with engine.begin() as connection:
+        if engine.dialect.name == "postgresql":
+            connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATING})"))
+        config.attributes["connection"] = connection
+        found = MigrationContext.configure(connection).get_current_revision()
+        if found == newest:
+            return
+        known = {script.revision for script in scripts.walk_revisions()}
+        if found is not None and found not in known:
+            raise ValueError(
+                f"label store {engine.url.render_as_string()}: its tables are of revision {found}, which this Heed does"
+                f" not know; its own newest is {newest}. A newer Heed has written it"
+            )
+        if found is None and inspect(connection).has_table("tasks"):
+            command.stamp(config, FIRST_REVISION)
+        command.upgrade(config, "head")
+
+
+def _database_url(url_or_path: str | Path) -> URL:
+    given = str(url_or_path)
+    url = make_url(given) if "://" in given else URL.create("sqlite", database=given)
+    if url.get_backend_name() == "postgresql":
+        return url.set(drivername="postgresql+psycopg")
+    if url.get_backend_name() != "sqlite":
+        raise ValueError(
+            f"label store: {url.render_as_string()!r} is neither SQLite nor PostgreSQL; a file path, sqlite:/// or"
+            " postgresql:// expected"
+        )
+    if not url.database or url.database == ":memory:":
+        raise ValueError("label store: a database in memory would lose its labels; a file path was expected")
+    Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+    return url
+
+
+def _configure_connection(connection: sqlite3.Connection, _record: object) -> None:
+    connection.isolation_level = None  # SQLAlchemy's begin event starts transactions, not the driver
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MILLISECONDS}")
+    (journal_mode,) = cursor.execute("PRAGMA journal_mode = WAL").fetchone()
+    assert journal_mode == "wal", f"journal_mode is {journal_mode!r}, not 'wal': is the file system a network share?"
+    # FULL syncs the log at each commit, so an acknowledged label survives a power cut; NORMAL would not.
+    cursor.execute("PRAGMA synchronous = FULL")
+    cursor.execute("PRAGMA foreign_keys = ON")
+    cursor.close()
+
+
+def _begin(connection: Connection) -> None:
+    mode = connection.get_execution_options().get(_BEGIN, "DEFERRED")
+    connection.exec_driver_sql(f"BEGIN {mode}")

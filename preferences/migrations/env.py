@@ -1,0 +1,8 @@
+"""Where Alembic is given the connection that the store has opened; migrations run in its transaction."""
+
+from alembic import context
+
+from preferences.schema import metadata
+
+context.configure(connection=context.config.attributes["connection"], target_metadata=metadata)
+context.run_migrations()

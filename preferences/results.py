@@ -1,0 +1,166 @@
+"""What is read from the label store. SQL over all tables, within a caller's transaction."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, RowMapping, Select, and_, case, func, select
+
+from preferences.records import Judgment, Ranking, Task
+from preferences.rows import Values, as_judgment, as_task, messages
+from preferences.schema import judgments, places, tasks
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a batch is. An open task has fewer judgments than labelers asked for."""
+
+    num_tasks: int
+    num_judgments: int
+    num_open: int
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Who has judged a task, by name in sorted order, and how many distinct labelers were asked for."""
+
+    task_id: str
+    num_labelers: int
+    judged_by: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StoredTask:
+    """A task with the batch that it came in and how many labelers it wants."""
+
+    task: Task
+    batch: str
+    num_labelers: int
+
+
+def batches(connection: Connection) -> list[str]:
+    """Names, in order of arrival."""
+    first = func.min(tasks.c.position)
+    return list(connection.scalars(select(tasks.c.batch).group_by(tasks.c.batch).order_by(first)))
+
+
+def task_rows(connection: Connection, batch: str) -> dict[str, Values]:
+    """By id, in order of arrival."""
+    statement = select(tasks).where(tasks.c.batch == batch).order_by(tasks.c.position)
+    return {row["task_id"]: dict(row) for row in connection.execute(statement).mappings()}
+
+
+def stored_tasks(connection: Connection, batch: str) -> list[StoredTask]:
+    """In order of arrival."""
+    return [StoredTask(as_task(row), batch, row["num_labelers"]) for row in task_rows(connection, batch).values()]
+
+
+def judgments_of(connection: Connection, batch: str) -> list[Judgment]:
+    """Every act on the batch's tasks, in the order in which they were stored."""
+    statement = _acts().where(tasks.c.batch == batch).order_by(judgments.c.judgment_id)
+    return _as_judgments(connection.execute(statement).mappings())
+
+
+def history(connection: Connection, labeler: str, limit: int) -> list[Judgment]:
+    """The labeler's last acts, the newest first."""
+    statement = _acts().where(judgments.c.labeler == labeler).order_by(judgments.c.judgment_id.desc()).limit(limit)
+    return _as_judgments(connection.execute(statement).mappings())
+
+
+def rankings(connection: Connection, batch: str) -> list[Ranking]:
+    """What stands, in the tasks' order of arrival, then by labeler name."""
+    columns = ("task_id", "prompt", "responses", "objective")
+    judged = (judgments.c.labeler, judgments.c.kind, judgments.c.ranks, judgments.c.ratings)
+    statement = _standing(select(*(tasks.c[name] for name in columns), *judged), batch)
+    by_task: dict[str, list[Mapping[str, Any]]] = {}
+    for row in connection.execute(statement.order_by(tasks.c.position, judgments.c.labeler)).mappings():
+        by_task.setdefault(row["task_id"], []).append(dict(row))
+    return [
+        Ranking(
+            row["task_id"],
+            messages(row["prompt"]),
+            tuple(row["responses"]),
+            tuple(row["ranks"]),
+            row["labeler"],
+            row["objective"],
+            tuple(row["ratings"]),
+        )
+        for rows in by_task.values()
+        for row in ([row for row in rows if row["kind"] == "adjudication"] or rows)
+    ]
+
+
+def coverage(connection: Connection, batch: str) -> list[Coverage]:
+    """Who has judged each task of the batch, in order of arrival."""
+    done = and_(places.c.task == tasks.c.position, places.c.is_done)
+    statement = (
+        select(tasks.c.task_id, tasks.c.num_labelers, places.c.labeler)
+        .outerjoin(places, done)
+        .where(tasks.c.batch == batch)
+        .order_by(tasks.c.position, places.c.labeler)
+    )
+    quotas: dict[str, int] = {}
+    judged_by: dict[str, list[str]] = {}
+    for task_id, num_labelers, labeler in connection.execute(statement):
+        quotas[task_id] = num_labelers
+        judged_by.setdefault(task_id, []).extend([] if labeler is None else [labeler])
+    return [Coverage(task_id, quota, tuple(judged_by[task_id])) for task_id, quota in quotas.items()]
+
+
+def progress(connection: Connection, batch: str) -> Progress:
+    """Counts over one batch; all 0 for a batch without tasks."""
+    a_task = (
+        select(func.sum(case((places.c.is_done, 1), else_=0)).label("done"), func.count().label("wanted"))
+        .where(places.c.batch == batch)
+        .group_by(places.c.task)
+        .subquery()
+    )
+    statement = select(
+        func.count(),
+        func.coalesce(func.sum(a_task.c.done), 0),
+        func.coalesce(func.sum(case((a_task.c.done < a_task.c.wanted, 1), else_=0)), 0),
+    )
+    num_tasks, num_judgments, num_open = connection.execute(statement.select_from(a_task)).one()
+    return Progress(num_tasks=num_tasks, num_judgments=num_judgments, num_open=num_open)
+
+
+def content_hash(connection: Connection, batch: str) -> str:
+    """SHA-256 over what was judged and how, sorted by (task_id, labeler); for lineage.
+
+    Covers each judged task's prompt, responses, sources and objective, and of each judgment that stands the ranks,
+    ratings, flags, note, order shown, labeler and instructions version. Leaves out how it came in: times, milliseconds,
+    client, order of arrival, what was taken back.
+    """
+    of_task = ("task_id", "prompt", "responses", "sources", "objective")
+    of_judgment = ("labeler", "kind", "ranks", "ratings", "flags", "note", "shown_order", "instructions_version")
+    columns = [*(tasks.c[name] for name in of_task), *(judgments.c[name] for name in of_judgment)]
+    digest = hashlib.sha256()
+    rows = connection.execute(_standing(select(*columns), batch))
+    for row in sorted(rows, key=lambda row: (row.task_id, row.labeler)):  # databases sort names each in their own way
+        digest.update(json.dumps(list(row)).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _acts() -> Select[Any]:
+    return select(tasks.c.task_id, judgments).join(tasks, judgments.c.task == tasks.c.position)
+
+
+def _as_judgments(rows: Iterable[RowMapping]) -> list[Judgment]:
+    return [as_judgment(dict(row)) for row in rows]
+
+
+def _standing(columns: Select[Any], batch: str) -> Select[Any]:
+    """Of what was judged in the batch, each labeler's last word, if it is an answer."""
+    later = judgments.alias("later")
+    overtaken = select(later.c.judgment_id).where(
+        later.c.task == judgments.c.task,
+        later.c.labeler == judgments.c.labeler,
+        later.c.revision > judgments.c.revision,
+    )
+    return columns.join(judgments, judgments.c.task == tasks.c.position).where(
+        tasks.c.batch == batch,
+        judgments.c.kind.in_(("answer", "adjudication")),
+        ~overtaken.correlate(judgments).exists(),
+    )
