@@ -69,6 +69,12 @@ def history(connection: Connection, labeler: str, limit: int) -> list[Judgment]:
     return _as_judgments(connection.execute(statement).mappings())
 
 
+def num_standing(connection: Connection, labeler: str) -> int:
+    """How many of the labeler's answers stand."""
+    done = select(func.count()).where(places.c.labeler == labeler, places.c.is_done)
+    return connection.scalar(done) or 0
+
+
 def rankings(connection: Connection, batch: str) -> list[Ranking]:
     """What stands, in the tasks' order of arrival, then by labeler name."""
     columns = ("task_id", "prompt", "responses", "objective")

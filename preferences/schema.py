@@ -90,3 +90,40 @@ judgments = Table(
     UniqueConstraint("task", "labeler", "revision", name="judgments_once"),
     Index("judgments_by_labeler", "labeler", "judgment_id"),
 )
+
+accounts = Table(
+    "accounts",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("role", String, nullable=False),  # lead or labeler
+    Column("key_hash", String, nullable=False),  # argon2
+    Column("state", String, nullable=False),  # new, admitted, closed; only screening makes a difference of new
+    Column("read_version", String, nullable=False),  # the instructions that they said they have read
+    Column("created_at", Float, nullable=False),
+)
+
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("token_hash", String, primary_key=True),  # SHA-256: the token has 256 random bits
+    Column("account", String, ForeignKey("accounts.name"), nullable=False),
+    Column("expires_at", Float, nullable=False),
+)
+
+invitations = Table(
+    "invitations",
+    metadata,
+    Column("code_hash", String, primary_key=True),
+    Column("name", String, nullable=False),
+    Column("role", String, nullable=False),
+    Column("expires_at", Float, nullable=False),
+)
+
+instructions = Table(
+    "instructions",
+    metadata,
+    Column("version", String, primary_key=True),
+    Column("text", JSON, nullable=False),
+    Column("flags", JSON, nullable=False),
+    Column("created_at", Float, nullable=False),
+)

@@ -234,6 +234,11 @@ class LabelStore:
         with self._reader.begin() as connection:
             return results.history(connection, labeler, limit)
 
+    def num_standing(self, labeler: str) -> int:
+        """How many of the labeler's answers stand, adjudications aside."""
+        with self._reader.begin() as connection:
+            return results.num_standing(connection, labeler)
+
     def coverage(self, batch: str) -> list[Coverage]:
         """Who has judged each task of the batch, in order of arrival."""
         with self._reader.begin() as connection:

@@ -1,0 +1,1 @@
+"""The labeling page and its HTTP API."""

@@ -1,0 +1,289 @@
+"""The pages: plain forms, post and redirect, nothing that needs JavaScript."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+from urllib.parse import quote
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+from starlette.datastructures import FormData
+
+from preferences.page import forms
+from preferences.page.labeling import Asked, Labeling, RefusedError
+from preferences.page.lead import LeadView
+from preferences.page.security import Attempts
+from preferences.page.text import to_html
+from preferences.people import Account, People, csrf_token
+
+COOKIE = "heed_session"
+CLIENT = "page"
+EMPTY = forms.Fields({})
+TICKED = "flags_"  # fields that may come several times
+
+TEMPLATES = Environment(
+    loader=PackageLoader("preferences.page"),
+    autoescape=select_autoescape(default=True, default_for_string=True),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+TEMPLATES.filters["markdown"] = lambda text: Markup(to_html(text))
+TEMPLATES.filters["quoted"] = lambda text: quote(text, safe="")
+
+
+async def _posted(request: Request) -> FormData:
+    return await request.form()
+
+
+Posted = Annotated[FormData, Depends(_posted)]
+
+
+class SignInNeeded(Exception):
+    """Nobody is signed in, or not in the role that the page is for."""
+
+
+class Pages:
+    """The routes of the page."""
+
+    def __init__(self, labeling: Labeling, people: People, lead: LeadView, attempts: Attempts) -> None:
+        self.labeling, self.people, self.lead, self.attempts = labeling, people, lead, attempts
+        self.config = labeling.config
+        self.router = APIRouter(include_in_schema=False)
+        get, post = self.router.get, self.router.post
+        get("/", response_class=HTMLResponse)(self.home)
+        get("/sign-in", response_class=HTMLResponse)(self.sign_in_form)
+        post("/sign-in")(self.sign_in)
+        post("/sign-out")(self.sign_out)
+        get("/welcome/{code}", response_class=HTMLResponse)(self.welcome_form)
+        post("/welcome/{code}")(self.welcome)
+        get("/instructions", response_class=HTMLResponse)(self.instructions)
+        post("/instructions")(self.read_instructions)
+        get("/task", response_class=HTMLResponse)(self.task)
+        post("/task/answer")(self.answer)
+        post("/task/skip")(self.skip)
+        get("/answers", response_class=HTMLResponse)(self.answers)
+        post("/answers/undo")(self.undo)
+        get("/lead", response_class=HTMLResponse)(self.lead_page)
+        get("/lead/quality", response_class=HTMLResponse)(self.quality_page)
+        get("/lead/task", response_class=HTMLResponse)(self.adjudicate_form)
+        get("/lead/people", response_class=HTMLResponse)(self.people_page)
+        post("/lead/invite")(self.invite)
+        post("/lead/state")(self.set_state)
+        get("/lead/export")(self.export)
+
+    # ---- who is there ----
+
+    def _signed_in(self, request: Request) -> tuple[Account, str]:
+        token = request.cookies.get(COOKIE, "")
+        account = self.people.session(token) if token else None
+        if account is None:
+            raise SignInNeeded
+        return account, token
+
+    def _lead(self, request: Request) -> tuple[Account, str]:
+        account, token = self._signed_in(request)
+        if account.role != "lead":
+            raise RefusedError("this page is for leads")
+        return account, token
+
+    def _form(self, request: Request, posted: FormData) -> tuple[Account, str, forms.Fields]:
+        """A posted form of somebody who is signed in. Raises RefusedError where it was not made for this session."""
+        account, token = self._signed_in(request)
+        fields = _fields(posted)
+        if fields.text("csrf") != csrf_token(token):
+            raise RefusedError("this form was not given to this session; open the page again")
+        return account, token, fields
+
+    def _page(self, template: str, account: Account | None, token: str, status: int = 200, **values: Any) -> Response:
+        shared = {
+            "title": self.config.title,
+            "account": account,
+            "csrf": csrf_token(token) if token else "",
+            "letters": forms.LETTERS,
+        }
+        text = TEMPLATES.get_template(f"{template}.html.jinja").render(**shared, **values)
+        # A lone surrogate in somebody's text is no reason to show no page.
+        return Response(text.encode("utf-8", "replace"), status, media_type="text/html; charset=utf-8")
+
+    def home(self, request: Request) -> Response:
+        account, _ = self._signed_in(request)
+        return _see("/lead" if account.role == "lead" else "/task")
+
+    # ---- coming and going ----
+
+    def sign_in_form(self) -> Response:
+        return self._page("sign_in", None, "", wrong="", name="")
+
+    def sign_in(self, request: Request, posted: Posted) -> Response:
+        fields = _fields(posted)
+        name, key = fields.text("name").strip(), fields.text("key").strip()
+        keys = (f"name {name}", f"address {request.client.host if request.client else ''}")
+        wait = self.attempts.wait_seconds(*keys)
+        if wait:
+            page = self._page("sign_in", None, "", 429, wrong=f"Too many tries; try again in {wait} seconds.", name=name)
+            page.headers["Retry-After"] = str(wait)
+            return page
+        token = self.people.sign_in(name, key)
+        if token is None:
+            self.attempts.note_failure(*keys)
+            return self._page("sign_in", None, "", 403, wrong="Name and key do not go together.", name=name)
+        return _signed_in(_see("/"), token, request)
+
+    def sign_out(self, request: Request, posted: Posted) -> Response:
+        _, token, _ = self._form(request, posted)
+        self.people.sign_out(token)
+        response = _see("/sign-in")
+        response.delete_cookie(COOKIE)
+        return response
+
+    def welcome_form(self, code: str) -> Response:
+        invitation = self.people.invitation(code)
+        if invitation is None:
+            return self._page("message", None, "", 410, heading="This link is used up", text=USED_UP)
+        return self._page("welcome", None, "", invitation=invitation, code=code)
+
+    def welcome(self, code: str, request: Request) -> Response:
+        accepted = self.people.accept(code)
+        if accepted is None:
+            return self._page("message", None, "", 410, heading="This link is used up", text=USED_UP)
+        account, key = accepted
+        token = self.people.open_session(account.name)
+        return _signed_in(self._page("key", account, token, key=key), token, request)
+
+    # ---- labeling ----
+
+    def instructions(self, request: Request) -> Response:
+        account, token = self._signed_in(request)
+        has_read = account.read_version == self.config.version
+        return self._page("instructions", account, token, text=self.config.instructions, has_read=has_read)
+
+    def read_instructions(self, request: Request, posted: Posted) -> Response:
+        account, _, _ = self._form(request, posted)
+        self.people.has_read(account.name, self.config.version)
+        return _see("/")
+
+    def task(self, request: Request) -> Response:
+        account, token = self._signed_in(request)
+        asked = self.labeling.next_task(account, token)
+        if asked == "instructions":
+            return _see("/instructions")
+        if not isinstance(asked, Asked):
+            heading, text = WAITING[asked]
+            return self._page("message", account, token, heading=heading, text=text)
+        return self._task_page(account, token, asked)
+
+    def _task_page(
+        self, account: Account, token: str, asked: Asked, fields: forms.Fields = EMPTY, wrong: Sequence[str] = ()
+    ) -> Response:
+        return self._page(
+            "task",
+            account,
+            token,
+            422 if wrong else 200,
+            asked=asked,
+            config=self.config,
+            fields=fields,
+            wrong=wrong,
+            num_done=self.labeling.store.num_standing(account.name),
+            ratings=range(forms.MIN_RATING, forms.MAX_RATING + 1),
+        )
+
+    def answer(self, request: Request, posted: Posted) -> Response:
+        account, token, fields = self._form(request, posted)
+        form = forms.shown_form(fields)
+        asked = self.labeling.shown_again(account, token, form)
+        answer, wrong = forms.read_answer(fields, len(asked.lease.order), self.config)
+        if answer is None:
+            return self._task_page(account, token, asked, fields, wrong)
+        self.labeling.answer(account, token, form, answer, CLIENT)
+        return _see("/lead/quality" if account.role == "lead" else "/task")
+
+    def skip(self, request: Request, posted: Posted) -> Response:
+        account, token, fields = self._form(request, posted)
+        form, reason = forms.shown_form(fields), fields.text("reason").strip()
+        if not reason:
+            asked = self.labeling.shown_again(account, token, form)
+            return self._task_page(account, token, asked, fields, ["A skip needs a reason, so that the lead can help."])
+        self.labeling.skip(account, token, form, reason[: forms.MAX_NOTE_CHARACTERS], CLIENT)
+        return _see("/task")
+
+    def answers(self, request: Request) -> Response:
+        account, token = self._signed_in(request)
+        acts = self.labeling.history(account)
+        done = self.labeling.store.num_standing(account.name)
+        return self._page("answers", account, token, acts=acts, num_done=done)
+
+    def undo(self, request: Request, posted: Posted) -> Response:
+        account, _, fields = self._form(request, posted)
+        revision = fields.number("revision")
+        if revision is None:
+            raise RefusedError("the form names no answer")
+        self.labeling.undo(account, fields.text("task"), revision, CLIENT)
+        return _see("/task")
+
+    # ---- leading ----
+
+    def lead_page(self, request: Request) -> Response:
+        account, token = self._lead(request)
+        return self._page("lead", account, token, counts=self.lead.counts(), config=self.config)
+
+    def quality_page(self, request: Request) -> Response:
+        account, token = self._lead(request)
+        return self._page("quality", account, token, **self.lead.quality(request.query_params.get("batch", "")))
+
+    def adjudicate_form(self, request: Request) -> Response:
+        account, token = self._lead(request)
+        asked = self.labeling.reopened(account, request.query_params.get("task", ""), token)
+        return self._task_page(account, token, asked)
+
+    def people_page(self, request: Request) -> Response:
+        account, token = self._lead(request)
+        return self._page("people", account, token, accounts=self.people.accounts(), link="", wrong="")
+
+    def invite(self, request: Request, posted: Posted) -> Response:
+        account, token, fields = self._form(request, posted)
+        self._lead(request)
+        link, wrong = "", ""
+        try:
+            role = "lead" if fields.text("role") == "lead" else "labeler"
+            link = f"{request.base_url}welcome/{self.people.invite(fields.text('name').strip(), role)}"
+        except ValueError as error:
+            wrong = str(error)
+        people = self.people.accounts()
+        return self._page("people", account, token, 422 if wrong else 200, accounts=people, link=link, wrong=wrong)
+
+    def set_state(self, request: Request, posted: Posted) -> Response:
+        account, _, fields = self._form(request, posted)
+        self._lead(request)
+        if fields.text("name") == account.name:
+            raise RefusedError("nobody closes their own account; another lead can")
+        self.people.set_state(fields.text("name"), "closed" if fields.text("state") == "closed" else "admitted")
+        return _see("/lead/people")
+
+    def export(self, request: Request) -> Response:
+        self._lead(request)
+        return self.lead.export(request.query_params.get("batch", ""))
+
+
+USED_UP = "One-time links work once and for a week. Ask the labeling lead for another."
+WAITING = {
+    "nothing open": ("Nothing to judge just now", "Thank you. All tasks are done or with others; look again later."),
+    "screening": ("Thank you", "You have judged all first tasks. The labeling lead will look at them and write to you."),
+}
+
+
+def _fields(form: FormData) -> forms.Fields:
+    single = {name: value for name, value in form.multi_items() if isinstance(value, str)}
+    several = {name: [str(value) for value in form.getlist(name)] for name in form if name.startswith(TICKED)}
+    return forms.Fields(single, several)
+
+
+def _see(path: str) -> Response:
+    return RedirectResponse(path, 303)
+
+
+def _signed_in(response: Response, token: str, request: Request) -> Response:
+    response.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=request.url.scheme == "https")
+    return response

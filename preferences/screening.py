@@ -1,0 +1,30 @@
+"""Whether a new labeler agrees with gold tasks often enough to be admitted."""
+
+from typing import Protocol
+
+from preferences.panel import Panel
+from preferences.quality import gold_accuracy, screen
+from preferences.standing import standing
+from preferences.store import LabelStore
+
+
+class Threshold(Protocol):
+    """What is asked for: `min_accuracy` on at least `min_tasks` gold tasks of a batch."""
+
+    @property
+    def batch(self) -> str: ...
+    @property
+    def min_tasks(self) -> int: ...
+    @property
+    def min_accuracy(self) -> float: ...
+
+
+def screened(store: LabelStore, labeler: str, threshold: Threshold) -> bool:
+    """Whether the labeler has passed; to be asked when the batch has nothing more for them."""
+    acts = [judgment for judgment in store.judgments(threshold.batch) if judgment.labeler == labeler]
+    answers = standing(acts).answers
+    if not answers:
+        return False
+    tasks = [stored.task for stored in store.tasks(threshold.batch)]
+    (accuracy,) = gold_accuracy(Panel.of(tasks, answers, [labeler]))
+    return screen(accuracy, threshold=threshold.min_accuracy, min_tasks=threshold.min_tasks) == "passed"
