@@ -14,6 +14,7 @@ Shape letters: U units, V values in ascending order, T tasks, P pairs of respons
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -96,11 +97,13 @@ def rating_alpha(answers: Sequence[Judgment], task_J: Ints, *, seed: int) -> Alp
     Answers without ratings are left out. Each resample has its own metric, since that follows from the ratings.
     """
     rated = [row for row, answer in enumerate(answers) if answer.ratings]
-    values, value_N = np.unique([rating for row in rated for rating in answers[row].ratings], return_inverse=True)
+    lengths = np.array([len(answers[row].ratings) for row in rated], dtype=np.int64)
+    flat = chain.from_iterable(answers[row].ratings for row in rated)
+    values, value_N = np.unique(np.fromiter(flat, np.float64, lengths.sum()), return_inverse=True)
     if len(values) > MAX_VALUES:
         return _unknown(f"ratings take {len(values)} values; at most {MAX_VALUES} were expected", 0, 0)
-    task_N = np.repeat(task_J[rated], [len(answers[row].ratings) for row in rated])
-    place_N = np.array([place for row in rated for place in range(len(answers[row].ratings))], dtype=np.int64)
+    task_N = np.repeat(task_J[rated], lengths)
+    place_N = np.arange(len(task_N)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     width = int(place_N.max(initial=0)) + 1
     _, unit_N = np.unique(task_N * width + place_N, return_inverse=True)
     num_units, num_values = int(unit_N.max(initial=-1)) + 1, max(len(values), 1)

@@ -6,11 +6,11 @@ Numbers to look at, never verdicts: who is fast may be good, and who is slow may
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from preferences.intervals import (
-    UNKNOWN,
     Interval,
     Share,
     Tally,
@@ -70,7 +70,7 @@ class Ratings:
 
 def num_words(task: Task) -> int:
     """Words of the prompt and the responses, between spaces; scripts without spaces count too few, never too many."""
-    return sum(len(text.split()) for text in (*(message.content for message in task.prompt), *task.responses))
+    return len(" ".join((*(message.content for message in task.prompt), *task.responses)).split())
 
 
 def words_per_minute(panel: Panel) -> tuple[Floats, Floats]:
@@ -111,24 +111,34 @@ def fast_answers(
     )
 
 
-def ratings_of(answers: Sequence[Judgment]) -> Ratings:
-    """The ratings of one labeler's answers."""
-    rated = sorted((answer for answer in answers if answer.ratings), key=lambda answer: answer.created_at)
-    counts = Counter(rating for answer in rated for rating in answer.ratings)
-    if not rated:
-        return Ratings({}, UNKNOWN, UNKNOWN)
-    mean_J = np.array([sum(answer.ratings) / len(answer.ratings) for answer in rated])
-    half = len(mean_J) // 2
-    return Ratings(
-        counts=dict(sorted(counts.items())),
-        mean=clustered_mean(mean_J, np.arange(len(mean_J))),
-        drift=difference_of_means(mean_J[:half], mean_J[half:]),
-    )
+def ratings_of(panel: Panel) -> list[Ratings]:
+    """Every labeler's ratings."""
+    created_J = np.array([answer.created_at for answer in panel.answers])
+    rated = np.array([row for row, answer in enumerate(panel.answers) if answer.ratings], dtype=np.int64)
+    rated = rated[np.argsort(created_J[rated], kind="stable")]
+    lengths = np.array([len(panel.answers[row].ratings) for row in rated], dtype=np.int64)
+    rating_N = np.fromiter(chain.from_iterable(panel.answers[row].ratings for row in rated), np.float64, lengths.sum())
+    answer_N = np.repeat(np.arange(len(rated)), lengths)
+    mean_J = np.bincount(answer_N, rating_N, len(rated)) / lengths
+    found = []
+    for labeler in range(len(panel.labelers)):
+        is_theirs = panel.labeler_J[rated] == labeler
+        values, nums = np.unique(rating_N[is_theirs[answer_N]], return_counts=True)
+        means, half = mean_J[is_theirs], int(is_theirs.sum()) // 2
+        found.append(
+            Ratings(
+                counts=dict(zip(values.tolist(), nums.tolist(), strict=True)),
+                mean=clustered_mean(means, np.arange(len(means))),
+                drift=difference_of_means(means[:half], means[half:]),
+            )
+        )
+    return found
 
 
 def flag_counts(answers: Sequence[Judgment]) -> dict[str, int]:
     """How many responses got each flag, the commonest first."""
-    return dict(Counter(flag for answer in answers for flags in answer.flags for flag in flags).most_common())
+    by_response = chain.from_iterable(answer.flags for answer in answers)
+    return dict(Counter(chain.from_iterable(by_response)).most_common())
 
 
 def skip_reasons(skips: Sequence[Judgment]) -> dict[str, int]:

@@ -4,9 +4,9 @@ Shape letters: J answers, T tasks, L labelers, K responses (of the longest task;
 responses, in the order of `combinations(range(K), 2)`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +23,19 @@ NO_PAIR = 2  # in signs, of a task with fewer responses
 
 @dataclass(frozen=True)
 class Panel:
-    """Answers in columns; `task_J` and `labeler_J` are places in `tasks` and `labelers`."""
+    """Answers in columns; `task_J`, `root_J` and `labeler_J` are places in `tasks` and `labelers`.
+
+    A task's root is the task that it repeats, or itself: what is said of both is no independent evidence.
+    """
 
     tasks: tuple[Task, ...]
     labelers: tuple[str, ...]
     answers: tuple[Judgment, ...]
     task_J: Ints
+    root_J: Ints
     labeler_J: Ints
     ranks_JK: Signs  # 1 is best, in canonical order
+    orders_JK: Signs  # at each place, which response was shown there
     responses_J: Ints  # how many the task has
 
     @classmethod
@@ -38,7 +43,7 @@ class Panel:
         """The panel of one standing answer a labeler and task; `labelers` are by name unless given.
 
         Raises ValueError, naming task and labeler, for an answer to an unknown task or with another number of ranks
-        than the task has responses.
+        than the task has responses, or whose `shown_order` is no permutation.
         """
         names = tuple(labelers) or tuple(sorted({answer.labeler for answer in answers}))
         place = {task.task_id: index for index, task in enumerate(tasks)}
@@ -49,13 +54,16 @@ class Panel:
         task_J = np.array([place[answer.task_id] for answer in answers], dtype=np.int64)
         responses_J = np.array([len(task.responses) for task in tasks], dtype=np.int64)[task_J]
         _refuse_other_lengths(answers, responses_J)
+        width = int(responses_J.max(initial=MIN_RESPONSES))
         return cls(
             tasks=tuple(tasks),
             labelers=names,
             answers=tuple(answers),
             task_J=task_J,
+            root_J=np.array([place.get(task.repeat_of, index) for index, task in enumerate(tasks)], np.int64)[task_J],
             labeler_J=np.array([number[answer.labeler] for answer in answers], dtype=np.int64),
-            ranks_JK=padded([answer.ranks for answer in answers], int(responses_J.max(initial=MIN_RESPONSES))),
+            ranks_JK=padded([answer.ranks for answer in answers], width),
+            orders_JK=_orders(answers, width),
             responses_J=responses_J,
         )
 
@@ -70,8 +78,10 @@ class Panel:
             labelers=self.labelers,
             answers=tuple(self.answers[row] for row in rows),
             task_J=self.task_J[rows],
+            root_J=self.root_J[rows],
             labeler_J=self.labeler_J[rows],
             ranks_JK=self.ranks_JK[rows],
+            orders_JK=self.orders_JK[rows],
             responses_J=self.responses_J[rows],
         )
 
@@ -114,7 +124,27 @@ def count_pairs(panel: Panel, signs_JP: Signs) -> PairCounts:
 
 def padded(rows: Sequence[tuple[int, ...]], width: int) -> Signs:
     """[rows, width]: each row's ranks, then PAD."""
-    flat = (rank for row in rows for rank in (*row, *(PAD,) * (width - len(row))))
+    return _filled(rows, {length: (PAD,) * (width - length) for length in range(width + 1)}, width)
+
+
+def _orders(answers: Sequence[Judgment], width: int) -> Signs:
+    """[J, K]: at each place, which response was shown; places beyond a task's responses hold themselves."""
+    rests = {length: tuple(range(length, width)) for length in range(width + 1)}
+    odd = next((answer for answer in answers if len(answer.shown_order) != len(answer.ranks)), None)
+    if odd is None:
+        orders_JK = _filled([answer.shown_order for answer in answers], rests, width)
+        wrong_J = (np.sort(orders_JK, axis=1) != np.arange(width)).any(axis=1)
+        odd = answers[int(np.argmax(wrong_J))] if wrong_J.any() else None
+    if odd is not None:
+        raise ValueError(
+            f"task {odd.task_id!r}, labeler {odd.labeler!r}: shown_order is {list(odd.shown_order)}; each of 0 to"
+            f" {len(odd.ranks) - 1} once was expected"
+        )
+    return orders_JK
+
+
+def _filled(rows: Sequence[tuple[int, ...]], rests: Mapping[int, tuple[int, ...]], width: int) -> Signs:
+    flat = chain.from_iterable(row + rests[len(row)] for row in rows)
     return np.fromiter(flat, np.int8, len(rows) * width).reshape(len(rows), width)
 
 

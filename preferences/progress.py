@@ -1,5 +1,6 @@
 """Counts for the page: how far each batch is and who did what, from one pass over the judgments."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from typing import Any
 
 from preferences.intervals import plain
 from preferences.records import Judgment, Task
-from preferences.standing import standing
+from preferences.standing import Standing, standing
 
 
 @dataclass(frozen=True)
@@ -85,23 +86,20 @@ def count(
         )
         for batch, ids in task_ids.items()
     )
-    return Counts(batches, labeler_counts(judgments))
+    return Counts(batches, labeler_counts(judgments, stands))
 
 
-def labeler_counts(judgments: Sequence[Judgment]) -> tuple[LabelerCount, ...]:
-    """What each labeler did, by name."""
-    stands = standing(judgments)
+def labeler_counts(judgments: Sequence[Judgment], stands: Standing) -> tuple[LabelerCount, ...]:
+    """What each labeler did, by name; `stands` is what stands of the judgments."""
     answers = Counter(answer.labeler for answer in stands.answers)
     skips = Counter(skip.labeler for skip in stands.skips)
     undone = Counter(judgment.labeler for judgment in judgments if judgment.kind == "undo")
-    earlier: dict[tuple[str, str], int] = {}
+    done_again = {(old.task_id, old.labeler) for old in stands.replaced if old.kind != "undo"}
+    revised = Counter(answer.labeler for answer in stands.answers if (answer.task_id, answer.labeler) in done_again)
     last_at: dict[str, float] = {}
     for judgment in judgments:
-        last_at[judgment.labeler] = max(last_at.get(judgment.labeler, 0.0), judgment.created_at)
-        if judgment.kind != "undo":
-            key = (judgment.task_id, judgment.labeler)
-            earlier[key] = earlier.get(key, 0) + 1
-    revised = Counter(answer.labeler for answer in stands.answers if earlier[(answer.task_id, answer.labeler)] > 1)
+        if judgment.created_at > last_at.get(judgment.labeler, -math.inf):
+            last_at[judgment.labeler] = judgment.created_at
     return tuple(
         LabelerCount(name, answers[name], skips[name], undone[name], revised[name], last_at[name])
         for name in sorted(last_at)

@@ -7,15 +7,15 @@ but for a labeler's ties on gold tasks, which count half.
 Shape letters as in `panel`: J answers, T tasks, L labelers, K responses, P pairs of responses.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Literal
 
 import numpy as np
 
 from preferences.intervals import Interval, Ints, Share, Tally, clustered_mean, clustered_shares
 from preferences.panel import Panel, Signs, count_pairs, padded, pair_signs
-from preferences.records import Judgment, Task
+from preferences.records import Task
 from preferences.resampling import Floats
 
 Verdict = Literal["passed", "failed", "not yet"]
@@ -31,12 +31,6 @@ class PlaceRanks:
     num_responses: int
     num_answers: int
     means: tuple[Interval, ...]
-
-
-def roots_of(tasks: Sequence[Task]) -> Ints:
-    """For each task the place of the one it repeats, or its own: what is said of both is no independent evidence."""
-    place = {task.task_id: index for index, task in enumerate(tasks)}
-    return np.array([place.get(task.repeat_of, index) for index, task in enumerate(tasks)], dtype=np.int64)
 
 
 def agreement_with_others(panel: Panel) -> list[Share]:
@@ -74,15 +68,15 @@ def self_agreement(panel: Panel) -> list[Share]:
     A repeat may hold its task's responses in another order. Raises ValueError, naming the repeat, where it holds
     others.
     """
-    roots_T = roots_of(panel.tasks)
-    row_of = {key: row for row, key in enumerate(zip(panel.task_J.tolist(), panel.labeler_J.tolist(), strict=True))}
-    root_J = roots_T[panel.task_J]
-    asked = [(row, (int(root_J[row]), int(panel.labeler_J[row]))) for row in np.flatnonzero(root_J != panel.task_J)]
-    again = np.array([row for row, key in asked if key in row_of], dtype=np.int64)
-    before = np.array([row_of[key] for _, key in asked if key in row_of], dtype=np.int64)
+    asked = np.flatnonzero(panel.root_J != panel.task_J)
+    about = np.flatnonzero(np.isin(panel.task_J, panel.root_J[asked]))
+    row_of = {(int(panel.task_J[row]), int(panel.labeler_J[row])): int(row) for row in about}
+    root_rows = [row_of.get((int(panel.root_J[row]), int(panel.labeler_J[row])), -1) for row in asked]
+    before = np.array(root_rows, dtype=np.int64)
+    again, before = asked[before >= 0], before[before >= 0]
     ranks_JK = panel.ranks_JK[again]
     for place, row in enumerate(again):
-        repeat, root = panel.tasks[panel.task_J[row]], panel.tasks[root_J[row]]
+        repeat, root = panel.tasks[panel.task_J[row]], panel.tasks[panel.root_J[row]]
         if repeat.responses != root.responses:
             order = _order_of_root(repeat, root)
             ranks_JK[place, : len(order)] = ranks_JK[place, order]
@@ -133,7 +127,7 @@ def shown_first(panel: Panel) -> tuple[Share, list[Share]]:
 
     ½ where order is random and labelers have no bias; with two responses, how often the first one wins.
     """
-    signs_JP = pair_signs(_ranks_as_shown(panel))
+    signs_JP = _signs_as_shown(panel)
     earlier_J = (signs_JP == 1).sum(axis=1).astype(np.float64)
     compared_J = earlier_J + (signs_JP == -1).sum(axis=1)
     (overall,) = clustered_shares(_tally(panel, np.zeros_like(panel.labeler_J), earlier_J, compared_J), 1)
@@ -143,44 +137,28 @@ def shown_first(panel: Panel) -> tuple[Share, list[Share]]:
 
 def ranks_by_place(panel: Panel) -> tuple[PlaceRanks, ...]:
     """Mean ranks by place shown, for each number of responses that a task has."""
-    shown_JK, roots_T = _ranks_as_shown(panel), roots_of(panel.tasks)
+    signs_JP, width = _signs_as_shown(panel), panel.ranks_JK.shape[1]
+    midranks_JK = np.ones((len(signs_JP), width))
+    for column, (earlier, later) in enumerate(combinations(range(width), 2)):
+        sign_J = signs_JP[:, column]
+        midranks_JK[:, earlier] += (sign_J == -1) + 0.5 * (sign_J == 0)
+        midranks_JK[:, later] += (sign_J == 1) + 0.5 * (sign_J == 0)
     found = []
     for num_responses in np.unique(panel.responses_J):
         rows = panel.responses_J == num_responses
-        ranks_JK = shown_JK[rows, :num_responses]
-        below_JK = (ranks_JK[:, None, :] < ranks_JK[:, :, None]).sum(axis=2)
-        alike_JK = (ranks_JK[:, None, :] == ranks_JK[:, :, None]).sum(axis=2)
-        midranks_JK = below_JK + (alike_JK + 1) / 2
-        clusters = roots_T[panel.task_J[rows]]
-        means = tuple(clustered_mean(midranks_JK[:, place], clusters) for place in range(num_responses))
+        means = tuple(clustered_mean(midranks_JK[rows, place], panel.root_J[rows]) for place in range(num_responses))
         found.append(PlaceRanks(int(num_responses), int(rows.sum()), means))
     return tuple(found)
 
 
-def _ranks_as_shown(panel: Panel) -> Signs:
-    """[J, K] ranks in the order shown."""
-    width = panel.ranks_JK.shape[1]
-    order = (place for answer in panel.answers for place in _padded_order(answer, width))
-    order_JK = np.fromiter(order, np.int64, len(panel.answers) * width).reshape(-1, width)
-    wrong_J = (np.sort(order_JK, axis=1) != np.arange(width)).any(axis=1)
-    if wrong_J.any():
-        answer = panel.answers[int(np.argmax(wrong_J))]
-        raise ValueError(
-            f"task {answer.task_id!r}, labeler {answer.labeler!r}: shown_order is {list(answer.shown_order)}; each of"
-            f" 0 to {len(answer.ranks) - 1} once was expected"
-        )
-    return np.take_along_axis(panel.ranks_JK, order_JK, axis=1)
-
-
-def _padded_order(answer: Judgment, width: int) -> tuple[int, ...]:
-    if len(answer.shown_order) != len(answer.ranks):
-        return (-1,) * width  # refused by the caller, which names it
-    return (*answer.shown_order, *range(len(answer.ranks), width))
+def _signs_as_shown(panel: Panel) -> Signs:
+    """[J, P] signs of the pairs of places, a response shown earlier being the first of its pair."""
+    return pair_signs(np.take_along_axis(panel.ranks_JK, panel.orders_JK.astype(np.int64), axis=1))
 
 
 def _tally(panel: Panel, group_J: Ints, right_J: Floats, compared_J: Floats) -> Tally:
     """Rows that compare each pair of an answer once at most; a task's repeats are in its cluster."""
-    return Tally(group_J, roots_of(panel.tasks)[panel.task_J], right_J, compared_J, compared_J, panel.responses_J)
+    return Tally(group_J, panel.root_J, right_J, compared_J, compared_J, panel.responses_J)
 
 
 def _order_of_root(repeat: Task, root: Task) -> list[int]:

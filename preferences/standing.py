@@ -17,6 +17,7 @@ class Standing:
     answers: tuple[Judgment, ...]
     skips: tuple[Judgment, ...]
     adjudications: tuple[Judgment, ...]
+    replaced: tuple[Judgment, ...]  # what its own labeler did again, or undid
 
     @property
     def settled(self) -> tuple[Judgment, ...]:
@@ -32,12 +33,18 @@ def standing(judgments: Iterable[Judgment]) -> Standing:
     them have the same revision.
     """
     last: dict[tuple[str, str], Judgment] = {}
+    replaced: list[Judgment] = []
     for judgment in judgments:
         key = (judgment.task_id, judgment.labeler)
         other = last.get(key)
-        if other is None or judgment.revision > other.revision:
+        if other is None:
             last[key] = judgment
-        elif judgment.revision == other.revision:
+        elif judgment.revision > other.revision:
+            last[key] = judgment
+            replaced.append(other)
+        elif judgment.revision < other.revision:
+            replaced.append(judgment)
+        else:
             raise ValueError(
                 f"task {judgment.task_id!r}, labeler {judgment.labeler!r}: revision {judgment.revision} is there twice;"
                 " each revision once was expected"
@@ -52,4 +59,5 @@ def standing(judgments: Iterable[Judgment]) -> Standing:
         answers=tuple(judgment for judgment in last.values() if judgment.kind == "answer"),
         skips=tuple(judgment for judgment in last.values() if judgment.kind == "skip"),
         adjudications=tuple(decided.values()),
+        replaced=tuple(replaced),
     )

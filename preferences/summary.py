@@ -97,7 +97,7 @@ def summary(
     Raises ValueError, naming the task, for judgments that fit no task, or twice the same revision.
     """
     stands = standing(judgments)
-    counts = labeler_counts(judgments)
+    counts = labeler_counts(judgments, stands)
     panel = Panel.of(tasks, stands.answers, [count.labeler for count in counts])
     ordinary = panel.of_tasks(np.array([not task.gold_ranks and not task.repeat_of for task in tasks], dtype=bool))
     signs_JP = pair_signs(panel.ranks_JK)
@@ -135,6 +135,7 @@ def _labelers(
     for answer in panel.answers:
         answers[answer.labeler].append(answer)
     with_others, with_self, gold = agreement_with_others(ordinary), self_agreement(panel), gold_accuracy(panel)
+    ratings = ratings_of(panel)
     return tuple(
         LabelerReport(
             labeler=name,
@@ -144,7 +145,7 @@ def _labelers(
             gold_accuracy=gold[index],
             shown_first=first[index],
             pace=pace[index],
-            ratings=ratings_of(answers[name]),
+            ratings=ratings[index],
             flags=flag_counts(answers[name]),
             skip_reasons=skip_reasons([skip for skip in skips if skip.labeler == name]),
         )
