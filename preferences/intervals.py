@@ -16,6 +16,7 @@ from preferences.resampling import Floats
 
 LEVEL = 0.95
 Z = float(stats.norm.ppf((1 + LEVEL) / 2))
+MANY_ERRORS = 10  # tasks
 
 Ints = npt.NDArray[np.int64]
 
@@ -102,12 +103,13 @@ def wilson(mean: Floats, num: Floats) -> tuple[Floats, Floats]:
 def clustered_shares(tally: Tally, num_groups: int) -> list[Share]:
     """Each group's share, `right.sum() / compared.sum()`, with Wilson's interval for an effective number of pairs n*.
 
-        n* = min(n_K, p(1 - p) / v · (z / t)²),   v = C/(C-1) · Σ_c (right_c - p·compared_c)² / (Σ_c compared_c)²
+        n* = min(n_K·(1 + e/10), p(1 - p)/v · (z/t)²),   v = C/(C-1) · Σ_c (right_c - p·compared_c)² / (Σ_c compared_c)²
 
-    v is the variance of a ratio over C independent tasks, and t Student's with C - 1 degrees (Korn & Graubard 1998,
-    Survey Methodology 24(2)). Where few errors were seen v is too small, and 0 where none was; n_K is then the bound:
-    the pairs of one ranking hold less than as many coins. Of rankings at random the share of pairs ordered alike has
-    the variance of Kendall's tau, that of (2K + 5)/9 times fewer pairs, so n_K = Σ_c 9·pairs_c / (2K_c + 5).
+    v is the variance of a ratio over C independent tasks, t Student's with C - 1 degrees (Korn & Graubard 1998, Survey
+    Methodology 24(2)). Where few errors were seen v is too small, and 0 where none was; n_K then bounds what the pairs
+    of one ranking are worth. In rankings at random, the share of pairs ordered alike varies as Kendall's tau does, as
+    if (2K + 5)/9 times fewer pairs were coins: n_K = Σ_c 9·pairs_c/(2K_c + 5). The bound gives way to v as e grows, the
+    number of tasks with an error (or with something right, if those are fewer); ten tasks are our choice.
     """
     used = tally.compared_R > 0
     group_R, task_R = tally.group_R[used], tally.task_R[used]
@@ -126,7 +128,9 @@ def clustered_shares(tally: Tally, num_groups: int) -> list[Share]:
         t_G = stats.t.ppf((1 + LEVEL) / 2, np.maximum(clusters_G - 1, 1))
         seen_G = np.where(v_G > 0, mean_G * (1 - mean_G) / v_G * (Z / t_G) ** 2, np.inf)
         bound_G = np.bincount(group_R, independent_R, num_groups)
-        low_G, high_G = wilson(mean_G, np.minimum(bound_G, seen_G))
+        wrong_G = np.bincount(group_C, right_C < compared_C, num_groups)
+        num_mixed_G = np.minimum(wrong_G, np.bincount(group_C, right_C > 0, num_groups))
+        low_G, high_G = wilson(mean_G, np.minimum(bound_G * (1 + num_mixed_G / MANY_ERRORS), seen_G))
     counted = zip(mean_G, low_G, high_G, compared_G, clusters_G, strict=True)
     return [Share(float(m), float(lo), float(hi), round(n), int(c)) for m, lo, hi, n, c in counted]
 
