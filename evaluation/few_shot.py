@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from evaluation.sampling import sequence_logprobs
-from evaluation.statistics import LEVEL, NUM_RESAMPLES, Interval, bootstrap_mean
+from evaluation.statistics import NUM_RESAMPLES, bootstrap_mean
 from lm.generation import generate
 from lm.model import LanguageModel
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
+from preferences.intervals import LEVEL, Interval
 from preferences.resampling import bootstrap_ratio
 from training.data import DataConfig, read_rows, text_field
 from training.seeds import derive_seed

@@ -7,25 +7,12 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import numpy.typing as npt
 
+from preferences.intervals import LEVEL, Interval, without_nan
 from preferences.resampling import Floats, bootstrap_ratio
 
 NUM_RESAMPLES = 10_000
-LEVEL = 0.95
 
 _PAIRS_PER_CHUNK = 1_000_000  # bounds the memory of comparing all sample pairs
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean and its interval's ends, in the unit of the values. From a single prompt `low` and `high` are NaN."""
-
-    mean: float
-    low: float
-    high: float
-
-    def as_dict(self) -> dict[str, float | int | None]:
-        """For JSON: what is NaN (unknown) becomes None."""
-        return _without_nan(asdict(self))
 
 
 @dataclass(frozen=True)
@@ -45,7 +32,7 @@ class WinRate:
 
     def as_dict(self) -> dict[str, float | int | None]:
         """For JSON: what is NaN (unknown) becomes None."""
-        return _without_nan(asdict(self))
+        return without_nan(asdict(self))
 
 
 def bootstrap_mean(
@@ -129,7 +116,3 @@ def _win_rates(a_PA: Floats, b_PB: Floats) -> Floats:
         some = num_pairs > 0
         rates[start : start + step][some] = wins[some] / num_pairs[some]
     return rates
-
-
-def _without_nan(numbers: dict[str, float]) -> dict[str, float | int | None]:
-    return {name: None if math.isnan(number) else number for name, number in numbers.items()}

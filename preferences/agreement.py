@@ -1,43 +1,21 @@
 """How far labelers agree with each other, and with a known truth, over pairs of responses."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
 
+from preferences.intervals import LEVEL, Share
 from preferences.records import Ranking
-from preferences.resampling import bootstrap_ratio
+from preferences.resampling import Floats, bootstrap_ratio
 
 NUM_RESAMPLES = 2_000
-LEVEL = 0.95
 
 TrueScores = Mapping[str, Sequence[float]] | Callable[[str], Sequence[float]]
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """The share of response pairs ordered the same, from 0 to 1, with a 95% interval; 0.5 is chance.
-
-    `num_pairs` pairs were compared, from `num_tasks` tasks. Without pairs all three numbers are NaN; with a single
-    task `low` and `high` are.
-    """
-
-    mean: float
-    low: float
-    high: float
-    num_pairs: int
-    num_tasks: int
-
-    def as_dict(self) -> dict[str, float | int | None]:
-        """For JSON: what is NaN becomes None."""
-        numbers = {"mean": self.mean, "low": self.low, "high": self.high}
-        known = {name: None if math.isnan(number) else number for name, number in numbers.items()}
-        return {**known, "num_pairs": self.num_pairs, "num_tasks": self.num_tasks}
-
-
-def pairwise_agreement(rankings: Sequence[Ranking], *, seed: int = 0) -> Agreement:
+def pairwise_agreement(rankings: Sequence[Ranking], *, seed: int = 0) -> Share:
     """Between labelers: the share of response pairs that two labelers of one task order the same.
 
     Counts each pair of responses for each pair of labelers, where neither labeler ties it. The interval resamples
@@ -57,10 +35,10 @@ def pairwise_agreement(rankings: Sequence[Ranking], *, seed: int = 0) -> Agreeme
             if first.labeler != second.labeler
         ]
         counts.append((sum(same for same, _ in pairs), sum(compared for _, compared in pairs)))
-    return _agreement(counts, seed)
+    return bootstrapped_share(*_columns(counts), seed=seed)
 
 
-def accuracy_against(rankings: Sequence[Ranking], scores: TrueScores, *, seed: int = 0) -> Agreement:
+def accuracy_against(rankings: Sequence[Ranking], scores: TrueScores, *, seed: int = 0) -> Share:
     """Against the truth: the share of response pairs that a ranking orders as the true scores do.
 
     `scores` gives a task's true scores by its id, in canonical order, higher is better. Pairs tied in the ranking or
@@ -73,7 +51,7 @@ def accuracy_against(rankings: Sequence[Ranking], scores: TrueScores, *, seed: i
         worse_is_higher = [-score for score in true_scores]
         by_task.setdefault(ranking.task_id, []).append(_same_and_compared(ranking.ranks, worse_is_higher))
     counts = [(sum(s for s, _ in pairs), sum(c for _, c in pairs)) for pairs in by_task.values()]
-    return _agreement(counts, seed)
+    return bootstrapped_share(*_columns(counts), seed=seed)
 
 
 def _scores_of(ranking: Ranking, scores: TrueScores) -> Sequence[float]:
@@ -101,10 +79,17 @@ def _same_and_compared(first: Sequence[float], second: Sequence[float]) -> tuple
     return same, compared
 
 
-def _agreement(counts: Iterable[tuple[int, int]], seed: int) -> Agreement:
+def _columns(counts: Sequence[tuple[int, int]]) -> tuple[Floats, Floats]:
+    table = np.array(counts, dtype=np.float64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+def bootstrapped_share(right_T: Floats, compared_T: Floats, *, seed: int) -> Share:
+    """The share right of all compared, given by task, with an interval that resamples tasks."""
     # Tasks without a comparable pair say nothing, and would make empty resamples possible.
-    table = np.array([pair for pair in counts if pair[1] > 0], dtype=np.float64).reshape(-1, 2)
-    if len(table) == 0:
-        return Agreement(math.nan, math.nan, math.nan, num_pairs=0, num_tasks=0)
-    mean, low, high = bootstrap_ratio(table[:, 0], table[:, 1], seed=seed, num_resamples=NUM_RESAMPLES, level=LEVEL)
-    return Agreement(mean, low, high, num_pairs=int(table[:, 1].sum()), num_tasks=len(table))
+    used_T = compared_T > 0
+    right_T, compared_T = right_T[used_T], compared_T[used_T]
+    if len(compared_T) == 0:
+        return Share(math.nan, math.nan, math.nan, num_pairs=0, num_tasks=0)
+    mean, low, high = bootstrap_ratio(right_T, compared_T, seed=seed, num_resamples=NUM_RESAMPLES, level=LEVEL)
+    return Share(mean, low, high, num_pairs=int(compared_T.sum()), num_tasks=len(compared_T))

@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
+MAX_CLUSTERS = 2_000  # more than these are put together in blocks, at random, and blocks are resampled
+
 _INDICES_PER_CHUNK = 1_000_000  # bounds the memory of a resampling at about 20 MB
 
 
@@ -28,17 +30,43 @@ def bootstrap_ratio(
         raise ValueError("values is empty; an interval needs at least one prompt or task")
     if not 0 < level < 1:
         raise ValueError(f"level is {level}; a number between 0 and 1 was expected")
-    if num_resamples < 1:
-        raise ValueError(f"num_resamples is {num_resamples}; at least 1 was expected")
     mean = float(sums.sum() / counts.sum())
     if num_clusters == 1:
         return mean, float("nan"), float("nan")
+    resampled_RS = resampled_sums(np.stack([sums, counts], axis=1), seed=seed, num_resamples=num_resamples)
+    low, high = percentiles(resampled_RS[:, 0] / resampled_RS[:, 1], level)
+    return mean, low, high
+
+
+def percentiles(values: Floats, level: float) -> tuple[float, float]:
+    """The ends of the percentile interval: what leaves out (1 - level)/2 of the resampled values on either side."""
+    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def resampled_sums(table_CS: Floats, *, seed: int, num_resamples: int) -> Floats:
+    """[R, S] column sums of a table with a row a cluster, over as many clusters drawn with replacement, R times.
+
+    Of more than MAX_CLUSTERS clusters, random blocks of equal size (to one) are drawn in their place: sums over
+    blocks of independent clusters are independent too, and vary as much in all.
+    """
+    if num_resamples < 1:
+        raise ValueError(f"num_resamples is {num_resamples}; at least 1 was expected")
     generator = np.random.default_rng(seed)
-    means = np.empty(num_resamples)
-    step = max(1, _INDICES_PER_CHUNK // num_clusters)
+    table_BS = _blocks(table_CS, generator) if len(table_CS) > MAX_CLUSTERS else table_CS
+    num_blocks = len(table_BS)
+    sums_RS = np.empty((num_resamples, table_CS.shape[1]))
+    step = max(1, _INDICES_PER_CHUNK // num_blocks)
     for start in range(0, num_resamples, step):
         stop = min(start + step, num_resamples)
-        drawn = generator.integers(0, num_clusters, size=(stop - start, num_clusters), dtype=np.int32)
-        means[start:stop] = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return mean, float(low), float(high)
+        drawn_RB = generator.integers(0, num_blocks, size=(stop - start, num_blocks), dtype=np.int32)
+        # How often each block was drawn, so that all columns are one product.
+        places_RB = drawn_RB + num_blocks * np.arange(stop - start)[:, None]
+        times_RB = np.bincount(places_RB.ravel(), minlength=(stop - start) * num_blocks)
+        sums_RS[start:stop] = times_RB.reshape(-1, num_blocks).astype(np.float64) @ table_BS
+    return sums_RS
+
+
+def _blocks(table_CS: Floats, generator: np.random.Generator) -> Floats:
+    block_C = generator.permutation(len(table_CS)) % MAX_CLUSTERS
+    return np.stack([np.bincount(block_C, column, MAX_CLUSTERS) for column in table_CS.T], axis=1)

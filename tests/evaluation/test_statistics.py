@@ -6,7 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from evaluation.statistics import Interval, WinRate, bootstrap_mean, win_rate
+from evaluation.statistics import WinRate, bootstrap_mean, win_rate
+from preferences.intervals import Interval
 
 NAN = float("nan")
 

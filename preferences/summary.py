@@ -1,0 +1,153 @@
+"""Everything a lead's page says of labels, from tasks and judgments alone; `progress.count` has the counts only.
+
+Agreement and alpha are of ordinary tasks: gold tasks are chosen for being clear, and a repeat counts an opinion twice.
+Position, time and ratings are of all answers. docs/labels.md says what each number means and how far it can be relied
+on.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from preferences.agreement import bootstrapped_share
+from preferences.alpha import Alpha, ranking_alpha, rating_alpha
+from preferences.disagreements import Disagreement, disagreements
+from preferences.habits import (
+    TOO_FAST_WORDS_PER_MINUTE,
+    FastAnswer,
+    Pace,
+    Ratings,
+    fast_answers,
+    flag_counts,
+    paces,
+    ratings_of,
+    skip_reasons,
+    words_per_minute,
+)  # fmt: skip
+from preferences.intervals import Share, plain
+from preferences.panel import Panel, count_pairs, pair_signs
+from preferences.progress import LabelerCount, labeler_counts
+from preferences.quality import (
+    PlaceRanks,
+    agreement_counts,
+    agreement_with_others,
+    gold_accuracy,
+    ranks_by_place,
+    self_agreement,
+    shown_first,
+)  # fmt: skip
+from preferences.records import Judgment, Task
+from preferences.standing import standing
+
+NUM_LISTED = 100  # tasks to read again, and fast answers
+
+
+@dataclass(frozen=True)
+class LabelerReport:
+    """One labeler. Shares are of comparisons of two responses."""
+
+    labeler: str
+    counts: LabelerCount
+    agreement: Share  # with the others
+    self_agreement: Share  # on hidden repeats
+    gold_accuracy: Share  # on hidden gold tasks, ties counting half
+    shown_first: Share  # how often the response shown earlier is preferred; ½ without bias
+    pace: Pace
+    ratings: Ratings
+    flags: Mapping[str, int]
+    skip_reasons: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class LabelReport:
+    """All labels. `agreement` and the alphas have intervals by bootstrap over tasks; labelers are by name."""
+
+    num_tasks: int
+    num_answers: int
+    num_skips: int
+    num_adjudications: int
+    tie_share: float  # of all pairs of responses of all answers; NaN without answers
+    agreement: Share
+    alpha: Alpha
+    rating_alpha: Alpha
+    shown_first: Share
+    ranks_by_place: tuple[PlaceRanks, ...]
+    labelers: tuple[LabelerReport, ...]
+    disagreements: tuple[Disagreement, ...]  # most first
+    fast_answers: tuple[FastAnswer, ...]  # fastest first
+    too_fast_words_per_minute: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """In JSON's types; what is unknown (NaN) is None."""
+        return dict(plain(self))
+
+
+def summary(
+    tasks: Sequence[Task],
+    judgments: Sequence[Judgment],
+    *,
+    seed: int,
+    too_fast_words_per_minute: float = TOO_FAST_WORDS_PER_MINUTE,
+) -> LabelReport:
+    """All statistics of the judgments that stand. `seed` is the bootstrap's.
+
+    Raises ValueError, naming the task, for judgments that fit no task, or twice the same revision.
+    """
+    stands = standing(judgments)
+    counts = labeler_counts(judgments, stands)
+    panel = Panel.of(tasks, stands.answers, [count.labeler for count in counts])
+    ordinary = panel.of_tasks(np.array([not task.gold_ranks and not task.repeat_of for task in tasks], dtype=bool))
+    signs_JP = pair_signs(panel.ranks_JK)
+    num_pairs = int((np.abs(signs_JP) <= 1).sum())
+    words_J, rate_J = words_per_minute(panel)
+    first, first_by_labeler = shown_first(panel)
+    pace_by_labeler = paces(panel, rate_J, threshold=too_fast_words_per_minute)
+    return LabelReport(
+        num_tasks=len(tasks),
+        num_answers=len(stands.answers),
+        num_skips=len(stands.skips),
+        num_adjudications=len(stands.adjudications),
+        tie_share=float((signs_JP == 0).sum() / num_pairs) if num_pairs else math.nan,
+        agreement=bootstrapped_share(*agreement_counts(ordinary), seed=seed),
+        alpha=ranking_alpha(count_pairs(ordinary, pair_signs(ordinary.ranks_JK)), seed=seed),
+        rating_alpha=rating_alpha(ordinary.answers, ordinary.task_J, seed=seed),
+        shown_first=first,
+        ranks_by_place=ranks_by_place(panel),
+        labelers=_labelers(panel, ordinary, counts, stands.skips, first_by_labeler, pace_by_labeler),
+        disagreements=disagreements(ordinary, stands.adjudications, limit=NUM_LISTED),
+        fast_answers=fast_answers(panel, words_J, rate_J, limit=NUM_LISTED, threshold=too_fast_words_per_minute),
+        too_fast_words_per_minute=too_fast_words_per_minute,
+    )
+
+
+def _labelers(
+    panel: Panel,
+    ordinary: Panel,
+    counts: Sequence[LabelerCount],
+    skips: Sequence[Judgment],
+    first: Sequence[Share],
+    pace: Sequence[Pace],
+) -> tuple[LabelerReport, ...]:
+    answers: dict[str, list[Judgment]] = {name: [] for name in panel.labelers}
+    for answer in panel.answers:
+        answers[answer.labeler].append(answer)
+    with_others, with_self, gold = agreement_with_others(ordinary), self_agreement(panel), gold_accuracy(panel)
+    ratings = ratings_of(panel)
+    return tuple(
+        LabelerReport(
+            labeler=name,
+            counts=counts[index],
+            agreement=with_others[index],
+            self_agreement=with_self[index],
+            gold_accuracy=gold[index],
+            shown_first=first[index],
+            pace=pace[index],
+            ratings=ratings[index],
+            flags=flag_counts(answers[name]),
+            skip_reasons=skip_reasons([skip for skip in skips if skip.labeler == name]),
+        )
+        for index, name in enumerate(panel.labelers)
+    )
