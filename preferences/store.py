@@ -16,7 +16,7 @@ from preferences import acts, claims, results
 from preferences.database import open_engines
 from preferences.leasing import Lease, display_order
 from preferences.records import Answer, Judgment, Ranking, ShownTask, Task
-from preferences.results import Coverage, Progress, StoredTask
+from preferences.results import BatchCounts, Coverage, Progress, StoredTask
 from preferences.rows import Values, answer_row, empty_row, judgment_row, messages, parts, refuse_different, task_row
 from preferences.schema import judgments, places, tasks
 
@@ -248,6 +248,16 @@ class LabelStore:
         """Counts over one batch; all 0 for a batch without tasks."""
         with self._reader.begin() as connection:
             return results.progress(connection, batch)
+
+    def batch_counts(self) -> list[BatchCounts]:
+        """How far each batch is and who did what, in order of arrival."""
+        with self._reader.begin() as connection:
+            return results.batch_counts(connection, self._clock())
+
+    def newest_judgment(self, batch: str) -> int:
+        """A number that grows with every judgment of the batch; 0 = none."""
+        with self._reader.begin() as connection:
+            return results.newest_judgment(connection, batch)
 
     def content_hash(self, batch: str) -> str:
         """SHA-256 over what was judged and how; see `results.content_hash`."""

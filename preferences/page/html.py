@@ -1,6 +1,7 @@
 """The pages: plain forms, post and redirect, nothing that needs JavaScript."""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -15,7 +16,7 @@ from preferences.page.labeling import Asked, Labeling, RefusedError
 from preferences.page.lead import LeadView
 from preferences.page.security import Attempts
 from preferences.page.text import to_html
-from preferences.people import Account, People, csrf_token
+from preferences.people import Account, People, Role, csrf_token
 
 COOKIE = "heed_session"
 CLIENT = "page"
@@ -30,6 +31,7 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 TEMPLATES.filters["markdown"] = lambda text: Markup(to_html(text))
+TEMPLATES.filters["moment"] = lambda seconds: datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
 TEMPLATES.filters["quoted"] = lambda text: quote(text, safe="")
 
 
@@ -40,7 +42,7 @@ async def _posted(request: Request) -> FormData:
 Posted = Annotated[FormData, Depends(_posted)]
 
 
-class SignInNeeded(Exception):
+class SignInNeededError(Exception):
     """Nobody is signed in, or not in the role that the page is for."""
 
 
@@ -71,7 +73,6 @@ class Pages:
         get("/lead/people", response_class=HTMLResponse)(self.people_page)
         post("/lead/invite")(self.invite)
         post("/lead/state")(self.set_state)
-        get("/lead/export")(self.export)
 
     # ---- who is there ----
 
@@ -79,7 +80,7 @@ class Pages:
         token = request.cookies.get(COOKIE, "")
         account = self.people.session(token) if token else None
         if account is None:
-            raise SignInNeeded
+            raise SignInNeededError
         return account, token
 
     def _lead(self, request: Request) -> tuple[Account, str]:
@@ -111,6 +112,12 @@ class Pages:
         account, _ = self._signed_in(request)
         return _see("/lead" if account.role == "lead" else "/task")
 
+    def message(self, request: Request, status: int, heading: str, text: str) -> Response:
+        """A page that says what went wrong, to whoever is there."""
+        token = request.cookies.get(COOKIE, "")
+        account = self.people.session(token) if token else None
+        return self._page("message", account, token, status, heading=heading, text=text)
+
     # ---- coming and going ----
 
     def sign_in_form(self) -> Response:
@@ -122,7 +129,9 @@ class Pages:
         keys = (f"name {name}", f"address {request.client.host if request.client else ''}")
         wait = self.attempts.wait_seconds(*keys)
         if wait:
-            page = self._page("sign_in", None, "", 429, wrong=f"Too many tries; try again in {wait} seconds.", name=name)
+            page = self._page(
+                "sign_in", None, "", 429, wrong=f"Too many tries; try again in {wait} seconds.", name=name
+            )
             page.headers["Retry-After"] = str(wait)
             return page
         token = self.people.sign_in(name, key)
@@ -227,7 +236,7 @@ class Pages:
 
     def lead_page(self, request: Request) -> Response:
         account, token = self._lead(request)
-        return self._page("lead", account, token, counts=self.lead.counts(), config=self.config)
+        return self._page("lead", account, token, counts=self.lead.counts(), export_formats=())
 
     def quality_page(self, request: Request) -> Response:
         account, token = self._lead(request)
@@ -247,7 +256,7 @@ class Pages:
         self._lead(request)
         link, wrong = "", ""
         try:
-            role = "lead" if fields.text("role") == "lead" else "labeler"
+            role: Role = "lead" if fields.text("role") == "lead" else "labeler"
             link = f"{request.base_url}welcome/{self.people.invite(fields.text('name').strip(), role)}"
         except ValueError as error:
             wrong = str(error)
@@ -262,15 +271,14 @@ class Pages:
         self.people.set_state(fields.text("name"), "closed" if fields.text("state") == "closed" else "admitted")
         return _see("/lead/people")
 
-    def export(self, request: Request) -> Response:
-        self._lead(request)
-        return self.lead.export(request.query_params.get("batch", ""))
-
 
 USED_UP = "One-time links work once and for a week. Ask the labeling lead for another."
 WAITING = {
     "nothing open": ("Nothing to judge just now", "Thank you. All tasks are done or with others; look again later."),
-    "screening": ("Thank you", "You have judged all first tasks. The labeling lead will look at them and write to you."),
+    "screening": (
+        "Thank you",
+        "You have judged all first tasks. The labeling lead will look at them.",
+    ),
 }
 
 

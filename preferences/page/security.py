@@ -59,6 +59,6 @@ class Attempts:
                 self._failed.setdefault(key, deque(maxlen=self.limit)).append(now)
 
     def _wait(self, key: str) -> int:
-        times = self._failed.get(key, ())
+        times = self._failed.get(key, deque())
         remaining = times[0] + self.seconds - self._clock() if len(times) == self.limit else 0.0
         return max(0, int(remaining) + 1) if remaining > 0 else 0

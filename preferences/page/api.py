@@ -1,0 +1,302 @@
+"""The HTTP API: all that the page does, for programs. `/api/openapi.json` describes it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, HTTPException, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import BaseModel, ConfigDict, Field
+
+from preferences.page.forms import MAX_NOTE_CHARACTERS, MAX_RATING, MIN_RATING
+from preferences.page.labeling import Asked, Labeling, ShownForm
+from preferences.page.lead import LeadView
+from preferences.page.security import Attempts
+from preferences.people import Account, People
+from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Answer, Message, Task
+
+CLIENT = "api"
+MAX_WHOLE = 2**53  # what every JSON reader takes
+MAX_TASKS_AT_ONCE = 1_000
+
+Number = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
+Rank = Annotated[int, Field(ge=1, le=MAX_RESPONSES)]
+Rating = Annotated[float, Field(ge=MIN_RATING, le=MAX_RATING)]
+# A lone surrogate can come as "\ud800" in JSON and go nowhere; PostgreSQL's names hold no NUL.
+Text = Annotated[str, Field(pattern="^[^\\x00]*$")]
+Name = Annotated[str, Field(min_length=1, max_length=512, pattern="^[^\\x00]*$")]
+Note = Annotated[str, Field(max_length=MAX_NOTE_CHARACTERS)]
+
+
+class Body(BaseModel):
+    """What a request says; unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Credentials(Body):
+    name: str
+    key: str
+
+
+class Session(BaseModel):
+    token: str
+    name: str
+    role: str
+
+
+class Form(Body):
+    """What came with the task; it is given back unchanged."""
+
+    task_id: Name
+    revision: Number
+    shown_at: Number
+    seal: str
+
+    def shown(self) -> ShownForm:
+        return ShownForm(self.task_id, self.revision, self.shown_at, self.seal)
+
+
+class MessageBody(Body):
+    role: Literal["system", "user", "assistant"]
+    content: Text
+
+
+class AskedTask(BaseModel):
+    """A task to judge. Responses are blinded and in the order to show them in."""
+
+    form: Form
+    prompt: list[MessageBody]
+    responses: list[str]
+    asks_ratings: bool
+    flags: list[str]
+    expires_at: float
+
+
+class Nothing(BaseModel):
+    """Why there is no task: instructions to read, nothing open, or a screening that is not passed."""
+
+    waiting: str
+
+
+class AnswerBody(Body):
+    """Lists are in the order shown; rank 1 is the best, equal ranks are ties."""
+
+    form: Form
+    ranks: Annotated[list[Rank], Field(min_length=MIN_RESPONSES, max_length=MAX_RESPONSES)]
+    ratings: Annotated[list[Rating], Field(max_length=MAX_RESPONSES)] = []
+    flags: Annotated[list[list[str]], Field(max_length=MAX_RESPONSES)] = []
+    note: Note = ""
+
+
+class SkipBody(Body):
+    form: Form
+    reason: Annotated[str, Field(min_length=1, max_length=MAX_NOTE_CHARACTERS)]
+
+
+class UndoBody(Body):
+    """`revision` is the number of the undo itself: one more than that of what is taken back."""
+
+    task_id: Name
+    revision: Number
+
+
+class NewTask(Body):
+    task_id: Name
+    prompt: Annotated[list[MessageBody], Field(min_length=1)]
+    responses: Annotated[list[Text], Field(min_length=MIN_RESPONSES, max_length=MAX_RESPONSES)]
+    sources: list[Text]
+    objective: Name = OVERALL
+    gold_ranks: list[Rank] = []
+    repeat_of: Text = ""
+    num_labelers: Annotated[int, Field(ge=1, le=1_000)] = 1
+
+
+class NewTasks(Body):
+    batch: Name
+    tasks: Annotated[list[NewTask], Field(min_length=1, max_length=MAX_TASKS_AT_ONCE)]
+
+
+class InvitationBody(Body):
+    name: str
+    role: Literal["lead", "labeler"]
+
+
+class StateBody(Body):
+    name: str
+    state: Literal["admitted", "closed"]
+
+
+Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+
+
+class Api:
+    """The routes of the API."""
+
+    def __init__(self, labeling: Labeling, people: People, lead: LeadView, attempts: Attempts) -> None:
+        self.labeling, self.people, self.lead, self.attempts = labeling, people, lead, attempts
+        self.router = APIRouter(prefix="/api", responses=ERRORS)
+        get, post = self.router.get, self.router.post
+        post("/session", summary="Sign in")(self.sign_in)
+        post("/session/end", summary="Sign out", status_code=204)(self.sign_out)
+        get("/instructions", summary="What labelers are told")(self.instructions)
+        post("/instructions/read", summary="Say that they are read", status_code=204)(self.read_instructions)
+        post("/lease", summary="The next task")(self.lease)
+        post("/answers", summary="Judge a task; of a lead, adjudicate it", status_code=204)(self.answer)
+        post("/skips", summary="Leave a task to others", status_code=204)(self.skip)
+        post("/undos", summary="Take an answer or a skip back", status_code=204)(self.undo)
+        get("/history", summary="One's own last acts")(self.history)
+        get("/batches", summary="How far all batches are (leads)")(self.batches)
+        post("/tasks", summary="Add tasks (leads)", status_code=204)(self.add_tasks)
+        post("/reopened/{task_id:path}", summary="A task to adjudicate (leads)")(self.reopened)
+        get("/judgments/{batch:path}", summary="Every act on a batch (leads)")(self.judgments)
+        get("/quality/{batch:path}", summary="Statistics of a batch (leads)")(self.quality)
+        get("/people", summary="Accounts (leads)")(self.accounts)
+        post("/invitations", summary="A one-time link (leads)")(self.invite)
+        post("/people/state", summary="Admit somebody or close an account (leads)", status_code=204)(self.set_state)
+
+    def _signed_in(self, bearer: HTTPAuthorizationCredentials | None) -> tuple[Account, str]:
+        account = self.people.session(bearer.credentials) if bearer is not None else None
+        if bearer is None or account is None:
+            raise HTTPException(
+                401, "a session's token is expected: Authorization: Bearer …", {"WWW-Authenticate": "Bearer"}
+            )
+        return account, bearer.credentials
+
+    def _lead(self, bearer: HTTPAuthorizationCredentials | None) -> tuple[Account, str]:
+        account, token = self._signed_in(bearer)
+        if account.role != "lead":
+            raise HTTPException(403, "this is for leads")
+        return account, token
+
+    # ---- coming and going ----
+
+    def sign_in(self, body: Credentials, request: Request) -> Session:
+        keys = (f"name {body.name}", f"address {request.client.host if request.client else ''}")
+        wait = self.attempts.wait_seconds(*keys)
+        if wait:
+            raise HTTPException(429, f"too many tries; again in {wait} seconds", {"Retry-After": str(wait)})
+        token = self.people.sign_in(body.name, body.key)
+        account = self.people.session(token) if token else None
+        if token is None or account is None:
+            self.attempts.note_failure(*keys)
+            raise HTTPException(403, "name and key do not go together")
+        return Session(token=token, name=account.name, role=account.role)
+
+    def sign_out(self, bearer: Bearer) -> None:
+        _, token = self._signed_in(bearer)
+        self.people.sign_out(token)
+
+    # ---- labeling ----
+
+    def instructions(self, bearer: Bearer) -> dict[str, Any]:
+        self._signed_in(bearer)
+        config = self.labeling.config
+        return {"version": config.version, "text": config.instructions, "flags": config.flags}
+
+    def read_instructions(self, bearer: Bearer) -> None:
+        account, _ = self._signed_in(bearer)
+        self.people.has_read(account.name, self.labeling.config.version)
+
+    def lease(self, bearer: Bearer) -> AskedTask | Nothing:
+        account, token = self._signed_in(bearer)
+        if account.role == "lead":
+            raise HTTPException(403, "leads adjudicate; labelers lease")
+        asked = self.labeling.next_task(account, token)
+        return self._as_body(asked) if isinstance(asked, Asked) else Nothing(waiting=asked)
+
+    def answer(self, body: AnswerBody, bearer: Bearer) -> None:
+        account, token = self._signed_in(bearer)
+        config = self.labeling.config
+        if config.asks_ratings != bool(body.ratings):
+            raise HTTPException(422, f"ratings: {'one a response' if config.asks_ratings else 'none'} expected")
+        unknown = {flag for flags in body.flags for flag in flags} - set(config.flags)
+        if unknown:
+            raise HTTPException(422, f"flags: {sorted(unknown)[0]!r} is not among those that can be given")
+        flags = tuple(tuple(marked) for marked in body.flags)
+        answer = Answer(tuple(body.ranks), 0, tuple(body.ratings), flags, body.note)
+        self.labeling.answer(account, token, body.form.shown(), answer, CLIENT)
+
+    def skip(self, body: SkipBody, bearer: Bearer) -> None:
+        account, token = self._signed_in(bearer)
+        self.labeling.skip(account, token, body.form.shown(), body.reason, CLIENT)
+
+    def undo(self, body: UndoBody, bearer: Bearer) -> None:
+        account, _ = self._signed_in(bearer)
+        self.labeling.undo(account, body.task_id, body.revision, CLIENT)
+
+    def history(self, bearer: Bearer) -> list[dict[str, Any]]:
+        account, _ = self._signed_in(bearer)
+        return [{**asdict(act), "stands": stands} for act, stands in self.labeling.history(account)]
+
+    # ---- leading ----
+
+    def batches(self, bearer: Bearer) -> list[dict[str, Any]]:
+        self._lead(bearer)
+        return [asdict(counts) for counts in self.lead.counts().batches]
+
+    def add_tasks(self, body: NewTasks, bearer: Bearer) -> None:
+        self._lead(bearer)
+        tasks = [
+            Task(
+                task.task_id,
+                tuple(Message(message.role, message.content) for message in task.prompt),
+                tuple(task.responses),
+                tuple(task.sources),
+                task.objective,
+                tuple(task.gold_ranks),
+                task.repeat_of,
+            )
+            for task in body.tasks
+        ]
+        quotas = [task.num_labelers for task in body.tasks]
+        self.labeling.store.add_tasks(tasks, batch=body.batch, num_labelers=quotas)
+
+    def reopened(self, task_id: str, bearer: Bearer) -> AskedTask:
+        account, token = self._lead(bearer)
+        return self._as_body(self.labeling.reopened(account, task_id, token))
+
+    def judgments(self, batch: str, bearer: Bearer) -> list[dict[str, Any]]:
+        self._lead(bearer)
+        return [asdict(judgment) for judgment in self.labeling.store.judgments(batch)]
+
+    def quality(self, batch: str, bearer: Bearer) -> Mapping[str, Any]:
+        self._lead(bearer)
+        return self.lead.report(batch).as_dict()
+
+    def accounts(self, bearer: Bearer) -> list[dict[str, Any]]:
+        self._lead(bearer)
+        return [asdict(account) for account in self.people.accounts()]
+
+    def invite(self, body: InvitationBody, request: Request, bearer: Bearer) -> dict[str, str]:
+        self._lead(bearer)
+        return {"link": f"{request.base_url}welcome/{self.people.invite(body.name, body.role)}"}
+
+    def set_state(self, body: StateBody, bearer: Bearer) -> None:
+        account, _ = self._lead(bearer)
+        if body.name == account.name:
+            raise HTTPException(403, "nobody closes their own account; another lead can")
+        self.people.set_state(body.name, body.state)
+
+    def _as_body(self, asked: Asked) -> AskedTask:
+        shown, config = asked.lease.shown, self.labeling.config
+        return AskedTask(
+            form=Form(**asdict(asked.form)),
+            prompt=[MessageBody.model_validate(asdict(message)) for message in shown.prompt],
+            responses=list(shown.responses),
+            asks_ratings=config.asks_ratings,
+            flags=list(config.flags),
+            expires_at=asked.lease.expires_at,
+        )
+
+
+class Problem(BaseModel):
+    detail: str
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    401: {"model": Problem, "description": "No session"},
+    403: {"model": Problem, "description": "Not for this session"},
+    409: {"model": Problem, "description": "Contradicts what is stored, or came too late"},
+    429: {"model": Problem, "description": "Too many tries"},
+}

@@ -1,0 +1,60 @@
+// Shortcuts for those who want them; every page works without this file.
+"use strict";
+(() => {
+  const form = document.getElementById("answer");
+  document.getElementById("wrong")?.focus();
+  const keys = document.getElementById("keys");
+  if (!form || !keys) return;
+  const numResponses = Number(form.dataset.responses);
+  const responses = [...form.querySelectorAll(".response")];
+  const switched = document.getElementById("keys-on");
+  const said = document.getElementById("said");
+  let chosen = 0;
+
+  keys.hidden = false;
+  switched.checked = localStorage.getItem("keys") !== "off";
+  switched.addEventListener("change", () => localStorage.setItem("keys", switched.checked ? "on" : "off"));
+
+  function choose(place) {
+    chosen = place;
+    responses.forEach((response, index) => response.classList.toggle("chosen", index === place));
+    responses[place].scrollIntoView({ block: "nearest" });
+    responses[place].focus({ preventScroll: true });
+  }
+
+  function give(name, value) {
+    const box = form.querySelector(`input[name="${name}_${chosen}"][value="${value}"]`);
+    if (!box) return;
+    box.checked = true;
+    said.textContent = box.getAttribute("aria-label");
+  }
+
+  function isWriting(target) {
+    return target.matches("textarea, select, input:not([type=radio]):not([type=checkbox])");
+  }
+
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+      event.preventDefault();
+      form.requestSubmit();
+      return;
+    }
+    if (!switched.checked || event.ctrlKey || event.metaKey || event.altKey || isWriting(event.target)) return;
+    const digit = /^Digit([1-9])$/.exec(event.code)?.[1] ?? /^Numpad([1-9])$/.exec(event.code)?.[1];
+    const letter = event.key.length === 1 ? event.key.toUpperCase().charCodeAt(0) - 65 : -1;
+    if (digit) {
+      give(event.shiftKey ? "rating" : "rank", digit);
+    } else if (letter >= 0 && letter < numResponses) {
+      choose(letter);
+    } else if (event.key.toUpperCase() === "M") {
+      const box = responses[chosen].querySelector("details");
+      if (box) { box.open = true; box.querySelector("input")?.focus(); }
+    } else if (event.key.toUpperCase() === "S") {
+      const box = document.getElementById("skip-box");
+      if (box) { box.open = true; document.getElementById("reason").focus(); }
+    } else {
+      return;
+    }
+    event.preventDefault();
+  });
+})();
