@@ -1,5 +1,7 @@
 """The labeling server: pages and API on one label store."""
 
+import time
+from collections.abc import Callable
 from importlib.resources import files
 
 from fastapi import FastAPI, Request, Response
@@ -21,10 +23,12 @@ SIGN_INS, SIGN_IN_SECONDS = 8, 900.0  # failed ones, of one name or from one add
 TOO_LATE = "Your time on this task ran out and it went to others, so the answer was not stored. Here is the next one."
 
 
-def make_app(store: LabelStore, people: People, config: LabelingConfig) -> FastAPI:
-    """The whole server as an ASGI application."""
+def make_app(
+    store: LabelStore, people: People, config: LabelingConfig, *, clock: Callable[[], float] = time.time
+) -> FastAPI:
+    """The whole server as an ASGI application. `clock` gives epoch seconds, as those of store and people do."""
     app = FastAPI(title="Heed labels", version="1", openapi_url="/api/openapi.json", docs_url=None, redoc_url=None)
-    labeling, lead = Labeling(store, people, config), LeadView(store)
+    labeling, lead = Labeling(store, people, config, clock=clock), LeadView(store)
     attempts = Attempts(SIGN_INS, SIGN_IN_SECONDS)
     pages = Pages(labeling, people, lead, attempts)
     app.include_router(Api(labeling, people, lead, attempts).router)

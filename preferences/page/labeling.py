@@ -128,7 +128,7 @@ class Labeling:
 
     def _held(self, account: Account, session: str, form: ShownForm) -> tuple[Lease, int]:
         expected = seal(session, form.task_id, form.revision, form.shown_at)
-        if not hmac.compare_digest(expected, form.seal):
+        if not hmac.compare_digest(expected.encode(), form.seal.encode("utf-8", "replace")):
             raise RefusedError("this form was not given to this session; open the task again")
         lease = replace(self.store.reopened(account.name, form.task_id), revision=form.revision)
         return lease, max(0, int(self._clock() * 1000) - form.shown_at)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from preferences.store import LabelStore
+
 PROGRAMS = ("initdb", "postgres", "pg_isready", "createdb")
 READY_SECONDS = 60.0
 
@@ -50,11 +52,11 @@ class PostgresServer:
         self.process.send_signal(signal.SIGQUIT)
         self.process.wait()
 
-    def new_database(self) -> str:
-        """URL of an empty database."""
+    def new_database(self, template: str) -> str:
+        """URL of a copy of another database; `template1` is empty."""
         self.num_databases += 1
         name = f"labels{self.num_databases}"
-        self._run("createdb", "-h", str(self.folder), "-U", "heed", name)
+        self._run("createdb", "-h", str(self.folder), "-U", "heed", "-T", template, name)
         return f"postgresql://heed@/{name}?host={self.folder}"
 
     def _run(self, program: str, *arguments: str, check: bool = True) -> int:
@@ -89,9 +91,36 @@ def postgres() -> Iterator[PostgresServer]:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def new_database(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
+def empty_database(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
     """Gives the URL of another empty database each time."""
     if request.param == "postgresql":
-        return request.getfixturevalue("postgres").new_database
-    paths = (f"sqlite:///{tmp_path / f'labels{number}.db'}" for number in range(1_000))
+        server = request.getfixturevalue("postgres")
+        return lambda: server.new_database("template1")
+    paths = (f"sqlite:///{tmp_path / f'empty{number}.db'}" for number in range(1_000))
     return lambda: next(paths)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def new_database(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
+    """Gives the URL of another database each time, its tables made. Migrating once saves most tests' time."""
+    if request.param == "postgresql":
+        server = request.getfixturevalue("postgres")
+        template = request.getfixturevalue("postgres_tables")
+        return lambda: server.new_database(template)
+    source = request.getfixturevalue("sqlite_tables")
+    paths = (tmp_path / f"labels{number}.db" for number in range(1_000))
+    return lambda: f"sqlite:///{shutil.copy(source, next(paths))}"
+
+
+@pytest.fixture(scope="session")
+def postgres_tables(postgres: PostgresServer) -> str:
+    url = postgres.new_database("template1")
+    LabelStore(url).close()
+    return url.partition("@/")[2].partition("?")[0]
+
+
+@pytest.fixture(scope="session")
+def sqlite_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tables") / "labels.db"
+    LabelStore(path).close()
+    return path

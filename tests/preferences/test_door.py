@@ -118,9 +118,9 @@ def test_two_processes_never_hold_leases_beyond_the_quota(new_database):
     assert sorted(held[0] + held[1]) == [f"t{i:04d}" for i in range(300)]  # each exactly once
 
 
-def test_a_new_store_may_be_opened_by_several_processes_at_once(new_database):
+def test_a_new_store_may_be_opened_by_several_processes_at_once(empty_database):
     for _ in range(2):
-        command = [sys.executable, "-c", OPENER, new_database()]
+        command = [sys.executable, "-c", OPENER, empty_database()]
         processes = [subprocess.Popen(command, cwd=ROOT) for _ in range(4)]
         for process in processes:
             finish(process)

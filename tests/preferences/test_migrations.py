@@ -61,16 +61,16 @@ def test_a_store_from_before_the_migrations(tmp_path):
         assert len(store.judgments("b")) == 2
 
 
-def test_a_new_store_has_the_tables_of_the_schema(new_database):
-    reader, _ = open_engines(new_database())
+def test_a_new_store_has_the_tables_of_the_schema(empty_database):
+    reader, _ = open_engines(empty_database())
     with reader.connect() as connection:
         found = compare_metadata(MigrationContext.configure(connection), metadata)
     reader.dispose()
     assert found == []
 
 
-def test_judgments_cannot_be_changed(new_database):
-    url = new_database()
+def test_judgments_cannot_be_changed(empty_database):
+    url = empty_database()
     reader, writer = open_engines(url)
     with writer.begin() as connection:
         connection.execute(
@@ -91,8 +91,8 @@ def test_judgments_cannot_be_changed(new_database):
     reader.dispose()
 
 
-def test_a_store_of_a_newer_heed_is_refused(new_database):
-    url = new_database()
+def test_a_store_of_a_newer_heed_is_refused(empty_database):
+    url = empty_database()
     reader, writer = open_engines(url)
     with writer.begin() as connection:
         connection.execute(sqlalchemy.text("UPDATE alembic_version SET version_num = '9999'"))

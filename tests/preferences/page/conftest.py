@@ -1,0 +1,70 @@
+"""A store with people, and the page over it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from preferences.page.app import make_app
+from preferences.page.config import LabelingConfig
+from preferences.people import People, Role
+from preferences.records import Task
+from preferences.store import LabelStore
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class World:
+    """A store, its people with their keys, and a clock."""
+
+    url: str
+    clock: Clock
+    store: LabelStore
+    people: People
+    keys: dict[str, str] = field(default_factory=dict)
+
+    def join(self, name: str, role: Role = "labeler") -> str:
+        accepted = self.people.accept(self.people.invite(name, role))
+        assert accepted is not None
+        self.keys[name] = accepted[1]
+        return accepted[1]
+
+    def add(self, *tasks: Task, batch: str = "main", num_labelers: int = 1) -> None:
+        self.store.add_tasks(tasks, batch=batch, num_labelers=num_labelers)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    url, clock = str(tmp_path / "labels.db"), Clock()
+    people = People(url, clock=clock)
+    with LabelStore(url, clock=clock) as store:
+        made = World(url, clock, store, people)
+        for name in ("ann", "bob"):
+            made.join(name)
+        made.join("eve", "lead")
+        yield made
+    people.close()
+
+
+@pytest.fixture
+def visit(world: World) -> Callable[..., TestClient]:
+    """A browser without JavaScript, signed in; labelers have read the instructions."""
+
+    def open_page(name: str, config: LabelingConfig | None = None, *, has_read: bool = True) -> TestClient:
+        config = config or LabelingConfig()
+        client = TestClient(make_app(world.store, world.people, config, clock=world.clock))
+        client.post("/sign-in", data={"name": name, "key": world.keys[name]})
+        if has_read:
+            world.people.has_read(name, config.version)
+        return client
+
+    return open_page
