@@ -1,9 +1,15 @@
 """A store with people, and the page over it."""
 
+import os
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 
@@ -12,6 +18,10 @@ from preferences.page.config import LabelingConfig
 from preferences.people import People, Role
 from preferences.records import Task
 from preferences.store import LabelStore
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = Path(__file__).parent / "server.py"
+READY_SECONDS = 90.0
 
 
 class Clock:
@@ -68,3 +78,48 @@ def visit(world: World) -> Callable[..., TestClient]:
         return client
 
     return open_page
+
+
+class Server:
+    """A labeling server in a process of its own."""
+
+    def __init__(self, url: str, folder: Path, config: str = "asks_ratings = false\n") -> None:
+        self.url, self.config = url, folder / "label.toml"
+        self.config.write_text(config)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.address = f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = [sys.executable, str(PROGRAM), self.url, str(self.port), str(self.config)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + READY_SECONDS
+        while True:
+            try:
+                httpx.get(f"{self.address}/sign-in")
+                return
+            except httpx.TransportError:
+                assert self.process.poll() is None, "the server ended while starting"
+                assert time.monotonic() < deadline, "the server did not start"
+                time.sleep(0.05)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    started: list[Server] = []
+
+    def start(url: str, config: str = "asks_ratings = false\n") -> Server:
+        server = Server(url, tmp_path, config)
+        started.append(server)
+        server.start()
+        return server
+
+    yield start
+    for server in started:
+        server.kill()
