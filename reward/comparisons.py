@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from lm.tokenizer import Messages, Tokenizer
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Ranking, dense_ranks
-from training.data import DataConfig, checked_messages, read_rows, text_field
+from reading.fields import checked_messages, text_field
+from training.data import DataConfig, read_rows
 
 
 @dataclass(frozen=True)
