@@ -1,5 +1,6 @@
 """Rows that speak of one task and one labeler come together; out of judgments come the rankings that stand."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -51,6 +52,11 @@ def collect(
         told = len(found.report.oddities) > num_before
         assert judged or told, f"{where}: the row left neither a task nor an oddity"
         yield found
+
+
+def collect_all(form: Format, rows: Iterable[tuple[str, Row]]) -> Found:
+    """`collect`, to the end."""
+    return deque(collect(form, rows), maxlen=1).pop()
 
 
 def _merge(found: Found, judged: Judged, name: str, first: dict[str, str]) -> None:
