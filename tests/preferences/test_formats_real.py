@@ -1,4 +1,4 @@
-"""Real files, where they are here; what is odd about them was counted apart from the readers, by loops over the rows."""
+"""Real files, where they are here. What is odd about them was counted apart from the readers."""
 
 from collections import Counter
 from pathlib import Path
