@@ -27,7 +27,8 @@ class Found:
 
     @property
     def rankings(self) -> list[Ranking]:
-        return [ranking for _, ranking in standing(self.tasks.values(), self.judgments, self.report)]
+        """Those that stand."""
+        return [ranking for _, ranking in standing(self.tasks.values(), self.judgments, Report())]
 
 
 def collect(

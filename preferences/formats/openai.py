@@ -15,6 +15,7 @@ from preferences.formats.parts import (
     Vote,
     as_note,
     content_id,
+    plain,
     ranks_of,
     rest,
     two_judged,
@@ -47,7 +48,7 @@ def read_summaries(where: str, row: Row, report: Report, objective: str) -> Iter
         responses=responses,
         sources=sources,
         objective=objective or OVERALL,
-        details={"info": {name: value for name, value in info.items() if value is not None}},
+        details={"info": rest(info)},
     )
     vote = Vote(row.get("worker") or UNKNOWN, (1, 2) if choice == 0 else (2, 1), note=said)
     yield from two_judged(where, report, task, [vote])
@@ -83,6 +84,6 @@ def read_webgpt(where: str, row: Row, report: Report, objective: str) -> Iterato
         responses=responses,
         sources=("webgpt", "webgpt"),
         objective=objective or OVERALL,
-        details={"question": question, "quotes": [row.get("quotes_0"), row.get("quotes_1")]},
+        details=plain({"question": question, "quotes": [row.get("quotes_0"), row.get("quotes_1")]}),
     )
     yield from two_judged(where, report, task, [Vote(UNKNOWN, ranks_of(scores), scores)])

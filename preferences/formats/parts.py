@@ -6,6 +6,7 @@ judgment, or had to interpret, goes into the report; a row that is not of the fo
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,13 +137,23 @@ def ranks_of(ratings: Sequence[float]) -> tuple[int, ...]:
 
 def as_note(fields: Mapping[str, Any]) -> str:
     """What a row says of one judgment, as JSON without empty fields; "" where nothing is left."""
-    said = {name: value for name, value in fields.items() if value not in (None, "", [], {})}
-    return json.dumps(said, ensure_ascii=False, default=str) if said else ""
+    said = {name: plain(value) for name, value in fields.items() if value not in (None, "", [], {})}
+    return json.dumps(said, ensure_ascii=False) if said else ""
 
 
 def rest(row: Row, *read: str) -> dict[str, Any]:
-    """The fields of a row that were not read."""
-    return {name: value for name, value in row.items() if name not in read and value is not None}
+    """The fields of a row that were not read, in JSON's types."""
+    return {name: plain(value) for name, value in row.items() if name not in read and value is not None}
+
+
+def plain(value: Any) -> Any:
+    """The value in JSON's types: what it has no word for (times and bytes of Parquet, NaN) as text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    is_known = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_known else str(value)
 
 
 def user(text: str) -> tuple[Message, ...]:
