@@ -1,6 +1,8 @@
 """`heed label import` and `export` in this process, on a store in memory."""
 
 import json
+import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
 import heed.label_cli
 from heed.cli import main
+from preferences.formats.registry import FORMATS
 
+ROOT = Path(__file__).parents[2]
 REAL = Path(__file__).parents[3] / "shared" / "data"
 GOOD = {"chosen": "\n\nHuman: Why?\n\nAssistant: So.", "rejected": "\n\nHuman: Why?\n\nAssistant: No."}
 EMPTY = GOOD | {"chosen": "\n\nHuman: Why?\n\nAssistant:"}
@@ -121,6 +126,11 @@ def test_export_and_import_give_the_same_store(tmp_path: Path, book: Any, heed_l
     assert heed_label("import", out, *STORE)[0] == 0
     assert (book.tasks(), book.judgments()) == (tasks, judgments)
     assert {one.batch for one in tasks} == {"one", "two"}
+    book.stored, book.acts = {}, {}
+    assert heed_label("import", out, *STORE, "--batch", "all")[0] == 0
+    assert [one.task for one in book.tasks("all")] == [one.task for one in tasks]
+    book.stored, book.acts = {}, {}
+    heed_label("import", out, *STORE)
     # In another format, and of one batch.
     code, said, _ = heed_label("export", *STORE, "--batch", "two", "--format", "hh", "--out", str(tmp_path / "h.jsonl"))
     assert code == 0
@@ -140,6 +150,31 @@ def test_export_refuses(tmp_path: Path, book: Any, heed_label: Any) -> None:
         assert words in err
     assert not (tmp_path / "out.jsonl").exists()
     assert len(book.tasks()) == 1
+
+
+def test_every_command_that_is_shown_parses() -> None:
+    command: Any = get_command(heed.label_cli.label_app)
+    texts = [path.read_text() for path in (ROOT / "docs/labels.md", *(ROOT / "configs/jobs/cluster").glob("hh-*.toml"))]
+    shown = {line for text in texts for line in re.findall(r"^(?:#  *)?heed label (.*)$", text, re.MULTILINE)}
+    assert len(shown) == 4 + 5
+    for line in shown:
+        name, *words = shlex.split(line, comments=True)
+        command.commands[name].make_context(name, words)
+
+
+def test_the_table_of_formats_is_that_of_the_code() -> None:
+    text = (ROOT / "docs" / "labels.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (yes|no|as `trl`) \| (yes|no|pairs) \|", text, re.MULTILINE)
+    told = {name: (read != "no", written != "no") for name, read, written in rows}
+    assert told == {name: (form.read is not None, form.write is not None) for name, form in FORMATS.items()}
+
+
+def test_every_kind_of_oddity_is_explained() -> None:
+    code = "".join(path.read_text() for path in (ROOT / "preferences" / "formats").glob("*.py"))
+    kinds = set(re.findall(r"report\.add\(\s*\"([^\"]+)\"", code))
+    assert len(kinds) > 20
+    text = (ROOT / "docs" / "labels.md").read_text()
+    assert {kind for kind in kinds if kind not in text} == set()
 
 
 def test_a_real_file_through_the_store_and_out_for_every_stage(tmp_path: Path, book: Any, heed_label: Any) -> None:
