@@ -18,7 +18,8 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
 from preferences.intervals import LEVEL, Interval
 from preferences.resampling import bootstrap_ratio
-from training.data import DataConfig, read_rows, text_field
+from reading.fields import text_field
+from training.data import DataConfig, read_rows
 from training.seeds import derive_seed
 
 

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from heed.jobs_cli import jobs_app, submit
+from heed.label_cli import label_app
 from heed.options import First, JobFile, Only, Overrides, RunsFolder, Workers, read_job
 from heed.progress import console
 
@@ -47,6 +48,7 @@ def run(
 
 app.command()(submit)
 app.add_typer(jobs_app, name="jobs")
+app.add_typer(label_app, name="label")
 
 
 @app.command()

@@ -11,6 +11,7 @@ from evaluation.sampling import Sample
 from playground.world import World
 from preferences.agreement import accuracy_against, pairwise_agreement
 from preferences.door import answer_all
+from preferences.formats.own import ranking_row
 from preferences.records import MAX_RESPONSES, Message, Ranking, Task
 from preferences.results import Progress
 from preferences.store import LabelStore
@@ -80,14 +81,7 @@ def write_rankings(path: Path, rankings: Sequence[Ranking]) -> None:
     """The JSONL that the reward stage reads."""
     with path.open("w", encoding="utf-8") as file:
         for ranking in rankings:
-            row = {
-                "task_id": ranking.task_id,
-                "prompt": [{"role": message.role, "content": message.content} for message in ranking.prompt],
-                "responses": list(ranking.responses),
-                "ranks": list(ranking.ranks),
-                "labeler": ranking.labeler,
-            }
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(ranking_row(ranking)) + "\n")
 
 
 def collection_figures(

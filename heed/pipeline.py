@@ -152,8 +152,10 @@ def _data_hashes(run: Run, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _source_hash(source: str) -> str:
-    """A file's SHA-256; a hub id stands for itself."""
+    """SHA-256 of a file or a folder; a hub id stands for itself."""
     path = Path(source)
+    if path.is_dir():
+        return folder_hash(path)
     return file_hash(path) if path.is_file() else hashlib.sha256(source.encode()).hexdigest()
 
 

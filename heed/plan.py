@@ -28,6 +28,7 @@ from lm.config import ModelConfig
 from lm.inspection import cache_bytes_per_token, flops_per_source_token, flops_per_token
 from ppo.config import PPOConfig
 from pretrain.stage import PretrainConfig
+from reward.comparisons import RankingsConfig, read_judgments
 from reward.stage import RewardConfig
 from sft.stage import SFTConfig
 from training.config import OptimizerConfig, TrainingConfig
@@ -146,7 +147,7 @@ class _Planner:
         assert isinstance(config, RewardConfig)
         if config.init_from:
             self._assume(f"{config.init_from} is taken to have the policy's shape")
-        tasks = self._num_rows(config.rankings)
+        tasks = self._num_tasks(config.rankings)
         responses = self._responses_per_task(config.rankings)
         steps = max(1, round(config.num_epochs * tasks * (1 - config.heldout_share) / config.batch.batch_size))
         self._assume("one ranking a task; rankings of one task are one comparison")
@@ -335,12 +336,18 @@ class _Planner:
         self._assume(f"{data.source} is taken to have {self.setting.assumed_rows:,} rows (--rows)")
         return self.setting.assumed_rows
 
-    def _responses_per_task(self, rankings: DataConfig) -> int:
+    def _num_tasks(self, rankings: RankingsConfig) -> int:
+        """Tasks of a file that is here: a row may hold several, and several rows one."""
+        if Path(rankings.source).exists():
+            return len(read_judgments(rankings).tasks)
+        return self._num_rows(rankings)
+
+    def _responses_per_task(self, rankings: RankingsConfig) -> int:
         if rankings.source == "collect:rankings" and self.job.collect is not None:
             return self.job.collect.responses_per_prompt
-        if Path(rankings.source).is_file():
-            first = rankings.model_copy(update={"max_rows": FIRST_ROWS})
-            return max(len(row["responses"]) for _, row in read_rows(first))
+        if Path(rankings.source).exists():
+            first = read_judgments(rankings.model_copy(update={"max_rows": FIRST_ROWS}))
+            return max(len(task.responses) for task in first.tasks.values())
         self._assume("two responses a task")
         return 2
 

@@ -1,7 +1,11 @@
 """What can be known to be wrong before any training starts is found here: rows that do not parse, prompts too long."""
 
+from heed.progress import console
 from heed.stages import Run
+from lm.source import skeleton
 from lm.tokenizer import Tokenizer
+from reward.comparisons import encode_rankings, read_judgments
+from reward.stage import ODDITIES, RewardConfig, network_source
 from sft.stage import SFTConfig, encode_demonstrations
 from training.data import read_prompts, read_texts
 
@@ -26,9 +30,30 @@ def check_data(run: Run) -> None:
     elif job.ppo is not None:
         tokenizer = Tokenizer.load(run.start("ppo", "sft"))
     else:
+        tokenizer = None
+    if job.reward is not None and job.reward.rankings.source != "collect:rankings":
+        check_rankings(run, run.resolve(job.reward))
+    if tokenizer is None:
         return
     assert job.model is not None
     check_prompts(run, tokenizer, job.model.context_tokens)
+
+
+def check_rankings(run: Run, config: RewardConfig) -> None:
+    """Every row of the rankings is of its format, and every conversation fits the model; what is odd is counted."""
+    found = read_judgments(config.rankings)
+    counts = ", ".join(f"{count:,} x {kind}" for kind, count in found.report.counts().items())
+    if counts:
+        console.print(f"{config.rankings.source}: oddities, told in reward/{ODDITIES}: {counts}", markup=False)
+    if config.init_from:
+        start = run.start("reward", "sft")
+        tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
+        context_tokens = skeleton(network_source(start, 0.0, seed=0).build).config.context_tokens
+    else:
+        assert run.job.sft is not None
+        assert run.job.model is not None
+        tokenizer, context_tokens = sft_tokenizer(run, run.job.sft), run.job.model.context_tokens
+    encode_rankings(tokenizer.with_template(config.chat_template), found.rankings, context_tokens)
 
 
 def sft_tokenizer(run: Run, config: SFTConfig) -> Tokenizer:

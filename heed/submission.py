@@ -14,11 +14,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from heed.job import JobConfig
-from training.data import LOADERS
+from reading.rows import LOADERS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
-    "lm", "training", "pretrain", "sft", "reward", "ppo", "evaluation", "preferences",
+    "lm", "reading", "training", "pretrain", "sft", "reward", "ppo", "evaluation", "preferences",
     "playground", "cluster", "heed", "configs",
 )  # fmt: skip
 NAMING_FIELDS = ("source", "init_from", "reward_from")

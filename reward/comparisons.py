@@ -1,15 +1,19 @@
 """Rankings as training examples: reading, checking, tokenizing.
 
 One line of a rankings file: {"task_id", "prompt": [{"role", "content"}, ...], "responses": [...], "ranks": [...],
-"labeler"}; rank 1 is best and equal ranks are ties.
+"labeler"}; rank 1 is best and equal ranks are ties. Published formats are read as well (docs/labels.md).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pydantic import field_validator
+
 from lm.tokenizer import Messages, Tokenizer
-from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Ranking, dense_ranks
-from training.data import DataConfig, checked_messages, read_rows, text_field
+from preferences.formats.merging import Found, collect_all
+from preferences.formats.registry import format_to_read
+from preferences.records import Message, Ranking
+from training.data import DataConfig, read_rows
 
 
 @dataclass(frozen=True)
@@ -21,35 +25,28 @@ class Comparison:
     judgments: tuple[tuple[int, ...], ...]
 
 
-def read_rankings(data: DataConfig) -> list[Ranking]:
-    """Errors: ValueError naming file, line and field; a ranking of one is no comparison and is refused."""
-    rankings = []
-    for where, row in read_rows(data):
-        prompt = checked_messages(where, row.get("prompt"), "prompt", ends_with="user")
-        responses, ranks = row.get("responses"), row.get("ranks")
-        if not isinstance(responses, list) or not MIN_RESPONSES <= len(responses) <= MAX_RESPONSES:
-            found = f"{len(responses)} entries" if isinstance(responses, list) else type(responses).__name__
-            raise ValueError(
-                f"{where}: field 'responses' has {found}; a list of {MIN_RESPONSES} to {MAX_RESPONSES} was expected"
-            )
-        if not all(isinstance(response, str) for response in responses):
-            raise ValueError(f"{where}: field 'responses': strings were expected")
-        if not isinstance(ranks, list) or not all(type(rank) is int and rank >= 1 for rank in ranks):
-            raise ValueError(f"{where}: field 'ranks' is {ranks!r}; a list of whole numbers from 1 was expected")
-        if len(ranks) != len(responses):
-            raise ValueError(f"{where}: field 'ranks' has {len(ranks)} entries for {len(responses)} responses")
-        rankings.append(
-            Ranking(
-                task_id=text_field(where, row, "task_id"),
-                prompt=tuple(Message(**message) for message in prompt),
-                responses=tuple(responses),
-                ranks=dense_ranks(ranks),
-                labeler=text_field(where, row, "labeler"),
-            )
-        )
-    if not rankings:
+class RankingsConfig(DataConfig):
+    """Where rankings come from, and the published format that they are in."""
+
+    format: str = "rankings"
+
+    @field_validator("format")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        return format_to_read(name).name
+
+
+def read_judgments(data: RankingsConfig) -> Found:
+    """Tasks, judgments, and what was odd about the rows. Errors: ValueError naming file, line and field."""
+    found = collect_all(format_to_read(data.format), read_rows(data))
+    if not found.judgments:
         raise ValueError(f"{data.source}: no rankings; at least one was expected")
-    return rankings
+    return found
+
+
+def read_rankings(data: RankingsConfig) -> list[Ranking]:
+    """The rankings that stand. Errors: those of `read_judgments`."""
+    return read_judgments(data).rankings
 
 
 def encode_scored(tokenizer: Tokenizer, messages: Messages) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from lm.weights import ModelFolder, NewHead, purpose_of, save_model
 from preferences.agreement import accuracy_against
 from preferences.records import Ranking
 from preferences.splits import split_rankings
-from reward.comparisons import Comparison, encode_rankings, encode_scored, read_rankings
+from reward.comparisons import Comparison, RankingsConfig, encode_rankings, encode_scored, read_judgments
 from reward.loss import ranking_loss
 from reward.scoring import RewardNetwork, load_network, score_sequences, sequence_scores, shift_scores
 from training.config import InitConfig, TrainingConfig
@@ -30,6 +30,7 @@ from training.packing import IntArray
 from training.seeds import derive_seed
 from training.stage import StageContext, build_engine, write_json
 
+ODDITIES = "oddities.json"  # what was odd about rows of the rankings, and what was done
 HELDOUT_SCORES = "heldout_scores.json"  # {task_id: scores of its responses, in the order of the rankings file}
 
 
@@ -40,7 +41,7 @@ class RewardConfig(InitConfig, TrainingConfig):
     """
 
     chat_template: str = ""  # "plain", a Jinja template, ..., or "" for the model's own
-    rankings: DataConfig
+    rankings: RankingsConfig
     demonstrations: tuple[DataConfig, ...] = Field(min_length=1)
     heldout_share: float = Field(gt=0, lt=1)
     num_epochs: float = Field(gt=0)
@@ -105,7 +106,8 @@ def run(context: StageContext, config: RewardConfig, start: Path) -> None:
     tokenizer = tokenizer.with_template(config.chat_template)
     source = network_source(start, config.dropout, derive_seed(context.seed, "reward", "head"))
     shape = skeleton(source.build).config
-    train, heldout = split_rankings(read_rankings(config.rankings), config.heldout_share, context.seed)
+    found = read_judgments(config.rankings)
+    train, heldout = split_rankings(found.rankings, config.heldout_share, context.seed)
     if not train or not heldout:
         raise ValueError(
             f"reward.heldout_share {config.heldout_share} splits the rankings of {config.rankings.source} into"
@@ -121,6 +123,7 @@ def run(context: StageContext, config: RewardConfig, start: Path) -> None:
     if engine.is_main:
         save_model(context.model_folder, engine.module, weights, tokenizer)
         finish(context, config, tokenizer, heldout, comparisons)
+        write_json(context.folder / ODDITIES, [vars(oddity) for oddity in found.report.oddities])
     engine.barrier()
     engine.close()
 

@@ -78,15 +78,18 @@ def test_rows_of_local_files_are_counted(tmp_path: Path) -> None:
     rankings = tmp_path / "rankings.jsonl"
     prompt = [{"role": "user", "content": "Say."}]
     row = {"task_id": "1", "prompt": prompt, "responses": ["a", "b", "c"], "ranks": [1, 2, 3], "labeler": "x"}
-    rankings.write_text("".join(json.dumps(row) + "\n" for _ in range(640)), encoding="utf-8")
+    rows = [row | {"task_id": str(number)} for number in range(640)]
+    rankings.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     path = next(path for path in CLUSTER_JOBS if path.stem == "tldr-124m-1gpu")
-    reward = stage_of(plan_of(path, overrides=(f"reward.rankings.source={rankings}",)), "reward")
+    reward = stage_of(
+        plan_of(path, overrides=(f"reward.rankings.source={rankings}", "reward.rankings.format=rankings")), "reward"
+    )
     assert reward.num_steps == round(640 * 0.95 / 64)
     assert reward.batch["responses a comparison"] == 3
     assert not any("two responses" in assumption for assumption in reward.assumptions)
     # What cannot be counted is said.
     assumed = stage_of(plan_of(path), "reward")
-    assert any("data/tldr/rankings.jsonl is taken to have 100,000 rows" in said for said in assumed.assumptions)
+    assert any("trl-lib/tldr-preference is taken to have 100,000 rows" in said for said in assumed.assumptions)
 
 
 def test_gpt3_has_its_published_size() -> None:

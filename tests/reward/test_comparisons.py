@@ -8,8 +8,7 @@ import pytest
 
 from lm.tokenizer import Tokenizer
 from preferences.records import Message
-from reward.comparisons import encode_rankings, encode_response, read_rankings
-from training.data import DataConfig
+from reward.comparisons import RankingsConfig, encode_rankings, encode_response, read_rankings
 
 GOOD: dict[str, Any] = {
     "task_id": "t1",
@@ -20,10 +19,10 @@ GOOD: dict[str, Any] = {
 }
 
 
-def write(folder: Path, *rows: dict[str, Any]) -> DataConfig:
+def write(folder: Path, *rows: dict[str, Any]) -> RankingsConfig:
     path = folder / "rankings.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return DataConfig(source=str(path))
+    return RankingsConfig(source=str(path))
 
 
 def test_a_ranking_is_read_with_dense_ranks(tmp_path: Path) -> None:
@@ -92,7 +91,10 @@ def test_the_rankings_of_one_task_are_one_comparison(tmp_path: Path, tokenizer: 
 def test_rankings_of_one_task_that_differ_in_it_are_refused(
     tmp_path: Path, tokenizer: Tokenizer, field: str, value: Any
 ) -> None:
-    rankings = read_rankings(write(tmp_path, GOOD, {**GOOD, "labeler": "bo", field: value}))
+    other = {**GOOD, "labeler": "bo", field: value}
+    with pytest.raises(ValueError, match=rf"jsonl: line 2: task 't1': field '{field}' differs from that in .* line 1;"):
+        read_rankings(write(tmp_path, GOOD, other))
+    rankings = [*read_rankings(write(tmp_path, GOOD)), *read_rankings(write(tmp_path, other))]
     with pytest.raises(ValueError, match=f"task 't1': field '{field}' differs between the rankings of 'ann' and 'bo'"):
         encode_rankings(tokenizer, rankings, max_tokens=96)
 

@@ -12,6 +12,7 @@ from lm.model import LanguageModel, ScalarModel
 from lm.source import materialise
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, load_model, read_config, save_model
+from reward.comparisons import RankingsConfig
 from reward.scoring import Judge, load_network, score_sequences, sequence_scores
 from reward.stage import RewardConfig, network_source, run
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
@@ -40,7 +41,7 @@ def config_for(folder: Path, **changes: object) -> RewardConfig:
     ]
     demonstrations: list[dict[str, object]] = [{"prompt": "The fox?", "completion": "In the bush!"}]
     values = {
-        "rankings": write_rows(folder / "rankings.jsonl", rankings),
+        "rankings": RankingsConfig(source=write_rows(folder / "rankings.jsonl", rankings).source),
         "demonstrations": (write_rows(folder / "demonstrations.jsonl", demonstrations),),
         "heldout_share": 0.25,
         "num_epochs": 6.0,

@@ -15,7 +15,7 @@ from lm.model import ScalarModel, initialise
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, load_scalar_model
 from preferences.splits import split_rankings
-from reward.comparisons import Comparison, read_rankings
+from reward.comparisons import Comparison, RankingsConfig, read_rankings
 from reward.scoring import score_sequences, sequence_scores
 from reward.stage import RankingObjective, RewardConfig, run
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
@@ -108,7 +108,7 @@ def config_for(folder: Path, **changes: Any) -> RewardConfig:
         for i in range(0, 40, every)
     ]
     values = {
-        "rankings": write_rows(folder / "rankings.jsonl", rankings),
+        "rankings": RankingsConfig(source=write_rows(folder / "rankings.jsonl", rankings).source),
         "demonstrations": (write_rows(folder / "demonstrations.jsonl", DEMONSTRATIONS),),
         "heldout_share": 0.25,
         "num_epochs": 4.0,

@@ -1,0 +1,126 @@
+"""Command lines for labels: `heed label import` and `heed label export`."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from heed.progress import console
+
+if TYPE_CHECKING:
+    from preferences.formats.exchange import LabelBook
+    from preferences.formats.merging import Found
+    from preferences.formats.parts import Oddity, Report
+
+label_app = typer.Typer(no_args_is_help=True, help="Labels: published and own, in and out of the store.")
+
+SHOWN_A_KIND = 10  # oddities that are told one by one; a report file has them all
+STATUS_ROWS = 500
+
+Store = Annotated[str, typer.Option(help="The label store: a file's path, or a database's URL.", show_default=False)]
+Strict = Annotated[bool, typer.Option(help="Refuse the first oddity, instead of reporting it and going on.")]
+ReportFile = Annotated[Path | None, typer.Option("--report", help="Where every oddity goes, as JSONL.")]
+
+
+@label_app.command("import")
+def import_labels(
+    file: Annotated[str, typer.Argument(help="JSONL, JSON, Parquet (.gz allowed), a data set's folder or a hub id.")],
+    store: Store = "",
+    batch: Annotated[str, typer.Option(help="The batch that the tasks go to; our own format names them itself.")] = "",
+    form: Annotated[str, typer.Option("--format", help="What the rows are; docs/labels.md lists them.")] = "auto",
+    objective: Annotated[str, typer.Option(help="What was judged by, where the rows do not say: helpful, say.")] = "",
+    strict: Strict = False,
+    check: Annotated[bool, typer.Option(help="Only read and report; nothing is stored.")] = False,
+    report: ReportFile = None,
+    split: Annotated[str, typer.Option(help="Of a data set's folder or a hub id.")] = "train",
+    subset: Annotated[str, typer.Option(help="Of a hub id that has several.")] = "",
+) -> None:
+    """Bring judgments into a label store. The same import again changes nothing."""
+    from preferences.formats.exchange import store_found
+    from preferences.formats.registry import AUTO, format_to_read, sniff
+    from reading.rows import read_source
+
+    if not check and not store:
+        raise ValueError("--store is missing; a label store, or --check to store nothing, was expected")
+    if form == AUTO:
+        guessed, why = sniff(read_source(file, split=split, subset=subset))
+        console.print(f"format: {guessed.name} ({guessed.description}): {why}")
+        form = guessed.name
+    if not check and not batch and form != "heed":
+        raise ValueError(f"--batch is missing; format {form!r} names no batches of its own")
+    from preferences.formats.merging import collect
+
+    rows = read_source(file, split=split, subset=subset)
+    with console.status("reading") as status:
+        for found in collect(format_to_read(form), rows, strict=strict, objective=objective):
+            if found.report.num_rows % STATUS_ROWS == 0:
+                status.update(f"reading: {found.report.num_rows:,} rows, {len(found.report.oddities):,} oddities")
+    _tell(found.report, report)
+    if not found.tasks:
+        raise ValueError(f"{file}: {found.report.num_rows} rows, none of which holds a judgment; see above")
+    if not check:
+        with open_store(store) as opened:
+            store_found(opened, found, batch)
+    typer.echo(_summary(found, "checked" if check else f"stored in {store}"))
+
+
+@label_app.command("export")
+def export_labels(
+    out: Annotated[Path, typer.Option(help="A new .jsonl, .json (also .gz) or .parquet file, or a folder.")],
+    store: Store,
+    form: Annotated[str, typer.Option("--format", help="docs/labels.md lists them; heed loses nothing.")] = "heed",
+    batch: Annotated[str, typer.Option(help="This batch alone.")] = "",
+    strict: Strict = False,
+    report: ReportFile = None,
+) -> None:
+    """Write judgments out of a label store."""
+    from preferences.formats.exchange import export
+    from preferences.formats.registry import format_to_write
+
+    chosen = format_to_write(form)
+    with open_store(store) as opened, console.status("writing"):
+        told, num_rows = export(opened, chosen, out, batch=batch, strict=strict)
+    _tell(told, report)
+    typer.echo(f"{num_rows:,} rows of {chosen.name} ({chosen.description}) in {out}")
+
+
+@contextmanager
+def open_store(url_or_path: str) -> "Iterator[LabelBook]":
+    from preferences.store import LabelStore
+
+    with LabelStore(url_or_path) as opened:
+        yield cast("LabelBook", opened)
+
+
+def _tell(report: "Report", path: Path | None) -> None:
+    """Oddities: counted by kind, the first of each one by one; all of them in the report file."""
+    by_kind: dict[str, list[Oddity]] = {}
+    for oddity in report.oddities:
+        by_kind.setdefault(oddity.kind, []).append(oddity)
+    for kind, count in report.counts().items():
+        console.print(f"{kind}: {count:,}", style="bold", markup=False)
+        for oddity in by_kind[kind][:SHOWN_A_KIND]:
+            console.print(f"  {oddity.where}: {oddity.found}; {oddity.done}", markup=False)
+        if count > SHOWN_A_KIND:
+            console.print(f"  and {count - SHOWN_A_KIND:,} more" + ("" if path else " (--report FILE has them all)"))
+    if path is not None:
+        path.write_text("".join(json.dumps(vars(oddity)) + "\n" for oddity in report.oddities), encoding="utf-8")
+        console.print(f"{len(report.oddities):,} oddities in {path}", markup=False)
+
+
+def _summary(found: "Found", done: str) -> str:
+    labelers = {act.labeler for act in found.judgments}
+    told = found.report
+    lines = [
+        f"{told.num_rows:,} rows: {len(found.tasks):,} tasks, {len(found.judgments):,} judgments of"
+        f" {_names(sorted(labelers))}; {done}",
+        *(f"  {count:>7,}  {kind}" for kind, count in told.counts().items()),
+    ]
+    return "\n".join(lines)
+
+
+def _names(labelers: Sequence[str]) -> str:
+    return ", ".join(labelers) if 0 < len(labelers) <= 3 else f"{len(labelers):,} labelers"

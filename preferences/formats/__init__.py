@@ -1,0 +1,1 @@
+"""Published formats of preference data: rows to tasks and judgments, and back."""

@@ -1,0 +1,113 @@
+"""Between files and the label store: a whole import, a whole export."""
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from preferences.formats.merging import Found
+from preferences.formats.parts import Format, Report, StoredTask
+from preferences.records import Judgment, Task
+
+CONTAINERS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+
+
+class LabelBook(Protocol):
+    """What an import and an export need of the label store. `batch` None is all batches."""
+
+    def add_tasks(self, new_tasks: Sequence[Task], *, batch: str, num_labelers: int | Sequence[int]) -> None: ...
+    def import_judgments(self, batch: str, judgments: Sequence[Judgment]) -> None: ...
+    def tasks(self, batch: str | None = None) -> Sequence[StoredTask]: ...
+    def judgments(self, batch: str | None = None) -> list[Judgment]: ...
+
+
+def store_found(store: LabelBook, found: Found, batch: str) -> None:
+    """Put what was found into the store; again, it changes nothing. "" = the batches that the rows name.
+
+    Errors: ValueError for a task without a batch, and what the store refuses.
+    """
+    by_batch: dict[str, list[Task]] = {}
+    for task_id, task in found.tasks.items():
+        name = batch or found.batches[task_id]
+        if not name:
+            raise ValueError(f"task {task_id!r} comes without a batch; a name for one was expected (--batch)")
+        by_batch.setdefault(name, []).append(task)
+    for name, tasks in by_batch.items():
+        store.add_tasks(tasks, batch=name, num_labelers=[found.quotas[task.task_id] for task in tasks])
+        ids = {task.task_id for task in tasks}
+        store.import_judgments(name, [act for act in found.judgments if act.task_id in ids])
+
+
+def export(store: LabelBook, form: Format, path: Path, *, batch: str = "", strict: bool = False) -> tuple[Report, int]:
+    """Write a batch ("" = all of them) to `path`; returns the report and the number of rows.
+
+    Errors: ValueError for a batch without tasks, for a file that is there, and where nothing fits the format.
+    """
+    assert form.write is not None, f"{form.name} is not written"
+    stored = store.tasks(batch or None)
+    if not stored:
+        raise ValueError(f"batch {batch!r} has no tasks in the store" if batch else "the store has no tasks")
+    report = Report(strict=strict)
+    num_rows = write_rows(path, form.write(stored, store.judgments(batch or None), report))
+    if not num_rows:
+        counts = ", ".join(f"{count} x {kind}" for kind, count in report.counts().items())
+        raise ValueError(f"nothing can be written as {form.name}: {counts or 'there are no judgments'}")
+    report.num_rows = num_rows
+    return report, num_rows
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:
+    """Write rows as the path's suffix says: JSONL, a JSON list, Parquet; without one a folder of `datasets`.
+
+    The path appears whole or not at all. Returns the number of rows; of none nothing is written.
+    Errors: ValueError for another suffix, or a path that is there already.
+    """
+    suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+    if suffix not in ("", *CONTAINERS):
+        raise ValueError(f"{path}: suffix {suffix!r}; one of {', '.join(CONTAINERS)}, or none (a folder) was expected")
+    if path.exists():
+        raise ValueError(f"{path}: is there already; a new path was expected")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.writing")
+    if suffix in ("", ".parquet"):
+        num_rows = _write_table(aside, list(rows), is_folder=not suffix)
+    else:
+        with _text_file(aside, is_packed=suffix.endswith(".gz")) as file:
+            num_rows = _write_json(file, rows) if suffix.startswith(".jsonl") else _write_list(file, list(rows))
+    if num_rows:
+        aside.replace(path)
+    else:
+        aside.unlink(missing_ok=True)
+    return num_rows
+
+
+@contextmanager
+def _text_file(path: Path, *, is_packed: bool) -> Iterator[IO[str]]:
+    with gzip.open(path, "wt", encoding="utf-8") if is_packed else path.open("w", encoding="utf-8") as file:
+        yield file
+
+
+def _write_json(file: IO[str], rows: Iterable[dict[str, Any]]) -> int:
+    num_rows = 0
+    for num_rows, row in enumerate(rows, start=1):  # noqa: B007
+        file.write(json.dumps(row) + "\n")
+    return num_rows
+
+
+def _write_list(file: IO[str], rows: list[dict[str, Any]]) -> int:
+    file.write("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    return len(rows)
+
+
+def _write_table(path: Path, rows: list[dict[str, Any]], *, is_folder: bool) -> int:
+    if rows:
+        import datasets  # takes seconds, which those that write JSON need not wait for
+
+        table = datasets.Dataset.from_list(rows)
+        if is_folder:
+            table.save_to_disk(str(path))
+        else:
+            table.to_parquet(str(path))
+    return len(rows)

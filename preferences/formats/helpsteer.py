@@ -1,0 +1,124 @@
+"""NVIDIA's HelpSteer3 (Wang et al. 2025, arXiv 2505.11475) and the preferences of HelpSteer2 (2410.01257).
+
+A score from -3 to 3 is below 0 where the first response is better; as ratings it is (-score, score). HelpSteer3 gives
+every annotator's, HelpSteer2 what came of them.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from preferences.formats.pairs import all_pairs
+from preferences.formats.parts import (
+    CONSENSUS,
+    UNKNOWN,
+    Judged,
+    Report,
+    Row,
+    StoredTask,
+    Vote,
+    as_messages,
+    as_note,
+    as_turns,
+    content_id,
+    ranks_of,
+    rest,
+    two_judged,
+)
+from preferences.records import OVERALL, Judgment, Message, Task
+from reading.fields import any_messages, any_text, list_field, whole_field
+
+MARK = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")  # between the turns of a HelpSteer2 prompt
+STRONGEST = 3
+
+
+def recognise_3(row: Row) -> str:
+    names = {"context", "response1", "response2", "overall_preference"}
+    return "context, response1, response2 and overall_preference" if names <= row.keys() else ""
+
+
+def read_3(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
+    prompt = as_messages(any_messages(where, row.get("context"), "context"))
+    overall = whole_field(where, row, "overall_preference", -STRONGEST, STRONGEST)
+    votes = []
+    for index, said in enumerate(
+        list_field(where, row, "individual_preference") if row.get("individual_preference") else []
+    ):
+        place = f"{where}: individual_preference[{index}]"
+        if not isinstance(said, dict):
+            raise ValueError(f"{place}: {type(said).__name__} found; an object was expected")
+        score = whole_field(place, said, "score", -STRONGEST, STRONGEST)
+        votes.append(_vote(f"annotator{index + 1}", score, as_note(rest(said, "score"))))
+    if len({vote.ranks for vote in votes}) > 1:
+        scores = ", ".join(str(int(vote.ratings[1])) for vote in votes)
+        report.add("annotators disagree", where, f"scores {scores}", "each kept as a judgment")
+    task = _task(
+        "helpsteer3", prompt, row, ("response1", "response2"), where, objective, "context", "individual_preference"
+    )
+    yield from two_judged(where, report, task, votes or [_vote(CONSENSUS, overall, "")])
+
+
+def recognise_2(row: Row) -> str:
+    names = {"prompt", "response_1", "response_2", "preference_strength"}
+    return "response_1, response_2 and preference_strength" if names <= row.keys() else ""
+
+
+def read_2(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
+    first, *turns = MARK.split(any_text(where, row, "prompt"))
+    later = zip(turns[::2], turns[1::2], strict=True)
+    prompt = (Message("user", first), *(Message(name.lower(), said) for name, said in later))
+    strength = whole_field(where, row, "preference_strength", -STRONGEST, STRONGEST)
+    task = _task(
+        "helpsteer2", prompt, row, ("response_1", "response_2"), where, objective, "prompt", "preference_strength"
+    )
+    yield from two_judged(where, report, task, [_vote(CONSENSUS, strength, "")])
+
+
+def _task(
+    name: str,
+    prompt: tuple[Message, ...],
+    row: Row,
+    fields: tuple[str, str],
+    where: str,
+    objective: str,
+    *read: str,
+) -> Task:
+    responses = (any_text(where, row, fields[0]), any_text(where, row, fields[1]))
+    return Task(
+        task_id=content_id(name, prompt, responses, ()),
+        prompt=prompt,
+        responses=responses,
+        sources=(UNKNOWN, UNKNOWN),
+        objective=objective or OVERALL,
+        details=rest(row, *fields, *read),
+    )
+
+
+def _vote(labeler: str, score: int, note: str) -> Vote:
+    ratings = (float(-score), float(score))
+    return Vote(labeler, ranks_of(ratings), ratings, note=note)
+
+
+def write_3(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[dict[str, Any]]:
+    """One row a pair and labeler; a preference without mirrored ratings has the strength 1."""
+    for pair in all_pairs(stored, judgments, report):
+        score = _strength(pair.ranking.ratings, pair.is_tie)
+        low = min(pair.first, pair.second)
+        signed = score if low != pair.first else -score
+        responses = pair.task.responses
+        yield {
+            "domain": "",
+            "language": "",
+            "context": as_turns(pair.task.prompt),
+            "response1": responses[low],
+            "response2": responses[max(pair.first, pair.second)],
+            "overall_preference": signed,
+            "individual_preference": [{"score": signed, "reasoning": "", "feedback1": "", "feedback2": ""}],
+        }
+
+
+def _strength(ratings: Sequence[float], is_tie: bool) -> int:
+    if is_tie:
+        return 0
+    mirrored = len(ratings) == 2 and ratings[0] == -ratings[1] and abs(ratings[0]) in range(1, STRONGEST + 1)
+    return int(abs(ratings[0])) if mirrored else 1

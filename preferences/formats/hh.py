@@ -1,0 +1,91 @@
+"""Anthropic's HH-RLHF (Bai et al. 2022, arXiv 2204.05862): `chosen` and `rejected`, whole transcripts.
+
+A transcript is "\\n\\nHuman: ...\\n\\nAssistant: ...", over and over; its last turn is the response. Who judged is not
+known, nor whether by helpfulness or harmlessness, other than from the file's folder: give --objective.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from preferences.formats.pairs import untied_pairs
+from preferences.formats.parts import (
+    UNKNOWN,
+    Judged,
+    Report,
+    Row,
+    StoredTask,
+    Vote,
+    content_id,
+    in_hash_order,
+    is_sound_prompt,
+    two_judged,
+)
+from preferences.records import OVERALL, Judgment, Message, Task
+from reading.fields import any_text
+
+TURN = re.compile(r"\n\n(Human|Assistant):")
+ROLES = {"Human": "user", "Assistant": "assistant"}
+NAMES = {"user": "Human", "assistant": "Assistant"}
+
+
+def recognise(row: Row) -> str:
+    texts = [row.get("chosen"), row.get("rejected")]
+    if all(isinstance(text, str) and text.startswith("\n\nHuman:") for text in texts):
+        return "chosen and rejected begin with '\\n\\nHuman:'"
+    return ""
+
+
+def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
+    chosen, rejected = (_turns(where, row, field) for field in ("chosen", "rejected"))
+    if chosen[:-1] != rejected[:-1]:
+        turn = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
+        found = f"{len(chosen)} and {len(rejected)} turns, which differ from turn {turn + 1} on"
+        report.add("prompts differ", where, found, "left out")
+        return
+    for field, turns in (("chosen", chosen), ("rejected", rejected)):
+        if turns[-1].role != "assistant":
+            report.add("no reply", where, f"{field} ends with the human's turn", "left out")
+            return
+        if not turns[-1].content.strip():
+            report.add("empty reply", where, f"{field} ends with an empty reply", "left out")
+            return
+    prompt = tuple(chosen[:-1])
+    responses, ranks = in_hash_order(chosen[-1].content, rejected[-1].content)
+    task = Task(
+        task_id=content_id("hh", prompt, responses, ()),
+        prompt=prompt,
+        responses=responses,
+        sources=(UNKNOWN, UNKNOWN),
+        objective=objective or OVERALL,
+    )
+    yield from two_judged(where, report, task, [Vote(UNKNOWN, ranks)])
+
+
+def _turns(where: str, row: Row, field: str) -> list[Message]:
+    """The transcript's turns; the space behind a speaker's name is no part of what is said."""
+    text = any_text(where, row, field)
+    start, *parts = TURN.split(text)
+    if start.strip() or not parts:
+        raise ValueError(f"{where}: field {field!r} begins with {text[:20]!r}; '\\n\\nHuman: ...' was expected")
+    return [Message(ROLES[name], said.removeprefix(" ")) for name, said in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def write(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[dict[str, Any]]:
+    """One row an untied pair. Left out: what a transcript cannot hold."""
+    for pair in untied_pairs(stored, judgments, report):
+        turns = [*pair.task.prompt, Message("assistant", pair.better), Message("assistant", pair.worse)]
+        strange = next((turn for turn in turns if turn.role not in NAMES or TURN.search(turn.content)), None)
+        if strange is not None:
+            found = f"{strange.role}: {strange.content[:40]!r}"
+            report.add("not a transcript", pair.where, f"{found} cannot stand in a transcript", "left out")
+        elif is_sound_prompt(pair.where, pair.task.prompt, report):
+            prompt = _transcript(pair.task.prompt)
+            yield {
+                "chosen": prompt + _transcript([Message("assistant", pair.better)]),
+                "rejected": prompt + _transcript([Message("assistant", pair.worse)]),
+            }
+
+
+def _transcript(turns: Sequence[Message]) -> str:
+    return "".join(f"\n\n{NAMES[turn.role]}: {turn.content}" for turn in turns)

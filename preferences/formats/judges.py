@@ -1,0 +1,184 @@
+"""Two models' responses, compared by judges: PandaLM (Wang et al. 2023, arXiv 2306.05087), AlpacaEval, Chatbot Arena
+(Zheng et al. 2023, arXiv 2306.05685), which is also the form of MT-Bench's judgments.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from preferences.formats.pairs import all_pairs, single_turn
+from preferences.formats.parts import (
+    UNKNOWN,
+    Judged,
+    Report,
+    Row,
+    StoredTask,
+    Vote,
+    as_messages,
+    as_note,
+    as_turns,
+    content_id,
+    ranks_of,
+    rest,
+    two_judged,
+    user,
+)
+from preferences.records import OVERALL, Judgment, Task
+from reading.fields import any_messages, any_text, number_field, present, text_field, whole_field
+
+ANNOTATORS = ("annotator1", "annotator2", "annotator3")
+PANDALM = {0: (1, 1), 1: (1, 2), 2: (2, 1)}  # 0 = tie, else the better one
+WINNERS = {"model_a": (1, 2), "model_b": (2, 1), "tie": (1, 1), "tie (bothbad)": (1, 1)}
+BOTH_BAD = "bad"  # the flag of both responses of a "tie (bothbad)"
+
+
+def recognise_pandalm(row: Row) -> str:
+    return "response1, response2 and annotator1 to 3" if {"response1", "response2", *ANNOTATORS} <= row.keys() else ""
+
+
+def read_pandalm(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
+    """`cmp_key` names both models; each of three annotators is a labeler."""
+    prompt = user(_instruction(where, row, report))
+    responses = tuple(_response(where, row, name, report) for name in ("response1", "response2"))
+    models = tuple(str(row.get("cmp_key", "")).split("_"))
+    sources = models if len(models) == 2 else (UNKNOWN, UNKNOWN)
+    votes = [Vote(name, PANDALM[whole_field(where, row, name, 0, 2)]) for name in ANNOTATORS]
+    if len({vote.ranks for vote in votes}) > 1:
+        said = ", ".join(str(row[name]) for name in ANNOTATORS)
+        report.add("annotators disagree", where, f"they said {said}", "each kept as a judgment")
+    identity = f"pandalm/{row['idx']}" if "idx" in row else content_id("pandalm", prompt, responses, sources)
+    task = Task(
+        task_id=identity,
+        prompt=prompt,
+        responses=responses,
+        sources=sources,
+        objective=objective or OVERALL,
+        details=rest(row, "response1", "response2", *ANNOTATORS),
+    )
+    yield from two_judged(where, report, task, votes)
+
+
+def _response(where: str, row: Row, field: str, report: Report) -> str:
+    """In the published file a response "True" has become the JSON value true."""
+    value = present(where, row, field)
+    if type(value) in (bool, int, float):
+        report.add("response is no text", where, f"{field} is the JSON value {value!r}", "kept as its text")
+        return str(value)
+    return any_text(where, row, field)
+
+
+def _instruction(where: str, row: Row, report: Report) -> str:
+    """The instruction, and its input where there is one."""
+    instruction, given = any_text(where, row, "instruction"), row.get("input") or ""
+    if not instruction.strip() and given.strip():
+        report.add("empty instruction", where, f"only an input, {given[:40]!r}", "the input is the prompt")
+    return "\n\n".join(part for part in (instruction, given) if part.strip())
+
+
+def recognise_alpacaeval(row: Row) -> str:
+    names = {"instruction", "output_1", "output_2", "preference"}
+    return "output_1, output_2 and preference" if names <= row.keys() else ""
+
+
+def read_alpacaeval(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
+    """`preference` from 1 (the first is better) to 2; 1.5 is a tie. A rating is the chance of being preferred."""
+    preference = present(where, row, "preference")
+    if preference is None or (isinstance(preference, float) and math.isnan(preference)):
+        report.add("no preference", where, "preference is empty: the judge gave none", "left out")
+        return
+    preference = number_field(where, row, "preference")
+    if not 1 <= preference <= 2:
+        raise ValueError(f"{where}: field 'preference' is {preference}; a number from 1 to 2 was expected")
+    prompt = user(_instruction(where, row, report))
+    responses = (any_text(where, row, "output_1"), any_text(where, row, "output_2"))
+    sources = (str(row.get("generator_1") or UNKNOWN), str(row.get("generator_2") or UNKNOWN))
+    ratings = (2 - preference, preference - 1)
+    read = ("instruction", "input", "output_1", "output_2", "generator_1", "generator_2", "dataset", "annotator")
+    task = Task(
+        task_id=content_id("alpacaeval", prompt, responses, sources),
+        prompt=prompt,
+        responses=responses,
+        sources=sources,
+        objective=objective or OVERALL,
+        details={"dataset": row["dataset"]} if row.get("dataset") else {},
+    )
+    note = as_note(rest(row, *read, "preference"))
+    vote = Vote(str(row.get("annotator") or UNKNOWN), ranks_of(ratings), ratings, note=note)
+    yield from two_judged(where, report, task, [vote])
+
+
+def write_alpacaeval(
+    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
+) -> Iterator[dict[str, Any]]:
+    """One row a pair and labeler, ties as 1.5; only of prompts that are one user's turn."""
+    for pair in all_pairs(stored, judgments, report):
+        if prompt := single_turn(pair, report):
+            first, second = sorted((pair.first, pair.second))
+            yield {
+                "instruction": prompt,
+                "output_1": pair.task.responses[first],
+                "output_2": pair.task.responses[second],
+                "generator_1": pair.task.sources[first],
+                "generator_2": pair.task.sources[second],
+                "annotator": pair.ranking.labeler,
+                "preference": 1.5 if pair.is_tie else 1.0 if pair.first == first else 2.0,
+            }
+
+
+def recognise_arena(row: Row) -> str:
+    names = {"model_a", "model_b", "winner", "conversation_a", "conversation_b"}
+    return "model_a, model_b, winner and both conversations" if names <= row.keys() else ""
+
+
+def read_arena(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
+    """Judged at turn `turn`; dialogues that part before their last reply compare no two responses to one prompt."""
+    sides = [as_messages(any_messages(where, row.get(name), name)) for name in ("conversation_a", "conversation_b")]
+    if "turn" in row:
+        num_turns = whole_field(where, row, "turn", 1, 10_000)
+        sides = [side[: 2 * num_turns] for side in sides]
+    winner = any_text(where, row, "winner")
+    if winner not in WINNERS:
+        raise ValueError(f"{where}: field 'winner' is {winner!r}; one of {', '.join(WINNERS)} was expected")
+    if sides[0][:-1] != sides[1][:-1]:
+        found = f"dialogues of {len(sides[0])} and {len(sides[1])} turns differ before the last reply"
+        report.add("dialogues part early", where, found, "left out")
+        return
+    if any(side[-1].role != "assistant" for side in sides):
+        report.add("no reply", where, "a conversation ends with the user's turn", "left out")
+        return
+    prompt, responses = sides[0][:-1], (sides[0][-1].content, sides[1][-1].content)
+    sources = (text_field(where, row, "model_a"), text_field(where, row, "model_b"))
+    task = Task(
+        task_id=content_id("arena", prompt, responses, sources),
+        prompt=prompt,
+        responses=responses,
+        sources=sources,
+        objective=objective or OVERALL,
+        details=rest(row, "model_a", "model_b", "winner", "judge", "conversation_a", "conversation_b", "tstamp"),
+    )
+    vote = Vote(
+        str(row.get("judge") or UNKNOWN),
+        WINNERS[winner],
+        flags=((BOTH_BAD,), (BOTH_BAD,)) if winner == "tie (bothbad)" else (),
+        created_at=number_field(where, row, "tstamp") if row.get("tstamp") is not None else 0.0,
+    )
+    yield from two_judged(where, report, task, [vote])
+
+
+def write_arena(
+    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
+) -> Iterator[dict[str, Any]]:
+    """One battle a pair and labeler."""
+    for pair in all_pairs(stored, judgments, report):
+        first, second = sorted((pair.first, pair.second))
+        replies = [[{"role": "assistant", "content": pair.task.responses[place]}] for place in (first, second)]
+        prompt = as_turns(pair.task.prompt)
+        yield {
+            "question_id": pair.task.task_id,
+            "model_a": pair.task.sources[first],
+            "model_b": pair.task.sources[second],
+            "winner": "tie" if pair.is_tie else "model_a" if pair.first == first else "model_b",
+            "judge": pair.ranking.labeler,
+            "conversation_a": [*prompt, *replies[0]],
+            "conversation_b": [*prompt, *replies[1]],
+        }

@@ -1,0 +1,178 @@
+"""Rows that speak of one task and one labeler come together; out of judgments come the rankings that stand."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from preferences.formats.parts import UNKNOWN, Format, Judged, Report, Row, Vote
+from preferences.records import Judgment, Ranking, Task
+
+
+@dataclass
+class Found:
+    """What an import found: tasks in order of appearance, their judgments, and what is to be told.
+
+    `batches` are the batches that rows name themselves ("" = none), `quotas` how many labelers each task is for.
+    """
+
+    report: Report
+    tasks: dict[str, Task] = field(default_factory=dict)
+    batches: dict[str, str] = field(default_factory=dict)
+    quotas: dict[str, int] = field(default_factory=dict)
+    acts: dict[str, dict[str, list[Judgment]]] = field(default_factory=dict)  # task id -> labeler -> acts in order
+
+    @property
+    def judgments(self) -> list[Judgment]:
+        return [act for by_labeler in self.acts.values() for acts in by_labeler.values() for act in acts]
+
+    @property
+    def rankings(self) -> list[Ranking]:
+        """Those that stand."""
+        return [ranking for _, ranking in standing(self.tasks.values(), self.judgments, Report())]
+
+
+def collect(
+    form: Format, rows: Iterable[tuple[str, Row]], *, strict: bool = False, objective: str = ""
+) -> Iterator[Found]:
+    """Read rows into tasks and judgments, yielding the same, growing result before the first and after every row.
+
+    The same judgment of one labeler in two rows counts once; another one of a labeler whose name is known is a
+    revision; another one of an unknown labeler is somebody else's. Errors: ValueError naming file, line and field, or,
+    of a strict import, the first oddity.
+    """
+    assert form.read is not None, f"{form.name} is not read"
+    found = Found(Report(strict=strict))
+    first: dict[str, str] = {}  # task id -> where it was seen first
+    yield found
+    for where, row in rows:
+        found.report.num_rows += 1
+        num_before = len(found.report.oddities)
+        judged = list(form.read(where, row, found.report, objective))
+        for one in judged:
+            _merge(found, one, form.name, first)
+        told = len(found.report.oddities) > num_before
+        assert judged or told, f"{where}: the row left neither a task nor an oddity"
+        yield found
+
+
+def collect_all(form: Format, rows: Iterable[tuple[str, Row]]) -> Found:
+    """`collect`, to the end."""
+    return deque(collect(form, rows), maxlen=1).pop()
+
+
+def _merge(found: Found, judged: Judged, name: str, first: dict[str, str]) -> None:
+    task, task_id = judged.task, judged.task.task_id
+    if task_id in found.tasks:
+        _compare(found, judged, first[task_id])
+    else:
+        found.tasks[task_id], found.batches[task_id], first[task_id] = task, judged.batch, judged.where
+    by_labeler = found.acts.setdefault(task_id, {})
+    for vote in judged.votes:
+        _add_vote(by_labeler, task_id, vote, name, judged.where, found.report)
+    for act in judged.whole:
+        _add_act(by_labeler.setdefault(act.labeler, []), act, judged.where, found.report)
+    found.quotas[task_id] = judged.num_labelers or max(len(by_labeler), 1)
+
+
+def _compare(found: Found, judged: Judged, first: str) -> None:
+    """Errors: ValueError where two rows give one id to different prompts or responses."""
+    known, task = found.tasks[judged.task.task_id], judged.task
+    for name in ("prompt", "responses"):
+        if getattr(known, name) != getattr(task, name):
+            raise ValueError(
+                f"{judged.where}: task {task.task_id!r}: field {name!r} differs from that in {first}; rankings of one"
+                " task are of the same responses"
+            )
+    others = [name for name in ("sources", "objective", "details") if getattr(known, name) != getattr(task, name)]
+    if others:
+        found.report.add(
+            "task told differently", judged.where, f"{', '.join(others)} differ from {first}", "kept as told there"
+        )
+
+
+def _add_vote(
+    by_labeler: dict[str, list[Judgment]], task_id: str, vote: Vote, name: str, where: str, report: Report
+) -> None:
+    labeler = vote.labeler
+    if labeler == UNKNOWN:  # nobody says that the same one judged differently
+        number = 1
+        while labeler in by_labeler and not _is_told(by_labeler[labeler], vote):
+            number += 1
+            labeler = f"{UNKNOWN} {number}"
+    acts = by_labeler.setdefault(labeler, [])
+    if _is_told(acts, vote):
+        report.add("row seen twice", where, f"{labeler} judged this task the same before", "counted once")
+        return
+    if labeler != vote.labeler:
+        report.add("judged differently", where, "an unknown labeler judged this task before", f"kept as {labeler!r}")
+    elif acts:
+        report.add("judged again", where, f"{labeler} judged this task before", "kept as a revision; the last stands")
+    acts.append(
+        Judgment(
+            task_id=task_id,
+            labeler=labeler,
+            revision=len(acts) + 1,
+            kind="answer",
+            ranks=vote.ranks,
+            ratings=vote.ratings,
+            flags=vote.flags,
+            note=vote.note,
+            shown_order=vote.shown_order,
+            instructions_version="",
+            milliseconds=0,
+            client=f"import {name}",
+            created_at=vote.created_at,
+        )
+    )
+
+
+def _is_told(acts: Sequence[Judgment], vote: Vote) -> bool:
+    told = (vote.ranks, vote.ratings, vote.flags, vote.note, vote.created_at)
+    return any((act.ranks, act.ratings, act.flags, act.note, act.created_at) == told for act in acts)
+
+
+def _add_act(acts: list[Judgment], act: Judgment, where: str, report: Report) -> None:
+    """Errors: ValueError for two different judgments of one labeler under one revision."""
+    same = next((other for other in acts if other.revision == act.revision), None)
+    if same is None:
+        acts.append(act)
+    elif same == act:
+        report.add("row seen twice", where, f"revision {act.revision} of {act.labeler}", "counted once")
+    else:
+        raise ValueError(
+            f"{where}: task {act.task_id!r}, labeler {act.labeler!r}: revision {act.revision} is there twice and"
+            " differs; one judgment a revision was expected"
+        )
+
+
+def standing(tasks: Iterable[Task], judgments: Iterable[Judgment], report: Report) -> Iterator[tuple[Task, Ranking]]:
+    """The rankings that stand, in the order of the tasks: each labeler's last act, unless it is a skip or an undo; of a
+    task that was adjudicated the adjudication alone. What does not stand is reported.
+    """
+    by_task: dict[str, dict[str, list[Judgment]]] = {}
+    for act in judgments:
+        by_task.setdefault(act.task_id, {}).setdefault(act.labeler, []).append(act)
+    for task in tasks:
+        last = []
+        for labeler, acts in by_task.get(task.task_id, {}).items():
+            acts.sort(key=lambda act: act.revision)
+            last.append(acts[-1])
+            for act in acts[:-1]:
+                _say_fallen(report, task.task_id, labeler, f"{act.kind} {act.revision}", "superseded", "was revised")
+        answers = [act for act in last if act.kind in ("answer", "adjudication")]
+        for act in last:
+            if act not in answers:
+                _say_fallen(report, task.task_id, act.labeler, act.kind, act.kind, act.note or "no reason given")
+        settled = [act for act in answers if act.kind == "adjudication"]
+        for act in answers:
+            if settled and act not in settled:
+                _say_fallen(report, task.task_id, act.labeler, "answer", "superseded", "the task was adjudicated")
+                continue
+            yield (
+                task,
+                Ranking(task.task_id, task.prompt, task.responses, act.ranks, act.labeler, task.objective, act.ratings),
+            )
+
+
+def _say_fallen(report: Report, task_id: str, labeler: str, what: str, kind: str, why: str) -> None:
+    report.add(kind, f"task {task_id!r}, labeler {labeler!r}", f"{what}: {why}", "no ranking of it stands")

@@ -1,0 +1,94 @@
+"""Open-Assistant's trees (Köpf et al. 2023, arXiv 2304.07327): every set of ranked sibling replies is one ranking.
+
+The prompt is the path to them. `rank` 0 is best and is what came of several labelers' rankings. Users' turns are no
+responses; a reply without siblings is ranked against nothing. Neither is reported.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from preferences.formats.parts import (
+    CONSENSUS,
+    Judged,
+    Report,
+    Row,
+    Vote,
+    is_sound_prompt,
+    report_empty_replies,
+    rest,
+)
+from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Message, Task, dense_ranks
+from reading.fields import any_text, list_field, object_field, text_field, whole_field
+
+ROLES = {"prompter": "user", "assistant": "assistant"}
+PERSON = "person"
+LAST_RANK = 10_000
+
+
+def recognise(row: Row) -> str:
+    return "message_tree_id and prompt" if {"message_tree_id", "prompt"} <= row.keys() else ""
+
+
+def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
+    tree = {"message_tree_id": text_field(where, row, "message_tree_id"), "tree_state": row.get("tree_state")}
+    num_before = len(report.oddities)
+    judged = list(_walk(where, object_field(where, row, "prompt"), (), tree, report, objective))
+    if not judged and len(report.oddities) == num_before:
+        report.add("nothing to rank", where, "no reply of the tree has siblings", "left out")
+    yield from judged
+
+
+def _walk(
+    where: str, message: dict[str, Any], path: tuple[Message, ...], tree: Row, report: Report, objective: str
+) -> Iterator[Judged]:
+    """The rankings of a message's replies, then of theirs."""
+    place = f"{where}: message {text_field(where, message, 'message_id')}"
+    role = any_text(place, message, "role")
+    if role not in ROLES:
+        raise ValueError(f"{place}: field 'role' is {role!r}; prompter or assistant was expected")
+    path = (*path, Message(ROLES[role], any_text(place, message, "text")))
+    replies = list_field(place, message, "replies") if message.get("replies") else []
+    if not all(isinstance(reply, dict) for reply in replies):
+        raise ValueError(f"{place}: field 'replies': objects were expected")
+    if role == "prompter" and len(replies) >= MIN_RESPONSES:
+        yield from _siblings(place, message, replies, path, tree, report, objective)
+    for reply in replies:
+        yield from _walk(where, reply, path, tree, report, objective)
+
+
+def _siblings(
+    place: str,
+    parent: Row,
+    replies: list[dict[str, Any]],
+    prompt: tuple[Message, ...],
+    tree: Row,
+    report: Report,
+    objective: str,
+) -> Iterator[Judged]:
+    kept = [reply for reply in replies if not reply.get("deleted")]
+    if len(kept) < len(replies):
+        report.add("deleted reply", place, f"{len(replies) - len(kept)} of {len(replies)} replies", "left out")
+    ranked = [reply for reply in kept if reply.get("rank") is not None]
+    if len(ranked) < len(kept):
+        found = f"{len(kept) - len(ranked)} of {len(kept)} sibling replies have no rank"
+        done = "the others are kept" if len(ranked) >= MIN_RESPONSES else "left out"
+        report.add("unranked siblings", place, found, done)
+    if len(ranked) > MAX_RESPONSES:
+        report.add("too many siblings", place, f"{len(ranked)} ranked; at most {MAX_RESPONSES} fit a task", "left out")
+    if not MIN_RESPONSES <= len(ranked) <= MAX_RESPONSES or not is_sound_prompt(place, prompt, report):
+        return
+    ranks = dense_ranks([whole_field(place, reply, "rank", 0, LAST_RANK) for reply in ranked])
+    task = Task(
+        task_id=f"oasst/{parent['message_id']}",
+        prompt=prompt,
+        responses=tuple(any_text(place, reply, "text") for reply in ranked),
+        sources=tuple(_source(reply) for reply in ranked),
+        objective=objective or OVERALL,
+        details={**tree, "replies": [rest(reply, "text", "replies", "rank", "role") for reply in ranked]},
+    )
+    report_empty_replies(place, task, report)
+    yield Judged(place, task, (Vote(CONSENSUS, ranks),))
+
+
+def _source(reply: Row) -> str:
+    return str(reply.get("model_name") or "model") if reply.get("synthetic") else PERSON

@@ -1,0 +1,188 @@
+"""Heed's own formats.
+
+heed      everything of a label store: one row a task, its judgments within it, revisions and undone ones included
+rankings  one row a ranking that stands: what the reward stage reads
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from preferences.formats.merging import standing
+from preferences.formats.parts import UNKNOWN, Judged, Report, Row, StoredTask, Vote, as_messages, as_turns
+from preferences.records import (
+    MAX_RESPONSES,
+    MIN_RESPONSES,
+    OVERALL,
+    Judgment,
+    Ranking,
+    Task,
+    dense_ranks,
+)
+from reading.fields import any_messages, any_text, checked_messages, list_field, number_field, text_field, whole_field
+
+KINDS = ("answer", "skip", "undo", "adjudication")
+MANY = 2**62
+
+
+def recognise_heed(row: Row) -> str:
+    return "task_id, responses and judgments" if {"task_id", "responses", "judgments"} <= row.keys() else ""
+
+
+def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator[Judged]:
+    """A task as it was stored, with every act on it."""
+    responses = _texts(where, row, "responses", MIN_RESPONSES, MAX_RESPONSES)
+    places = len(responses)
+    task = Task(
+        task_id=text_field(where, row, "task_id"),
+        prompt=as_messages(any_messages(where, row.get("prompt"), "prompt")),
+        responses=responses,
+        sources=_texts(where, row, "sources", places, places),
+        objective=objective or any_text(where, row, "objective"),
+        gold_ranks=_ranks(where, row, "gold_ranks", places, may_be_empty=True),
+        repeat_of=any_text(where, row, "repeat_of"),
+        details=_details(where, row),
+    )
+    judgments = []
+    for number, act in enumerate(list_field(where, row, "judgments")):
+        place = f"{where}: judgments[{number}]"
+        if not isinstance(act, dict):
+            raise ValueError(f"{place}: {type(act).__name__} found; an object was expected")
+        judgments.append(_judgment(place, act, task))
+    yield Judged(
+        where,
+        task,
+        whole=tuple(judgments),
+        batch=text_field(where, row, "batch"),
+        num_labelers=whole_field(where, row, "num_labelers", 1, MANY),
+    )
+
+
+def write_heed(
+    stored: Sequence[StoredTask], judgments: Sequence[Judgment], _report: Report
+) -> Iterator[dict[str, Any]]:
+    """One row a task. `details` is JSON in a string, since the columns of Parquet have one type each."""
+    acts: dict[str, list[Judgment]] = {}
+    for judgment in judgments:
+        acts.setdefault(judgment.task_id, []).append(judgment)
+    for one in stored:
+        task = one.task
+        yield {
+            "task_id": task.task_id,
+            "batch": one.batch,
+            "num_labelers": one.num_labelers,
+            "prompt": as_turns(task.prompt),
+            "responses": list(task.responses),
+            "sources": list(task.sources),
+            "objective": task.objective,
+            "gold_ranks": list(task.gold_ranks),
+            "repeat_of": task.repeat_of,
+            "details": json.dumps(dict(task.details), ensure_ascii=False),
+            "judgments": [_act_row(act) for act in acts.get(task.task_id, [])],
+        }
+
+
+def _act_row(act: Judgment) -> dict[str, Any]:
+    row = {field.name: getattr(act, field.name) for field in fields(act) if field.name != "task_id"}
+    lists = {
+        "ranks": list(act.ranks),
+        "ratings": [float(rating) for rating in act.ratings],
+        "flags": [list(flags) for flags in act.flags],
+        "shown_order": list(act.shown_order),
+    }
+    return row | lists
+
+
+def _judgment(where: str, act: Row, task: Task) -> Judgment:
+    places = len(task.responses)
+    kind = text_field(where, act, "kind")
+    if kind not in KINDS:
+        raise ValueError(f"{where}: field 'kind' is {kind!r}; one of {', '.join(KINDS)} was expected")
+    ratings = list_field(where, act, "ratings")
+    flags = list_field(where, act, "flags")
+    order = list_field(where, act, "shown_order")
+    for name, entries in (("ratings", ratings), ("flags", flags), ("shown_order", order)):
+        if entries and len(entries) != places:
+            raise ValueError(f"{where}: field {name!r} has {len(entries)} entries for {places} responses")
+    if order and sorted(order) != list(range(places)):
+        raise ValueError(f"{where}: field 'shown_order' is {order}; each of 0 to {places - 1} once was expected")
+    return Judgment(
+        task_id=task.task_id,
+        labeler=text_field(where, act, "labeler"),
+        revision=whole_field(where, act, "revision", 1, MANY),
+        kind=kind,  # type: ignore[arg-type]
+        ranks=_ranks(where, act, "ranks", places, may_be_empty=kind in ("skip", "undo")),
+        ratings=tuple(number_field(f"{where}: ratings", {str(i): r}, str(i)) for i, r in enumerate(ratings)),
+        flags=tuple(_texts(f"{where}: flags", {str(i): f}, str(i), 0, MANY) for i, f in enumerate(flags)),
+        note=any_text(where, act, "note"),
+        shown_order=tuple(order),
+        instructions_version=any_text(where, act, "instructions_version"),
+        milliseconds=whole_field(where, act, "milliseconds", 0, MANY),
+        client=any_text(where, act, "client"),
+        created_at=number_field(where, act, "created_at"),
+    )
+
+
+def _details(where: str, row: Row) -> dict[str, Any]:
+    try:
+        details = json.loads(any_text(where, row, "details"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: field 'details' is not JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(details, dict):
+        raise ValueError(f"{where}: field 'details' holds {type(details).__name__}; a JSON object was expected")
+    return details
+
+
+def recognise_rankings(row: Row) -> str:
+    return "responses and ranks" if {"task_id", "responses", "ranks"} <= row.keys() else ""
+
+
+def read_rankings(where: str, row: Row, _report: Report, objective: str) -> Iterator[Judged]:
+    """{"task_id", "prompt", "responses", "ranks", "labeler"}, and "objective" and "ratings" where they are known."""
+    prompt = checked_messages(where, row.get("prompt"), "prompt", ends_with="user")
+    responses = _texts(where, row, "responses", MIN_RESPONSES, MAX_RESPONSES)
+    ranks = _ranks(where, row, "ranks", len(responses))
+    ratings = [number_field(f"{where}: ratings", {str(i): r}, str(i)) for i, r in enumerate(row.get("ratings") or [])]
+    if ratings and len(ratings) != len(responses):
+        raise ValueError(f"{where}: field 'ratings' has {len(ratings)} entries for {len(responses)} responses")
+    task = Task(
+        task_id=text_field(where, row, "task_id"),
+        prompt=as_messages(prompt),
+        responses=responses,
+        sources=(UNKNOWN,) * len(responses),
+        objective=objective or row.get("objective") or OVERALL,
+    )
+    yield Judged(where, task, (Vote(text_field(where, row, "labeler"), ranks, tuple(ratings)),))
+
+
+def write_rankings(
+    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
+) -> Iterator[dict[str, Any]]:
+    """One row a ranking that stands."""
+    for _, ranking in standing([one.task for one in stored], judgments, report):
+        yield ranking_row(ranking)
+
+
+def ranking_row(ranking: Ranking) -> dict[str, Any]:
+    return {**asdict(ranking), "prompt": as_turns(ranking.prompt), "ratings": [float(r) for r in ranking.ratings]}
+
+
+def _texts(where: str, row: Row, field: str, low: int, high: int) -> tuple[str, ...]:
+    texts = row.get(field)
+    if not isinstance(texts, list | tuple) or not low <= len(texts) <= high:
+        found = f"{len(texts)} entries" if isinstance(texts, list | tuple) else type(texts).__name__
+        size = f"{low}" if low == high else f"{low} to {high}"
+        raise ValueError(f"{where}: field {field!r} has {found}; a list of {size} was expected")
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{where}: field {field!r}: strings were expected")
+    return tuple(texts)
+
+
+def _ranks(where: str, row: Row, field: str, places: int, *, may_be_empty: bool = False) -> tuple[int, ...]:
+    ranks = row.get(field)
+    if not isinstance(ranks, list | tuple) or not all(type(rank) is int and rank >= 1 for rank in ranks):
+        raise ValueError(f"{where}: field {field!r} is {ranks!r}; a list of whole numbers from 1 was expected")
+    if len(ranks) != places and not (may_be_empty and not ranks):
+        raise ValueError(f"{where}: field {field!r} has {len(ranks)} entries for {places} responses")
+    return dense_ranks(ranks)

@@ -1,0 +1,68 @@
+"""The formats by name, and a guess at which one some rows are in."""
+
+from collections.abc import Sequence
+from itertools import islice
+
+from preferences.formats import helpsteer, hh, judges, oasst, openai, own, prompts, trl, ultrafeedback
+from preferences.formats.parts import Format, Row
+from reading.rows import Rows
+
+AUTO = "auto"
+SNIFFED_ROWS = 20
+
+
+def _never(_row: Row) -> str:
+    return ""
+
+
+# What has more of its own fields comes first: rows are of the first format that recognises them.
+_ALL = (
+    Format("heed", "everything of a label store", own.recognise_heed, own.read_heed, own.write_heed),
+    Format("rankings", "what the reward stage reads", own.recognise_rankings, own.read_rankings, own.write_rankings),
+    Format("openai", "OpenAI's comparisons of summaries", openai.recognise_summaries, openai.read_summaries, None),
+    Format("webgpt", "WebGPT comparisons", openai.recognise_webgpt, openai.read_webgpt, None),
+    Format("ultrafeedback", "UltraFeedback", ultrafeedback.recognise, ultrafeedback.read, None),
+    Format("ultrafeedback_binarized", "UltraFeedback in pairs", trl.recognise_binarized, trl.read, trl.write_binarized),
+    Format("helpsteer3", "HelpSteer3", helpsteer.recognise_3, helpsteer.read_3, helpsteer.write_3),
+    Format("helpsteer2", "HelpSteer2's preferences", helpsteer.recognise_2, helpsteer.read_2, None),
+    Format("oasst", "Open-Assistant's trees", oasst.recognise, oasst.read, None),
+    Format("pandalm", "PandaLM's test set", judges.recognise_pandalm, judges.read_pandalm, None),
+    Format("alpacaeval", "AlpacaEval", judges.recognise_alpacaeval, judges.read_alpacaeval, judges.write_alpacaeval),
+    Format("arena", "Chatbot Arena, MT-Bench", judges.recognise_arena, judges.read_arena, judges.write_arena),
+    Format("hh", "Anthropic's HH-RLHF", hh.recognise, hh.read, hh.write),
+    Format("trl", "TRL's preferences, conversational or texts", trl.recognise, trl.read, trl.write),
+    Format("trl_text", "TRL's preferences, written as texts", _never, trl.read, trl.write_text),
+    Format("demonstrations", "the best responses, for SFT", _never, None, prompts.write_demonstrations),
+    Format("prompts", "the prompts, for PPO", _never, None, prompts.write_prompts),
+)
+FORMATS = {form.name: form for form in _ALL}
+
+
+def format_to_read(name: str) -> Format:
+    """Errors: ValueError for a format that is unknown, or only written."""
+    return _named(name, [form for form in _ALL if form.read is not None])
+
+
+def format_to_write(name: str) -> Format:
+    """Errors: ValueError for a format that is unknown, or has no place for what a store holds."""
+    return _named(name, [form for form in _ALL if form.write is not None])
+
+
+def _named(name: str, known: Sequence[Format]) -> Format:
+    found = next((form for form in known if form.name == name), None)
+    if found is None:
+        raise ValueError(f"format {name!r}: one of {', '.join(form.name for form in known)} was expected")
+    return found
+
+
+def sniff(rows: Rows) -> tuple[Format, str]:
+    """The format that the first rows are in, and why. Errors: ValueError where they are in none, or there are none."""
+    first = list(islice(rows, SNIFFED_ROWS))
+    if not first:
+        raise ValueError("there are no rows whose format could be guessed; at least one was expected")
+    for form in _ALL:
+        reasons = [form.recognise(row) for _, row in first]
+        if all(reasons):
+            return form, f"its rows have {reasons[0]}"
+    where, row = first[0]
+    raise ValueError(f"{where}: no known format has the fields {sorted(row)}; name one with --format")

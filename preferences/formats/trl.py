@@ -1,0 +1,155 @@
+"""TRL's preference type: `chosen` and `rejected`, with `prompt` or with the prompt inside both.
+
+Texts (standard) or lists of {role, content} (conversational). An implicit prompt is what both have in common at their
+beginning, as in TRL's extract_prompt. `ultrafeedback_binarized` adds `prompt_id`, `score_chosen` and `score_rejected`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from preferences.formats.pairs import Pair, single_turn, untied_pairs
+from preferences.formats.parts import (
+    UNKNOWN,
+    Judged,
+    Report,
+    Row,
+    StoredTask,
+    Vote,
+    as_messages,
+    as_turns,
+    content_id,
+    in_hash_order,
+    rest,
+    two_judged,
+    user,
+)
+from preferences.records import OVERALL, Judgment, Message, Task
+from reading.fields import any_messages, any_text, number_field, present
+
+Sides = tuple[tuple[Message, ...], str, str]  # prompt, chosen, rejected
+
+
+def recognise(row: Row) -> str:
+    if {"chosen", "rejected"} <= row.keys():
+        return "chosen and rejected" + (" and prompt" if "prompt" in row else "")
+    if {"completion", "label"} <= row.keys():
+        return "completion and label (TRL's unpaired type)"
+    return ""
+
+
+def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
+    if "label" in row and "completion" in row:
+        raise ValueError(
+            f"{where}: fields 'completion' and 'label' are TRL's unpaired preferences: a completion that is good or bad"
+            " by itself ranks nothing; fields 'chosen' and 'rejected' were expected"
+        )
+    sides = _sides(where, row, report)
+    if sides is None:
+        return
+    prompt, chosen, rejected = sides
+    responses, ranks = in_hash_order(chosen, rejected)
+    ratings: tuple[float, ...] = ()
+    if "score_chosen" in row and "score_rejected" in row:
+        scores = number_field(where, row, "score_chosen"), number_field(where, row, "score_rejected")
+        if scores[0] == scores[1]:
+            report.add("tied scores", where, f"chosen and rejected both have {scores[0]}", "kept as a tie")
+            ratings, ranks = scores, (1, 1)
+        else:
+            ratings = scores if ranks == (1, 2) else scores[::-1]
+        if scores[0] < scores[1]:
+            report.add("scores against the choice", where, f"{scores[0]} was chosen over {scores[1]}", "kept as chosen")
+    read_fields = ("prompt", "chosen", "rejected", "messages", "score_chosen", "score_rejected")
+    task = Task(
+        task_id=content_id("trl", prompt, responses, ()),
+        prompt=prompt,
+        responses=responses,
+        sources=(UNKNOWN, UNKNOWN),
+        objective=objective or OVERALL,
+        details=rest(row, *read_fields),
+    )
+    yield from two_judged(where, report, task, [Vote(UNKNOWN, ranks, ratings)])
+
+
+def _sides(where: str, row: Row, report: Report) -> Sides | None:
+    """The prompt and both replies; None, and an entry of the report, where they do not come apart."""
+    chosen, rejected = present(where, row, "chosen"), present(where, row, "rejected")
+    if isinstance(chosen, str):
+        return _of_texts(where, row, chosen, any_text(where, row, "rejected"), report)
+    turns = [
+        as_messages(any_messages(where, side, name)) for name, side in (("chosen", chosen), ("rejected", rejected))
+    ]
+    given = row.get("prompt")
+    prompt: tuple[Message, ...] = ()
+    if isinstance(given, list) and given:
+        prompt = as_messages(any_messages(where, given, "prompt"))
+    elif isinstance(given, str) and len(turns[0]) == len(turns[1]) == 1:
+        prompt = user(given)
+    if prompt and len(turns[0]) == len(turns[1]) == 1:
+        turns = [(*prompt, *side) for side in turns]
+    if turns[0][:-1] != turns[1][:-1] or not turns[0][:-1]:
+        found = f"{len(turns[0])} and {len(turns[1])} turns, which differ before the last"
+        report.add("prompts differ", where, found if turns[0][:-1] or turns[1][:-1] else "no prompt", "left out")
+        return None
+    for name, side in zip(("chosen", "rejected"), turns, strict=True):
+        if side[-1].role != "assistant":
+            report.add("no reply", where, f"{name} ends with {side[-1].role}'s turn", "left out")
+            return None
+    return turns[0][:-1], turns[0][-1].content, turns[1][-1].content
+
+
+def _of_texts(where: str, row: Row, chosen: str, rejected: str, report: Report) -> Sides | None:
+    if "prompt" in row:
+        return user(any_text(where, row, "prompt")), chosen, rejected
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    length = next((place for place, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    if length and chosen[length - 1] == " ":
+        length -= 1  # the space belongs to the replies
+    if not chosen[:length].strip():
+        report.add("prompts differ", where, f"{chosen[:30]!r} and {rejected[:30]!r} begin differently", "left out")
+        return None
+    return user(chosen[:length]), chosen[length:], rejected[length:]
+
+
+def write(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[dict[str, Any]]:
+    """Conversational, with an explicit prompt: one row an untied pair."""
+    for pair in untied_pairs(stored, judgments, report):
+        yield {"prompt": as_turns(pair.task.prompt), **_replies(pair)}
+
+
+def write_text(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[dict[str, Any]]:
+    """Texts, with an explicit prompt; only of prompts that are one user's turn."""
+    for pair in untied_pairs(stored, judgments, report):
+        if prompt := single_turn(pair, report):
+            yield {"prompt": prompt, "chosen": pair.better, "rejected": pair.worse}
+
+
+def recognise_binarized(row: Row) -> str:
+    names = {"prompt", "chosen", "rejected", "score_chosen", "score_rejected"}
+    return "chosen and rejected with score_chosen and score_rejected" if names <= row.keys() else ""
+
+
+def write_binarized(
+    stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
+) -> Iterator[dict[str, Any]]:
+    """Untied pairs of responses that were rated as well."""
+    for pair in untied_pairs(stored, judgments, report):
+        ratings = pair.ranking.ratings
+        if not ratings:
+            report.add("no ratings", pair.where, "the responses were ranked without ratings", "left out")
+        elif prompt := single_turn(pair, report):
+            replies = {name: [*as_turns(pair.task.prompt), *turns] for name, turns in _replies(pair).items()}
+            yield {
+                "prompt": prompt,
+                "prompt_id": pair.task.task_id,
+                **replies,
+                "messages": replies["chosen"],
+                "score_chosen": float(ratings[pair.first]),
+                "score_rejected": float(ratings[pair.second]),
+            }
+
+
+def _replies(pair: Pair) -> dict[str, list[dict[str, str]]]:
+    return {
+        "chosen": [{"role": "assistant", "content": pair.better}],
+        "rejected": [{"role": "assistant", "content": pair.worse}],
+    }

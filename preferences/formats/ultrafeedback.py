@@ -1,0 +1,88 @@
+"""UltraFeedback (Cui et al. 2023, arXiv 2310.01377): four completions an instruction, rated by GPT-4 on four aspects.
+
+Ranked by the mean of the aspects, or by one of them where the objective is its name. Not by `overall_score`: many a 10
+there should be a 1 (OpenBMB/UltraFeedback, issue 8).
+"""
+
+from collections.abc import Iterator
+from statistics import fmean
+from typing import Any
+
+from preferences.formats.parts import (
+    Judged,
+    Report,
+    Row,
+    Vote,
+    content_id,
+    is_sound_prompt,
+    ranks_of,
+    report_empty_replies,
+    rest,
+    user,
+)
+from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Task
+from reading.fields import any_text, list_field, object_field
+
+ASPECTS = ("instruction_following", "honesty", "truthfulness", "helpfulness")
+LABELER = "gpt-4"
+HIGHEST, LOW = 10, 2  # an overall_score, and a mean rating (of 1 to 5), that contradict each other
+
+
+def recognise(row: Row) -> str:
+    return "instruction and completions" if {"instruction", "completions"} <= row.keys() else ""
+
+
+def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
+    prompt = user(any_text(where, row, "instruction"))
+    completions = list_field(where, row, "completions")
+    aspects = (objective,) if objective in ASPECTS else ASPECTS
+    rated: list[tuple[dict[str, Any], float]] = []
+    for index, completion in enumerate(completions):
+        place = f"{where}: completions[{index}]"
+        if not isinstance(completion, dict):
+            raise ValueError(f"{place}: {type(completion).__name__} found; an object was expected")
+        ratings = _ratings(place, completion, aspects, report)
+        if ratings:
+            rated.append((completion, fmean(ratings)))
+            _check_overall(place, completion, rated[-1][1], report)
+        else:
+            report.add("no rating", place, f"no number for {', '.join(aspects)}", "this completion left out")
+    if not MIN_RESPONSES <= len(rated) <= MAX_RESPONSES:
+        report.add("nothing to rank", where, f"{len(rated)} rated completions", "left out")
+        return
+    if not is_sound_prompt(where, prompt, report):
+        return
+    responses = tuple(any_text(where, completion, "response") for completion, _ in rated)
+    means = tuple(mean for _, mean in rated)
+    sources = tuple(any_text(where, completion, "model") for completion, _ in rated)
+    task = Task(
+        task_id=content_id("ultrafeedback", prompt, responses, sources) + (f"/{objective}" if objective else ""),
+        prompt=prompt,
+        responses=responses,
+        sources=sources,
+        objective=objective or OVERALL,
+        details=rest(row, "instruction", "completions", "models")
+        | {"completions": [rest(completion, "response", "model") for completion, _ in rated]},
+    )
+    report_empty_replies(where, task, report)
+    yield Judged(where, task, (Vote(LABELER, ranks_of(means), means),))
+
+
+def _ratings(place: str, completion: Row, aspects: tuple[str, ...], report: Report) -> list[float]:
+    """The aspects' ratings that are numbers; they are written as strings, some of them "N/A"."""
+    annotations = object_field(place, completion, "annotations")
+    found = []
+    for aspect in aspects:
+        annotation = object_field(f"{place}: annotations", annotations, aspect)
+        try:
+            found.append(float(annotation.get("Rating", "")))
+        except (TypeError, ValueError):
+            report.add("rating is no number", place, f"{aspect} is {annotation.get('Rating')!r}", "the others count")
+    return found
+
+
+def _check_overall(place: str, completion: Row, mean: float, report: Report) -> None:
+    overall = completion.get("overall_score")
+    if overall is not None and float(overall) >= HIGHEST and mean <= LOW:
+        found = f"overall_score is {overall}, but the ratings' mean is {mean:g}"
+        report.add("overall_score against ratings", place, found, "ranked by the ratings")

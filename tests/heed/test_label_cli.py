@@ -1,0 +1,195 @@
+"""`heed label import` and `export` in this process, on a store in memory."""
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+import heed.label_cli
+from heed.cli import main
+from preferences.formats.registry import FORMATS
+
+ROOT = Path(__file__).parents[2]
+REAL = Path(__file__).parents[3] / "shared" / "data"
+GOOD = {"chosen": "\n\nHuman: Why?\n\nAssistant: So.", "rejected": "\n\nHuman: Why?\n\nAssistant: No."}
+EMPTY = GOOD | {"chosen": "\n\nHuman: Why?\n\nAssistant:"}
+
+
+@pytest.fixture
+def book(new_book: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The store that commands open."""
+    found = new_book()
+
+    @contextmanager
+    def open_book(url_or_path: str) -> Iterator[Any]:
+        assert url_or_path == "labels.sqlite"
+        yield found
+
+    monkeypatch.setattr(heed.label_cli, "open_store", open_book)
+    return found
+
+
+@pytest.fixture
+def heed_label(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Runs `heed label` with arguments; returns (exit code, standard output, standard error)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["heed", "label", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        said = capsys.readouterr()
+        return int(caught.value.code or 0), said.out, said.err
+
+    return call
+
+
+def write(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+STORE = ("--store", "labels.sqlite")
+
+
+def test_import_tells_what_it_found_and_stores_the_rest(tmp_path: Path, book: Any, heed_label: Any) -> None:
+    file = write(tmp_path / "hh.jsonl", GOOD, EMPTY)
+    arguments = ("import", file, *STORE, "--batch", "b", "--objective", "harmless")
+    for _ in range(2):
+        code, out, err = heed_label(*arguments)
+        assert code == 0
+        assert "2 rows: 1 tasks, 1 judgments of unknown; stored in labels.sqlite" in out
+        assert "1  empty reply" in out
+        assert "format: hh (Anthropic's HH-RLHF): its rows have chosen and rejected begin with" in err
+        assert f"{file}: line 2: chosen ends with an empty reply; left out" in err
+        (stored,) = book.tasks("b")
+        assert (stored.task.objective, stored.num_labelers, len(book.judgments("b"))) == ("harmless", 1, 1)
+
+
+def test_check_stores_nothing(tmp_path: Path, book: Any, heed_label: Any) -> None:
+    code, out, _ = heed_label("import", write(tmp_path / "hh.jsonl", GOOD), "--check")
+    assert (code, book.tasks()) == (0, [])
+    assert "1 judgments of unknown; checked" in out
+
+
+def test_every_oddity_goes_to_the_report_file(tmp_path: Path, heed_label: Any) -> None:
+    file, report = write(tmp_path / "hh.jsonl", GOOD, *[EMPTY] * 12), tmp_path / "odd.jsonl"
+    _, _, err = heed_label("import", file, "--check", "--report", str(report))
+    assert "and 2 more" in err
+    rows = [json.loads(line) for line in report.read_text().splitlines()]
+    assert [row["where"] for row in rows] == [f"{file}: line {n}" for n in range(2, 14)]
+    assert {row["kind"] for row in rows} == {"empty reply"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "words"),
+    [
+        ([GOOD, EMPTY], ("--strict",), "line 2: empty reply: chosen ends with an empty reply; with --strict"),
+        ([GOOD, {"chosen": GOOD["chosen"]}], ("--format", "hh"), "line 2: field 'rejected' is missing"),
+        ([EMPTY], (), "1 rows, none of which holds a judgment"),
+        ([{"text": "a"}], (), "no known format has the fields"),
+        ([], (), "there are no rows"),
+        ([GOOD], ("--format", "hhh"), "format 'hhh': one of heed, rankings"),
+    ],
+)
+def test_import_refuses(
+    tmp_path: Path, book: Any, heed_label: Any, rows: list[Any], options: tuple[str, ...], words: str
+) -> None:
+    code, out, err = heed_label("import", write(tmp_path / "a.jsonl", *rows), *STORE, "--batch", "b", *options)
+    assert (code, out, book.tasks()) == (2, "", [])
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_import_needs_a_store_and_a_batch(tmp_path: Path, heed_label: Any) -> None:
+    file = write(tmp_path / "a.jsonl", GOOD)
+    assert "--store is missing" in heed_label("import", file, "--batch", "b")[2]
+    assert "--batch is missing; format 'hh' names no batches" in heed_label("import", file, *STORE)[2]
+    assert "HF_HUB_OFFLINE is set" in heed_label("import", "nobody/nothing", "--check")[2]
+
+
+def test_export_and_import_give_the_same_store(tmp_path: Path, book: Any, heed_label: Any) -> None:
+    other = GOOD | {"rejected": GOOD["rejected"] + " Never."}
+    heed_label("import", write(tmp_path / "a.jsonl", GOOD), *STORE, "--batch", "one")
+    heed_label("import", write(tmp_path / "b.jsonl", other), *STORE, "--batch", "two")
+    out = str(tmp_path / "all.jsonl")
+    code, said, _ = heed_label("export", *STORE, "--out", out)
+    assert (code, said) == (0, f"2 rows of heed (everything of a label store) in {out}\n")
+    tasks, judgments = book.tasks(), book.judgments()
+    book.stored, book.acts = {}, {}
+    assert heed_label("import", out, *STORE)[0] == 0
+    assert (book.tasks(), book.judgments()) == (tasks, judgments)
+    assert {one.batch for one in tasks} == {"one", "two"}
+    book.stored, book.acts = {}, {}
+    assert heed_label("import", out, *STORE, "--batch", "all")[0] == 0
+    assert [one.task for one in book.tasks("all")] == [one.task for one in tasks]
+    book.stored, book.acts = {}, {}
+    heed_label("import", out, *STORE)
+    # In another format, and of one batch.
+    code, said, _ = heed_label("export", *STORE, "--batch", "two", "--format", "hh", "--out", str(tmp_path / "h.jsonl"))
+    assert code == 0
+    assert [json.loads(line) for line in (tmp_path / "h.jsonl").read_text().splitlines()] == [other]
+
+
+def test_export_refuses(tmp_path: Path, book: Any, heed_label: Any) -> None:
+    heed_label("import", write(tmp_path / "a.jsonl", GOOD), *STORE, "--batch", "b")
+    for options, words in (
+        (("--format", "oasst"), "format 'oasst': one of heed, rankings"),
+        (("--batch", "c"), "batch 'c' has no tasks in the store"),
+        (("--out", str(tmp_path / "a.jsonl")), "is there already"),
+        (("--format", "ultrafeedback_binarized"), "nothing can be written as ultrafeedback_binarized: 1 x no ratings"),
+    ):
+        code, out, err = heed_label("export", *STORE, "--out", str(tmp_path / "out.jsonl"), *options)
+        assert (code, out) == (2, "")
+        assert words in err
+    assert not (tmp_path / "out.jsonl").exists()
+    assert len(book.tasks()) == 1
+
+
+def test_every_command_that_is_shown_parses() -> None:
+    command: Any = get_command(heed.label_cli.label_app)
+    texts = [path.read_text() for path in (ROOT / "docs/labels.md", *(ROOT / "configs/jobs/cluster").glob("hh-*.toml"))]
+    shown = {line for text in texts for line in re.findall(r"^(?:#  *)?heed label (.*)$", text, re.MULTILINE)}
+    assert len(shown) == 4 + 5
+    for line in shown:
+        name, *words = shlex.split(line, comments=True)
+        command.commands[name].make_context(name, words)
+
+
+def test_the_table_of_formats_is_that_of_the_code() -> None:
+    text = (ROOT / "docs" / "labels.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (yes|no|as `trl`) \| (yes|no|pairs) \|", text, re.MULTILINE)
+    told = {name: (read != "no", written != "no") for name, read, written in rows}
+    assert told == {name: (form.read is not None, form.write is not None) for name, form in FORMATS.items()}
+
+
+def test_every_kind_of_oddity_is_explained() -> None:
+    code = "".join(path.read_text() for path in (ROOT / "preferences" / "formats").glob("*.py"))
+    kinds = set(re.findall(r"report\.add\(\s*\"([^\"]+)\"", code))
+    assert len(kinds) > 20
+    text = (ROOT / "docs" / "labels.md").read_text()
+    assert {kind for kind in kinds if kind not in text} == set()
+
+
+def test_a_real_file_through_the_store_and_out_for_every_stage(tmp_path: Path, book: Any, heed_label: Any) -> None:
+    """What the comments of configs/jobs/cluster/hh-*.toml say, on a part of the data."""
+    file = REAL / "hh-rlhf" / "harmless-base" / "test.jsonl.gz"
+    if not file.is_file():
+        pytest.skip(f"the real data ({file}) is not on this machine")
+    code, out, _ = heed_label("import", str(file), "--format", "hh", *STORE, "--batch", "test")
+    assert code == 0
+    assert "2,000 rows: 1,992 tasks, 1,992 judgments of unknown" in out
+    assert len(book.judgments("test")) == 1992
+    for name in ("demonstrations", "prompts", "hh"):
+        code, out, _ = heed_label("export", *STORE, "--format", name, "--out", str(tmp_path / f"{name}.jsonl"))
+        assert code == 0
+    assert len((tmp_path / "demonstrations.jsonl").read_text().splitlines()) == 1992
+    code, out, _ = heed_label("import", str(tmp_path / "hh.jsonl"), *STORE, "--batch", "test")
+    assert code == 0
+    assert len(book.judgments()) == 1992  # the same tasks by the same ids

@@ -1,0 +1,293 @@
+"""Out of a store and in again: the same store, or the rankings that the format can hold."""
+
+import json
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preferences.formats.exchange import export, store_found, write_rows
+from preferences.formats.merging import collect_all
+from preferences.formats.parts import Report
+from preferences.formats.registry import FORMATS, format_to_read, format_to_write, sniff
+from preferences.records import Judgment, Message, Task, dense_ranks
+from reading.rows import read_source
+
+TEXT = st.text(max_size=12)
+SOME_TEXT = st.text("abc 山\n\"'", min_size=1, max_size=6).filter(str.strip)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | TEXT | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@st.composite
+def tasks(draw: st.DrawFn, task_id: str) -> Task:
+    num = draw(st.integers(2, 4))
+    prompt = draw(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), TEXT), min_size=1, max_size=3))
+    return Task(
+        task_id=task_id,
+        prompt=tuple(Message(role, text) for role, text in prompt),
+        responses=tuple(draw(st.lists(TEXT, min_size=num, max_size=num))),
+        sources=tuple(draw(st.lists(TEXT, min_size=num, max_size=num))),
+        objective=draw(TEXT),
+        gold_ranks=draw(st.just(()) | st.lists(st.integers(1, 4), min_size=num, max_size=num).map(dense_ranks)),
+        repeat_of=draw(TEXT),
+        details=draw(st.dictionaries(TEXT, JSON, max_size=2)),
+    )
+
+
+@st.composite
+def acts(draw: st.DrawFn, task: Task, labeler: str, revision: int) -> Judgment:
+    num = len(task.responses)
+    kind = draw(st.sampled_from(["answer", "skip", "undo", "adjudication"]))
+    is_answer = kind in ("answer", "adjudication")
+    rating = st.floats(-1e6, 1e6) | st.integers(1, 7)
+    return Judgment(
+        task_id=task.task_id,
+        labeler=labeler,
+        revision=revision,
+        kind=kind,
+        ranks=dense_ranks(draw(st.lists(st.integers(1, 4), min_size=num, max_size=num))) if is_answer else (),
+        ratings=draw(st.just(()) | st.lists(rating, min_size=num, max_size=num).map(tuple)) if is_answer else (),
+        flags=draw(
+            st.just(()) | st.lists(st.lists(TEXT, max_size=2).map(tuple), min_size=num, max_size=num).map(tuple)
+        ),
+        note=draw(TEXT),
+        shown_order=draw(st.just(()) | st.permutations(range(num)).map(tuple)),
+        instructions_version=draw(TEXT),
+        milliseconds=draw(st.integers(0, 10**9)),
+        client=draw(TEXT),
+        created_at=draw(st.floats(0, 4e9)),
+    )
+
+
+@st.composite
+def contents(draw: st.DrawFn) -> list[tuple[Task, str, int, list[Judgment]]]:
+    """Tasks with their batch, quota and judgments; batches one after another, as they arrive."""
+    found = []
+    for batch in ("one", "two"):
+        for number in range(draw(st.integers(1, 2))):
+            task = draw(tasks(f"{batch}/{number}"))
+            told = [
+                draw(acts(task, labeler, revision))
+                for labeler in ("ann", "bo")
+                for revision in range(1, draw(st.integers(0, 2)) + 1)
+            ]
+            found.append((task, batch, draw(st.integers(1, 5)), told))
+    return found
+
+
+def filled(new_book: Callable[[], Any], content: list[tuple[Task, str, int, list[Judgment]]]) -> Any:
+    book = new_book()
+    for task, batch, quota, told in content:
+        book.add_tasks([task], batch=batch, num_labelers=[quota])
+        book.import_judgments(batch, told)
+    return book
+
+
+@pytest.mark.parametrize(("suffix", "num_examples"), [(".jsonl", 60), (".parquet", 8), ("", 4)])
+def test_heed_loses_nothing(
+    tmp_path_factory: pytest.TempPathFactory, new_book: Callable[[], Any], suffix: str, num_examples: int
+) -> None:
+    @settings(max_examples=num_examples, deadline=None)
+    @given(contents())
+    def there_and_back(content: list[tuple[Task, str, int, list[Judgment]]]) -> None:
+        book, again = filled(new_book, content), new_book()
+        path = tmp_path_factory.mktemp("export") / f"labels{suffix}"
+        report, num_rows = export(book, format_to_write("heed"), path)
+        assert (report.oddities, num_rows) == ([], len(content))
+        for _ in range(2):  # a second import changes nothing
+            store_found(again, collect_all(format_to_read("heed"), read_source(str(path))), "")
+            assert again.tasks() == book.tasks()
+            assert again.judgments() == book.judgments()
+
+    there_and_back()
+
+
+HOLDS = {  # whether several turns, whether ties
+    "hh": (True, False), "trl": (True, False), "trl_text": (False, False), "ultrafeedback_binarized": (False, False),
+    "helpsteer3": (True, True), "alpacaeval": (False, True), "arena": (True, True),
+}  # fmt: skip
+
+
+@st.composite
+def ranked(draw: st.DrawFn) -> list[tuple[Task, str, int, list[Judgment]]]:
+    """Tasks of people's prompts with different responses, each ranked by one or two labelers, rated alike."""
+    found = []
+    for number in range(draw(st.integers(1, 3))):
+        turns = draw(st.sampled_from([1, 3]))
+        texts = draw(st.lists(SOME_TEXT, min_size=turns, max_size=turns))
+        prompt = tuple(Message(("user", "assistant")[turn % 2], text) for turn, text in enumerate(texts))
+        responses = tuple(draw(st.lists(SOME_TEXT, min_size=2, max_size=4, unique=True)))
+        task = Task(f"t{number}", prompt, responses, tuple(f"m{place}" for place in range(len(responses))))
+        told = []
+        for labeler in draw(st.sampled_from([["ann"], ["ann", "bo"]])):
+            ranks = dense_ranks(draw(st.lists(st.integers(1, 4), min_size=len(responses), max_size=len(responses))))
+            ratings = tuple(float(-rank) for rank in ranks)
+            told.append(Judgment(f"t{number}", labeler, 1, "answer", ranks, ratings, (), "", (), "1", 5, "page", 1.0))
+        found.append((task, "b", 2, told))
+    return found
+
+
+def preferences_of(content: list[tuple[Task, str, int, list[Judgment]]], turns: bool, ties: bool) -> set[Any]:
+    """(prompt, better, worse, is a tie) of every pair, counted from the judgments as they are."""
+    found = set()
+    for task, _, _, told in content:
+        if len(task.prompt) > 1 and not turns:
+            continue
+        for act in told:
+            for i, j in combinations(range(len(task.responses)), 2):
+                if act.ranks[i] == act.ranks[j]:
+                    if ties:
+                        found.add((task.prompt, *sorted((task.responses[i], task.responses[j])), True))
+                    continue
+                better, worse = (i, j) if act.ranks[i] < act.ranks[j] else (j, i)
+                found.add((task.prompt, task.responses[better], task.responses[worse], False))
+    return found
+
+
+@pytest.mark.parametrize("name", HOLDS)
+def test_other_formats_keep_the_preferences_that_they_can_hold(name: str, new_book: Callable[[], Any]) -> None:
+    turns, ties = HOLDS[name]
+
+    @settings(max_examples=40, deadline=None)
+    @given(ranked())
+    def there_and_back(content: list[tuple[Task, str, int, list[Judgment]]]) -> None:
+        book, report = filled(new_book, content), Report()
+        write = format_to_write(name).write
+        assert write is not None
+        rows = [json.loads(json.dumps(row)) for row in write(book.tasks(), book.judgments(), report)]
+        found = collect_all(format_to_read(name), [(f"row {n}", row) for n, row in enumerate(rows, start=1)])
+        expected = preferences_of(content, turns, ties)
+        read = [(found.tasks[act.task_id], "", 0, [act]) for act in found.judgments]
+        assert preferences_of(read, turns=True, ties=True) == expected
+        # Each pair of each labeler is a row or an entry of the report.
+        num_pairs = sum(
+            len(task.responses) * (len(task.responses) - 1) // 2 * len(told) for task, _, _, told in content
+        )
+        assert len(rows) + len(report.oddities) == num_pairs
+        if rows and name != "trl_text":
+            assert sniff(iter([("row 1", rows[0])]))[0].name == name
+
+    there_and_back()
+
+
+def test_rankings_keep_labelers_objectives_and_ratings(new_book: Callable[[], Any]) -> None:
+    task = Task("t", (Message("user", "q"),), ("a", "b", "c"), ("x", "y", "z"), objective="helpful")
+    told = [
+        Judgment("t", name, 1, "answer", (2, 1, 2), (1.0, 2.5, 1.0), (), "", (), "1", 5, "page", 1.0)
+        for name in ("ann", "bo")
+    ]
+    book = filled(new_book, [(task, "b", 2, told)])
+    write = FORMATS["rankings"].write
+    assert write is not None
+    rows = [json.loads(json.dumps(row)) for row in write(book.tasks(), book.judgments(), Report())]
+    found = collect_all(format_to_read("rankings"), [("row", row) for row in rows])
+    expected = [("ann", (2, 1, 2), (1.0, 2.5, 1.0), "helpful"), ("bo", (2, 1, 2), (1.0, 2.5, 1.0), "helpful")]
+    assert [(r.labeler, r.ranks, r.ratings, r.objective) for r in found.rankings] == expected
+
+
+# ---- what stands, what is left out ----
+
+
+def act(labeler: str, revision: int, kind: Any = "answer", ranks: tuple[int, ...] = (1, 2)) -> Judgment:
+    kept = ranks if kind in ("answer", "adjudication") else ()
+    return Judgment("t", labeler, revision, kind, kept, (), (), "too hard", (), "1", 5, "page", 1.0)
+
+
+PAIR = Task("t", (Message("user", "q"),), ("a", "b"), ("x", "y"))
+
+
+@pytest.mark.parametrize(
+    ("told", "chosen", "counts"),
+    [
+        ([act("ann", 1), act("ann", 2, ranks=(2, 1))], ["b"], {"superseded": 1}),
+        ([act("ann", 1), act("ann", 2, "undo")], [], {"superseded": 1, "undo": 1}),
+        ([act("ann", 1, "skip"), act("bo", 1)], ["a"], {"skip": 1}),
+        ([act("ann", 1), act("bo", 1, "adjudication", (2, 1))], ["b"], {"superseded": 1}),
+        ([act("ann", 1, ranks=(1, 1)), act("bo", 1)], ["a"], {"tie": 1}),
+    ],
+)
+def test_what_does_not_stand_is_not_written_and_said(
+    told: list[Judgment], chosen: list[str], counts: dict[str, int], new_book: Callable[[], Any]
+) -> None:
+    book, report = filled(new_book, [(PAIR, "b", 2, told)]), Report()
+    write = FORMATS["trl_text"].write
+    assert write is not None
+    assert [row["chosen"] for row in write(book.tasks(), book.judgments(), report)] == chosen
+    assert report.counts() == counts
+    assert {oddity.where for oddity in report.oddities} <= {"task 't', labeler 'ann'", "task 't', labeler 'bo'"}
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "kind"),
+    [
+        ("hh", Task("t", (Message("user", "x\n\nHuman: y"),), ("a", "b"), ("x", "y")), "not a transcript"),
+        ("hh", Task("t", (Message("system", "s"), *PAIR.prompt), ("a", "b"), ("x", "y")), "not a transcript"),
+        ("hh", Task("t", (Message("assistant", "s"),), ("a", "b"), ("x", "y")), "no user's turn"),
+        ("trl_text", Task("t", (*PAIR.prompt, *PAIR.prompt), ("a", "b"), ("x", "y")), "prompt of several turns"),
+        ("ultrafeedback_binarized", PAIR, "no ratings"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_said(
+    name: str, task: Task, kind: str, new_book: Callable[[], Any], tmp_path: Path
+) -> None:
+    book = filled(new_book, [(task, "b", 1, [act("ann", 1)])])
+    with pytest.raises(ValueError, match=f"nothing can be written as {name}: 1 x {kind}"):
+        export(book, format_to_write(name), tmp_path / "out.jsonl")
+    with pytest.raises(ValueError, match=f"{kind}: .* with --strict that is refused"):
+        export(book, format_to_write(name), tmp_path / "out.jsonl", strict=True)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_demonstrations_and_prompts_for_the_other_stages(new_book: Callable[[], Any], tmp_path: Path) -> None:
+    tied = Task("u", (Message("user", "r"),), ("a", "b"), ("x", "y"))
+    told = [act("ann", 1, ranks=(2, 1)), act("bo", 1)]
+    tie = Judgment("u", "ann", 1, "answer", (1, 1), (), (), "", (), "1", 5, "page", 1.0)
+    book = filled(new_book, [(PAIR, "b", 2, told), (tied, "b", 1, [tie])])
+    report, _ = export(book, format_to_write("demonstrations"), tmp_path / "demonstrations.jsonl")
+    (row,) = [json.loads(line) for line in (tmp_path / "demonstrations.jsonl").read_text().splitlines()]
+    assert row == {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}]}
+    assert report.counts() == {"no best response": 1}
+    export(book, format_to_write("prompts"), tmp_path / "prompts.jsonl")
+    prompts = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert [(prompt["prompt_id"], prompt["messages"][0]["content"]) for prompt in prompts] == [("t", "q"), ("u", "r")]
+
+
+# ---- containers ----
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.parquet", "a"])
+def test_every_container_gives_its_rows_back(tmp_path: Path, name: str) -> None:
+    rows = [{"chosen": "a\n山", "rejected": f"b{n}"} for n in range(3)]
+    assert write_rows(tmp_path / "new" / name, iter(rows)) == 3
+    read = list(read_source(str(tmp_path / "new" / name)))
+    assert [row for _, row in read] == rows
+    word = "line" if ".jsonl" in name else "row"
+    assert [where for where, _ in read] == [f"{tmp_path / 'new' / name}: {word} {n}" for n in (1, 2, 3)]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [name]  # nothing was left aside
+    with pytest.raises(ValueError, match="is there already; a new path was expected"):
+        write_rows(tmp_path / "new" / name, iter(rows))
+
+
+def test_other_suffixes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a\.csv: suffix '\.csv'; one of \.jsonl"):
+        write_rows(tmp_path / "a.csv", [{}])
+    assert write_rows(tmp_path / "b.jsonl", []) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stores_without_what_was_asked_for(new_book: Callable[[], Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the store has no tasks"):
+        export(new_book(), format_to_write("heed"), tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match="batch 'x' has no tasks"):
+        export(new_book(), format_to_write("heed"), tmp_path / "a.jsonl", batch="x")
+    found = collect_all(format_to_read("trl"), [("row", {"prompt": "q", "chosen": "a", "rejected": "b"})])
+    with pytest.raises(ValueError, match="comes without a batch; a name for one was expected"):
+        store_found(new_book(), found, "")

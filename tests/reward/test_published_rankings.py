@@ -1,0 +1,79 @@
+"""The reward stage on data as it was published: a real file where it is here, and the formats' place in the config."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from lm.config import ModelConfig
+from lm.model import LanguageModel, initialise
+from lm.tokenizer import Tokenizer
+from lm.weights import load_scalar_model, save_model
+from reward.comparisons import RankingsConfig, read_judgments, read_rankings
+from reward.stage import ODDITIES, RewardConfig, run
+from training.config import BatchConfig, EngineConfig, OptimizerConfig
+from training.data import DataConfig
+from training.metrics import read_metrics
+from training.stage import StageContext
+
+REAL = Path(__file__).parents[3] / "shared" / "data" / "hh-rlhf" / "harmless-base" / "test.jsonl.gz"
+NUM_ROWS = 90  # the first odd row is among them
+
+
+def model_for(rankings: RankingsConfig, folder: Path, tiny_config: ModelConfig) -> Path:
+    """A tiny model with a vocabulary of the data and room for its dialogues."""
+    texts = [text for r in read_rankings(rankings) for text in (*r.responses, *(turn.content for turn in r.prompt))]
+    tokenizer = Tokenizer.train(texts, 1000, "chat")
+    model = LanguageModel(tiny_config.model_copy(update={"context_tokens": 2048, "vocab_size": 1024}))
+    initialise(model, seed=7)
+    save_model(folder, model, model.state_dict(), tokenizer)
+    return folder
+
+
+def test_a_reward_model_trains_on_real_dialogues(tmp_path: Path, tiny_config: ModelConfig) -> None:
+    if not REAL.is_file():
+        pytest.skip(f"the real data ({REAL}) is not on this machine")
+    rankings = RankingsConfig(source=str(REAL), format="hh", max_rows=NUM_ROWS)
+    start = model_for(rankings, tmp_path / "start", tiny_config)
+    demonstrations = tmp_path / "demonstrations.jsonl"
+    demonstrations.write_text(json.dumps({"prompt": "Why?", "completion": "So."}) + "\n")
+    config = RewardConfig(
+        rankings=rankings,
+        demonstrations=(DataConfig(source=str(demonstrations)),),
+        heldout_share=0.1,
+        num_epochs=0.2,
+        batch=BatchConfig(batch_size=8, micro_batch_size=4),
+        optimizer=OptimizerConfig(learning_rate=0.003, schedule="constant"),
+        num_calibration=1,
+        save_every_steps=100,
+        evaluate_every_steps=100,
+    )
+    run(StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=())), config, start)
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    # Rows 1 to 90 without row 87, whose better reply is empty.
+    assert results["train_comparisons"] + results["heldout_comparisons"] == NUM_ROWS - 1
+    (oddity,) = json.loads((tmp_path / "run" / ODDITIES).read_text())
+    assert (oddity["kind"], oddity["where"]) == ("empty reply", f"{REAL}: line 87")
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert len(lines) == round(0.2 * results["train_comparisons"] / 8)
+    assert load_scalar_model(tmp_path / "run" / "model").config.context_tokens == 2048
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValidationError, match="format 'hhh': one of heed, rankings, openai"):
+        RankingsConfig(source="a.jsonl", format="hhh")
+    with pytest.raises(ValidationError, match="format 'prompts': one of"):
+        RankingsConfig(source="a.jsonl", format="prompts")
+
+
+def test_rows_of_one_labeler_that_repeat_count_once(tmp_path: Path) -> None:
+    row = {"prompt": "Why?", "chosen": "So.", "rejected": "No."}
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for _ in range(3)))
+    data = RankingsConfig(source=str(path), format="trl")
+    assert len(read_rankings(data)) == 1
+    assert read_judgments(data).report.counts() == {"row seen twice": 2}
+    path.write_text("")
+    with pytest.raises(ValueError, match=r"a\.jsonl: no rankings; at least one was expected"):
+        read_rankings(data)
