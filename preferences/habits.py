@@ -128,7 +128,7 @@ def ratings_of(panel: Panel) -> list[Ratings]:
         found.append(
             Ratings(
                 counts=dict(zip(values.tolist(), nums.tolist(), strict=True)),
-                mean=clustered_mean(means, np.arange(len(means))),
+                mean=clustered_mean(means, panel.root_J[rated[is_theirs]]),
                 drift=difference_of_means(means[:half], means[half:]),
             )
         )

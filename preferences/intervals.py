@@ -97,7 +97,7 @@ def wilson(mean: Floats, num: Floats) -> tuple[Floats, Floats]:
     """
     centre = (mean + Z**2 / (2 * num)) / (1 + Z**2 / num)
     half = Z / (1 + Z**2 / num) * np.sqrt(mean * (1 - mean) / num + Z**2 / (4 * num**2))
-    return np.clip(centre - half, 0.0, 1.0), np.clip(centre + half, 0.0, 1.0)
+    return np.clip(centre - half, 0.0, mean), np.clip(centre + half, mean, 1.0)  # to rounding they hold the mean
 
 
 def clustered_shares(tally: Tally, num_groups: int) -> list[Share]:
