@@ -31,7 +31,7 @@ from preferences.summary import LabelReport, summary
 NUM_RESPONSES = 3
 NUM_TASKS, NUM_GOLD, NUM_REPEATS = 90, 40, 40
 LABELERS_PER_TASK = 3
-NUM_WORDS = 300  # a task
+NUM_WORDS = 301  # a task: a prompt of one, three responses of a hundred
 CUTS = (-1.2, -0.4, 0.4, 1.2)  # between ratings 1 to 5
 PACE_SPREAD = 0.5  # standard deviation of log milliseconds
 
@@ -166,7 +166,7 @@ def draw_world(generator: np.random.Generator) -> tuple[list[Task], list[Judgmen
         gold = tuple(int(rank) for rank in _ranks(quality[root])) if is_gold else ()
         responses = tuple(f"{'word ' * 99}{root}-{place}" for place in range(NUM_RESPONSES))
         task = Task(
-            f"t{index}", (Message("user", ""),), responses, ("p",) * NUM_RESPONSES, gold_ranks=gold,
+            f"t{index}", (Message("user", f"{root}"),), responses, ("p",) * NUM_RESPONSES, gold_ranks=gold,
             repeat_of=f"t{root}" if is_repeat else "",
         )  # fmt: skip
         tasks.append(task)
@@ -293,6 +293,7 @@ def few_tasks(
     tally = Tally(
         group_R=np.repeat(np.arange(num_labelers), num_tasks),
         task_R=np.tile(np.arange(num_tasks), num_labelers),
+        prompt_R=np.tile(np.arange(num_tasks), num_labelers),
         right_R=np.sum(alike, axis=0, dtype=np.float64).ravel(),
         compared_R=compared,
         pairs_R=compared,

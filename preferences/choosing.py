@@ -17,6 +17,7 @@ import numpy as np
 
 from preferences.agreement import NUM_RESAMPLES
 from preferences.intervals import LEVEL, Interval
+from preferences.panel import prompt_numbers
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Task
 from preferences.resampling import Floats, percentiles, resampled_sums
 
@@ -165,8 +166,7 @@ def uniform_mean(tasks: Sequence[Task], values: Sequence[float], *, seed: int) -
         if "propensity" not in task.details or "num_sets" not in task.details:
             raise ValueError(f"task {task.task_id!r}: details has no propensity or num_sets; choose_tasks writes both")
     weights = np.array([1 / (task.details["propensity"] * task.details["num_sets"]) for task in tasks])
-    prompts = [json.dumps([[message.role, message.content] for message in task.prompt]) for task in tasks]
-    _, cluster = np.unique(prompts, return_inverse=True)
+    cluster = prompt_numbers([task.prompt for task in tasks])
     table = np.zeros((int(cluster.max()) + 1, 2))
     np.add.at(table, cluster, np.stack([weights * np.asarray(values, dtype=np.float64), weights], axis=1))
     mean = float(table[:, 0].sum() / table[:, 1].sum())

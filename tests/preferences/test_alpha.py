@@ -34,12 +34,12 @@ def tasks_of(answers):
 
 def alpha_of(*answers) -> Alpha:
     panel = Panel.of(tasks_of(answers), answers)
-    return ranking_alpha(count_pairs(panel, pair_signs(panel.ranks_JK)), seed=0)
+    return ranking_alpha(count_pairs(panel, pair_signs(panel.ranks_JK)), panel.prompt_T, seed=0)
 
 
 def ratings_alpha_of(*answers) -> Alpha:
     panel = Panel.of(tasks_of(answers), answers)
-    return rating_alpha(panel.answers, panel.task_J, seed=0)
+    return rating_alpha(panel, seed=0)
 
 
 def counts_of(table, num_values):
@@ -135,7 +135,7 @@ def test_it_is_ordinal_alpha_of_pairs_read_both_ways():
     values = np.stack([counts.second_TP, counts.tied_TP, counts.first_TP], axis=-1).reshape(-1, 3)
     both_ways = ordinal_alpha(np.concatenate([values, values[:, ::-1]]))
     # Theirs divides by n - 1, a correction that turning pairs at random makes needless.
-    assert ranking_alpha(counts, seed=0).value == pytest.approx(both_ways, abs=2 / values.sum())
+    assert ranking_alpha(counts, panel.prompt_T, seed=0).value == pytest.approx(both_ways, abs=2 / values.sum())
 
 
 def test_turning_a_task_changes_nothing():

@@ -1,5 +1,6 @@
 """Agreement, self-agreement, gold, position and time: counts by hand, naive loops, known distributions."""
 
+import dataclasses
 import math
 from itertools import combinations
 
@@ -34,7 +35,8 @@ from preferences.resampling import MAX_CLUSTERS, resampled_sums
 
 def task_of(name, size=3, **fields):
     responses = fields.pop("responses", tuple(f"{fields.get('repeat_of', name)} {place}" for place in range(size)))
-    return Task(name, (Message("user", "one two"),), responses, ("p",) * len(responses), **fields)
+    prompt = (Message("user", f"prompt {fields.get('repeat_of', name)}"),)
+    return Task(name, prompt, responses, ("p",) * len(responses), **fields)
 
 
 def judged(labeler, task, *ranks, order=(), milliseconds=9_000, ratings=(), flags=(), at=0.0):
@@ -221,10 +223,10 @@ def test_all_right_is_not_certain():
     """Ten gold pairs without an error are ten coins; ten rankings of three hold 30 pairs, worth 30·9/11 coins."""
     ten = np.ones(10)
     tasks, group = np.arange(10), np.zeros(10, dtype=np.int64)
-    (pairs,) = clustered_shares(Tally(group, tasks, ten, ten, ten, np.full(10, 2)), 1)
+    (pairs,) = clustered_shares(Tally(group, tasks, tasks, ten, ten, ten, np.full(10, 2)), 1)
     assert (pairs.mean, pairs.high) == (1, 1)
     assert pairs.low == pytest.approx(10 / (10 + 1.959964**2))
-    (triples,) = clustered_shares(Tally(group, tasks, 3 * ten, 3 * ten, 3 * ten, np.full(10, 3)), 1)
+    (triples,) = clustered_shares(Tally(group, tasks, tasks, 3 * ten, 3 * ten, 3 * ten, np.full(10, 3)), 1)
     assert triples.low == pytest.approx((270 / 11) / (270 / 11 + 1.959964**2))
 
 
@@ -263,3 +265,21 @@ def test_many_clusters_are_resampled_in_blocks():
     sums = resampled_sums(table, seed=0, num_resamples=2_000)
     assert sums.mean() == pytest.approx(table.sum(), rel=0.01)
     assert sums.std() == pytest.approx(table.std() * math.sqrt(len(table)), rel=0.06)
+
+
+def test_tasks_of_one_prompt_are_one_piece_of_evidence():
+    """Each answer three times, as three tasks of one prompt, tells no more; as tasks of three prompts it would."""
+    tasks, answers, apart = [], [], []
+    for index in range(40):
+        for copy in range(3):
+            task = task_of(f"{index}-{copy}", 2, gold_ranks=(1, 2))
+            tasks.append(dataclasses.replace(task, prompt=(Message("user", f"{index}"),)))
+            apart.append(task)
+            answers.append(judged("ann", task.task_id, *((1, 2) if index % 4 else (2, 1))))
+    once = [row for row in range(120) if row % 3 == 0]
+    (thrice,) = gold_accuracy(Panel.of(tasks, answers))
+    (single,) = gold_accuracy(Panel.of([tasks[row] for row in once], [answers[row] for row in once]))
+    (independent,) = gold_accuracy(Panel.of(apart, answers))
+    assert (thrice.num_tasks, single.num_tasks) == (120, 40)
+    assert (thrice.mean, thrice.low, thrice.high) == pytest.approx((single.mean, single.low, single.high))
+    assert independent.high - independent.low < 0.7 * (thrice.high - thrice.low)
