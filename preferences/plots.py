@@ -24,6 +24,8 @@ WIDTH = 480.0  # all lengths are in CSS pixels at the natural size
 ROW = 28.0
 LETTER = 6.6  # of a label, about
 MAX_LABEL = 24  # letters
+DURATIONS = (0.1, 1, 10, 60, 600, 3_600, 36_000, 360_000)  # seconds, where an axis of time has its numbers
+NUM_BARS = 24
 
 INK, MUTED, GRID, DATA = (f"var(--{name}, currentColor)" for name in ("ink", "muted", "grid", "heldout"))
 
@@ -125,27 +127,26 @@ def places_plot(places: PlaceRanks) -> str:
 
 
 def time_plot(milliseconds: Sequence[int]) -> str:
-    """How long answers took: a histogram over seconds on a logarithmic axis."""
-    seconds = np.maximum(np.asarray(milliseconds, dtype=np.float64) / 1000, 0.1)
-    if len(seconds) == 0:
+    """How long answers took: a histogram over seconds on a logarithmic axis. The dashed line is the median."""
+    if not milliseconds:
         return ""
-    decades = (math.floor(math.log10(seconds.min())), max(math.ceil(math.log10(seconds.max())), 1))
-    edges = np.linspace(*decades, 8 * (decades[1] - decades[0]) + 1)
+    seconds = np.clip(np.asarray(milliseconds, dtype=np.float64) / 1000, DURATIONS[0], DURATIONS[-1])
+    first = max(row for row, tick in enumerate(DURATIONS[:-1]) if tick <= seconds.min())
+    last = min(row for row, tick in enumerate(DURATIONS) if row > first and tick >= seconds.max())
+    ticks = [math.log10(tick) for tick in DURATIONS[first : last + 1]]
+    edges = np.linspace(ticks[0], ticks[-1], NUM_BARS + 1)
     counts, _ = np.histogram(np.log10(seconds), edges)
-    frame = Frame(52, 14, WIDTH - 16, 190, decades, (0, float(counts.max())))
-    median = float(np.median(seconds))
+    frame = Frame(52, 14, WIDTH - 30, 190, (ticks[0], ticks[-1]), (0, float(counts.max())))
     marks = [_y_axis(frame, [(value, f"{value:,.0f}") for value in _ticks(*frame.y_ends)])]
     for low, high, num in zip(edges, edges[1:], counts, strict=False):
         x, y, width = frame.x(low) + 0.5, frame.y(num), frame.x(high) - frame.x(low) - 1
         marks.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{190 - y:.1f}" fill="{DATA}"/>')
-    powers = range(decades[0], decades[1] + 1)
-    marks += [_text(frame.x(power), 210, _duration(10.0**power), "middle") for power in powers]
-    marks.append(
-        _line(frame.x(math.log10(median)), frame.top, frame.x(math.log10(median)), frame.bottom, INK, "dashed")
-    )
-    quarters = np.quantile(seconds, [0.25, 0.75])
-    text = f"{len(seconds):,} answers, median {_duration(median)}, half between {_duration(quarters[0])} and"
-    return _svg("time", "Time on a task", f"{text} {_duration(quarters[1])}.", 220, marks)
+    marks += [_text(frame.x(tick), 210, _duration(10.0**tick), "middle") for tick in ticks]
+    low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75])
+    middle = frame.x(math.log10(median))
+    marks.append(_line(middle, frame.top, middle, frame.bottom, INK, "dashed"))
+    text = f"{len(seconds):,} answers, median {_duration(median)}, half between {_duration(low)} and {_duration(high)}."
+    return _svg("time", "Time on a task", text, 220, marks)
 
 
 def labeler_shares(labelers: Sequence[LabelerReport], field: str) -> list[tuple[str, Share]]:
@@ -214,9 +215,9 @@ def _spoken_mean(mean: Interval) -> str:
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 90:
+    if seconds < 59.9:
         return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 5_400 else f"{seconds / 3_600:.3g} h"
+    return f"{seconds / 60:.3g} min" if seconds < 3_599 else f"{seconds / 3_600:.3g} h"
 
 
 def _when(seconds: float) -> str:
