@@ -74,7 +74,7 @@ def test_the_logged_propensity_is_how_often_a_set_is_chosen():
     """The same prompt under many seeds: each pair of a slice is chosen as often as it says."""
     prompt = candidates_of((2.0, 1.9, 0.0, -3.0))
     times, said, num_training = {}, {}, 0
-    for seed in range(3_000):
+    for seed in range(2_000):
         tasks = choose_tasks([prompt], **{**USUAL, "seed": seed})
         assert len(tasks) == 2
         num_training += tasks[0].details["slice"] == "training"
@@ -83,9 +83,9 @@ def test_the_logged_propensity_is_how_often_a_set_is_chosen():
             times[key] = times.get(key, 0) + 1
             said.setdefault(key, task.details["propensity"])
             assert said[key] == task.details["propensity"]
-    assert num_training / 3_000 == pytest.approx(0.8, abs=0.03)
+    assert num_training / 2_000 == pytest.approx(0.8, abs=0.03)
     for (task_id, slice_name), count in times.items():
-        drawn = num_training if slice_name == "training" else 3_000 - num_training
+        drawn = num_training if slice_name == "training" else 2_000 - num_training
         assert count / drawn == pytest.approx(said[task_id, slice_name], abs=0.06)
     assert said["b/p/0-1", "training"] > said["b/p/0-3", "training"] > 0
     assert {propensity for (_, name), propensity in said.items() if name == "evaluation"} == {2 / 6}
@@ -109,14 +109,15 @@ def test_weights_recover_the_uniform_mean(prompts):
 
 
 def test_the_evaluation_slice_is_untouched_by_scores(prompts):
-    tasks = choose_tasks(prompts, **USUAL)
-    uniform = choose_tasks(prompts, **{**USUAL, "method": "uniform"})
+    some = prompts[:600]
+    tasks = choose_tasks(some, **USUAL)
+    uniform = choose_tasks(some, **{**USUAL, "method": "uniform"})
     held = [task for task in tasks if task.details["slice"] == "evaluation"]
     assert held == [task for task in uniform if task.details["slice"] == "evaluation"]
     assert {task.details["method"] for task in held} == {"uniform"}
-    assert len(held) / len(tasks) == pytest.approx(0.2, abs=0.03)
-    assert choose_tasks(prompts, **USUAL) == tasks
-    assert choose_tasks(prompts, **{**USUAL, "seed": 1}) != tasks
+    assert len(held) / len(tasks) == pytest.approx(0.2, abs=0.05)
+    assert choose_tasks(some, **USUAL) == tasks
+    assert choose_tasks(some, **{**USUAL, "seed": 1}) != tasks
 
 
 def test_tasks_of_four_responses(prompts):
