@@ -23,7 +23,7 @@ from scipy import stats
 
 from preferences.alpha import Alpha
 from preferences.habits import TOO_FAST_WORDS_PER_MINUTE
-from preferences.intervals import Interval, Share
+from preferences.intervals import Interval, Share, Tally, clustered_shares
 from preferences.records import Judgment, Message, Task
 from preferences.resampling import Floats
 from preferences.summary import LabelReport, summary
@@ -31,7 +31,7 @@ from preferences.summary import LabelReport, summary
 NUM_RESPONSES = 3
 NUM_TASKS, NUM_GOLD, NUM_REPEATS = 90, 40, 40
 LABELERS_PER_TASK = 3
-NUM_WORDS = 300  # a task
+NUM_WORDS = 301  # a task: a prompt of one, three responses of a hundred
 CUTS = (-1.2, -0.4, 0.4, 1.2)  # between ratings 1 to 5
 PACE_SPREAD = 0.5  # standard deviation of log milliseconds
 
@@ -166,7 +166,7 @@ def draw_world(generator: np.random.Generator) -> tuple[list[Task], list[Judgmen
         gold = tuple(int(rank) for rank in _ranks(quality[root])) if is_gold else ()
         responses = tuple(f"{'word ' * 99}{root}-{place}" for place in range(NUM_RESPONSES))
         task = Task(
-            f"t{index}", (Message("user", ""),), responses, ("p",) * NUM_RESPONSES, gold_ranks=gold,
+            f"t{index}", (Message("user", f"{root}"),), responses, ("p",) * NUM_RESPONSES, gold_ranks=gold,
             repeat_of=f"t{root}" if is_repeat else "",
         )  # fmt: skip
         tasks.append(task)
@@ -261,6 +261,62 @@ def coverage(num_worlds: int, seed: int) -> dict[str, Covered]:
     }
 
 
+# ---- few tasks, as in screening ----
+
+FEW_TASKS = (5, 10, 20, 50)
+JUDGES = ((0.15, 0.0), (0.5, 0.0), (1.5, 0.0), (0.15, 0.2))  # (noise, share of tasks ranked at random)
+
+
+@dataclass(frozen=True)
+class FewTasks:
+    """Accuracy on a few gold tasks: the truth, how often its interval holds it, and the interval's mean width."""
+
+    truth: float
+    share: float
+    width: float
+
+
+def few_tasks(
+    num_tasks: int, num_responses: int, noise: float, careless: float, *, num_labelers: int, seed: int
+) -> FewTasks:
+    """`num_labelers` alike labelers with gold tasks of their own, held against the truth."""
+    generator = np.random.default_rng(seed)
+    shape = (num_labelers, num_tasks, num_responses)
+    quality = generator.normal(size=shape)
+    liking = quality + noise * generator.normal(size=shape)
+    is_careless = generator.random(shape[:2]) < careless
+    liking[is_careless] = generator.normal(size=(int(is_careless.sum()), num_responses))
+    pairs = list(combinations(range(num_responses), 2))
+    alike = [(quality[..., i] > quality[..., j]) == (liking[..., i] > liking[..., j]) for i, j in pairs]
+    rows = num_labelers * num_tasks
+    compared = np.full(rows, float(len(pairs)))
+    tally = Tally(
+        group_R=np.repeat(np.arange(num_labelers), num_tasks),
+        task_R=np.tile(np.arange(num_tasks), num_labelers),
+        prompt_R=np.tile(np.arange(num_tasks), num_labelers),
+        right_R=np.sum(alike, axis=0, dtype=np.float64).ravel(),
+        compared_R=compared,
+        pairs_R=compared,
+        responses_R=np.full(rows, num_responses),
+    )
+    truth = 0.5 + (1 - careless) * math.asin(1 / math.sqrt(1 + noise**2)) / math.pi
+    shares = clustered_shares(tally, num_labelers)
+    covered = float(np.mean([share.low <= truth <= share.high for share in shares]))
+    return FewTasks(truth, covered, float(np.mean([share.high - share.low for share in shares])))
+
+
+def print_few_tasks(num_labelers: int, seed: int) -> None:
+    titles = [f"noise {noise:g}" + (f", {careless:.0%} careless" if careless else "") for noise, careless in JUDGES]
+    print(f"\n| responses | gold tasks | {' | '.join(titles)} |\n|---|---|{'---|' * len(titles)}")
+    for num_responses in (2, 4):
+        for num_tasks in FEW_TASKS:
+            found = [
+                few_tasks(num_tasks, num_responses, *judge, num_labelers=num_labelers, seed=seed) for judge in JUDGES
+            ]
+            cells = [f"{100 * few.share:.1f}% of {few.truth:.2f}, ±{few.width / 2:.2f}" for few in found]
+            print(f"| {num_responses} | {num_tasks} | {' | '.join(cells)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, default=2_000)
@@ -270,6 +326,7 @@ def main() -> None:
     for what, covered in coverage(arguments.worlds, arguments.seed).items():
         share = f"{100 * covered.share:.1f}%"
         print(f"| {what} | {covered.num_counted} | {share} | {covered.bias:.4g} | {covered.width:.3g} |")
+    print_few_tasks(2 * arguments.worlds, arguments.seed)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
-"""Command lines for labels: `heed label import` and `heed label export`."""
+"""Command lines for labels: in and out of a store, and the labeling server."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from heed.progress import console
 
 if TYPE_CHECKING:
-    from preferences.formats.exchange import LabelBook
     from preferences.formats.merging import Found
     from preferences.formats.parts import Oddity, Report
+    from preferences.store import LabelStore
 
 label_app = typer.Typer(no_args_is_help=True, help="Labels: published and own, in and out of the store.")
 
@@ -87,12 +86,45 @@ def export_labels(
     typer.echo(f"{num_rows:,} rows of {chosen.name} ({chosen.description}) in {out}")
 
 
-@contextmanager
-def open_store(url_or_path: str) -> "Iterator[LabelBook]":
+@label_app.command("serve")
+def serve_labels(
+    store: Store,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML: title, instructions, batches, flags; docs/labels.md.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Where to listen. Beyond this machine, put a TLS proxy before it.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65_535)] = 8100,
+) -> None:
+    """Serve the labeling page and its API. The first start prints a one-time link for a lead."""
+    from preferences.page.config import LabelingConfig
+    from preferences.page.serve import serve
+
+    told = LabelingConfig.load(config) if config is not None else LabelingConfig()
+    serve(store, told, host=host, port=port, announce=typer.echo)
+
+
+@label_app.command("invite")
+def invite_labeler(
+    name: Annotated[str, typer.Argument(help="It stands beside the judgments.")],
+    store: Store,
+    lead: Annotated[bool, typer.Option("--lead", help="Somebody who leads, instead of a labeler.")] = False,
+) -> None:
+    """A one-time link for somebody new, or for who lost their key. It goes behind the server's address."""
+    from preferences.people import People
+
+    people = People(store)
+    try:
+        typer.echo(f"/welcome/{people.invite(name, 'lead' if lead else 'labeler')}")
+    finally:
+        people.close()
+
+
+def open_store(url_or_path: str) -> "LabelStore":
     from preferences.store import LabelStore
 
-    with LabelStore(url_or_path) as opened:
-        yield cast("LabelBook", opened)
+    return LabelStore(url_or_path)
 
 
 def _tell(report: "Report", path: Path | None) -> None:

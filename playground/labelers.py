@@ -1,11 +1,15 @@
 """Scripted labelers: they see the gold score through noise, the order shown, and taste.
 
-    utility = gold + shared taste + own taste + position bias + noise
+    utility = gold + shared taste + own taste + opinion + position bias + noise
 
 Shared taste (all labelers like longer and more cheerful answers a little) is what a reward model trained on their
-labels learns beside the gold score, and so what a policy can over-optimise. Own taste and noise are what makes two
-labelers disagree. All randomness is a hash of (seed, labeler, task, response), never of the order of calls, so a run
-that was resumed receives the same labels.
+labels learns beside the gold score, and so what a policy can over-optimise. Own taste, opinion and noise are what makes
+two labelers disagree; noise alone makes one disagree with themselves on a repeated task, where an opinion of a response
+comes back. A lazy labeler answers some tasks unread, in under a second: in the order shown, or at random. So whatever
+the statistics of labels estimate (docs/labels.md) is known here by construction.
+
+All randomness is a hash of (seed, labeler, task, response), never of the order of calls, so a run that was resumed
+receives the same labels.
 """
 
 import hashlib
@@ -14,8 +18,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from preferences.records import Answer, ShownTask
 
@@ -34,8 +39,22 @@ class LabelerConfig(BaseModel):
         default=0.08, ge=0, description="all labelers' bonus for each exclamation mark, to three"
     )
     own_taste: float = Field(default=0.05, ge=0, description="standard deviation over labelers of their own weights")
+    opinion: float = Field(
+        default=0.0, ge=0, description="standard deviation of a labeler's lasting opinion of each response"
+    )
+    lazy_first: float = Field(default=0.0, ge=0, le=1, description="share of tasks ranked unread, in the order shown")
+    lazy_random: float = Field(default=0.0, ge=0, le=1, description="share of tasks ranked unread, at random")
     tie_threshold: float = Field(default=0.02, ge=0, description="utilities nearer than this are a tie")
     length_words: int = Field(default=40, gt=0, description="length that earns the whole length bonus")
+
+    @model_validator(mode="after")
+    def _at_most_all_lazy(self) -> Self:
+        if self.lazy_first + self.lazy_random > 1:
+            raise ValueError(
+                f"lazy_first {self.lazy_first} and lazy_random {self.lazy_random} are shares of all tasks; together at"
+                " most 1 was expected"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -94,12 +113,16 @@ class ScriptedLabeler:
             score
             + self._taste.utility(response, self._config.length_words)
             + self._config.position_bias * (1.0 - position / last)
-            + self._noise(shown.task_id, response)
+            + self._normal(self._config.opinion, "opinion", response)
+            + self._normal(self._config.noise, "noise", shown.task_id, response)
             for position, (score, response) in enumerate(zip(gold, shown.responses, strict=True))
         ]
 
     def judge(self, shown: ShownTask) -> Answer:
-        """Ranks by utility; a response within the tie threshold of the one above it shares its rank."""
+        """Ranks by utility; a response within the tie threshold of the one above it shares its rank. Or unread."""
+        mood = _uniform("mood", self._seed, self._name, shown.task_id)
+        if mood < self._config.lazy_first + self._config.lazy_random:
+            return self._answer_unread(shown, in_order=mood < self._config.lazy_first)
         utilities = self.utilities(shown)
         order = sorted(range(len(utilities)), key=lambda i: -utilities[i])
         ranks = [1] * len(utilities)
@@ -108,9 +131,16 @@ class ScriptedLabeler:
             ranks[worse] = ranks[better] + (not tied)
         return Answer(ranks=tuple(ranks), milliseconds=self._milliseconds(shown))
 
-    def _noise(self, task_id: str, response: str) -> float:
-        uniform = _uniform("noise", self._seed, self._name, task_id, response)
-        return self._config.noise * NormalDist().inv_cdf(uniform)
+    def _answer_unread(self, shown: ShownTask, *, in_order: bool) -> Answer:
+        places = list(range(1, len(shown.responses) + 1))
+        if not in_order:
+            random.Random(f"unread/{self._seed}/{self._name}/{shown.task_id}").shuffle(places)
+        milliseconds = 300 + 600 * _uniform("unread", self._seed, self._name, shown.task_id)
+        return Answer(ranks=tuple(places), milliseconds=round(milliseconds))
+
+    def _normal(self, deviation: float, purpose: str, *key: object) -> float:
+        """A draw of N(0, deviation²) that is the labeler's own, and a pure function of purpose and key."""
+        return deviation * NormalDist().inv_cdf(_uniform(purpose, self._seed, self._name, *key))
 
     def _milliseconds(self, shown: ShownTask) -> int:
         """Reading at about 240 words a minute, a second and a half to decide, and the labeler's mood."""

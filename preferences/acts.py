@@ -16,26 +16,38 @@ from preferences.rows import Values, parts, refuse_other
 from preferences.schema import judgments, tasks
 
 TAKES_BACK = ("answer", "skip")
+MOVES = ("answer", "skip", "undo")
 
 
-def record(connection: Connection, rows: Sequence[Values], labeler: str, now: float, expires_at: float) -> None:
+def record(
+    connection: Connection,
+    rows: Sequence[Values],
+    labeler: str,
+    now: float,
+    expires_at: float,
+    *,
+    made_elsewhere: bool = False,
+) -> None:
     """Store acts of one labeler, in order. What is stored already is accepted and not stored again.
 
-    `expires_at` is the end of the leases that undoing gives.
+    `expires_at` is the end of the leases that undoing gives. Acts that were made elsewhere may follow each other in any
+    order: there, an answer may have replaced another without an undo.
 
     Raises ValueError for an unknown task and for an act that contradicts the stored one of its revision;
     LeaseLostError where the task's places went to others.
     """
     for part in parts(rows):
-        _record(connection, part, labeler, now, expires_at)
+        _record(connection, part, labeler, now, expires_at, made_elsewhere)
 
 
-def _record(connection: Connection, rows: Sequence[Values], labeler: str, now: float, expires_at: float) -> None:
+def _record(
+    connection: Connection, rows: Sequence[Values], labeler: str, now: float, expires_at: float, made_elsewhere: bool
+) -> None:
     positions = _positions(connection, [row["task_id"] for row in rows], labeler)
     places = claims.lock(connection, sorted(set(positions.values())))
     acts = _acts_of(connection, labeler, sorted(set(positions.values())))
     new: list[Values] = []
-    moves: dict[str, dict[int, int]] = {"answer": {}, "skip": {}, "undo": {}, "adjudication": {}}
+    moves: dict[int, tuple[str, int]] = {}  # position -> the last act that concerns the labeler's place, and which
     for row in rows:
         position, where = positions[row["task_id"]], f"task {row['task_id']!r}, labeler {labeler!r}"
         before = acts[position]
@@ -44,21 +56,23 @@ def _record(connection: Connection, rows: Sequence[Values], labeler: str, now: f
             continue
         if row["revision"] > len(before):
             raise ValueError(f"{where}: revision is {row['revision']}; {len(before)} acts are stored")
-        _require_sequence(where, row["kind"], before)
+        if not made_elsewhere:
+            _require_sequence(where, row["kind"], before)
         if row["kind"] != "adjudication":
-            place = _place(labeler, places[position], now)
-            if place is None and row["kind"] != "skip":
-                raise LeaseLostError(f"{where}: the lease ran out and others took the task's places")
+            place = moves[position][1] if position in moves else _place(labeler, places[position], row["kind"], now)
             if place is not None:
-                moves[row["kind"]][position] = place
+                moves[position] = (row["kind"], place)
+            elif row["kind"] != "skip":
+                raise LeaseLostError(f"{where}: the lease ran out and others took the task's places")
         columns = {name: value for name, value in row.items() if name != "task_id"}
         new.append(columns | {"task": position})
         before.append(row)
     if new:
         connection.execute(insert(judgments), new)
-        claims.finish(connection, labeler, moves["answer"].items())
-        claims.free(connection, moves["skip"].items())
-        claims.hold(connection, labeler, moves["undo"].items(), expires_at)
+        of_kind = {kind: [(p, place) for p, (k, place) in moves.items() if k == kind] for kind in MOVES}
+        claims.finish(connection, labeler, of_kind["answer"])
+        claims.free(connection, of_kind["skip"])
+        claims.hold(connection, labeler, of_kind["undo"], expires_at)
 
 
 def _positions(connection: Connection, task_ids: Sequence[str], labeler: str) -> dict[str, int]:
@@ -91,8 +105,8 @@ def _require_sequence(where: str, kind: str, before: Sequence[Mapping[str, Any]]
         raise ValueError(f"{where}: judged already ({last}); it has to be taken back first")
 
 
-def _place(labeler: str, places: Sequence[PlaceState], now: float) -> int | None:
-    """The labeler's own place of a task, or one that is free; None where there is neither."""
+def _place(labeler: str, places: Sequence[PlaceState], kind: str, now: float) -> int | None:
+    """The labeler's own place of a task, or but for a skip one that is free; None where there is none."""
     own = [state.place for state in places if state.labeler == labeler]
-    free = [state.place for state in places if state.is_free(now)]
+    free = [state.place for state in places if state.is_free(now) and kind != "skip"]
     return next(iter([*own, *free]), None)

@@ -12,16 +12,15 @@ Shape letters: U units, V values in ascending order, T tasks, P pairs of respons
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 
 from preferences.agreement import NUM_RESAMPLES
 from preferences.intervals import LEVEL, Ints
-from preferences.panel import PairCounts
-from preferences.records import Judgment
+from preferences.panel import PairCounts, Panel
 from preferences.resampling import Floats, percentiles, resampled_sums
 
 MAX_VALUES = 21  # of ratings, as from 0 to 10 in halves; each pair of values has a table's column
@@ -32,10 +31,10 @@ NO_VARIATION = "all answers are alike, so that chance would agree as well"
 
 @dataclass(frozen=True)
 class Alpha:
-    """Alpha with a 95% interval by bootstrap over tasks; higher is better.
+    """Alpha with a 95% interval by bootstrap over prompts; higher is better.
 
     `num_units` units were judged by two labelers or more, in `num_tasks` tasks. `reason` says why alpha is NaN, and
-    is empty where it is known; from a single task `low` and `high` are NaN.
+    is empty where it is known; from a single prompt `low` and `high` are NaN.
     """
 
     value: float
@@ -58,7 +57,7 @@ def ordinal_alpha(counts_UV: Floats) -> float:
     return float(_alpha_of_coincidences(_coincidences(counts_UV, one_cluster_U, 1))[0])
 
 
-def ranking_alpha(counts: PairCounts, *, seed: int) -> Alpha:
+def ranking_alpha(counts: PairCounts, prompt_T: Ints, *, seed: int) -> Alpha:
     """Alpha of K-way rankings with ties. A unit is a pair of responses, its value one of {second, tie, first} better.
 
     Ranks mean something within their task only (and ties shift them), so units are pairs, whose values mean the same
@@ -78,31 +77,32 @@ def ranking_alpha(counts: PairCounts, *, seed: int) -> Alpha:
     squares_TP = counts.first_TP * counts.second_TP + counts.tied_TP * preferred_TP / 4
     observed_T = np.sum(2 * squares_TP / np.where(judged_TP, num_TP - 1, 1), axis=1, where=judged_TP)
     expected_T = np.sum(preferred_TP, axis=1, where=judged_TP) / 2
-    overlapping_T = judged_TP.any(axis=1)
+    overlapping_T = judged_TP.sum(axis=1) > 0
     num_units, num_tasks = int(judged_TP.sum()), int(overlapping_T.sum())
     if num_units == 0 or expected_T.sum() == 0:
         return _unknown(NO_OVERLAP if num_units == 0 else NO_VARIATION, num_units, num_tasks)
     value = 1 - float(observed_T.sum() / expected_T.sum())
-    table_TS = np.stack([observed_T, expected_T], axis=1)[overlapping_T]
-    if num_tasks == 1:
+    table_CS = _by_prompt(np.stack([observed_T, expected_T], axis=1), prompt_T, overlapping_T)
+    if len(table_CS) == 1:
         return Alpha(value, math.nan, math.nan, num_units, num_tasks, "")
-    sums_RS = resampled_sums(table_TS, seed=seed, num_resamples=NUM_RESAMPLES)
+    sums_RS = resampled_sums(table_CS, seed=seed, num_resamples=NUM_RESAMPLES)
     sums_RS = sums_RS[sums_RS[:, 1] > 0]  # a resample of ties alone says nothing
     return Alpha(value, *percentiles(1 - sums_RS[:, 0] / sums_RS[:, 1], LEVEL), num_units, num_tasks, "")
 
 
-def rating_alpha(answers: Sequence[Judgment], task_J: Ints, *, seed: int) -> Alpha:
-    """Alpha of ratings, one a response, ordinal: a unit is a response. `task_J` numbers the answers' tasks.
+def rating_alpha(panel: Panel, *, seed: int) -> Alpha:
+    """Alpha of ratings, one a response, ordinal: a unit is a response.
 
     Answers without ratings are left out. Each resample has its own metric, since that follows from the ratings.
     """
+    answers = panel.answers
     rated = [row for row, answer in enumerate(answers) if answer.ratings]
     lengths = np.array([len(answers[row].ratings) for row in rated], dtype=np.int64)
     flat = chain.from_iterable(answers[row].ratings for row in rated)
     values, value_N = np.unique(np.fromiter(flat, np.float64, lengths.sum()), return_inverse=True)
     if len(values) > MAX_VALUES:
         return _unknown(f"ratings take {len(values)} values; at most {MAX_VALUES} were expected", 0, 0)
-    task_N = np.repeat(task_J[rated], lengths)
+    task_N = np.repeat(panel.task_J[rated], lengths)
     place_N = np.arange(len(task_N)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     width = int(place_N.max(initial=0)) + 1
     _, unit_N = np.unique(task_N * width + place_N, return_inverse=True)
@@ -111,10 +111,10 @@ def rating_alpha(answers: Sequence[Judgment], task_J: Ints, *, seed: int) -> Alp
     counts_UV = counts.reshape(num_units, num_values).astype(np.float64)
     task_U = np.zeros(num_units, dtype=np.int64)
     task_U[unit_N] = task_N
-    return _alpha_of_units(counts_UV, task_U, seed)
+    return _alpha_of_units(counts_UV, task_U, panel.prompt_T, seed)
 
 
-def _alpha_of_units(counts_UV: Floats, task_U: Ints, seed: int) -> Alpha:
+def _alpha_of_units(counts_UV: Floats, task_U: Ints, prompt_T: Ints, seed: int) -> Alpha:
     judged_U = counts_UV.sum(axis=1) > 1
     counts_UV = counts_UV[judged_U]
     tasks, task_U = np.unique(task_U[judged_U], return_inverse=True)
@@ -125,9 +125,10 @@ def _alpha_of_units(counts_UV: Floats, task_U: Ints, seed: int) -> Alpha:
         return _unknown(NO_VARIATION, num_units, len(tasks))
     observed_TVV = _coincidences(counts_UV, task_U, len(tasks))
     value = float(_alpha_of_coincidences(observed_TVV.sum(axis=0, keepdims=True))[0])
-    if len(tasks) == 1:
-        return Alpha(value, math.nan, math.nan, num_units, 1, "")
-    sums_RS = resampled_sums(observed_TVV.reshape(len(tasks), -1), seed=seed, num_resamples=NUM_RESAMPLES)
+    table_CS = _by_prompt(observed_TVV.reshape(len(tasks), -1), prompt_T[tasks], np.ones(len(tasks), dtype=bool))
+    if len(table_CS) == 1:
+        return Alpha(value, math.nan, math.nan, num_units, len(tasks), "")
+    sums_RS = resampled_sums(table_CS, seed=seed, num_resamples=NUM_RESAMPLES)
     alphas_R = _alpha_of_coincidences(sums_RS.reshape(-1, num_values, num_values))
     return Alpha(value, *percentiles(alphas_R[~np.isnan(alphas_R)], LEVEL), num_units, len(tasks), "")
 
@@ -158,6 +159,12 @@ def _alpha_of_coincidences(observed_RVV: Floats) -> Floats:
     known_R = expected_R > 0
     alpha_R[known_R] = 1 - (total_R[known_R] - 1) * observed_R[known_R] / expected_R[known_R]
     return alpha_R
+
+
+def _by_prompt(table_TS: Floats, prompt_T: Ints, used_T: npt.NDArray[np.bool_]) -> Floats:
+    """[prompts, S]: the sums of the used tasks' rows, by prompt."""
+    _, cluster_T = np.unique(prompt_T[used_T], return_inverse=True)
+    return np.stack([np.bincount(cluster_T, column) for column in table_TS[used_T].T], axis=1).astype(np.float64)
 
 
 def _unknown(reason: str, num_units: int, num_tasks: int) -> Alpha:

@@ -89,7 +89,7 @@ def paces(panel: Panel, rate_J: Floats, *, threshold: float = TOO_FAST_WORDS_PER
     milliseconds_J, ones_J = _milliseconds(panel), np.ones(len(rate_J))
     pairs_of_two_J = np.full(len(rate_J), 2)  # an answer is one trial, as one pair of responses is
     fast_J = (rate_J > threshold).astype(np.float64)
-    tally = Tally(panel.labeler_J, np.arange(len(rate_J)), fast_J, ones_J, ones_J, pairs_of_two_J)
+    tally = Tally(panel.labeler_J, panel.task_J, panel.prompt_T[panel.task_J], fast_J, ones_J, ones_J, pairs_of_two_J)
     shares = clustered_shares(tally, len(panel.labelers))
     found = []
     for labeler, share in enumerate(shares):
@@ -128,7 +128,7 @@ def ratings_of(panel: Panel) -> list[Ratings]:
         found.append(
             Ratings(
                 counts=dict(zip(values.tolist(), nums.tolist(), strict=True)),
-                mean=clustered_mean(means, np.arange(len(means))),
+                mean=clustered_mean(means, panel.prompt_T[panel.task_J[rated[is_theirs]]]),
                 drift=difference_of_means(means[:half], means[half:]),
             )
         )

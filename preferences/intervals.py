@@ -1,6 +1,6 @@
-"""Shares, means and medians with 95% intervals whose rows come in clusters: a task, and what was said of it.
+"""Shares, means and medians with 95% intervals whose rows come in clusters: a prompt, and what was said of it.
 
-Shape letters: R rows, C clusters (a group's tasks), G groups (labelers).
+Shape letters: R rows, C clusters (a group's prompts), G groups (labelers).
 """
 
 import math
@@ -16,7 +16,7 @@ from preferences.resampling import Floats
 
 LEVEL = 0.95
 Z = float(stats.norm.ppf((1 + LEVEL) / 2))
-MANY_ERRORS = 10  # tasks
+MANY_ERRORS = 10  # prompts with one
 
 Ints = npt.NDArray[np.int64]
 
@@ -42,7 +42,7 @@ class Share:
     """A share of comparisons of two responses, from 0 to 1, with a 95% interval.
 
     `num_pairs` comparisons were counted, from `num_tasks` tasks. What is unknown is NaN: all three numbers without
-    comparisons; `low` and `high` where an interval is bootstrapped from a single task.
+    comparisons; `low` and `high` where an interval is bootstrapped from a single prompt.
     """
 
     mean: float
@@ -60,11 +60,13 @@ class Share:
 class Tally:
     """What is counted, a row an answer of group `group_R` on task `task_R`: `right_R` of `compared_R` comparisons.
 
-    They lie on `pairs_R` distinct pairs of the task's `responses_R` responses; halves in `right_R` are allowed.
+    Rows of one `prompt_R` are no independent evidence. The comparisons lie on `pairs_R` distinct pairs of the task's
+    `responses_R` responses; halves in `right_R` are allowed.
     """
 
     group_R: Ints
     task_R: Ints
+    prompt_R: Ints
     right_R: Floats
     compared_R: Floats
     pairs_R: Floats
@@ -97,7 +99,7 @@ def wilson(mean: Floats, num: Floats) -> tuple[Floats, Floats]:
     """
     centre = (mean + Z**2 / (2 * num)) / (1 + Z**2 / num)
     half = Z / (1 + Z**2 / num) * np.sqrt(mean * (1 - mean) / num + Z**2 / (4 * num**2))
-    return np.clip(centre - half, 0.0, 1.0), np.clip(centre + half, 0.0, 1.0)
+    return np.clip(centre - half, 0.0, mean), np.clip(centre + half, mean, 1.0)  # to rounding they hold the mean
 
 
 def clustered_shares(tally: Tally, num_groups: int) -> list[Share]:
@@ -105,19 +107,18 @@ def clustered_shares(tally: Tally, num_groups: int) -> list[Share]:
 
         n* = min(n_K·(1 + e/10), p(1 - p)/v · (z/t)²),   v = C/(C-1) · Σ_c (right_c - p·compared_c)² / (Σ_c compared_c)²
 
-    v is the variance of a ratio over C independent tasks, t Student's with C - 1 degrees (Korn & Graubard 1998, Survey
-    Methodology 24(2)). Where few errors were seen v is too small, and 0 where none was; n_K then bounds what the pairs
-    of one ranking are worth. In rankings at random, the share of pairs ordered alike varies as Kendall's tau does, as
-    if (2K + 5)/9 times fewer pairs were coins: n_K = Σ_c 9·pairs_c/(2K_c + 5). The bound gives way to v as e grows, the
-    number of tasks with an error (or with something right, if those are fewer); ten tasks are our choice.
+    v is the variance of a ratio over C independent prompts, t Student's with C - 1 degrees (Korn & Graubard 1998,
+    Survey Methodology 24(2)). Where few errors were seen v is too small, and 0 where none was; n_K then bounds what
+    the pairs of one ranking are worth. In rankings at random the share of pairs ordered alike varies as Kendall's tau
+    does, as if (2K + 5)/9 times fewer pairs were coins: n_K = Σ_c 9·pairs_c/(2K_c + 5). The bound gives way to v as e
+    grows, the number of prompts with an error (or with something right, if those are fewer); ten is our choice.
     """
     used = tally.compared_R > 0
-    group_R, task_R = tally.group_R[used], tally.task_R[used]
-    num_tasks = int(task_R.max()) + 1 if len(task_R) else 1
-    cells, cell_R = np.unique(group_R * num_tasks + task_R, return_inverse=True)  # cells: [C], all groups' clusters
-    group_C = cells // num_tasks
-    right_C = np.bincount(cell_R, tally.right_R[used], len(cells))
-    compared_C = np.bincount(cell_R, tally.compared_R[used], len(cells))
+    group_R = tally.group_R[used]
+    group_C, cell_R = _cells(group_R, tally.prompt_R[used])
+    tasks_G = np.bincount(_cells(group_R, tally.task_R[used])[0], minlength=num_groups)
+    right_C = np.bincount(cell_R, tally.right_R[used], len(group_C))
+    compared_C = np.bincount(cell_R, tally.compared_R[used], len(group_C))
     independent_R = 9 * tally.pairs_R[used] / (2 * tally.responses_R[used] + 5)
     compared_G = np.bincount(group_C, compared_C, num_groups)
     clusters_G = np.bincount(group_C, minlength=num_groups)
@@ -131,8 +132,15 @@ def clustered_shares(tally: Tally, num_groups: int) -> list[Share]:
         wrong_G = np.bincount(group_C, right_C < compared_C, num_groups)
         num_mixed_G = np.minimum(wrong_G, np.bincount(group_C, right_C > 0, num_groups))
         low_G, high_G = wilson(mean_G, np.minimum(bound_G * (1 + num_mixed_G / MANY_ERRORS), seen_G))
-    counted = zip(mean_G, low_G, high_G, compared_G, clusters_G, strict=True)
+    counted = zip(mean_G, low_G, high_G, compared_G, tasks_G, strict=True)
     return [Share(float(m), float(lo), float(hi), round(n), int(c)) for m, lo, hi, n, c in counted]
+
+
+def _cells(group_R: Ints, cluster_R: Ints) -> tuple[Ints, Ints]:
+    """The clusters of all groups: the group of each [C], and the place of each row's own [R]."""
+    num_clusters = int(cluster_R.max(initial=0)) + 1
+    cells, cell_R = np.unique(group_R * num_clusters + cluster_R, return_inverse=True)
+    return cells // num_clusters, cell_R
 
 
 def clustered_mean(value_R: Floats, cluster_R: Ints) -> Interval:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from preferences.intervals import Ints
-from preferences.records import MIN_RESPONSES, Judgment, Task
+from preferences.records import MIN_RESPONSES, Judgment, Message, Task
 from preferences.resampling import Floats
 
 Signs = npt.NDArray[np.int8]
@@ -23,16 +23,18 @@ NO_PAIR = 2  # in signs, of a task with fewer responses
 
 @dataclass(frozen=True)
 class Panel:
-    """Answers in columns; `task_J`, `root_J` and `labeler_J` are places in `tasks` and `labelers`.
+    """Answers in columns; `task_J`, `root_T` and `labeler_J` are places in `tasks` and `labelers`.
 
-    A task's root is the task that it repeats, or itself: what is said of both is no independent evidence.
+    A task's root is the task that it repeats, or itself. Tasks of one prompt (`prompt_T` is the same number), repeats
+    among them, are no independent evidence: intervals are over prompts.
     """
 
     tasks: tuple[Task, ...]
     labelers: tuple[str, ...]
     answers: tuple[Judgment, ...]
+    root_T: Ints
+    prompt_T: Ints
     task_J: Ints
-    root_J: Ints
     labeler_J: Ints
     ranks_JK: Signs  # 1 is best, in canonical order
     orders_JK: Signs  # at each place, which response was shown there
@@ -60,7 +62,8 @@ class Panel:
             labelers=names,
             answers=tuple(answers),
             task_J=task_J,
-            root_J=np.array([place.get(task.repeat_of, index) for index, task in enumerate(tasks)], np.int64)[task_J],
+            root_T=np.array([place.get(task.repeat_of, index) for index, task in enumerate(tasks)], dtype=np.int64),
+            prompt_T=prompt_numbers([task.prompt for task in tasks]),
             labeler_J=np.array([number[answer.labeler] for answer in answers], dtype=np.int64),
             ranks_JK=padded([answer.ranks for answer in answers], width),
             orders_JK=_orders(answers, width),
@@ -78,7 +81,8 @@ class Panel:
             labelers=self.labelers,
             answers=tuple(self.answers[row] for row in rows),
             task_J=self.task_J[rows],
-            root_J=self.root_J[rows],
+            root_T=self.root_T,
+            prompt_T=self.prompt_T,
             labeler_J=self.labeler_J[rows],
             ranks_JK=self.ranks_JK[rows],
             orders_JK=self.orders_JK[rows],
@@ -97,6 +101,12 @@ class PairCounts:
     @property
     def num_TP(self) -> Floats:
         return self.first_TP + self.second_TP + self.tied_TP
+
+
+def prompt_numbers(prompts: Sequence[tuple[Message, ...]]) -> Ints:
+    """The same number for the same prompt, and another for another."""
+    numbers: dict[tuple[Message, ...], int] = {}
+    return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=np.int64)
 
 
 def pair_signs(ranks_JK: Signs) -> Signs:

@@ -1,7 +1,7 @@
 """How good each labeler's answers are: with others, with themselves, with gold, and whatever was shown first.
 
-Each figure is a share of comparisons of two responses (`intervals.Share`), labelers as they are and tasks as a sample:
-an interval says what other tasks like these would give, not other labelers. Pairs that either side ties are left out,
+Each figure is a share of comparisons of two responses (`intervals.Share`), labelers as they are, prompts as a sample:
+an interval says what other prompts like these would give, not other labelers. Pairs that either side ties are left out,
 but for a labeler's ties on gold tasks, which count half.
 
 Shape letters as in `panel`: J answers, T tasks, L labelers, K responses, P pairs of responses.
@@ -46,6 +46,7 @@ def agreement_with_others(panel: Panel) -> list[Share]:
     tally = Tally(
         group_R=panel.labeler_J,
         task_R=panel.task_J,
+        prompt_R=panel.prompt_T[panel.task_J],
         right_R=same_JP.sum(axis=1),
         compared_R=compared_JP.sum(axis=1),
         pairs_R=(compared_JP > 0).sum(axis=1).astype(np.float64),
@@ -68,15 +69,16 @@ def self_agreement(panel: Panel) -> list[Share]:
     A repeat may hold its task's responses in another order. Raises ValueError, naming the repeat, where it holds
     others.
     """
-    asked = np.flatnonzero(panel.root_J != panel.task_J)
-    about = np.flatnonzero(np.isin(panel.task_J, panel.root_J[asked]))
+    root_J = panel.root_T[panel.task_J]
+    asked = np.flatnonzero(root_J != panel.task_J)
+    about = np.flatnonzero(np.isin(panel.task_J, root_J[asked]))
     row_of = {(int(panel.task_J[row]), int(panel.labeler_J[row])): int(row) for row in about}
-    root_rows = [row_of.get((int(panel.root_J[row]), int(panel.labeler_J[row])), -1) for row in asked]
+    root_rows = [row_of.get((int(root_J[row]), int(panel.labeler_J[row])), -1) for row in asked]
     before = np.array(root_rows, dtype=np.int64)
     again, before = asked[before >= 0], before[before >= 0]
     ranks_JK = panel.ranks_JK[again]
     for place, row in enumerate(again):
-        repeat, root = panel.tasks[panel.task_J[row]], panel.tasks[panel.root_J[row]]
+        repeat, root = panel.tasks[panel.task_J[row]], panel.tasks[root_J[row]]
         if repeat.responses != root.responses:
             order = _order_of_root(repeat, root)
             ranks_JK[place, : len(order)] = ranks_JK[place, order]
@@ -138,6 +140,7 @@ def shown_first(panel: Panel) -> tuple[Share, list[Share]]:
 def ranks_by_place(panel: Panel) -> tuple[PlaceRanks, ...]:
     """Mean ranks by place shown, for each number of responses that a task has."""
     signs_JP, width = _signs_as_shown(panel), panel.ranks_JK.shape[1]
+    prompt_J = panel.prompt_T[panel.task_J]
     midranks_JK = np.ones((len(signs_JP), width))
     for column, (earlier, later) in enumerate(combinations(range(width), 2)):
         sign_J = signs_JP[:, column]
@@ -146,7 +149,7 @@ def ranks_by_place(panel: Panel) -> tuple[PlaceRanks, ...]:
     found = []
     for num_responses in np.unique(panel.responses_J):
         rows = panel.responses_J == num_responses
-        means = tuple(clustered_mean(midranks_JK[rows, place], panel.root_J[rows]) for place in range(num_responses))
+        means = tuple(clustered_mean(midranks_JK[rows, place], prompt_J[rows]) for place in range(num_responses))
         found.append(PlaceRanks(int(num_responses), int(rows.sum()), means))
     return tuple(found)
 
@@ -157,8 +160,9 @@ def _signs_as_shown(panel: Panel) -> Signs:
 
 
 def _tally(panel: Panel, group_J: Ints, right_J: Floats, compared_J: Floats) -> Tally:
-    """Rows that compare each pair of an answer once at most; a task's repeats are in its cluster."""
-    return Tally(group_J, panel.root_J, right_J, compared_J, compared_J, panel.responses_J)
+    """Rows that compare each pair of an answer once at most."""
+    prompt_J = panel.prompt_T[panel.task_J]
+    return Tally(group_J, panel.task_J, prompt_J, right_J, compared_J, compared_J, panel.responses_J)
 
 
 def _order_of_root(repeat: Task, root: Task) -> list[int]:

@@ -2,15 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, RowMapping, Select, and_, case, func, select
 
 from preferences.records import Judgment, Ranking, Task
-from preferences.rows import Values, as_judgment, as_task, messages
+from preferences.rows import Values, as_judgment, as_task
 from preferences.schema import judgments, places, tasks
+from preferences.standing import ranking_of, standing
 
 
 @dataclass(frozen=True)
@@ -89,25 +90,14 @@ def num_standing(connection: Connection, labeler: str) -> int:
 
 
 def rankings(connection: Connection, batch: str) -> list[Ranking]:
-    """What stands, in the tasks' order of arrival, then by labeler name."""
-    columns = ("task_id", "prompt", "responses", "objective")
-    judged = (judgments.c.labeler, judgments.c.kind, judgments.c.ranks, judgments.c.ratings)
-    statement = _standing(select(*(tasks.c[name] for name in columns), *judged), batch)
-    by_task: dict[str, list[Mapping[str, Any]]] = {}
-    for row in connection.execute(statement.order_by(tasks.c.position, judgments.c.labeler)).mappings():
-        by_task.setdefault(row["task_id"], []).append(dict(row))
+    """What settles each task (`preferences.standing`), in the tasks' order of arrival, then by labeler name."""
+    settled: dict[str, list[Judgment]] = {}
+    for act in standing(judgments_of(connection, batch)).settled:
+        settled.setdefault(act.task_id, []).append(act)
     return [
-        Ranking(
-            row["task_id"],
-            messages(row["prompt"]),
-            tuple(row["responses"]),
-            tuple(row["ranks"]),
-            row["labeler"],
-            row["objective"],
-            tuple(row["ratings"]),
-        )
-        for rows in by_task.values()
-        for row in ([row for row in rows if row["kind"] == "adjudication"] or rows)
+        ranking_of(stored.task, act)
+        for stored in stored_tasks(connection, batch)
+        for act in sorted(settled.get(stored.task.task_id, []), key=lambda act: act.labeler)
     ]
 
 
@@ -181,13 +171,14 @@ def content_hash(connection: Connection, batch: str) -> str:
     ratings, flags, note, order shown, labeler and instructions version. Leaves out how it came in: times, milliseconds,
     client, order of arrival, what was taken back.
     """
-    of_task = ("task_id", "prompt", "responses", "sources", "objective")
-    of_judgment = ("labeler", "kind", "ranks", "ratings", "flags", "note", "shown_order", "instructions_version")
-    columns = [*(tasks.c[name] for name in of_task), *(judgments.c[name] for name in of_judgment)]
+    stands = standing(judgments_of(connection, batch))
+    known = task_rows(connection, batch)
     digest = hashlib.sha256()
-    rows = connection.execute(_standing(select(*columns), batch))
-    for row in sorted(rows, key=lambda row: (row.task_id, row.labeler)):  # databases sort names each in their own way
-        digest.update(json.dumps(list(row)).encode() + b"\n")
+    for act in sorted((*stands.answers, *stands.adjudications), key=lambda act: (act.task_id, act.labeler)):
+        task = known[act.task_id]
+        what = [task[name] for name in ("task_id", "prompt", "responses", "sources", "objective")]
+        how = [act.labeler, act.kind, act.ranks, act.ratings, act.flags, act.note, act.shown_order]
+        digest.update(json.dumps([*what, *how, act.instructions_version]).encode() + b"\n")
     return digest.hexdigest()
 
 
@@ -197,18 +188,3 @@ def _acts() -> Select[Any]:
 
 def _as_judgments(rows: Iterable[RowMapping]) -> list[Judgment]:
     return [as_judgment(dict(row)) for row in rows]
-
-
-def _standing(columns: Select[Any], batch: str) -> Select[Any]:
-    """Of what was judged in the batch, each labeler's last word, if it is an answer."""
-    later = judgments.alias("later")
-    overtaken = select(later.c.judgment_id).where(
-        later.c.task == judgments.c.task,
-        later.c.labeler == judgments.c.labeler,
-        later.c.revision > judgments.c.revision,
-    )
-    return columns.join(judgments, judgments.c.task == tasks.c.position).where(
-        tasks.c.batch == batch,
-        judgments.c.kind.in_(("answer", "adjudication")),
-        ~overtaken.correlate(judgments).exists(),
-    )

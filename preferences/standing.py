@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from preferences.records import Judgment
+from preferences.records import Judgment, Ranking, Task
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Standing:
     skips: tuple[Judgment, ...]
     adjudications: tuple[Judgment, ...]
     replaced: tuple[Judgment, ...]  # what its own labeler did again, or undid
+    undos: tuple[Judgment, ...]  # that nothing came after
 
     @property
     def settled(self) -> tuple[Judgment, ...]:
@@ -60,4 +61,12 @@ def standing(judgments: Iterable[Judgment]) -> Standing:
         skips=tuple(judgment for judgment in last.values() if judgment.kind == "skip"),
         adjudications=tuple(decided.values()),
         replaced=tuple(replaced),
+        undos=tuple(judgment for judgment in last.values() if judgment.kind == "undo"),
+    )
+
+
+def ranking_of(task: Task, answer: Judgment) -> Ranking:
+    """An answer or an adjudication as what a reward model learns from."""
+    return Ranking(
+        task.task_id, task.prompt, task.responses, answer.ranks, answer.labeler, task.objective, answer.ratings
     )

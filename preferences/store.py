@@ -186,7 +186,7 @@ class LabelStore:
             }
             acts.record(connection, [row | shared for row in rows], labeler, now, now + UNDO_SECONDS)
 
-    def import_judgments(self, batch: str, made_elsewhere: Sequence[Judgment]) -> None:
+    def import_judgments(self, batch: str, judgments: Sequence[Judgment]) -> None:
         """Store judgments of the batch's tasks that were made elsewhere, all or none; what is stored already is left.
 
         Raises ValueError, naming task and labeler, for a task that the batch lacks and for a judgment that contradicts
@@ -195,7 +195,7 @@ class LabelStore:
         with self._writer.begin() as connection:
             now, known = self._clock(), results.task_rows(connection, batch)
             by_labeler: dict[str, list[Values]] = {}
-            for judgment in sorted(made_elsewhere, key=lambda judgment: judgment.revision):
+            for judgment in sorted(judgments, key=lambda judgment: judgment.revision):
                 if judgment.task_id not in known:
                     raise ValueError(
                         f"task {judgment.task_id!r}, labeler {judgment.labeler!r}: batch {batch!r} has no such task"
@@ -203,7 +203,7 @@ class LabelStore:
                 row = judgment_row(judgment, len(known[judgment.task_id]["responses"]))
                 by_labeler.setdefault(judgment.labeler, []).append(row)
             for labeler, rows in by_labeler.items():
-                acts.record(connection, rows, labeler, now, now)
+                acts.record(connection, rows, labeler, now, now, made_elsewhere=True)
 
     # ---- results out ----
 

@@ -63,7 +63,7 @@ class LabelerReport:
 
 @dataclass(frozen=True)
 class LabelReport:
-    """All labels. `agreement` and the alphas have intervals by bootstrap over tasks; labelers are by name."""
+    """All labels. `agreement` and the alphas have intervals by bootstrap over prompts; labelers are by name."""
 
     num_tasks: int
     num_answers: int
@@ -111,9 +111,9 @@ def summary(
         num_skips=len(stands.skips),
         num_adjudications=len(stands.adjudications),
         tie_share=float((signs_JP == 0).sum() / num_pairs) if num_pairs else math.nan,
-        agreement=bootstrapped_share(*agreement_counts(ordinary), seed=seed),
-        alpha=ranking_alpha(count_pairs(ordinary, pair_signs(ordinary.ranks_JK)), seed=seed),
-        rating_alpha=rating_alpha(ordinary.answers, ordinary.task_J, seed=seed),
+        agreement=bootstrapped_share(*agreement_counts(ordinary), panel.prompt_T, seed=seed),
+        alpha=ranking_alpha(count_pairs(ordinary, pair_signs(ordinary.ranks_JK)), panel.prompt_T, seed=seed),
+        rating_alpha=rating_alpha(ordinary, seed=seed),
         shown_first=first,
         ranks_by_place=ranks_by_place(panel),
         labelers=_labelers(panel, ordinary, counts, stands.skips, first_by_labeler, pace_by_labeler),

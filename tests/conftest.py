@@ -1,9 +1,8 @@
-"""Fixtures that several packages' tests share: a tiny shape, a tiny tokenizer, a tiny model on disk, a label store in
-memory."""
+"""Fixtures that several packages' tests share: a tiny shape, a tiny tokenizer, a tiny model on disk, a label store."""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if TYPE_CHECKING:
     from lm.config import ModelConfig
     from lm.tokenizer import Tokenizer
-    from preferences.records import Judgment, Task
+    from preferences.store import LabelStore
 
 # Enough repetition for a few merges, and bytes outside ASCII.
 TEXTS = (
@@ -107,40 +106,27 @@ def encoder_folder(tmp_path_factory: pytest.TempPathFactory, masking_tokenizer: 
     return folder
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A task as a store gives it back."""
-
-    task: "Task"
-    batch: str
-    num_labelers: int
-
-
-class Book:
-    """What imports and exports ask of a label store; judgments by (task, labeler, revision), each told once."""
-
-    def __init__(self) -> None:
-        self.stored: dict[str, Stored] = {}
-        self.acts: dict[tuple[str, str, int], Judgment] = {}
-
-    def add_tasks(self, new_tasks: "Sequence[Task]", *, batch: str, num_labelers: int | Sequence[int]) -> None:
-        quotas = [num_labelers] * len(new_tasks) if isinstance(num_labelers, int) else num_labelers
-        for task, quota in zip(new_tasks, quotas, strict=True):
-            stored = Stored(task, batch, quota)
-            assert self.stored.setdefault(task.task_id, stored) == stored
-
-    def import_judgments(self, batch: str, judgments: "Sequence[Judgment]") -> None:
-        for act in judgments:
-            assert self.stored[act.task_id].batch == batch
-            assert self.acts.setdefault((act.task_id, act.labeler, act.revision), act) == act
-
-    def tasks(self, batch: str | None = None) -> list[Stored]:
-        return [one for one in self.stored.values() if batch in (None, one.batch)]
-
-    def judgments(self, batch: str | None = None) -> "list[Judgment]":
-        return [act for act in self.acts.values() if batch in (None, self.stored[act.task_id].batch)]
-
-
 @pytest.fixture(scope="session")
-def new_book() -> Callable[[], Book]:
-    return Book
+def sqlite_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty label store; copying it saves making its tables."""
+    from preferences.store import LabelStore
+
+    path = tmp_path_factory.mktemp("tables") / "labels.db"
+    LabelStore(path).close()
+    return path
+
+
+@pytest.fixture
+def new_store(sqlite_tables: Path, tmp_path: Path) -> "Iterator[Callable[[], LabelStore]]":
+    """Gives another empty label store each time."""
+    from preferences.store import LabelStore
+
+    opened: list[LabelStore] = []
+
+    def new() -> LabelStore:
+        opened.append(LabelStore(shutil.copy(sqlite_tables, tmp_path / f"store{len(opened)}.db")))
+        return opened[-1]
+
+    yield new
+    for store in opened:
+        store.close()

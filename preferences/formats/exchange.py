@@ -2,28 +2,20 @@
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from preferences.formats.merging import Found
-from preferences.formats.parts import Format, Report, StoredTask
-from preferences.records import Judgment, Task
+from preferences.formats.parts import Format, Report
+from preferences.records import Task
+from preferences.store import LabelStore
 
 CONTAINERS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 
 
-class LabelBook(Protocol):
-    """What an import and an export need of the label store. `batch` None is all batches."""
-
-    def add_tasks(self, new_tasks: Sequence[Task], *, batch: str, num_labelers: int | Sequence[int]) -> None: ...
-    def import_judgments(self, batch: str, judgments: Sequence[Judgment]) -> None: ...
-    def tasks(self, batch: str | None = None) -> Sequence[StoredTask]: ...
-    def judgments(self, batch: str | None = None) -> list[Judgment]: ...
-
-
-def store_found(store: LabelBook, found: Found, batch: str) -> None:
+def store_found(store: LabelStore, found: Found, batch: str) -> None:
     """Put what was found into the store; again, it changes nothing. "" = the batches that the rows name.
 
     Errors: ValueError for a task without a batch, and what the store refuses.
@@ -40,17 +32,18 @@ def store_found(store: LabelBook, found: Found, batch: str) -> None:
         store.import_judgments(name, [act for act in found.judgments if act.task_id in ids])
 
 
-def export(store: LabelBook, form: Format, path: Path, *, batch: str = "", strict: bool = False) -> tuple[Report, int]:
+def export(store: LabelStore, form: Format, path: Path, *, batch: str = "", strict: bool = False) -> tuple[Report, int]:
     """Write a batch ("" = all of them) to `path`; returns the report and the number of rows.
 
     Errors: ValueError for a batch without tasks, for a file that is there, and where nothing fits the format.
     """
     assert form.write is not None, f"{form.name} is not written"
-    stored = store.tasks(batch or None)
+    batches = [batch] if batch else store.batches()
+    stored = [one for name in batches for one in store.tasks(name)]
     if not stored:
         raise ValueError(f"batch {batch!r} has no tasks in the store" if batch else "the store has no tasks")
     report = Report(strict=strict)
-    num_rows = write_rows(path, form.write(stored, store.judgments(batch or None), report))
+    num_rows = write_rows(path, form.write(stored, [act for name in batches for act in store.judgments(name)], report))
     if not num_rows:
         counts = ", ".join(f"{count} x {kind}" for kind, count in report.counts().items())
         raise ValueError(f"nothing can be written as {form.name}: {counts or 'there are no judgments'}")

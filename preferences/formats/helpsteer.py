@@ -15,7 +15,6 @@ from preferences.formats.parts import (
     Judged,
     Report,
     Row,
-    StoredTask,
     Vote,
     as_messages,
     as_note,
@@ -26,6 +25,7 @@ from preferences.formats.parts import (
     two_judged,
 )
 from preferences.records import OVERALL, Judgment, Message, Task
+from preferences.results import StoredTask
 from reading.fields import any_messages, any_text, list_field, whole_field
 
 MARK = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")  # between the turns of a HelpSteer2 prompt

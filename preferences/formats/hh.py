@@ -14,7 +14,6 @@ from preferences.formats.parts import (
     Judged,
     Report,
     Row,
-    StoredTask,
     Vote,
     content_id,
     in_hash_order,
@@ -22,6 +21,7 @@ from preferences.formats.parts import (
     two_judged,
 )
 from preferences.records import OVERALL, Judgment, Message, Task
+from preferences.results import StoredTask
 from reading.fields import any_text
 
 TURN = re.compile(r"\n\n(Human|Assistant):")

@@ -12,7 +12,6 @@ from preferences.formats.parts import (
     Judged,
     Report,
     Row,
-    StoredTask,
     Vote,
     as_messages,
     as_note,
@@ -24,6 +23,7 @@ from preferences.formats.parts import (
     user,
 )
 from preferences.records import OVERALL, Judgment, Task
+from preferences.results import StoredTask
 from reading.fields import any_messages, any_text, number_field, present, text_field, whole_field
 
 ANNOTATORS = ("annotator1", "annotator2", "annotator3")

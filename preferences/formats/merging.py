@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from preferences.formats.parts import UNKNOWN, Format, Judged, Report, Row, Vote
 from preferences.records import Judgment, Ranking, Task
+from preferences.standing import ranking_of, standing
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Found:
     @property
     def rankings(self) -> list[Ranking]:
         """Those that stand."""
-        return [ranking for _, ranking in standing(self.tasks.values(), self.judgments, Report())]
+        return [ranking for _, ranking in standing_rankings(self.tasks.values(), self.judgments, Report())]
 
 
 def collect(
@@ -111,7 +112,7 @@ def _add_vote(
         Judgment(
             task_id=task_id,
             labeler=labeler,
-            revision=len(acts) + 1,
+            revision=len(acts),
             kind="answer",
             ranks=vote.ranks,
             ratings=vote.ratings,
@@ -145,34 +146,26 @@ def _add_act(acts: list[Judgment], act: Judgment, where: str, report: Report) ->
         )
 
 
-def standing(tasks: Iterable[Task], judgments: Iterable[Judgment], report: Report) -> Iterator[tuple[Task, Ranking]]:
-    """The rankings that stand, in the order of the tasks: each labeler's last act, unless it is a skip or an undo; of a
-    task that was adjudicated the adjudication alone. What does not stand is reported.
-    """
-    by_task: dict[str, dict[str, list[Judgment]]] = {}
-    for act in judgments:
-        by_task.setdefault(act.task_id, {}).setdefault(act.labeler, []).append(act)
+def standing_rankings(
+    tasks: Iterable[Task], judgments: Iterable[Judgment], report: Report
+) -> Iterator[tuple[Task, Ranking]]:
+    """The rankings that stand, in the order of the tasks. What does not stand is reported."""
+    stands = standing(judgments)
+    for act in stands.replaced:
+        _say_fallen(report, act, "superseded", "was revised")
+    for act in (*stands.skips, *stands.undos):
+        _say_fallen(report, act, act.kind, act.note)
+    settled: dict[str, list[Judgment]] = {}
+    for act in stands.settled:
+        settled.setdefault(act.task_id, []).append(act)
+    for act in stands.answers:
+        if act not in settled[act.task_id]:
+            _say_fallen(report, act, "superseded", "the task was adjudicated")
     for task in tasks:
-        last = []
-        for labeler, acts in by_task.get(task.task_id, {}).items():
-            acts.sort(key=lambda act: act.revision)
-            last.append(acts[-1])
-            for act in acts[:-1]:
-                _say_fallen(report, task.task_id, labeler, f"{act.kind} {act.revision}", "superseded", "was revised")
-        answers = [act for act in last if act.kind in ("answer", "adjudication")]
-        for act in last:
-            if act not in answers:
-                _say_fallen(report, task.task_id, act.labeler, act.kind, act.kind, act.note or "no reason given")
-        settled = [act for act in answers if act.kind == "adjudication"]
-        for act in answers:
-            if settled and act not in settled:
-                _say_fallen(report, task.task_id, act.labeler, "answer", "superseded", "the task was adjudicated")
-                continue
-            yield (
-                task,
-                Ranking(task.task_id, task.prompt, task.responses, act.ranks, act.labeler, task.objective, act.ratings),
-            )
+        for act in settled.get(task.task_id, []):
+            yield task, ranking_of(task, act)
 
 
-def _say_fallen(report: Report, task_id: str, labeler: str, what: str, kind: str, why: str) -> None:
-    report.add(kind, f"task {task_id!r}, labeler {labeler!r}", f"{what}: {why}", "no ranking of it stands")
+def _say_fallen(report: Report, act: Judgment, kind: str, why: str) -> None:
+    where = f"task {act.task_id!r}, labeler {act.labeler!r}"
+    report.add(kind, where, f"{act.kind} {act.revision}: {why or 'no reason given'}", "no ranking of it stands")

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from preferences.formats.merging import standing
-from preferences.formats.parts import UNKNOWN, Judged, Report, Row, StoredTask, Vote, as_messages, as_turns
+from preferences.formats.merging import standing_rankings
+from preferences.formats.parts import UNKNOWN, Judged, Report, Row, Vote, as_messages, as_turns
 from preferences.records import (
     MAX_RESPONSES,
     MIN_RESPONSES,
@@ -20,6 +20,7 @@ from preferences.records import (
     Task,
     dense_ranks,
 )
+from preferences.results import StoredTask
 from reading.fields import any_messages, any_text, checked_messages, list_field, number_field, text_field, whole_field
 
 KINDS = ("answer", "skip", "undo", "adjudication")
@@ -110,7 +111,7 @@ def _judgment(where: str, act: Row, task: Task) -> Judgment:
     return Judgment(
         task_id=task.task_id,
         labeler=text_field(where, act, "labeler"),
-        revision=whole_field(where, act, "revision", 1, MANY),
+        revision=whole_field(where, act, "revision", 0, MANY),
         kind=kind,  # type: ignore[arg-type]
         ranks=_ranks(where, act, "ranks", places, may_be_empty=kind in ("skip", "undo")),
         ratings=tuple(number_field(f"{where}: ratings", {str(i): r}, str(i)) for i, r in enumerate(ratings)),
@@ -160,7 +161,7 @@ def write_rankings(
     stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
 ) -> Iterator[dict[str, Any]]:
     """One row a ranking that stands."""
-    for _, ranking in standing([one.task for one in stored], judgments, report):
+    for _, ranking in standing_rankings([one.task for one in stored], judgments, report):
         yield ranking_row(ranking)
 
 

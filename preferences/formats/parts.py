@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from preferences.records import Flags, Judgment, Message, Task
+from preferences.results import StoredTask
 
 UNKNOWN = "unknown"  # who judged, or who wrote, where the data does not say
 CONSENSUS = "consensus"  # where it gives what came of several labelers
@@ -84,7 +85,7 @@ class Judged:
 
 
 Read = Callable[[str, Row, Report, str], Iterable[Judged]]  # (where, row, report, objective)
-Write = Callable[["Sequence[StoredTask]", Sequence[Judgment], Report], Iterator[dict[str, Any]]]
+Write = Callable[[Sequence[StoredTask], Sequence[Judgment], Report], Iterator[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -96,17 +97,6 @@ class Format:
     recognise: Callable[[Row], str]
     read: Read | None  # None: it is only written
     write: Write | None  # None: the format has no place for what a store holds
-
-
-class StoredTask(Protocol):
-    """A task as the label store gives it back."""
-
-    @property
-    def task(self) -> Task: ...
-    @property
-    def batch(self) -> str: ...
-    @property
-    def num_labelers(self) -> int: ...
 
 
 def content_id(name: str, prompt: Sequence[Message], responses: Sequence[str], sources: Sequence[str]) -> str:

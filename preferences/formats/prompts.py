@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from preferences.formats.merging import standing
-from preferences.formats.parts import Report, StoredTask, as_turns, is_sound_prompt
+from preferences.formats.merging import standing_rankings
+from preferences.formats.parts import Report, as_turns, is_sound_prompt
 from preferences.records import Judgment
+from preferences.results import StoredTask
 
 
 def write_demonstrations(
@@ -13,7 +14,7 @@ def write_demonstrations(
 ) -> Iterator[dict[str, Any]]:
     """{"messages"}: of each task the response that its first standing ranking puts alone at the top."""
     told = set[str]()
-    for task, ranking in standing([one.task for one in stored], judgments, report):
+    for task, ranking in standing_rankings([one.task for one in stored], judgments, report):
         where = f"task {task.task_id!r}, labeler {ranking.labeler!r}"
         best = [response for response, rank in zip(task.responses, ranking.ranks, strict=True) if rank == 1]
         if task.task_id in told:

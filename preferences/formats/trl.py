@@ -13,7 +13,6 @@ from preferences.formats.parts import (
     Judged,
     Report,
     Row,
-    StoredTask,
     Vote,
     as_messages,
     as_turns,
@@ -24,6 +23,7 @@ from preferences.formats.parts import (
     user,
 )
 from preferences.records import OVERALL, Judgment, Message, Task
+from preferences.results import StoredTask
 from reading.fields import any_messages, any_text, number_field, present
 
 Sides = tuple[tuple[Message, ...], str, str]  # prompt, chosen, rejected

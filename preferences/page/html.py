@@ -6,14 +6,14 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 from starlette.datastructures import FormData
 
 from preferences.page import forms
 from preferences.page.labeling import Asked, Labeling, RefusedError
-from preferences.page.lead import LeadView
+from preferences.page.lead import EXPORTS, LeadView
 from preferences.page.security import Attempts
 from preferences.page.text import to_html
 from preferences.people import Account, People, Role, csrf_token
@@ -71,6 +71,7 @@ class Pages:
         get("/lead/quality", response_class=HTMLResponse)(self.quality_page)
         get("/lead/task", response_class=HTMLResponse)(self.adjudicate_form)
         get("/lead/people", response_class=HTMLResponse)(self.people_page)
+        get("/lead/export")(self.export)
         post("/lead/invite")(self.invite)
         post("/lead/state")(self.set_state)
 
@@ -236,7 +237,7 @@ class Pages:
 
     def lead_page(self, request: Request) -> Response:
         account, token = self._lead(request)
-        return self._page("lead", account, token, counts=self.lead.counts(), export_formats=())
+        return self._page("lead", account, token, counts=self.lead.counts(), export_formats=EXPORTS)
 
     def quality_page(self, request: Request) -> Response:
         account, token = self._lead(request)
@@ -246,6 +247,13 @@ class Pages:
         account, token = self._lead(request)
         asked = self.labeling.reopened(account, request.query_params.get("task", ""), token)
         return self._task_page(account, token, asked)
+
+    def export(self, request: Request) -> Response:
+        self._lead(request)
+        batch, form = (request.query_params.get(name, "") for name in ("batch", "format"))
+        name = f"{quote(batch, safe='')}.{quote(form, safe='')}.jsonl"
+        headers = {"Content-Disposition": f"attachment; filename*=UTF-8''{name}"}
+        return StreamingResponse(self.lead.export(batch, form), media_type="application/jsonl", headers=headers)
 
     def people_page(self, request: Request) -> Response:
         account, token = self._lead(request)

@@ -1,11 +1,11 @@
-"""`heed label import` and `export` in this process, on a store in memory."""
+"""`heed label` in this process, on a label store."""
 
 import json
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from typer.main import get_command
 import heed.label_cli
 from heed.cli import main
 from preferences.formats.registry import FORMATS
+from preferences.store import LabelStore
 
 ROOT = Path(__file__).parents[2]
 REAL = Path(__file__).parents[3] / "shared" / "data"
@@ -23,17 +24,17 @@ EMPTY = GOOD | {"chosen": "\n\nHuman: Why?\n\nAssistant:"}
 
 
 @pytest.fixture
-def book(new_book: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The store that commands open."""
-    found = new_book()
+def book(sqlite_tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LabelStore]:
+    """The store that commands are given."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(sqlite_tables, "labels.sqlite")
+    with LabelStore("labels.sqlite") as opened:
+        yield opened
 
-    @contextmanager
-    def open_book(url_or_path: str) -> Iterator[Any]:
-        assert url_or_path == "labels.sqlite"
-        yield found
 
-    monkeypatch.setattr(heed.label_cli, "open_store", open_book)
-    return found
+def whole(store: LabelStore) -> list[Any]:
+    """Tasks and judgments of every batch."""
+    return [(name, store.tasks(name), store.judgments(name)) for name in store.batches()]
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def write(path: Path, *rows: Any) -> str:
 STORE = ("--store", "labels.sqlite")
 
 
-def test_import_tells_what_it_found_and_stores_the_rest(tmp_path: Path, book: Any, heed_label: Any) -> None:
+def test_import_tells_what_it_found_and_stores_the_rest(tmp_path: Path, book: LabelStore, heed_label: Any) -> None:
     file = write(tmp_path / "hh.jsonl", GOOD, EMPTY)
     arguments = ("import", file, *STORE, "--batch", "b", "--objective", "harmless")
     for _ in range(2):
@@ -72,9 +73,9 @@ def test_import_tells_what_it_found_and_stores_the_rest(tmp_path: Path, book: An
         assert (stored.task.objective, stored.num_labelers, len(book.judgments("b"))) == ("harmless", 1, 1)
 
 
-def test_check_stores_nothing(tmp_path: Path, book: Any, heed_label: Any) -> None:
+def test_check_stores_nothing(tmp_path: Path, book: LabelStore, heed_label: Any) -> None:
     code, out, _ = heed_label("import", write(tmp_path / "hh.jsonl", GOOD), "--check")
-    assert (code, book.tasks()) == (0, [])
+    assert (code, book.batches()) == (0, [])
     assert "1 judgments of unknown; checked" in out
 
 
@@ -99,10 +100,10 @@ def test_every_oddity_goes_to_the_report_file(tmp_path: Path, heed_label: Any) -
     ],
 )
 def test_import_refuses(
-    tmp_path: Path, book: Any, heed_label: Any, rows: list[Any], options: tuple[str, ...], words: str
+    tmp_path: Path, book: LabelStore, heed_label: Any, rows: list[Any], options: tuple[str, ...], words: str
 ) -> None:
     code, out, err = heed_label("import", write(tmp_path / "a.jsonl", *rows), *STORE, "--batch", "b", *options)
-    assert (code, out, book.tasks()) == (2, "", [])
+    assert (code, out, book.batches()) == (2, "", [])
     assert words in err
     assert "Traceback" not in err
 
@@ -114,30 +115,30 @@ def test_import_needs_a_store_and_a_batch(tmp_path: Path, heed_label: Any) -> No
     assert "HF_HUB_OFFLINE is set" in heed_label("import", "nobody/nothing", "--check")[2]
 
 
-def test_export_and_import_give_the_same_store(tmp_path: Path, book: Any, heed_label: Any) -> None:
+def test_export_and_import_give_the_same_store(tmp_path: Path, book: LabelStore, heed_label: Any) -> None:
     other = GOOD | {"rejected": GOOD["rejected"] + " Never."}
     heed_label("import", write(tmp_path / "a.jsonl", GOOD), *STORE, "--batch", "one")
     heed_label("import", write(tmp_path / "b.jsonl", other), *STORE, "--batch", "two")
     out = str(tmp_path / "all.jsonl")
     code, said, _ = heed_label("export", *STORE, "--out", out)
     assert (code, said) == (0, f"2 rows of heed (everything of a label store) in {out}\n")
-    tasks, judgments = book.tasks(), book.judgments()
-    book.stored, book.acts = {}, {}
-    assert heed_label("import", out, *STORE)[0] == 0
-    assert (book.tasks(), book.judgments()) == (tasks, judgments)
-    assert {one.batch for one in tasks} == {"one", "two"}
-    book.stored, book.acts = {}, {}
-    assert heed_label("import", out, *STORE, "--batch", "all")[0] == 0
-    assert [one.task for one in book.tasks("all")] == [one.task for one in tasks]
-    book.stored, book.acts = {}, {}
-    heed_label("import", out, *STORE)
+    assert book.batches() == ["one", "two"]
+    for name in ("again.sqlite", "merged.sqlite"):
+        with LabelStore(name) as again:
+            batch = ("--batch", "all") if name == "merged.sqlite" else ()
+            assert heed_label("import", out, "--store", name, *batch)[0] == 0
+            if batch:
+                both = [*book.tasks("one"), *book.tasks("two")]
+                assert [one.task for one in again.tasks("all")] == [one.task for one in both]
+            else:
+                assert whole(again) == whole(book)
     # In another format, and of one batch.
     code, said, _ = heed_label("export", *STORE, "--batch", "two", "--format", "hh", "--out", str(tmp_path / "h.jsonl"))
     assert code == 0
     assert [json.loads(line) for line in (tmp_path / "h.jsonl").read_text().splitlines()] == [other]
 
 
-def test_export_refuses(tmp_path: Path, book: Any, heed_label: Any) -> None:
+def test_export_refuses(tmp_path: Path, book: LabelStore, heed_label: Any) -> None:
     heed_label("import", write(tmp_path / "a.jsonl", GOOD), *STORE, "--batch", "b")
     for options, words in (
         (("--format", "oasst"), "format 'oasst': one of heed, rankings"),
@@ -149,7 +150,7 @@ def test_export_refuses(tmp_path: Path, book: Any, heed_label: Any) -> None:
         assert (code, out) == (2, "")
         assert words in err
     assert not (tmp_path / "out.jsonl").exists()
-    assert len(book.tasks()) == 1
+    assert len(book.tasks("b")) == 1
 
 
 def test_every_command_that_is_shown_parses() -> None:
@@ -177,7 +178,9 @@ def test_every_kind_of_oddity_is_explained() -> None:
     assert {kind for kind in kinds if kind not in text} == set()
 
 
-def test_a_real_file_through_the_store_and_out_for_every_stage(tmp_path: Path, book: Any, heed_label: Any) -> None:
+def test_a_real_file_through_the_store_and_out_for_every_stage(
+    tmp_path: Path, book: LabelStore, heed_label: Any
+) -> None:
     """What the comments of configs/jobs/cluster/hh-*.toml say, on a part of the data."""
     file = REAL / "hh-rlhf" / "harmless-base" / "test.jsonl.gz"
     if not file.is_file():
@@ -192,4 +195,4 @@ def test_a_real_file_through_the_store_and_out_for_every_stage(tmp_path: Path, b
     assert len((tmp_path / "demonstrations.jsonl").read_text().splitlines()) == 1992
     code, out, _ = heed_label("import", str(tmp_path / "hh.jsonl"), *STORE, "--batch", "test")
     assert code == 0
-    assert len(book.judgments()) == 1992  # the same tasks by the same ids
+    assert len(book.judgments("test")) == 1992  # the same tasks by the same ids

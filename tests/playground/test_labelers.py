@@ -1,14 +1,18 @@
 """Labelers: the same judgment in any order of calls, a visible position bias and taste, agreement like people's."""
 
+import dataclasses
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import pytest
 from pydantic import ValidationError
+from scipy.stats import multivariate_normal
 
 from playground.calibration import Agreement, draw_tasks, measure_agreement
 from playground.labelers import LabelerConfig, ScriptedLabeler, Taste, draw_labelers
 from playground.world import PlaygroundConfig, PlaygroundWorld
-from preferences.records import Message, ShownTask
+from preferences.records import Judgment, Message, ShownTask, Task
+from preferences.summary import summary
 
 NO_TASTE = Taste(length=0.0, cheer=0.0, favourite="", favourite_weight=0.0)
 EXACT = LabelerConfig(noise=0, position_bias=0, shared_length=0, shared_cheer=0, own_taste=0, tie_threshold=0.01)
@@ -86,3 +90,65 @@ def test_time_is_plausible() -> None:
 def test_config_names_the_bad_field(field: str, value: object) -> None:
     with pytest.raises(ValidationError, match=field):
         LabelerConfig.model_validate({field: value})
+
+
+# ---- what the statistics of labels find again ----
+
+
+def judge_pairs(labeler: ScriptedLabeler, names: Sequence[str]) -> list[Judgment]:
+    """Pairs, the better one (by a letter x) shown first every other time."""
+    judgments = []
+    for index, name in enumerate(names):
+        responses = (f"{name.rstrip('+')} x", f"{name.rstrip('+')} y")
+        order = (0, 1) if index % 2 else (1, 0)
+        answer = labeler.judge(shown(name, *(responses[place] for place in order)))
+        ranks = tuple(answer.ranks[order.index(place)] for place in (0, 1))
+        judgments.append(
+            Judgment(
+                name, labeler.name, 1, "answer", ranks, (), (), "", order, "1", answer.milliseconds, "scripted", 0.0
+            )
+        )
+    return judgments
+
+
+def test_what_a_labeler_was_made_of_is_found_again() -> None:
+    """Laziness, noise and a lasting opinion by construction; the statistics see only the answers.
+
+    With a gap of 0.1, opinion 0.1 and noise 0.1 on each response, an attentive answer is right with chance
+    Φ(0.1/0.2) = 0.691. The opinion is the same on a repeat: correlation ½ between the two utility differences, and
+    P(same) by the bivariate normal.
+    """
+    config = EXACT.model_copy(
+        update={"noise": 0.1, "opinion": 0.1, "lazy_first": 0.15, "lazy_random": 0.1, "tie_threshold": 0.0}
+    )
+    labeler = ScriptedLabeler("lazy", length_gold, config, NO_TASTE, seed=3)
+    names = [f"task-{index}" for index in range(2_500)]
+    tasks = [
+        Task(name, (Message("user", "prompt"),), (f"{name} x", f"{name} y"), ("p", "p"), gold_ranks=(1, 2))
+        for name in names
+    ]
+    repeats = [dataclasses.replace(task, task_id=f"{task.task_id}+", repeat_of=task.task_id) for task in tasks]
+    judgments = judge_pairs(labeler, [*names, *(f"{name}+" for name in names)])
+    (found,) = summary([*tasks, *repeats], judgments, seed=0).labelers
+    lazy = 0.25
+    right = NormalDist().cdf(0.5)
+    both_right = float(multivariate_normal([0.5, 0.5], [[1, 0.5], [0.5, 1]]).cdf([0, 0]))
+    same_attentive = 1 - 2 * (1 - right) + 2 * both_right
+    assert found.gold_accuracy.mean == pytest.approx((1 - lazy) * right + lazy / 2, abs=0.02)
+    same = (1 - lazy) ** 2 * same_attentive + 2 * lazy * (1 - lazy) / 2 + lazy**2 / 2
+    assert found.self_agreement.mean == pytest.approx(same, abs=0.03)
+    assert found.shown_first.mean == pytest.approx(0.5 + 0.15 / 2, abs=0.02)
+
+
+def test_a_lazy_labeler_takes_no_time() -> None:
+    config = EXACT.model_copy(update={"lazy_random": 1.0})
+    labeler = ScriptedLabeler("lazy", length_gold, config, NO_TASTE, seed=0)
+    answers = [labeler.judge(shown(f"task-{index}", "a " * 90, "b " * 90, "x")) for index in range(300)]
+    assert all(300 <= answer.milliseconds <= 900 for answer in answers)
+    assert len({answer.ranks for answer in answers}) == 6
+    assert answers == [labeler.judge(shown(f"task-{index}", "a " * 90, "b " * 90, "x")) for index in range(300)]
+
+
+def test_more_than_all_tasks_lazy_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"lazy_first 0\.6 and lazy_random 0\.5"):
+        LabelerConfig(lazy_first=0.6, lazy_random=0.5)

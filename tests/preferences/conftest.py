@@ -117,10 +117,3 @@ def postgres_tables(postgres: PostgresServer) -> str:
     url = postgres.new_database("template1")
     LabelStore(url).close()
     return url.partition("@/")[2].partition("?")[0]
-
-
-@pytest.fixture(scope="session")
-def sqlite_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tables") / "labels.db"
-    LabelStore(path).close()
-    return path

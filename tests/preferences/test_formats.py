@@ -29,7 +29,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "sources": ["x", "y"], "objective": "helpful", "gold_ranks": [1, 2], "repeat_of": "t0", "details": '{"n": 1}',
         "judgments": [
             {
-                "labeler": "ann", "revision": 1, "kind": "answer", "ranks": [2, 1], "ratings": [1, 6.5],
+                "labeler": "ann", "revision": 0, "kind": "answer", "ranks": [2, 1], "ratings": [1, 6.5],
                 "flags": [["rude"], []], "note": "hm", "shown_order": [1, 0], "instructions_version": "3",
                 "milliseconds": 900, "client": "page", "created_at": 12.5,
             }
@@ -258,7 +258,7 @@ def test_openai_keeps_what_the_prompt_leaves_out() -> None:
 def test_a_named_worker_who_judges_again_revises() -> None:
     again = ROWS["openai"] | {"choice": 0, "batch": "batch4"}
     found = read("openai", ROWS["openai"], again, ROWS["openai"] | {"worker": "w8"})
-    assert [(act.labeler, act.revision) for act in found.judgments] == [("w7", 1), ("w7", 2), ("w8", 1)]
+    assert [(act.labeler, act.revision) for act in found.judgments] == [("w7", 0), ("w7", 1), ("w8", 0)]
     assert {ranking.labeler: ranking.ranks for ranking in found.rankings} == {"w7": (1, 2), "w8": (2, 1)}
     assert found.report.counts() == {"judged again": 1}
     assert found.quotas == dict.fromkeys(found.tasks, 2)
@@ -487,7 +487,7 @@ def test_a_malformed_row_is_refused(name: str, change: dict[str, Any], words: st
         ({"ranks": []}, "field 'ranks' has 0 entries for 2 responses"),
         ({"shown_order": [0, 0]}, r"field 'shown_order' is \[0, 0\]; each of 0 to 1 once was expected"),
         ({"flags": [["a"]]}, "field 'flags' has 1 entries for 2 responses"),
-        ({"revision": 0}, "field 'revision' is 0"),
+        ({"revision": -1}, "field 'revision' is -1"),
     ],
 )
 def test_a_malformed_judgment_is_refused(change: dict[str, Any], words: str) -> None:
@@ -546,7 +546,7 @@ def test_one_id_for_two_tasks_is_refused() -> None:
 
 def test_one_revision_told_in_two_ways_is_refused() -> None:
     act = ROWS["heed"]["judgments"][0]
-    with pytest.raises(ValueError, match="labeler 'ann': revision 1 is there twice and differs"):
+    with pytest.raises(ValueError, match="labeler 'ann': revision 0 is there twice and differs"):
         read("heed", ROWS["heed"] | {"judgments": [act, act | {"note": "other"}]})
 
 

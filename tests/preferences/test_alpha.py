@@ -1,0 +1,192 @@
+"""Krippendorff's alpha: published and hand-worked values, a loop version, and what has no alpha."""
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from preferences.alpha import NO_OVERLAP, NO_VARIATION, Alpha, ordinal_alpha, ranking_alpha, rating_alpha
+from preferences.panel import Panel, count_pairs, pair_signs
+from preferences.records import Judgment, Message, Task, dense_ranks
+
+# Krippendorff 2011, Computing Krippendorff's Alpha-Reliability, part C: four observers, twelve units; 0 is missing.
+PUBLISHED = (
+    (1, 2, 3, 3, 2, 1, 4, 1, 2, 0, 0, 0),
+    (1, 2, 3, 3, 2, 2, 4, 1, 2, 5, 0, 3),
+    (0, 3, 3, 3, 2, 3, 4, 2, 2, 5, 1, 0),
+    (1, 2, 3, 3, 2, 4, 4, 1, 2, 5, 1, 0),
+)
+
+
+def judged(labeler, task, *ranks, ratings=()):
+    order = tuple(range(len(ranks)))
+    return Judgment(task, labeler, 1, "answer", ranks, ratings, (), "", order, "1", 9_000, "test", 0.0)
+
+
+def tasks_of(answers):
+    sizes = {answer.task_id: len(answer.ranks) for answer in answers}
+    return [
+        Task(name, (Message("user", name),), tuple(f"r{place}" for place in range(size)), ("p",) * size)
+        for name, size in sizes.items()
+    ]
+
+
+def alpha_of(*answers) -> Alpha:
+    panel = Panel.of(tasks_of(answers), answers)
+    return ranking_alpha(count_pairs(panel, pair_signs(panel.ranks_JK)), panel.prompt_T, seed=0)
+
+
+def ratings_alpha_of(*answers) -> Alpha:
+    panel = Panel.of(tasks_of(answers), answers)
+    return rating_alpha(panel, seed=0)
+
+
+def counts_of(table, num_values):
+    columns = np.array(table).T
+    return np.array([[(column == value).sum() for value in range(1, num_values + 1)] for column in columns], float)
+
+
+# ---- values of one scale ----
+
+
+def test_the_published_value():
+    assert ordinal_alpha(counts_of(PUBLISHED, 5)) == pytest.approx(0.815, abs=0.0005)
+
+
+def test_a_loop_over_all_pairs_of_values_gives_the_same():
+    """Krippendorff's definition read literally: δ between any two values, within units and over all of them."""
+    table = np.random.default_rng(3).integers(0, 5, size=(4, 30))  # 0 is missing
+    units = [[value for value in column if value] for column in table.T]
+    units = [unit for unit in units if len(unit) > 1]
+    pool = [value for unit in units for value in unit]
+
+    def square(c, k):
+        low, high = sorted((c, k))
+        between = sum(low <= value <= high for value in pool)
+        return (between - (pool.count(c) + pool.count(k)) / 2) ** 2
+
+    within = sum(2 * sum(square(a, b) for a, b in combinations(unit, 2)) / (len(unit) - 1) for unit in units)
+    over_all = 2 * sum(square(a, b) for a, b in combinations(pool, 2)) / (len(pool) - 1)
+    assert ordinal_alpha(counts_of(table, 4)) == pytest.approx(1 - within / over_all)
+
+
+def test_ratings_are_units_of_their_own():
+    answers = [
+        judged(f"labeler {row}", f"t{unit}", 1, 2, ratings=(float(value), 1.0))
+        for row, values in enumerate(PUBLISHED)
+        for unit, value in enumerate(values)
+        if value
+    ]
+    units = [*counts_of(PUBLISHED, 5), *np.array([[m, 0, 0, 0, 0] for m in (np.array(PUBLISHED) > 0).sum(axis=0)])]
+    result = ratings_alpha_of(*answers)
+    assert result.value == pytest.approx(ordinal_alpha(np.array(units)))
+    assert result.low < result.value < result.high
+    assert (result.num_units, result.num_tasks) == (2 * 11, 11)  # one task was rated once
+
+
+# ---- rankings ----
+
+
+def test_rankings_by_hand():
+    """Units 01 of t1: alike (0), 02: a tie and a preference (1/4), 12: opposite (1). t2's only pair: alike.
+
+    Four units of two values: D_o = 2·(1/4 + 1)/8; of eight values one is a tie: D_e = (7/8)/2.
+    """
+    result = alpha_of(
+        judged("ann", "t1", 1, 2, 3), judged("bob", "t1", 2, 3, 2), judged("ann", "t2", 1, 2), judged("bob", "t2", 1, 2)
+    )
+    assert result.value == pytest.approx(1 - (2 * 1.25 / 8) / (7 / 16))
+    assert (result.num_units, result.num_tasks, result.reason) == (4, 2, "")
+
+
+def test_three_labelers_weigh_as_krippendorff_has_it():
+    """One unit of three values, two alike and one opposite, and one of two alike.
+
+    D_o = [2/(3-1)·2 + 0]/5 and D_e = 1/2.
+    """
+    answers = [judged("a", "t", 1, 2), judged("b", "t", 1, 2), judged("c", "t", 2, 1)]
+    assert alpha_of(*answers, judged("a", "u", 2, 1), judged("b", "u", 2, 1)).value == pytest.approx(1 - (2 / 5) / 0.5)
+
+
+def test_without_ties_alpha_is_kendalls_tau():
+    generator = np.random.default_rng(0)
+    answers, taus = [], []
+    for task in range(40):
+        first, second = (generator.permutation(4) + 1 for _ in range(2))
+        answers += [judged("a", f"t{task}", *map(int, first)), judged("b", f"t{task}", *map(int, second))]
+        taus.append(
+            np.mean([np.sign((first[i] - first[j]) * (second[i] - second[j])) for i, j in combinations(range(4), 2)])
+        )
+    assert alpha_of(*answers).value == pytest.approx(np.mean(taus))
+
+
+def test_it_is_ordinal_alpha_of_pairs_read_both_ways():
+    """Krippendorff's own formula on {second, tie, first}, every unit twice, once for each direction."""
+    generator = np.random.default_rng(1)
+    answers = []
+    for task in range(300):
+        quality = generator.normal(size=4)
+        for labeler in generator.permutation(5)[: generator.integers(1, 5)]:
+            scores = (quality + generator.normal(size=4)).round()
+            answers.append(judged(f"l{labeler}", f"t{task}", *dense_ranks((-scores).tolist())))
+    panel = Panel.of(tasks_of(answers), answers)
+    counts = count_pairs(panel, pair_signs(panel.ranks_JK))
+    values = np.stack([counts.second_TP, counts.tied_TP, counts.first_TP], axis=-1).reshape(-1, 3)
+    both_ways = ordinal_alpha(np.concatenate([values, values[:, ::-1]]))
+    # Theirs divides by n - 1, a correction that turning pairs at random makes needless.
+    assert ranking_alpha(counts, panel.prompt_T, seed=0).value == pytest.approx(both_ways, abs=2 / values.sum())
+
+
+def test_turning_a_task_changes_nothing():
+    answers = [judged("a", "t", 1, 2, 3), judged("b", "t", 1, 3, 3), judged("c", "t", 2, 1, 2)]
+    turned = [judged(a.labeler, "t", a.ranks[2], a.ranks[0], a.ranks[1]) for a in answers]
+    assert alpha_of(*answers).value == pytest.approx(alpha_of(*turned).value)
+
+
+def test_random_answers_have_none_and_equal_answers_all():
+    generator = np.random.default_rng(2)
+    answers = [
+        judged(f"l{labeler}", f"t{task}", *map(int, generator.permutation(3) + 1))
+        for task in range(400)
+        for labeler in range(3)
+    ]
+    by_chance = alpha_of(*answers)
+    assert by_chance.low < 0 < by_chance.high
+    assert abs(by_chance.value) < 0.05
+    alike = alpha_of(*(judged(name, f"t{task}", 1, 2) for task in range(5) for name in "abc"))
+    assert (alike.value, alike.low, alike.high) == (1, 1, 1)
+
+
+# ---- what has no alpha ----
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ([], NO_OVERLAP),
+        ([judged("a", "t", 1, 2), judged("a", "u", 2, 1)], NO_OVERLAP),
+        ([judged("a", "t", 1, 2), judged("b", "u", 1, 2)], NO_OVERLAP),
+        ([judged(name, task, 1, 1) for name in "ab" for task in "tu"], NO_VARIATION),
+    ],
+)
+def test_what_is_unknown_is_nan_with_a_reason(answers, reason):
+    result = alpha_of(*answers)
+    assert result.reason == reason
+    assert math.isnan(result.value)
+    assert math.isnan(result.low)
+
+
+def test_ratings_that_have_no_alpha():
+    same = [judged(name, task, 1, 2, ratings=(4.0, 4.0)) for name in "ab" for task in "tu"]
+    assert ratings_alpha_of(*same).reason == NO_VARIATION
+    assert ratings_alpha_of(judged("a", "t", 1, 2), judged("b", "t", 1, 2)).reason == NO_OVERLAP
+    many = [judged(name, f"t{task}", 1, 2, ratings=(task / 7, 0.0)) for name in "ab" for task in range(40)]
+    assert "40 values" in ratings_alpha_of(*many).reason
+
+
+def test_one_task_has_a_value_but_no_interval():
+    result = alpha_of(judged("a", "t", 1, 2), judged("b", "t", 2, 1))
+    assert result.value == -1  # 1 - 1/½: worse than chance
+    assert math.isnan(result.low)
+    assert result.reason == ""

@@ -1,0 +1,143 @@
+"""Choosing what labelers see: true propensities, a slice that no score touched, weights that undo the choice."""
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from preferences.choosing import (
+    Candidate,
+    Candidates,
+    choose_tasks,
+    different,
+    inclusion_probabilities,
+    systematic_sample,
+    uncertainty,
+    uniform_mean,
+)  # fmt: skip
+from preferences.records import Message
+
+USUAL = {
+    "batch": "b", "method": "uncertainty", "responses_per_task": 2, "tasks_per_prompt": 2, "evaluation_share": 0.2,
+    "seed": 0,
+}  # fmt: skip
+
+
+def candidates_of(scores, prompt_id="p"):
+    made = tuple(Candidate(f"response {place}", "policy", (score,)) for place, score in enumerate(scores))
+    return Candidates(prompt_id, (Message("user", f"prompt {prompt_id}"),), made)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = np.random.default_rng(0)
+    return [candidates_of(2 * generator.normal(size=5), f"p{index}") for index in range(1_500)]
+
+
+def test_equal_responses_are_put_once():
+    found = different([Candidate("a", "one"), Candidate(" a\n", "two"), Candidate("b", "one"), Candidate("a", "one")])
+    assert [(candidate.response, candidate.source) for candidate in found] == [("a", "one"), ("b", "one")]
+    same = Candidates("p", (Message("user", "x"),), (Candidate("a", "one"), Candidate("a ", "two")))
+    assert choose_tasks([same], **{**USUAL, "method": "uniform"}) == []
+
+
+def test_uncertainty_by_hand():
+    assert uncertainty(Candidate("a", "p", (1.0,)), Candidate("b", "p", (1.0,))) == 1
+    chance = 1 / (1 + math.exp(-2))
+    assert uncertainty(Candidate("a", "p", (3.0,)), Candidate("b", "p", (1.0,))) == pytest.approx(
+        4 * chance * (1 - chance)
+    )
+    # Two models that are sure of opposite answers are as unsure together as one that cannot tell.
+    assert uncertainty(Candidate("a", "p", (9.0, 0.0)), Candidate("b", "p", (0.0, 9.0))) == pytest.approx(1)
+
+
+def test_inclusion_probabilities_by_hand():
+    assert inclusion_probabilities(np.array([1.0, 1, 2]), 1).tolist() == [0.25, 0.25, 0.5]
+    # 2·6/10 is above 1: cut, and the other one is shared by 1:1:2.
+    assert inclusion_probabilities(np.array([1.0, 1, 2, 6]), 2).tolist() == [0.25, 0.25, 0.5, 1]
+    assert inclusion_probabilities(np.array([1.0, 5]), 3).tolist() == [1, 1]
+
+
+def test_systematic_sampling_keeps_its_probabilities():
+    generator = np.random.default_rng(1)
+    probabilities = inclusion_probabilities(generator.random(7) + 0.05, 3)
+    times = np.zeros(7)
+    for _ in range(4_000):
+        chosen = systematic_sample(probabilities, generator.random(), generator.permutation(7).tolist())
+        assert len(set(chosen)) == 3
+        times[chosen] += 1
+    assert times / 4_000 == pytest.approx(probabilities, abs=0.03)
+
+
+def test_the_logged_propensity_is_how_often_a_set_is_chosen():
+    """The same prompt under many seeds: each pair of a slice is chosen as often as it says."""
+    prompt = candidates_of((2.0, 1.9, 0.0, -3.0))
+    times, said, num_training = {}, {}, 0
+    for seed in range(2_000):
+        tasks = choose_tasks([prompt], **{**USUAL, "seed": seed})
+        assert len(tasks) == 2
+        num_training += tasks[0].details["slice"] == "training"
+        for task in tasks:
+            key = (task.task_id, task.details["slice"])
+            times[key] = times.get(key, 0) + 1
+            said.setdefault(key, task.details["propensity"])
+            assert said[key] == task.details["propensity"]
+    assert num_training / 2_000 == pytest.approx(0.8, abs=0.03)
+    for (task_id, slice_name), count in times.items():
+        drawn = num_training if slice_name == "training" else 2_000 - num_training
+        assert count / drawn == pytest.approx(said[task_id, slice_name], abs=0.06)
+    assert said["b/p/0-1", "training"] > said["b/p/0-3", "training"] > 0
+    assert {propensity for (_, name), propensity in said.items() if name == "evaluation"} == {2 / 6}
+
+
+def test_weights_recover_the_uniform_mean(prompts):
+    """How far two scores lie apart, of chosen pairs: far too small as it stands, right when weighted."""
+    tasks = choose_tasks(prompts, **{**USUAL, "evaluation_share": 0.0})
+    scores = {p.prompt: {c.response: c.scores[0] for c in p.candidates} for p in prompts}
+
+    def gap(task):
+        return abs(scores[task.prompt][task.responses[0]] - scores[task.prompt][task.responses[1]])
+
+    every = [[c.scores[0] for c in p.candidates] for p in prompts]
+    truth = np.mean([abs(a - b) for row in every for a, b in combinations(row, 2)])
+    gaps = [gap(task) for task in tasks]
+    weighted = uniform_mean(tasks, gaps, seed=0)
+    assert np.mean(gaps) < 0.8 * truth
+    assert weighted.low < truth < weighted.high
+    assert weighted.high - weighted.low < 0.15 * truth
+
+
+def test_the_evaluation_slice_is_untouched_by_scores(prompts):
+    some = prompts[:600]
+    tasks = choose_tasks(some, **USUAL)
+    uniform = choose_tasks(some, **{**USUAL, "method": "uniform"})
+    held = [task for task in tasks if task.details["slice"] == "evaluation"]
+    assert held == [task for task in uniform if task.details["slice"] == "evaluation"]
+    assert {task.details["method"] for task in held} == {"uniform"}
+    assert len(held) / len(tasks) == pytest.approx(0.2, abs=0.05)
+    assert choose_tasks(some, **USUAL) == tasks
+    assert choose_tasks(some, **{**USUAL, "seed": 1}) != tasks
+
+
+def test_tasks_of_four_responses(prompts):
+    tasks = choose_tasks(prompts[:300], **{**USUAL, "responses_per_task": 4, "tasks_per_prompt": 1})
+    assert {len(task.responses) for task in tasks} == {4}
+    assert {task.details["num_sets"] for task in tasks} == {5}
+    weights = [1 / (task.details["propensity"] * 5) for task in tasks]
+    assert np.mean(weights) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "prompt", "message"),
+    [
+        ({}, Candidates("q", (Message("user", "x"),), (Candidate("a", "p"), Candidate("b", "p"))), "'q'.*scores has 0"),
+        ({}, candidates_of((1.0, math.nan), "q"), "'q'.*finite numbers"),
+        ({"responses_per_task": 1}, candidates_of((1.0, 2.0)), "responses_per_task is 1; 2 to 9"),
+        ({"evaluation_share": 20}, candidates_of((1.0, 2.0)), "evaluation_share is 20"),
+        ({"responses_per_task": 9}, candidates_of(np.arange(20.0)), "20 candidates make 167960 sets"),
+    ],
+)
+def test_what_is_refused(change, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        choose_tasks([prompt], **{**USUAL, **change})
