@@ -84,7 +84,7 @@ class Server:
     """A labeling server in a process of its own."""
 
     def __init__(self, url: str, folder: Path, config: str = "asks_ratings = false\n") -> None:
-        self.url, self.config = url, folder / "label.toml"
+        self.url, self.config, self.log = url, folder / "label.toml", folder / "server.log"
         self.config.write_text(config)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -94,15 +94,16 @@ class Server:
     def start(self) -> None:
         command = [sys.executable, str(PROGRAM), self.url, str(self.port), str(self.config)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL)
+        log = self.log.open("ab")
+        self.process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log)
         deadline = time.monotonic() + READY_SECONDS
         while True:
             try:
                 httpx.get(f"{self.address}/sign-in")
                 return
             except httpx.TransportError:
-                assert self.process.poll() is None, "the server ended while starting"
-                assert time.monotonic() < deadline, "the server did not start"
+                assert self.process.poll() is None, self.log.read_text()
+                assert time.monotonic() < deadline, self.log.read_text()
                 time.sleep(0.05)
 
     def kill(self) -> None:

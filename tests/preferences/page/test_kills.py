@@ -20,7 +20,7 @@ class Labeler(threading.Thread):
     """Answers through the API until told to stop; remembers what the server acknowledged."""
 
     def __init__(self, name, address, token):
-        super().__init__()
+        super().__init__(daemon=True)
         self.name, self.address, self.headers = name, address, {"Authorization": f"Bearer {token}"}
         self.acknowledged, self.is_over, self.surprises = {}, threading.Event(), []
 
@@ -32,7 +32,7 @@ class Labeler(threading.Thread):
                     while not self.is_over.is_set():
                         self.answer(client, draw)
             except httpx.TransportError:
-                time.sleep(0.02)  # the server is gone; it comes back
+                time.sleep(0.2)  # the server is gone; it comes back
 
     def answer(self, client, draw):
         asked = client.post("/api/lease")
@@ -72,16 +72,18 @@ def put_under_load(url, server, strike):
     for labeler in labelers:
         labeler.start()
     draw = random.Random(0)
-    for _ in range(NUM_KILLS):
-        before = sum(len(labeler.acknowledged) for labeler in labelers)
-        while sum(len(labeler.acknowledged) for labeler in labelers) < before + draw.randint(5, 40):
-            time.sleep(0.002)
-            assert any(labeler.is_alive() for labeler in labelers)
-        strike()
-    for labeler in labelers:
-        labeler.is_over.set()
-    for labeler in labelers:
-        labeler.join()
+    try:
+        for _ in range(NUM_KILLS):
+            wanted = sum(len(labeler.acknowledged) for labeler in labelers) + draw.randint(5, 40)
+            while sum(len(labeler.acknowledged) for labeler in labelers) < wanted:
+                time.sleep(0.002)
+                assert any(labeler.is_alive() for labeler in labelers)
+            strike()
+    finally:
+        for labeler in labelers:
+            labeler.is_over.set()
+        for labeler in labelers:
+            labeler.join()
     assert [labeler.surprises for labeler in labelers] == [[]] * NUM_LABELERS
     return {(task, labeler.name): ranks for labeler in labelers for task, ranks in labeler.acknowledged.items()}
 
