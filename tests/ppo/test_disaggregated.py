@@ -98,4 +98,4 @@ def test_a_lost_generator_is_named(config: PPOConfig, parents: Parents, prompts:
         roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
         ray.kill(generators._workers[0])
         with pytest.raises(WorkerLostError, match=r"ppo\.generate: rank 0 of 1 was lost"):
-            roles.generate(prompts, range(len(prompts)))
+            roles.start_sampling(prompts, range(len(prompts)))()
