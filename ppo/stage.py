@@ -29,12 +29,13 @@ def run(context: StageContext, config: PPOConfig, roles: Roles, parents: Parents
     controller = PPOController(config, roles, encoded, parents.scale, num_pretraining_rows=num_rows, seed=context.seed)
     first = _resume(context, controller)
     log = MetricsLog(context.folder, context.engine.trackers, resume_step=first)
-    begun = time.monotonic()
+    figures: dict[str, float] = {}
     for iteration in range(first, config.num_iterations):
+        started = time.monotonic()
         figures = controller.step(iteration)
-        before, begun = begun, time.monotonic()  # the checkpoint before it included, in which sampling goes on
+        seconds = time.monotonic() - started
         tokens = figures["response_tokens"] * config.rollout_prompts
-        log.log(iteration + 1, config.num_iterations, {**figures, "tokens_per_second": tokens / (begun - before)})
+        log.log(iteration + 1, config.num_iterations, {**figures, "tokens_per_second": tokens / seconds})
         done = iteration + 1
         if done % config.save_every_iterations == 0 or done == config.num_iterations:
             _save(context, controller, done)
@@ -45,7 +46,8 @@ def run(context: StageContext, config: PPOConfig, roles: Roles, parents: Parents
 
 def _save(context: StageContext, controller: PPOController, done: int) -> None:
     """Rollouts that older weights sample are kept themselves: those weights are thousands of times as large."""
-    controller.start_sampling(done)  # generators need not wait for the checkpoint
+    if controller.config.max_staleness:
+        controller.start_sampling(done)  # generators need not wait for the checkpoint
     writing = begin_checkpoint(context.folder / "checkpoints", done)
     controller.roles.save(writing)
     for iteration, rollout in controller.stale_rollouts(done).items():
