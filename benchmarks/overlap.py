@@ -30,6 +30,7 @@ SHAPE = ModelConfig(
 )
 PROMPTS = [[5 + number % 7] * 16 for number in range(64)]
 NUM_ITERATIONS = 6
+RANKS = ("learner", "generator", "scorer")
 
 
 def main() -> None:
@@ -37,7 +38,7 @@ def main() -> None:
     runs: dict[int, list[float]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory() as folder:
         parents = make_parents(Path(folder))
-        groups = [WorkerGroup(1) for _ in range(3)]
+        groups = [WorkerGroup(1) for _ in RANKS]
         for group in groups:
             group.run("threads", torch.set_num_threads, 1)
         for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 3):
@@ -49,10 +50,11 @@ def main() -> None:
 
 
 def timed_run(groups: list[WorkerGroup], parents: Parents, max_staleness: int) -> float:
-    """Seconds of all iterations; prints, too, how long the learner waited for rollouts."""
+    """Seconds of all iterations; prints, too, what of them the learner waited and how long each rank computed."""
     config = ppo_config(max_staleness)
     roles = DisaggregatedGroup(groups[0], groups[1], groups[2], config, EngineConfig(trackers=()), parents)
     controller = PPOController(config, roles, PROMPTS, parents.scale, num_pretraining_rows=0, seed=0)
+    before = [group.run("clock", time.process_time)[0] for group in groups]
     begun, waited = time.monotonic(), 0.0
     for iteration in range(NUM_ITERATIONS):
         asked = time.monotonic()
@@ -61,7 +63,12 @@ def timed_run(groups: list[WorkerGroup], parents: Parents, max_staleness: int) -
         waited += time.monotonic() - asked
         controller.step(iteration)
     seconds = time.monotonic() - begun
-    print(f"max_staleness {max_staleness}: {seconds:.1f} s, of which {waited:.1f} s waiting for rollouts", flush=True)
+    computed = [group.run("clock", time.process_time)[0] - start for group, start in zip(groups, before, strict=True)]
+    ranks = ", ".join(f"{name} {used:.1f}" for name, used in zip(RANKS, computed, strict=True))
+    print(
+        f"max_staleness {max_staleness}: {seconds:.1f} s, {waited:.1f} waited for rollouts; computing: {ranks}",
+        flush=True,
+    )
     roles.close()
     return seconds
 
