@@ -205,10 +205,10 @@ def learn_from(behaviour: Tensor, rewards: Tensor, *, is_corrected: bool) -> Ten
         weights, _ = importance_weights(proximal, behaviour.log(), every, 2.0)
         advantages = behaviour * (rewards - 1.0) * (weights if is_corrected else 1.0)
         for _ in range(2):
-            logits = logits.detach().requires_grad_()
+            logits.requires_grad_()
             loss, _ = policy_loss(logits.log_softmax(-1), proximal, advantages, every, 0.2)
-            logits = logits - 0.5 * torch.autograd.grad(loss, logits)[0]
-    return logits.detach().softmax(-1)[0]
+            logits = (logits - 0.5 * torch.autograd.grad(loss, logits)[0]).detach()
+    return logits.softmax(-1)[0]
 
 
 def test_from_a_stale_policy_the_corrected_objective_finds_the_best_token_and_the_other_does_not() -> None:
