@@ -173,17 +173,25 @@ class WorkerGroup:
 
     def call(self, name: str, method: str, args_of_rank: Sequence[Sequence[Any]]) -> list[Any]:
         """A method of the kept object, with arguments of its own for every rank; results by rank."""
+        return self.start(name, method, args_of_rank)()
+
+    def start(self, name: str, method: str, args_of_rank: Sequence[Sequence[Any]]) -> Callable[[], list[Any]]:
+        """As `call`, but for waiting, which the returned function does. A rank works in the order of the calls."""
         calls = [
             worker.call.remote(name, method, args) for worker, args in zip(self._workers, args_of_rank, strict=True)
         ]
-        return self._gather(f"{name}.{method}", calls)
+        return lambda: self._gather(f"{name}.{method}", calls)
 
-    def send(self, name: str, offer: str, *, to: "WorkerGroup", method: str) -> None:
+    def send(self, name: str, offer: str, *, to: "WorkerGroup", method: str) -> Callable[[], list[Any]]:
         """What the kept object's method `offer` returns on rank 0 goes to `method` of the same name's object on every
         rank of another group, through the object store and not through the driver. Every rank calls `offer`.
+
+        Back once all have offered; the others receive when they have done what they were called for before, and the
+        returned function waits for that.
         """
         (reference,), *_ = self._gather(f"{name}.{offer}", [w.offer.remote(name, offer) for w in self._workers])
-        to._gather(f"{name}.{method}", [w.receive.remote(name, method, reference) for w in to._workers])
+        calls = [worker.receive.remote(name, method, reference) for worker in to._workers]
+        return lambda: to._gather(f"{name}.{method}", calls)
 
     def drop(self, name: str) -> None:
         """Close the kept object on every rank and forget it."""

@@ -1,6 +1,6 @@
 """PPO's roles served by a group of workers: batches are split by rank, results joined."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from cluster.group import WorkerGroup
 from lm.config import exact_div
 from ppo.config import PPOConfig
+from ppo.roles import Sampling
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from ppo.workers import ColocatedWorker, GeneratorWorker, LearnerWorker, Parents, Rank, ScorerWorker
 from training.config import EngineConfig
@@ -26,10 +27,10 @@ class ColocatedGroup:
     def __init__(self, group: WorkerGroup, config: PPOConfig, engine: EngineConfig, parents: Parents) -> None:
         self.learners = self.scorers = self.generators = Served(group, ColocatedWorker, config, engine, parents)
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Rollout:
+    def start_sampling(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Sampling:
         slices = self.generators.slices(len(prompts))
-        parts: list[Rollout] = self.generators.call("generate", [(prompts[s], seeds[s]) for s in slices])
-        return Rollout.join(parts)
+        parts = self.generators.start("generate", [(prompts[s], seeds[s]) for s in slices])
+        return lambda: Rollout.join(parts())
 
     def scores(self, rollout: Rollout) -> Tensor:
         return self.scorers.per_response("scores", rollout)
@@ -71,7 +72,9 @@ class ColocatedGroup:
 class DisaggregatedGroup(ColocatedGroup):
     """Learners, generators and scorers in groups of their own, each with its own number of ranks.
 
-    Weights travel from the first learner to all generators through Ray's object store, never through the driver.
+    Weights travel from the first learner to all generators through Ray's object store, never through the driver. The
+    learners do not wait for generators that still sample: those take the weights in their turn, after the rollouts that
+    were begun before and before those that are begun later.
     """
 
     def __init__(
@@ -86,6 +89,16 @@ class DisaggregatedGroup(ColocatedGroup):
         self.learners = Served(learners, LearnerWorker, config, engine, parents)
         self.generators = Served(generators, GeneratorWorker, config, engine, parents)
         self.scorers = Served(scorers, ScorerWorker, config, engine, parents)
+        self._weights_arrived: Callable[[], object] = lambda: None  # all ranks begin with the SFT policy's
+
+    def start_sampling(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Sampling:
+        weights_arrived, sampled = self._weights_arrived, super().start_sampling(prompts, seeds)
+
+        def collect() -> Rollout:
+            weights_arrived()
+            return sampled()
+
+        return collect
 
     def sync_weights(self) -> None:
         self._send("advance_and_send")
@@ -95,9 +108,10 @@ class DisaggregatedGroup(ColocatedGroup):
         self._send("send")
 
     def _send(self, offer: str) -> None:
-        self.learners.group.send(NAME, offer, to=self.generators.group, method="receive")
+        self._weights_arrived = self.learners.group.send(NAME, offer, to=self.generators.group, method="receive")
 
     def close(self) -> None:
+        self._weights_arrived()
         for served in (self.learners, self.generators, self.scorers):
             served.close()
 
@@ -122,6 +136,9 @@ class Served:
 
     def call(self, method: str, args_of_rank: Sequence[Sequence[Any]]) -> list[Any]:
         return self.group.call(NAME, method, args_of_rank)
+
+    def start(self, method: str, args_of_rank: Sequence[Sequence[Any]]) -> Callable[[], list[Any]]:
+        return self.group.start(NAME, method, args_of_rank)
 
     def call_all(self, method: str, *args: Any) -> None:
         self.call(method, [args] * self.group.num_workers)

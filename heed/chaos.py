@@ -103,7 +103,7 @@ def run_chaos(
     Errors: ValueError for a job that cannot run here; RuntimeError where a run fails.
     """
     job = load_job(job_file, overrides)
-    cpus = -(-job.workers // num_nodes)
+    cpus = -(-job.num_ranks // num_nodes)
     runs.mkdir(parents=True, exist_ok=True)
 
     def start(name: str, environment: dict[str, str]) -> Driver:

@@ -164,10 +164,19 @@ class JobConfig(Config):
     @property
     def fewest_ranks(self) -> int:
         """How many processes a cluster must have room for, those beside the workers included."""
-        fewest = self.world_sizes[-1]
+        return self.world_sizes[-1] + self._ranks_beside
+
+    @property
+    def num_ranks(self) -> int:
+        """All processes of the job, those beside the workers included."""
+        return self.workers + self._ranks_beside
+
+    @property
+    def _ranks_beside(self) -> int:
+        """PPO's generators and scorers, where they are no workers."""
         if self.ppo is None or self.ppo.placement == "colocated":
-            return fewest
-        return fewest + self.ppo.num_generators + self.ppo.num_scorers
+            return 0
+        return self.ppo.num_generators + self.ppo.num_scorers
 
     def _check_batches(self) -> None:
         problem = self._batch_problem(self.workers)

@@ -75,7 +75,7 @@ class Plan:
     @property
     def dollars(self) -> float:
         hours = sum(stage.seconds for stage in self.stages) / 3600
-        return hours * self.layout.ranks * self.setting.hardware.dollars_per_hour
+        return hours * self.job.num_ranks * self.setting.hardware.dollars_per_hour
 
     @property
     def fits_memory(self) -> bool:
@@ -101,14 +101,14 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
     return Plan(job, setting, layout, tuple(getattr(planner, stage)() for stage in job.stages))
 
 
-def places(num_nodes: int, gpus_per_node: int, num_workers: int) -> int:
-    """Nodes that are needed where each worker takes one GPU of a node. Errors: ValueError where there are not so many;
+def places(num_nodes: int, gpus_per_node: int, num_ranks: int) -> int:
+    """Nodes that are needed where each rank takes one GPU of a node. Errors: ValueError where there are not so many;
     `num_nodes` 0 means as many as it takes.
     """
-    needed = math.ceil(num_workers / gpus_per_node)
+    needed = math.ceil(num_ranks / gpus_per_node)
     if num_nodes and needed > num_nodes:
         raise ValueError(
-            f"workers is {num_workers}, each with one GPU; {num_nodes} nodes of {gpus_per_node} have"
+            f"the job has {num_ranks} ranks, each with one GPU; {num_nodes} nodes of {gpus_per_node} have"
             f" {num_nodes * gpus_per_node}; {needed} nodes are needed"
         )
     return needed
@@ -257,8 +257,12 @@ class _Planner:
             "responses": config.num_iterations * config.rollout_prompts,
             "tokens an iteration": config.rollout_prompts * row_tokens,
         }
-        seconds = self._compute_seconds(self._ppo_flops(config, policy, value, row_tokens))
-        seconds += self._sampling_seconds(policy.total, rollout_rows, row_tokens, config.max_response_tokens)
+        learning = self._compute_seconds(self._ppo_flops(config, policy, value, row_tokens))
+        if config.placement == "disaggregated":
+            self._assume("memory is that of a rank with all roles; the scorers' work is counted as the learners'")
+            rollout_rows = config.rollout_prompts // config.num_generators
+        sampling = self._sampling_seconds(policy.total, rollout_rows, row_tokens, config.max_response_tokens)
+        seconds = max(learning, sampling) if config.max_staleness else learning + sampling
         return self._stage("ppo", "responses", numbers, memory, config.num_iterations, seconds)
 
     def _ptx_tokens(self, config: PPOConfig) -> int:

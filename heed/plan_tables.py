@@ -35,7 +35,7 @@ def show_plan(
     chosen = hardware(gpu, job.workers, job.engine.resolved_precision())
     if price >= 0:
         chosen = replace(chosen, dollars_per_hour=price)
-    nodes = places(num_nodes, gpus_per_node, job.workers) if chosen.is_gpu else 1
+    nodes = places(num_nodes, gpus_per_node, job.num_ranks) if chosen.is_gpu else 1
     plan = make_plan(job, Setting(chosen, share_of_peak, assumed_rows))
     out.print(_heading(plan, nodes, gpus_per_node))
     for stage in plan.stages:
@@ -97,7 +97,7 @@ def _summary(plan: Plan) -> Table:
     table = Table("stage", "steps", "a step", "in all", "dollars", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    hourly = plan.layout.ranks * plan.setting.hardware.dollars_per_hour
+    hourly = plan.job.num_ranks * plan.setting.hardware.dollars_per_hour
     for stage in plan.stages:
         dollars = f"{stage.seconds / 3600 * hourly:,.0f}"
         table.add_row(stage.name, f"{stage.num_steps:,}", _time(stage.seconds_per_step), _time(stage.seconds), dollars)

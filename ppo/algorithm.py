@@ -51,12 +51,48 @@ def whiten(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
     return torch.where(mask_BR, (values_BR - counted.mean()) / (counted.std(correction=0) + 1e-8), 0.0)
 
 
+def importance_weights(
+    logprobs_BR: Tensor, behaviour_logprobs_BR: Tensor, mask_BR: Tensor, cap: float
+) -> tuple[Tensor, dict[str, float]]:
+    """w = min(π_prox / π_behave, cap) [B, R] of counted tokens, 0 elsewhere, and figures; for decoupled PPO.
+
+    Three policies: π_behave sampled the responses, π_prox is the policy before this iteration's updates, π the one that
+    moves. The decoupled objective (Hilton et al., arXiv 2110.00641; for language models AReaL, arXiv 2505.24298) is
+    Σ π_prox/π_behave · min(ρ A, clip(ρ, 1 ± c) A) with ρ = π / π_prox: clipping is measured from where the policy
+    stands, and the weight makes the mean over sampled tokens one over π_prox's, E_behave[w f] = E_prox[f]. As w >= 0,
+    w min(ρ A, clip(ρ) A) = min(ρ wA, clip(ρ) wA): PPO's loss of advantages times w is that objective.
+
+    What stays as it is, and why:
+    - A token's weight does not correct the tokens before it. The product over a response would, with a variance that
+      grows with every token; the responses are those of a policy a few iterations old, as are their returns.
+    - The KL penalty is that of π_prox. E_π[∇ log π] = 0, so ∇ E_π[-β log(π/π_ref)] = E_π[-β log(π/π_ref) ∇ log π]: the
+      reward holds the log ratio of the policy that is moved, and w takes its mean over that policy's tokens. The KL
+      reported, unweighted, is KL(π_behave, π_ref) - KL(π_behave, π_prox) in the mean.
+    - Whitening subtracts a constant, which w makes harmless, E_behave[w ∇ log π_prox] = 0, and divides by another.
+    - The value function learns the returns as they came; their first token's weight would not make them π_prox's.
+    - The cap bounds the variance and moves the gradient towards π_behave where it binds (truncated importance sampling,
+      as arXiv 1802.01561).
+
+    Figures: mean and largest weight before the cap (a mean far from 1 says that the policies are far apart), the share
+    of tokens that it cuts, and the effective sample share (Σw)² / (n Σw²) of what is left.
+    """
+    ratio_C = (logprobs_BR - behaviour_logprobs_BR)[mask_BR].exp()
+    weight_C = ratio_C.clamp(max=cap)
+    figures = {
+        "importance_mean": float(ratio_C.mean()),
+        "importance_max": float(ratio_C.max()),
+        "importance_cut_share": float((ratio_C > cap).float().mean()),
+        "effective_share": float(weight_C.sum() ** 2 / (weight_C.numel() * (weight_C**2).sum())),
+    }
+    return torch.zeros_like(logprobs_BR).masked_scatter(mask_BR, weight_C), figures
+
+
 def policy_loss(
     logprobs_BR: Tensor, old_logprobs_BR: Tensor, advantages_BR: Tensor, mask_BR: Tensor, clip: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-Σ min(ρ A, clip(ρ, 1 ± c) A) over counted tokens (arXiv 1707.06347, eq. 7), and sums to report. Lower is better.
 
-    ρ = π / π_old. `approx_kl` is Σ (ρ - 1 - log ρ), never negative (k3).
+    ρ = π / π_old, the policy before the iteration's updates. `approx_kl` is Σ (ρ - 1 - log ρ), never negative (k3).
     """
     log_ratio_BR = (logprobs_BR - old_logprobs_BR) * mask_BR
     ratio_BR = log_ratio_BR.exp()

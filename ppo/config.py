@@ -15,8 +15,9 @@ class PPOConfig(Config):
     `minibatch.batch_size` counts responses; `minibatch.micro_batch_size` also bounds the passes without gradients.
     KL is in nats a response, the sum over its tokens of log π - log π_ref. Scores are in standard deviations of the
     SFT policy's scores. Colocated, every worker has all roles; disaggregated, the job's workers learn and others sample
-    and score. `init_from` names a policy and `reward_from` a reward model (folders or hub ids) that stand in for what
-    the stages before would give.
+    and score. With `max_staleness` N the generators are N iterations ahead: what iteration i learns from was sampled
+    with the weights that iteration max(0, i - N) began with. `init_from` names a policy and `reward_from` a reward
+    model (folders or hub ids) that stand in for what the stages before would give.
     """
 
     init_from: str = ""
@@ -24,6 +25,8 @@ class PPOConfig(Config):
     placement: Literal["colocated", "disaggregated"] = "colocated"
     num_generators: int = Field(default=1, ge=1)  # ranks that sample; disaggregated only
     num_scorers: int = Field(default=1, ge=1)  # ranks that hold reward model and reference; disaggregated only
+    max_staleness: int = Field(default=0, ge=0)  # in iterations; disaggregated only; 0 = on-policy
+    importance_cap: float = Field(default=2.0, ge=1)  # of a token's weight π / π_behave, in stale rollouts
     prompts: DataConfig
     num_iterations: int = Field(ge=1)
     rollout_prompts: int = Field(ge=1)
@@ -55,6 +58,16 @@ class PPOConfig(Config):
         if self.placement == "disaggregated":
             for name in ("num_generators", "num_scorers"):
                 exact_div(self.rollout_prompts, getattr(self, name), f"rollout_prompts over {name}")
+        if self.max_staleness and self.placement == "colocated":
+            raise ValueError(
+                f'max_staleness {self.max_staleness} with placement "colocated": a worker that samples cannot learn'
+                ' meanwhile; 0 or placement "disaggregated" was expected'
+            )
+        if self.max_staleness >= self.num_iterations:
+            raise ValueError(
+                f"max_staleness {self.max_staleness} with num_iterations {self.num_iterations}: no rollout would be"
+                " sampled by trained weights; less than num_iterations was expected"
+            )
         if (self.ptx_coef > 0) != (self.ptx_rows > 0):
             raise ValueError(f"ptx_coef {self.ptx_coef} with ptx_rows {self.ptx_rows}: both or neither must be 0")
         return self

@@ -1,7 +1,8 @@
 """Proximal policy optimisation of a language model: the algorithm, told once.
 
 Sample, score, penalise, estimate advantages, learn in epochs of minibatches, adjust the KL coefficient. Where the
-models live and how many ranks share the work is the business of the roles.
+models live and how many ranks share the work is the business of the roles. With `max_staleness` the next rollouts are
+being sampled meanwhile, by weights that are a fixed number of iterations old, whoever is the faster.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ppo.algorithm import KLController, generalised_advantages, token_rewards, whiten
+from ppo.algorithm import KLController, generalised_advantages, importance_weights, token_rewards, whiten
 from ppo.config import PPOConfig
-from ppo.roles import Roles
+from ppo.roles import Roles, Sampling
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from training.packing import DataOrder
 from training.seeds import derive_seed
@@ -34,7 +35,7 @@ class ScoreScale:
 
 
 class PPOController:
-    """Runs iterations; its whole state is the iteration number and the KL coefficient."""
+    """Runs iterations; its whole state is the iteration number, the KL coefficient and the rollouts in flight."""
 
     def __init__(
         self,
@@ -48,13 +49,15 @@ class PPOController:
     ) -> None:
         self.config, self.roles, self.prompts, self.scale, self.seed = config, roles, prompts, scale, seed
         self.kl = KLController(config, config.kl_coef)
+        self.in_flight: dict[int, Sampling] = {}  # by the iteration that will learn from it
         self.prompt_order = DataOrder(len(prompts), config.rollout_prompts, derive_seed(seed, "ppo", "prompts"))
         self.ptx_order = DataOrder(max(1, num_pretraining_rows), config.ptx_rows, derive_seed(seed, "ppo", "ptx"))
 
     def step(self, iteration: int) -> dict[str, float]:
         """One iteration of the algorithm, 0 .. num_iterations - 1. Returns its figures."""
         config, roles = self.config, self.roles
-        rollout = self._sample(iteration)
+        self.start_sampling(iteration)
+        rollout = self.in_flight.pop(iteration)()
         scores_B = roles.scores(rollout)
         logprobs_BR = roles.policy_logprobs(rollout)
         ref_logprobs_BR = roles.reference_logprobs(rollout)
@@ -69,10 +72,17 @@ class PPOController:
             rewards_BR, values_BR, mask_BR, config.discount, config.gae_lambda
         )
         advantages_BR = whiten(advantages_BR, mask_BR)
+        importance_BR, importance_figures = importance_weights(
+            logprobs_BR, rollout.behaviour_logprobs_BR, mask_BR, config.importance_cap
+        )
+        staleness = min(iteration, config.max_staleness)
+        if staleness:  # else both policies are one, and what differs is rounding
+            advantages_BR = importance_BR * advantages_BR
 
         figures = self._learn(iteration, rollout, mask_BR, logprobs_BR, advantages_BR, values_BR, returns_BR)
         kl_nats = float(kl_B[scored_B].mean())
-        figures |= {
+        figures |= importance_figures | {
+            "staleness": float(staleness),
             "score": float(scores_B[scored_B].mean()),
             "scaled_score": float(self.scale.apply(scores_B)[scored_B].mean()),
             "kl_nats": kl_nats,
@@ -87,10 +97,26 @@ class PPOController:
         roles.sync_weights()
         return figures
 
-    def _sample(self, iteration: int) -> Rollout:
-        chosen = self.prompt_order.batch(iteration)
-        seeds = [derive_seed(self.seed, "ppo", "sample", iteration, place) for place in range(len(chosen))]
-        return self.roles.generate([self.prompts[row] for row in chosen], seeds)
+    def start_sampling(self, iteration: int) -> None:
+        """Begin the rollouts that the weights at the start of an iteration sample, unless they are under way.
+
+        These are its own and `max_staleness` more at first, then the one that many iterations ahead.
+        """
+        for ahead in self._window(iteration, self.config.max_staleness + 1):
+            if ahead not in self.in_flight:
+                chosen = self.prompt_order.batch(ahead)
+                seeds = [derive_seed(self.seed, "ppo", "sample", ahead, place) for place in range(len(chosen))]
+                self.in_flight[ahead] = self.roles.start_sampling([self.prompts[row] for row in chosen], seeds)
+
+    def stale_rollouts(self, iteration: int) -> dict[int, Rollout]:
+        """The rollouts for this and later iterations that older weights than this one's sample, waited for.
+
+        They belong in a checkpoint: the weights in it can sample all others, not these.
+        """
+        return {ahead: self.in_flight[ahead]() for ahead in self._window(iteration, self.config.max_staleness)}
+
+    def _window(self, iteration: int, size: int) -> range:
+        return range(iteration, min(iteration + size, self.config.num_iterations))
 
     def _require_scores(self, scores_B: Tensor) -> Tensor:
         """True = scored. Errors: RuntimeError where too many scores failed."""

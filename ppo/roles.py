@@ -3,7 +3,7 @@
 Every call is about a whole batch; whoever serves it splits it among ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,10 +11,15 @@ from torch import Tensor
 
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 
+Sampling = Callable[[], Rollout]  # waits for a rollout that was begun; every call gives the same
+
 
 class Generator(Protocol):
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Rollout:
-        """One response a prompt, each from its own seed."""
+    def start_sampling(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Sampling:
+        """Begin one response a prompt, each from its own seed, with the weights that were given last before this call.
+
+        It returns at once where generators are workers of their own; rollouts are made in the order of the calls.
+        """
         ...
 
 
@@ -40,7 +45,9 @@ class PolicyLearner(Protocol):
         ...
 
     def sync_weights(self) -> None:
-        """Give the learner's weights to the generator, prove that they arrived, and advance the moving average."""
+        """Give the learner's weights to the generator, and advance the moving average. Whether they arrived is proved
+        before a rollout that they sampled is handed out.
+        """
         ...
 
     def export_policy(self, folder: Path) -> None:

@@ -5,10 +5,12 @@ Shape letters: B responses, T tokens of prompt and response, R response tokens, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 
@@ -20,7 +22,7 @@ class Rollout:
     prompt_tokens_B: Tensor  # length of each prompt
     response_tokens_B: Tensor  # length of each response, its end token included
     finished_B: Tensor  # True = the response ended by itself
-    max_response_tokens: int
+    behaviour_logprobs_BR: Tensor  # nats, as the policy sampled them, at its temperature; 0 where there is no token
 
     @classmethod
     def of(
@@ -28,20 +30,23 @@ class Rollout:
         prompts: Sequence[Sequence[int]],
         responses: Sequence[Sequence[int]],
         finished: Sequence[bool],
+        logprobs: Sequence[Sequence[float]],
         *,
         max_response_tokens: int,
         pad_id: int,
     ) -> Self:
         width = max(len(prompt) for prompt in prompts) + max_response_tokens
         tokens_BT = torch.full((len(prompts), width), pad_id)
-        for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        logprobs_BR = torch.zeros(len(prompts), max_response_tokens)
+        for row, (prompt, response, found) in enumerate(zip(prompts, responses, logprobs, strict=True)):
             tokens_BT[row, : len(prompt) + len(response)] = torch.tensor([*prompt, *response])
+            logprobs_BR[row, : len(response)] = torch.tensor(found)
         return cls(
             tokens_BT,
             torch.tensor([len(prompt) for prompt in prompts]),
             torch.tensor([len(response) for response in responses]),
             torch.tensor(list(finished)),
-            max_response_tokens,
+            logprobs_BR,
         )
 
     @classmethod
@@ -55,11 +60,22 @@ class Rollout:
             torch.cat([part.prompt_tokens_B for part in parts]),
             torch.cat([part.response_tokens_B for part in parts]),
             torch.cat([part.finished_B for part in parts]),
-            parts[0].max_response_tokens,
+            torch.cat([part.behaviour_logprobs_BR for part in parts]),
         )
+
+    def save(self, path: Path) -> None:
+        save_file({field.name: getattr(self, field.name).contiguous() for field in fields(self)}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        return cls(**load_file(path))
 
     def __len__(self) -> int:
         return len(self.tokens_BT)
+
+    @property
+    def max_response_tokens(self) -> int:
+        return self.behaviour_logprobs_BR.shape[1]
 
     @property
     def response_mask_BR(self) -> Tensor:
@@ -105,8 +121,8 @@ class PolicyBatch:
     """What a policy update learns from; `num_tokens` counts the response tokens of the whole minibatch, all ranks'."""
 
     rollout: Rollout
-    logprobs_BR: Tensor  # nats, of the policy that sampled, at the sampling temperature
-    advantages_BR: Tensor
+    logprobs_BR: Tensor  # nats, of the policy before this iteration's updates, at the sampling temperature
+    advantages_BR: Tensor  # times the importance weights, where the rollout is stale
     mask_BR: Tensor  # True = counted in the loss
     num_tokens: int
     ptx_rows: Tensor  # row numbers of the pretraining stream, this rank's

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from lm.tokenizer import Tokenizer
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.roles import Roles
+from ppo.roles import Roles, Sampling
+from ppo.rollout import Rollout
 from ppo.workers import Parents
 from training.checkpoint import begin_checkpoint, commit_checkpoint, latest_checkpoint
 from training.data import Prompt
@@ -44,8 +45,13 @@ def run(context: StageContext, config: PPOConfig, roles: Roles, parents: Parents
 
 
 def _save(context: StageContext, controller: PPOController, done: int) -> None:
+    """Rollouts that older weights sample are kept themselves: those weights are thousands of times as large."""
+    if controller.config.max_staleness:
+        controller.start_sampling(done)  # generators need not wait for the checkpoint
     writing = begin_checkpoint(context.folder / "checkpoints", done)
     controller.roles.save(writing)
+    for iteration, rollout in controller.stale_rollouts(done).items():
+        rollout.save(writing / f"rollout-{iteration:06d}.safetensors")
     state = {"iteration": done, "kl_coef": controller.kl.coef}
     (writing / "controller.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
     commit_checkpoint(writing, done, keep=context.engine.keep_checkpoints)
@@ -59,4 +65,10 @@ def _resume(context: StageContext, controller: PPOController) -> int:
     folder, iteration = found
     controller.roles.load(folder)
     controller.kl.coef = json.loads((folder / "controller.json").read_text(encoding="utf-8"))["kl_coef"]
+    for path in folder.glob("rollout-*.safetensors"):
+        controller.in_flight[int(path.stem.removeprefix("rollout-"))] = _held(Rollout.load(path))
     return iteration
+
+
+def _held(rollout: Rollout) -> Sampling:
+    return lambda: rollout

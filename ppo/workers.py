@@ -24,6 +24,7 @@ from lm.weights import ModelFolder, NewHead, load_language_model, purpose_of, sa
 from ppo.algorithm import policy_loss, value_loss
 from ppo.config import PPOConfig
 from ppo.controller import ScoreScale
+from ppo.roles import Sampling
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from reward.scoring import Judge, sequence_scores
 from training.config import EngineConfig
@@ -118,6 +119,7 @@ class GeneratorWorker(Rank):
             prompts,
             sampled.responses,
             sampled.finished,
+            sampled.logprobs,
             max_response_tokens=self.config.max_response_tokens,
             pad_id=self.tokenizer.pad_id,
         )
@@ -302,6 +304,10 @@ class LearnerWorker(Rank):
 
 class ColocatedWorker(LearnerWorker, GeneratorWorker, ScorerWorker):
     """All roles on one rank (implements `ppo.roles.Roles`)."""
+
+    def start_sampling(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Sampling:
+        rollout = self.generate(prompts, seeds)
+        return lambda: rollout
 
     def sync_weights(self) -> None:
         self.receive(self.advance_and_send())

@@ -211,7 +211,7 @@ CASES = {
 # --- PPO: a rollout with unequal responses, of which some failed to be scored -----------------------------------------
 
 PROMPTS, RESPONSES = [tokens(n) for n in (3, 9, 1, 4, 2, 7, 5, 6)], [tokens(n) for n in (5, 1, 6, 2, 4, 6, 1, 3)]
-ROLLOUT = Rollout.of(PROMPTS, RESPONSES, [True] * NUM_ROWS, max_response_tokens=6, pad_id=PAD)
+ROLLOUT = Rollout.of(PROMPTS, RESPONSES, [True] * NUM_ROWS, RESPONSES, max_response_tokens=6, pad_id=PAD)
 SCORED_BR = ROLLOUT.response_mask_BR & torch.tensor([1, 1, 0, 0, 1, 0, 1, 1]).bool()[:, None]
 OLD_LOGPROBS_BR, ADVANTAGES_BR, OLD_VALUES_BR, RETURNS_BR = (
     torch.from_numpy(drawn.normal(mean, 1, (NUM_ROWS, 6)).astype(np.float32)) for mean in (-6.0, 0.0, 0.0, 1.0)

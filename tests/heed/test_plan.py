@@ -187,10 +187,26 @@ def test_time_is_operations_over_a_share_of_the_peak() -> None:
     assert free.dollars == 0
 
 
+def test_sampling_ahead_costs_the_longer_of_sampling_and_learning() -> None:
+    def seconds(*overrides: str) -> float:
+        return float(stage_of(plan_of(JOBS / "demo.toml", overrides=overrides), "ppo").seconds_per_step)
+
+    apart = ("ppo.placement=disaggregated", "ppo.num_generators=4")
+    both, longer, one = seconds(*apart), seconds(*apart, "ppo.max_staleness=1"), seconds(*apart, "ppo.max_staleness=2")
+    assert longer == one
+    assert 0 < both - longer <= longer  # what is left out is the shorter of the two
+    slow = seconds("ppo.placement=disaggregated", "ppo.num_generators=1")
+    assert slow > both  # fewer generators, more rows for each
+    ahead = plan_of(JOBS / "demo.toml", overrides=(*apart, "ppo.max_staleness=1"))
+    hours = sum(stage.seconds for stage in ahead.stages) / 3600
+    price = ahead.setting.hardware.dollars_per_hour
+    assert ahead.dollars == pytest.approx(hours * (ahead.layout.ranks + 4 + 1) * price)
+
+
 def test_places() -> None:
     assert places(0, 8, 17) == 3
     assert places(4, 8, 32) == 4
-    says = r"workers is 33, each with one GPU; 4 nodes of 8 have 32; 5 nodes are needed"
+    says = r"the job has 33 ranks, each with one GPU; 4 nodes of 8 have 32; 5 nodes are needed"
     with pytest.raises(ValueError, match=says):
         places(4, 8, 33)
 

@@ -3,15 +3,19 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from ppo.config import PPOConfig
 from ppo.controller import PPOController, ScoreScale
+from ppo.roles import Sampling
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 
 GOOD, R = 1, 4  # the other token is 0
@@ -24,22 +28,26 @@ class ToyRoles:
 
     def __init__(self, *, rate: float = 0.1) -> None:
         self.odds, self.value = torch.zeros(2), torch.zeros(())
-        self.rate = rate
+        self.sent_odds, self.rate = self.odds, rate
         self.policy_batches: list[PolicyBatch] = []
         self.value_batches: list[ValueBatch] = []
         self.rollouts: list[Rollout] = []
         self.learning_rates: list[float] = []
-        self.num_syncs = 0
+        self.num_syncs, self.syncs_before_rollout = 0, list[int]()
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Rollout:
-        chance = float(self.odds.softmax(0)[GOOD])
+    def start_sampling(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Sampling:
+        """As a generator with a queue: what is begun now has the weights sent last, whenever it is asked for."""
+        chance = float(self.sent_odds.softmax(0)[GOOD])
         draws = [np.random.default_rng(seed).random(R) < chance for seed in seeds]
         # Even seeds give short responses that end by themselves, odd ones responses that are cut off.
         lengths = [R - 1 if seed % 2 == 0 else R for seed in seeds]
         responses = [draw[:length].astype(int).tolist() for draw, length in zip(draws, lengths, strict=True)]
         finished = [seed % 2 == 0 for seed in seeds]
-        self.rollouts.append(Rollout.of(prompts, responses, finished, max_response_tokens=R, pad_id=9))
-        return self.rollouts[-1]
+        logprobs = [self.sent_odds.log_softmax(0)[response].tolist() for response in responses]
+        rollout = Rollout.of(prompts, responses, finished, logprobs, max_response_tokens=R, pad_id=9)
+        self.rollouts.append(rollout)
+        self.syncs_before_rollout.append(self.num_syncs)
+        return lambda: rollout
 
     def scores(self, rollout: Rollout) -> Tensor:
         mask = rollout.response_mask_BR
@@ -78,6 +86,7 @@ class ToyRoles:
 
     def sync_weights(self) -> None:
         self.num_syncs += 1
+        self.sent_odds = self.odds
 
     def export_policy(self, folder: Path) -> None:
         raise NotImplementedError
@@ -88,6 +97,7 @@ class ToyRoles:
     def load(self, folder: Path) -> None:
         odds, value, updates = json.loads((folder / "toy.json").read_text())
         self.odds, self.value = torch.tensor(odds), torch.tensor(value)
+        self.sent_odds = self.odds
         self.policy_batches, self.value_batches = [None] * updates, [None] * updates  # type: ignore[list-item]
 
 
@@ -290,3 +300,132 @@ def test_a_resumed_run_ends_with_the_same_weights(start: Callable[..., PPOContro
     for iteration in range(4):
         different.step(iteration)
     assert other.odds.tolist() != whole.odds.tolist()
+
+
+AHEAD = {"placement": "disaggregated"}
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_weights_of_a_fixed_age_sample_every_rollout(start: Callable[..., PPOController], staleness: int) -> None:
+    roles = ToyRoles()
+    controller = start(roles, num_iterations=6, max_staleness=staleness, **AHEAD)
+    for iteration in range(6):
+        figures = controller.step(iteration)
+        assert figures["staleness"] == min(iteration, staleness)
+        # Those that the learner's next weights sample are not begun before it has sent them.
+        assert len(roles.rollouts) == min(6, iteration + 1 + staleness)
+        learned = [row for batch in roles.policy_batches[-4:] for row in batch.rollout.token_lists()[1]]
+        assert sorted(learned) == sorted(roles.rollouts[iteration].token_lists()[1] * 2)  # in two epochs
+    assert roles.syncs_before_rollout == [max(0, iteration - staleness) for iteration in range(6)]
+    assert controller.in_flight == {}
+    on_policy = ToyRoles(rate=0.0)  # the prompts of an iteration are the same at every staleness
+    controller = start(on_policy, num_iterations=6)
+    for iteration in range(6):
+        controller.step(iteration)
+    for ours, theirs in zip(roles.rollouts, on_policy.rollouts, strict=True):
+        assert ours.prompt_tokens_B.tolist() == theirs.prompt_tokens_B.tolist()
+        assert ours.finished_B.tolist() == theirs.finished_B.tolist()
+
+
+class Rounded(ToyRoles):
+    """The generator computes in less precision than the learner."""
+
+    def start_sampling(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Sampling:
+        rollout = super().start_sampling(prompts, seeds)()
+        return lambda: replace(rollout, behaviour_logprobs_BR=rollout.behaviour_logprobs_BR.bfloat16().float() * 1.01)
+
+
+def test_on_policy_weights_do_not_hang_on_the_generators_logprobs(start: Callable[..., PPOController]) -> None:
+    exact, rounded = ToyRoles(), Rounded()
+    cuts = []
+    for roles in (exact, rounded):
+        controller = start(roles, num_iterations=3, importance_cap=1.0)
+        cuts.append([controller.step(iteration)["importance_cut_share"] for iteration in range(3)])
+    assert cuts[0] != cuts[1]
+    assert exact.odds.tolist() == rounded.odds.tolist()
+    for roles in (exact, rounded):  # stale weights do
+        controller = start(roles, num_iterations=6, max_staleness=1, importance_cap=1.0, **AHEAD)
+        roles.policy_batches, roles.value_batches = [], []
+        for iteration in range(3):
+            controller.step(iteration)
+    assert exact.odds.tolist() != rounded.odds.tolist()
+
+
+def test_advantages_of_stale_rollouts_carry_their_weights(start: Callable[..., PPOController]) -> None:
+    roles = ToyRoles(rate=0.5)
+    controller = start(
+        roles, num_iterations=4, max_staleness=2, importance_cap=1.1, num_epochs=1, minibatch=16, micro=16, **AHEAD
+    )
+    sampled_with, learned_with = [], []
+    for iteration in range(4):
+        learned_with.append(roles.odds.log_softmax(0))
+        figures = controller.step(iteration)
+        sampled_with.append(learned_with[max(0, iteration - 2)])
+        batch = roles.policy_batches[iteration]
+        weights, counted = [], []
+        for row in range(16):
+            for t in range(R):
+                if batch.mask_BR[row, t]:
+                    token = int(batch.rollout.response_BR[row, t])
+                    weight = math.exp(learned_with[iteration][token] - sampled_with[iteration][token])
+                    weights.append(weight)
+                    counted.append(float(batch.advantages_BR[row, t]) / (min(weight, 1.1) if iteration else 1.0))
+        # Taken back out, whitened advantages are left.
+        assert np.mean(counted) == pytest.approx(0, abs=1e-5)
+        assert np.std(counted) == pytest.approx(1, rel=1e-4)
+        assert figures["importance_mean"] == pytest.approx(np.mean(weights), rel=1e-5)
+        assert figures["importance_max"] == pytest.approx(max(weights), rel=1e-5)
+        assert figures["importance_cut_share"] == pytest.approx(np.mean([weight > 1.1 for weight in weights]))
+        # Clipping is measured from where the policy stands, so the first minibatch's ratio is 1 for stale rollouts too.
+        assert figures["ratio_error"] == pytest.approx(0, abs=1e-6)
+    assert figures["importance_max"] > 1.1
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_the_score_rises_from_stale_rollouts(start: Callable[..., PPOController], staleness: int) -> None:
+    for seed in (1, 2, 3):
+        controller = start(
+            ToyRoles(rate=0.5), num_iterations=15, kl_coef=0.01, seed=seed, max_staleness=staleness, **AHEAD
+        )
+        scores = [controller.step(iteration)["score"] for iteration in range(15)]
+        assert scores[0] == pytest.approx(0.5, abs=0.2)
+        assert np.mean(scores[-3:]) > 0.85
+
+
+def test_rollouts_in_flight_are_part_of_the_state(start: Callable[..., PPOController], tmp_path: Path) -> None:
+    changes = {"num_iterations": 5, "max_staleness": 2, **AHEAD}
+    whole = ToyRoles()
+    controller = start(whole, **changes)
+    for iteration in range(5):
+        controller.step(iteration)
+        if iteration == 1:
+            whole.save(tmp_path)
+            held = controller.stale_rollouts(2)
+    assert list(held) == [2, 3]
+    final = []
+    for in_flight in (held, {}):
+        resumed = ToyRoles()
+        resumed.load(tmp_path)
+        again = start(resumed, **changes)
+        again.in_flight = {number: partial(Rollout.join, [rollout]) for number, rollout in in_flight.items()}
+        for iteration in (2, 3, 4):
+            again.step(iteration)
+        final.append(resumed.odds.tolist())
+    assert final[0] == whole.odds.tolist()
+    assert final[1] != whole.odds.tolist()  # sampled again by newer weights they are others
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"max_staleness": 1}, 'max_staleness 1 with placement "colocated"'),
+        ({"max_staleness": 3, **AHEAD}, "max_staleness 3 with num_iterations 3"),
+        ({"max_staleness": -1, **AHEAD}, "greater than or equal to 0"),
+        ({"importance_cap": 0.9}, "greater than or equal to 1"),
+    ],
+)
+def test_staleness_that_cannot_be_is_refused(
+    ppo_config: Callable[..., PPOConfig], changes: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        ppo_config(**changes)

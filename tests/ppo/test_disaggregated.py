@@ -1,5 +1,6 @@
 """Learners, generators and scorers in groups of their own, against all roles in one place: the same bits."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cluster.group import WorkerGroup, WorkerLostError, disconnect
+from cluster.group import WorkerError, WorkerGroup, WorkerLostError, disconnect
 from cluster.ppo_group import ColocatedGroup, DisaggregatedGroup
+from ppo import workers
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.roles import Roles
@@ -25,7 +27,7 @@ Trained = tuple[dict[str, Tensor], list[dict[str, float]]]
 @pytest.fixture(scope="module", autouse=True)
 def _room() -> Iterator[None]:
     """Ray may place more workers than this machine has cores."""
-    ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=6, include_dashboard=False, log_to_driver=False)
     yield
     disconnect()
 
@@ -93,9 +95,43 @@ def test_groups_of_other_sizes_agree_to_rounding(
         torch.testing.assert_close(weights[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
 
 
+def _wait_for(path: Path) -> None:
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not come"
+        time.sleep(0.01)
+
+
+def _confuse() -> None:
+    """From now on this process takes every set of weights for another one."""
+    workers._checksum = lambda _weights: -1
+
+
+def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(
+    config: PPOConfig, parents: Parents, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
+        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
+        busy = generators._workers[0].run.remote(_wait_for, (tmp_path / "sent",))
+        first = roles.start_sampling(prompts, range(16))
+        roles.sync_weights()
+        second = roles.start_sampling(prompts, range(16))
+        (tmp_path / "sent").touch()
+        assert ray.get(busy)[0], "the learner waited for the generator"
+        found = second()
+        # Nothing was learned in between, so both are the same; the first is there whenever it is asked for.
+        assert torch.equal(first().tokens_BT, found.tokens_BT)
+        # Weights that do not arrive are found out before anything that was sampled with them is used.
+        generators.run("confuse", _confuse)
+        roles.sync_weights()
+        third = roles.start_sampling(prompts, range(16))
+        with pytest.raises(WorkerError, match=r"ppo\.receive: rank 0 of 1: AssertionError.*checksum -1"):
+            third()
+
+
 def test_a_lost_generator_is_named(config: PPOConfig, parents: Parents, prompts: list[list[int]]) -> None:
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
         roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
         ray.kill(generators._workers[0])
         with pytest.raises(WorkerLostError, match=r"ppo\.generate: rank 0 of 1 was lost"):
-            roles.generate(prompts, range(len(prompts)))
+            roles.start_sampling(prompts, range(len(prompts)))()

@@ -36,9 +36,7 @@ class Mortal(ColocatedWorker):
 
 
 @pytest.fixture
-def run(
-    parents: Parents, prompts: list[list[int]], ppo_config: Callable[..., PPOConfig]
-) -> Callable[[Path, type[ColocatedWorker]], None]:
+def run(parents: Parents, prompts: list[list[int]], ppo_config: Callable[..., PPOConfig]) -> Callable[..., None]:
     tokenizer = Tokenizer.load(parents.sft)
     # Prompts as a file gives them; the user's words are what the encoded fixture was made of.
     asked = [
@@ -46,8 +44,8 @@ def run(
         for i, tokens in enumerate(prompts)
     ]
 
-    def build(folder: Path, kind: type[ColocatedWorker]) -> None:
-        config = ppo_config(kl_control="adaptive", kl_horizon=50, learning_rate=1e-2)
+    def build(folder: Path, kind: type[ColocatedWorker], **changes: object) -> None:
+        config = ppo_config(kl_control="adaptive", kl_horizon=50, learning_rate=1e-2, **changes)
         roles = kind(config, ENGINE, parents, 1)
         try:
             stage.run(StageContext(folder, 11, 1, ENGINE), config, roles, parents, asked)
@@ -57,18 +55,23 @@ def run(
     return build
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_killed_run_ends_as_the_run_nobody_touched(
-    run: Callable[[Path, type[ColocatedWorker]], None], tmp_path: Path
+    run: Callable[..., None], tmp_path: Path, max_staleness: int
 ) -> None:
-    run(tmp_path / "whole", ColocatedWorker)
+    # To the stage any roles are as good as generators of their own: these sample at once what is begun.
+    ahead = {"placement": "disaggregated", "max_staleness": max_staleness}
+    run(tmp_path / "whole", ColocatedWorker, **ahead)
     with pytest.raises(Killed):
-        run(tmp_path / "killed", Mortal)
+        run(tmp_path / "killed", Mortal, **ahead)
+    held = sorted(path.name for path in (tmp_path / "killed" / "checkpoints" / "step-000002").glob("rollout-*"))
+    assert held == ["rollout-000002.safetensors"] * max_staleness
     assert not (tmp_path / "killed" / "model").exists()
     # What a kill in the middle of a write leaves behind.
     (tmp_path / "killed" / "checkpoints" / ".writing-000003").mkdir()
     with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "num_st')
-    run(tmp_path / "killed", ColocatedWorker)
+    run(tmp_path / "killed", ColocatedWorker, **ahead)
     for name in ("model", "model_ema"):
         weights = [(tmp_path / kind / name / "model.safetensors").read_bytes() for kind in ("whole", "killed")]
         assert weights[0] == weights[1]
@@ -87,7 +90,7 @@ def test_a_killed_run_ends_as_the_run_nobody_touched(
 
 
 def test_training_moved_the_weights_and_the_average_lags(
-    run: Callable[[Path, type[ColocatedWorker]], None], parents: Parents, tmp_path: Path
+    run: Callable[..., None], parents: Parents, tmp_path: Path
 ) -> None:
     run(tmp_path, ColocatedWorker)
     name = "model.embed_tokens.weight"
@@ -98,9 +101,7 @@ def test_training_moved_the_weights_and_the_average_lags(
     assert 0 < float((average - start).norm()) < float((last - start).norm())
 
 
-def test_a_finished_run_that_lost_its_model_writes_it_again(
-    run: Callable[[Path, type[ColocatedWorker]], None], tmp_path: Path
-) -> None:
+def test_a_finished_run_that_lost_its_model_writes_it_again(run: Callable[..., None], tmp_path: Path) -> None:
     run(tmp_path, ColocatedWorker)
     weights = (tmp_path / "model" / "model.safetensors").read_bytes()
     (tmp_path / "model" / "model.safetensors").unlink()

@@ -1,5 +1,8 @@
 """Rollouts and batches against loops over rows and columns."""
 
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,12 +11,13 @@ from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 PROMPTS = [[11, 12, 13], [21], [31, 32, 33, 34, 35], [41, 42]]
 RESPONSES = [[14, 15], [22, 23, 24, 25], [36], [43, 44, 45]]
 FINISHED = [True, False, True, False]
+LOGPROBS = [[-0.5, -1.5], [-0.25, -0.75, -1.25, -3.0], [-2.5], [-4.0, -0.125, -2.0]]
 PAD, R = 99, 4
 
 
 @pytest.fixture
 def rollout() -> Rollout:
-    return Rollout.of(PROMPTS, RESPONSES, FINISHED, max_response_tokens=R, pad_id=PAD)
+    return Rollout.of(PROMPTS, RESPONSES, FINISHED, LOGPROBS, max_response_tokens=R, pad_id=PAD)
 
 
 def rows_hold(rollout: Rollout, rows: list[int]) -> None:
@@ -29,6 +33,7 @@ def rows_hold(rollout: Rollout, rows: list[int]) -> None:
         mask = rollout.response_mask_BR[place]
         assert mask.tolist() == [t < len(RESPONSES[row]) for t in range(R)]
         assert rollout.response_BR[place][mask].tolist() == RESPONSES[row]
+        assert rollout.behaviour_logprobs_BR[place].tolist() == LOGPROBS[row] + [0.0] * (R - len(RESPONSES[row]))
         first = len(PROMPTS[row])
         for column in range(rollout.tokens_BT.shape[1]):
             # A state is the position before a response token: the prompt's last token predicts the first.
@@ -43,7 +48,7 @@ def test_of_lays_prompts_and_responses_side_by_side(rollout: Rollout) -> None:
 
 
 def test_a_response_as_long_as_allowed_reaches_the_last_column() -> None:
-    full = Rollout.of([[1, 2]], [[3, 4, 5]], [False], max_response_tokens=3, pad_id=0)
+    full = Rollout.of([[1, 2]], [[3, 4, 5]], [False], [[-1.0, -1.0, -1.0]], max_response_tokens=3, pad_id=0)
     assert full.response_BR.tolist() == [[3, 4, 5]]
 
 
@@ -86,6 +91,16 @@ def test_join_of_parts_of_different_widths(rollout: Rollout) -> None:
     assert narrow.tokens_BT.shape[1] < wide.tokens_BT.shape[1]
     rows_hold(Rollout.join([narrow, wide]), [0, 1, 2, 3])
     rows_hold(Rollout.join([wide, narrow]), [2, 3, 0, 1])
+
+
+def test_a_saved_rollout_comes_back_as_it_was(rollout: Rollout, tmp_path: Path) -> None:
+    for number, part in enumerate((rollout, rollout.rows(slice(0, 2)))):  # of rows cut narrower, too
+        part.save(tmp_path / f"{number}.safetensors")
+        found = Rollout.load(tmp_path / f"{number}.safetensors")
+        for field in fields(Rollout):
+            saved, loaded = getattr(part, field.name), getattr(found, field.name)
+            assert saved.dtype == loaded.dtype
+            assert torch.equal(saved, loaded)
 
 
 def numbered() -> torch.Tensor:

@@ -98,6 +98,8 @@ def test_policy_logprobs_match_transformers_at_the_sampling_temperature(
         expected = [float(logits[at - 1].log_softmax(-1)[tokens[at]]) for at in range(prompt, len(tokens))]
         assert found[row].tolist() == pytest.approx(expected + [0.0] * (6 - len(expected)), abs=2e-5)
     assert torch.equal(worker.reference_logprobs(rollout), found)
+    # Those of sampling are computed a token at a time, with a cache.
+    torch.testing.assert_close(rollout.behaviour_logprobs_BR, found, atol=2e-5, rtol=0)
 
 
 def test_rollouts_end_with_the_end_token_where_they_are_finished(start: Start, prompts: Prompts) -> None:

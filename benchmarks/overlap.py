@@ -1,0 +1,108 @@
+"""Seconds of the same PPO run on-policy and sampled one iteration ahead: `python -m benchmarks.overlap [PAIRS]`.
+
+One learner, one generator and one scorer, each on one thread; models of 2M random weights. Runs of both kinds take
+turns, for machines whose speed comes and goes.
+"""
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import ray
+import torch
+
+from cluster.group import WorkerGroup, disconnect
+from cluster.ppo_group import DisaggregatedGroup
+from lm.config import ModelConfig
+from lm.model import LanguageModel, ScalarModel, initialise
+from lm.tokenizer import Tokenizer
+from lm.weights import save_model
+from ppo.config import PPOConfig
+from ppo.controller import PPOController, ScoreScale
+from ppo.workers import Parents
+from training.config import BatchConfig, EngineConfig, OptimizerConfig
+from training.data import DataConfig
+
+SHAPE = ModelConfig(
+    vocab_size=512, context_tokens=128, width=192, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=48, mlp_width=768
+)
+PROMPTS = [[5 + number % 7] * 16 for number in range(64)]
+NUM_ITERATIONS = 6
+RANKS = ("learner", "generator", "scorer")
+
+
+def main() -> None:
+    ray.init("local", num_cpus=3, include_dashboard=False, log_to_driver=False)
+    runs: dict[int, list[float]] = {0: [], 1: []}
+    with tempfile.TemporaryDirectory() as folder:
+        parents = make_parents(Path(folder))
+        groups = [WorkerGroup(1) for _ in RANKS]
+        for group in groups:
+            group.run("threads", torch.set_num_threads, 1)
+        for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 3):
+            for max_staleness, seconds in runs.items():
+                seconds.append(timed_run(groups, parents, max_staleness))
+        disconnect()
+    on_policy, ahead = (median(seconds) / NUM_ITERATIONS for seconds in runs.values())
+    print(f"{on_policy:.2f} s an iteration on-policy, {ahead:.2f} s ahead: {ahead / on_policy:.2f}")
+
+
+def timed_run(groups: list[WorkerGroup], parents: Parents, max_staleness: int) -> float:
+    """Seconds of all iterations; prints, too, what of them the learner waited and how long each rank computed."""
+    config = ppo_config(max_staleness)
+    roles = DisaggregatedGroup(groups[0], groups[1], groups[2], config, EngineConfig(trackers=()), parents)
+    controller = PPOController(config, roles, PROMPTS, parents.scale, num_pretraining_rows=0, seed=0)
+    before = [group.run("clock", time.process_time)[0] for group in groups]
+    begun, waited = time.monotonic(), 0.0
+    for iteration in range(NUM_ITERATIONS):
+        asked = time.monotonic()
+        controller.start_sampling(iteration)
+        controller.in_flight[iteration]()
+        waited += time.monotonic() - asked
+        controller.step(iteration)
+    seconds = time.monotonic() - begun
+    computed = [group.run("clock", time.process_time)[0] - start for group, start in zip(groups, before, strict=True)]
+    ranks = ", ".join(f"{name} {used:.1f}" for name, used in zip(RANKS, computed, strict=True))
+    print(
+        f"max_staleness {max_staleness}: {seconds:.1f} s, {waited:.1f} waited for rollouts; computing: {ranks}",
+        flush=True,
+    )
+    roles.close()
+    return seconds
+
+
+def ppo_config(max_staleness: int) -> PPOConfig:
+    optimizer = OptimizerConfig(learning_rate=1e-4, schedule="constant")
+    return PPOConfig(
+        placement="disaggregated",
+        max_staleness=max_staleness,
+        prompts=DataConfig(source="unread"),
+        num_iterations=NUM_ITERATIONS,
+        rollout_prompts=len(PROMPTS),
+        num_epochs=1,
+        minibatch=BatchConfig(batch_size=32, micro_batch_size=32),
+        max_response_tokens=96,
+        policy_optimizer=optimizer,
+        value_optimizer=optimizer,
+        kl_coef=0.1,
+        missing_end_penalty=0.0,
+        ptx_coef=0.0,
+        ptx_rows=0,
+        ema_decay=0.0,
+        save_every_iterations=NUM_ITERATIONS,
+    )
+
+
+def make_parents(folder: Path) -> Parents:
+    """An SFT policy and a reward model that have learned nothing."""
+    tokenizer = Tokenizer.train(["one red bird saw the cat on the mat"] * 9, SHAPE.vocab_size, "chat")
+    for name, model in (("sft", LanguageModel(SHAPE)), ("reward", ScalarModel(SHAPE))):
+        initialise(model, 0)
+        save_model(folder / name, model, model.state_dict(), tokenizer)
+    return Parents(folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), None)
+
+
+if __name__ == "__main__":
+    main()
