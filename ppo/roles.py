@@ -59,8 +59,12 @@ class ValueLearner(Protocol):
 
 
 class Checkpointed(Protocol):
-    def save(self, folder: Path) -> None:
-        """Write everything needed to continue exactly."""
+    def save(self, checkpoints: Path, iteration: int, progress: Mapping[str, float]) -> None:
+        """Begin to write a checkpoint with everything needed to continue exactly, and `progress`."""
+        ...
+
+    def finish_saving(self) -> None:
+        """Wait for what was begun."""
         ...
 
     def load(self, folder: Path) -> None: ...

@@ -9,11 +9,12 @@ from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.roles import Roles
 from ppo.workers import Parents
-from training.checkpoint import begin_checkpoint, commit_checkpoint, latest_checkpoint
+from training.checkpoint import drop_unfinished, latest_checkpoint
 from training.data import Prompt
 from training.metrics import MetricsLog
 from training.packing import stream_rows
 from training.stage import StageContext
+from training.writer import PROGRESS
 
 
 def run(context: StageContext, config: PPOConfig, roles: Roles, parents: Parents, prompts: Sequence[Prompt]) -> None:
@@ -28,35 +29,31 @@ def run(context: StageContext, config: PPOConfig, roles: Roles, parents: Parents
     controller = PPOController(config, roles, encoded, parents.scale, num_pretraining_rows=num_rows, seed=context.seed)
     first = _resume(context, controller)
     log = MetricsLog(context.folder, context.engine.trackers, resume_step=first)
-    figures: dict[str, float] = {}
+    checkpoints, waited_seconds = context.folder / "checkpoints", 0.0
     for iteration in range(first, config.num_iterations):
         started = time.monotonic()
         figures = controller.step(iteration)
-        seconds = time.monotonic() - started
+        done, seconds = iteration + 1, time.monotonic() - started
         tokens = figures["response_tokens"] * config.rollout_prompts
-        log.log(iteration + 1, config.num_iterations, {**figures, "tokens_per_second": tokens / seconds})
-        done = iteration + 1
+        figures |= {"tokens_per_second": tokens / seconds, "checkpoint_seconds": waited_seconds}
+        log.log(done, config.num_iterations, figures)
+        started = time.monotonic()
         if done % config.save_every_iterations == 0 or done == config.num_iterations:
-            _save(context, controller, done)
+            roles.save(checkpoints, done, {"kl_coef": controller.kl.coef})
+        waited_seconds = time.monotonic() - started
     log.close()
+    roles.finish_saving()
     roles.export_policy(context.folder)
     context.write_results({"num_iterations": config.num_iterations, "final_kl_coef": controller.kl.coef})
 
 
-def _save(context: StageContext, controller: PPOController, done: int) -> None:
-    writing = begin_checkpoint(context.folder / "checkpoints", done)
-    controller.roles.save(writing)
-    state = {"iteration": done, "kl_coef": controller.kl.coef}
-    (writing / "controller.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
-    commit_checkpoint(writing, done, keep=context.engine.keep_checkpoints)
-
-
 def _resume(context: StageContext, controller: PPOController) -> int:
     """Load the newest sound checkpoint; returns the iteration to start at."""
+    drop_unfinished(context.folder / "checkpoints")
     found = latest_checkpoint(context.folder / "checkpoints")
     if found is None:
         return 0
     folder, iteration = found
     controller.roles.load(folder)
-    controller.kl.coef = json.loads((folder / "controller.json").read_text(encoding="utf-8"))["kl_coef"]
+    controller.kl.coef = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))["kl_coef"]
     return iteration
