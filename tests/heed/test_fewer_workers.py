@@ -18,7 +18,7 @@ from lm.weights import load_language_model
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
-LONGER = ("pretrain.num_steps=40", "min_workers=1")
+LONGER = ("pretrain.num_steps=24", "pretrain.save_every_steps=4", "min_workers=1")
 
 
 def test_a_lost_node_leaves_one_worker_to_finish(
@@ -47,6 +47,7 @@ def test_a_lost_node_leaves_one_worker_to_finish(
         said = capsys.readouterr().err
         assert "2 workers with 1 CPU each found no place in 3 s" in said
         assert "trying fewer" in said
+        assert "pretrain: goes on from checkpoints/step-" in said
         run_job(load_job(DEBUG, ["workers=1", *LONGER]), tmp_path / "one", only="pretrain")
     alone = load_language_model(tmp_path / "one" / "debug" / "pretrain" / "model").state_dict()
     found = load_language_model(folder / "model").state_dict()
