@@ -210,7 +210,8 @@ class WorkerGroup:
                     ok, when, result = ray.get(call)
                 except ray.exceptions.RayError as error:
                     self.close()
-                    raise WorkerLostError(f"{phase}: rank {rank} of {self.num_workers} was lost: {error}") from error
+                    lost = f"{phase}: rank {rank} of {self.num_workers} was lost: {error}"
+                    raise WorkerLostError("\n".join(filter(None, (lost, _advice(error))))) from error
                 if not ok:
                     self._fail(phase, rank, when, result, pending, rank_of)
                 results[rank] = result
@@ -251,6 +252,12 @@ class WorkerGroup:
         if isinstance(error, ValueError):
             raise error
         message = f"{phase}: rank {first_rank} of {self.num_workers}: {error!r}\n{trace}"
+        if not causes and waiting:
+            silent = ", ".join(str(rank_of[call]) for call in waiting)
+            raise WorkerLostError(
+                f"{phase}: rank {silent} of {self.num_workers} hangs or is out of reach: the others waited for it, and"
+                f" it gives no answer\nrank {first_rank}: {error!r}\n{trace}"
+            )
         if not causes:
             raise WorkerLostError(f"{phase}: the connection between ranks was lost, and nobody says why\n{message}")
         raise WorkerError(message + _advice(error)) from error
@@ -285,10 +292,14 @@ def _is_consequence(error: Exception) -> bool:
 
 def _advice(error: Exception) -> str:
     """What to turn where memory ran out; the exception says how much was asked for."""
-    text = str(error).lower()
-    if "out of memory" not in text and "can't allocate memory" not in text:
+    words = ("out of memory", "can't allocate memory", "running low on memory")
+    if not isinstance(error, MemoryError) and not any(word in str(error).lower() for word in words):
         return ""
-    return "memory ran out: a smaller micro_batch_size, a higher engine.zero_stage or more workers take less on a rank"
+    return (
+        "memory ran out: a smaller micro_batch_size, shorter rows (row_tokens, max_response_tokens),"
+        " engine.checkpoint_activations, a higher engine.zero_stage, engine.offload (on a GPU) or more workers take"
+        " less on a rank; `heed plan` counts it part by part"
+    )
 
 
 def require_cluster(num_workers: int) -> None:

@@ -59,8 +59,13 @@ class ColocatedGroup:
     def export_policy(self, folder: Path) -> None:
         self.learners.call_all("export_policy", folder)
 
-    def save(self, folder: Path) -> None:
-        self.learners.call_all("save", folder)
+    def save(
+        self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]
+    ) -> None:
+        self.learners.call_all("save", checkpoints, iteration, progress, files)
+
+    def finish_saving(self) -> None:
+        self.learners.call_all("finish_saving")
 
     def load(self, folder: Path) -> None:
         self.learners.call_all("load", folder)

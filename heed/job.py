@@ -184,11 +184,6 @@ class JobConfig(Config):
             raise ValueError(problem)
         if self.min_workers > self.workers:
             raise ValueError(f"min_workers is {self.min_workers}; at most workers = {self.workers} was expected")
-        if 0 < self.min_workers < self.workers and self.engine.zero_stage:
-            raise ValueError(
-                f"min_workers is {self.min_workers} with workers = {self.workers}, but checkpoints of ZeRO"
-                f" {self.engine.zero_stage} are cut for a number of workers; engine.zero_stage = 0 was expected"
-            )
 
     def _batch_problem(self, num_workers: int) -> str:
         """Why the batches do not divide among so many workers; "" where they do."""

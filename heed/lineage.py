@@ -54,13 +54,12 @@ def finished_with(folder: Path, stage: str) -> tuple[str, str] | None:
     return lineage["fingerprint"], lineage["outputs"]
 
 
-def started_with(folder: Path) -> dict[str, Any]:
-    """What an unfinished stage was started with; empty where nothing was."""
+def started_with(folder: Path) -> str:
+    """The fingerprint that an unfinished stage was started with; "" where nothing was."""
     try:
-        started: dict[str, Any] = json.loads((folder / "inputs.json").read_text(encoding="utf-8"))
-        return started
+        return str(json.loads((folder / "inputs.json").read_text(encoding="utf-8"))["fingerprint"])
     except (OSError, ValueError):
-        return {}
+        return ""
 
 
 def write_lineage(folder: Path, inputs: Inputs, seconds: float) -> None:

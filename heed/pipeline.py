@@ -160,19 +160,13 @@ def _source_hash(source: str) -> str:
 
 
 def _open_folder(run: Run, stage: Stage, inputs: Inputs, forced: bool) -> None:
-    """Continue an interrupted stage of the same inputs and layout; else put what is there aside and start fresh."""
+    """Continue an interrupted stage of the same inputs, on however many workers; else put it aside and start fresh."""
     folder = run.stage_folder(stage.name)
-    engine = run.job.engine
-    wanted = {
-        "fingerprint": inputs.fingerprint,
-        "workers": run.job.workers,
-        "zero_stage": engine.zero_stage,
-    }
-    interrupted = started_with(folder) == wanted and not (folder / "lineage.json").exists()
+    interrupted = started_with(folder) == inputs.fingerprint and not (folder / "lineage.json").exists()
     if folder.exists() and (forced or not interrupted):
         _put_aside(run, folder)
     folder.mkdir(exist_ok=True)
-    write_json(folder / "inputs.json", wanted)
+    write_json(folder / "inputs.json", {"fingerprint": inputs.fingerprint})
     config: dict[str, Any] = dict(inputs.config)
     (folder / "config.toml").write_text(tomli_w.dumps({"seed": inputs.seed, **config}), encoding="utf-8")
 

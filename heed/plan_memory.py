@@ -144,19 +144,23 @@ def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layo
 
 
 def states(counts: Counts, layout: Layout) -> dict[str, int]:
-    """What a model under training holds between steps: weights, fp32 masters, AdamW's two moments (Muon's one), and the
-    buffers that gradients are summed in.
+    """What a model under training holds between steps: weights, fp32 masters, AdamW's two moments (Muon's one), the
+    buffers that gradients are summed in, and the copy of this rank's part that a checkpoint is written from, which
+    lies in the CPU's memory.
 
     Accelerate wraps every model without ZeRO in DDP, whose buckets are as large as the gradients.
     """
     p, N, w = counts.trained, layout.ranks, layout.weight_bytes
     if layout.zero_stage == 0:
         moments = 8 * (p - counts.by_muon) + 4 * counts.by_muon
-        return {"weights": 4 * counts.total, "moments": moments, "DDP buckets": 4 * p}
+        copy = {} if layout.is_gpu else {"copy for checkpoints": (4 * p + moments) // N}
+        return {"weights": 4 * counts.total, "moments": moments, "DDP buckets": 4 * p, **copy}
     held = {"weights": w * counts.total, "fp32 masters": 4 * p // N, "moments": 8 * p // N}
     if layout.zero_stage == 3:
         held |= {"weights": w * counts.total // N, "gradients": w * p // N}
         held["reduce bucket"] = w * layout.bucket(REDUCE_BUCKET, p)
+    if not layout.is_gpu:
+        held["copy for checkpoints"] = 12 * p // N
     gone = {"fp32 masters", "moments", "gradients"} if layout.is_offloaded("optimizer") else set[str]()
     gone |= {"weights"} if layout.is_offloaded("parameters") else set[str]()
     return {part: size for part, size in held.items() if part not in gone}
@@ -239,6 +243,8 @@ def ppo_memory(
         "generator": c * P,
         "moving average": 4 * (P + tied),
     }
+    if not layout.is_gpu:
+        held["copy of the average for checkpoints"] = 4 * (P + tied) // layout.ranks
     phases = {"generate": sampling_phase(config, layout, min(GENERATION_ROWS, rollout_rows), of.row_tokens)}
     for name, counts, numbers in (("policy", policy, num_logits), ("value", value, 0)):
         found = training_phases(config, counts, layout, of, numbers, num_micro_batches)

@@ -66,8 +66,14 @@ class ValueLearner(Protocol):
 
 
 class Checkpointed(Protocol):
-    def save(self, folder: Path) -> None:
-        """Write everything needed to continue exactly."""
+    def save(
+        self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]
+    ) -> None:
+        """Begin to write a checkpoint: everything needed to continue exactly, `progress`, and `files` by name."""
+        ...
+
+    def finish_saving(self) -> None:
+        """Wait for what was begun."""
         ...
 
     def load(self, folder: Path) -> None: ...

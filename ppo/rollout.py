@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 
@@ -63,8 +63,9 @@ class Rollout:
             torch.cat([part.behaviour_logprobs_BR for part in parts]),
         )
 
-    def save(self, path: Path) -> None:
-        save_file({field.name: getattr(self, field.name).contiguous() for field in fields(self)}, path)
+    def as_bytes(self) -> bytes:
+        """A safetensors file."""
+        return save({field.name: getattr(self, field.name).contiguous() for field in fields(self)})
 
     @classmethod
     def load(cls, path: Path) -> Self:

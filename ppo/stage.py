@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from lm.tokenizer import Tokenizer
 from ppo.config import PPOConfig
@@ -10,11 +11,12 @@ from ppo.controller import PPOController
 from ppo.roles import Roles, Sampling
 from ppo.rollout import Rollout
 from ppo.workers import Parents
-from training.checkpoint import begin_checkpoint, commit_checkpoint, latest_checkpoint
+from training.checkpoint import drop_unfinished, latest_checkpoint
 from training.data import Prompt
 from training.metrics import MetricsLog
 from training.packing import stream_rows
 from training.stage import StageContext
+from training.writer import PROGRESS
 
 
 def run(context: StageContext, config: PPOConfig, roles: Roles, parents: Parents, prompts: Sequence[Prompt]) -> None:
@@ -29,42 +31,42 @@ def run(context: StageContext, config: PPOConfig, roles: Roles, parents: Parents
     controller = PPOController(config, roles, encoded, parents.scale, num_pretraining_rows=num_rows, seed=context.seed)
     first = _resume(context, controller)
     log = MetricsLog(context.folder, context.engine.trackers, resume_step=first)
-    figures: dict[str, float] = {}
+    checkpoints, waited_seconds = context.folder / "checkpoints", 0.0
     for iteration in range(first, config.num_iterations):
         started = time.monotonic()
         figures = controller.step(iteration)
-        seconds = time.monotonic() - started
+        done, seconds = iteration + 1, time.monotonic() - started
         tokens = figures["response_tokens"] * config.rollout_prompts
-        log.log(iteration + 1, config.num_iterations, {**figures, "tokens_per_second": tokens / seconds})
-        done = iteration + 1
+        figures |= {"tokens_per_second": tokens / seconds, "checkpoint_seconds": waited_seconds}
+        log.log(done, config.num_iterations, figures)
+        started = time.monotonic()
         if done % config.save_every_iterations == 0 or done == config.num_iterations:
-            _save(context, controller, done)
+            _save(roles, checkpoints, controller, done)
+        waited_seconds = time.monotonic() - started
     log.close()
+    roles.finish_saving()
     roles.export_policy(context.folder)
     context.write_results({"num_iterations": config.num_iterations, "final_kl_coef": controller.kl.coef})
 
 
-def _save(context: StageContext, controller: PPOController, done: int) -> None:
+def _save(roles: Roles, checkpoints: Path, controller: PPOController, done: int) -> None:
     """Rollouts that older weights sample are kept themselves: those weights are thousands of times as large."""
     if controller.config.max_staleness:
         controller.start_sampling(done)  # generators need not wait for the checkpoint
-    writing = begin_checkpoint(context.folder / "checkpoints", done)
-    controller.roles.save(writing)
-    for iteration, rollout in controller.stale_rollouts(done).items():
-        rollout.save(writing / f"rollout-{iteration:06d}.safetensors")
-    state = {"iteration": done, "kl_coef": controller.kl.coef}
-    (writing / "controller.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
-    commit_checkpoint(writing, done, keep=context.engine.keep_checkpoints)
+    stale = controller.stale_rollouts(done)
+    rollouts = {f"rollout-{iteration:06d}.safetensors": rollout.as_bytes() for iteration, rollout in stale.items()}
+    roles.save(checkpoints, done, {"kl_coef": controller.kl.coef}, rollouts)
 
 
 def _resume(context: StageContext, controller: PPOController) -> int:
     """Load the newest sound checkpoint; returns the iteration to start at."""
+    drop_unfinished(context.folder / "checkpoints")
     found = latest_checkpoint(context.folder / "checkpoints")
     if found is None:
         return 0
     folder, iteration = found
     controller.roles.load(folder)
-    controller.kl.coef = json.loads((folder / "controller.json").read_text(encoding="utf-8"))["kl_coef"]
+    controller.kl.coef = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))["kl_coef"]
     for path in folder.glob("rollout-*.safetensors"):
         controller.in_flight[int(path.stem.removeprefix("rollout-"))] = _held(Rollout.load(path))
     return iteration

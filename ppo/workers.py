@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lm.generation import generate
@@ -32,6 +31,7 @@ from training.data import read_prompts
 from training.engine import Engine
 from training.objectives import StreamObjective
 from training.packing import stream_rows
+from training.state import SavedState, state_of, tensor_slots
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
@@ -194,6 +194,7 @@ class LearnerWorker(Rank):
             value, config.value_optimizer, engine_config, world_size=num_workers, micro_batch=micro
         )
         self.average = {name: tensor.clone() for name, tensor in self.policy.full_weights().items()}
+        self.writer = self.policy.checkpoint_writer()
         stream = parents.pretraining
         self.stream = StreamObjective(stream_rows(stream.path, stream.row_tokens)) if stream else None
 
@@ -212,6 +213,7 @@ class LearnerWorker(Rank):
 
     def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
         config, size = self.config, self.config.minibatch.micro_batch_size
+        self.writer.check()
         self.policy.set_learning_rate(learning_rate)
         shares: dict[str, float] = {}
         starts = range(0, len(batch.rollout), size)
@@ -276,18 +278,22 @@ class LearnerWorker(Rank):
         rounded = {name: tensor.to(self._compute_dtype) for name, tensor in weights.items()}
         return SentWeights(rounded, _checksum(rounded))
 
-    def save(self, folder: Path) -> None:
-        self.policy.save(folder / "policy")
-        self.value.save(folder / "value")
-        if self.policy.is_main:
-            save_file({name: tensor.clone() for name, tensor in self.average.items()}, folder / "average.safetensors")
-        self.policy.barrier()
+    def save(
+        self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]
+    ) -> None:
+        average = [slot.share(self.policy.rank, self.num_workers) for slot in tensor_slots(self.average.items())]
+        models = {"policy": self.policy.state(), "value": self.value.state(), "average": state_of(average)}
+        self.writer.save(checkpoints, iteration, models, progress, files)
+
+    def finish_saving(self) -> None:
+        self.writer.wait()
 
     def load(self, folder: Path) -> None:
         self.policy.load(folder / "policy")
         self.value.load(folder / "value")
-        held = load_file(folder / "average.safetensors")  # on the CPU: it refuses Accelerate's name "cpu:0"
-        self.average = {name: tensor.to(self.device, copy=True) for name, tensor in held.items()}
+        held = SavedState(folder / "average")
+        for slot in tensor_slots(self.average.items()):
+            slot.restore(held)
 
     def export_policy(self, folder: Path) -> None:
         weights = self.policy.full_weights(on_main_alone=True)

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -29,25 +30,42 @@ def folder_hash(folder: Path) -> str:
     return hashlib.sha256(json.dumps(folder_hashes(folder), sort_keys=True).encode()).hexdigest()
 
 
+def writing_folder(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f".writing-{step:06d}"
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step-{step:06d}"
+
+
 def begin_checkpoint(checkpoints: Path, step: int) -> Path:
-    """An empty folder to write step `step` into; what an interrupted attempt left there is removed."""
-    folder = checkpoints / f".writing-{step:06d}"
-    shutil.rmtree(folder, ignore_errors=True)
+    """An empty folder to write step `step` into."""
+    drop_unfinished(checkpoints)
+    folder = writing_folder(checkpoints, step)
     folder.mkdir(parents=True)
     return folder
 
 
-def commit_checkpoint(writing: Path, step: int, keep: int) -> Path:
-    """Turn a fully written folder into `step-NNNNNN`, then drop all but the newest `keep` checkpoints."""
+def drop_unfinished(checkpoints: Path) -> None:
+    """Remove what a killed run was writing."""
+    for folder in checkpoints.glob(".writing-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def commit_checkpoint(writing: Path, step: int, hashes: Mapping[str, str], keep: int) -> Path:
+    """Turn a fully written folder into `step-NNNNNN`, then drop all but the newest `keep` checkpoints.
+
+    `hashes` are the files' SHA-256 as those who wrote them know them; the new folder is read again before one goes.
+    """
     checkpoints = writing.parent
-    manifest = {"step": step, "sha256": folder_hashes(writing)}
+    manifest = {"step": step, "sha256": dict(sorted(hashes.items()))}
     (writing / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for path in writing.rglob("*"):
-        _sync(path)
-    final = checkpoints / f"step-{step:06d}"
+        sync(path)
+    final = step_folder(checkpoints, step)
     shutil.rmtree(final, ignore_errors=True)
     writing.rename(final)
-    _sync(checkpoints)
+    sync(checkpoints)
     assert _damage(final) is None, f"checkpoint {final} does not verify right after it was written: {_damage(final)}"
     for old in _step_folders(checkpoints)[keep:]:
         shutil.rmtree(old)
@@ -80,7 +98,7 @@ def _damage(folder: Path) -> str | None:
     return f"files changed, missing or added: {', '.join(wrong[:5])}" if wrong else None
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Push a file or folder to the disk, so that a rename never becomes visible before its contents."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -23,6 +23,18 @@ from torch.nn.parallel import DistributedDataParallel
 from lm.model import checkpoint_activations, freeze_all_but_last
 from lm.source import ModelSource, materialise
 from training.config import EngineConfig, OptimizerConfig
+from training.state import (
+    SavedState,
+    Slot,
+    State,
+    partitioned_slots,
+    sharded_slots,
+    spread,
+    state_of,
+    tensor_slots,
+    whole_slots,
+)
+from training.writer import CheckpointWriter
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -170,13 +182,36 @@ class Engine(Generic[AnyModule]):
             weights[name] = whole[id(parameter)]
         return weights if self.is_main or not on_main_alone else {}
 
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer; every rank calls it, into one shared folder."""
-        self._accelerator.save_state(str(folder), safe_serialization=True)
+    def _slots(self) -> list[Slot]:
+        if self.config.zero_stage == 0:
+            return whole_slots(self.module, self._optimizers)
+        zero = self.model.optimizer
+        if self.config.zero_stage == 3:
+            return sharded_slots(self.module, zero, self.rank)
+        return partitioned_slots(self.module, zero)
+
+    def state(self) -> State:
+        """This rank's part of what moves, weights and optimizer, for a checkpoint; not copied."""
+        own, everywhere = self._slots(), tensor_slots(self.module.named_buffers())
+        if self.config.zero_stage == 0:
+            own, everywhere = [], own + everywhere
+        return state_of(own + [slot.share(self.rank, self.world_size) for slot in everywhere])
 
     def load(self, folder: Path) -> None:
-        """The inverse of `save`, on the same number of ranks."""
-        self._accelerator.load_state(str(folder))
+        """Take a state that any number of ranks wrote at any ZeRO stage; a collective call."""
+        saved = SavedState(folder)
+        for slot in self._slots() + tensor_slots(self.module.named_buffers()):
+            slot.restore(saved)
+        if self.config.zero_stage > 0:
+            spread(self.model.optimizer, self.config.zero_stage)
+        self.barrier()
+
+    def checkpoint_writer(self) -> CheckpointWriter:
+        """This rank's; one serves all engines of a process."""
+        config = self.config
+        return CheckpointWriter(
+            self.rank, self.world_size, config.keep_checkpoints, config.collective_timeout_seconds, self.barrier
+        )
 
     def close(self) -> None:
         """Release memory; the process group stays for the next stage in this process."""

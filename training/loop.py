@@ -1,6 +1,5 @@
 """The training loop of pretraining, SFT and the reward model: the stages differ in their Objective only."""
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,12 +9,14 @@ from typing import Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from training.checkpoint import begin_checkpoint, commit_checkpoint, latest_checkpoint
+from training.checkpoint import drop_unfinished, latest_checkpoint, step_folder
 from training.config import BatchConfig, TrainingConfig
 from training.engine import Engine
 from training.metrics import MetricsLog
 from training.packing import DataOrder, IntArray
 from training.seeds import derive_seed, seed_step
+
+MODEL = "model"  # the folder of its state in a checkpoint
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 Model_contra = TypeVar("Model_contra", bound=nn.Module, contravariant=True)
@@ -78,16 +79,18 @@ class TrainingLoop(Generic[AnyModule]):
         log, heldout = None, dict[str, float]() if self.config.num_steps else self.evaluate()
         if self.engine.is_main:
             log = MetricsLog(self.folder, self.engine.config.trackers, resume_step=first_step)
-        for step in range(first_step, self.config.num_steps):
-            figures = self._step(step)
-            done = step + 1
-            if done % self.config.evaluate_every_steps == 0 or done == self.config.num_steps:
-                heldout = self.evaluate()
-                figures |= {f"heldout_{name}": value for name, value in heldout.items()}
-            if log is not None:
-                log.log(done, self.config.num_steps, figures)
-            if done % self.config.save_every_steps == 0 and done < self.config.num_steps:
-                self._save(done)
+        with self.engine.checkpoint_writer() as writer:
+            for step in range(first_step, self.config.num_steps):
+                figures = {**self._step(step), "checkpoint_seconds": writer.seconds_waited()}
+                done = step + 1
+                if done % self.config.evaluate_every_steps == 0 or done == self.config.num_steps:
+                    heldout = self.evaluate()
+                    figures |= {f"heldout_{name}": value for name, value in heldout.items()}
+                if log is not None:
+                    log.log(done, self.config.num_steps, figures)
+                writer.check()
+                if done % self.config.save_every_steps == 0 and done < self.config.num_steps:
+                    writer.save(self.checkpoints, done, {MODEL: self.engine.state()})
         if log is not None:
             log.close()
         return heldout
@@ -144,23 +147,18 @@ class TrainingLoop(Generic[AnyModule]):
                 sums[name] = sums.get(name, torch.zeros_like(value)) + (value if len(mine) else 0 * value)
         return self._means(sums, count)
 
-    def _save(self, done: int) -> None:
-        writing = self.folder / "checkpoints" / f".writing-{done:06d}"
-        if self.engine.is_main:
-            begin_checkpoint(writing.parent, done)
-        self.engine.barrier()
-        self.engine.save(writing)
-        self.engine.barrier()
-        if self.engine.is_main:
-            (writing / "loop.json").write_text(json.dumps({"step": done}) + "\n", encoding="utf-8")
-            commit_checkpoint(writing, done, keep=self.engine.config.keep_checkpoints)
-        self.engine.barrier()
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
 
     def _resume(self) -> int:
-        """Load the newest sound checkpoint; returns the step to start at."""
-        found = latest_checkpoint(self.folder / "checkpoints")
-        if found is None:
-            return 0
-        checkpoint, step = found
-        self.engine.load(checkpoint)
+        """Load the newest sound checkpoint; returns the step to start at. The main rank looks for all."""
+        step = 0
+        if self.engine.is_main:
+            drop_unfinished(self.checkpoints)
+            found = latest_checkpoint(self.checkpoints)
+            step = found[1] if found else 0
+        step = int(self.engine.sum_over_ranks(torch.tensor(step, device=self.engine.device)))
+        if step > 0:
+            self.engine.load(step_folder(self.checkpoints, step) / MODEL)
         return step

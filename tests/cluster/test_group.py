@@ -197,14 +197,42 @@ def test_a_broken_connection_that_nobody_explains_is_a_loss(pair: WorkerGroup) -
         pair.run("sft", fail)
 
 
-def test_memory_that_ran_out_comes_with_advice(pair: WorkerGroup) -> None:
-    def hold() -> None:
-        import torch
+def test_a_rank_that_hangs_is_named_and_not_those_that_wait(pair: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "LOSS_SECONDS", 1.0)
 
-        torch.empty(1 << 50)
+    def wait() -> None:
+        if rank() == 1:
+            time.sleep(300)
+        raise RuntimeError("gloo: Timed out waiting 30000ms for recv operation to complete")
 
-    with pytest.raises(WorkerError, match=r"you tried to allocate \d+ bytes(.|\n)*a smaller micro_batch_size"):
+    with pytest.raises(WorkerLostError, match=r"^sft: rank 1 of 2 hangs or is out of reach(.|\n)*rank 0: RuntimeError"):
+        pair.run("sft", wait)
+
+
+def of_torch() -> None:
+    import torch
+
+    torch.empty(1 << 50)
+
+
+def of_numpy() -> None:
+    import numpy as np
+
+    np.zeros(1 << 50, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("hold", "says"), [(of_torch, r"you tried to allocate \d+ bytes"), (of_numpy, "Unable to allocate 1.00 PiB")]
+)
+def test_memory_that_ran_out_comes_with_advice(pair: WorkerGroup, hold: Callable[[], None], says: str) -> None:
+    with pytest.raises(WorkerError, match=rf"sft: rank \d of 2(.|\n)*{says}(.|\n)*a smaller micro_batch_size"):
         pair.run("sft", hold)
+
+
+def test_a_worker_that_ray_ended_for_its_memory_comes_with_advice() -> None:
+    error = ray.exceptions.OutOfMemoryError("Task was killed due to the node running low on memory.")
+    assert "a smaller micro_batch_size" in group_module._advice(error)
+    assert group_module._advice(ray.exceptions.RayError("the worker was killed")) == ""
 
 
 def test_a_group_that_could_never_be_placed_is_refused_at_once(opened: list[WorkerGroup]) -> None:

@@ -154,6 +154,20 @@ def test_a_finished_run_is_left_as_it_is(rerun: Rerun, copied: Path) -> None:
     assert contents(copied) == before
 
 
+def test_an_unfinished_stage_goes_on_with_another_number_of_workers(rerun: Rerun, copied: Path) -> None:
+    (copied / "reward" / "lineage.json").unlink()
+    before = (copied / "reward" / "metrics.jsonl").read_text().splitlines()
+    (newest,) = sorted((copied / "reward" / "checkpoints").iterdir())[-1:]
+    num_kept = int(newest.name.removeprefix("step-"))
+    assert 0 < num_kept < len(before)
+    assert rerun("workers=2", only="reward") == ["reward"]
+    after = (copied / "reward" / "metrics.jsonl").read_text().splitlines()
+    assert after[:num_kept] == before[:num_kept]
+    assert len(after) == len(before)
+    assert after[num_kept:] != before[num_kept:]
+    assert not (copied / "replaced").exists()
+
+
 def test_from_reward_runs_reward_and_all_after_it_and_gives_the_same(rerun: Rerun, copied: Path) -> None:
     before = contents(copied)
     assert rerun(first="reward") == ["reward", "ppo", "compare"]

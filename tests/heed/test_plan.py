@@ -114,6 +114,13 @@ def test_states_by_zero_stage(stage: int, bytes_per_parameter: float) -> None:
     assert sum(held.values()) == pytest.approx(bytes_per_parameter * counts.total, rel=1e-6)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_checkpoints_are_written_from_a_copy_of_weights_and_moments(stage: int) -> None:
+    counts = count(read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml"), ADAMW)
+    held = states(counts, Layout(4, stage, is_bf16=True, is_gpu=False))
+    assert held["copy for checkpoints"] == 12 * counts.total // 4
+
+
 def test_muon_keeps_one_moment_and_frozen_layers_none() -> None:
     config = read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml")
     layout = Layout(1, 0, is_bf16=True, is_gpu=True)
@@ -149,7 +156,8 @@ def test_what_is_offloaded_or_computed_again_is_not_held() -> None:
     gone = {"fp32 masters", "moments", "gradients", "weights"}
     assert set(states(counts, plain)) - set(states(counts, moved)) == gone
     on_cpu = Layout(8, 3, is_bf16=True, is_gpu=False, offload=("optimizer",))
-    assert set(states(counts, on_cpu)) == set(states(counts, plain))  # there is nowhere else to go
+    # There is nowhere else to go, and what checkpoints are written from lies there too.
+    assert set(states(counts, on_cpu)) == set(states(counts, plain)) | {"copy for checkpoints"}
     again = Layout(8, 3, is_bf16=True, is_gpu=True, recomputes=True)
     of = forward_pass(config, again, 8, 1024)
     few, many = (activation_bytes(config, of, counts, layout) for layout in (again, plain))

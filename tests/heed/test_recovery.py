@@ -28,7 +28,9 @@ def worker_of(pids: list[int]) -> int | None:
 NumSteps = Callable[[Path], int]
 
 MOMENTS: dict[str, Callable[[Path, NumSteps], bool]] = {
-    "pretrain, two steps after a checkpoint": lambda folder, steps: steps(folder / "pretrain") >= 7,
+    "pretrain, two steps after a checkpoint": lambda folder, steps: (
+        steps(folder / "pretrain") >= 7 and (folder / "pretrain" / "checkpoints" / "step-000005").exists()
+    ),
     "sft": lambda folder, steps: steps(folder / "sft") >= 4,
     "reward": lambda folder, steps: steps(folder / "reward") >= 3,
     "ppo": lambda folder, steps: steps(folder / "ppo") >= 1,

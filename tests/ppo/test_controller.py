@@ -91,8 +91,15 @@ class ToyRoles:
     def export_policy(self, folder: Path) -> None:
         raise NotImplementedError
 
-    def save(self, folder: Path) -> None:
-        (folder / "toy.json").write_text(json.dumps([self.odds.tolist(), float(self.value), len(self.policy_batches)]))
+    def save(
+        self, checkpoints: Path, _iteration: int, _progress: Mapping[str, float], _files: Mapping[str, bytes]
+    ) -> None:
+        (checkpoints / "toy.json").write_text(
+            json.dumps([self.odds.tolist(), float(self.value), len(self.policy_batches)])
+        )
+
+    def finish_saving(self) -> None:
+        pass
 
     def load(self, folder: Path) -> None:
         odds, value, updates = json.loads((folder / "toy.json").read_text())
@@ -287,7 +294,7 @@ def test_a_resumed_run_ends_with_the_same_weights(start: Callable[..., PPOContro
     for iteration in range(4):
         controller.step(iteration)
         if iteration == 1:
-            whole.save(tmp_path)
+            whole.save(tmp_path, 2, {}, {})
     resumed = ToyRoles()
     resumed.load(tmp_path)
     again = start(resumed, num_iterations=4)
@@ -399,7 +406,7 @@ def test_rollouts_in_flight_are_part_of_the_state(start: Callable[..., PPOContro
     for iteration in range(5):
         controller.step(iteration)
         if iteration == 1:
-            whole.save(tmp_path)
+            whole.save(tmp_path, 2, {}, {})
             held = controller.stale_rollouts(2)
     assert list(held) == [2, 3]
     final = []

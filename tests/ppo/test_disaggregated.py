@@ -44,9 +44,10 @@ def train(parents: Parents, prompts: list[list[int]], config: PPOConfig) -> Call
         num_rows = len(stream_rows(parents.pretraining.path, parents.pretraining.row_tokens))
         controller = PPOController(config, roles, prompts, parents.scale, num_pretraining_rows=num_rows, seed=5)
         figures = [controller.step(0)]
-        roles.save(folder / "saved")
+        roles.save(folder, 1, {}, {})
         figures.append(controller.step(1))
-        roles.load(folder / "saved")  # the generators, too, go back
+        roles.finish_saving()
+        roles.load(folder / "step-000001")  # the generators, too, go back
         controller.kl.coef = figures[1]["kl_coef"]
         assert controller.step(1) == figures[1]
         roles.export_policy(folder)

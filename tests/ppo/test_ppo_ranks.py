@@ -81,9 +81,9 @@ def test_two_ranks_give_the_weights_of_one(
     roles = ColocatedGroup(group, config, engine, parents)
     weights, figures = train(roles, tmp_path)
     # Every rank writes its part of a checkpoint, and reading it back brings the same weights.
-    (tmp_path / "checkpoint").mkdir()
-    roles.save(tmp_path / "checkpoint")
-    roles.load(tmp_path / "checkpoint")
+    roles.save(tmp_path / "checkpoints", 7, {}, {})
+    roles.finish_saving()
+    roles.load(tmp_path / "checkpoints" / "step-000007")
     roles.export_policy(tmp_path / "again")
     roles.close()
     again = load_file(tmp_path / "again" / "model" / "model.safetensors")

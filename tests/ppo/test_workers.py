@@ -1,5 +1,6 @@
 """One rank with all roles, in this process, against naive forward passes and a naive optimizer step."""
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -305,11 +306,14 @@ def test_save_and_load_continue_bit_for_bit(
     whole = start(precision, learning_rate=1e-2)
     controller = controlled(whole)
     controller.step(0)
-    whole.save(tmp_path)
+    whole.save(tmp_path, 1, {"kl_coef": 0.25}, {"rollout.bin": b"in flight"})
     saved = weights_of(whole)
-    figures = controller.step(1)
+    figures = controller.step(1)  # while what was saved is written
+    whole.finish_saving()
+    assert json.loads((tmp_path / "step-000001" / "progress.json").read_text()) == {"step": 1, "kl_coef": 0.25}
+    assert (tmp_path / "step-000001" / "rollout.bin").read_bytes() == b"in flight"
     resumed = start(precision, learning_rate=1e-2)
-    resumed.load(tmp_path)
+    resumed.load(tmp_path / "step-000001")
     loaded = weights_of(resumed)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
     assert controlled(resumed).step(1) == figures

@@ -20,19 +20,19 @@ Result = TypeVar("Result")
 
 @pytest.fixture(scope="session")
 def start_two_ranks() -> StartRanks:
-    """Runs `python PROGRAM FOLDER` as two ranks, to their end; a rank's output is in FOLDER/rank-N.log."""
+    """Runs `python PROGRAM FOLDER` as two ranks, or so many, to their end; a rank's output is in FOLDER/rank-N.log."""
 
-    def start(program: str, folder: Path, **variables: str) -> None:
+    def start(program: str, folder: Path, num_ranks: int = 2, **variables: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         shared = {
             **os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             **variables,
         }  # fmt: skip
         processes = []
-        for rank in ("0", "1"):
+        for rank in map(str, range(num_ranks)):
             with (folder / f"rank-{rank}.log").open("w") as log:
                 command = [sys.executable, program, str(folder)]
                 environment = {**shared, "RANK": rank, "LOCAL_RANK": rank}
@@ -42,8 +42,8 @@ def start_two_ranks() -> StartRanks:
         finally:
             for process in processes:
                 process.kill()
-        logs = [(folder / f"rank-{rank}.log").read_text()[-3000:] for rank in range(2)]
-        assert codes == [0, 0], "\n".join(logs)
+        logs = [(folder / f"rank-{rank}.log").read_text()[-3000:] for rank in range(num_ranks)]
+        assert codes == [0] * num_ranks, "\n".join(logs)
 
     return start
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import training.checkpoint as checkpoint_module
-from training.checkpoint import begin_checkpoint, commit_checkpoint, folder_hash, latest_checkpoint
+from training.checkpoint import begin_checkpoint, commit_checkpoint, folder_hash, folder_hashes, latest_checkpoint
 
 
 def write(folder: Path, step: int, keep: int = 2) -> Path:
@@ -17,7 +17,7 @@ def write(folder: Path, step: int, keep: int = 2) -> Path:
     (writing / "inner").mkdir()
     (writing / "inner" / "weights.bin").write_bytes(bytes([step % 256]) * 100)
     (writing / "loop.json").write_text(f'{{"step": {step}}}')
-    return commit_checkpoint(writing, step, keep)
+    return commit_checkpoint(writing, step, folder_hashes(writing), keep)
 
 
 def test_the_manifest_holds_the_sha256_of_every_file(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_an_interrupted_write_leaves_the_old_checkpoint_usable(tmp_path: Path) -
     assert list(again.iterdir()) == []
 
 
-@pytest.mark.parametrize("broken", ["folder_hashes", "_sync", "_damage"])
+@pytest.mark.parametrize("broken", ["folder_hashes", "sync", "_damage"])
 def test_the_old_one_goes_only_after_the_new_one_verifies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -149,7 +149,7 @@ def test_what_lies_on_disk_at_every_point_of_a_commit_is_usable(
     monkeypatch.setattr(shutil, "rmtree", watch(shutil.rmtree))
     monkeypatch.setattr(Path, "rename", watch(Path.rename))
     write(tmp_path, 6, keep=1)
-    assert seen == [3, 3, 3, 6]  # clear .writing, clear step-6, rename, drop step-3
+    assert seen == [3, 3, 6]  # clear step-6, rename, drop step-3
 
 
 def test_steps_of_seven_digits_are_the_newest(tmp_path: Path) -> None:

@@ -83,18 +83,21 @@ def test_a_killed_run_resumes_bit_for_bit(
     assert losses(tmp_path) == untouched[1]
 
 
+@pytest.mark.parametrize("damage", ["bit flipped", "truncated"])
 def test_a_damaged_checkpoint_costs_time_and_nothing_else(
     tmp_path: Path,
     tiny_config: ModelConfig,
     untouched: tuple[dict[str, Tensor], dict[int, tuple[float, float, float]]],
+    damage: str,
 ) -> None:
     with pytest.raises(KilledError):
         run(tmp_path, tiny_config, passes=9)
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
-    path = checkpoint / "model.safetensors"
+    path = checkpoint / "model" / "rank-00000.safetensors"
     content = bytearray(path.read_bytes())
-    content[-3] ^= 4
-    path.write_bytes(content)
+    if damage == "bit flipped":
+        content[-3] ^= 4
+    path.write_bytes(content[: -3 if damage == "truncated" else None])
     weights = run(tmp_path, tiny_config, keep=2)
     assert all(torch.equal(weight, untouched[0][name]) for name, weight in weights.items())
 

@@ -38,8 +38,10 @@ CASES: list[tuple[Any, Precision, bool]] = [
 MEGABYTE = 2**20
 
 
-def train(config: ModelConfig, zero_stage: Any, precision: Precision, recomputes: bool, world_size: int) -> int:
-    """Bytes by which this process grew at most over building an engine and some steps."""
+def train(
+    folder: Path, config: ModelConfig, zero_stage: Any, precision: Precision, recomputes: bool, world_size: int
+) -> int:
+    """Bytes by which this process grew at most over building an engine, some steps and a checkpoint."""
     engine_config = EngineConfig(
         precision=precision, zero_stage=zero_stage, checkpoint_activations=recomputes, trackers=()
     )
@@ -49,13 +51,18 @@ def train(config: ModelConfig, zero_stage: Any, precision: Precision, recomputes
 
     def steps() -> Engine[LanguageModel]:
         engine = Engine(source, ADAMW, engine_config, world_size=world_size, micro_batch=ROWS)
+        writer = engine.checkpoint_writer()
         for step in range(STEPS):
+            if step == 1:  # written while the others are made
+                writer.save(folder, step, {"model": engine.state()})
             engine.set_learning_rate(1e-3)
             for number in range(MICRO_BATCHES):
                 with engine.micro_batch(is_last=number == MICRO_BATCHES - 1):
                     loss, _ = objective.loss(engine.model, np.arange(ROWS), engine.device)
                     engine.backward(loss / 1000, step=step)
             engine.step()
+        writer.wait()
+        engine.barrier()
         return engine
 
     from conftest import peak_growth  # this file's neighbour, where it is a program
@@ -71,8 +78,8 @@ def rank_program(folder: Path) -> None:
     small = CONFIG.model_copy(update={"width": 16, "num_layers": 1, "mlp_width": 8, "head_dim": 2, "vocab_size": 64})
     found = {}
     for case in CASES:
-        train(small, *case, world_size)
-        found[str(case)] = train(CONFIG, *case, world_size)
+        train(folder, small, *case, world_size)
+        found[str(case)] = train(folder, CONFIG, *case, world_size)
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 

@@ -1,23 +1,26 @@
-"""Two gloo ranks match one rank's losses, gradient norms and weights at ZeRO 0, 1, 2 and 3, and resume bit for bit.
+"""Two gloo ranks match one rank's losses, gradient norms and weights at ZeRO 0, 1, 2 and 3, and resume bit for bit;
+one rank goes on from what two have saved, and two from what one has, and agree to rounding.
 
 This file is also the ranks' program: `python test_two_ranks.py FOLDER`. All stages of ZeRO run in one launch, since
 starting DeepSpeed is what takes long.
 """
 
 import os
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import Fresh
-from training.config import BatchConfig, EngineConfig, OptimizerConfig
+from training.config import BatchConfig, EngineConfig, OptimizerConfig, Precision
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
 from training.metrics import read_metrics
@@ -33,6 +36,7 @@ OPTIMIZER = OptimizerConfig(
 )
 NUM_STEPS = 3
 BOTH = ("optimizer", "parameters")
+BF16 = (1, 3)  # where the fp32 weights are apart from those that a pass uses
 Case = tuple[int, int | None, tuple[str, ...]]
 # ZeRO stages, how many of the last layers are trained, and what is offloaded.
 CASES: list[Case] = [
@@ -62,9 +66,10 @@ def train(
     offload: tuple[str, ...],
     world_size: int,
     micro_batch: int,
+    precision: Precision = "fp32",
 ) -> dict[str, Any]:
     source = Fresh(lambda: LanguageModel(CONFIG), seed=3)
-    engine_config = EngineConfig(precision="fp32", zero_stage=zero_stage, offload=offload, trackers=())
+    engine_config = EngineConfig(precision=precision, zero_stage=zero_stage, offload=offload, trackers=())
     optimizer = OPTIMIZER.model_copy(update={"trained_layers": trained_layers})
     engine = Engine(source, optimizer, engine_config, world_size=world_size, micro_batch=micro_batch)
     batch = BatchConfig(batch_size=4, micro_batch_size=micro_batch)
@@ -85,22 +90,26 @@ def train(
 
 
 def rank_program(folder: Path) -> None:
-    rank = int(os.environ["RANK"])
-    for case in CASES:
-        name = name_of(*case)
-        torch.save(train(folder / name, *case, world_size=2, micro_batch=1), folder / f"{name}-rank-{rank}.pt")
-        # This run finds the checkpoint of step 2 and does step 3 again, as after a kill.
-        assert (folder / name / "checkpoints" / "step-000002" / "manifest.json").is_file()
-        again = train(folder / name, *case, world_size=2, micro_batch=1)
-        torch.save(again, folder / f"{name}-rank-{rank}-again.pt")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for name, case, precision, must_resume in program(world_size):
+        found = train(folder / name, *case, world_size, 1, precision)
+        torch.save(found, folder / f"{name}-rank-{rank}.pt")
+        if must_resume:
+            # This run finds the checkpoint of step 2 and does step 3 again, as after a kill.
+            assert (folder / name / "checkpoints" / "step-000002" / "manifest.json").is_file()
+            again = train(folder / name, *case, world_size, 1, precision)
+            torch.save(again, folder / f"{name}-rank-{rank}-again.pt")
     torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[..., None]) -> Path:
-    folder = tmp_path_factory.mktemp("two_ranks")
-    start_two_ranks(__file__, folder)
-    return folder
+def program(world_size: int) -> list[tuple[str, Case, Precision, bool]]:
+    """Runs by name, and whether they run twice; by ZeRO stage, since Accelerate goes to DeepSpeed but not back."""
+    if world_size == 1:
+        return [(f"two-to-one-{zero}", (zero, None, ()), "fp32", False) for zero in (1, 2, 3)]
+    ours: list[tuple[str, Case, Precision, bool]] = [(name_of(*case), case, "fp32", True) for case in CASES]
+    ours += [(f"one-to-two-{zero}", (zero, None, ()), "fp32", False) for zero in range(4)]
+    ours += [(f"bf16-{zero}", (zero, None, ()), "bf16", True) for zero in BF16]
+    return sorted(ours, key=lambda run: run[1][0])
 
 
 OneRank = dict[int | None, tuple[Path, dict[str, Any]]]
@@ -111,6 +120,36 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> OneRank:
     """By how many layers are trained: the folder and the results."""
     folder = tmp_path_factory.mktemp("one_rank")
     return {n: (folder / str(n), train(folder / str(n), 0, n, (), world_size=1, micro_batch=4)) for n in (None, 1)}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[..., None], one_rank: OneRank
+) -> Path:
+    """The folder of all runs of two ranks, some of which go on from the checkpoint of the run of one."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    for zero in range(4):
+        shutil.copytree(one_rank[None][0] / "checkpoints", folder / f"one-to-two-{zero}" / "checkpoints")
+    start_two_ranks(__file__, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_to_one(
+    tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[..., None], two_ranks: Path
+) -> dict[str, dict[str, Any]]:
+    """Results of one rank that goes on from checkpoints of two, by the ZeRO stages of both."""
+    folder = tmp_path_factory.mktemp("two_to_one")
+    saved = {zero: two_ranks / name_of(zero, None, ("optimizer",) if zero == 2 else ()) for zero in range(4)}
+    for zero in (1, 2, 3):
+        shutil.copytree(saved[zero] / "checkpoints", folder / f"two-to-one-{zero}" / "checkpoints")
+    start_two_ranks(__file__, folder, num_ranks=1)
+    found = {f"{zero} to {zero}": torch.load(folder / f"two-to-one-{zero}-rank-0.pt") for zero in (1, 2, 3)}
+    for zero in (0, 3):  # here no other ZeRO stage can be left again
+        shutil.copytree(saved[zero] / "checkpoints", folder / f"two-to-one-{zero}-0" / "checkpoints")
+        found[f"{zero} to 0"] = train(folder / f"two-to-one-{zero}-0", 0, None, (), world_size=1, micro_batch=2)
+        assert len(curve(folder / f"two-to-one-{zero}-0")) == 1, "two of three steps were not taken from the checkpoint"
+    return found
 
 
 def curve(folder: Path) -> list[list[float]]:
@@ -129,18 +168,37 @@ def test_two_ranks_match_one(two_ranks: Path, one_rank: OneRank, case: Case) -> 
     for rank in range(2):
         results = torch.load(two_ranks / f"{name}-rank-{rank}.pt")
         assert results["heldout_loss"] == pytest.approx(alone["heldout_loss"], rel=1e-5)
-        assert results["weights"].keys() == alone["weights"].keys()
-        for key, weight in alone["weights"].items():
-            torch.testing.assert_close(results["weights"][key], weight, atol=2e-6, rtol=1e-5, msg=key)
+        assert_close(results["weights"], alone["weights"])
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: name_of(*case))
-def test_two_ranks_resume_bit_for_bit(two_ranks: Path, case: Case) -> None:
+@pytest.mark.parametrize("name", [*(name_of(*case) for case in CASES), *(f"bf16-{zero}" for zero in BF16)])
+def test_two_ranks_resume_bit_for_bit(two_ranks: Path, name: str) -> None:
     for rank in range(2):
         first, again = (
-            torch.load(two_ranks / f"{name_of(*case)}-rank-{rank}{suffix}.pt")["weights"] for suffix in ("", "-again")
+            torch.load(two_ranks / f"{name}-rank-{rank}{suffix}.pt")["weights"] for suffix in ("", "-again")
         )
         assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_two_ranks_go_on_from_what_one_saved(two_ranks: Path, one_rank: OneRank, zero_stage: int) -> None:
+    name = f"one-to-two-{zero_stage}"
+    assert len(curve(two_ranks / name)) == 1, "two of three steps were not taken from the checkpoint"
+    for rank in range(2):
+        assert_close(torch.load(two_ranks / f"{name}-rank-{rank}.pt")["weights"], one_rank[None][1]["weights"])
+
+
+@pytest.mark.parametrize("stages", ["0 to 0", "1 to 1", "2 to 2", "3 to 3", "3 to 0"])
+def test_one_rank_goes_on_from_what_two_saved(
+    two_to_one: dict[str, dict[str, Any]], one_rank: OneRank, stages: str
+) -> None:
+    assert_close(two_to_one[stages]["weights"], one_rank[None][1]["weights"])
+
+
+def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, weight in expected.items():
+        torch.testing.assert_close(found[key], weight, atol=2e-6, rtol=1e-5, msg=key)
 
 
 def test_the_heldout_rows_do_not_divide_by_the_ranks(one_rank: OneRank) -> None:
