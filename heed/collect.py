@@ -11,7 +11,7 @@ from evaluation.sampling import Sample
 from playground.world import World
 from preferences.agreement import accuracy_against, pairwise_agreement
 from preferences.door import answer_all
-from preferences.records import MAX_RESPONSES, Message, Ranking, Task
+from preferences.records import MAX_RESPONSES, OVERALL, Message, Ranking, Task
 from preferences.store import LabelStore, Progress
 from training.config import Config
 from training.data import DataConfig, Prompt
@@ -85,6 +85,8 @@ def write_rankings(path: Path, rankings: Sequence[Ranking]) -> None:
                 "responses": list(ranking.responses),
                 "ranks": list(ranking.ranks),
                 "labeler": ranking.labeler,
+                **({"objective": ranking.objective} if ranking.objective != OVERALL else {}),
+                **({"ratings": list(ranking.ratings)} if ranking.ratings else {}),
             }
             file.write(json.dumps(row) + "\n")
 

@@ -1,24 +1,37 @@
 """Rankings as training examples: reading, checking, tokenizing.
 
 One line of a rankings file: {"task_id", "prompt": [{"role", "content"}, ...], "responses": [...], "ranks": [...],
-"labeler"}; rank 1 is best and equal ranks are ties.
+"labeler"}; rank 1 is best and equal ranks are ties. Two fields may be added: "ratings", a number a response, higher is
+better; and "objective", what the labeler judged by ("overall" where it is not given).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lm.tokenizer import Messages, Tokenizer
-from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Ranking, dense_ranks
+from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Message, Ranking, dense_ranks
 from training.data import DataConfig, checked_messages, read_rows, text_field
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """One labeler's ranks of a task's responses, ratings if there are any, and what it weighs in the loss."""
+
+    ranks: tuple[int, ...]
+    ratings: tuple[float, ...] = ()
+    objective: int = 0  # place in the model's list of objectives
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """One task, tokenized: K sequences of prompt, response and end token, and the ranks that each labeler gave them."""
+    """One task, tokenized: K sequences of prompt, response and end token, and what each labeler said of them."""
 
     task_id: str
     sequences: tuple[tuple[int, ...], ...]
-    judgments: tuple[tuple[int, ...], ...]
+    verdicts: tuple[Verdict, ...]
 
 
 def read_rankings(data: DataConfig) -> list[Ranking]:
@@ -45,11 +58,23 @@ def read_rankings(data: DataConfig) -> list[Ranking]:
                 responses=tuple(responses),
                 ranks=dense_ranks(ranks),
                 labeler=text_field(where, row, "labeler"),
+                objective=text_field(where, {"objective": OVERALL, **row}, "objective"),
+                ratings=_ratings(where, row.get("ratings", []), len(responses)),
             )
         )
     if not rankings:
         raise ValueError(f"{data.source}: no rankings; at least one was expected")
     return rankings
+
+
+def _ratings(where: str, ratings: Any, num_responses: int) -> tuple[float, ...]:
+    """One finite number a response, or none at all."""
+    is_list = isinstance(ratings, list) and all(type(rating) in (int, float) for rating in ratings)
+    if not is_list or not all(map(math.isfinite, ratings)):
+        raise ValueError(f"{where}: field 'ratings' is {ratings!r}; a list of finite numbers was expected")
+    if ratings and len(ratings) != num_responses:
+        raise ValueError(f"{where}: field 'ratings' has {len(ratings)} entries for {num_responses} responses")
+    return tuple(map(float, ratings))
 
 
 def encode_scored(tokenizer: Tokenizer, messages: Messages) -> tuple[int, ...]:
@@ -94,4 +119,4 @@ def _encode_task(tokenizer: Tokenizer, judged: Sequence[Ranking], max_tokens: in
         raise ValueError(
             f"task {task.task_id!r}: prompt and response have {longest} tokens; the model's context holds {max_tokens}"
         )
-    return Comparison(task.task_id, sequences, tuple(ranking.ranks for ranking in judged))
+    return Comparison(task.task_id, sequences, tuple(Verdict(ranking.ranks, ranking.ratings) for ranking in judged))
