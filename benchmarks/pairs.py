@@ -45,22 +45,28 @@ from training.metrics import read_metrics
 from training.packing import IntArray
 from training.seeds import derive_seed
 
-PROMPTS_A_STEP = 16
-SEQUENCES_AT_ONCE = 64
+SEQUENCES_AT_ONCE = 96
 HELDOUT_SHARE = 0.25
 KINDS = ("prompt", "shuffled")
 
 
 class ShuffledPairs:
-    """Every pair of every ranking as an example of its own, which reads both its completions; the same loss a pair."""
+    """Every pair of every task as an example of its own, which reads both its completions; the same loss a pair.
+
+    Where several labelers judged a pair its target is the mean of theirs: a cross-entropy is linear in its target, so
+    that is the mean of their losses, as `RankingObjective` has it.
+    """
 
     def __init__(self, comparisons: Sequence[Comparison], kind: str) -> None:
         self.kind = kind
         self.pairs = [
-            (comparison.sequences[i], comparison.sequences[j], verdict.ranks[i], verdict.ranks[j])
-            for comparison in comparisons
-            for verdict in comparison.verdicts
-            for i, j in combinations(range(len(verdict.ranks)), 2)
+            (
+                c.sequences[i],
+                c.sequences[j],
+                mean(_chance(verdict.ranks[i], verdict.ranks[j]) for verdict in c.verdicts),
+            )
+            for c in comparisons
+            for i, j in combinations(range(len(c.sequences)), 2)
         ]
 
     def __len__(self) -> int:
@@ -73,13 +79,16 @@ class ShuffledPairs:
         return sum(len(sequence) for row in rows for sequence in self.pairs[row][:2])
 
     def loss(self, model: RewardLearner, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
-        first, second, ranks, other_ranks = zip(*(self.pairs[row] for row in rows), strict=True)
+        first, second, targets = zip(*(self.pairs[row] for row in rows), strict=True)
         scores, _, _ = model(*read_by([*first, *second], self.kind, device))
         difference = scores[: len(rows)] - scores[len(rows) :]
-        ahead = (torch.tensor(other_ranks, device=device) - torch.tensor(ranks, device=device)).sign()
-        loss = F.binary_cross_entropy_with_logits(difference, (ahead + 1) / 2, reduction="sum")
-        right = torch.where(ahead == 0, 0.5, (difference.sign() == ahead).float())
-        return loss, {"accuracy": right.sum().detach()}
+        target = torch.tensor(targets, device=device)
+        return F.binary_cross_entropy_with_logits(difference, target, reduction="sum"), {}
+
+
+def _chance(rank: int, other_rank: int) -> float:
+    """That the first wins, by a labeler: 1, ½ for a tie, 0."""
+    return 0.5 if rank == other_rank else float(rank < other_rank)
 
 
 @dataclass(frozen=True)
@@ -89,8 +98,7 @@ class Study:
     policy: Path
     rankings: Sequence[Ranking]
     world: World
-    learning_rate: float
-    num_epochs: int
+    given: argparse.Namespace  # the command's options
 
 
 def train(study: Study, kind: str, seed: int, folder: Path) -> dict[str, float]:
@@ -103,13 +111,13 @@ def train(study: Study, kind: str, seed: int, folder: Path) -> dict[str, float]:
     num_pairs = math.comb(len(trained_on[0].sequences), 2)
     if kind == "prompt":
         objective: Objective[RewardLearner] = RankingObjective(trained_on, shape.kind)
-        batch = BatchConfig(
-            batch_size=PROMPTS_A_STEP, micro_batch_size=SEQUENCES_AT_ONCE // len(trained_on[0].sequences)
-        )
+        batch = batch_of(study.given.prompts_a_step, len(trained_on[0].sequences))
     else:
         objective = ShuffledPairs(trained_on, shape.kind)
-        batch = BatchConfig(batch_size=PROMPTS_A_STEP * num_pairs, micro_batch_size=SEQUENCES_AT_ONCE // 2)
-    optimizer = OptimizerConfig(learning_rate=study.learning_rate, schedule="linear", warmup_steps=5, weight_decay=0.01)
+        batch = batch_of(study.given.prompts_a_step * num_pairs, 2)
+    optimizer = OptimizerConfig(
+        learning_rate=study.given.learning_rate, schedule="linear", warmup_steps=5, weight_decay=0.01
+    )
     engine = Engine(
         LearnerSource(source, Beside()),
         optimizer,
@@ -117,9 +125,9 @@ def train(study: Study, kind: str, seed: int, folder: Path) -> dict[str, float]:
         world_size=1,
         micro_batch=batch.micro_batch_size,
     )
-    steps_an_epoch = len(trained_on) // PROMPTS_A_STEP
+    steps_an_epoch = len(trained_on) // study.given.prompts_a_step
     config = LoopConfig(
-        "reward", seed, study.num_epochs * steps_an_epoch, batch, save_every_steps=10**9, evaluate_every_steps=10**9
+        "reward", seed, study.given.epochs * steps_an_epoch, batch, save_every_steps=10**9, evaluate_every_steps=10**9
     )
     ended = TrainingLoop(engine, config, objective, RankingObjective(heldout, shape.kind), folder).run()
     network = engine.module.network.eval()
@@ -137,6 +145,14 @@ def train(study: Study, kind: str, seed: int, folder: Path) -> dict[str, float]:
         "prompts": len(trained_on),
         "heldout_prompts": len(heldout),
     }
+
+
+def batch_of(num_examples: int, num_sequences: int) -> BatchConfig:
+    """A step's examples of so many sequences each, as many at once as fit."""
+    fitting = range(1, SEQUENCES_AT_ONCE // num_sequences + 1)
+    return BatchConfig(
+        batch_size=num_examples, micro_batch_size=max(size for size in fitting if num_examples % size == 0)
+    )
 
 
 def _ranks_of(scores: Sequence[float]) -> tuple[int, ...]:
@@ -176,6 +192,8 @@ def main() -> None:
     parser.add_argument("--responses", type=int, action="append", required=True, help="K; may be given again")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--prompts", type=int, default=0, help="how many of the tasks to use; 0 is all")
+    parser.add_argument("--prompts-a-step", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--out", type=Path, help="write every run's figures here, as JSON")
     given = parser.parse_args()
@@ -183,20 +201,25 @@ def main() -> None:
     if world is None:
         raise ValueError(f"{given.run / 'job.toml'}: the job has no world; one that knows its labelers was expected")
     rankings = read_rankings(DataConfig(source=str(given.run / "collect" / "rankings.jsonl")))
+    tasks = list(dict.fromkeys(ranking.task_id for ranking in rankings))
+    kept = set(tasks[: given.prompts or len(tasks)])
+    rankings = [ranking for ranking in rankings if ranking.task_id in kept]
     everything: list[dict[str, Any]] = []
     print(HEADER, flush=True)
     for num_responses in given.responses:
         chosen = first_responses(rankings, num_responses)
-        study = Study(given.run / "sft" / "model", chosen, world, given.learning_rate, given.epochs)
-        for kind in KINDS:
-            found = []
-            for seed in range(given.seeds):
+        study = Study(given.run / "sft" / "model", chosen, world, given)
+        found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+        for seed in range(given.seeds):
+            for kind in KINDS:
                 with tempfile.TemporaryDirectory() as folder:
-                    found.append(train(study, kind, seed, Path(folder)))
-                everything.append({"K": num_responses, "epochs": given.epochs, "kind": kind, "seed": seed, **found[-1]})
+                    found[kind].append(train(study, kind, seed, Path(folder)))
+                setting = {"K": num_responses, "epochs": given.epochs, "kind": kind, "seed": seed}
+                everything.append({**setting, **found[kind][-1]})
                 if given.out:
                     given.out.write_text(json.dumps(everything, indent=2) + "\n", encoding="utf-8")
-            print(row(num_responses, given.epochs, kind, found), flush=True)
+        for kind in KINDS:
+            print(row(num_responses, given.epochs, kind, found[kind]), flush=True)
 
 
 if __name__ == "__main__":
