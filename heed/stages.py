@@ -215,8 +215,8 @@ def score_scale(
         scale = ScoreScale(mean(found), stdev(found))
     if not scale.std > 0:
         raise ValueError(
-            f"{where}: the scores of the SFT policy's samples have a spread of {scale.std}; a reward model that tells"
-            " them apart was expected"
+            f"{where}: the scores of the SFT policy's samples have a spread of {scale.std}; a reward that tells them"
+            " apart was expected"
         )
     return scale
 
