@@ -6,7 +6,7 @@ better; and "objective", what the labeler judged by ("overall" where it is not g
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,8 +92,12 @@ def encode_response(tokenizer: Tokenizer, prompt: Sequence[Message], response: s
     return encode_scored(tokenizer, [*turns, {"role": "assistant", "content": response}])
 
 
-def encode_rankings(tokenizer: Tokenizer, rankings: Sequence[Ranking], max_tokens: int) -> list[Comparison]:
+def encode_rankings(
+    tokenizer: Tokenizer, rankings: Sequence[Ranking], max_tokens: int, weights: Mapping[str, float] | None = None
+) -> list[Comparison]:
     """One comparison a task, in order of first appearance: a completion is read once however many labelers ranked it.
+
+    `weights` are what each labeler's rankings count for, 1 where it is not given.
 
     Errors: ValueError naming the task whose conversation is longer than `max_tokens`, or whose rankings are not all of
     the same prompt and responses.
@@ -101,10 +105,12 @@ def encode_rankings(tokenizer: Tokenizer, rankings: Sequence[Ranking], max_token
     by_task: dict[str, list[Ranking]] = {}
     for ranking in rankings:
         by_task.setdefault(ranking.task_id, []).append(ranking)
-    return [_encode_task(tokenizer, judged, max_tokens) for judged in by_task.values()]
+    return [_encode_task(tokenizer, judged, max_tokens, weights or {}) for judged in by_task.values()]
 
 
-def _encode_task(tokenizer: Tokenizer, judged: Sequence[Ranking], max_tokens: int) -> Comparison:
+def _encode_task(
+    tokenizer: Tokenizer, judged: Sequence[Ranking], max_tokens: int, weights: Mapping[str, float]
+) -> Comparison:
     task = judged[0]
     for other in judged[1:]:
         for field in ("prompt", "responses"):
@@ -119,4 +125,5 @@ def _encode_task(tokenizer: Tokenizer, judged: Sequence[Ranking], max_tokens: in
         raise ValueError(
             f"task {task.task_id!r}: prompt and response have {longest} tokens; the model's context holds {max_tokens}"
         )
-    return Comparison(task.task_id, sequences, tuple(Verdict(ranking.ranks, ranking.ratings) for ranking in judged))
+    verdicts = [Verdict(r.ranks, r.ratings, weight=weights.get(r.labeler, 1.0)) for r in judged]
+    return Comparison(task.task_id, sequences, tuple(verdicts))

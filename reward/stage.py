@@ -7,7 +7,7 @@ Held-out rankings are of prompts that training never saw. Afterwards the bias is
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, NewHead, purpose_of, save_model
 from preferences.agreement import accuracy_against
 from preferences.records import Ranking
+from preferences.reliability import labeler_reliability, labeler_weights
 from preferences.splits import split_rankings
 from reward.comparisons import Comparison, encode_rankings, encode_scored, read_rankings
 from reward.learner import Beside, LearnerSource, Ties, network_weights, spread_of_ratings, starting_log_nu
@@ -41,15 +42,20 @@ class RewardConfig(InitConfig, TrainingConfig):
     `init_from` may name a language model, a reward model, or an encoder; `chat_template` is for those that have none.
     `ties` = "soft" takes a tie for half a win, "davidson" for an outcome with a chance of its own (`reward.loss`). With
     `rating_coef` above 0 scores also learn the ratings that rankings carry: their loss's weight beside the rankings'.
+    `labeler_weights` = "reliability" weighs each labeler's rankings by how often the others bear them out
+    (`preferences.reliability`, from training rankings alone). A model learns one objective; `objective` names it where
+    the rankings are of several.
     """
 
     chat_template: str = ""  # "plain", a Jinja template, ..., or "" for the model's own
     rankings: DataConfig
     demonstrations: tuple[DataConfig, ...] = Field(min_length=1)
+    objective: str = ""  # "" = the only one there is
     heldout_share: float = Field(gt=0, lt=1)
     num_epochs: float = Field(gt=0)
     ties: Ties = "soft"
     rating_coef: float = Field(default=0.0, ge=0)
+    labeler_weights: Literal["equal", "reliability"] = "equal"
     # Demonstrations whose mean score becomes 0, and comparisons that a tie's chance is measured on.
     num_calibration: int = Field(default=512, ge=1)
 
@@ -82,13 +88,17 @@ def run(context: StageContext, config: RewardConfig, start: Path) -> None:
     tokenizer = tokenizer.with_template(config.chat_template)
     source = network_source(start, config.dropout, derive_seed(context.seed, "reward", "head"))
     shape = skeleton(source.build).config
-    train, heldout = split_rankings(read_rankings(config.rankings), config.heldout_share, context.seed)
+    train, heldout = split_rankings(rankings_of(config), config.heldout_share, context.seed)
     if not train or not heldout:
         raise ValueError(
             f"reward.heldout_share {config.heldout_share} splits the rankings of {config.rankings.source} into"
             f" {len(train)} for training and {len(heldout)} held out; both need at least one"
         )
-    comparisons = [encode_rankings(tokenizer, part, shape.context_tokens) for part in (train, heldout)]
+    weights = weights_of_labelers(train, config)
+    comparisons = [
+        encode_rankings(tokenizer, train, shape.context_tokens, weights),
+        encode_rankings(tokenizer, heldout, shape.context_tokens),  # measured alike, however training weighs
+    ]
     beside = learned_beside(config, comparisons[0])
     engine = build_engine(context, LearnerSource(source, beside), config)
     objectives = [
@@ -98,14 +108,28 @@ def run(context: StageContext, config: RewardConfig, start: Path) -> None:
     num_steps = max(1, round(config.num_epochs * len(comparisons[0]) / config.batch.batch_size))
     loop_config = LoopConfig.of("reward", context.seed, num_steps, config)
     TrainingLoop(engine, loop_config, objectives[0], objectives[1], context.folder).run()
-    weights = engine.full_weights(on_main_alone=True)
+    tensors = engine.full_weights(on_main_alone=True)
     if engine.is_main:
         # What was learned beside the score is no part of the model: it goes to the results.
-        save_model(context.model_folder, skeleton(source.build), network_weights(weights), tokenizer)
-        learned = beside.learned(weights, shape.width)
+        save_model(context.model_folder, skeleton(source.build), network_weights(tensors), tokenizer)
+        learned = beside.learned(tensors, shape.width)
         finish(context, config, tokenizer, (train, heldout), comparisons, learned)
     engine.barrier()
     engine.close()
+
+
+def rankings_of(config: RewardConfig) -> list[Ranking]:
+    """The rankings to train and to measure on. Errors: as for `read_rankings`; ValueError for another objective than
+    those there, or several and none named.
+    """
+    rankings = read_rankings(config.rankings)
+    found = sorted({ranking.objective for ranking in rankings})
+    if config.objective not in (found if config.objective or len(found) > 1 else [""]):
+        raise ValueError(
+            f"reward.objective is {config.objective!r}, and the rankings of {config.rankings.source} are of"
+            f" {', '.join(found)}; one of them was expected, since a reward model learns one objective"
+        )
+    return [ranking for ranking in rankings if ranking.objective == (config.objective or found[0])]
 
 
 def learned_beside(config: RewardConfig, comparisons: Sequence[Comparison]) -> Beside:
@@ -158,11 +182,32 @@ def finish(
         "sample_score_std": float(samples.std()),
         "ties": {"kind": config.ties, **tie_figures(known, heldout, {**fitted, **by_task}, seed=context.seed)},
     }
+    results["labelers"] = labeler_figures(train, config)
     if "nu" in learned:
         results["ties"]["learned_nu"] = learned["nu"]
     if "rating_scale" in learned:
         results["ratings"] = rating_figures(heldout, by_task, learned["rating_scale"])
     context.write_results(results)
+
+
+def weights_of_labelers(train: Sequence[Ranking], config: RewardConfig) -> dict[str, float]:
+    """What each labeler's rankings weigh; those that are not named weigh 1."""
+    return labeler_weights(train, labeler_reliability(train)) if config.labeler_weights == "reliability" else {}
+
+
+def labeler_figures(train: Sequence[Ranking], config: RewardConfig) -> dict[str, dict[str, float | int | None]]:
+    """Of every labeler: how often it is right, as far as the others tell (None where no one judged what it judged), and
+    what its rankings weighed.
+    """
+    weights = weights_of_labelers(train, config)
+    return {
+        name: {
+            "accuracy": found.accuracy if found.num_pairs else None,
+            "num_pairs": found.num_pairs,
+            "weight": weights.get(name, 1.0),
+        }
+        for name, found in labeler_reliability(train).items()
+    }
 
 
 def task_scores(model: RewardNetwork, comparisons: Sequence[Comparison]) -> dict[str, list[float]]:

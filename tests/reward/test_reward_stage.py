@@ -19,7 +19,7 @@ from reward.comparisons import Comparison, Verdict, read_rankings
 from reward.learner import Beside, RewardLearner
 from reward.objective import RankingObjective
 from reward.scoring import score_sequences, sequence_scores
-from reward.stage import RewardConfig, run
+from reward.stage import RewardConfig, rankings_of, run
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.metrics import read_metrics
@@ -241,3 +241,34 @@ def test_ties_with_a_chance_of_their_own_and_ratings(
     assert {name for name, _ in model.named_parameters()} == {
         name for name, _ in ScalarModel(model.config).named_parameters()
     }
+
+
+def test_a_labeler_who_is_often_wrong_weighs_less(tmp_path: Path, model_folder: Path) -> None:
+    """Cy, Di and Ed see every task; Ed turns every second ranking round, and is outvoted."""
+    config = config_for(tmp_path, labeler_weights="reliability", num_epochs=0.2)
+    rows = [json.loads(line) for line in (tmp_path / "rankings.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["labeler"] == "ann"]
+    turned = lambda row: {**row, "ranks": [4 - rank for rank in row["ranks"]]}  # noqa: E731
+    for name, noise in (("cy", 7), ("di", 5), ("ed", 2)):  # every seventh, fifth, second ranking turned round
+        rows += [{**(turned(row) if i % noise == 0 else row), "labeler": name} for i, row in enumerate(rows[:40])]
+    write_rows(tmp_path / "rankings.jsonl", rows)
+    context = StageContext(tmp_path / "run", SEED, 1, EngineConfig(precision="fp32", trackers=()))
+    run(context, config, model_folder)
+    labelers = json.loads((context.folder / "results.json").read_text())["labelers"]
+    assert sorted(labelers) == ["ann", "cy", "di", "ed"]
+    assert min(labelers[name]["weight"] for name in ("ann", "cy", "di")) > 2 * labelers["ed"]["weight"] >= 0
+    assert labelers["ed"]["accuracy"] == pytest.approx(0.5, abs=0.15)
+    assert sum(figures["weight"] for figures in labelers.values()) == pytest.approx(4)  # equally many rankings each
+
+
+def test_one_objective_is_learned(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    assert len(rankings_of(config)) == 54
+    with pytest.raises(ValueError, match=r"reward.objective is 'helpful', and the rankings of .* are of overall; one"):
+        rankings_of(config.model_copy(update={"objective": "helpful"}))
+    rows = [json.loads(line) for line in (tmp_path / "rankings.jsonl").read_text().splitlines()]
+    mixed = [{**row, "objective": "helpful" if i % 3 else "harmless"} for i, row in enumerate(rows)]
+    write_rows(tmp_path / "rankings.jsonl", mixed)
+    with pytest.raises(ValueError, match=r"reward.objective is '', and the rankings of .* are of harmless, helpful"):
+        rankings_of(config)
+    assert len(rankings_of(config.model_copy(update={"objective": "harmless"}))) == 18
