@@ -61,7 +61,7 @@ def test_the_example_job_runs_without_labels_and_reward_model(tmp_path: Path) ->
 def test_the_example_function_is_the_worlds_own_judge() -> None:
     reward = load_job(JOBS / "function.toml").ppo.elsewhere  # type: ignore[union-attr]
     assert isinstance(reward, FunctionReward)
-    assert reward.file == ROOT / "configs" / "rewards.py"
+    assert reward.file == ROOT / "playground" / "rewards.py"
     asked = [[{"role": "user", "content": "Mia has a blue ball. Tom has a red kite. What does Mia have?"}]] * 2
     right, wrong = reward.score(asked, ["Mia has a blue ball.", "ball"])
     assert 0 <= wrong.score < 0.5 < right.score <= 1
@@ -129,8 +129,8 @@ def test_a_server_that_was_asleep_stops_the_run_and_is_asked_again(
 
 
 def test_a_function_that_is_not_there_is_named_before_anything_runs(tmp_path: Path, model_folder: Path) -> None:
-    job = load_job(ppo_job(tmp_path, model_folder, reward_function="configs.rewards:silver"))
-    with pytest.raises(ValueError, match=r"configs.rewards has no function 'silver'"):
+    job = load_job(ppo_job(tmp_path, model_folder, reward_function="playground.rewards:silver"))
+    with pytest.raises(ValueError, match=r"playground.rewards has no function 'silver'"):
         run_job(job, tmp_path / "runs")
 
 
@@ -155,4 +155,4 @@ def test_a_function_in_a_file_is_shipped() -> None:
     assert list(named_paths({"ppo": {"reward_function": "my/rewards.py:score"}})) == [
         ("ppo.reward_function", "my/rewards.py")
     ]
-    assert list(named_paths({"ppo": {"reward_function": "configs.rewards:gold"}})) == []
+    assert list(named_paths({"ppo": {"reward_function": "playground.rewards:gold"}})) == []

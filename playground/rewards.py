@@ -1,4 +1,4 @@
-"""A reward that is a function: `reward_function = "configs.rewards:gold"` in configs/jobs/function.toml.
+"""A reward that is a function: `reward_function = "playground.rewards:gold"` in configs/jobs/function.toml.
 
 A function of your own is the same: a file in the folder that `heed` runs in, `reward_function = "my_rewards.py:score"`,
 and in it a function from prompts and responses to numbers. None (or an exception) leaves a response out.
