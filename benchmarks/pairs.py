@@ -1,7 +1,7 @@
 """All pairs of a prompt as one batch element, against pairs shuffled as independent examples (InstructGPT, 3.5).
 
-    heed run configs/jobs/pairs.toml
-    python -m benchmarks.pairs runs/pairs --responses 4 --responses 8 --seeds 3
+    make demo
+    python -m benchmarks.pairs runs/demo --responses 4 --prompts 2000
 
 Both train the same reward model from the same SFT policy on the same pairs, with as many pairs and the same learning
 rate in every step, so as many steps an epoch. What differs is which pairs meet in a step: all of a prompt, whose
@@ -137,8 +137,11 @@ def train(study: Study, kind: str, seed: int, folder: Path) -> dict[str, float]:
     truth = label_truth(unseen, study.world)
     noiseless = [replace(ranking, ranks=_ranks_of(truth[ranking.task_id])) for ranking in unseen]
     last = read_metrics(folder / "metrics.jsonl")[-10:]
+    accuracy = accuracy_against(unseen, scores)
     return {
-        "heldout_accuracy": accuracy_against(unseen, scores).mean,
+        "heldout_accuracy": accuracy.mean,
+        "low": accuracy.low,  # 95%, over prompts
+        "high": accuracy.high,
         "noiseless_accuracy": accuracy_against(noiseless, scores).mean,
         "heldout_loss": ended["loss"],
         "last_training_loss": mean(line["loss"] for line in last),
