@@ -68,9 +68,10 @@ def test_the_example_function_is_the_worlds_own_judge() -> None:
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Scores texts by their length, once it is awake."""
+    """Scores texts by their length, in so many answers; then it is asleep."""
 
-    awake = False
+    answers_left = 0
+    num_asked = 0
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -79,7 +80,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         body = json.dumps({"scores": [len(text) for text in sent["responses"]]}).encode()
-        self.send_response(200 if self.server.awake else 400)
+        self.server.num_asked += 1
+        self.server.answers_left -= 1
+        self.send_response(200 if self.server.answers_left >= 0 else 400)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -117,8 +120,12 @@ def test_a_server_that_was_asleep_stops_the_run_and_is_asked_again(
     job = load_job(ppo_job(tmp_path, model_folder, reward_url=url, reward_retries=0))
     with pytest.raises(RuntimeError, match=r"16 of 16 samples .* The first: .* answered with status 400"):
         run_job(job, tmp_path / "runs")
-    endpoint.awake = True
+    endpoint.answers_left = 1  # the SFT policy's samples get their scores, the first rollout does not
+    with pytest.raises(RuntimeError, match=r"16 of 16 responses .* The first: .* answered with status 400"):
+        run_job(job, tmp_path / "runs")
+    endpoint.answers_left, endpoint.num_asked = 100, 0
     run = run_job(job, tmp_path / "runs")
+    assert endpoint.num_asked == 16 // 4  # in micro-batches; the scale of scores was kept
     (line,) = read_metrics(run / "ppo" / "metrics.jsonl")
     assert line["failed_scores"] == 0
     assert line["score"] > 0
