@@ -3,6 +3,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+# Tests that start processes wait for them half of the time; a file's tests share what they started.
+PARALLEL := --numprocesses 2 --dist loadfile
 CONSTRAINTS ?= constraints.txt
 
 # The first of these that is new enough and can make virtual environments is used; `make PYTHON=...` names another.
@@ -39,15 +41,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## Run the whole chain on a laptop's CPU and write its report.
 	$(BIN)/heed run configs/jobs/demo.toml
 
-test: $(STAMP)  ## Run the tests.
-	$(BIN)/pytest
+test: $(STAMP)  ## Run the tests, a file at a time in each of two processes.
+	$(BIN)/pytest $(PARALLEL)
 
 check: $(STAMP)  ## Run everything a change must pass: lint, format, types, rooms, tests.
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest
+	$(BIN)/pytest $(PARALLEL)
 
 format: $(STAMP)  ## Format the code and apply the linter's safe fixes.
 	$(BIN)/ruff check --fix

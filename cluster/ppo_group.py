@@ -35,6 +35,10 @@ class ColocatedGroup:
     def scores(self, rollout: Rollout) -> Tensor:
         return self.scorers.per_response("scores", rollout)
 
+    def first_failure(self) -> str:
+        failures: list[str] = self.scorers.call("first_failure", [()] * self.scorers.group.num_workers)
+        return next(filter(None, failures), "")
+
     def reference_logprobs(self, rollout: Rollout) -> Tensor:
         return self.scorers.per_response("reference_logprobs", rollout)
 

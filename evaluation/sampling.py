@@ -3,6 +3,7 @@
 Shape letters: B samples, T tokens, C response tokens.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from lm.padding import pad_right
 from lm.sampling import Choice
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import load_language_model
+from reward.elsewhere import Elsewhere, Scored
 from reward.scoring import Judge
 from training.config import Precision
 from training.data import Prompt
@@ -28,7 +30,8 @@ BATCH = 128
 class SamplingSpec:
     """What to sample. `reference` and `reward` are model directories to measure against; "" leaves that out.
 
-    `template_of` names a directory whose chat template is used in place of the policy's own.
+    `elsewhere` scores in place of a model of `reward`. `template_of` names a directory whose chat template is used in
+    place of the policy's own.
     """
 
     policy: Path
@@ -39,12 +42,15 @@ class SamplingSpec:
     precision: Precision
     reference: str = ""
     reward: str = ""
+    elsewhere: Elsewhere | None = None
     template_of: str = ""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response. `log_ratio` is log π - log π_ref of the whole response, nats; `score` the reward model's."""
+    """One response. `log_ratio` is log π - log π_ref of the whole response, nats; `score` the reward model's, NaN where
+    it was not asked or failed; then `failure` says why.
+    """
 
     prompt_id: str
     index: int
@@ -53,6 +59,7 @@ class Sample:
     finished: bool
     log_ratio: float
     score: float
+    failure: str = ""
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -98,7 +105,8 @@ def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]
             num_tokens=len(responses[row]),
             finished=sampled.finished[row],
             log_ratio=ratios[row],
-            score=scores[row],
+            score=scores[row].score,
+            failure=scores[row].failure,
         )
     return [sample for sample in samples if sample is not None]
 
@@ -124,10 +132,17 @@ def _scores(
     conversations: Sequence[Messages],
     queries: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
-) -> list[float]:
+) -> list[Scored]:
+    if spec.elsewhere is not None:
+        texts = [tokenizer.decode(response).strip() for response in responses]
+        parts = [slice(start, start + BATCH) for start in range(0, len(texts), BATCH)]
+        return [scored for part in parts for scored in spec.elsewhere.score(conversations[part], texts[part])]
     if not spec.reward:
-        return [float("nan")] * len(responses)
-    return Judge.load(Path(spec.reward)).score(tokenizer, conversations, queries, responses)
+        return [Scored(float("nan"))] * len(responses)
+    judge = Judge.load(Path(spec.reward))
+    scores = judge.score(tokenizer, conversations, queries, responses)
+    room = judge.network.config.context_tokens
+    return [Scored(s, f"the reward model reads {room} tokens" if math.isnan(s) else "") for s in scores]
 
 
 @torch.inference_mode()

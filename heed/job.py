@@ -24,12 +24,12 @@ PARENTS = {
     "ppo": ("sft", "reward"),
     "compare": ("sft", "reward", "ppo"),
 }
-# The field of a stage's section that names a model in place of a parent's.
+# The fields of a stage's section that name a model, or what stands for one, in place of a parent's; one is used.
 SUBSTITUTES = {
-    ("sft", "pretrain"): "init_from",
-    ("reward", "sft"): "init_from",
-    ("ppo", "sft"): "init_from",
-    ("ppo", "reward"): "reward_from",
+    ("sft", "pretrain"): ("init_from",),
+    ("reward", "sft"): ("init_from",),
+    ("ppo", "sft"): ("init_from",),
+    ("ppo", "reward"): ("reward_from", "reward_function", "reward_url"),
 }
 
 
@@ -104,20 +104,24 @@ class JobConfig(Config):
 
     def substitute(self, stage: str, parent: str) -> str:
         """The model that a stage's section names in place of a parent's; "" where it names none."""
-        field = SUBSTITUTES.get((stage, parent))
+        field = self._given(stage, parent)
         return getattr(getattr(self, stage), field) if field else ""
+
+    def _given(self, stage: str, parent: str) -> str:
+        """The field that names it; "" where none does."""
+        section = getattr(self, stage)
+        return next((field for field in SUBSTITUTES.get((stage, parent), ()) if getattr(section, field)), "")
 
     def _check_parents(self, stage: str) -> None:
         """A stage starts from one place: the stage before it, or a model named in its section."""
         for parent in self.parents(stage):
             if parent not in ("tokenizer", *self.stages):
-                field = SUBSTITUTES.get((stage, parent))
-                raise ValueError(
-                    f"{stage} needs {parent}: [{parent}]" + (f" or {stage}.{field}" if field else "") + " was expected"
-                )
-        for (user, parent), field in SUBSTITUTES.items():
+                fields = [f"{stage}.{field}" for field in SUBSTITUTES.get((stage, parent), ())]
+                raise ValueError(f"{stage} needs {parent}: {' or '.join([f'[{parent}]', *fields])} was expected")
+        for user, parent in SUBSTITUTES:
             # A reward model may well have another body than the policy; for the others it would be a slip.
-            if stage == user != "reward" and self.substitute(stage, parent) and parent in self.stages:
+            field = self._given(stage, parent)
+            if stage == user != "reward" and field and parent in self.stages:
                 raise ValueError(f"{stage}.{field} is given and so is [{parent}]; {stage} starts from one of them")
 
     def _check_world(self) -> None:

@@ -10,16 +10,16 @@ from playground.world import World
 from preferences.agreement import accuracy_against
 from preferences.records import Ranking
 from preferences.splits import split_rankings
-from reward.comparisons import encode_scored, read_rankings
+from reward.comparisons import encode_scored
 from reward.scoring import Judge, score_sequences
-from reward.stage import HELDOUT_SCORES, RewardConfig
+from reward.stage import HELDOUT_SCORES, RewardConfig, rankings_of
 
 
 def measure_reward_model(folder: Path, config: RewardConfig, world: World, seed: int) -> dict[str, Any]:
     """`gold_accuracy`: share of held-out pairs ordered as a noiseless labeler would; `human_pairs_accuracy` where the
     world has pairs that people ordered. Both with 95% intervals. `folder` is the finished stage's.
     """
-    _, heldout = split_rankings(read_rankings(config.rankings), config.heldout_share, seed)
+    _, heldout = split_rankings(rankings_of(config), config.heldout_share, seed)
     scores = json.loads((folder / HELDOUT_SCORES).read_text(encoding="utf-8"))
     truth = label_truth(heldout, world)
     unique = {ranking.task_id: ranking for ranking in heldout}

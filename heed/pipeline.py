@@ -24,6 +24,7 @@ from heed.stages import SAMPLES, STAGES, Run, Stage, sources_in
 from lm.hub import model_directory
 from lm.tokenizer import TOKENIZER_FILES
 from pretrain.stage import prepare_tokenizer
+from reward.elsewhere import FunctionReward
 from training.checkpoint import file_hash, folder_hash
 from training.stage import write_json
 
@@ -131,7 +132,10 @@ def _inputs(run: Run, stage: Stage) -> Inputs:
 
 
 PLACEMENT = {"placement", "num_generators", "num_scorers"}
-LAYOUT = PLACEMENT | {"micro_batch_size", "save_every_steps", "save_every_iterations", "evaluate_every_steps"}
+PATIENCE = {"reward_timeout_seconds", "reward_retries"}  # with somebody else's server
+LAYOUT = (
+    PLACEMENT | PATIENCE | {"micro_batch_size", "save_every_steps", "save_every_iterations", "evaluate_every_steps"}
+)
 
 
 def _without_layout(value: Any) -> Any:
@@ -142,12 +146,16 @@ def _without_layout(value: Any) -> Any:
 
 
 def _data_hashes(run: Run, config: Mapping[str, Any]) -> dict[str, str]:
-    """SHA-256 by name of what the config's sections read, and of the model directory that one starts from."""
+    """SHA-256 by name of what the config's sections read, of the model directory that one starts from, and of the file
+    in which its reward function is written.
+    """
     found = {source: _source_hash(run.path_of(source)) for source in sources_in(dict(config))}
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
         for field in ("init_from", "reward_from"):
             if section.get(field):
                 found[section[field]] = folder_hash(model_directory(section[field]))
+        if section.get("reward_function"):
+            found[section["reward_function"]] = file_hash(FunctionReward(section["reward_function"]).file)
     return found
 
 

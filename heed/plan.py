@@ -233,6 +233,8 @@ class _Planner:
         layout, batch = self.layout, config.minibatch
         if config.reward_from:
             self._assume(f"{config.reward_from} is taken to have the policy's shape")
+        if config.elsewhere:
+            self._assume("the reward comes from elsewhere; a reward model's time and memory are counted all the same")
         row_tokens = self._conversation_tokens(config.max_response_tokens)
         self._assume("every response is as long as it may be")
         policy = count(self.model, config.policy_optimizer)

@@ -5,6 +5,7 @@ from heed.stages import Run
 from lm.source import skeleton
 from lm.tokenizer import Tokenizer
 from reward.comparisons import encode_rankings, read_judgments
+from reward.elsewhere import FunctionReward
 from reward.stage import ODDITIES, RewardConfig, network_source
 from sft.stage import SFTConfig, encode_demonstrations
 from training.data import read_prompts, read_texts
@@ -16,6 +17,8 @@ def check_data(run: Run) -> None:
     Errors: ValueError naming file, line and field.
     """
     job = run.job
+    if job.ppo is not None and isinstance(job.ppo.elsewhere, FunctionReward):
+        _ = job.ppo.elsewhere.function
     if job.pretrain is not None:
         for sources in (job.pretrain.texts, job.pretrain.heldout):
             for _ in read_texts([run.resolve(data) for data in sources]):

@@ -216,6 +216,8 @@ FACTS: dict[str, tuple[tuple[str, str, Show], ...]] = {
         ("Comparisons, held-out", "heldout_comparisons", count),
         ("Held-out pairs", "heldout_pairs", count),
         ("Held-out accuracy", "heldout_accuracy", percent),
+        ("Wins and ties foretold, nats a pair", "ties.heldout_log_likelihood", lambda value: number(value, 4)),
+        ("Ratings explained, held-out", "ratings.heldout_explained", percent),
         ("Score of samples, mean", "sample_score_mean", number),
         ("Score of samples, std", "sample_score_std", number),
     ),

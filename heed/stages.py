@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from shutil import rmtree
 from statistics import mean, stdev
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from ppo.controller import ScoreScale
 from ppo.workers import Parents, TokenStream
 from preferences.store import LabelStore
 from pretrain.stage import PretrainConfig
+from reward.elsewhere import Elsewhere
 from reward.stage import RewardConfig
 from sft.stage import SFTConfig
 from training.config import Config
@@ -152,7 +154,8 @@ def run_reward(run: Run, config: RewardConfig, _progress: StageProgress) -> None
 
 
 def run_ppo(run: Run, config: PPOConfig, progress: StageProgress) -> None:
-    prompts, policy, judge = read_prompts(config.prompts), run.start("ppo", "sft"), run.start("ppo", "reward")
+    prompts, policy = read_prompts(config.prompts), run.start("ppo", "sft")
+    judge = config.elsewhere or run.start("ppo", "reward")
     stream = None
     if config.ptx_rows:
         assert run.job.pretrain is not None
@@ -172,18 +175,23 @@ def run_ppo(run: Run, config: PPOConfig, progress: StageProgress) -> None:
 
 
 def score_scale(
-    run: Run, policy: Path, judge: Path, prompts: Sequence[Prompt], config: PPOConfig, progress: StageProgress
+    run: Run,
+    policy: Path,
+    judge: Path | Elsewhere,
+    prompts: Sequence[Prompt],
+    config: PPOConfig,
+    progress: StageProgress,
 ) -> ScoreScale:
-    """Mean and spread of the SFT policy's scores: the reward stage's, or measured where the reward model came from
-    elsewhere, on one sample a prompt.
+    """Mean and spread of the SFT policy's scores: the reward stage's, or, where rewards come from anywhere else,
+    measured on one sample a prompt. Those scores are kept until the stage is done, so a run that goes on has the same.
 
-    Errors: ValueError for a reward model that gives every sample the same score.
+    Errors: ValueError for a reward that gives every sample the same score; RuntimeError where too many fail.
     """
     if "reward" in run.job.parents("ppo"):
         where, scores = str(run.stage_folder("reward") / "results.json"), read_results(run.stage_folder("reward"))
         scale = ScoreScale(scores["sample_score_mean"], scores["sample_score_std"])
     else:
-        where = str(judge)
+        where = run.job.substitute("ppo", "reward")
         spec = SamplingSpec(
             policy=policy,
             num_samples=1,
@@ -191,19 +199,24 @@ def score_scale(
             temperature=config.temperature,
             seed=derive_seed(run.job.seed, "ppo", "scale"),
             precision=run.job.engine.resolved_precision(),
-            reward=str(judge),
+            reward=str(judge) if isinstance(judge, Path) else "",
+            elsewhere=None if isinstance(judge, Path) else judge,
         )
         samples = sample_everywhere(run, "ppo", "scale", spec, prompts[:SCALE_PROMPTS], progress)
         found = [sample.score for sample in samples if isfinite(sample.score)]
-        if len(found) < 2:
-            raise ValueError(
-                f"{where}: {len(found)} of {len(samples)} samples have a score; two were expected at least"
+        num_failed = len(samples) - len(found)
+        if len(found) < 2 or num_failed > config.max_failed_share * len(samples):
+            rmtree(run.stage_folder("ppo") / SAMPLES / "scale")  # so that the next try asks again
+            raise RuntimeError(
+                f"{num_failed} of {len(samples)} samples of the SFT policy have no finite score; ppo.max_failed_share"
+                f" allows {config.max_failed_share:.0%}, and two scores are needed at least."
+                f" The first: {next(sample.failure for sample in samples if not isfinite(sample.score))}"
             )
         scale = ScoreScale(mean(found), stdev(found))
     if not scale.std > 0:
         raise ValueError(
-            f"{where}: the scores of the SFT policy's samples have a spread of {scale.std}; a reward model that tells"
-            " them apart was expected"
+            f"{where}: the scores of the SFT policy's samples have a spread of {scale.std}; a reward that tells them"
+            " apart was expected"
         )
     return scale
 

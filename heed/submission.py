@@ -92,6 +92,8 @@ def named_paths(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
         field = f"{place}.{key}".removeprefix(".")
         if isinstance(item, Path) or (key in NAMING_FIELDS and item):
             yield field, str(item)
+        elif key == "reward_function" and ".py:" in item:
+            yield field, item.partition(":")[0]
         else:
             yield from named_paths(item, field)
 

@@ -246,7 +246,8 @@ STACKS = ("encoder", "decoder")  # in the order in which a signal passes them
 
 
 def _stacks(model: nn.Module) -> dict[str, Stack]:
-    return {name: stack for name, stack in model.named_children() if isinstance(stack, Stack)}
+    # By the last part of the name: a reward model under training lies inside another module.
+    return {name.rpartition(".")[2]: stack for name, stack in model.named_modules() if isinstance(stack, Stack)}
 
 
 def count_parameters(models: Sequence[nn.Module]) -> int:

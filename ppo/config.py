@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from lm.config import exact_div
+from reward.elsewhere import Elsewhere, FunctionReward, HTTPReward
 from training.config import BatchConfig, Config, OptimizerConfig
 from training.data import DataConfig
 
@@ -17,11 +18,16 @@ class PPOConfig(Config):
     SFT policy's scores. Colocated, every worker has all roles; disaggregated, the job's workers learn and others sample
     and score. With `max_staleness` N the generators are N iterations ahead: what iteration i learns from was sampled
     with the weights that iteration max(0, i - N) began with. `init_from` names a policy and `reward_from` a reward
-    model (folders or hub ids) that stand in for what the stages before would give.
+    model (folders or hub ids) that stand in for what the stages before would give. A reward may also come from a Python
+    function, `reward_function`, or an HTTP endpoint, `reward_url` (`reward.elsewhere`); there is one source of it.
     """
 
     init_from: str = ""
     reward_from: str = ""
+    reward_function: str = Field(default="", pattern=r"^(|[^:]+:[^:]+)$")  # "MODULE:FUNCTION" or "FILE.py:FUNCTION"
+    reward_url: str = Field(default="", pattern=r"^(|https?://.+)$")
+    reward_timeout_seconds: float = Field(default=30.0, gt=0)  # of silence; reward_url only
+    reward_retries: int = Field(default=3, ge=0)  # of a request; reward_url only
     placement: Literal["colocated", "disaggregated"] = "colocated"
     num_generators: int = Field(default=1, ge=1)  # ranks that sample; disaggregated only
     num_scorers: int = Field(default=1, ge=1)  # ranks that hold reward model and reference; disaggregated only
@@ -68,9 +74,21 @@ class PPOConfig(Config):
                 f"max_staleness {self.max_staleness} with num_iterations {self.num_iterations}: no rollout would be"
                 " sampled by trained weights; less than num_iterations was expected"
             )
+        given = [name for name in ("reward_from", "reward_function", "reward_url") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given; one source of the reward was expected")
         if (self.ptx_coef > 0) != (self.ptx_rows > 0):
             raise ValueError(f"ptx_coef {self.ptx_coef} with ptx_rows {self.ptx_rows}: both or neither must be 0")
         return self
+
+    @property
+    def elsewhere(self) -> Elsewhere | None:
+        """Where rewards come from, if it is no model."""
+        if self.reward_function:
+            return FunctionReward(self.reward_function)
+        if self.reward_url:
+            return HTTPReward(self.reward_url, self.reward_timeout_seconds, self.reward_retries)
+        return None
 
     @property
     def num_minibatches(self) -> int:

@@ -125,7 +125,8 @@ class PPOController:
         if failed > self.config.max_failed_share * len(scores_B):
             raise RuntimeError(
                 f"{failed} of {len(scores_B)} responses have no finite score;"
-                f" ppo.max_failed_share allows {self.config.max_failed_share:.0%}"
+                f" ppo.max_failed_share allows {self.config.max_failed_share:.0%}."
+                f" The first: {self.roles.first_failure() or 'it is infinite'}"
             )
         return scored_B
 

@@ -28,6 +28,10 @@ class Scorer(Protocol):
         """Score of each response [B]; higher is better. NaN = scoring failed: the response is masked and counted."""
         ...
 
+    def first_failure(self) -> str:
+        """Why the first of those that had no score in the last call had none; "" where all had one."""
+        ...
+
 
 class Reference(Protocol):
     def reference_logprobs(self, rollout: Rollout) -> Tensor:

@@ -3,6 +3,7 @@
 Shape letters: B responses, T tokens, R response tokens, C counted positions, V vocabulary.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from ppo.config import PPOConfig
 from ppo.controller import ScoreScale
 from ppo.roles import Sampling
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from reward.elsewhere import Elsewhere, Scored
 from reward.scoring import Judge, sequence_scores
 from training.config import EngineConfig
 from training.data import read_prompts
@@ -49,7 +51,7 @@ class Parents:
     """Where the models come from, and the pretraining stream that PPO-ptx mixes in, if it does."""
 
     sft: Path
-    reward: Path
+    reward: Path | Elsewhere
     scale: ScoreScale
     pretraining: TokenStream | None
 
@@ -134,35 +136,56 @@ class GeneratorWorker(Rank):
 
 
 class ScorerWorker(Rank):
-    """Holds what never moves: the reward model, and the reference policy."""
+    """Holds what never moves: the reward model, or what stands for it elsewhere, and the reference policy."""
 
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, parents: Parents, num_workers: int) -> None:
         super().__init__(config, engine_config, parents, num_workers)
         self.reference = self._frozen(load_language_model(parents.sft))
-        self.judge = Judge.load(parents.reward)
-        self._frozen(self.judge.network)
+        self.judge = Judge.load(parents.reward) if isinstance(parents.reward, Path) else parents.reward
+        if isinstance(self.judge, Judge):
+            self._frozen(self.judge.network)
+        self._failure = ""
 
     @torch.no_grad()
     def scores(self, rollout: Rollout) -> Tensor:
         prompts, responses = rollout.token_lists()
-        conversations = [self._conversations[tuple(prompt)] for prompt in prompts] if self._reads_texts else []
-        sequences = self.judge.sequences(self.tokenizer, conversations, prompts, responses)
-        network, size = self.judge.network, self.config.minibatch.micro_batch_size
-        # What does not fit the reward model's context has no score.
-        scores_B = torch.full((len(sequences),), torch.nan)
-        fitting = [row for row, tokens in enumerate(sequences) if self.judge.fits(tokens)]
+        if isinstance(self.judge, Judge):
+            scored = self._judged(self.judge, prompts, responses)
+        else:
+            scored = self._asked(self.judge, prompts, responses)
+        self._failure = next((found.failure for found in scored if found.failure), "")
+        return torch.tensor([found.score for found in scored])
+
+    def first_failure(self) -> str:
+        return self._failure
+
+    def _judged(
+        self, judge: Judge, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+    ) -> list[Scored]:
+        reads_texts = judge.tokenizer != self.tokenizer
+        conversations = [self._conversations[tuple(prompt)] for prompt in prompts] if reads_texts else []
+        sequences = judge.sequences(self.tokenizer, conversations, prompts, responses)
+        network, size = judge.network, self.config.minibatch.micro_batch_size
+        fitting = [row for row, tokens in enumerate(sequences) if judge.fits(tokens)]
+        room = network.config.context_tokens
+        scored = [Scored(math.nan, f"it has {len(row)} tokens; the reward model reads {room}") for row in sequences]
         with self._precision():
             for start in range(0, len(fitting), size):
                 rows = fitting[start : start + size]
-                scores_B[rows] = (
-                    sequence_scores(network, [sequences[row] for row in rows], network.config.kind).float().cpu()
-                )
-        return scores_B
+                found = sequence_scores(network, [sequences[row] for row in rows], network.config.kind).float()
+                for row, score in zip(rows, found.tolist(), strict=True):
+                    scored[row] = Scored(score)
+        return scored
 
-    @property
-    def _reads_texts(self) -> bool:
-        """Whether the reward model has other tokens than the policy and is given the texts."""
-        return self.judge.tokenizer != self.tokenizer
+    def _asked(
+        self, elsewhere: Elsewhere, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+    ) -> list[Scored]:
+        conversations = [self._conversations[tuple(prompt)] for prompt in prompts]
+        texts = [self.tokenizer.decode(response).strip() for response in responses]
+        size, scored = self.config.minibatch.micro_batch_size, list[Scored]()
+        for start in range(0, len(texts), size):
+            scored += elsewhere.score(conversations[start : start + size], texts[start : start + size])
+        return scored
 
     @cached_property
     def _conversations(self) -> dict[tuple[int, ...], Messages]:
@@ -326,12 +349,12 @@ class ColocatedWorker(LearnerWorker, GeneratorWorker, ScorerWorker):
 def value_source(parents: Parents, tokenizer: Tokenizer) -> ModelSource[ScalarModel]:
     """The value function starts as the reward model, its predictions in the rewards' units.
 
-    A reward model that is no decoder of the policy's tokens has no value for a half-written response; then it starts as
-    the policy, with predictions of 0, the mean of the rewards.
+    A reward that comes from no decoder of the policy's tokens says nothing of a half-written response; then it starts
+    as the policy, with predictions of 0, the mean of the rewards.
     """
-    if purpose_of(parents.reward) == "score" and Tokenizer.load(parents.reward) == tokenizer:
-        scale = parents.scale
-        return ScaledHead(ModelFolder(parents.reward, ScalarModel), 1 / scale.std, -scale.mean / scale.std)
+    reward, scale = parents.reward, parents.scale
+    if isinstance(reward, Path) and purpose_of(reward) == "score" and Tokenizer.load(reward) == tokenizer:
+        return ScaledHead(ModelFolder(reward, ScalarModel), 1 / scale.std, -scale.mean / scale.std)
     return ScaledHead(NewHead(parents.sft, LanguageModel, ScalarModel, seed=0), 0.0, 0.0)
 
 

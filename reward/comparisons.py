@@ -1,10 +1,12 @@
 """Rankings as training examples: reading, checking, tokenizing.
 
 One line of a rankings file: {"task_id", "prompt": [{"role", "content"}, ...], "responses": [...], "ranks": [...],
-"labeler"}; rank 1 is best and equal ranks are ties. Published formats are read as well (docs/labels.md).
+"labeler"}; rank 1 is best and equal ranks are ties. Two fields may be added: "ratings", a number a response, higher is
+better; and "objective", what the labeler judged by ("overall" where it is not given). Published formats are read as
+well (docs/labels.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import field_validator
@@ -17,12 +19,22 @@ from training.data import DataConfig, read_rows
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """One labeler's ranks of a task's responses, ratings if there are any, and what it weighs in the loss."""
+
+    ranks: tuple[int, ...]
+    ratings: tuple[float, ...] = ()
+    objective: int = 0  # place in the model's list of objectives
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """One task, tokenized: K sequences of prompt, response and end token, and the ranks that each labeler gave them."""
+    """One task, tokenized: K sequences of prompt, response and end token, and what each labeler said of them."""
 
     task_id: str
     sequences: tuple[tuple[int, ...], ...]
-    judgments: tuple[tuple[int, ...], ...]
+    verdicts: tuple[Verdict, ...]
 
 
 class RankingsConfig(DataConfig):
@@ -64,8 +76,12 @@ def encode_response(tokenizer: Tokenizer, prompt: Sequence[Message], response: s
     return encode_scored(tokenizer, [*turns, {"role": "assistant", "content": response}])
 
 
-def encode_rankings(tokenizer: Tokenizer, rankings: Sequence[Ranking], max_tokens: int) -> list[Comparison]:
+def encode_rankings(
+    tokenizer: Tokenizer, rankings: Sequence[Ranking], max_tokens: int, weights: Mapping[str, float] | None = None
+) -> list[Comparison]:
     """One comparison a task, in order of first appearance: a completion is read once however many labelers ranked it.
+
+    `weights` are what each labeler's rankings count for, 1 where it is not given.
 
     Errors: ValueError naming the task whose conversation is longer than `max_tokens`, or whose rankings are not all of
     the same prompt and responses.
@@ -73,10 +89,12 @@ def encode_rankings(tokenizer: Tokenizer, rankings: Sequence[Ranking], max_token
     by_task: dict[str, list[Ranking]] = {}
     for ranking in rankings:
         by_task.setdefault(ranking.task_id, []).append(ranking)
-    return [_encode_task(tokenizer, judged, max_tokens) for judged in by_task.values()]
+    return [_encode_task(tokenizer, judged, max_tokens, weights or {}) for judged in by_task.values()]
 
 
-def _encode_task(tokenizer: Tokenizer, judged: Sequence[Ranking], max_tokens: int) -> Comparison:
+def _encode_task(
+    tokenizer: Tokenizer, judged: Sequence[Ranking], max_tokens: int, weights: Mapping[str, float]
+) -> Comparison:
     task = judged[0]
     for other in judged[1:]:
         for field in ("prompt", "responses"):
@@ -91,4 +109,5 @@ def _encode_task(tokenizer: Tokenizer, judged: Sequence[Ranking], max_tokens: in
         raise ValueError(
             f"task {task.task_id!r}: prompt and response have {longest} tokens; the model's context holds {max_tokens}"
         )
-    return Comparison(task.task_id, sequences, tuple(ranking.ranks for ranking in judged))
+    verdicts = [Verdict(r.ranks, r.ratings, weight=weights.get(r.labeler, 1.0)) for r in judged]
+    return Comparison(task.task_id, sequences, tuple(verdicts))

@@ -30,14 +30,23 @@ def load_network(folder: Path) -> RewardNetwork:
 
 
 def sequence_scores(network: nn.Module, sequences: Sequence[Sequence[int]], kind: str) -> Tensor:
-    """Scores [B]; higher is better. Gradients flow. `kind` is the network's ("decoder" or "encoder"): one that is being
-    trained on several ranks is wrapped and does not tell.
-    """
-    tokens_BT, segments_BT = pad_right(sequences, next(network.parameters()).device)
+    """Scores [B]; higher is better. Gradients flow. `kind` is the network's: "decoder" or "encoder"."""
+    return scores_of(network, read_by(sequences, kind, next(network.parameters()).device), kind)
+
+
+def read_by(sequences: Sequence[Sequence[int]], kind: str, device: torch.device) -> tuple[Tensor | None, ...]:
+    """What a network of this kind is given of the sequences."""
+    tokens_BT, segments_BT = pad_right(sequences, device)
     if kind == "encoder":
-        return network(tokens_BT, segments_BT).squeeze(-1)
+        return tokens_BT, segments_BT
     # With padding on the right and causal attention no real token sees padding, so no attention mask is needed.
-    return network(tokens_BT, None, last_tokens(segments_BT))
+    return tokens_BT, None, last_tokens(segments_BT)
+
+
+def scores_of(network: nn.Module, read: Sequence[Tensor | None], kind: str) -> Tensor:
+    """Scores [B] of what `read_by` gives."""
+    scores = network(*read)
+    return scores.squeeze(-1) if kind == "encoder" else scores
 
 
 @torch.inference_mode()

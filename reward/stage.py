@@ -7,10 +7,11 @@ Held-out rankings are of prompts that training never saw. Afterwards the bias is
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from lm.encoder import MaskedLanguageModel, SequenceClassifier
 from lm.model import LanguageModel, ScalarModel
@@ -19,14 +20,16 @@ from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, NewHead, purpose_of, save_model
 from preferences.agreement import accuracy_against
 from preferences.records import Ranking
+from preferences.reliability import labeler_reliability, labeler_weights
 from preferences.splits import split_rankings
 from reward.comparisons import Comparison, RankingsConfig, encode_rankings, encode_scored, read_judgments
-from reward.loss import ranking_loss
-from reward.scoring import RewardNetwork, load_network, score_sequences, sequence_scores, shift_scores
+from reward.learner import Beside, LearnerSource, Ties, network_weights, spread_of_ratings, starting_log_nu
+from reward.objective import RankingObjective
+from reward.scoring import RewardNetwork, load_network, score_sequences, shift_scores
+from reward.ties import tie_figures
 from training.config import InitConfig, TrainingConfig
 from training.data import DataConfig, read_conversations
 from training.loop import LoopConfig, TrainingLoop
-from training.packing import IntArray
 from training.seeds import derive_seed
 from training.stage import StageContext, build_engine, write_json
 
@@ -38,44 +41,24 @@ class RewardConfig(InitConfig, TrainingConfig):
     """`batch.batch_size` counts comparisons: one prompt's K responses and all rankings that labelers gave them.
 
     `init_from` may name a language model, a reward model, or an encoder; `chat_template` is for those that have none.
+    `ties` = "soft" takes a tie for half a win, "davidson" for an outcome with a chance of its own (`reward.loss`). With
+    `rating_coef` above 0 scores also learn the ratings that rankings carry: their loss's weight beside the rankings'.
+    `labeler_weights` = "reliability" weighs each labeler's rankings by how often the others bear them out
+    (`preferences.reliability`, from training rankings alone). A model learns one objective; `objective` names it where
+    the rankings are of several.
     """
 
     chat_template: str = ""  # "plain", a Jinja template, ..., or "" for the model's own
     rankings: RankingsConfig
     demonstrations: tuple[DataConfig, ...] = Field(min_length=1)
+    objective: str = ""  # "" = the only one there is
     heldout_share: float = Field(gt=0, lt=1)
     num_epochs: float = Field(gt=0)
-    num_calibration: int = Field(default=512, ge=1)  # demonstrations whose mean score becomes 0
-
-
-class RankingObjective:
-    """The ranking loss over comparisons, each the mean over its labelers; a comparison is the unit that is counted."""
-
-    def __init__(self, comparisons: Sequence[Comparison], kind: str) -> None:
-        self.comparisons, self.kind = comparisons, kind
-
-    def __len__(self) -> int:
-        return len(self.comparisons)
-
-    def count(self, rows: IntArray) -> int:
-        return len(rows)
-
-    def num_tokens(self, rows: IntArray) -> int:
-        return sum(len(sequence) for row in rows for sequence in self.comparisons[row].sequences)
-
-    def loss(self, model: RewardNetwork, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
-        chosen = [self.comparisons[row] for row in rows]
-        scores = sequence_scores(model, [sequence for c in chosen for sequence in c.sequences], self.kind)
-        lengths = torch.tensor([len(c.sequences) for c in chosen], device=device)
-        real_BK = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
-        # Scores come flat, comparison after comparison: exactly the order of the real places of the padded table.
-        scores_BK = scores.new_zeros(real_BK.shape).masked_scatter(real_BK, scores)
-        judged = [(row, ranks, 1 / len(c.judgments)) for row, c in enumerate(chosen) for ranks in c.judgments]
-        rows_J, ranks_J, shares_J = zip(*judged, strict=True)
-        padded_JK = [[*ranks, *[0] * (real_BK.shape[1] - len(ranks))] for ranks in ranks_J]
-        loss_J, accuracy_J = ranking_loss(scores_BK[list(rows_J)], torch.tensor(padded_JK, device=device))
-        share_J = torch.tensor(shares_J, device=device)
-        return (share_J * loss_J).sum(), {"accuracy": (share_J * accuracy_J).sum()}
+    ties: Ties = "soft"
+    rating_coef: float = Field(default=0.0, ge=0)
+    labeler_weights: Literal["equal", "reliability"] = "equal"
+    # Demonstrations whose mean score becomes 0, and comparisons that a tie's chance is measured on.
+    num_calibration: int = Field(default=512, ge=1)
 
 
 def network_source(folder: Path, dropout: float, seed: int) -> ModelSource[RewardNetwork]:
@@ -107,62 +90,151 @@ def run(context: StageContext, config: RewardConfig, start: Path) -> None:
     source = network_source(start, config.dropout, derive_seed(context.seed, "reward", "head"))
     shape = skeleton(source.build).config
     found = read_judgments(config.rankings)
-    train, heldout = split_rankings(found.rankings, config.heldout_share, context.seed)
+    train, heldout = split_rankings(of_objective(found.rankings, config), config.heldout_share, context.seed)
     if not train or not heldout:
         raise ValueError(
             f"reward.heldout_share {config.heldout_share} splits the rankings of {config.rankings.source} into"
             f" {len(train)} for training and {len(heldout)} held out; both need at least one"
         )
-    comparisons = [encode_rankings(tokenizer, part, shape.context_tokens) for part in (train, heldout)]
-    engine = build_engine(context, source, config)
-    objectives = [RankingObjective(part, shape.kind) for part in comparisons]
+    weights = weights_of_labelers(train, config)
+    comparisons = [
+        encode_rankings(tokenizer, train, shape.context_tokens, weights),
+        encode_rankings(tokenizer, heldout, shape.context_tokens),  # measured alike, however training weighs
+    ]
+    beside = learned_beside(config, comparisons[0])
+    engine = build_engine(context, LearnerSource(source, beside), config)
+    objectives = [
+        RankingObjective(part, shape.kind, rating_coef=config.rating_coef, rating_std=beside.rating_std or 1.0)
+        for part in comparisons
+    ]
     num_steps = max(1, round(config.num_epochs * len(comparisons[0]) / config.batch.batch_size))
     loop_config = LoopConfig.of("reward", context.seed, num_steps, config)
     TrainingLoop(engine, loop_config, objectives[0], objectives[1], context.folder).run()
-    weights = engine.full_weights(on_main_alone=True)
+    tensors = engine.full_weights(on_main_alone=True)
     if engine.is_main:
-        save_model(context.model_folder, engine.module, weights, tokenizer)
-        finish(context, config, tokenizer, heldout, comparisons)
+        # What was learned beside the score is no part of the model: it goes to the results.
+        save_model(context.model_folder, skeleton(source.build), network_weights(tensors), tokenizer)
+        learned = beside.learned(tensors, shape.width)
+        finish(context, config, tokenizer, (train, heldout), comparisons, learned)
         write_json(context.folder / ODDITIES, [vars(oddity) for oddity in found.report.oddities])
     engine.barrier()
     engine.close()
+
+
+def rankings_of(config: RewardConfig) -> list[Ranking]:
+    """The rankings to train and to measure on. Errors: as for `read_judgments` and `of_objective`."""
+    return of_objective(read_judgments(config.rankings).rankings, config)
+
+
+def of_objective(rankings: Sequence[Ranking], config: RewardConfig) -> list[Ranking]:
+    """Those of the objective that is to be learned. Errors: ValueError for one that is not there, or several and none
+    named.
+    """
+    found = sorted({ranking.objective for ranking in rankings})
+    if config.objective not in (found if config.objective or len(found) > 1 else [""]):
+        raise ValueError(
+            f"reward.objective is {config.objective!r}, and the rankings of {config.rankings.source} are of"
+            f" {', '.join(found)}; one of them was expected, since a reward model learns one objective"
+        )
+    return [ranking for ranking in rankings if ranking.objective == (config.objective or found[0])]
+
+
+def learned_beside(config: RewardConfig, comparisons: Sequence[Comparison]) -> Beside:
+    """What the losses that `config` asks for learn beside the scores, as far as training comparisons tell its start.
+
+    Errors: ValueError where ratings are to teach and there are none, or none that differ.
+    """
+    spread = spread_of_ratings(comparisons) if config.rating_coef else 0.0
+    if config.rating_coef and not spread:
+        raise ValueError(
+            f"reward.rating_coef is {config.rating_coef}, but no ranking of {config.rankings.source} has ratings that"
+            " tell its responses apart; a field 'ratings' with a number a response was expected"
+        )
+    return Beside((starting_log_nu(comparisons, 0),) if config.ties == "davidson" else (), spread)
 
 
 def finish(
     context: StageContext,
     config: RewardConfig,
     tokenizer: Tokenizer,
-    heldout: Sequence[Ranking],
+    rankings: tuple[Sequence[Ranking], Sequence[Ranking]],
     comparisons: Sequence[Sequence[Comparison]],
+    learned: Mapping[str, float],
 ) -> None:
     """Shift the bias of the written model, then measure it on the held-out rankings as it will be used.
 
-    `comparisons` are those trained on and those held out.
+    `rankings` and `comparisons` are those trained on and those held out; `learned` what training left beside the score.
     """
     model = load_network(context.model_folder).eval()
     mean = demonstration_mean(model, tokenizer, config)
     shift_scores(model, -mean)
     save_model(context.model_folder, model, model.state_dict(), tokenizer)
+    train, heldout = rankings
     trained_on, unseen = comparisons
-    scores = score_sequences(model, [sequence for c in unseen for sequence in c.sequences])
-    remaining = iter(scores)
-    by_task = {c.task_id: [next(remaining) for _ in c.sequences] for c in unseen}
+    by_task = task_scores(model, unseen)
     write_json(context.folder / HELDOUT_SCORES, by_task)
     accuracy = accuracy_against(heldout, by_task)
-    samples = torch.tensor(scores)
-    context.write_results(
-        {
-            "heldout_accuracy": accuracy.mean,
-            "heldout_pairs": accuracy.num_pairs,
-            "heldout_comparisons": len(unseen),
-            "train_comparisons": len(trained_on),
-            "train_rankings": sum(len(c.judgments) for c in trained_on),
-            "score_shift": -mean,
-            # The units of PPO's rewards: scores of the SFT policy's samples, of prompts that training never saw.
-            "sample_score_mean": float(samples.mean()),
-            "sample_score_std": float(samples.std()),
+    samples = torch.tensor([score for scores in by_task.values() for score in scores])
+    fitted = task_scores(model, trained_on[: config.num_calibration])
+    known = [ranking for ranking in train if ranking.task_id in fitted]
+    results: dict[str, Any] = {
+        "heldout_accuracy": accuracy.mean,
+        "heldout_pairs": accuracy.num_pairs,
+        "heldout_comparisons": len(unseen),
+        "train_comparisons": len(trained_on),
+        "train_rankings": sum(len(c.verdicts) for c in trained_on),
+        "score_shift": -mean,
+        # The units of PPO's rewards: scores of the SFT policy's samples, of prompts that training never saw.
+        "sample_score_mean": float(samples.mean()),
+        "sample_score_std": float(samples.std()),
+        "ties": {"kind": config.ties, **tie_figures(known, heldout, {**fitted, **by_task}, seed=context.seed)},
+    }
+    results["labelers"] = labeler_figures(train, config)
+    if "nu" in learned:
+        results["ties"]["learned_nu"] = learned["nu"]
+    if "rating_scale" in learned:
+        results["ratings"] = rating_figures(heldout, by_task, learned["rating_scale"])
+    context.write_results(results)
+
+
+def weights_of_labelers(train: Sequence[Ranking], config: RewardConfig) -> dict[str, float]:
+    """What each labeler's rankings weigh; those that are not named weigh 1."""
+    return labeler_weights(train, labeler_reliability(train)) if config.labeler_weights == "reliability" else {}
+
+
+def labeler_figures(train: Sequence[Ranking], config: RewardConfig) -> dict[str, dict[str, float | int | None]]:
+    """Of every labeler: how often it is right, as far as the others tell (None where no one judged what it judged), and
+    what its rankings weighed.
+    """
+    weights = weights_of_labelers(train, config)
+    return {
+        name: {
+            "accuracy": found.accuracy if found.num_pairs else None,
+            "num_pairs": found.num_pairs,
+            "weight": weights.get(name, 1.0),
         }
-    )
+        for name, found in labeler_reliability(train).items()
+    }
+
+
+def task_scores(model: RewardNetwork, comparisons: Sequence[Comparison]) -> dict[str, list[float]]:
+    """Scores of each task's responses, in their order."""
+    scores = iter(score_sequences(model, [sequence for c in comparisons for sequence in c.sequences]))
+    return {c.task_id: [next(scores) for _ in c.sequences] for c in comparisons}
+
+
+def rating_figures(
+    rankings: Sequence[Ranking], scores: Mapping[str, Sequence[float]], scale: float
+) -> dict[str, float | int | None]:
+    """`explained`: the share of the ratings' variance within judgments that `scale` · score explains (1 is best, and
+    below 0 is worse than nothing), None where no judgment has ratings that differ.
+    """
+    rated = [ranking for ranking in rankings if ranking.ratings]
+    pairs = [(np.array(ranking.ratings), np.array(scores[ranking.task_id])) for ranking in rated]
+    total = sum(float(((ratings - ratings.mean()) ** 2).sum()) for ratings, _ in pairs)
+    left = sum(float(((ratings - ratings.mean() - scale * (s - s.mean())) ** 2).sum()) for ratings, s in pairs)
+    explained = 1 - left / total if total else None
+    return {"ratings_per_score": scale, "heldout_explained": explained, "heldout_judgments": len(rated)}
 
 
 def demonstration_mean(model: RewardNetwork, tokenizer: Tokenizer, config: RewardConfig) -> float:

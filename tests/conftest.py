@@ -1,7 +1,9 @@
 """Fixtures that several packages' tests share: a tiny shape, a tiny tokenizer, a tiny model on disk, a label store."""
 
+import atexit
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +16,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Of two test processes neither may find, or be counted into, a Ray cluster that the other started.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray-")
+    atexit.register(shutil.rmtree, os.environ["RAY_TMPDIR"], ignore_errors=True)
 
 if TYPE_CHECKING:
     from lm.config import ModelConfig

@@ -35,8 +35,9 @@ from ppo.controller import ScoreScale
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from ppo.workers import ColocatedWorker, Parents, TokenStream
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective
-from reward.comparisons import Comparison
-from reward.stage import RankingObjective
+from reward.comparisons import Comparison, Verdict
+from reward.learner import Beside, LearnerSource
+from reward.objective import RankingObjective
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.engine import Engine
@@ -97,11 +98,18 @@ PARTS = ([getattr(rows, part) for rows in ALONE] for part in ("tokens", "segment
 UNPACKED = PackedRows(*(np.concatenate(part) for part in PARTS))
 PAIRS = [(tokens(source), tokens(target)) for source, target in zip(range(1, 9), [6, 1, 9, 2, 2, 7, 3, 1], strict=True)]
 COMPARISONS = [
-    Comparison(str(row), tuple(tuple(tokens(3 + (5 * row + k) % 11)) for k in range(K)), judgments)
-    for row, (K, judgments) in enumerate(
-        [(2, ((1, 2),)), (4, ((1, 2, 2, 3), (4, 1, 2, 3))), (3, ((1, 1, 1),)), (2, ((2, 1), (1, 2), (1, 1)))] * 2
+    Comparison(str(row), tuple(tuple(tokens(3 + (5 * row + k) % 11)) for k in range(K)), verdicts)
+    for row, (K, verdicts) in enumerate(
+        [
+            (2, (Verdict((1, 2), (5.0, 2.0), weight=1.5),)),
+            (4, (Verdict((1, 2, 2, 3)), Verdict((4, 1, 2, 3), (1.0, 7.0, 6.0, 2.5)))),
+            (3, (Verdict((1, 1, 1)),)),
+            (2, (Verdict((2, 1)), Verdict((1, 2), (4.0, 4.0)), Verdict((1, 1), weight=0.25))),
+        ]
+        * 2
     )
 ]
+LOG_NU, RATING_STD, RATING_COEF = -0.7, 1.7, 0.6
 
 
 def stream_sum(model: nn.Module) -> Tensor:
@@ -141,10 +149,29 @@ def ranking_sum(score: Callable[[Tensor], Tensor]) -> Tensor:
     for comparison in COMPARISONS:
         scores = [score(torch.tensor([sequence])) for sequence in comparison.sequences]
         pairs = list(itertools.combinations(range(len(scores)), 2))
-        for ranks, (i, j) in itertools.product(comparison.judgments, pairs):
+        for verdict, (i, j) in itertools.product(comparison.verdicts, pairs):
+            ranks = verdict.ranks
             ahead = F.logsigmoid(scores[i] - scores[j]), F.logsigmoid(scores[j] - scores[i])
             gain = sum_of(ahead) / 2 if ranks[i] == ranks[j] else ahead[ranks[i] > ranks[j]]
-            losses.append(-gain / len(pairs) / len(comparison.judgments))
+            losses.append(-gain * verdict.weight / len(pairs) / len(comparison.verdicts))
+    return sum_of(losses)
+
+
+def davidson_sum(learner: nn.Module) -> Tensor:
+    """Davidson's chances, written out, and the squared error of the ratings."""
+    losses = []
+    nu, scale = (LOG_NU + 16 * learner.nu[0]).exp(), (16 * learner.rating[0]).exp()  # type: ignore[index, operator]
+    for comparison in COMPARISONS:
+        scores = [decoder_score(learner.network)(torch.tensor([sequence])) for sequence in comparison.sequences]  # type: ignore[arg-type]
+        for verdict in comparison.verdicts:
+            share, K = verdict.weight / len(comparison.verdicts), len(scores)
+            for i, j in itertools.combinations(range(K), 2):
+                worth = scores[i].exp(), scores[j].exp(), nu * ((scores[i] + scores[j]) / 2).exp()
+                won = 2 if verdict.ranks[i] == verdict.ranks[j] else int(verdict.ranks[i] > verdict.ranks[j])
+                losses.append(-share * (worth[won] / sum_of(worth)).log() / (K * (K - 1) / 2))
+            for k, rating in enumerate(verdict.ratings):
+                above = (rating - sum(verdict.ratings) / K) / RATING_STD
+                losses.append(RATING_COEF * share * (above - scale * (scores[k] - sum_of(scores) / K)) ** 2 / 2 / K)
     return sum_of(losses)
 
 
@@ -194,15 +221,15 @@ CASES = {
         TRANSLATE, PairsObjective(PAIRS, END), lambda model: sum_of(pair_sum(model, *pair) for pair in PAIRS) / 31
     ),
     "ranking": Case(
-        Fresh(lambda: ScalarModel(DECODER), 4),
-        RankingObjective(COMPARISONS, "decoder"),
-        lambda model: ranking_sum(decoder_score(model)) / NUM_ROWS,
+        LearnerSource(Fresh(lambda: ScalarModel(DECODER), 4), Beside((LOG_NU,), RATING_STD)),
+        RankingObjective(COMPARISONS, "decoder", rating_coef=RATING_COEF, rating_std=RATING_STD),
+        lambda model: davidson_sum(model) / NUM_ROWS,
         max_grad_norm=0.2,
     ),
     "encoder-ranking": Case(
-        Fresh(lambda: SequenceClassifier(ENCODER, 1), 5),
+        LearnerSource(Fresh(lambda: SequenceClassifier(ENCODER, 1), 5), Beside()),
         RankingObjective(COMPARISONS, "encoder"),
-        lambda model: ranking_sum(encoder_score(model)) / NUM_ROWS,
+        lambda model: ranking_sum(encoder_score(model.network)) / NUM_ROWS,
         max_grad_norm=0.2,
     ),
 }

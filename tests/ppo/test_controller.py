@@ -49,6 +49,9 @@ class ToyRoles:
         self.syncs_before_rollout.append(self.num_syncs)
         return lambda: rollout
 
+    def first_failure(self) -> str:
+        return "the endpoint is asleep"
+
     def scores(self, rollout: Rollout) -> Tensor:
         mask = rollout.response_mask_BR
         return ((rollout.response_BR == GOOD) & mask).sum(dim=1) / mask.sum(dim=1)
@@ -199,7 +202,7 @@ def test_a_failed_score_is_not_a_score_of_zero(start: Callable[..., PPOControlle
 
 def test_too_many_failed_scores_stop_the_run(start: Callable[..., PPOController]) -> None:
     roles = FailingScores(5)
-    with pytest.raises(RuntimeError, match=r"5 of 16 responses have no finite score.*allows 25%"):
+    with pytest.raises(RuntimeError, match=r"5 of 16 responses .* allows 25%. The first: the endpoint is asleep"):
         start(roles, max_failed_share=0.25).step(0)
     assert roles.policy_batches == []  # before any weight changed
     start(FailingScores(4), max_failed_share=0.25).step(0)

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from heed.collect import write_rankings
 from lm.tokenizer import Tokenizer
 from preferences.records import Message
-from reward.comparisons import RankingsConfig, encode_rankings, encode_response, read_rankings
+from reward.comparisons import RankingsConfig, Verdict, encode_rankings, encode_response, read_rankings
 
 GOOD: dict[str, Any] = {
     "task_id": "t1",
@@ -32,6 +33,20 @@ def test_a_ranking_is_read_with_dense_ranks(tmp_path: Path) -> None:
     assert ranking.responses == ("In the bush.", "Far.", "")
     assert ranking.ranks == (2, 1, 2)
     assert ranking.labeler == "ann"
+    assert (ranking.objective, ranking.ratings) == ("overall", ())
+
+
+def test_ratings_and_an_objective_are_read_as_collecting_writes_them(tmp_path: Path) -> None:
+    rated = {**GOOD, "ratings": [3, 6.5, 3], "objective": "helpful"}
+    plain, other = read_rankings(write(tmp_path, GOOD, rated))
+    assert other.ratings == (3.0, 6.5, 3.0)
+    assert other.objective == "helpful"
+    write_rankings(tmp_path / "again.jsonl", [plain, other])
+    assert read_rankings(RankingsConfig(source=str(tmp_path / "again.jsonl"))) == [plain, other]
+    first, second = (tmp_path / "again.jsonl").read_text().splitlines()
+    assert "ratings" not in first  # a file without ratings is as it always was
+    assert "objective" not in first
+    assert json.loads(second)["ratings"] == [3.0, 6.5, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +66,12 @@ def test_a_ranking_is_read_with_dense_ranks(tmp_path: Path) -> None:
         ({"task_id": ""}, "field 'task_id' is empty"),
         ({"task_id": 7}, "field 'task_id' is int"),
         ({"labeler": None}, "field 'labeler' is NoneType"),
+        ({"objective": ""}, "field 'objective' is empty"),
+        ({"objective": 3}, "field 'objective' is int"),
+        ({"ratings": [1, 2]}, "field 'ratings' has 2 entries for 3 responses"),
+        ({"ratings": [1, "2", 3]}, r"field 'ratings' is \[1, '2', 3\]; a list of finite numbers was expected"),
+        ({"ratings": [1, float("nan"), 3]}, r"field 'ratings' is \[1, nan, 3\]; a list of finite"),
+        ({"ratings": None}, "field 'ratings' is None"),
         ({"prompt": "Where?"}, "field 'prompt' is str"),
         (
             {"prompt": [{"role": "assistant", "content": "x"}]},
@@ -73,14 +94,14 @@ def test_sequences_are_prompt_response_and_end_token(tmp_path: Path, tokenizer: 
     for sequence, response in zip(comparison.sequences, GOOD["responses"], strict=True):
         assert list(sequence) == tokenizer.encode(f"<|user|> Where is the fox?<|end|><|assistant|> {response}<|end|>")
         assert sequence[-1] == tokenizer.end_id
-    assert comparison.judgments == ((2, 1, 2),)
+    assert comparison.verdicts == (Verdict((2, 1, 2)),)
 
 
 def test_the_rankings_of_one_task_are_one_comparison(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = [GOOD, {**GOOD, "task_id": "t2"}, {**GOOD, "labeler": "bo", "ranks": [1, 2, 3]}]
     first, second = encode_rankings(tokenizer, read_rankings(write(tmp_path, *rows)), max_tokens=96)
-    assert (first.task_id, first.judgments) == ("t1", ((2, 1, 2), (1, 2, 3)))
-    assert (second.task_id, second.judgments) == ("t2", ((2, 1, 2),))
+    assert (first.task_id, first.verdicts) == ("t1", (Verdict((2, 1, 2)), Verdict((1, 2, 3))))
+    assert (second.task_id, second.verdicts) == ("t2", (Verdict((2, 1, 2)),))
     assert first.sequences == second.sequences
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reward.loss import ranking_loss
+from reward.loss import davidson_loss, ranking_loss, rating_loss
 
 
 def softplus(x: float) -> float:
@@ -92,3 +92,71 @@ def test_a_common_shift_and_padding_change_nothing() -> None:
 def test_a_tie_in_scores_is_no_right_answer() -> None:
     _, accuracy = ranking_loss(torch.tensor([[1.0, 1.0]]), torch.tensor([[1, 2]]))
     assert float(accuracy) == 0.0
+
+
+def davidson_looped(scores: list[float], ranks: list[int], nu: float) -> float:
+    """Davidson's three chances in the strengths themselves, pair by pair."""
+    losses = []
+    for i, j in itertools.combinations(range(len(ranks)), 2):
+        first, second = math.exp(scores[i]), math.exp(scores[j])
+        tie = nu * math.sqrt(first * second)
+        seen = tie if ranks[i] == ranks[j] else first if ranks[i] < ranks[j] else second
+        losses.append(-math.log(seen / (first + second + tie)))
+    return sum(losses) / len(losses)
+
+
+@settings(max_examples=100, deadline=None)
+@given(comparisons=st.lists(comparison, min_size=1, max_size=4), log_nu=st.floats(-6, 4, width=32))
+def test_davidsons_loss_equals_a_double_loop(comparisons: list[tuple[list[float], list[int]]], log_nu: float) -> None:
+    widest = max(len(ranks) for _, ranks in comparisons)
+    scores_BK = torch.tensor([[*scores, *[9.0] * (widest - len(scores))] for scores, _ in comparisons])
+    ranks_BK = torch.tensor([[*ranks, *[0] * (widest - len(ranks))] for _, ranks in comparisons])
+    loss_B, accuracy_B = davidson_loss(scores_BK, ranks_BK, torch.full((len(comparisons),), log_nu))
+    expected = [davidson_looped(scores, ranks, math.exp(log_nu)) for scores, ranks in comparisons]
+    assert loss_B.tolist() == pytest.approx(expected, abs=2e-5)
+    assert torch.equal(accuracy_B, ranking_loss(scores_BK, ranks_BK)[1])
+
+
+def test_davidson_by_hand() -> None:
+    # Equals with ν = 2: each outcome's worth is 1, 2, 1, so a tie has chance ½ and a win ¼.
+    loss, _ = davidson_loss(torch.zeros(2, 2), torch.tensor([[1, 1], [1, 2]]), torch.full((2,), math.log(2)))
+    assert loss.tolist() == pytest.approx([math.log(2), math.log(4)], abs=1e-6)
+    # Strengths 4 and 1 with ν = ½: 4, ½·2 = 1 and 1, of 6.
+    scores = torch.tensor([[math.log(4), 0.0]]).expand(3, 2)
+    loss, _ = davidson_loss(scores, torch.tensor([[1, 2], [1, 1], [2, 1]]), torch.full((3,), math.log(0.5)))
+    assert loss.tolist() == pytest.approx([math.log(6 / 4), math.log(6), math.log(6)], abs=1e-6)
+
+
+def test_davidson_without_ties_is_bradley_and_terry() -> None:
+    scores, ranks = torch.tensor([[0.3, -1.0, 2.0]]), torch.tensor([[2, 1, 3]])
+    bradley_terry, _ = ranking_loss(scores, ranks)
+    loss, _ = davidson_loss(scores, ranks, torch.tensor([-30.0]))
+    torch.testing.assert_close(loss, bradley_terry)
+
+
+def test_davidsons_gradient_by_hand() -> None:
+    """For log ν it is expected less seen ties; for a score, expected less seen wins, a tie half of one."""
+    scores = torch.tensor([[math.log(4), 0.0]], requires_grad=True)
+    log_nu = torch.tensor([math.log(0.5)], requires_grad=True)
+    for ranks, seen_tie, seen_share in ((([1, 1]), 1, 0.5), (([1, 2]), 0, 1.0), (([2, 1]), 0, 0.0)):
+        loss, _ = davidson_loss(scores, torch.tensor([ranks]), log_nu)
+        of_scores, of_nu = torch.autograd.grad(loss.sum(), [scores, log_nu])
+        assert float(of_nu) == pytest.approx(1 / 6 - seen_tie, abs=1e-6)
+        assert float(of_scores[0, 0]) == pytest.approx(4 / 6 + 0.5 * 1 / 6 - seen_share, abs=1e-6)
+
+
+def test_ratings_by_hand_and_whatever_a_labeler_adds_to_all() -> None:
+    nan = math.nan
+    scores = torch.tensor([[2.0, 0.0, 1.0], [2.0, 0.0, 5.0], [1.0, 2.0, 3.0]], requires_grad=True)
+    ratings = torch.tensor([[6.0, 2.0, 4.0], [3.0, 1.0, nan], [nan, nan, nan]])
+    # Centred: ratings (2, -2, 0) against 3 · (1, -1, 0); (1, -1) against 3 · (1, -1); nothing.
+    scale = torch.tensor([3.0, 3.0, 3.0])
+    loss = rating_loss(scores, ratings, scale)
+    assert loss.tolist() == pytest.approx([0.5 * (1 + 1 + 0) / 3, 0.5 * (4 + 4) / 2, 0.0])
+    torch.testing.assert_close(rating_loss(scores + 4, ratings - 2.5, scale), loss)
+    (gradient,) = torch.autograd.grad(loss.sum(), scores)
+    assert torch.isfinite(gradient).all()
+    assert gradient[1, 2] == 0
+    assert not gradient[2].any()
+    # Its gradient for a score is -a · (error of the response less the mean error) / K.
+    assert gradient[0].tolist() == pytest.approx([3 * 1 / 3, -3 * 1 / 3, 0.0], abs=1e-6)

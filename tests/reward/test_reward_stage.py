@@ -15,11 +15,12 @@ from lm.model import ScalarModel, initialise
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, load_scalar_model
 from preferences.splits import split_rankings
-from reward.comparisons import Comparison, RankingsConfig, read_rankings
+from reward.comparisons import Comparison, RankingsConfig, Verdict, read_rankings
+from reward.learner import Beside, RewardLearner
+from reward.objective import RankingObjective
 from reward.scoring import score_sequences, sequence_scores
-from reward.stage import RankingObjective, RewardConfig, run
+from reward.stage import RewardConfig, rankings_of, run
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
-from training.data import DataConfig
 from training.metrics import read_metrics
 from training.stage import StageContext
 
@@ -59,19 +60,19 @@ def test_a_last_token_that_also_pads_still_scores(scalar: ScalarModel) -> None:
 
 def test_the_objective_is_the_sum_over_ragged_comparisons_of_the_mean_over_labelers(scalar: ScalarModel) -> None:
     comparisons = [
-        Comparison("a", tuple(SEQUENCES[:3]), ((2, 1, 3), (1, 2, 3), (1, 1, 2))),
-        Comparison("b", tuple(SEQUENCES[3:5]), ((1, 1),)),
-        Comparison("c", tuple(SEQUENCES[2:7]), ((1, 3, 3, 2, 4), (2, 1, 3, 4, 5))),
+        Comparison("a", tuple(SEQUENCES[:3]), (Verdict((2, 1, 3)), Verdict((1, 2, 3)), Verdict((1, 1, 2)))),
+        Comparison("b", tuple(SEQUENCES[3:5]), (Verdict((1, 1)),)),
+        Comparison("c", tuple(SEQUENCES[2:7]), (Verdict((1, 3, 3, 2, 4)), Verdict((2, 1, 3, 4, 5)))),
     ]
     objective = RankingObjective(comparisons, "decoder")
     chosen = np.array([2, 0, 1])
-    loss, extra = objective.loss(scalar, chosen, CPU)
+    loss, extra = objective.loss(RewardLearner(scalar, Beside()), chosen, CPU)
     expected, right = 0.0, 0.0
     for comparison in comparisons:
         scores = [alone(scalar, sequence) for sequence in comparison.sequences]
         pairs = [(i, j) for i in range(len(scores)) for j in range(len(scores)) if i != j]
-        for ranks in comparison.judgments:
-            share = 1 / len(comparison.judgments)
+        for ranks in (verdict.ranks for verdict in comparison.verdicts):
+            share = 1 / len(comparison.verdicts)
             for i, j in pairs:  # each pair twice, once from either side
                 chance = 0.5 if ranks[i] == ranks[j] else float(ranks[i] < ranks[j])
                 loss_of_pair = -chance * math.log(1 / (1 + math.exp(scores[j] - scores[i])))
@@ -84,9 +85,9 @@ def test_the_objective_is_the_sum_over_ragged_comparisons_of_the_mean_over_label
     assert objective.num_tokens(chosen) == sum(len(s) for c in comparisons for s in c.sequences)
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> DataConfig:
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> RankingsConfig:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return DataConfig(source=str(path))
+    return RankingsConfig(source=str(path))
 
 
 DEMONSTRATIONS = [
@@ -201,3 +202,72 @@ def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path: Path, model_folde
     config = config_for(tmp_path, heldout_share=1e-9)
     with pytest.raises(ValueError, match=r"reward.heldout_share 1e-09 splits .* into 54 for training and 0 held out"):
         run(context, config, model_folder)
+
+
+def test_ratings_that_are_asked_for_and_missing_are_named(tmp_path: Path, model_folder: Path) -> None:
+    context = StageContext(tmp_path / "run", SEED, 1, EngineConfig(precision="fp32", trackers=()))
+    with pytest.raises(ValueError, match=r"reward.rating_coef is 0.5, but no ranking of .*rankings.jsonl has ratings"):
+        run(context, config_for(tmp_path, rating_coef=0.5), model_folder)
+
+
+def test_ties_with_a_chance_of_their_own_and_ratings(
+    tmp_path: Path, model_folder: Path, finished: tuple[Path, RewardConfig, dict[str, Any]]
+) -> None:
+    """Ratings rise by 10 a mark, and Bo gives everything 3 more."""
+    plain = config_for(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "rankings.jsonl").read_text().splitlines()]
+    for row in rows:
+        offset = 3 if row["labeler"] == "bo" else 0
+        row["ratings"] = [offset + 10 * response.count("!") for response in row["responses"]]
+    write_rows(tmp_path / "rankings.jsonl", rows)
+    config = plain.model_copy(update={"ties": "davidson", "rating_coef": 0.5, "num_epochs": 10.0})
+    context = StageContext(tmp_path / "run", SEED, 1, EngineConfig(precision="fp32", trackers=()))
+    run(context, config, model_folder)
+    results = json.loads((context.folder / "results.json").read_text())
+    assert results["heldout_accuracy"] > 0.9
+    trained_on, _ = split_rankings(read_rankings(config.rankings), 0.25, SEED)
+    pairs = [pair for r in trained_on for pair in itertools.combinations(r.ranks, 2)]
+    share = (sum(first == second for first, second in pairs) + 0.5) / (len(pairs) + 1)
+    start = 2 * share / (1 - share)
+    assert results["ties"]["kind"] == "davidson"
+    assert results["ties"]["learned_nu"] > 0
+    assert abs(math.log(results["ties"]["learned_nu"] / start)) > 0.05  # it moved
+    assert results["ties"]["heldout_log_likelihood"] > finished[2]["ties"]["heldout_log_likelihood"]
+    assert "learned_nu" not in finished[2]["ties"]
+    assert results["ratings"]["heldout_explained"] > 0.5
+    # What was learned beside the score is no part of it: the directory holds a scalar model and nothing else.
+    model = load_scalar_model(context.model_folder).eval()
+    assert {name for name, _ in model.named_parameters()} == {
+        name for name, _ in ScalarModel(model.config).named_parameters()
+    }
+
+
+def test_a_labeler_who_is_often_wrong_weighs_less(tmp_path: Path, model_folder: Path) -> None:
+    """Cy, Di and Ed see every task; Ed turns every second ranking round, and is outvoted."""
+    config = config_for(tmp_path, labeler_weights="reliability", num_epochs=0.2)
+    rows = [json.loads(line) for line in (tmp_path / "rankings.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["labeler"] == "ann"]
+    turned = lambda row: {**row, "ranks": [4 - rank for rank in row["ranks"]]}  # noqa: E731
+    for name, noise in (("cy", 7), ("di", 5), ("ed", 2)):  # every seventh, fifth, second ranking turned round
+        rows += [{**(turned(row) if i % noise == 0 else row), "labeler": name} for i, row in enumerate(rows[:40])]
+    write_rows(tmp_path / "rankings.jsonl", rows)
+    context = StageContext(tmp_path / "run", SEED, 1, EngineConfig(precision="fp32", trackers=()))
+    run(context, config, model_folder)
+    labelers = json.loads((context.folder / "results.json").read_text())["labelers"]
+    assert sorted(labelers) == ["ann", "cy", "di", "ed"]
+    assert min(labelers[name]["weight"] for name in ("ann", "cy", "di")) > 2 * labelers["ed"]["weight"] >= 0
+    assert labelers["ed"]["accuracy"] == pytest.approx(0.5, abs=0.15)
+    assert sum(figures["weight"] for figures in labelers.values()) == pytest.approx(4)  # equally many rankings each
+
+
+def test_one_objective_is_learned(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    assert len(rankings_of(config)) == 54
+    with pytest.raises(ValueError, match=r"reward.objective is 'helpful', and the rankings of .* are of overall; one"):
+        rankings_of(config.model_copy(update={"objective": "helpful"}))
+    rows = [json.loads(line) for line in (tmp_path / "rankings.jsonl").read_text().splitlines()]
+    mixed = [{**row, "objective": "helpful" if i % 3 else "harmless"} for i, row in enumerate(rows)]
+    write_rows(tmp_path / "rankings.jsonl", mixed)
+    with pytest.raises(ValueError, match=r"reward.objective is '', and the rankings of .* are of harmless, helpful"):
+        rankings_of(config)
+    assert len(rankings_of(config.model_copy(update={"objective": "harmless"}))) == 18

@@ -1,0 +1,160 @@
+"""Rewards from elsewhere: a Python function, or an HTTP endpoint. What fails has no score and says why."""
+
+import http.client
+import importlib
+import importlib.util
+import json
+import math
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, SupportsFloat
+
+from lm.tokenizer import Messages
+
+# Called with prompts (each a list of messages) and responses (texts); gives a number a response, None where it fails.
+RewardFunction = Callable[[list[list[dict[str, str]]], list[str]], Sequence[float | None]]
+
+FIRST_WAIT_SECONDS = 0.5  # before the first retry; each further one waits twice as long
+RETRIED_STATUSES = (408, 425, 429)  # "try later"; as are all from 500 on. Other refusals would only be repeated.
+SHOWN_CHARACTERS = 200  # of an answer that makes no sense
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One response's score, higher is better; NaN where it has none, and then `failure` says why."""
+
+    score: float
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class FunctionReward:
+    """A function that Python finds as `MODULE:FUNCTION` or `FILE.py:FUNCTION`, the current folder included.
+
+    It has to score each response by itself and alike at every call: how many it is given at once depends on the number
+    of workers, and a run that goes on after a kill asks again.
+    """
+
+    name: str
+
+    def score(self, conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
+        """Where a call fails as a whole each response is tried alone, so that one bad response costs no other."""
+        prompts = [[dict(message) for message in messages] for messages in conversations]
+        try:
+            values = list(self.function(prompts, list(responses)))
+        except Exception as error:  # somebody else's code
+            if len(responses) > 1:
+                alone = zip(conversations, responses, strict=True)
+                return [scored for messages, response in alone for scored in self.score([messages], [response])]
+            return [Scored(math.nan, f"{self.name} raised {type(error).__name__}: {error}")]
+        return checked(values, len(responses), self.name)
+
+    @property
+    def function(self) -> RewardFunction:
+        """Errors: ValueError naming what is not there."""
+        place, _, name = self.name.partition(":")
+        found = getattr(_module(place), name, None)
+        if not callable(found):
+            raise ValueError(f"ppo.reward_function is {self.name!r}, but {place} has no function {name!r}")
+        function: RewardFunction = found
+        return function
+
+    @property
+    def file(self) -> Path:
+        """Where the function's module is written. Errors: as for `function`."""
+        return Path(str(sys.modules[self.function.__module__].__file__))
+
+
+def _module(place: str) -> ModuleType:
+    """The module of this name, or of this file. Errors: ValueError where there is none."""
+    if place.endswith(".py"):
+        return _module_of_file(Path(place).resolve())
+    if str(Path.cwd()) not in sys.path:  # `heed` is a script, for which Python does not look in the current folder
+        sys.path.append(str(Path.cwd()))
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"ppo.reward_function names {place!r}: {error}") from None
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    name = f"heed_reward_{path.stem}"
+    held = sys.modules.get(name)
+    if held is not None and held.__file__ == str(path):
+        return held
+    if not path.is_file():
+        raise ValueError(f"ppo.reward_function: {path}: no such file")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, f"{path} is no Python file"
+    assert spec.loader is not None
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@dataclass(frozen=True)
+class HTTPReward:
+    """An endpoint that is sent {"prompts": [[{"role", "content"}, ...], ...], "responses": [...]} and answers
+    {"scores": [...]}, a number a response, null where it has none.
+
+    A connection that breaks, silence for `timeout_seconds` and "try later" are tried `num_retries` times more, each
+    after twice the last wait. What still fails, another status from 400 on, or an answer of another form is a failure
+    of all responses of the request.
+    """
+
+    url: str
+    timeout_seconds: float
+    num_retries: int
+
+    def score(self, conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
+        prompts = [[dict(message) for message in messages] for messages in conversations]
+        body = json.dumps({"prompts": prompts, "responses": list(responses)}).encode()
+        failure = ""
+        for attempt in range(self.num_retries + 1):
+            if attempt:
+                time.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
+            try:
+                return self._answer(body, len(responses))
+            except urllib.error.HTTPError as error:
+                failure = f"{self.url} answered with status {error.code} ({error.reason})"
+                error.close()
+                if error.code < 500 and error.code not in RETRIED_STATUSES:
+                    break
+            except (OSError, http.client.HTTPException) as error:  # refused, reset, cut short, timed out
+                failure = f"{self.url}: {type(error).__name__}: {error}"
+        return [Scored(math.nan, failure)] * len(responses)
+
+    def _answer(self, body: bytes, num_responses: int) -> list[Scored]:
+        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=self.timeout_seconds) as answer:
+            text = answer.read()
+        try:
+            values = json.loads(text)["scores"]
+        except (ValueError, KeyError, TypeError):
+            shown = text[:SHOWN_CHARACTERS].decode(errors="replace")
+            failure = f"{self.url} answered {shown!r}; a JSON object with 'scores' was expected"
+            return [Scored(math.nan, failure)] * num_responses
+        return checked(values, num_responses, self.url)
+
+
+Elsewhere = FunctionReward | HTTPReward
+
+
+def checked(values: Any, num_responses: int, source: str) -> list[Scored]:
+    """One score or failure a response of what `source` gave; all fail where it is no list of the right length."""
+    if not isinstance(values, list) or len(values) != num_responses:
+        found = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
+        return [Scored(math.nan, f"{source} gave {found} for {num_responses} responses")] * num_responses
+    return [_checked(value, source) for value in values]
+
+
+def _checked(value: Any, source: str) -> Scored:
+    if not isinstance(value, SupportsFloat) or not math.isfinite(float(value)):
+        return Scored(math.nan, f"{source} gave {value!r}; a finite number was expected")
+    return Scored(float(value))

@@ -1,0 +1,106 @@
+"""A reward model under training, with the few numbers that its losses learn beside the score."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lm.source import ModelSource
+from reward.comparisons import Comparison
+from reward.scoring import RewardNetwork, scores_of
+
+Ties = Literal["soft", "davidson"]
+NETWORK = "network."  # before the names of the reward model's own weights
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What is learned beside the scores, and where it starts: log ν of each objective; of ratings, their unit.
+
+    `log_nu` = () where ties are soft labels; `rating_std` = 0 where ratings teach nothing. Ratings enter the loss in
+    units of `rating_std`, their spread about the mean of their verdict, so that the loss's weight means the same on
+    any scale.
+    """
+
+    log_nu: tuple[float, ...] = ()
+    rating_std: float = 0.0
+
+    def learned(self, weights: Mapping[str, Tensor], width: int) -> dict[str, float]:
+        """From a learner's weights: ν, and how many ratings a unit of score is worth."""
+        found = {}
+        if self.log_nu:
+            found["nu"] = math.exp(self.log_nu[0] + width * float(weights["nu"][0]))
+        if self.rating_std:
+            found["rating_scale"] = self.rating_std * math.exp(width * float(weights["rating"][0]))
+        return found
+
+
+class RewardLearner(nn.Module):
+    """Scores, log ν and the scale of ratings, all from one forward pass, so that every backend gathers what it shards.
+
+    A parameter θ of what is learned beside starts at 0 and counts width-fold, log ν = start + width · θ: AdamW then
+    moves it as fast as the head moves a score, which is a sum over the width.
+    """
+
+    def __init__(self, network: RewardNetwork, beside: Beside) -> None:
+        super().__init__()
+        self.network, self.beside, self.kind = network, beside, network.config.kind
+        self.gain = network.config.width
+        self.nu = nn.Parameter(torch.zeros(len(beside.log_nu))) if beside.log_nu else None
+        self.rating = nn.Parameter(torch.zeros(1)) if beside.rating_std else None
+
+    def forward(self, *read: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores as the network gives them, log ν [objectives] (empty for soft labels), and the scale of ratings []."""
+        scores = scores_of(self.network, read, self.kind)
+        log_nu, scale = scores.new_zeros(0), scores.new_ones(())
+        if self.nu is not None:
+            log_nu = scores.new_tensor(self.beside.log_nu) + self.gain * self.nu.float()
+        if self.rating is not None:
+            scale = (self.gain * self.rating.float()).exp().squeeze(0)
+        return scores, log_nu, scale
+
+
+@dataclass(frozen=True)
+class LearnerSource:
+    """A `RewardLearner` around a source of its network."""
+
+    network: ModelSource[RewardNetwork]
+    beside: Beside
+
+    def build(self) -> RewardLearner:
+        return RewardLearner(self.network.build(), self.beside)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.network.tensors():
+            yield NETWORK + name, tensor
+        if self.beside.log_nu:
+            yield "nu", torch.zeros(len(self.beside.log_nu))
+        if self.beside.rating_std:
+            yield "rating", torch.zeros(1)
+
+
+def network_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of a learner's weights those of the reward model, under its own names."""
+    return {name.removeprefix(NETWORK): tensor for name, tensor in weights.items() if name.startswith(NETWORK)}
+
+
+def starting_log_nu(comparisons: Sequence[Comparison], objective: int) -> float:
+    """log ν at which responses of equal score tie as often as those of this objective did: P(tie) = ν / (2 + ν).
+
+    Half a pair is added to the ties and half to the others, so that there is an answer without any.
+    """
+    ties, pairs = 0.5, 1.0
+    for verdict in (v for c in comparisons for v in c.verdicts if v.objective == objective):
+        ties += sum(math.comb(verdict.ranks.count(rank), 2) for rank in set(verdict.ranks))
+        pairs += math.comb(len(verdict.ranks), 2)
+    return math.log(2 * ties / (pairs - ties))
+
+
+def spread_of_ratings(comparisons: Sequence[Comparison]) -> float:
+    """Root mean square of all ratings about the mean of their verdict; 0 without ratings."""
+    rated = [verdict.ratings for c in comparisons for verdict in c.verdicts if verdict.ratings]
+    squares = [(rating - sum(ratings) / len(ratings)) ** 2 for ratings in rated for rating in ratings]
+    return math.sqrt(sum(squares) / len(squares)) if squares else 0.0

@@ -1,0 +1,210 @@
+"""Rewards from a Python function and from a real HTTP server on loopback."""
+
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reward import elsewhere
+from reward.elsewhere import FunctionReward, HTTPReward, Scored
+
+ASKED = [[{"role": "user", "content": text}] for text in ("one?", "two?", "three?")]
+TEXTS = ["a", "bb", "ccc"]
+
+FUNCTIONS = """
+calls = []
+
+def lengths(prompts, responses):
+    calls.append(len(responses))
+    assert prompts[0][-1]["role"] == "user"
+    return [float(len(text)) for text in responses]
+
+def picky(prompts, responses):
+    calls.append(len(responses))
+    if "bb" in responses:
+        raise KeyError("no bb")
+    return [len(text) for text in responses]
+
+def some(prompts, responses):
+    return [None, float("nan"), 2]
+
+def short(prompts, responses):
+    return [1.0]
+
+def words(prompts, responses):
+    return ["1.0" for _ in responses]
+
+value = 3
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], FunctionReward]:
+    """A function of a file in the current folder, by its name."""
+    (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    sys.modules.pop("my_rewards", None)
+    return lambda name: FunctionReward(f"my_rewards:{name}")
+
+
+def calls_of(reward: FunctionReward) -> list[int]:
+    calls: list[int] = vars(sys.modules[reward.function.__module__])["calls"]
+    return calls
+
+
+def test_a_function_is_called_with_prompts_and_texts(rewards: Callable[[str], FunctionReward]) -> None:
+    reward = rewards("lengths")
+    assert reward.score(ASKED, TEXTS) == [Scored(1.0), Scored(2.0), Scored(3.0)]
+    assert calls_of(reward) == [3]
+    assert reward.file.name == "my_rewards.py"
+    by_file = FunctionReward("my_rewards.py:lengths")
+    assert by_file.score(ASKED[:1], TEXTS[:1]) == [Scored(1.0)]
+    assert by_file.file == reward.file.resolve()
+
+
+def test_one_bad_response_costs_no_other(rewards: Callable[[str], FunctionReward]) -> None:
+    reward = rewards("picky")
+    first, second, third = reward.score(ASKED, TEXTS)
+    assert (first, third) == (Scored(1.0), Scored(3.0))
+    assert math.isnan(second.score)
+    assert second.failure == "my_rewards:picky raised KeyError: 'no bb'"
+    assert calls_of(reward) == [3, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "failures"),
+    [
+        ("some", ["gave None; a finite number was expected", "gave nan; a finite number was expected", ""]),
+        ("short", ["gave 1 values for 3 responses"] * 3),
+        ("words", ["gave '1.0'; a finite number was expected"] * 3),
+    ],
+)
+def test_what_is_no_score_fails_and_says_so(
+    rewards: Callable[[str], FunctionReward], name: str, failures: list[str]
+) -> None:
+    found = rewards(name).score(ASKED, TEXTS)
+    assert [scored.failure for scored in found] == [f"my_rewards:{name} {why}" if why else "" for why in failures]
+    assert [math.isnan(scored.score) for scored in found] == [bool(why) for why in failures]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "my_rewards:nothing",
+            r"ppo.reward_function is 'my_rewards:nothing', but my_rewards has no function 'nothing'",
+        ),
+        ("my_rewards:value", "has no function 'value'"),
+        ("no_such_module:f", "ppo.reward_function names 'no_such_module': No module named 'no_such_module'"),
+        ("nowhere.py:f", "nowhere.py: no such file"),
+    ],
+)
+def test_a_function_that_is_not_there_is_named(rewards: Callable[[str], FunctionReward], name: str, words: str) -> None:
+    del rewards
+    with pytest.raises(ValueError, match=words):
+        _ = FunctionReward(name).function
+
+
+class Endpoint(ThreadingHTTPServer):
+    """Answers with what was queued, (status, body) each; remembers what it was sent."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers: list[tuple[int, bytes]] = []
+        self.sent: list[dict[str, Any]] = []
+        self.silence_seconds = 0.0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/score"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Endpoint
+
+    def do_POST(self) -> None:
+        self.server.sent.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        time.sleep(self.server.silence_seconds)
+        status, body = self.server.answers.pop(0)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing on the terminal."""
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    monkeypatch.setattr(elsewhere, "FIRST_WAIT_SECONDS", 0.02)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with Endpoint() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+GOOD = b'{"scores": [1, 2.5, null]}'
+
+
+def failures_of(found: list[Scored]) -> list[str]:
+    assert [math.isnan(scored.score) for scored in found] == [bool(scored.failure) for scored in found]
+    return [scored.failure for scored in found]
+
+
+def test_an_endpoint_is_sent_prompts_and_responses(endpoint: Endpoint) -> None:
+    endpoint.answers = [(200, GOOD)]
+    found = HTTPReward(endpoint.url, 5.0, 0).score(ASKED, TEXTS)
+    assert endpoint.sent == [{"prompts": ASKED, "responses": TEXTS}]
+    assert found[:2] == [Scored(1.0), Scored(2.5)]
+    assert failures_of(found) == ["", "", f"{endpoint.url} gave None; a finite number was expected"]
+
+
+def test_what_may_pass_is_tried_again(endpoint: Endpoint) -> None:
+    endpoint.answers = [(500, b"oh"), (429, b"later"), (200, GOOD)]
+    started = time.monotonic()
+    assert HTTPReward(endpoint.url, 5.0, 2).score(ASKED, TEXTS)[0] == Scored(1.0)
+    assert time.monotonic() - started > 0.02 + 0.04  # each wait twice the last
+    assert len(endpoint.sent) == 3
+    endpoint.answers = [(503, b"")] * 2
+    failures = failures_of(HTTPReward(endpoint.url, 5.0, 1).score(ASKED, TEXTS))
+    assert failures == [f"{endpoint.url} answered with status 503 (Service Unavailable)"] * 3
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (404, b"", "answered with status 404 (Not Found)"),
+        (200, b"scores", "answered 'scores'; a JSON object with 'scores' was expected"),
+        (200, b"[1, 2, 3]", "answered '[1, 2, 3]'; a JSON object"),
+        (200, b'{"scores": 3}', "gave int for 3 responses"),
+        (200, b'{"scores": [1, 2]}', "gave 2 values for 3 responses"),
+    ],
+)
+def test_what_will_not_pass_is_not_tried_again(endpoint: Endpoint, status: int, body: bytes, words: str) -> None:
+    endpoint.answers = [(status, body)]
+    failures = failures_of(HTTPReward(endpoint.url, 5.0, 5).score(ASKED, TEXTS))
+    assert all(words in failure and endpoint.url in failure for failure in failures)
+    assert len(endpoint.sent) == 1
+
+
+def test_silence_and_a_closed_port_are_failures(endpoint: Endpoint) -> None:
+    endpoint.silence_seconds, endpoint.answers = 0.6, [(200, GOOD)] * 2
+    failures = failures_of(HTTPReward(endpoint.url, 0.1, 1).score(ASKED, TEXTS))
+    assert all("timed out" in failure for failure in failures)
+    assert len(endpoint.sent) == 2
+    closed = HTTPReward("http://127.0.0.1:9/", 1.0, 1).score(ASKED, TEXTS)
+    assert all("refused" in failure for failure in failures_of(closed))
