@@ -1,0 +1,292 @@
+"""The page in a real browser: two people at once, by keyboard alone, without JavaScript, on a narrow screen."""
+
+import os
+import re
+import shutil
+import socket
+import threading
+
+import pytest
+import uvicorn
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from preferences.page.app import make_app
+from preferences.page.config import LabelingConfig
+from preferences.people import People
+from preferences.records import Answer, Message, Task
+from preferences.store import LabelStore
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+RANK = re.compile("Rank of")
+PLAIN = LabelingConfig(asks_ratings=False)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no browser: chromium, chromium-browser or google-chrome on the PATH was expected")
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def url(sqlite_tables, tmp_path):
+    return str(shutil.copy(sqlite_tables, tmp_path / "labels.db"))
+
+
+class Site:
+    """A server in a thread of this process with people in it, visited by name."""
+
+    def __init__(self, url: str, config: LabelingConfig, browser: Browser) -> None:
+        self.url, self.browser, self.pages = url, browser, []
+        self.store, self.people = LabelStore(url), People(url)
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        app = make_app(self.store, self.people, config)
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        self.thread = threading.Thread(target=self.server.run, args=([listening],), daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        for page in self.pages:
+            page.context.close()
+        self.server.should_exit = True
+        self.thread.join()
+        self.store.close()
+        self.people.close()
+
+    def visit(self, name: str, role="labeler", path="/", **options) -> Page:
+        """Sign in with the key of a fresh link, as people do, and read the instructions."""
+        link = f"{self.address}/welcome/{self.people.invite(name, role)}"
+        page = self.browser.new_context(**options).new_page()
+        page.set_default_timeout(20_000)
+        page.goto(link)
+        page.get_by_role("button", name="Give me my key").click()
+        page.get_by_role("link", name="I have kept it: go on").click()
+        if role == "labeler":
+            page.get_by_role("button", name="I have read this: begin").click()
+        if path != "/":
+            page.goto(self.address + path)
+        self.pages.append(page)
+        return page
+
+    def judgments(self):
+        return self.store.judgments("main")
+
+
+@pytest.fixture
+def site(url, browser):
+    opened = []
+
+    def open_site(tasks, config=PLAIN, num_labelers=1):
+        opened.append(Site(url, config, browser))
+        opened[-1].store.add_tasks(tasks, batch="main", num_labelers=num_labelers)
+        return opened[-1]
+
+    yield open_site
+    for one in opened:
+        one.close()
+
+
+def make_task(name, num_responses=3, **fields):
+    responses = tuple(f"{name} says {letter}" for letter in "uvwxyz"[:num_responses])
+    return Task(name, (Message("user", f"Say {name}"),), responses, tuple("uvwxyz"[:num_responses]), **fields)
+
+
+def shown_task(page: Page) -> str:
+    return page.locator(".message.user .text").inner_text().removeprefix("Say ")
+
+
+def rank(page: Page, *ranks: int) -> None:
+    for place, value in enumerate(ranks):
+        page.get_by_role("radio", name=f"Rank of {'ABCDEF'[place]}, 1 is the best: {value}").check(force=True)
+
+
+def store_it(page: Page) -> None:
+    page.get_by_role("button", name="Store and go on").click()
+
+
+def as_shown(judgment):
+    return [judgment.ranks[index] for index in judgment.shown_order]
+
+
+def test_two_people_at_once_have_different_tasks_and_a_reload_keeps_them(site):
+    opened = site([make_task("t1"), make_task("t2")])
+    ann, bob = opened.visit("ann"), opened.visit("bob")
+    first, second = shown_task(ann), shown_task(bob)
+    assert {first, second} == {"t1", "t2"}
+    responses = ann.locator(".response .text").all_inner_texts()
+    ann.reload()
+    assert (shown_task(ann), ann.locator(".response .text").all_inner_texts()) == (first, responses)
+    for page in (ann, bob):
+        rank(page, 1, 2, 3)
+        store_it(page)
+        expect(page.get_by_role("heading", name="Nothing to judge just now")).to_be_visible()
+    assert {(act.labeler, act.task_id) for act in opened.judgments()} == {("ann", first), ("bob", second)}
+
+
+def test_by_keyboard_alone_with_a_tie(site):
+    opened = site([make_task("t1"), make_task("t2")], config=LabelingConfig())
+    page = opened.visit("ann")
+    for key in ("a", "2", "Shift+Digit6", "b", "1", "Shift+Digit7", "c", "2", "Shift+Digit1"):
+        page.keyboard.press(key)
+    expect(page.get_by_role("status")).to_have_text("Rating of C, 1 very bad to 7 very good: 1")
+    page.keyboard.press("m")
+    page.keyboard.press("Space")  # the first mark of C
+    page.keyboard.press("Control+Enter")
+    expect(page.get_by_text("You have judged 1 task.")).to_be_visible()
+    (judgment,) = opened.judgments()
+    assert as_shown(judgment) == [2, 1, 2]
+    assert [judgment.ratings[index] for index in judgment.shown_order] == [6, 7, 1]
+    assert judgment.flags[judgment.shown_order[2]] == ("fails to follow the instruction",)
+
+
+def test_shortcuts_can_be_switched_off_and_stay_off(site):
+    opened = site([make_task("t1")])
+    page = opened.visit("ann")
+    page.get_by_label("Single-key shortcuts").uncheck()
+    page.reload()
+    for key in ("a", "1"):
+        page.keyboard.press(key)
+    assert page.locator("input:checked").count() == 0
+    # Radio buttons need no shortcuts: Tab goes from group to group, arrows within.
+    page.get_by_role("radio", name=RANK).first.focus()
+    for _ in range(3):
+        page.keyboard.press("Space")
+        page.keyboard.press("Tab")
+        while page.evaluate("document.activeElement.type") not in ("radio", "textarea"):
+            page.keyboard.press("Tab")
+    page.keyboard.press("Control+Enter")
+    expect(page.get_by_role("heading", name="Nothing to judge just now")).to_be_visible()
+    assert opened.judgments()[0].ranks == (1, 1, 1)
+
+
+def test_typing_a_note_gives_no_ranks(site):
+    page = site([make_task("t1")]).visit("ann")
+    page.get_by_label("Note to the lead").press_sequentially("a1 b2 s m")
+    assert page.locator("input[type=radio]:checked").count() == 0
+
+
+def test_without_javascript(site):
+    opened = site([make_task("t1"), make_task("t2")])
+    page = opened.visit("ann", java_script_enabled=False)
+    assert not page.locator("#keys").is_visible()
+    store_it(page)
+    expect(page.get_by_text("Responses A, B and C have no rank.")).to_be_visible()
+    rank(page, 3, 1, 2)
+    store_it(page)
+    expect(page.get_by_text("You have judged 1 task.")).to_be_visible()
+    page.get_by_text("I cannot judge this").click()
+    page.get_by_label("Why?").fill("too hard")
+    page.get_by_role("button", name="Skip it").click()
+    expect(page.get_by_role("heading", name="Nothing to judge just now")).to_be_visible()
+    assert [act.kind for act in opened.judgments()] == ["answer", "skip"]
+    assert as_shown(opened.judgments()[0]) == [3, 1, 2]
+
+
+def test_a_lease_that_ran_out(site):
+    opened = site([make_task("t1")], config=LabelingConfig(asks_ratings=False, lease_seconds=1))
+    ann, bob = opened.visit("ann"), opened.visit("bob")
+    while bob.locator(".message").count() == 0:
+        bob.wait_for_timeout(200)
+        bob.reload()
+    rank(ann, 1, 2, 3)
+    store_it(ann)
+    expect(ann.get_by_role("heading", name="Too late")).to_be_visible()
+    assert opened.judgments() == []
+
+
+def test_a_double_click_stores_once_and_the_back_button_nothing_else(site):
+    opened = site([make_task("t1"), make_task("t2")])
+    page = opened.visit("ann")
+    rank(page, 1, 2, 3)
+    page.get_by_role("button", name="Store and go on").dblclick()
+    expect(page.get_by_text("You have judged 1 task.")).to_be_visible()
+    page.go_back()  # pages are not kept: the task at hand comes, not the one that was judged
+    expect(page.locator(".message.user .text")).to_have_text("Say t2")
+    assert page.locator("input[type=radio]:checked").count() == 0
+    assert [as_shown(act) for act in opened.judgments()] == [[1, 2, 3]]
+
+
+def test_taking_an_answer_back(site):
+    opened = site([make_task("t1"), make_task("t2")])
+    page = opened.visit("ann")
+    rank(page, 1, 2, 3)
+    store_it(page)
+    page.get_by_role("link", name="My answers").click()
+    page.get_by_role("button", name="Take back the answer to t1").click()
+    expect(page.locator(".message.user .text")).to_have_text("Say t1")
+    rank(page, 2, 2, 1)
+    store_it(page)
+    expect(page.locator(".message.user .text")).to_have_text("Say t2")
+    assert [act.kind for act in opened.judgments()] == ["answer", "undo", "answer"]
+
+
+def test_hostile_text_does_nothing(site):
+    evil = '<script>document.title="hit"</script><img src=x onerror=alert(1)>[x](javascript:alert(1)) ‮'
+    opened = site([Task("t1", (Message("user", evil),), (evil, evil + " 2"), ("x", "y"))])
+    page = opened.visit("ann")
+    said = []
+    page.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
+    page.on("console", lambda message: said.append(message.text))
+    page.reload()
+    assert page.locator("main img, main script, main a").count() == 0
+    assert "hit" not in page.title()
+    assert said == []
+
+
+def test_a_narrow_screen_long_words_and_right_to_left(site):
+    arabic = "مرحبا بالعالم، هذا نص من اليمين إلى اليسار"
+    opened = site(
+        [Task("t1", (Message("user", "x" * 400),), (arabic, "y" * 900, "z"), ("x", "y", "z"))], config=LabelingConfig()
+    )
+    page = opened.visit("ann", viewport={"width": 320, "height": 640})
+    for path in ("/task", "/answers", "/instructions"):
+        page.goto(opened.address + path)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 320, path
+    page.goto(opened.address + "/task")
+    text = page.locator(".response .text", has_text="مرحبا").locator("p")
+    assert text.evaluate("element => getComputedStyle(element).direction") == "rtl"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_page_has_a_barrier_that_axe_knows(site, scheme):
+    opened = site(
+        [make_task("t1"), make_task("t2", gold_ranks=(1, 2, 3)), make_task("t3")],
+        config=LabelingConfig(),
+        num_labelers=3,
+    )
+    for name in ("cy", "dee"):
+        for number, lease in enumerate(opened.store.lease_many(name, 2, seconds=60, batch="main")):
+            answer = Answer((1, 2, 2), 4_000 + number, (7, 3, 2))
+            opened.store.submit(lease, answer, client="test", instructions_version="1")
+    ann = opened.visit("ann", color_scheme=scheme)
+    rank(ann, 1, 1, 2)
+    store_it(ann)  # without ratings: the page with what is wrong
+    expect(ann.get_by_role("alert")).to_be_visible()
+    found = {"task with errors": axe(ann)}
+    for path in ("/task", "/answers", "/instructions", "/lead"):  # the last one is refused
+        ann.goto(opened.address + path)
+        found[path] = axe(ann)
+    eve = opened.visit("eve", "lead", color_scheme=scheme)
+    for path in ("/lead", "/lead/quality", "/lead/people", "/lead/task?task=t1", "/lead/task?task=none"):
+        eve.goto(opened.address + path)
+        found[f"lead: {path}"] = axe(eve)
+    stranger = opened.browser.new_context(color_scheme=scheme).new_page()
+    opened.pages.append(stranger)
+    for path in ("/sign-in", "/welcome/none"):
+        stranger.goto(opened.address + path)
+        found[path] = axe(stranger)
+    assert {path: problems for path, problems in found.items() if problems} == {}
+
+
+def axe(page: Page) -> list[str]:
+    violations = Axe().run(page, options={"runOnly": STANDARDS}).response["violations"]
+    return [f"{v['id']}: {node['html'][:120]}" for v in violations for node in v["nodes"]]
+
+
+STANDARDS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
