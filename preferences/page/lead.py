@@ -17,6 +17,11 @@ from preferences.store import LabelStore
 from preferences.summary import LabelReport, summary
 
 EXPORTS = ("heed", "rankings", "trl", "hh")
+SHARES = {
+    "agreement": "Agrees with the others",
+    "gold_accuracy": "Agrees with gold tasks",
+    "shown_first": "Prefers what is shown first",
+}
 SEED = 0  # of the intervals: the same judgments give the same page
 
 
@@ -57,24 +62,22 @@ class LeadView:
         chosen = batch or next(iter(batches), "")
         report = self.report(chosen) if chosen else None
         judged = report is not None and report.num_answers > 0
-        plots = [Markup(plot) for plot in self._plots(chosen, report)] if report is not None and judged else []
+        plots = self._plots(chosen, report) if report is not None and judged else []
         return {"batches": batches, "batch": chosen, "report": report if judged else None, "plots": plots}
 
-    def _plots(self, batch: str, report: LabelReport) -> list[str]:
-        """What people would rather look at than read: progress, agreement, gold, places, time."""
+    def _plots(self, batch: str, report: LabelReport) -> list[tuple[str, Markup]]:
+        """What people would rather look at than read, each with its title."""
         judgments = self.store.judgments(batch)
         num_wanted = sum(stored.num_labelers for stored in self.store.tasks(batch))
-        seconds = [answer.milliseconds for answer in standing(judgments).answers if answer.milliseconds > 0]
-        shares = (
-            ("agreement", "Agreement with the others", 0.5),
-            ("gold_accuracy", "Agreement with gold tasks", 0.5),
-            ("shown_first", "Preference for the response shown first", 0.5),
-        )
-        plots = [progress_plot(judgments, num_wanted=num_wanted)]
-        for name, title, chance in shares:
-            plots.append(share_plot(labeler_shares(report.labelers, name), name=name, title=title, chance=chance))
-        plots += [places_plot(places) for places in report.ranks_by_place]
-        return [plot for plot in (*plots, time_plot(seconds)) if plot]
+        milliseconds = [answer.milliseconds for answer in standing(judgments).answers if answer.milliseconds > 0]
+        plots = [("Answers over time", progress_plot(judgments, num_wanted=num_wanted))]
+        for field, title in SHARES.items():
+            rows = labeler_shares(report.labelers, field)
+            plots.append((title, share_plot(rows, name=field, title=title, chance=0.5)))
+        for places in report.ranks_by_place:
+            plots.append((f"Mean rank by place, {places.num_responses} responses", places_plot(places)))
+        plots.append(("Seconds an answer", time_plot(milliseconds)))
+        return [(title, Markup(plot)) for title, plot in plots if plot]
 
     def export(self, batch: str, form: str) -> Iterator[str]:
         """A batch as JSONL. Raises ValueError for an unknown batch or format."""

@@ -19,6 +19,7 @@ from preferences.store import LabelStore
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 RANK = re.compile("Rank of")
+RATED = LabelingConfig()
 PLAIN = LabelingConfig(asks_ratings=False)
 
 
@@ -130,7 +131,7 @@ def test_two_people_at_once_have_different_tasks_and_a_reload_keeps_them(site):
 
 
 def test_by_keyboard_alone_with_a_tie(site):
-    opened = site([make_task("t1"), make_task("t2")], config=LabelingConfig())
+    opened = site([make_task("t1"), make_task("t2")], config=RATED)
     page = opened.visit("ann")
     for key in ("a", "2", "Shift+Digit6", "b", "1", "Shift+Digit7", "c", "2", "Shift+Digit1"):
         page.keyboard.press(key)
@@ -257,7 +258,7 @@ def test_a_narrow_screen_long_words_and_right_to_left(site):
 def test_no_page_has_a_barrier_that_axe_knows(site, scheme):
     opened = site(
         [make_task("t1"), make_task("t2", gold_ranks=(1, 2, 3)), make_task("t3")],
-        config=LabelingConfig(),
+        config=RATED,
         num_labelers=3,
     )
     for name in ("cy", "dee"):
