@@ -10,6 +10,7 @@ import typer
 from heed.progress import console
 
 if TYPE_CHECKING:
+    from preferences.choosing import Method
     from preferences.formats.merging import Found
     from preferences.formats.parts import Oddity, Report
     from preferences.store import LabelStore
@@ -84,6 +85,47 @@ def export_labels(
         told, num_rows = export(opened, chosen, out, batch=batch, strict=strict)
     _tell(told, report)
     typer.echo(f"{num_rows:,} rows of {chosen.name} ({chosen.description}) in {out}")
+
+
+@label_app.command("sample")
+def sample_for_labelers(
+    policies: Annotated[list[Path], typer.Argument(help="Model directories; all of them answer every prompt.")],
+    prompts: Annotated[str, typer.Option(help="Rows with prompt_id and messages that end with a user's turn.")],
+    store: Store,
+    batch: Annotated[str, typer.Option(help="The batch that the tasks go to.")],
+    responses: Annotated[int, typer.Option(help="In a task, 2 to 9.")] = 4,
+    samples: Annotated[int, typer.Option(min=1, help="Drawn of every policy for every prompt.")] = 4,
+    tasks_per_prompt: Annotated[int, typer.Option(min=1)] = 1,
+    judge: Annotated[list[Path] | None, typer.Option(help="A reward model that chooses what is uncertain.")] = None,
+    evaluation_share: Annotated[float, typer.Option(help="Of the prompts, chosen uniformly in any case.")] = 0.1,
+    labelers: Annotated[int, typer.Option(min=1, help="How many are to judge each task.")] = 1,
+    max_response_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0.01)] = 1.0,
+    seed: int = 0,
+) -> None:
+    """Put samples of policies before labelers. With reward models (--judge), those that they are least sure of."""
+    from heed.label_sampling import Choosing, sample_tasks
+    from training.data import DataConfig, read_prompts
+
+    asked = read_prompts(DataConfig(source=prompts))
+    method: Method = "uncertainty" if judge else "uniform"
+    choosing = Choosing(batch, method, responses, tasks_per_prompt, evaluation_share, seed)
+    with console.status(f"sampling {len(policies)} x {samples} responses to {len(asked):,} prompts"):
+        tasks = sample_tasks(
+            policies,
+            judge or [],
+            asked,
+            choosing,
+            num_samples=samples,
+            max_response_tokens=max_response_tokens,
+            temperature=temperature,
+        )
+    if not tasks:
+        raise ValueError(f"{prompts}: no prompt has {responses} different responses; more --samples may give them")
+    with open_store(store) as opened:
+        opened.add_tasks(tasks, batch=batch, num_labelers=labelers)
+    judged = len({task.prompt for task in tasks})
+    typer.echo(f"{len(tasks):,} tasks of {judged:,} prompts, chosen by {method}; in batch {batch!r} of {store}")
 
 
 @label_app.command("serve")

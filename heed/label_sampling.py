@@ -1,0 +1,100 @@
+"""From policies and prompts to tasks for labelers: every policy is sampled, some samples are chosen and stored."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evaluation.sampling import SamplingSpec, sample_policy
+from preferences.choosing import Candidate, Candidates, Method, choose_tasks
+from preferences.records import Message, Task
+from reward.comparisons import encode_response
+from reward.scoring import Judge, score_sequences
+from training.data import Prompt
+from training.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """How samples become tasks: `preferences.choosing.choose_tasks` explains each."""
+
+    batch: str
+    method: Method
+    responses_per_task: int
+    tasks_per_prompt: int
+    evaluation_share: float
+    seed: int
+
+
+def sample_tasks(
+    policies: Sequence[Path],
+    judges: Sequence[Path],
+    prompts: Sequence[Prompt],
+    choosing: Choosing,
+    *,
+    num_samples: int,
+    max_response_tokens: int,
+    temperature: float,
+) -> list[Task]:
+    """`num_samples` responses of every policy to every prompt, of which some are put into tasks.
+
+    A response's source is its policy's folder. Errors: ValueError for a directory that holds no such model, a prompt
+    that leaves no room for the response, and a conversation that does not fit a judge.
+    """
+    found: dict[str, list[tuple[str, str]]] = {prompt.prompt_id: [] for prompt in prompts}
+    for policy in policies:
+        spec = SamplingSpec(
+            policy=policy,
+            num_samples=num_samples,
+            max_response_tokens=max_response_tokens,
+            temperature=temperature,
+            seed=derive_seed(choosing.seed, "label sample", str(policy)),
+            precision="fp32",
+        )
+        for sample in sample_policy(spec, prompts):
+            found[sample.prompt_id].append((sample.response, str(policy)))
+    scores = scores_of(judges, prompts, {name: [text for text, _ in samples] for name, samples in found.items()})
+    candidates = [
+        Candidates(
+            prompt.prompt_id,
+            tuple(Message(**message) for message in prompt.messages),
+            tuple(
+                Candidate(text, source, scores[prompt.prompt_id][place])
+                for place, (text, source) in enumerate(found[prompt.prompt_id])
+            ),
+        )
+        for prompt in prompts
+    ]
+    return choose_tasks(
+        candidates,
+        batch=choosing.batch,
+        method=choosing.method,
+        responses_per_task=choosing.responses_per_task,
+        tasks_per_prompt=choosing.tasks_per_prompt,
+        evaluation_share=choosing.evaluation_share,
+        seed=choosing.seed,
+    )
+
+
+def scores_of(
+    judges: Sequence[Path], prompts: Sequence[Prompt], responses: dict[str, list[str]]
+) -> dict[str, list[tuple[float, ...]]]:
+    """What each judge says of each response, by prompt: one tuple a response, one score a judge; higher is better."""
+    columns: list[list[float]] = []
+    for folder in judges:
+        judge = Judge.load(folder)
+        sequences = []
+        for prompt in prompts:
+            messages = [Message(**message) for message in prompt.messages]
+            for response in responses[prompt.prompt_id]:
+                tokens = encode_response(judge.tokenizer, messages, response)
+                if not judge.fits(tokens):
+                    raise ValueError(
+                        f"prompt {prompt.prompt_id!r}: with a response it has {len(tokens)} tokens; {folder} reads at"
+                        f" most {judge.network.config.context_tokens}"
+                    )
+                sequences.append(tokens)
+        columns.append(score_sequences(judge.network, sequences))
+    rows = iter(zip(*columns, strict=True)) if columns else iter([])
+    return {
+        prompt.prompt_id: [next(rows) if columns else () for _ in responses[prompt.prompt_id]] for prompt in prompts
+    }

@@ -1,0 +1,92 @@
+"""`heed label sample`: responses of policies become tasks that labelers can be given."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from heed.cli import main
+from lm.config import ModelConfig
+from lm.model import LanguageModel, ScalarModel, initialise
+from lm.tokenizer import Tokenizer
+from lm.weights import save_model
+from preferences.store import LabelStore
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def heed_label(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["heed", "label", "sample", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        said = capsys.readouterr()
+        return int(caught.value.code or 0), said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_config: ModelConfig, tokenizer: Tokenizer) -> Path:
+    """Two policies, a reward model and six prompts."""
+    for seed, name in enumerate(("one", "two")):
+        model = LanguageModel(tiny_config)
+        initialise(model, seed=seed)
+        save_model(tmp_path / name, model, model.state_dict(), tokenizer)
+    judge = ScalarModel(tiny_config)
+    initialise(judge, seed=5)
+    save_model(tmp_path / "judge", judge, judge.state_dict(), tokenizer)
+    rows = [{"prompt_id": f"p{n}", "messages": [{"role": "user", "content": f"The fox {n}?"}]} for n in range(6)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    given = [str(folder / "one"), str(folder / "two"), "--prompts", str(folder / "prompts.jsonl")]
+    return [*given, "--store", str(folder / "labels.sqlite"), "--batch", "b", "--max-response-tokens", "6", *more]
+
+
+def test_samples_of_two_policies_are_put_before_labelers(folder: Path, heed_label: Call) -> None:
+    for _ in range(2):  # the same again changes nothing
+        code, said, _ = heed_label(*arguments(folder, "--responses", "3", "--samples", "2", "--labelers", "2"))
+        assert (code, said.split(";")[0]) == (0, "6 tasks of 6 prompts, chosen by uniform")
+    with LabelStore(folder / "labels.sqlite") as store:
+        stored = store.tasks("b")
+        lease = store.lease("ann", seconds=60, batch="b")
+    assert [one.num_labelers for one in stored] == [2] * 6
+    assert {source for one in stored for source in one.task.sources} == {str(folder / "one"), str(folder / "two")}
+    assert all(len(set(one.task.responses)) == 3 for one in stored)
+    assert all(one.task.details["propensity"] == pytest.approx(1 / 4) for one in stored)  # 3 of 4 different ones
+    assert lease is not None
+    assert lease.shown.prompt[0].content == "The fox 0?"
+
+
+def test_reward_models_choose_what_they_are_unsure_of(folder: Path, heed_label: Call) -> None:
+    judged = ("--judge", str(folder / "judge"), "--evaluation-share", "0.5", "--responses", "2", "--samples", "3")
+    code, said, _ = heed_label(*arguments(folder, *judged))
+    assert (code, "chosen by uncertainty" in said) == (0, True)
+    with LabelStore(folder / "labels.sqlite") as store:
+        details = [one.task.details for one in store.tasks("b")]
+    assert {(told["slice"], told["method"]) for told in details} == {
+        ("evaluation", "uniform"), ("training", "uncertainty"),
+    }  # fmt: skip
+    unsure = {round(told["propensity"], 6) for told in details if told["method"] == "uncertainty"}
+    assert len(unsure) > 1
+
+
+def test_refusals(folder: Path, heed_label: Call) -> None:
+    for more, words in (
+        (("--responses", "9", "--samples", "1"), "no prompt has 9 different responses"),
+        (("--responses", "1"), "responses_per_task"),
+        (("--evaluation-share", "2"), "evaluation_share"),
+        (("--judge", str(folder / "one")), "one"),
+        (("--max-response-tokens", "4000"), "4000"),
+    ):
+        code, _, err = heed_label(*arguments(folder, *more))
+        assert (code, words in err) == (2, True), (more, err)
+        assert "Traceback" not in err
+    with LabelStore(folder / "labels.sqlite") as store:
+        assert store.batches() == []
