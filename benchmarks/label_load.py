@@ -1,0 +1,154 @@
+"""How long the labeling page takes with many tasks and many labelers at once.
+
+    python -m benchmarks.label_load [STORE_URL]
+
+Labelers of one process each open a task, think, and answer, over HTTP as a browser does; the server is a process of its
+own. Without a URL the store is a SQLite file in a temporary folder.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from preferences.page.config import LabelingConfig
+from preferences.people import People
+from preferences.records import Judgment, Message, Task
+from preferences.store import LabelStore
+
+NUM_RESPONSES = 4
+RESPONSE = "A response of some length, as people get to read it. " * 8
+HIDDEN = re.compile(r'<input type="hidden" name="(\w+)" value="([^"]*)">')
+CONFIG = LabelingConfig()
+SERVER = (
+    "import sys; from preferences.page.config import LabelingConfig; from preferences.page.serve import serve;"
+    " serve(sys.argv[1], LabelingConfig(), host='127.0.0.1', port=int(sys.argv[2]), announce=print)"
+)
+
+
+def fill(url: str, num_tasks: int, num_labelers: int, judged_share: float) -> list[str]:
+    """A store with tasks, the first of them judged already; returns a session of each labeler."""
+    tasks = [
+        Task(
+            f"task-{number}",
+            (Message("user", f"Question {number}: what would you say?"),),
+            tuple(f"{RESPONSE}{letter}{number}" for letter in "abcd"),
+            ("one", "two", "three", "four"),
+        )
+        for number in range(num_tasks)
+    ]
+    people = People(url)
+    with LabelStore(url) as store:
+        store.add_tasks(tasks, batch="main", num_labelers=2)
+        store.import_judgments("main", judged(tasks[: int(judged_share * num_tasks)], num_labelers))
+    sessions = []
+    for number in range(num_labelers):
+        name = f"labeler-{number}"
+        people.accept(people.invite(name, "labeler"))
+        people.has_read(name, CONFIG.version)
+        sessions.append(people.open_session(name))
+    people.close()
+    return sessions
+
+
+def judged(tasks: Sequence[Task], num_labelers: int) -> list[Judgment]:
+    """Each task by two labelers, in turn."""
+    return [
+        Judgment(
+            task.task_id, f"labeler-{(number + turn) % num_labelers}", 0, "answer", (1, 2, 2, 3), (), (), "",
+            (0, 1, 2, 3), CONFIG.version, 20_000, "benchmark", 1.0 + number,
+        )
+        for number, task in enumerate(tasks)
+        for turn in range(2)
+    ]  # fmt: skip
+
+
+async def label(
+    address: str, session: str, num_answers: int, think_seconds: float, seed: int, took: dict[str, list[float]]
+) -> None:
+    """One labeler: opens the page, thinks, answers, and gets the next one."""
+    draw = random.Random(seed)
+    async with httpx.AsyncClient(base_url=address, cookies={"heed_session": session}, timeout=60) as client:
+        await asyncio.sleep(draw.uniform(0, think_seconds))
+        for _ in range(num_answers):
+            page = await timed(took["a task"], client.get("/task"))
+            fields = dict(HIDDEN.findall(page.text.split('id="answer"')[1].split("</form>")[0]))
+            await asyncio.sleep(draw.uniform(0.5, 1.5) * think_seconds)
+            for place in range(NUM_RESPONSES):
+                fields |= {f"rank_{place}": str(draw.randint(1, 4)), f"rating_{place}": str(draw.randint(1, 7))}
+            stored = await timed(took["an answer"], client.post("/task/answer", data=fields))
+            assert stored.status_code == 303, stored.text
+
+
+async def timed(took: list[float], asked: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
+    started = time.perf_counter()
+    response = await asked
+    took.append(time.perf_counter() - started)
+    return response
+
+
+def figures(took: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    """Milliseconds at percentiles, by what was asked for."""
+    return {
+        name: {"number": len(seconds)}
+        | {f"p{q}_ms": round(1000 * float(np.percentile(seconds, q)), 1) for q in (50, 95, 99)}
+        for name, seconds in took.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store", nargs="?", default="", help="an empty store's URL")
+    parser.add_argument("--tasks", type=int, default=100_000)
+    parser.add_argument("--judged-share", type=float, default=0.5, help="of the tasks, before it begins")
+    parser.add_argument("--labelers", type=int, default=50)
+    parser.add_argument("--answers", type=int, default=20, help="of each labeler")
+    parser.add_argument("--think-seconds", type=float, default=5.0)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        url = given.store or str(Path(folder) / "labels.db")
+        started = time.perf_counter()
+        sessions = fill(url, given.tasks, given.labelers, given.judged_share)
+        print(f"filled in {time.perf_counter() - started:.0f} s", file=sys.stderr)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        server = subprocess.Popen([sys.executable, "-c", SERVER, url, str(port)], stdout=subprocess.DEVNULL)
+        try:
+            print(json.dumps(figures(asyncio.run(work(f"http://127.0.0.1:{port}", sessions, given))), indent=2))
+        finally:
+            server.kill()
+            server.wait()
+
+
+async def work(address: str, sessions: Sequence[str], given: argparse.Namespace) -> dict[str, list[float]]:
+    """All labelers at once; how long each page took, in seconds."""
+    async with httpx.AsyncClient(base_url=address) as client:
+        while True:
+            try:
+                await client.get("/sign-in")
+                break
+            except httpx.TransportError:
+                await asyncio.sleep(0.1)
+    took: dict[str, list[float]] = {"a task": [], "an answer": []}
+    labelers = [
+        label(address, session, given.answers, given.think_seconds, seed, took) for seed, session in enumerate(sessions)
+    ]
+    await asyncio.gather(*labelers)
+    return took
+
+
+if __name__ == "__main__":
+    main()
