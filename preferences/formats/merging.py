@@ -84,7 +84,12 @@ def _compare(found: Found, judged: Judged, first: str) -> None:
                 f"{judged.where}: task {task.task_id!r}: field {name!r} differs from that in {first}; rankings of one"
                 " task are of the same responses"
             )
-    others = [name for name in ("sources", "objective", "details") if getattr(known, name) != getattr(task, name)]
+    if known.objective != task.objective:
+        raise ValueError(
+            f"{judged.where}: task {task.task_id!r}: objective {task.objective!r} differs from {known.objective!r} in"
+            f" {first}; what is judged by another objective is another task and needs an id of its own"
+        )
+    others = [name for name in ("sources", "details") if getattr(known, name) != getattr(task, name)]
     if others:
         found.report.add(
             "task told differently", judged.where, f"{', '.join(others)} differ from {first}", "kept as told there"

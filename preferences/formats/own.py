@@ -152,7 +152,7 @@ def read_rankings(where: str, row: Row, _report: Report, objective: str) -> Iter
         prompt=as_messages(prompt),
         responses=responses,
         sources=(UNKNOWN,) * len(responses),
-        objective=objective or row.get("objective") or OVERALL,
+        objective=objective or (text_field(where, row, "objective") if row.get("objective") is not None else OVERALL),
     )
     yield Judged(where, task, (Vote(text_field(where, row, "labeler"), ranks, tuple(ratings)),))
 

@@ -266,8 +266,11 @@ def test_one_objective_is_learned(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"reward.objective is 'helpful', and the rankings of .* are of overall; one"):
         rankings_of(config.model_copy(update={"objective": "helpful"}))
     rows = [json.loads(line) for line in (tmp_path / "rankings.jsonl").read_text().splitlines()]
-    mixed = [{**row, "objective": "helpful" if i % 3 else "harmless"} for i, row in enumerate(rows)]
+    tasks = sorted({row["task_id"] for row in rows})
+    mixed = [{**row, "objective": "helpful" if tasks.index(row["task_id"]) % 3 else "harmless"} for row in rows]
     write_rows(tmp_path / "rankings.jsonl", mixed)
     with pytest.raises(ValueError, match=r"reward.objective is '', and the rankings of .* are of harmless, helpful"):
         rankings_of(config)
-    assert len(rankings_of(config.model_copy(update={"objective": "harmless"}))) == 18
+    harmless = rankings_of(config.model_copy(update={"objective": "harmless"}))
+    assert {ranking.task_id for ranking in harmless} == set(tasks[::3])
+    assert {ranking.objective for ranking in harmless} == {"harmless"}
