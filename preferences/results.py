@@ -55,9 +55,13 @@ class BatchCounts:
 
 
 def batches(connection: Connection) -> list[str]:
-    """Names, in order of arrival."""
-    first = func.min(tasks.c.position)
-    return list(connection.scalars(select(tasks.c.batch).group_by(tasks.c.batch).order_by(first)))
+    """Names, in order of arrival. Asked with every page: from name to name along the index, not over all tasks."""
+    first: dict[str, int] = {}
+    name = connection.scalar(select(func.min(tasks.c.batch)))
+    while name is not None:
+        first[name] = connection.scalar(select(func.min(tasks.c.position)).where(tasks.c.batch == name)) or 0
+        name = connection.scalar(select(func.min(tasks.c.batch)).where(tasks.c.batch > name))
+    return sorted(first, key=first.__getitem__)
 
 
 def task_rows(connection: Connection, batch: str) -> dict[str, Values]:
@@ -138,7 +142,9 @@ def progress(connection: Connection, batch: str) -> Progress:
 def batch_counts(connection: Connection, now: float) -> list[BatchCounts]:
     """Of all batches, in order of arrival; from the places alone, so that it is quick."""
     done = func.sum(case((places.c.is_done, 1), else_=0))
-    held = func.sum(case((and_(~places.c.is_done, places.c.labeler != "", places.c.expires_at > now), 1), else_=0))
+    held = func.sum(
+        case((and_(~places.c.is_done, places.c.labeler.is_not(None), places.c.expires_at > now), 1), else_=0)
+    )
     a_task = (
         select(places.c.batch, done.label("done"), held.label("held"), func.count().label("wanted"))
         .group_by(places.c.batch, places.c.task)

@@ -47,7 +47,7 @@ places = Table(
     Column("place", Integer, nullable=False),  # 0 .. num_labelers - 1
     Column("batch", String, nullable=False),  # its task's
     Column("original", Integer, nullable=False),  # position of the task that its task repeats; 0 = none
-    Column("labeler", String, nullable=False),  # who holds it or is done with it; "" = nobody
+    Column("labeler", String),  # who holds it or is done with it; NULL = nobody
     Column("expires_at", Float, nullable=False),  # of a lease, seconds since the epoch
     Column("is_done", Boolean, nullable=False),
     PrimaryKeyConstraint("task", "place"),
@@ -56,17 +56,10 @@ places = Table(
         "batch",
         "task",
         "place",
-        sqlite_where=text("NOT is_done"),
+        sqlite_where=text("is_done = 0"),  # as queries say it: else the index is not used
         postgresql_where=text("NOT is_done"),
     ),
-    Index(
-        "places_by_labeler",
-        "labeler",
-        "task",
-        unique=True,  # nobody has two places of one task
-        sqlite_where=text("labeler <> ''"),
-        postgresql_where=text("labeler <> ''"),
-    ),
+    Index("places_by_labeler", "labeler", "task", unique=True),  # nobody has two places of one task
 )
 
 judgments = Table(

@@ -288,7 +288,7 @@ def _insert(connection: Connection, rows: Sequence[Values], known: Mapping[str, 
                 "place": place,
                 "batch": row["batch"],
                 "original": positions.get(row["repeat_of"], 0),
-                "labeler": "",
+                "labeler": None,
                 "expires_at": 0.0,
                 "is_done": False,
             }

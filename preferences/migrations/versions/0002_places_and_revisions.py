@@ -64,17 +64,19 @@ def _create_places() -> sa.Table:
         sa.Column("place", sa.Integer, nullable=False),
         sa.Column("batch", sa.String, nullable=False),
         sa.Column("original", sa.Integer, nullable=False),
-        sa.Column("labeler", sa.String, nullable=False),
+        sa.Column("labeler", sa.String),
         sa.Column("expires_at", sa.Float, nullable=False),
         sa.Column("is_done", sa.Boolean, nullable=False),
         sa.PrimaryKeyConstraint("task", "place"),
     )
-    for name, columns, where, unique in (
-        ("places_open", ["batch", "task", "place"], "NOT is_done", False),
-        ("places_by_labeler", ["labeler", "task"], "labeler <> ''", True),
-    ):
-        condition = sa.text(where)
-        op.create_index(name, "places", columns, unique=unique, sqlite_where=condition, postgresql_where=condition)
+    op.create_index(
+        "places_open",
+        "places",
+        ["batch", "task", "place"],
+        sqlite_where=sa.text("is_done = 0"),
+        postgresql_where=sa.text("NOT is_done"),
+    )
+    op.create_index("places_by_labeler", "places", ["labeler", "task"], unique=True)
     return table
 
 
@@ -108,10 +110,10 @@ def _fill_places(places: sa.Table) -> None:
                     "original": 0,
                     "labeler": labeler,
                     "expires_at": 0.0,
-                    "is_done": labeler != "",
+                    "is_done": labeler is not None,
                 }
                 for position, batch, num_labelers in rows
-                for place, labeler in enumerate([*judged_by.get(position, []), *[""] * num_labelers][:num_labelers])
+                for place, labeler in enumerate([*judged_by.get(position, []), *[None] * num_labelers][:num_labelers])
             ],
         )
 
