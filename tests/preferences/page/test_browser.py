@@ -70,6 +70,7 @@ class Site:
         page.get_by_role("link", name="I have kept it: go on").click()
         if role == "labeler":
             page.get_by_role("button", name="I have read this: begin").click()
+        page.wait_for_url("**/task" if role == "labeler" else "**/lead")  # keys are not for a page that is on its way
         if path != "/":
             page.goto(self.address + path)
         self.pages.append(page)
