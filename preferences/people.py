@@ -201,10 +201,5 @@ def require_name(name: str) -> None:
         )
 
 
-def csrf_token(session_token: str) -> str:
-    """What forms of a session carry; other sites' pages cannot know it."""
-    return hashlib.sha256(b"csrf " + session_token.encode()).hexdigest()
-
-
 def _digest(token: str) -> str:
     return hashlib.sha256(token.encode("utf-8", "replace")).hexdigest()

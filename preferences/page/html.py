@@ -12,11 +12,11 @@ from markupsafe import Markup
 from starlette.datastructures import FormData
 
 from preferences.page import forms
-from preferences.page.labeling import Asked, Labeling, RefusedError
+from preferences.page.labeling import Asked, Labeling, RefusedError, seal
 from preferences.page.lead import EXPORTS, LeadView
 from preferences.page.security import Attempts
 from preferences.page.text import to_html
-from preferences.people import Account, People, Role, csrf_token
+from preferences.people import Account, People, Role
 
 COOKIE = "heed_session"
 CLIENT = "page"
@@ -94,7 +94,7 @@ class Pages:
         """A posted form of somebody who is signed in. Raises RefusedError where it was not made for this session."""
         account, token = self._signed_in(request)
         fields = _fields(posted)
-        if fields.text("csrf") != csrf_token(token):
+        if fields.text("csrf") != seal(token, "form"):
             raise RefusedError("this form was not given to this session; open the page again")
         return account, token, fields
 
@@ -102,7 +102,7 @@ class Pages:
         shared = {
             "title": self.config.title,
             "account": account,
-            "csrf": csrf_token(token) if token else "",
+            "csrf": seal(token, "form") if token else "",
             "letters": forms.LETTERS,
         }
         text = TEMPLATES.get_template(f"{template}.html.jinja").render(**shared, **values)

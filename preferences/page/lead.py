@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from markupsafe import Markup
 from preferences.formats.parts import Report
 from preferences.formats.registry import format_to_write
 from preferences.plots import labeler_shares, places_plot, progress_plot, share_plot, time_plot
+from preferences.records import Judgment
 from preferences.results import BatchCounts
 from preferences.standing import standing
 from preferences.store import LabelStore
@@ -32,12 +33,21 @@ class Counts:
     batches: list[BatchCounts]
 
 
+@dataclass(frozen=True)
+class Quality:
+    """Statistics of a batch and its plots with their titles, as of the batch's newest judgment."""
+
+    newest: int
+    report: LabelReport
+    plots: list[tuple[str, Markup]]
+
+
 class LeadView:
     """Reads the store for leads."""
 
     def __init__(self, store: LabelStore) -> None:
         self.store = store
-        self._reports: dict[str, tuple[int, LabelReport]] = {}
+        self._known: dict[str, Quality] = {}
         self._lock = threading.Lock()  # one report at a time: it takes a core for a second
 
     def counts(self) -> Counts:
@@ -45,39 +55,28 @@ class LeadView:
 
     def report(self, batch: str) -> LabelReport:
         """Statistics of a batch. Raises ValueError for an unknown one."""
-        if batch not in self.store.batches():
-            raise ValueError(f"batch {batch!r} is not in the store")
-        with self._lock:
-            newest = self.store.newest_judgment(batch)
-            known, report = self._reports.get(batch, (-1, None))
-            if report is None or known != newest:
-                tasks = [stored.task for stored in self.store.tasks(batch)]
-                report = summary(tasks, self.store.judgments(batch), seed=SEED)
-                self._reports[batch] = (newest, report)
-            return report
+        return self._quality(batch).report
 
     def quality(self, batch: str) -> dict[str, Any]:
         """What the page on quality shows; of the first batch unless one is named."""
         batches = self.store.batches()
         chosen = batch or next(iter(batches), "")
-        report = self.report(chosen) if chosen else None
-        judged = report is not None and report.num_answers > 0
-        plots = self._plots(chosen, report) if report is not None and judged else []
-        return {"batches": batches, "batch": chosen, "report": report if judged else None, "plots": plots}
+        found = self._quality(chosen) if chosen else None
+        is_judged = found is not None and found.report.num_answers > 0
+        report, plots = (found.report, found.plots) if found is not None and is_judged else (None, [])
+        return {"batches": batches, "batch": chosen, "report": report, "plots": plots}
 
-    def _plots(self, batch: str, report: LabelReport) -> list[tuple[str, Markup]]:
-        """What people would rather look at than read, each with its title."""
-        judgments = self.store.judgments(batch)
-        num_wanted = sum(stored.num_labelers for stored in self.store.tasks(batch))
-        milliseconds = [answer.milliseconds for answer in standing(judgments).answers if answer.milliseconds > 0]
-        plots = [("Answers over time", progress_plot(judgments, num_wanted=num_wanted))]
-        for field, title in SHARES.items():
-            rows = labeler_shares(report.labelers, field)
-            plots.append((title, share_plot(rows, name=field, title=title, chance=0.5)))
-        for places in report.ranks_by_place:
-            plots.append((f"Mean rank by place, {places.num_responses} responses", places_plot(places)))
-        plots.append(("Seconds an answer", time_plot(milliseconds)))
-        return [(title, Markup(plot)) for title, plot in plots if plot]
+    def _quality(self, batch: str) -> Quality:
+        if batch not in self.store.batches():
+            raise ValueError(f"batch {batch!r} is not in the store")
+        with self._lock:
+            newest = self.store.newest_judgment(batch)
+            if batch not in self._known or self._known[batch].newest != newest:
+                tasks, judgments = self.store.tasks(batch), self.store.judgments(batch)
+                report = summary([stored.task for stored in tasks], judgments, seed=SEED)
+                num_wanted = sum(stored.num_labelers for stored in tasks)
+                self._known[batch] = Quality(newest, report, plots_of(judgments, num_wanted, report))
+            return self._known[batch]
 
     def export(self, batch: str, form: str) -> Iterator[str]:
         """A batch as JSONL. Raises ValueError for an unknown batch or format."""
@@ -87,3 +86,16 @@ class LeadView:
         if not stored:
             raise ValueError(f"batch {batch!r} is not in the store")
         return (json.dumps(row) + "\n" for row in write(stored, self.store.judgments(batch), Report()))
+
+
+def plots_of(judgments: Sequence[Judgment], num_wanted: int, report: LabelReport) -> list[tuple[str, Markup]]:
+    """What people would rather look at than read, each with its title."""
+    milliseconds = [answer.milliseconds for answer in standing(judgments).answers if answer.milliseconds > 0]
+    plots = [("Answers over time", progress_plot(judgments, num_wanted=num_wanted))]
+    for field, title in SHARES.items():
+        rows = labeler_shares(report.labelers, field)
+        plots.append((title, share_plot(rows, name=field, title=title, chance=0.5)))
+    for places in report.ranks_by_place:
+        plots.append((f"Mean rank by place, {places.num_responses} responses", places_plot(places)))
+    plots.append(("Seconds an answer", time_plot(milliseconds)))
+    return [(title, Markup(plot)) for title, plot in plots if plot]

@@ -117,3 +117,18 @@ def postgres_tables(postgres: PostgresServer) -> str:
     url = postgres.new_database("template1")
     LabelStore(url).close()
     return url.partition("@/")[2].partition("?")[0]
+
+
+class Clock:
+    """Seconds since the epoch, as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()

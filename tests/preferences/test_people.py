@@ -7,19 +7,6 @@ from preferences.database import open_engines
 from preferences.people import INVITATION_SECONDS, SESSION_SECONDS, People
 
 
-class Clock:
-    def __init__(self):
-        self.now = 1_000.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def url(new_database):
     return new_database()

@@ -17,19 +17,6 @@ def make_task(name, **fields):
     return Task(name, (Message("user", f"Say {name}"),), (f"{name} a", f"{name} b"), ("x", "y"), **fields)
 
 
-class Clock:
-    def __init__(self):
-        self.now = 1_000.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def store(new_database, clock):
     with LabelStore(new_database(), clock=clock) as opened:

@@ -15,22 +15,9 @@ from preferences.store import LabelStore
 HOW = {"client": "test", "instructions_version": "1"}
 
 
-class Clock:
-    def __init__(self):
-        self.now = 1_000.0
-
-    def __call__(self):
-        return self.now
-
-
 def make_task(name, num_responses=3):
     letters = "abcdefghi"[:num_responses]
     return Task(name, (Message("user", f"Say {name}"),), tuple(f"{name}-{x}" for x in letters), tuple(letters))
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -24,20 +25,12 @@ PROGRAM = Path(__file__).parent / "server.py"
 READY_SECONDS = 90.0
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @dataclass
 class World:
     """A store, its people with their keys, and a clock."""
 
     url: str
-    clock: Clock
+    clock: Any  # of tests/preferences/conftest.py
     store: LabelStore
     people: People
     keys: dict[str, str] = field(default_factory=dict)
@@ -53,8 +46,8 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    url, clock = str(tmp_path / "labels.db"), Clock()
+def world(tmp_path: Path, clock: Any) -> Iterator[World]:
+    url = str(tmp_path / "labels.db")
     people = People(url, clock=clock)
     with LabelStore(url, clock=clock) as store:
         made = World(url, clock, store, people)
