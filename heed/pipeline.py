@@ -141,7 +141,7 @@ def _inputs(run: Run, stage: Stage) -> Inputs:
     return Inputs(stage.name, run.job.seed, config, parents, _data_hashes(run, config))
 
 
-PLACEMENT = {"placement", "num_generators", "num_scorers"}
+PLACEMENT = {"placement", "num_generators", "num_scorers", "weight_transport"}
 PATIENCE = {"reward_timeout_seconds", "reward_retries"}  # with somebody else's server
 LAYOUT = (
     PLACEMENT | PATIENCE | {"micro_batch_size", "save_every_steps", "save_every_iterations", "evaluate_every_steps"}
