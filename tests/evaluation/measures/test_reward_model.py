@@ -24,7 +24,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from preferences.intervals import plain
 from reward.comparisons import encode_response
-from reward.scoring import score_sequences
+from reward.scoring import Judge, score_sequences
 
 
 def pairs_of(leads: list[float], prompts: list[int] | None = None, categories: tuple[str, ...] = ("",)) -> ScoredPairs:
@@ -104,8 +104,8 @@ def test_intervals_are_over_prompts() -> None:
 
 
 RANKINGS = [
-    {"task_id": f"t{t}", "prompt": [{"role": "user", "content": f"bird {t}"}], "responses": ["a fox", "a dog", "a hand"],
-     "ranks": ranks, "labeler": labeler}
+    {"task_id": f"t{t}", "prompt": [{"role": "user", "content": f"bird {t}"}], "ranks": ranks, "labeler": labeler,
+     "responses": ["a fox", "a dog", "a hand"]}
     for t, of_task in enumerate([[[1, 2, 3], [1, 3, 2]], [[2, 1, 2], [2, 1, 3]], [[1, 1, 2], [3, 2, 1]]])
     for labeler, ranks in zip(("ann", "bob"), of_task, strict=True)
 ]  # fmt: skip
@@ -135,7 +135,8 @@ def test_nobody_foretells_more_than_the_ceiling() -> None:
     for spread in (0.3, 1.0, 5.0):
         p = generator.beta(spread, spread, size=200_000)
         agreement, best = np.mean(p**2 + (1 - p) ** 2), np.mean(np.maximum(p, 1 - p))
-        assert agreement <= best <= highest_accuracy(float(agreement)) < best + 0.03
+        assert agreement <= best <= highest_accuracy(float(agreement)) < best + 0.05
+    assert highest_accuracy(0.8**2 + 0.2**2) == pytest.approx(0.8)  # pairs that are all equally hard
     assert highest_accuracy(1.0) == 1.0
     assert highest_accuracy(0.45) == 0.5
 
@@ -159,8 +160,6 @@ def test_a_model_scores_a_published_file(reward_folder: Path, tmp_path: Path) ->
     assert judged.form == "rewardbench"
     found = measure_reward_model(reward_folder, judged, seed=0)
     assert (found.num_too_long, found.too_long) == (1, "rewardbench/alpacaeval-easy/99")
-    from reward.scoring import Judge
-
     judge = Judge.load(reward_folder)
     right = []
     for row in rows[:-1]:
@@ -183,13 +182,10 @@ def test_a_model_scores_a_published_file(reward_folder: Path, tmp_path: Path) ->
 def test_llmbar_is_read_by_its_label(reward_folder: Path, tmp_path: Path) -> None:
     row = {"input": "Name a bird.", "output_1": "the fox", "output_2": "the bird", "label": 2}
     turned = {**row, "output_1": "the bird", "output_2": "the fox", "label": 1}
-    shares = [
-        measure_reward_model(
-            reward_folder, read_judged(write(tmp_path / f"{n}.jsonl", [r])), seed=0
-        ).calibration.accuracy
-        for n, r in enumerate((row, turned, {**row, "label": 1}))
-    ]
-    assert shares[0].mean == shares[1].mean == 1 - shares[2].mean
+    files = [read_judged(write(tmp_path / f"{n}.jsonl", [r])) for n, r in enumerate((row, turned, {**row, "label": 1}))]
+    measured = [measure_reward_model(reward_folder, judged, seed=0) for judged in files]
+    as_told, turned_round, wrong = (found.calibration.accuracy.mean for found in measured)
+    assert as_told == turned_round == 1 - wrong
 
 
 def test_weights_of_rewardbench_are_its_counts() -> None:
