@@ -2,7 +2,7 @@
 
 A text begins behind the token that begins texts (the end token, where a vocabulary has no other), as in pretraining.
 One that is longer than the model's context is read in windows side by side: every token is foretold once, the first of
-a window from the last of the window before.
+a window from the last of the window before, and the last window begins early enough to be a full one.
 """
 
 import math
@@ -19,12 +19,11 @@ Window = tuple[list[int], list[int]]  # what is given, what is foretold
 
 
 def windows(tokens: Sequence[int], start_id: int, context_tokens: int) -> Iterator[Window]:
-    """The text's tokens in order: each window is one token that is given, and those to foretell; a context holds it."""
-    before = start_id
-    for begin in range(0, len(tokens), context_tokens - 1):
-        piece = list(tokens[begin : begin + context_tokens - 1])
-        yield [before], piece
-        before = piece[-1]
+    """The text's tokens in order, in windows that fill the context; the last has what is before it to fill its own."""
+    behind_start = [start_id, *tokens]
+    for begin in range(1, len(behind_start), context_tokens - 1):
+        end = min(begin + context_tokens - 1, len(behind_start))
+        yield behind_start[max(0, end - context_tokens) : begin], behind_start[begin:end]
 
 
 def text_logprobs(model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[str]) -> list[float]:
