@@ -42,7 +42,7 @@ class WinRate:
 
 
 @dataclass(frozen=True)
-class Tests:
+class Significance:
     """Two-sided p-values of "a and b are preferred equally often", over prompts.
 
     `sign_p` is the exact sign test (McNemar's on discordant prompts): prompts won against prompts lost, ties left out.
@@ -139,7 +139,7 @@ class PairSummary:
     prompts: Counts
     num_failed: int
     num_prompts_missing: int
-    tests: Tests
+    significance: Significance
     different: bool
     power: Power
     length_controlled: LengthControlled
@@ -152,10 +152,10 @@ class PairSummary:
 class Rating:
     """A policy's strength on the log-odds scale; higher is better.
 
-    `low` and `high` are from the sandwich over prompts, `bootstrap` resamples prompts. `best_rank` to `worst_rank` (1 is
-    best) are the ranks that simultaneous intervals of all differences leave open. `unbounded` is "above" for a policy
-    that lost nothing to those below it ("below": won nothing): its maximum-likelihood rating is infinite, so `value` is
-    the fit with the prior's and that end of the interval is infinite (None in JSON).
+    `low` and `high` are from the sandwich over prompts, `bootstrap` resamples prompts. `best_rank` to `worst_rank`
+    (1 is best) are the ranks that simultaneous intervals of all differences leave open. `unbounded` is "above" for a
+    policy that lost nothing to those below it ("below": won nothing): its maximum-likelihood rating is infinite, so
+    `value` is that of the fit with a prior, and that end of the interval is infinite (None in JSON).
     """
 
     policy: str
@@ -216,7 +216,8 @@ class JudgeSummary:
     """All that one judge says. `pairs` are in the order of `Summary.policies`, of those pairs that it judged.
 
     `num_prompts`, `num_labelers` and `num_verdicts` count verdicts that stand. Ratings by Davidson are there
-    where the judge gives whole ties, else the tuple holds Bradley-Terry alone. `labelers` is how far its labelers agree.
+    where the judge gives whole ties, else the tuple holds Bradley-Terry alone. `labelers` is how far its labelers
+    agree.
     """
 
     judge: str
