@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from evaluation.statistics import bootstrap_mean
+from evaluation.statistics.means import bootstrap_mean
 from heed.collect import label_truth
 from playground.world import World
 from preferences.agreement import accuracy_against
