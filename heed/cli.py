@@ -144,6 +144,27 @@ def chaos(
         raise typer.Exit(1)
 
 
+@app.command()
+def study(
+    finding: Annotated[str, typer.Argument(help="over-optimisation, kl-penalty, ptx, equal-kl, labelers, or all.")],
+    seeds: Annotated[int, typer.Option(min=1, help="How many; with one, nothing can be decided.")] = 3,
+    runs: Annotated[Path, typer.Option("--runs", help="Where arms and findings lie.")] = Path("runs/study"),
+    quick: Annotated[bool, typer.Option(help="At the debug job's size, to try the command; means nothing.")] = False,
+    override: Annotated[list[str] | None, typer.Option("--set", help="As for run, for every arm.")] = None,
+) -> None:
+    """Published findings tried again in the playground world; docs/findings.md says how. A study that was killed goes
+    on.
+    """
+    from importlib.resources import files
+
+    from heed.study import QUICK, run_study
+
+    job = Path(str(files("configs").joinpath("jobs", "debug.toml" if quick else "study.toml")))
+    found = run_study(finding, job, runs, num_seeds=seeds, overrides=[*(QUICK if quick else ()), *(override or [])])
+    for one in found:
+        out.print(f"{one.finding.title}: [bold]{one.verdict}[/]")
+
+
 inspect_app = typer.Typer(no_args_is_help=True, help="Look inside a model.")
 app.add_typer(inspect_app, name="inspect")
 

@@ -20,13 +20,14 @@ from training.data import DataConfig, Prompt
 
 
 class CollectConfig(Config):
-    """`overlap_share` of the tasks go to two labelers instead of one, which is what agreement is measured on."""
+    """`overlap_share` of the tasks go to `overlap_labelers` instead of one: what agreement is measured on."""
 
     prompts: DataConfig
     responses_per_prompt: int = Field(ge=2, le=MAX_RESPONSES)
     max_response_tokens: int = Field(ge=1)
     temperature: float = Field(default=1.0, gt=0)
     overlap_share: float = Field(ge=0, le=1)
+    overlap_labelers: int = Field(default=2, ge=2)
     instructions_version: str = "1"
 
 
@@ -61,8 +62,8 @@ def label(
 
     Errors: ValueError where fewer labelers than a task wants leave tasks open.
     """
-    num_double = round(config.overlap_share * len(tasks))
-    quotas = [2 if index < num_double else 1 for index in range(len(tasks))]
+    num_overlapping = round(config.overlap_share * len(tasks))
+    quotas = [config.overlap_labelers if index < num_overlapping else 1 for index in range(len(tasks))]
     store.add_tasks(tasks, batch=batch, num_labelers=quotas)
     progress = answer_all(
         store,

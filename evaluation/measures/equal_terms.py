@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from evaluation.measures.curves import Curve, expanded_level
-from preferences.intervals import Interval
+from preferences.intervals import UNKNOWN, Interval
 from preferences.resampling import Floats, percentiles, resampled_sums
 
 Axis = Literal["kl", "proxy"]
@@ -39,6 +39,33 @@ def at_equal(axis: Axis, rl: Curve, best_of_n: Curve, *, seed: int) -> tuple[AtE
     Between policies of a curve, in the order of the axis and from the reference on, the gold score is interpolated.
     Each resample of prompts is interpolated anew. Errors: ValueError for curves over different numbers of prompts.
     """
+    places_G, gold, leads_SG = _leads(axis, rl, best_of_n, seed)
+    P = len(rl.start_gold_P)
+    return tuple(
+        AtEqual(
+            float(place),
+            float(gold[0][g]),
+            float(gold[1][g]),
+            Interval(float(gold[0][g] - gold[1][g]), *percentiles(leads_SG[:, g], expanded_level(P))),
+        )
+        for g, place in enumerate(places_G)
+    )
+
+
+def mean_lead(axis: Axis, one: Curve, other: Curve, *, seed: int) -> Interval:
+    """The first curve's lead over the second, of any kinds, as the mean over the places of `at_equal`.
+
+    Unknown where they have no range in common. Errors: as for `at_equal`.
+    """
+    _, gold, leads_SG = _leads(axis, one, other, seed)
+    if not leads_SG.size:
+        return UNKNOWN
+    ends = percentiles(leads_SG.mean(axis=1), expanded_level(len(one.start_gold_P)))
+    return Interval(float((gold[0] - gold[1]).mean()), *ends)
+
+
+def _leads(axis: Axis, rl: Curve, best_of_n: Curve, seed: int) -> tuple[Floats, list[Floats], Floats]:
+    """Places [G], the gold score of both there, and the resampled leads [S, G]; of no places where none is shared."""
     P = len(rl.start_gold_P)
     if len(best_of_n.start_gold_P) != P:
         raise ValueError(
@@ -49,23 +76,14 @@ def at_equal(axis: Axis, rl: Curve, best_of_n: Curve, *, seed: int) -> tuple[AtE
     means = [table.mean(axis=0)[None] for table in tables]
     furthest = min(float(_split(mean)[0].max()) for mean in means)
     if not furthest > 0:
-        return ()
+        return np.empty(0), [np.empty(0), np.empty(0)], np.empty((0, 0))
     places_G = furthest * np.arange(1, NUM_PLACES + 1) / NUM_PLACES
     gold = [_interpolated(*_split(mean), places_G)[0] for mean in means]
     # One draw of prompts for both, so that the comparison stays paired.
     sums = resampled_sums(np.concatenate(tables, axis=1), seed=seed, num_resamples=NUM_RESAMPLES) / P
     halves = np.split(sums, [tables[0].shape[1]], axis=1)
     resampled = [_interpolated(*_split(half), places_G) for half in halves]
-    leads_SG = resampled[0] - resampled[1]
-    return tuple(
-        AtEqual(
-            float(place),
-            float(gold[0][g]),
-            float(gold[1][g]),
-            Interval(float(gold[0][g] - gold[1][g]), *percentiles(leads_SG[:, g], expanded_level(P))),
-        )
-        for g, place in enumerate(places_G)
-    )
+    return places_G, gold, resampled[0] - resampled[1]
 
 
 def _along(axis: Axis, curve: Curve) -> Floats:

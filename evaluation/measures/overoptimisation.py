@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from scipy import stats
 
 from evaluation.measures.curves import Curve, Kind, expanded_level
@@ -68,18 +69,36 @@ class Overoptimised:
 
 def fit_curve(curve: Curve, *, seed: int) -> Overoptimised:
     """Errors: ValueError for fewer than three policies at distances of their own above 0, or fewer than two prompts."""
-    used_K = curve.d_K > 0
-    distances = np.unique(curve.d_K[used_K])
-    if len(distances) < MIN_POLICIES or len(curve.start_gold_P) < 2:
-        raise ValueError(
-            f"{len(distances)} distances above 0 and {len(curve.start_gold_P)} prompts; a curve is fitted to"
-            f" {MIN_POLICIES} and 2 at least"
-        )
+    used_K = _fittable(curve)
     kl_KP = curve.kl_KP[used_K]
     gold, alphas_S, betas_S = _fit(curve.kind, kl_KP, curve.gold_KP[used_K] - curve.start_gold_P, seed)
     proxy, _, _ = _fit(curve.kind, kl_KP, curve.proxy_KP[used_K] - curve.start_proxy_P, seed)
-    optimum = _optimum(curve.kind, gold, alphas_S, betas_S, float(distances[-1]), len(curve.start_gold_P))
+    optimum = _optimum(curve.kind, gold, alphas_S, betas_S, float(curve.d_K.max()), len(curve.start_gold_P))
     return Overoptimised(gold, proxy, optimum, advice(curve, gold, optimum))
+
+
+def gold_tops(curve: Curve, *, seed: int) -> tuple[float, Floats]:
+    """The d at which the fitted gold curve is highest, and where those of its resamples are; infinite where nowhere.
+
+    Curves over the same prompts are resampled alike with the same seed, so that their tops compare in pairs.
+    Errors: as for `fit_curve`.
+    """
+    used_K = _fittable(curve)
+    fit, alphas_S, betas_S = _fit(curve.kind, curve.kl_KP[used_K], curve.gold_KP[used_K] - curve.start_gold_P, seed)
+    found = top(curve.kind, np.array([fit.alpha.mean]), np.array([fit.beta.mean]))
+    return float(found[0]), top(curve.kind, alphas_S, betas_S)
+
+
+def _fittable(curve: Curve) -> npt.NDArray[np.bool_]:
+    """[K]: which policies a fit can use. Errors: ValueError for too few."""
+    used_K = curve.d_K > 0
+    num_distances = len(np.unique(curve.d_K[used_K]))
+    if num_distances < MIN_POLICIES or len(curve.start_gold_P) < 2:
+        raise ValueError(
+            f"{num_distances} distances above 0 and {len(curve.start_gold_P)} prompts; a curve is fitted to"
+            f" {MIN_POLICIES} and 2 at least"
+        )
+    return used_K
 
 
 def gain_at(kind: Kind, alpha: float, beta: float, d: Floats) -> Floats:
