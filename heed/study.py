@@ -42,7 +42,8 @@ def run_study(wanted: str, job_file: Path, runs: Path, *, num_seeds: int, overri
     arms = {folder: arms_of(job, folder) for folder, job in seeds}
     _check_curves(seeds[0][1])
     names = [name for finding in findings for name in finding.arms]
-    measures = []
+    measures: list[SeedMeasures] = []
+    found: list[Found] = []
     for folder, job in seeds:
         needed = with_those_before(arms[folder], names)
         for number, arm in enumerate(needed, 1):
@@ -51,8 +52,8 @@ def run_study(wanted: str, job_file: Path, runs: Path, *, num_seeds: int, overri
             if arm.name == "base":
                 write_cuts(folder)
         measures.append(SeedMeasures.of(folder, job))
-    found = [finding.look(measures) for finding in findings]
-    write_findings(runs, found, num_seeds)
+        found = [finding.look(measures) for finding in findings]
+        write_findings(runs, found, len(measures))  # after each seed: a study that is stopped has told what it knew
     return found
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from heed.study import QUICK, run_study
 from heed.study_arms import arm_job, arms_of, cut_rankings, with_those_before
 from heed.study_measures import pairs_right
 from preferences.records import Message, Ranking
+from reward.comparisons import RankingsConfig, read_rankings
 
 # The debug job, smaller still.
 TINY = (
@@ -79,6 +81,8 @@ def test_a_study_runs_its_arms_once(
         assert len({json.dumps([point["proxy"] for point in curves[name]]) for name in names}) == 3
     assert (runs / "figures" / "over-optimisation.svg").read_text().count("PPO, full") == 1
     assert "| PPO: gold rises to its highest by |" in (runs / "findings.md").read_text()
+    collected = read_rankings(RankingsConfig(source=str(runs / "seed-0" / "base" / "collect" / "rankings.jsonl")))
+    assert set(Counter(ranking.task_id for ranking in collected).values()) == {4}  # labelers a task
     sizes = {
         arm: (runs / "seed-0" / arm / "reward" / "model" / "model.safetensors").stat().st_size
         for arm in ("reward-full", "reward-small")

@@ -1,6 +1,7 @@
 """Gao et al.'s forms against planted curves: what was planted comes back, intervals hold it, advice is honest."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,8 +9,8 @@ import pytest
 from benchmarks.measures_coverage import gao_coverage, planted_curve
 from evaluation.best_of_n import best_of_n_expected, best_of_n_kl
 from evaluation.measures.curves import Curve, best_of_n_curve, points
-from evaluation.measures.equal_terms import at_equal
-from evaluation.measures.overoptimisation import fit_curve, gain_at, top
+from evaluation.measures.equal_terms import at_equal, mean_lead
+from evaluation.measures.overoptimisation import fit_curve, gain_at, gold_tops, top
 
 
 def smooth_curve(kind: str, alpha: float, beta: float, distances: list[float], num_prompts: int = 5) -> Curve:
@@ -157,6 +158,30 @@ def test_the_lead_is_paired_and_its_interval_holds_the_truth() -> None:
         hits.append(at.lead.low <= true[0] - true[1] <= at.lead.high)
         assert at.lead.high - at.lead.low < 0.6
     assert 0.88 <= np.mean(hits) < 1
+
+
+def test_the_mean_lead_is_that_over_all_places() -> None:
+    generator = np.random.default_rng(5)
+    one, other = (planted_curve("rl", a, 0.3, num_prompts=60, noise=0.5, generator=generator) for a in (1.0, 0.8))
+    places = at_equal("kl", one, other, seed=0)
+    found = mean_lead("kl", one, other, seed=0)
+    assert found.mean == pytest.approx(np.mean([place.lead.mean for place in places]))
+    # Leads go together, so the mean's interval is no wider than theirs are on average, and holds the mean.
+    assert found.low < found.mean < found.high
+    assert found.high - found.low < np.mean([place.lead.high - place.lead.low for place in places])
+    backwards = replace(other, kl_KP=-other.kl_KP)
+    assert math.isnan(mean_lead("kl", one, backwards, seed=0).mean)  # nothing that both reach
+
+
+def test_the_tops_of_resamples_are_those_of_the_fit() -> None:
+    curve = planted_curve("rl", 0.8, 0.5, num_prompts=200, noise=0.5, generator=np.random.default_rng(3))
+    optimum = fit_curve(curve, seed=4).optimum
+    found, tops_S = gold_tops(curve, seed=4)
+    assert found == optimum.d.mean
+    assert optimum.d.low < np.median(tops_S) < optimum.d.high
+    assert np.isinf(tops_S).mean() == optimum.share_without
+    with pytest.raises(ValueError, match="2 distances above 0"):
+        gold_tops(smooth_curve("rl", 0.8, 0.5, [1.0, 2.0]), seed=0)
 
 
 def _planted_pair() -> list[tuple[np.ndarray, np.ndarray]]:
