@@ -221,13 +221,13 @@ CASES = {
         TRANSLATE, PairsObjective(PAIRS, END), lambda model: sum_of(pair_sum(model, *pair) for pair in PAIRS) / 31
     ),
     "ranking": Case(
-        LearnerSource(Fresh(lambda: ScalarModel(DECODER), 4), Beside((LOG_NU,), RATING_STD)),
-        RankingObjective(COMPARISONS, "decoder", rating_coef=RATING_COEF, rating_std=RATING_STD),
+        LearnerSource(Fresh(lambda: ScalarModel(DECODER), 4), Beside((LOG_NU,), (RATING_STD,))),
+        RankingObjective(COMPARISONS, "decoder", rating_coef=RATING_COEF, rating_std=(RATING_STD,)),
         lambda model: davidson_sum(model) / NUM_ROWS,
         max_grad_norm=0.2,
     ),
     "encoder-ranking": Case(
-        LearnerSource(Fresh(lambda: SequenceClassifier(ENCODER, 1), 5), Beside()),
+        LearnerSource(Fresh(lambda: SequenceClassifier(ENCODER, ["score"]), 5), Beside()),
         RankingObjective(COMPARISONS, "encoder"),
         lambda model: ranking_sum(encoder_score(model.network)) / NUM_ROWS,
         max_grad_norm=0.2,
