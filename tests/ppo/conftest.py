@@ -2,6 +2,8 @@
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, initialise
 from lm.tokenizer import Tokenizer
-from lm.weights import save_model
+from lm.weights import read_config, save_model
 from ppo.config import PPOConfig
 from ppo.controller import ScoreScale
 from ppo.workers import Parents, TokenStream
@@ -47,6 +49,18 @@ def parents(tmp_path_factory: pytest.TempPathFactory) -> Parents:
     save_model(folder / "reward", reward, reward.state_dict(), tokenizer)
     write_token_stream(tokenizer.encode_plain(texts), tokenizer.end_id, folder / "train.bin")
     return Parents(folder / "sft", folder / "reward", ScoreScale(0.5, 2.0), TokenStream(folder / "train.bin", 9))
+
+
+@pytest.fixture(scope="session")
+def two_objectives(parents: Parents, tmp_path_factory: pytest.TempPathFactory) -> Parents:
+    """A reward model with the heads "kind" and "brief" in place of the plain one."""
+    assert isinstance(parents.reward, Path)
+    model = ScalarModel(read_config(parents.reward, "score")[0], labels=("kind", "brief"))
+    initialise(model, 8)
+    model.bias.copy_(torch.tensor([0.25, -1.0]))
+    folder = tmp_path_factory.mktemp("reward")
+    save_model(folder, model, model.state_dict(), Tokenizer.load(parents.reward))
+    return replace(parents, reward=folder)
 
 
 @pytest.fixture(scope="session")

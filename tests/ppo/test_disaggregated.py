@@ -1,4 +1,7 @@
-"""Learners, generators and scorers in groups of their own, against all roles in one place: the same bits."""
+"""Learners, generators and scorers in groups of their own, against all roles in one place: the same bits.
+
+The reward is of two objectives, so that scores have two columns.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -34,15 +37,18 @@ def _room() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def config(ppo_config: Callable[..., PPOConfig]) -> PPOConfig:
-    return ppo_config(minibatch=8, micro=2, num_iterations=2, num_epochs=1, learning_rate=3e-3)
+    weights = {"brief": -0.5, "kind": 2.0}
+    return ppo_config(
+        minibatch=8, micro=2, num_iterations=2, num_epochs=1, learning_rate=3e-3, objective_weights=weights
+    )
 
 
 @pytest.fixture(scope="module")
-def train(parents: Parents, prompts: list[list[int]], config: PPOConfig) -> Callable[[Roles, Path], Trained]:
+def train(two_objectives: Parents, prompts: list[list[int]], config: PPOConfig) -> Callable[[Roles, Path], Trained]:
     def run(roles: Roles, folder: Path) -> Trained:
-        assert parents.pretraining is not None
-        num_rows = len(stream_rows(parents.pretraining.path, parents.pretraining.row_tokens))
-        controller = PPOController(config, roles, prompts, parents.scale, num_pretraining_rows=num_rows, seed=5)
+        assert two_objectives.pretraining is not None
+        num_rows = len(stream_rows(two_objectives.pretraining.path, two_objectives.pretraining.row_tokens))
+        controller = PPOController(config, roles, prompts, two_objectives.scale, num_pretraining_rows=num_rows, seed=5)
         figures = [controller.step(0)]
         roles.save(folder, 1, {}, {})
         figures.append(controller.step(1))
@@ -65,32 +71,41 @@ def train(parents: Parents, prompts: list[list[int]], config: PPOConfig) -> Call
 @pytest.fixture(scope="module")
 def colocated(
     config: PPOConfig,
-    parents: Parents,
+    two_objectives: Parents,
     train: Callable[[Roles, Path], Trained],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Trained:
     with WorkerGroup(1) as group:
-        return train(ColocatedGroup(group, config, ENGINE, parents), tmp_path_factory.mktemp("colocated"))
+        return train(ColocatedGroup(group, config, ENGINE, two_objectives), tmp_path_factory.mktemp("colocated"))
 
 
 def test_groups_of_one_give_the_same_bits(
-    colocated: Trained, config: PPOConfig, parents: Parents, train: Callable[[Roles, Path], Trained], tmp_path: Path
+    colocated: Trained,
+    config: PPOConfig,
+    two_objectives: Parents,
+    train: Callable[[Roles, Path], Trained],
+    tmp_path: Path,
 ) -> None:
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
+        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, two_objectives)
         weights, figures = train(roles, tmp_path)
     expected, expected_figures = colocated
     assert figures == expected_figures
+    assert all({"score", "score/kind", "score/brief"} <= line.keys() for line in figures)
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(weights[name], tensor), name
 
 
 def test_groups_of_other_sizes_agree_to_rounding(
-    colocated: Trained, config: PPOConfig, parents: Parents, train: Callable[[Roles, Path], Trained], tmp_path: Path
+    colocated: Trained,
+    config: PPOConfig,
+    two_objectives: Parents,
+    train: Callable[[Roles, Path], Trained],
+    tmp_path: Path,
 ) -> None:
     with WorkerGroup(1) as learners, WorkerGroup(2) as generators, WorkerGroup(2) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
+        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, two_objectives)
         weights, _ = train(roles, tmp_path)
     for name, tensor in colocated[0].items():
         torch.testing.assert_close(weights[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
@@ -109,10 +124,10 @@ def _confuse() -> None:
 
 
 def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(
-    config: PPOConfig, parents: Parents, prompts: list[list[int]], tmp_path: Path
+    config: PPOConfig, two_objectives: Parents, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
+        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, two_objectives)
         busy = generators._workers[0].run.remote(_wait_for, (tmp_path / "sent",))
         first = roles.start_sampling(prompts, range(16))
         roles.sync_weights()
@@ -130,9 +145,9 @@ def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(
             third()
 
 
-def test_a_lost_generator_is_named(config: PPOConfig, parents: Parents, prompts: list[list[int]]) -> None:
+def test_a_lost_generator_is_named(config: PPOConfig, two_objectives: Parents, prompts: list[list[int]]) -> None:
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
+        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, two_objectives)
         ray.kill(generators._workers[0])
         with pytest.raises(WorkerLostError, match=r"ppo\.generate: rank 0 of 1 was lost"):
             roles.start_sampling(prompts, range(len(prompts)))()
