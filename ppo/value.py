@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel
 from lm.source import ModelSource, skeleton
 from lm.tokenizer import Tokenizer
@@ -28,9 +29,11 @@ def value_source(
     """
     if isinstance(reward, Path) and purpose_of(reward) == "score" and Tokenizer.load(reward) == Tokenizer.load(policy):
         heads = ModelFolder(reward, ScalarModel)
-        checked = weights_by_label(str(reward), skeleton(heads.build).labels, weights)
-        return JoinedHeads(heads, tuple(weight / scale.std for weight in checked.values()), -scale.mean / scale.std)
-    return JoinedHeads(NewHead(policy, LanguageModel, ScalarModel, seed=0), (0.0,), 0.0)
+        model = skeleton(heads.build)
+        factors = [weight / scale.std for weight in weights_by_label(str(reward), model.labels, weights).values()]
+        return JoinedHeads(heads, model.config, tuple(factors), -scale.mean / scale.std)
+    head = NewHead(policy, LanguageModel, ScalarModel, seed=0)
+    return JoinedHeads(head, skeleton(head.build).config, (0.0,), 0.0)
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,12 @@ class JoinedHeads:
     """A scalar model of one number, Σ factor · score + shift over the heads of another: a sum of linear maps is one."""
 
     source: ModelSource[ScalarModel]
+    config: ModelConfig
     factors: tuple[float, ...]  # by head
     shift: float
 
     def build(self) -> ScalarModel:
-        heads = self.source.build()
-        return heads if len(heads.labels) == 1 else ScalarModel(heads.config)
+        return ScalarModel(self.config)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         factors_O = torch.tensor(self.factors)
