@@ -44,11 +44,16 @@ def config(ppo_config: Callable[..., PPOConfig]) -> PPOConfig:
 
 
 @pytest.fixture(scope="module")
-def train(two_objectives: Parents, prompts: list[list[int]], config: PPOConfig) -> Callable[[Roles, Path], Trained]:
+def parents(two_objectives: Parents) -> Parents:
+    return two_objectives
+
+
+@pytest.fixture(scope="module")
+def train(parents: Parents, prompts: list[list[int]], config: PPOConfig) -> Callable[[Roles, Path], Trained]:
     def run(roles: Roles, folder: Path) -> Trained:
-        assert two_objectives.pretraining is not None
-        num_rows = len(stream_rows(two_objectives.pretraining.path, two_objectives.pretraining.row_tokens))
-        controller = PPOController(config, roles, prompts, two_objectives.scale, num_pretraining_rows=num_rows, seed=5)
+        assert parents.pretraining is not None
+        num_rows = len(stream_rows(parents.pretraining.path, parents.pretraining.row_tokens))
+        controller = PPOController(config, roles, prompts, parents.scale, num_pretraining_rows=num_rows, seed=5)
         figures = [controller.step(0)]
         roles.save(folder, 1, {}, {})
         figures.append(controller.step(1))
@@ -71,23 +76,19 @@ def train(two_objectives: Parents, prompts: list[list[int]], config: PPOConfig) 
 @pytest.fixture(scope="module")
 def colocated(
     config: PPOConfig,
-    two_objectives: Parents,
+    parents: Parents,
     train: Callable[[Roles, Path], Trained],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Trained:
     with WorkerGroup(1) as group:
-        return train(ColocatedGroup(group, config, ENGINE, two_objectives), tmp_path_factory.mktemp("colocated"))
+        return train(ColocatedGroup(group, config, ENGINE, parents), tmp_path_factory.mktemp("colocated"))
 
 
 def test_groups_of_one_give_the_same_bits(
-    colocated: Trained,
-    config: PPOConfig,
-    two_objectives: Parents,
-    train: Callable[[Roles, Path], Trained],
-    tmp_path: Path,
+    colocated: Trained, config: PPOConfig, parents: Parents, train: Callable[[Roles, Path], Trained], tmp_path: Path
 ) -> None:
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, two_objectives)
+        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
         weights, figures = train(roles, tmp_path)
     expected, expected_figures = colocated
     assert figures == expected_figures
@@ -98,14 +99,10 @@ def test_groups_of_one_give_the_same_bits(
 
 
 def test_groups_of_other_sizes_agree_to_rounding(
-    colocated: Trained,
-    config: PPOConfig,
-    two_objectives: Parents,
-    train: Callable[[Roles, Path], Trained],
-    tmp_path: Path,
+    colocated: Trained, config: PPOConfig, parents: Parents, train: Callable[[Roles, Path], Trained], tmp_path: Path
 ) -> None:
     with WorkerGroup(1) as learners, WorkerGroup(2) as generators, WorkerGroup(2) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, two_objectives)
+        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
         weights, _ = train(roles, tmp_path)
     for name, tensor in colocated[0].items():
         torch.testing.assert_close(weights[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
@@ -124,10 +121,10 @@ def _confuse() -> None:
 
 
 def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(
-    config: PPOConfig, two_objectives: Parents, prompts: list[list[int]], tmp_path: Path
+    config: PPOConfig, parents: Parents, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, two_objectives)
+        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
         busy = generators._workers[0].run.remote(_wait_for, (tmp_path / "sent",))
         first = roles.start_sampling(prompts, range(16))
         roles.sync_weights()
@@ -145,9 +142,9 @@ def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(
             third()
 
 
-def test_a_lost_generator_is_named(config: PPOConfig, two_objectives: Parents, prompts: list[list[int]]) -> None:
+def test_a_lost_generator_is_named(config: PPOConfig, parents: Parents, prompts: list[list[int]]) -> None:
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, two_objectives)
+        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
         ray.kill(generators._workers[0])
         with pytest.raises(WorkerLostError, match=r"ppo\.generate: rank 0 of 1 was lost"):
             roles.start_sampling(prompts, range(len(prompts)))()
