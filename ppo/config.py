@@ -17,10 +17,12 @@ class PPOConfig(Config):
     KL is in nats a response, the sum over its tokens of log π - log π_ref. Scores are in standard deviations of the
     SFT policy's scores. Colocated, every worker has all roles; disaggregated, the job's workers learn and others sample
     and score. With `max_staleness` N the generators are N iterations ahead: what iteration i learns from was sampled
-    with the weights that iteration max(0, i - N) began with. `init_from` names a policy and `reward_from` a reward
-    model (folders or hub ids) that stand in for what the stages before would give. A reward may also come from a Python
-    function, `reward_function`, or an HTTP endpoint, `reward_url` (`reward.elsewhere`); there is one source of it.
-    From a reward model of several objectives it is the sum of their scores, each times its `objective_weights`.
+    with the weights that iteration max(0, i - N) began with. Weights go to the generators by a broadcast (NCCL, gloo)
+    or through Ray's object store; "auto" broadcasts between GPUs, unless generators are ahead. `init_from` names a
+    policy and `reward_from` a reward model (folders or hub ids) that stand in for what the stages before would give. A
+    reward may also come from a Python function, `reward_function`, or an HTTP endpoint, `reward_url`
+    (`reward.elsewhere`); there is one source of it. From a reward model of several objectives it is the sum of their
+    scores, each times its `objective_weights`; they are {} for one of a single objective.
     """
 
     init_from: str = ""
@@ -29,12 +31,11 @@ class PPOConfig(Config):
     reward_url: str = Field(default="", pattern=r"^(|https?://.+)$")
     reward_timeout_seconds: float = Field(default=30.0, gt=0)  # of silence; reward_url only
     reward_retries: int = Field(default=3, ge=0)  # of a request; reward_url only
-    objective_weights: dict[str, FiniteFloat] = Field(
-        default_factory=dict
-    )  # {} where the reward model has one objective
+    objective_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
     placement: Literal["colocated", "disaggregated"] = "colocated"
     num_generators: int = Field(default=1, ge=1)  # ranks that sample; disaggregated only
     num_scorers: int = Field(default=1, ge=1)  # ranks that hold reward model and reference; disaggregated only
+    weight_transport: Literal["auto", "broadcast", "object_store"] = "auto"  # to generators; disaggregated only
     max_staleness: int = Field(default=0, ge=0)  # in iterations; disaggregated only; 0 = on-policy
     importance_cap: float = Field(default=2.0, ge=1)  # of a token's weight π / π_behave, in stale rollouts
     prompts: DataConfig
@@ -72,6 +73,11 @@ class PPOConfig(Config):
             raise ValueError(
                 f'max_staleness {self.max_staleness} with placement "colocated": a worker that samples cannot learn'
                 ' meanwhile; 0 or placement "disaggregated" was expected'
+            )
+        if self.max_staleness and self.weight_transport == "broadcast":
+            raise ValueError(
+                f'max_staleness {self.max_staleness} with weight_transport "broadcast": learners would wait for'
+                ' generators that still sample; "object_store" or "auto" was expected'
             )
         if self.max_staleness >= self.num_iterations:
             raise ValueError(

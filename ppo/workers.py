@@ -21,6 +21,7 @@ from lm.sampling import Choice
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder, load_language_model, save_model
 from ppo.algorithm import policy_loss, value_loss
+from ppo.broadcast import WeightBroadcast
 from ppo.config import PPOConfig
 from ppo.controller import ScoreScale
 from ppo.roles import Sampling
@@ -97,6 +98,14 @@ class Rank:
         targets_C = rollout.response_BR[rollout.response_mask_BR].to(self.device)
         return rollout.spread(token_logprobs(logits_CV, targets_C, self.config.temperature))
 
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def open_broadcast(self, host: str, port: int, rank: int, num_ranks: int) -> None:
+        """Take part in the broadcasts of weights; a collective call of the sender and all receivers."""
+        seconds = self.engine_config.collective_timeout_seconds
+        self.broadcast = WeightBroadcast(host, port, rank, num_ranks, device=self.device, timeout_seconds=seconds)
+
     def close(self) -> None:
         """Release memory."""
 
@@ -129,10 +138,15 @@ class GeneratorWorker(Rank):
     def receive(self, sent: SentWeights) -> None:
         """Take the learner's weights; a checksum over both sides proves it."""
         self.generator.load_state_dict(sent.weights)
+        self._require(sent.checksum)
+
+    def receive_broadcast(self) -> None:
+        """As `receive`, from the sender's `broadcast_weights`."""
+        self._require(self.broadcast.receive(self.generator.state_dict()))
+
+    def _require(self, checksum: int) -> None:
         held = _checksum(self.generator.state_dict())
-        assert sent.checksum == held, (
-            f"the generator holds weights with checksum {held}; the learner's have {sent.checksum}"
-        )
+        assert checksum == held, f"the generator holds weights with checksum {held}; the learner's have {checksum}"
 
 
 class ScorerWorker(Rank):
@@ -295,6 +309,18 @@ class LearnerWorker(Rank):
         for name, average in self.average.items():
             average.lerp_(weights[name].to(average.dtype), 1 - self.config.ema_decay)
         return self._as_generated(weights)
+
+    def broadcast_weights(self) -> None:
+        """`send` by `broadcast`, from the rank that has it."""
+        self._broadcast(self.send())
+
+    def advance_and_broadcast(self) -> None:
+        """`advance_and_send` by `broadcast`, from the rank that has it."""
+        self._broadcast(self.advance_and_send())
+
+    def _broadcast(self, sent: SentWeights) -> None:
+        if self.policy.is_main:
+            self.broadcast.send(sent.weights, sent.checksum)
 
     def _as_generated(self, weights: Mapping[str, Tensor]) -> SentWeights:
         rounded = {name: tensor.to(self._compute_dtype) for name, tensor in weights.items()}
