@@ -5,16 +5,11 @@ says, and no longer. `tests/preferences/test_coverage.py` and `benchmarks.label_
 the truth; here they are read off the API, and the judgments shown to be those that are counted there.
 """
 
-import threading
-import time
-from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-import httpx
 import pytest
-import uvicorn
 from scipy import stats
 
 from benchmarks.known_labelers import FLAG, REASON, TRAITS, KnownLabeler, Size, draw_tasks, judged
@@ -23,86 +18,16 @@ from playground.calibration import draw_tasks as draw_playground_tasks
 from playground.world import PlaygroundConfig, PlaygroundWorld
 from preferences.door import answer_all
 from preferences.intervals import LEVEL
-from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig
-from preferences.page.http_door import HttpDoor, answer_in_turns
+from preferences.page.http_door import answer_in_turns
 from preferences.page.lead import SEED
-from preferences.people import People
-from preferences.records import Labeler, Task
+from preferences.records import Task
 from preferences.store import LabelStore
 from preferences.summary import LabelReport, summary
 
 SIZE, WORLD = Size(num_ordinary=48, num_gold=24, num_repeats=24), 0
 CONFIG = LabelingConfig(flags=(FLAG, "rude"))
 LABELERS = [KnownLabeler(traits, WORLD) for traits in TRAITS]
-
-
-class Clock:
-    """Seconds since the epoch, in whole milliseconds; moved by whoever takes time."""
-
-    def __init__(self):
-        self.milliseconds = 1_000_000_000
-
-    def __call__(self):
-        return (self.milliseconds + 0.5) / 1000  # half a millisecond, so that rounding never takes one off
-
-
-@dataclass
-class TakingTime:
-    """A labeler whose judging takes the time that the answer says."""
-
-    labeler: Labeler
-    clock: Clock
-
-    @property
-    def name(self):
-        return self.labeler.name
-
-    def judge(self, shown):
-        said = self.labeler.judge(shown)
-        self.clock.milliseconds += said.milliseconds
-        return said
-
-
-class Running:
-    """A labeling server on the loopback address, in a thread of this process; people and their keys."""
-
-    def __init__(self, url, config):
-        self.clock = Clock()
-        self.store, self.people = LabelStore(url, clock=self.clock), People(url, clock=self.clock)
-        self.app = make_app(self.store, self.people, config, clock=self.clock)
-        self.keys = {}
-
-    def __enter__(self):
-        settings = uvicorn.Config(self.app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
-        self.server = uvicorn.Server(settings)
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-        while not self.server.started:
-            assert self.thread.is_alive()
-            time.sleep(0.01)
-        self.address = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
-        return self
-
-    def __exit__(self, *error):
-        self.server.should_exit = True
-        self.thread.join()
-        self.people.close()
-        self.store.close()
-
-    def join(self, name, role="labeler"):
-        _, self.keys[name] = self.people.accept(self.people.invite(name, role))
-
-    def door(self, labeler):
-        """Signed in, the instructions read."""
-        door = HttpDoor(self.address, TakingTime(labeler, self.clock), self.keys[labeler.name])
-        door.read_instructions()
-        return door
-
-    def get(self, name, path):
-        with httpx.Client(base_url=f"{self.address}/api", timeout=60) as client:
-            token = client.post("/session", json={"name": name, "key": self.keys[name]}).json()["token"]
-            return client.get(path, headers={"Authorization": f"Bearer {token}"}).json()
 
 
 @dataclass(frozen=True)
@@ -115,11 +40,11 @@ class Labeled:
     told: dict
 
 
-def label_over_http(url: str, size: Size) -> Labeled:
+def label_over_http(run_server, url: str, size: Size) -> Labeled:
     """All labelers in turns, until the server has nothing more for any of them."""
     drawn = draw_tasks(size, WORLD)
     tasks = [task for task, _ in drawn]
-    with Running(url, CONFIG) as running, ExitStack() as doors:
+    with run_server(url, CONFIG) as running, ExitStack() as doors:
         running.store.add_tasks(tasks, batch="main", num_labelers=[quota for _, quota in drawn])
         for labeler in LABELERS:
             running.join(labeler.name)
@@ -131,8 +56,8 @@ def label_over_http(url: str, size: Size) -> Labeled:
 
 
 @pytest.fixture(scope="module")
-def labeled(tmp_path_factory):
-    return label_over_http(str(tmp_path_factory.mktemp("door") / "labels.db"), SIZE)
+def labeled(run_server, tmp_path_factory):
+    return label_over_http(run_server, str(tmp_path_factory.mktemp("door") / "labels.db"), SIZE)
 
 
 def test_the_lead_is_told_what_was_judged_over_http(labeled):
@@ -217,14 +142,15 @@ def test_in_process_and_simulated_labelers_say_the_same(labeled, tmp_path):
     assert len(shared[0]) > 300
 
 
-def test_in_postgresql_it_is_the_same(postgres, postgres_tables):
-    labeled = label_over_http(postgres.new_database(postgres_tables), Size(num_ordinary=8, num_gold=4, num_repeats=4))
+def test_in_postgresql_it_is_the_same(run_server, postgres, postgres_tables):
+    size = Size(num_ordinary=8, num_gold=4, num_repeats=4)
+    labeled = label_over_http(run_server, postgres.new_database(postgres_tables), size)
     assert said(labeled.judgments) == said(judged(labeled.tasks, LABELERS, asked_of(labeled.judgments)))
     assert labeled.told == labeled.report.as_dict()
     assert labeled.told["num_answers"] > 60
 
 
-def test_the_playgrounds_labelers_come_to_the_same_over_http(tmp_path):
+def test_the_playgrounds_labelers_come_to_the_same_over_http(run_server, tmp_path):
     world = PlaygroundWorld(PlaygroundConfig())
     tasks = [
         Task(shown.task_id, shown.prompt, shown.responses, ("policy",) * len(shown.responses))
@@ -232,7 +158,7 @@ def test_the_playgrounds_labelers_come_to_the_same_over_http(tmp_path):
     ]
     labelers = world.labelers(seed=0)[:2]
     config = LabelingConfig(asks_ratings=False)
-    with Running(str(tmp_path / "http.db"), config) as running:
+    with run_server(str(tmp_path / "http.db"), config) as running:
         running.store.add_tasks(tasks, batch="b", num_labelers=2)
         for labeler in labelers:
             running.join(labeler.name)
@@ -245,54 +171,6 @@ def test_the_playgrounds_labelers_come_to_the_same_over_http(tmp_path):
         answer_all(store, labelers, batch="b", client="script", instructions_version=config.version)
         assert said(over_http) == said(store.judgments("b"))
         assert its_hash == store.content_hash("b")
-
-
-def test_refusals_say_why(tmp_path):
-    (careful, *_) = LABELERS
-    with Running(str(tmp_path / "labels.db"), LabelingConfig(flags=("rude",))) as running:
-        running.store.add_tasks([draw_tasks(SIZE, WORLD)[0][0]], batch="b", num_labelers=1)
-        running.join(careful.name)
-        with pytest.raises(ValueError, match=r"status 403: .*name and key do not go together"):
-            HttpDoor(running.address, careful, "no key")
-        with HttpDoor(running.address, careful, running.keys[careful.name]) as door:
-            assert door.answer_next() == "instructions"
-            door.read_instructions()
-            door.labeler = Flagging(careful, careful.name)
-            with pytest.raises(ValueError, match=rf"status 422: .*{FLAG}"):
-                door.answer_next()
-
-
-def test_a_door_waits_for_a_server_that_is_gone(tmp_path, serve):
-    url = str(tmp_path / "labels.db")
-    people = People(url)
-    with LabelStore(url) as store:
-        drawn = draw_tasks(Size(num_ordinary=10, num_gold=0, num_repeats=0), WORLD)
-        store.add_tasks([task for task, _ in drawn], batch="b", num_labelers=1)
-        server = serve(url, f"flags = ['{FLAG}']\n")
-        _, key = people.accept(people.invite("careful", "labeler"))
-        people.close()
-        with HttpDoor(server.address, LABELERS[0], key) as door:
-            door.read_instructions()
-            for _ in range(3):
-                door.answer_next()
-            server.kill()
-            back = threading.Timer(0.5, server.start)
-            back.start()
-            assert door.answer_next() == ""
-            back.join()
-            assert answer_in_turns([door]) == {"careful": "nothing open"}
-        assert Counter(judgment.kind for judgment in store.judgments("b")) == {"answer": 10}
-
-
-@dataclass(frozen=True)
-class Flagging:
-    """Marks everything."""
-
-    labeler: Labeler
-    name: str
-
-    def judge(self, shown):
-        return replace(self.labeler.judge(shown), flags=((FLAG,),) * len(shown.responses))
 
 
 def asked_of(judgments) -> dict[str, list[str]]:
