@@ -1,4 +1,4 @@
-"""Everything a lead's page says of labels, from tasks and judgments alone; `progress.count` has the counts only.
+"""Everything a lead's page says of the quality of labels, from tasks and judgments alone.
 
 Agreement and alpha are of ordinary tasks: gold tasks are chosen for being clear, and a repeat counts an opinion twice.
 Position, time and ratings are of all answers. docs/labels.md says what each number means and how far it can be relied
