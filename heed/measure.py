@@ -7,8 +7,8 @@ from typing import Any
 from evaluation.statistics import bootstrap_mean
 from heed.collect import label_truth
 from playground.world import World
-from preferences.agreement import accuracy_against
 from preferences.records import Ranking
+from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import encode_scored, read_judgments
 from reward.scoring import Judge
 from reward.stage import HELDOUT_SCORES, RewardConfig, split_of

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from lm.tokenizer import Tokenizer
-from preferences.agreement import accuracy_against
 from preferences.records import Ranking
-from preferences.reliability import labeler_reliability
+from preferences.statistics.agreement import accuracy_against
+from preferences.statistics.reliability import labeler_reliability
 from reward.comparisons import Comparison, encode_scored
 from reward.scoring import RewardNetwork, head_scores
 from reward.ties import tie_figures

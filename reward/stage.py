@@ -19,8 +19,8 @@ from lm.source import ModelSource, skeleton
 from lm.tokenizer import Tokenizer
 from lm.weights import NewHead, purpose_of, save_model
 from preferences.records import Ranking
-from preferences.reliability import labeler_reliability, labeler_weights
 from preferences.splits import split_rankings
+from preferences.statistics.reliability import labeler_reliability, labeler_weights
 from reward.comparisons import Comparison, LabelerWeights, RankingsConfig, encode_rankings, read_judgments
 from reward.figures import (
     demonstration_means,
@@ -50,8 +50,8 @@ class RewardConfig(InitConfig, TrainingConfig):
     `ties` = "soft" takes a tie for half a win, "davidson" for an outcome with a chance of its own (`reward.loss`). With
     `rating_coef` above 0 scores also learn the ratings that rankings carry: their loss's weight beside the rankings'.
     `labeler_weights` = "reliability" weighs each labeler's rankings by how often the others bear them out
-    (`preferences.reliability`, from training rankings alone). `objectives` names those to learn, where the rankings are
-    of several; each of several has a head of its own on the one body, and only its own rankings train that head.
+    (`preferences.statistics.reliability`, from training rankings alone). `objectives` names those to learn, where the
+    rankings are of several; each of several has a head of its own on the one body, and only its own rankings train it.
     """
 
     chat_template: str = ""  # "plain", a Jinja template, ..., or "" for the model's own
