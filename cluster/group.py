@@ -7,6 +7,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -121,6 +122,42 @@ class _Worker:
             return False, time.time(), (error, traceback.format_exc())
 
 
+@dataclass(frozen=True)
+class Calls:
+    """Calls under way on ranks of a group; calling this waits for them and gives their results in order."""
+
+    group: "WorkerGroup"
+    phase: str
+    references: tuple[Any, ...]
+
+    def __call__(self) -> list[Any]:
+        return self.group._gather(self.phase, self.references)
+
+
+def together(*started: Calls) -> None:
+    """Wait for calls on several groups whose ranks wait for each other.
+
+    Errors: those of whichever group fails first, though the others hang.
+    """
+    owner = {reference: calls for calls in started for reference in calls.references}
+    pending = list(owner)
+    while pending:
+        ready, pending = ray.wait(pending)
+        for reference in ready:
+            if _has_failed(reference):
+                owner[reference]()
+    for calls in started:
+        calls()
+
+
+def _has_failed(reference: Any) -> bool:
+    try:
+        ok, _, _ = ray.get(reference)
+    except ray.exceptions.RayError:
+        return True
+    return not ok
+
+
 class WorkerGroup:
     """`num_workers` ranks in one placement group. A cluster that is too small is refused at once, or, with
     `waits_for_nodes`, after a while in which a lost node may come back.
@@ -144,7 +181,7 @@ class WorkerGroup:
         )
         self._workers: list[Any] = [remote.remote(rank, num_workers, threads) for rank in range(num_workers)]
         try:
-            host, port = ray.get(self._workers[0].address.remote())
+            host, port = self.free_address()
             ray.get([worker.join.remote(host, port) for worker in self._workers])
         except ray.exceptions.RayError as error:
             self.close()
@@ -175,12 +212,20 @@ class WorkerGroup:
         """A method of the kept object, with arguments of its own for every rank; results by rank."""
         return self.start(name, method, args_of_rank)()
 
-    def start(self, name: str, method: str, args_of_rank: Sequence[Sequence[Any]]) -> Callable[[], list[Any]]:
-        """As `call`, but for waiting, which the returned function does. A rank works in the order of the calls."""
-        calls = [
-            worker.call.remote(name, method, args) for worker, args in zip(self._workers, args_of_rank, strict=True)
-        ]
-        return lambda: self._gather(f"{name}.{method}", calls)
+    def start(self, name: str, method: str, args_of_rank: Sequence[Sequence[Any]]) -> Calls:
+        """As `call`, but for waiting, which the returned calls do. A rank works in the order of the calls."""
+        ranks = zip(self._workers, args_of_rank, strict=True)
+        calls = tuple(worker.call.remote(name, method, args) for worker, args in ranks)
+        return Calls(self, f"{name}.{method}", calls)
+
+    def start_on_first(self, name: str, method: str, args: Sequence[Any]) -> Calls:
+        """As `start`, on rank 0 alone."""
+        return Calls(self, f"{name}.{method}", (self._workers[0].call.remote(name, method, args),))
+
+    def free_address(self) -> tuple[str, int]:
+        """The address of rank 0's node, and a port that is free there."""
+        host, port = ray.get(self._workers[0].address.remote())
+        return host, port
 
     def send(self, name: str, offer: str, *, to: "WorkerGroup", method: str) -> Callable[[], list[Any]]:
         """What the kept object's method `offer` returns on rank 0 goes to `method` of the same name's object on every

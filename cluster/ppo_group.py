@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.group import WorkerGroup
+from cluster.group import Calls, WorkerGroup, together
 from lm.config import exact_div
 from ppo.config import PPOConfig
 from ppo.roles import Sampling
@@ -84,9 +84,9 @@ class ColocatedGroup:
 class DisaggregatedGroup(ColocatedGroup):
     """Learners, generators and scorers in groups of their own, each with its own number of ranks.
 
-    Weights travel from the first learner to all generators through Ray's object store, never through the driver. The
-    learners do not wait for generators that still sample: those take the weights in their turn, after the rollouts that
-    were begun before and before those that are begun later.
+    Weights travel from the first learner to all generators, never through the driver. By broadcast, both are there at
+    once. Through Ray's object store learners do not wait for generators that still sample: those take the weights in
+    their turn, after the rollouts that were begun before and before those that are begun later.
     """
 
     def __init__(
@@ -102,6 +102,11 @@ class DisaggregatedGroup(ColocatedGroup):
         self.generators = Served(generators, GeneratorWorker, config, engine, parents)
         self.scorers = Served(scorers, ScorerWorker, config, engine, parents)
         self._weights_arrived: Callable[[], object] = lambda: None  # all ranks begin with the SFT policy's
+        self._broadcasts = config.weight_transport == "broadcast" or (
+            config.weight_transport == "auto" and config.max_staleness == 0 and self._all_on_gpus()
+        )
+        if self._broadcasts:
+            self._open_broadcast()
 
     def start_sampling(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Sampling:
         weights_arrived, sampled = self._weights_arrived, super().start_sampling(prompts, seeds)
@@ -113,14 +118,31 @@ class DisaggregatedGroup(ColocatedGroup):
         return collect
 
     def sync_weights(self) -> None:
-        self._send("advance_and_send")
+        self._send("advance_and_broadcast" if self._broadcasts else "advance_and_send")
 
     def load(self, folder: Path) -> None:
         super().load(folder)
-        self._send("send")
+        self._send("broadcast_weights" if self._broadcasts else "send")
 
-    def _send(self, offer: str) -> None:
-        self._weights_arrived = self.learners.group.send(NAME, offer, to=self.generators.group, method="receive")
+    def _send(self, method: str) -> None:
+        if not self._broadcasts:
+            self._weights_arrived = self.learners.group.send(NAME, method, to=self.generators.group, method="receive")
+            return
+        sending = self.learners.start_all(method)
+        together(sending, self.generators.start_all("receive_broadcast"))
+
+    def _all_on_gpus(self) -> bool:
+        return all(on_gpu for served in (self.learners, self.generators) for on_gpu in served.call_all("on_gpu"))
+
+    def _open_broadcast(self) -> None:
+        """The first learner is rank 0, generators come behind it; other learners have no part in it."""
+        host, port = self.learners.group.free_address()
+        num_ranks = 1 + self.generators.group.num_workers
+        sender = self.learners.group.start_on_first(NAME, "open_broadcast", (host, port, 0, num_ranks))
+        receivers = self.generators.start(
+            "open_broadcast", [(host, port, rank, num_ranks) for rank in range(1, num_ranks)]
+        )
+        together(sender, receivers)
 
     def close(self) -> None:
         self._weights_arrived()
@@ -149,11 +171,14 @@ class Served:
     def call(self, method: str, args_of_rank: Sequence[Sequence[Any]]) -> list[Any]:
         return self.group.call(NAME, method, args_of_rank)
 
-    def start(self, method: str, args_of_rank: Sequence[Sequence[Any]]) -> Callable[[], list[Any]]:
+    def start(self, method: str, args_of_rank: Sequence[Sequence[Any]]) -> Calls:
         return self.group.start(NAME, method, args_of_rank)
 
-    def call_all(self, method: str, *args: Any) -> None:
-        self.call(method, [args] * self.group.num_workers)
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        return self.start_all(method, *args)()
+
+    def start_all(self, method: str, *args: Any) -> Calls:
+        return self.start(method, [args] * self.group.num_workers)
 
     def close(self) -> None:
         self.group.drop(NAME)

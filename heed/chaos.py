@@ -18,7 +18,7 @@ from pathlib import Path
 from cluster.local import LocalCluster, kill_process
 from heed.job import STAGES
 from heed.job_file import load_job
-from heed.lineage import outputs_hash
+from heed.lineage import LINEAGE, outputs_hash
 from heed.progress import console
 from heed.recovery import milestones
 
@@ -201,7 +201,7 @@ def _finish(driver: Driver) -> None:
 def stage_of(folder: Path) -> str:
     """The stage that is at work in a run folder: begun, and not finished."""
     begun = [stage for stage in STAGES if (folder / stage / "inputs.json").exists()]
-    return next((stage for stage in begun if not (folder / stage / "lineage.json").exists()), "start")
+    return next((stage for stage in begun if not (folder / stage / LINEAGE).exists()), "start")
 
 
 def pulse(folder: Path) -> list[tuple[str, int]]:

@@ -15,6 +15,7 @@ from training.checkpoint import folder_hash
 from training.stage import write_json
 
 PACKAGES = ("torch", "deepspeed", "accelerate", "ray", "transformers", "tokenizers", "datasets", "numpy")
+LINEAGE = "lineage.json"  # written last: a stage that has one came to its end
 CODE_VERSION = "HEED_CODE_VERSION"  # tells the version of code that was shipped without its history
 
 
@@ -46,7 +47,7 @@ def outputs_hash(folder: Path, stage: str) -> str:
 def finished_with(folder: Path, stage: str) -> tuple[str, str] | None:
     """(fingerprint, outputs) of a finished stage whose outputs are as it left them, or None."""
     try:
-        lineage = json.loads((folder / "lineage.json").read_text(encoding="utf-8"))
+        lineage = json.loads((folder / LINEAGE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     if lineage["outputs"] != outputs_hash(folder, stage):
@@ -65,7 +66,7 @@ def started_with(folder: Path) -> str:
 def write_lineage(folder: Path, inputs: Inputs, seconds: float) -> None:
     """The last thing a stage writes: with it the stage counts as finished."""
     write_json(
-        folder / "lineage.json",
+        folder / LINEAGE,
         {
             "stage": inputs.stage,
             "fingerprint": inputs.fingerprint,

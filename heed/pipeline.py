@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,10 @@ import tomli_w
 
 from cluster.group import disconnect, require_cluster
 from heed.job import JobConfig
-from heed.lineage import Inputs, finished_with, outputs_hash, started_with, write_lineage
+from heed.lineage import LINEAGE, Inputs, finished_with, outputs_hash, started_with, write_lineage
 from heed.preflight import check_data
 from heed.progress import console, follow
 from heed.recovery import Workers, run_to_end
-from heed.report import write_report
 from heed.stages import SAMPLES, STAGES, Run, Stage, sources_in
 from lm.hub import model_directory
 from lm.tokenizer import TOKENIZER_FILES
@@ -47,10 +47,14 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
         closing.callback(workers.close)
         run = Run(job, folder, job.open_world(), workers)
         _write_job(job, folder / "job.toml")
-        _prepare_world(run)
-        _prepare_tokenizer(run)
-        check_data(run)
+        with ThreadPoolExecutor(1) as beside:  # Ray takes as long to start, and must do so in this thread
+            prepared = beside.submit(_prepare_data, run)
+            if _has_work(run, only):
+                workers.begin()
+            prepared.result()
         _run_stages(run, first, only)
+    from heed.report import write_report  # draws, which takes a second to import and is not needed before
+
     write_report(folder)
     console.print(f"report: {folder / 'report.html'}  ({time.monotonic() - started:.0f} s)")
     return folder
@@ -74,6 +78,12 @@ def hold(folder: Path) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def _has_work(run: Run, only: str) -> bool:
+    """Whether some stage must surely run: one that never came to its end."""
+    names = [only] if only else run.job.stages
+    return not all((run.stage_folder(name) / LINEAGE).exists() for name in names)
 
 
 def _run_stages(run: Run, first: str, only: str) -> None:
@@ -131,7 +141,7 @@ def _inputs(run: Run, stage: Stage) -> Inputs:
     return Inputs(stage.name, run.job.seed, config, parents, _data_hashes(run, config))
 
 
-PLACEMENT = {"placement", "num_generators", "num_scorers"}
+PLACEMENT = {"placement", "num_generators", "num_scorers", "weight_transport"}
 PATIENCE = {"reward_timeout_seconds", "reward_retries"}  # with somebody else's server
 LAYOUT = (
     PLACEMENT | PATIENCE | {"micro_batch_size", "save_every_steps", "save_every_iterations", "evaluate_every_steps"}
@@ -170,7 +180,7 @@ def _source_hash(source: str) -> str:
 def _open_folder(run: Run, stage: Stage, inputs: Inputs, forced: bool) -> None:
     """Continue an interrupted stage of the same inputs, on however many workers; else put it aside and start fresh."""
     folder = run.stage_folder(stage.name)
-    interrupted = started_with(folder) == inputs.fingerprint and not (folder / "lineage.json").exists()
+    interrupted = started_with(folder) == inputs.fingerprint and not (folder / LINEAGE).exists()
     if folder.exists() and (forced or not interrupted):
         _put_aside(run, folder)
     folder.mkdir(exist_ok=True)
@@ -186,6 +196,13 @@ def _put_aside(run: Run, folder: Path) -> None:
     number = 1 + sum(1 for _ in target.glob(f"{folder.name}-*"))
     folder.rename(target / f"{folder.name}-{number}")
     console.print(f"{folder.name}: the earlier result is kept in {target / f'{folder.name}-{number}'}")
+
+
+def _prepare_data(run: Run) -> None:
+    """What needs no workers. Errors: ValueError for whatever is wrong with the data."""
+    _prepare_world(run)
+    _prepare_tokenizer(run)
+    check_data(run)
 
 
 def _prepare_world(run: Run) -> None:

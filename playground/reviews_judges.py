@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import Pipeline, make_pipeline
+from typing import TYPE_CHECKING
 
 from playground.reviews_text import LabeledText, draw
 from preferences.records import Answer, ShownTask
+
+if TYPE_CHECKING:
+    from sklearn.pipeline import Pipeline
 
 MILLISECONDS_PER_WORD = 252  # silent reading of English, 238 words a minute (Brysbaert 2019)
 INVERSE_REGULARIZATION = 10.0
@@ -24,6 +24,10 @@ class SentimentClassifier:
     def __init__(self, labeled: Sequence[LabeledText]) -> None:
         if len({text.positive for text in labeled}) != 2:
             raise ValueError(f"{len(labeled)} labeled texts of one sentiment; a classifier needs both")
+        from sklearn.feature_extraction.text import TfidfVectorizer  # half a second, for this world alone
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.pipeline import make_pipeline
+
         self._pipeline: Pipeline = make_pipeline(
             TfidfVectorizer(ngram_range=(1, 2)),
             LogisticRegression(C=INVERSE_REGULARIZATION, solver="liblinear", random_state=0),

@@ -3,10 +3,6 @@
 import sqlite3
 from pathlib import Path
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import URL, make_url
 
@@ -40,6 +36,11 @@ def open_engines(url_or_path: str | Path) -> tuple[Engine, Engine]:
 
 def migrate(engine: Engine) -> None:
     """Bring the database to the newest revision; one process at a time, whole or not at all."""
+    from alembic import command  # half a second, which those that open no store need not wait for
+    from alembic.config import Config
+    from alembic.runtime.migration import MigrationContext
+    from alembic.script import ScriptDirectory
+
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     scripts = ScriptDirectory.from_config(config)

@@ -1,4 +1,7 @@
-"""Learners, generators and scorers in groups of their own, against all roles in one place: the same bits."""
+"""Learners, generators and scorers in groups of their own, against all roles in one place: the same bits.
+
+The reward is of two objectives, so that scores have two columns.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +37,15 @@ def _room() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def config(ppo_config: Callable[..., PPOConfig]) -> PPOConfig:
-    return ppo_config(minibatch=8, micro=2, num_iterations=2, num_epochs=1, learning_rate=3e-3)
+    weights = {"brief": -0.5, "kind": 2.0}
+    return ppo_config(
+        minibatch=8, micro=2, num_iterations=2, num_epochs=1, learning_rate=3e-3, objective_weights=weights
+    )
+
+
+@pytest.fixture(scope="module")
+def parents(two_objectives: Parents) -> Parents:
+    return two_objectives
 
 
 @pytest.fixture(scope="module")
@@ -73,24 +84,34 @@ def colocated(
         return train(ColocatedGroup(group, config, ENGINE, parents), tmp_path_factory.mktemp("colocated"))
 
 
+@pytest.mark.parametrize("transport", ["object_store", "broadcast"])
 def test_groups_of_one_give_the_same_bits(
-    colocated: Trained, config: PPOConfig, parents: Parents, train: Callable[[Roles, Path], Trained], tmp_path: Path
+    colocated: Trained,
+    config: PPOConfig,
+    parents: Parents,
+    train: Callable[[Roles, Path], Trained],
+    tmp_path: Path,
+    transport: str,
 ) -> None:
+    config = config.model_copy(update={"weight_transport": transport})
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
         roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
         weights, figures = train(roles, tmp_path)
     expected, expected_figures = colocated
     assert figures == expected_figures
+    assert all({"score", "score/kind", "score/brief"} <= line.keys() for line in figures)
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(weights[name], tensor), name
 
 
-def test_groups_of_other_sizes_agree_to_rounding(
+def test_groups_of_other_sizes_and_shards_agree_to_rounding(
     colocated: Trained, config: PPOConfig, parents: Parents, train: Callable[[Roles, Path], Trained], tmp_path: Path
 ) -> None:
+    config = config.model_copy(update={"weight_transport": "broadcast"})
+    engine = ENGINE.model_copy(update={"zero_stage": 3})
     with WorkerGroup(1) as learners, WorkerGroup(2) as generators, WorkerGroup(2) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
+        roles = DisaggregatedGroup(learners, generators, scorers, config, engine, parents)
         weights, _ = train(roles, tmp_path)
     for name, tensor in colocated[0].items():
         torch.testing.assert_close(weights[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
@@ -128,6 +149,24 @@ def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(
         third = roles.start_sampling(prompts, range(16))
         with pytest.raises(WorkerError, match=r"ppo\.receive: rank 0 of 1: AssertionError.*checksum -1"):
             third()
+
+
+def test_a_generator_lost_in_a_broadcast_is_named_though_the_learner_waits_for_it(
+    config: PPOConfig, parents: Parents
+) -> None:
+    by_broadcast = config.model_copy(update={"weight_transport": "broadcast"})
+    with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
+        roles = DisaggregatedGroup(learners, generators, scorers, by_broadcast, ENGINE, parents)
+        learners.run("confuse", _confuse)
+        with pytest.raises(WorkerError, match=r"ppo\.receive_broadcast: rank 0 of 1: AssertionError.*have -1"):
+            roles.sync_weights()
+    with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
+        roles = DisaggregatedGroup(learners, generators, scorers, by_broadcast, ENGINE, parents)
+        ray.kill(generators._workers[0])
+        begun = time.monotonic()
+        with pytest.raises(WorkerLostError):
+            roles.sync_weights()
+        assert time.monotonic() - begun < 20, "a learner that waits for a generator hid its loss"
 
 
 def test_a_lost_generator_is_named(config: PPOConfig, parents: Parents, prompts: list[list[int]]) -> None:

@@ -1,0 +1,53 @@
+"""Weights from the first learner to all generators in one collective: NCCL between GPUs, gloo between CPUs."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SENDER = 0  # the rank that sends; all others receive
+
+
+class WeightBroadcast:
+    """One rank's end of a process group of its own, beside the one that the learners train in.
+
+    All `num_ranks` are made at once, with the address of a free port on the sender's machine. Every call is made by all
+    of them, with tensors of the same names, shapes and types. Errors: RuntimeError where a peer is gone or takes longer
+    than `timeout_seconds`.
+    """
+
+    def __init__(
+        self, host: str, port: int, rank: int, num_ranks: int, *, device: torch.device, timeout_seconds: float
+    ) -> None:
+        timeout = timedelta(seconds=timeout_seconds)
+        self.rank, self.device = rank, device
+        store = dist.TCPStore(host, port, num_ranks, is_master=rank == SENDER, timeout=timeout)  # type: ignore[attr-defined]
+        self._group: Any  # PyTorch's stubs leave out what backends can do
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
+
+    def send(self, weights: Mapping[str, Tensor], checksum: int) -> None:
+        """Back when the receivers have all of it."""
+        assert self.rank == SENDER, f"rank {self.rank} sends; rank {SENDER} was expected"
+        self._exchange(weights)
+        self._exchange({"checksum": torch.tensor([checksum], device=self.device)})
+
+    def receive(self, weights: Mapping[str, Tensor]) -> int:
+        """Write what is sent into `weights`, in place. Returns the sender's checksum of it."""
+        self._exchange(weights)
+        checksum = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._exchange({"checksum": checksum})
+        return int(checksum)
+
+    def _exchange(self, weights: Mapping[str, Tensor]) -> None:
+        # As bytes, for not every backend knows every type; by name, for ZeRO gives them in another order.
+        works = [self._group.broadcast(weights[name].view(torch.uint8), SENDER) for name in sorted(weights)]
+        for work in works:
+            work.wait()
