@@ -1,9 +1,10 @@
 """How long the labeling page takes with many tasks and many labelers at once.
 
-    python -m benchmarks.label_load [STORE_URL]
+    python -m benchmarks.label_load [STORE_URL | --postgres]
 
 Labelers of one process each open a task, think, and answer, over HTTP as a browser does; the server is a process of its
-own. Without a URL the store is a SQLite file in a temporary folder.
+own. Without a URL the store is a SQLite file in a temporary folder or, with --postgres, in a PostgreSQL server that is
+started for it.
 """
 
 import argparse
@@ -17,12 +18,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
+from benchmarks.postgres_server import postgres_programs, running_postgres
 from preferences.page.config import LabelingConfig
 from preferences.people import People
 from preferences.records import Judgment, Message, Task
@@ -119,21 +122,32 @@ def main() -> None:
     parser.add_argument("--labelers", type=int, default=50)
     parser.add_argument("--answers", type=int, default=20, help="of each labeler")
     parser.add_argument("--think-seconds", type=float, default=5.0)
+    parser.add_argument("--postgres", action="store_true", help="start a PostgreSQL server and use that")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        url = given.store or str(Path(folder) / "labels.db")
-        started = time.perf_counter()
-        sessions = fill(url, given.tasks, given.labelers, given.judged_share)
-        print(f"filled in {time.perf_counter() - started:.0f} s", file=sys.stderr)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        server = subprocess.Popen([sys.executable, "-c", SERVER, url, str(port)], stdout=subprocess.DEVNULL)
-        try:
-            print(json.dumps(figures(asyncio.run(work(f"http://127.0.0.1:{port}", sessions, given))), indent=2))
-        finally:
-            server.kill()
-            server.wait()
+    with ExitStack() as opened:
+        url = given.store or str(Path(opened.enter_context(tempfile.TemporaryDirectory())) / "labels.db")
+        if given.postgres:
+            programs = postgres_programs()
+            if programs is None:
+                parser.error("--postgres: PostgreSQL's server programs (initdb, postgres) are not installed")
+            url = opened.enter_context(running_postgres(programs)).new_database("template1")
+        measure(url, given)
+
+
+def measure(url: str, given: argparse.Namespace) -> None:
+    """Fill the store, serve it, and print the figures."""
+    started = time.perf_counter()
+    sessions = fill(url, given.tasks, given.labelers, given.judged_share)
+    print(f"filled in {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen([sys.executable, "-c", SERVER, url, str(port)], stdout=subprocess.DEVNULL)
+    try:
+        print(json.dumps(figures(asyncio.run(work(f"http://127.0.0.1:{port}", sessions, given))), indent=2))
+    finally:
+        server.kill()
+        server.wait()
 
 
 async def work(address: str, sessions: Sequence[str], given: argparse.Namespace) -> dict[str, list[float]]:

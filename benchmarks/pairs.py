@@ -29,14 +29,15 @@ from heed.job_file import load_job
 from lm.source import skeleton
 from lm.tokenizer import Tokenizer
 from playground.world import World
-from preferences.agreement import accuracy_against
 from preferences.records import Ranking, dense_ranks
 from preferences.splits import split_rankings
+from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import Comparison, RankingsConfig, encode_rankings, read_rankings
+from reward.figures import task_scores
 from reward.learner import Beside, LearnerSource, RewardLearner
 from reward.objective import RankingObjective
 from reward.scoring import read_by
-from reward.stage import network_source, task_scores
+from reward.stage import network_source
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.loop import LoopConfig, Objective, TrainingLoop
@@ -80,7 +81,7 @@ class ShuffledPairs:
     def loss(self, model: RewardLearner, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
         first, second, targets = zip(*(self.pairs[row] for row in rows), strict=True)
         scores, _, _ = model(*read_by([*first, *second], self.kind, device))
-        difference = scores[: len(rows)] - scores[len(rows) :]
+        difference = (scores[: len(rows)] - scores[len(rows) :]).squeeze(1)
         target = torch.tensor(targets, device=device)
         return F.binary_cross_entropy_with_logits(difference, target, reduction="sum"), {}
 

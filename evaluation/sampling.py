@@ -4,8 +4,8 @@ Shape letters: B samples, T tokens, C response tokens.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -30,8 +30,8 @@ BATCH = 128
 class SamplingSpec:
     """What to sample. `reference` and `reward` are model directories to measure against; "" leaves that out.
 
-    `elsewhere` scores in place of a model of `reward`. `template_of` names a directory whose chat template is used in
-    place of the policy's own.
+    `objective_weights` are for a reward model of several objectives. `elsewhere` scores in place of a model of
+    `reward`. `template_of` names a directory whose chat template is used in place of the policy's own.
     """
 
     policy: Path
@@ -42,6 +42,7 @@ class SamplingSpec:
     precision: Precision
     reference: str = ""
     reward: str = ""
+    objective_weights: Mapping[str, float] = field(default_factory=dict)
     elsewhere: Elsewhere | None = None
     template_of: str = ""
 
@@ -139,7 +140,7 @@ def _scores(
         return [scored for part in parts for scored in spec.elsewhere.score(conversations[part], texts[part])]
     if not spec.reward:
         return [Scored(float("nan"))] * len(responses)
-    judge = Judge.load(Path(spec.reward))
+    judge = Judge.load(Path(spec.reward), spec.objective_weights)
     scores = judge.score(tokenizer, conversations, queries, responses)
     room = judge.network.config.context_tokens
     return [Scored(s, f"the reward model reads {room} tokens" if math.isnan(s) else "") for s in scores]

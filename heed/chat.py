@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lm.best_of import Scorer, best_of
@@ -15,16 +15,25 @@ from reward.scoring import Judge
 from training.seeds import derive_seed
 
 
-def converse(folder: Path, *, temperature: float, max_tokens: int, seed: int, num_samples: int, judge: str) -> None:
+def converse(
+    folder: Path,
+    *,
+    temperature: float,
+    max_tokens: int,
+    seed: int,
+    num_samples: int,
+    judge: str,
+    weights: Mapping[str, float],
+) -> None:
     """Read turns from standard input and answer each on standard output, the whole conversation as context.
 
-    An answer is what the reward model in the directory `judge` scores highest of `num_samples` responses; with ""
-    the first is taken.
-    Errors: ValueError for a directory that holds no model that writes.
+    An answer is what the reward model in the directory `judge` scores highest of `num_samples` responses, its
+    objectives by their `weights`; with "" the first is taken.
+    Errors: ValueError for a directory that holds no model that writes, and weights that do not fit the judge.
     """
     tokenizer, model = Tokenizer.load(folder), load_writer(folder).eval()
     context = model.config.context_tokens
-    reward_model = Judge.load(Path(judge)) if judge else None
+    reward_model = Judge.load(Path(judge), weights) if judge else None
     if reward_model is not None:  # it also reads the end token behind a response that was cut off
         context = min(context, reward_model.network.config.context_tokens - 1)
     messages: list[dict[str, str]] = []

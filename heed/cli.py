@@ -10,7 +10,7 @@ from rich.console import Console
 from heed.jobs_cli import jobs_app, submit
 from heed.label_cli import label_app
 from heed.measures_cli import measure_app
-from heed.options import First, JobFile, Only, Overrides, RunsFolder, Workers, read_job
+from heed.options import First, JobFile, Only, Overrides, RunsFolder, Weights, Workers, read_job, read_weights
 from heed.progress import console
 
 app = typer.Typer(
@@ -91,6 +91,7 @@ def chat(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     best_of: Annotated[int, typer.Option(min=1, help="Responses drawn, of which the judge's favourite is shown.")] = 1,
     judge: Annotated[str, typer.Option(help="A reward model's directory, such as runs/demo/reward/model.")] = "",
+    weight: Weights = None,
 ) -> None:
     """Talk to a model: each line is a turn; an empty line starts over; end of input leaves."""
     from heed.chat import converse
@@ -100,7 +101,17 @@ def chat(
             f"--best-of is {best_of}, --judge {judge!r}; several responses and a reward model that chooses among them"
             " were expected, or neither"
         )
-    converse(model, temperature=temperature, max_tokens=max_tokens, seed=seed, num_samples=best_of, judge=judge)
+    if weight and not judge:
+        raise ValueError("--weight is of a --judge's objectives, and none is given")
+    converse(
+        model,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        seed=seed,
+        num_samples=best_of,
+        judge=judge,
+        weights=read_weights(weight),
+    )
 
 
 @app.command("few-shot")

@@ -10,7 +10,9 @@ from lm.config import ModelConfig
 from playground.reviews import ReviewsConfig, ReviewsWorld
 from playground.world import PlaygroundConfig, PlaygroundWorld, World
 from ppo.config import PPOConfig
+from preferences.records import OVERALL
 from pretrain.stage import PretrainConfig
+from reward.scoring import weights_by_label
 from reward.stage import RewardConfig
 from sft.stage import SFTConfig
 from training.config import Config, EngineConfig, OptimizerConfig
@@ -85,6 +87,7 @@ class JobConfig(Config):
         self._check_room()
         self._check_batches()
         self._check_optimizers()
+        self._check_objectives()
         return self
 
     @property
@@ -224,6 +227,20 @@ class JobConfig(Config):
         num_layers = self.model.num_layers + self.model.num_encoder_layers
         if (optimizer.trained_layers or 0) > num_layers:
             raise ValueError(f"{name}.trained_layers is {optimizer.trained_layers}; the model has {num_layers}")
+
+    def _check_objectives(self) -> None:
+        """The weights of PPO's reward are of what the reward model learns. Those of a model from elsewhere are seen in
+        its directory, before anything runs.
+        """
+        if self.reward is None:
+            return
+        if self.reward.rankings.source == "collect:rankings" and not set(self.reward.objectives) <= {OVERALL}:
+            raise ValueError(
+                f"reward.objectives is {list(self.reward.objectives)}, and the labelers of [collect] judge by"
+                f" {OVERALL!r} alone; rankings of those objectives were expected"
+            )
+        if self.ppo is not None and "reward" in self.parents("ppo"):
+            weights_by_label("[reward]", self.reward.labels, self.ppo.objective_weights)
 
     def open_world(self) -> World | None:
         """The world that the job names, if it does. Errors: ValueError for files that are missing or malformed."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from heed.options import Weights, read_weights
 from heed.progress import console
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def sample_for_labelers(
     samples: Annotated[int, typer.Option(min=1, help="Drawn of every policy for every prompt.")] = 4,
     tasks_per_prompt: Annotated[int, typer.Option(min=1)] = 1,
     judge: Annotated[list[Path] | None, typer.Option(help="A reward model that chooses what is uncertain.")] = None,
+    weight: Weights = None,
     evaluation_share: Annotated[float, typer.Option(help="Of the prompts, chosen uniformly in any case.")] = 0.1,
     labelers: Annotated[int, typer.Option(min=1, help="How many are to judge each task.")] = 1,
     max_response_tokens: Annotated[int, typer.Option(min=1)] = 256,
@@ -108,6 +110,8 @@ def sample_for_labelers(
     from training.data import DataConfig, read_prompts
 
     asked = read_prompts(DataConfig(source=prompts))
+    if weight and not judge:
+        raise ValueError("--weight is of a --judge's objectives, and none is given")
     method: Method = "uncertainty" if judge else "uniform"
     choosing = Choosing(batch, method, responses, tasks_per_prompt, evaluation_share, seed)
     with console.status(f"sampling {len(policies)} x {samples} responses to {len(asked):,} prompts"):
@@ -119,6 +123,7 @@ def sample_for_labelers(
             num_samples=samples,
             max_response_tokens=max_response_tokens,
             temperature=temperature,
+            weights=read_weights(weight),
         )
     if not tasks:
         raise ValueError(f"{prompts}: no prompt has {responses} different responses; more --samples may give them")

@@ -1,6 +1,6 @@
 """From policies and prompts to tasks for labelers: every policy is sampled, some samples are chosen and stored."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from evaluation.sampling import SamplingSpec, sample_policy
 from preferences.choosing import Candidate, Candidates, Method, choose_tasks
 from preferences.records import Message, Task
 from reward.comparisons import encode_response
-from reward.scoring import Judge, score_sequences
+from reward.scoring import Judge, labels_of, weights_by_label
 from training.data import Prompt
 from training.seeds import derive_seed
 
@@ -34,12 +34,16 @@ def sample_tasks(
     num_samples: int,
     max_response_tokens: int,
     temperature: float,
+    weights: Mapping[str, float],
 ) -> list[Task]:
     """`num_samples` responses of every policy to every prompt, of which some are put into tasks.
 
-    A response's source is its policy's folder. Errors: ValueError for a directory that holds no such model, a prompt
-    that leaves no room for the response, and a conversation that does not fit a judge.
+    A response's source is its policy's folder; `weights` are of the judges' objectives, where they have several.
+    Errors: ValueError for a directory that holds no such model, weights that do not fit a judge, a prompt that leaves
+    no room for the response, and a conversation that does not fit a judge.
     """
+    for judge in judges:
+        weights_by_label(str(judge), labels_of(judge), weights)
     found: dict[str, list[tuple[str, str]]] = {prompt.prompt_id: [] for prompt in prompts}
     for policy in policies:
         spec = SamplingSpec(
@@ -52,7 +56,8 @@ def sample_tasks(
         )
         for sample in sample_policy(spec, prompts):
             found[sample.prompt_id].append((sample.response, str(policy)))
-    scores = scores_of(judges, prompts, {name: [text for text, _ in samples] for name, samples in found.items()})
+    texts = {name: [text for text, _ in samples] for name, samples in found.items()}
+    scores = scores_of(judges, weights, prompts, texts)
     candidates = [
         Candidates(
             prompt.prompt_id,
@@ -76,12 +81,12 @@ def sample_tasks(
 
 
 def scores_of(
-    judges: Sequence[Path], prompts: Sequence[Prompt], responses: dict[str, list[str]]
+    judges: Sequence[Path], weights: Mapping[str, float], prompts: Sequence[Prompt], responses: dict[str, list[str]]
 ) -> dict[str, list[tuple[float, ...]]]:
     """What each judge says of each response, by prompt: one tuple a response, one score a judge; higher is better."""
     columns: list[list[float]] = []
     for folder in judges:
-        judge = Judge.load(folder)
+        judge = Judge.load(folder, weights)
         sequences = []
         for prompt in prompts:
             messages = [Message(**message) for message in prompt.messages]
@@ -93,7 +98,7 @@ def scores_of(
                         f" most {judge.network.config.context_tokens}"
                     )
                 sequences.append(tokens)
-        columns.append(score_sequences(judge.network, sequences))
+        columns.append(judge.score_sequences(sequences))
     rows = iter(zip(*columns, strict=True)) if columns else iter([])
     return {
         prompt.prompt_id: [next(rows) if columns else () for _ in responses[prompt.prompt_id]] for prompt in prompts

@@ -7,19 +7,18 @@ from typing import Any
 from evaluation.statistics.means import bootstrap_mean
 from heed.collect import label_truth
 from playground.world import World
-from preferences.agreement import accuracy_against
 from preferences.records import Ranking
-from preferences.splits import split_rankings
-from reward.comparisons import encode_scored
-from reward.scoring import Judge, score_sequences
-from reward.stage import HELDOUT_SCORES, RewardConfig, rankings_of
+from preferences.statistics.agreement import accuracy_against
+from reward.comparisons import encode_scored, read_judgments
+from reward.scoring import Judge
+from reward.stage import HELDOUT_SCORES, RewardConfig, split_of
 
 
 def measure_reward_model(folder: Path, config: RewardConfig, world: World, seed: int) -> dict[str, Any]:
     """`gold_accuracy`: share of held-out pairs ordered as a noiseless labeler would; `human_pairs_accuracy` where the
     world has pairs that people ordered. Both with 95% intervals. `folder` is the finished stage's.
     """
-    _, heldout = split_rankings(rankings_of(config), config.heldout_share, seed)
+    heldout = split_of(read_judgments(config.rankings).rankings, config, seed).heldout
     scores = json.loads((folder / HELDOUT_SCORES).read_text(encoding="utf-8"))
     truth = label_truth(heldout, world)
     unique = {ranking.task_id: ranking for ranking in heldout}
@@ -29,7 +28,7 @@ def measure_reward_model(folder: Path, config: RewardConfig, world: World, seed:
     if pairs:
         judge = Judge.load(folder / "model")
         sides = [[encode_scored(judge.tokenizer, pair[side]) for pair in pairs] for side in (0, 1)]
-        better, worse = (score_sequences(judge.network, side) for side in sides)
+        better, worse = (judge.score_sequences(side) for side in sides)
         right = [float(b > w) + 0.5 * (b == w) for b, w in zip(better, worse, strict=True)]
         measured["human_pairs_accuracy"] = {**bootstrap_mean(right, seed=seed).as_dict(), "num_pairs": len(pairs)}
     return measured

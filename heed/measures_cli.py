@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from heed.options import Weights, read_weights
 from heed.progress import console
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def measure_reward(
     heldout_share: Annotated[
         float, typer.Option(min=0, max=1, help="Only prompts that a run with this reward.heldout_share held out.")
     ] = 1.0,
+    weight: Weights = None,
     seed: Annotated[int, typer.Option(min=0, help="The run's, where prompts are held out; of resampling else.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -41,7 +43,7 @@ def measure_reward(
     if heldout_share < 1:
         judged = heldout_only(judged, heldout_share, seed)
     with console.status(f"scoring {len(judged.rankings):,} rankings"):
-        found = measure_reward_model(model, judged, seed=seed)
+        found = measure_reward_model(model, judged, seed=seed, weights=read_weights(weight))
     _tell(reward_tables(found), found, json_file)
 
 

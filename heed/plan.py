@@ -153,7 +153,7 @@ class _Planner:
         self._assume("one ranking a task; rankings of one task are one comparison")
         tokens = self._conversation_tokens()
         return self._training(
-            "reward", "comparisons", config, steps, tokens, 0, rows_per_unit=responses, is_scalar=True
+            "reward", "comparisons", config, steps, tokens, 0, rows_per_unit=responses, num_scores=len(config.labels)
         )
 
     def _training(
@@ -166,16 +166,16 @@ class _Planner:
         num_logits: int,
         *,
         rows_per_unit: int = 1,
-        is_scalar: bool = False,
+        num_scores: int = 0,
     ) -> StagePlan:
         batch, layout = config.batch, self.layout
         micro_batches = batch.num_micro_batches(layout.ranks)
-        counts = count(self.model, config.optimizer, is_scalar=is_scalar)
+        counts = count(self.model, config.optimizer, num_scores=num_scores)
         rows = batch.micro_batch_size * rows_per_unit
         of = forward_pass(self.model, layout, rows, row_tokens, is_packed=name == "sft", dropout=config.dropout)
         memory = training_memory(self.model, counts, layout, of, num_logits, micro_batches)
         tokens = batch.batch_size * rows_per_unit * row_tokens
-        flops = tokens * self._forward_flops(row_tokens, 0.0 if is_scalar else 1.0) * self._passes(counts)
+        flops = tokens * self._forward_flops(row_tokens, 0.0 if num_scores else 1.0) * self._passes(counts)
         numbers = {
             "batch_size": batch.batch_size,
             "micro_batch_size": batch.micro_batch_size,
@@ -184,6 +184,8 @@ class _Planner:
             "steps": num_steps,
             "tokens a step": tokens,
         }
+        if num_scores > 1:
+            numbers["heads, one an objective"] = num_scores
         if rows_per_unit > 1:
             numbers["responses a comparison"] = rows_per_unit
         return self._stage(name, unit, numbers, memory, num_steps, self._compute_seconds(flops))
@@ -238,7 +240,8 @@ class _Planner:
         row_tokens = self._conversation_tokens(config.max_response_tokens)
         self._assume("every response is as long as it may be")
         policy = count(self.model, config.policy_optimizer)
-        value = count(self.model, config.value_optimizer, is_scalar=True)
+        value = count(self.model, config.value_optimizer, num_scores=1)
+        reward = count(self.model, config.value_optimizer, num_scores=max(1, len(config.objective_weights)))
         rollout_rows = config.rollout_prompts // layout.ranks
         micro_batches = batch.num_micro_batches(layout.ranks)
         # Pretraining rows ride along with each micro-batch of responses.
@@ -246,7 +249,7 @@ class _Planner:
         of = forward_pass(self.model, layout, batch.micro_batch_size + ptx, max(row_tokens, ptx_tokens))
         counted = batch.micro_batch_size * config.max_response_tokens + ptx * ptx_tokens
         logits = counted * self.model.vocab_size
-        memory = ppo_memory(self.model, policy, value, layout, of, logits, rollout_rows, micro_batches)
+        memory = ppo_memory(self.model, policy, value, reward.total, layout, of, logits, rollout_rows, micro_batches)
         numbers = {
             "rollout_prompts": config.rollout_prompts,
             "batch_size": batch.batch_size,

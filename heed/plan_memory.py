@@ -90,13 +90,16 @@ class Memory:
         return sum(self.held.values()) + sum(self.phases[self.peak_phase].values())
 
 
-def count(config: ModelConfig, optimizer: OptimizerConfig, *, is_scalar: bool = False) -> Counts:
-    """Counted on the meta device, frozen as the engine freezes. `is_scalar`: a score in place of the head.
+def count(config: ModelConfig, optimizer: OptimizerConfig, *, num_scores: int = 0) -> Counts:
+    """Counted on the meta device, frozen as the engine freezes. `num_scores` in place of the head; 0 leaves it.
 
     Errors: ValueError for more trained layers than there are.
     """
-    kind = ScalarModel if is_scalar and config.kind == "decoder" else PRETRAINED[config.kind]
-    model: nn.Module = skeleton(lambda: kind(config))
+    labels = [str(number) for number in range(num_scores)]
+    is_scalar = labels and config.kind == "decoder"
+    model: nn.Module = skeleton(
+        lambda: ScalarModel(config, labels=labels) if is_scalar else PRETRAINED[config.kind](config)
+    )
     num_layers = config.num_layers + config.num_encoder_layers
     if optimizer.trained_layers is not None:
         freeze_all_but_last(model, optimizer.trained_layers)
@@ -220,6 +223,7 @@ def ppo_memory(
     config: ModelConfig,
     policy: Counts,
     value: Counts,
+    reward_parameters: int,
     layout: Layout,
     of: Pass,
     num_logits: int,
@@ -229,8 +233,7 @@ def ppo_memory(
     """A colocated worker: policy and value function under training; reference, reward model, the generator's copy and
     the moving average whole on every rank. Gathered weights go to every rank's device when they are synchronised.
 
-    `of` is one micro-batch of prompts with their responses; `rollout_rows` are a rank's responses of an iteration. The
-    reward model is taken to be as large as the value function.
+    `of` is one micro-batch of prompts with their responses; `rollout_rows` are a rank's responses of an iteration.
     """
     c, P = layout.compute_bytes, policy.total
     frozen = 4 if layout.is_autocast else c
@@ -239,7 +242,7 @@ def ppo_memory(
     held |= {f"value: {name}": size for name, size in states(value, layout).items()}
     held |= {
         "reference": frozen * P,
-        "reward model": frozen * value.total,
+        "reward model": frozen * reward_parameters,
         "generator": c * P,
         "moving average": 4 * (P + tied),
     }

@@ -6,7 +6,8 @@ from lm.source import skeleton
 from lm.tokenizer import Tokenizer
 from reward.comparisons import encode_rankings, read_judgments
 from reward.elsewhere import FunctionReward
-from reward.stage import ODDITIES, RewardConfig, network_source
+from reward.scoring import labels_of, weights_by_label
+from reward.stage import ODDITIES, RewardConfig, network_source, split_of
 from sft.stage import SFTConfig, encode_demonstrations
 from training.data import read_prompts, read_texts
 
@@ -19,6 +20,9 @@ def check_data(run: Run) -> None:
     job = run.job
     if job.ppo is not None and isinstance(job.ppo.elsewhere, FunctionReward):
         _ = job.ppo.elsewhere.function
+    if job.ppo is not None and job.ppo.reward_from:
+        judge = run.start("ppo", "reward")
+        weights_by_label(str(judge), labels_of(judge), job.ppo.objective_weights)
     if job.pretrain is not None:
         for sources in (job.pretrain.texts, job.pretrain.heldout):
             for _ in read_texts([run.resolve(data) for data in sources]):
@@ -43,15 +47,22 @@ def check_data(run: Run) -> None:
 
 
 def check_rankings(run: Run, config: RewardConfig) -> None:
-    """Every row of the rankings is of its format, and every conversation fits the model; what is odd is counted."""
+    """Every row of the rankings is of its format, there are some of every objective, and every conversation fits the
+    model; what is odd is counted, and what is not learned.
+    """
     found = read_judgments(config.rankings)
+    objectives = split_of(found.rankings, config, run.job.seed).objectives
+    left_out = sum(ranking.objective not in objectives for ranking in found.rankings)
+    if left_out:
+        console.print(f"{config.rankings.source}: {left_out:,} rankings are of objectives that are not learned")
     counts = ", ".join(f"{count:,} x {kind}" for kind, count in found.report.counts().items())
     if counts:
         console.print(f"{config.rankings.source}: oddities, told in reward/{ODDITIES}: {counts}", markup=False)
     if config.init_from:
         start = run.start("reward", "sft")
         tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
-        context_tokens = skeleton(network_source(start, 0.0, seed=0).build).config.context_tokens
+        source = network_source(start, 0.0, seed=0, labels=config.labels)
+        context_tokens = skeleton(source.build).config.context_tokens
     else:
         assert run.job.sft is not None
         assert run.job.model is not None

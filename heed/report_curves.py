@@ -1,7 +1,7 @@
 """A stage's training curves, from its metrics.jsonl."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from heed.report_run import Run
 from heed.report_svg import ROUND_STEPS, Chart, Floats, Key, draw, running_mean, tone
-from heed.report_words import number, percent
+from heed.report_words import label, number, percent
 
 CURVE_SIZE = {"width": 340, "height": 200}
 MAX_POINTS = 600  # more would only make the page heavier
@@ -63,8 +63,29 @@ PANELS = {
 def stage_charts(run: Run, stage: str) -> list[Chart]:
     """The curves of a stage, without those that its metrics lack."""
     metrics = run.stages[stage].metrics
-    charts = [_curves(panel, metrics, stage, number) for number, panel in enumerate(PANELS.get(stage, ()))]
+    panels = (*PANELS.get(stage, ()), *_objective_panels(stage, metrics))
+    charts = [_curves(panel, metrics, stage, number) for number, panel in enumerate(panels)]
     return [chart for chart in charts if chart is not None]
+
+
+def _objective_panels(stage: str, metrics: Sequence[dict[str, Any]]) -> list[Panel]:
+    """A chart for each objective of a reward model of several."""
+    fields = dict.fromkeys(field for line in metrics for field in line)
+    split = [field.split("/", 1) for field in fields if "/" in field]
+    if stage == "ppo":
+        scores = [(name, Series(f"score/{name}", "PPO", "ppo")) for kind, name in split if kind == "score"]
+        return [Panel(f"Score, {label(name)}", "from the head of this objective", (series,)) for name, series in scores]
+    names = [name for kind, name in split if kind == "accuracy"]
+    train, heldout = ACCURACY
+    return [
+        Panel(
+            f"Accuracy, {label(name)}",
+            "pairs of this objective",
+            (replace(train, field=f"accuracy/{name}"), replace(heldout, field=f"heldout_accuracy/{name}")),
+            is_share=True,
+        )
+        for name in names
+    ]
 
 
 def _points(metrics: Sequence[dict[str, Any]], field: str) -> tuple[Floats, Floats]:

@@ -3,7 +3,7 @@
 Everything here is plain text and numbers; the template escapes it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -247,6 +247,8 @@ def _stage_view(run: Run, name: str) -> StageView:
     if name == "collect" and stage.results:
         labelers = [label(str(labeler)) for labeler in stage.results.get("labelers") or []]
         facts.append(("Labelers", ", ".join(labelers)))
+    if name == "reward":
+        facts += _objective_facts(run.get(name, "objectives") or {})
     charts = stage_charts(run, name)
     if name == "collect":
         charts += [chart for chart in [agreement_chart(run)] if chart is not None]
@@ -257,6 +259,17 @@ def _stage_view(run: Run, name: str) -> StageView:
         last = stage.metrics[-1]
         status = f"unfinished: step {number(last.get('step'))} of {number(last.get('num_steps'))}"
     return StageView(name, title, about, status, duration(stage.seconds), facts, charts)
+
+
+def _objective_facts(objectives: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Of each head of a reward model of several objectives."""
+    return [
+        (
+            f"Held-out accuracy, {label(name)}",
+            f"{percent(figures.get('heldout_accuracy'))} of {number(figures.get('heldout_pairs'))} pairs",
+        )
+        for name, figures in objectives.items()
+    ]
 
 
 def _metric_facts(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:

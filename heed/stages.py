@@ -182,16 +182,17 @@ def score_scale(
     config: PPOConfig,
     progress: StageProgress,
 ) -> ScoreScale:
-    """Mean and spread of the SFT policy's scores: the reward stage's, or, where rewards come from anywhere else,
-    measured on one sample a prompt. Those scores are kept until the stage is done, so a run that goes on has the same.
+    """Mean and spread of the SFT policy's scores: the reward stage's, or, where rewards come from anywhere else or are
+    a sum over objectives, measured on one sample a prompt. Those scores are kept until the stage is done, so a run that
+    goes on has the same.
 
     Errors: ValueError for a reward that gives every sample the same score; RuntimeError where too many fail.
     """
-    if "reward" in run.job.parents("ppo"):
+    if "reward" in run.job.parents("ppo") and not config.objective_weights:
         where, scores = str(run.stage_folder("reward") / "results.json"), read_results(run.stage_folder("reward"))
         scale = ScoreScale(scores["sample_score_mean"], scores["sample_score_std"])
     else:
-        where = run.job.substitute("ppo", "reward")
+        where = run.job.substitute("ppo", "reward") or str(judge)
         spec = SamplingSpec(
             policy=policy,
             num_samples=1,
@@ -200,6 +201,7 @@ def score_scale(
             seed=derive_seed(run.job.seed, "ppo", "scale"),
             precision=run.job.engine.resolved_precision(),
             reward=str(judge) if isinstance(judge, Path) else "",
+            objective_weights=config.objective_weights,
             elsewhere=None if isinstance(judge, Path) else judge,
         )
         samples = sample_everywhere(run, "ppo", "scale", spec, prompts[:SCALE_PROMPTS], progress)
@@ -224,7 +226,8 @@ def score_scale(
 def run_compare(run: Run, config: CompareConfig, progress: StageProgress) -> None:
     """Sample every policy on held-out prompts, measure, judge."""
     folder, seed = run.stage_folder("compare"), run.job.seed
-    prompts = read_prompts(config.prompts)
+    prompts, ppo_config = read_prompts(config.prompts), run.job.ppo
+    assert ppo_config is not None, "the comparison is of PPO's policy"
 
     def samples_of(name: str, num_samples: int) -> list[Sample]:
         # The pretrained model has seen no chat template; it is asked in the one that SFT taught.
@@ -237,6 +240,7 @@ def run_compare(run: Run, config: CompareConfig, progress: StageProgress) -> Non
             precision=run.job.engine.resolved_precision(),
             reference=str(run.model("sft")),
             reward=str(run.model("reward")),
+            objective_weights=ppo_config.objective_weights,
             template_of=str(run.model("sft")),
         )
         return sample_everywhere(run, "compare", name, spec, prompts, progress)

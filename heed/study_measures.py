@@ -32,7 +32,7 @@ from playground.world import World
 from preferences.resampling import Floats
 from preferences.splits import split_rankings
 from reward.comparisons import encode_response
-from reward.scoring import Judge, score_sequences
+from reward.scoring import Judge
 from training.data import DataConfig, Prompt, read_prompts, read_texts
 from training.seeds import derive_seed
 
@@ -113,7 +113,7 @@ class SeedMeasures:
             for task in tasks.values()
             for response in task.responses
         ]
-        scores = iter(score_sequences(model.network, sequences))
+        scores = iter(model.score_sequences(sequences))
         counts = [pairs_right([next(scores) for _ in task.responses], truth[name]) for name, task in tasks.items()]
         right_T, compared_T = np.array(counts, dtype=np.float64).T
         return {"right_T": right_T, "compared_T": compared_T}

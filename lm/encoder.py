@@ -5,7 +5,7 @@ In all of them `segments_BT` is as for a decoder: sequences of a row from 1, 0 =
 padding must be given it. `token_types_BT` is 0 where not given.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -55,14 +55,14 @@ class MaskedLanguageModel(EncoderModel):
 
 
 class SequenceClassifier(EncoderModel):
-    """Logits of a sequence's labels, from its first token; with one label, a score: a reward model."""
+    """Logits of a sequence's labels, from its first token. As a reward model: scores, one label an objective."""
 
-    def __init__(self, config: ModelConfig, num_labels: int, dropout: float = 0.0) -> None:
+    def __init__(self, config: ModelConfig, labels: Sequence[str], dropout: float = 0.0) -> None:
         super().__init__(config, dropout)
-        self.num_labels = num_labels
+        self.labels = tuple(labels)
         self.pooler = nn.Linear(config.width, config.width)
         self.dropout = nn.Dropout(dropout)
-        self.classifier = nn.Linear(config.width, num_labels)
+        self.classifier = nn.Linear(config.width, len(self.labels))
 
     def forward(
         self, tokens_BT: Tensor, segments_BT: Tensor | None = None, token_types_BT: Tensor | None = None
@@ -76,11 +76,11 @@ class SequenceClassifier(EncoderModel):
 class TokenClassifier(EncoderModel):
     """Logits of every token's labels."""
 
-    def __init__(self, config: ModelConfig, num_labels: int, dropout: float = 0.0) -> None:
+    def __init__(self, config: ModelConfig, labels: Sequence[str], dropout: float = 0.0) -> None:
         super().__init__(config, dropout)
-        self.num_labels = num_labels
+        self.labels = tuple(labels)
         self.dropout = nn.Dropout(dropout)
-        self.classifier = nn.Linear(config.width, num_labels)
+        self.classifier = nn.Linear(config.width, len(self.labels))
 
     def forward(
         self, tokens_BT: Tensor, segments_BT: Tensor | None = None, token_types_BT: Tensor | None = None

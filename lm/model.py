@@ -16,6 +16,8 @@ from lm.block import Block, Rotary, compute_dtype, make_norm
 from lm.config import ModelConfig
 from lm.positions import rotary_tables, sinusoids
 
+SCORE = "score"  # the label of a model that gives one number
+
 
 class Stack(nn.Module):
     """Tokens to hidden states: embeddings, blocks, and a final norm where norms come first.
@@ -140,22 +142,28 @@ class LanguageModel(nn.Module):
 
 
 class ScalarModel(nn.Module):
-    """A decoder with one number a token: a reward model's score (higher is better) or a value function."""
+    """A decoder with one number a token: a reward model's score (higher is better) or a value function.
 
-    def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
+    A reward model of several objectives has a number for each of its `labels`, and a head (a row of `score`) behind it.
+    """
+
+    def __init__(self, config: ModelConfig, dropout: float = 0.0, labels: Sequence[str] = (SCORE,)) -> None:
         config.require_kind("decoder")
         super().__init__()
-        self.config = config
+        self.config, self.labels = config, tuple(labels)
         self.decoder = Stack(config, dropout)
-        self.score = nn.Linear(config.width, 1, bias=False)
+        self.score = nn.Linear(config.width, len(self.labels), bias=False)
         # Not a parameter: it is set once, after training, so that demonstrations score 0 on average.
-        self.register_buffer("bias", torch.zeros(()))
+        self.register_buffer("bias", torch.zeros(len(self.labels) if len(self.labels) > 1 else ()))
         self.bias: Tensor
 
     def forward(
         self, tokens_BT: Tensor, segments_BT: Tensor | None = None, selected_BT: Tensor | None = None
     ) -> Tensor:
-        """Scores [C] of the positions that `selected_BT` marks True, row by row; [B, T] where it is None."""
+        """Scores [C] of the positions that `selected_BT` marks True, row by row; [B, T] where it is None.
+
+        With several labels they are the last dimension of both.
+        """
         hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT)
         selected = hidden_BTD if selected_BT is None else hidden_BTD[selected_BT]
         return self.score(selected).squeeze(-1).float() + self.bias

@@ -1,8 +1,9 @@
 """Model directories in the Hugging Face layout: config.json, safetensors weights, tokenizer files.
 
 A shape is written as the published family that holds it (`lm.families`), so `transformers` and the servers built on it
-load a policy as it stands. A scalar model becomes the family's sequence classifier with one label; its bias, which no
-preference depends on, has no place there and is kept in config.json as `score_bias`.
+load a policy as it stands. A scalar model becomes the family's sequence classifier with one label (of a reward model of
+several objectives, a label for each, by its name); its bias, which no preference depends on, has no place there and is
+kept in config.json as `score_bias`.
 """
 
 import json
@@ -24,7 +25,7 @@ from lm.config import ModelConfig
 from lm.encoder import MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier
 from lm.encoder_decoder import EncoderDecoder
 from lm.families import FAMILIES, Family, Stored, expect, family_of
-from lm.model import LanguageModel, ScalarModel, draw_tensor
+from lm.model import SCORE, LanguageModel, ScalarModel, draw_tensor
 from lm.source import materialise, skeleton
 from lm.tokenizer import Tokenizer, read_json
 
@@ -84,7 +85,7 @@ def save_model(
     tokenizer.save(folder)
     config = config_to_hf(model, tokenizer)
     if isinstance(model, ScalarModel):
-        config["score_bias"] = float(weights["bias"])
+        config["score_bias"] = weights["bias"].tolist()
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = dict(_to_stored(family_of(model.config, PURPOSES[type(model)]), model, weights))
     for stale in folder.glob("model*.safetensors*"):  # an index beside one new file would hide it
@@ -134,8 +135,9 @@ class ModelFolder(Generic[AnyModel]):
     def build(self) -> AnyModel:
         config, _, raw = read_config(self.folder, PURPOSES[self.kind])
         build: Callable[..., AnyModel] = self.kind
-        labels = [_num_labels(raw)] if issubclass(self.kind, SequenceClassifier | TokenClassifier) else []
-        return build(config, *labels, dropout=self.dropout)
+        has_labels = issubclass(self.kind, ScalarModel | SequenceClassifier | TokenClassifier)
+        labels = {"labels": _labels(self.folder / CONFIG, raw)} if has_labels else {}
+        return build(config, dropout=self.dropout, **labels)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         _, family, raw = read_config(self.folder, PURPOSES[self.kind])
@@ -144,7 +146,7 @@ class ModelFolder(Generic[AnyModel]):
             for ours, parameter in model.named_parameters():
                 yield ours, checkpoint.read(ours, parameter.shape)
         for name, buffer in model.named_buffers():  # a score's bias is the only one
-            yield name, torch.full(buffer.shape, float(raw.get("score_bias", 0.0)))
+            yield name, _score_bias(self.folder / CONFIG, raw, buffer.shape)
 
 
 @dataclass(frozen=True)
@@ -194,8 +196,31 @@ def purpose_of(folder: Path) -> str:
     return found[0]
 
 
-def _num_labels(raw: Mapping[str, Any]) -> int:
-    return int(raw.get("num_labels") or len(raw.get("id2label", {})) or 2)  # the library's own default
+def _labels(path: Path, raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """A classifier's labels by name, in order; one label alone is a score, whatever it is called.
+
+    Errors: ValueError naming file and field where names and number do not fit, or two are the same.
+    """
+    named = raw.get("id2label") or {}
+    num_labels = int(raw.get("num_labels") or len(named) or 2)  # the library's own default
+    if num_labels == 1:
+        return (SCORE,)
+    names = named or {str(number): f"LABEL_{number}" for number in range(num_labels)}  # the library's own again
+    if sorted(names) != sorted(map(str, range(num_labels))) or len(set(names.values())) != num_labels:
+        raise ValueError(
+            f"{path}: id2label is {named} and num_labels {num_labels}; a name of its own for each number from 0 to"
+            f" {num_labels - 1} was expected"
+        )
+    return tuple(names[str(number)] for number in range(num_labels))
+
+
+def _score_bias(path: Path, raw: Mapping[str, Any], shape: torch.Size) -> Tensor:
+    """Errors: ValueError where there is not one for each label."""
+    bias = torch.tensor(raw.get("score_bias", torch.zeros(shape).tolist()), dtype=torch.float32)
+    if bias.shape != shape:
+        wanted = f"a list of {shape[0]} numbers" if shape else "a number"
+        raise ValueError(f"{path}: score_bias is {raw['score_bias']}; {wanted} was expected")
+    return bias
 
 
 class Checkpoint:
@@ -331,10 +356,9 @@ def _to_stored(family: Family, model: Model, weights: Weights) -> Iterator[tuple
 def config_to_hf(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
     """`config.json` of a model."""
     family = family_of(model.config, PURPOSES[type(model)])
-    num_labels = 1 if isinstance(model, ScalarModel) else getattr(model, "num_labels", 0)
-    names = ["score"] if num_labels == 1 else [f"label-{number}" for number in range(num_labels)]
+    names: tuple[str, ...] = getattr(model, "labels", ())
     labels = {
-        "num_labels": num_labels,
+        "num_labels": len(names),
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
     }
@@ -346,7 +370,7 @@ def config_to_hf(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
         "eos_token_id": tokenizer.end_id,
         "pad_token_id": tokenizer.pad_id,
         "dtype": "float32",
-        **(labels if num_labels else {}),
+        **(labels if names else {}),
         **({"decoder_start_token_id": tokenizer.end_id} if isinstance(model, EncoderDecoder) else {}),
     }
 

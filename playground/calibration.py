@@ -10,8 +10,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from playground.labelers import ScriptedLabeler
 from playground.world import PlaygroundWorld, draw_prompts
-from preferences.records import Labeler, Message, ShownTask
+from preferences.records import Message, ShownTask
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ def draw_tasks(world: PlaygroundWorld, num_tasks: int, num_responses: int, seed:
     return tasks
 
 
-def measure_agreement(world: PlaygroundWorld, labelers: Sequence[Labeler], tasks: Sequence[ShownTask]) -> Agreement:
+def measure_agreement(
+    world: PlaygroundWorld, labelers: Sequence[ScriptedLabeler], tasks: Sequence[ShownTask]
+) -> Agreement:
     """Agreement over all pairs of different responses of all tasks, and all pairs of labelers."""
     alike = decided = right = clear = tied = num_pairs = 0
     for task in tasks:

@@ -73,8 +73,8 @@ class Taste:
         return self.length * length + self.cheer * min(response.count("!"), 3) + self.favourite_weight * liked
 
 
-def _uniform(*key: object) -> float:
-    """A number in (0, 1) that is a pure function of the key."""
+def uniform(*key: object) -> float:
+    """A number in (0, 1), evenly spread over keys, that is a pure function of the key."""
     digest = hashlib.blake2b("\x1f".join(map(str, key)).encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") + 0.5) / 2.0**64
 
@@ -120,7 +120,7 @@ class ScriptedLabeler:
 
     def judge(self, shown: ShownTask) -> Answer:
         """Ranks by utility; a response within the tie threshold of the one above it shares its rank. Or unread."""
-        mood = _uniform("mood", self._seed, self._name, shown.task_id)
+        mood = uniform("mood", self._seed, self._name, shown.task_id)
         if mood < self._config.lazy_first + self._config.lazy_random:
             return self._answer_unread(shown, in_order=mood < self._config.lazy_first)
         utilities = self.utilities(shown)
@@ -135,17 +135,17 @@ class ScriptedLabeler:
         places = list(range(1, len(shown.responses) + 1))
         if not in_order:
             random.Random(f"unread/{self._seed}/{self._name}/{shown.task_id}").shuffle(places)
-        milliseconds = 300 + 600 * _uniform("unread", self._seed, self._name, shown.task_id)
+        milliseconds = 300 + 600 * uniform("unread", self._seed, self._name, shown.task_id)
         return Answer(ranks=tuple(places), milliseconds=round(milliseconds))
 
     def _normal(self, deviation: float, purpose: str, *key: object) -> float:
         """A draw of N(0, deviation²) that is the labeler's own, and a pure function of purpose and key."""
-        return deviation * NormalDist().inv_cdf(_uniform(purpose, self._seed, self._name, *key))
+        return deviation * NormalDist().inv_cdf(uniform(purpose, self._seed, self._name, *key))
 
     def _milliseconds(self, shown: ShownTask) -> int:
         """Reading at about 240 words a minute, a second and a half to decide, and the labeler's mood."""
         num_words = sum(len(text.split()) for text in (*shown.responses, *(m.content for m in shown.prompt)))
-        mood = 0.7 + 0.6 * _uniform("pace", self._seed, self._name, shown.task_id)
+        mood = 0.7 + 0.6 * uniform("pace", self._seed, self._name, shown.task_id)
         return round(mood * (1500 + 250 * num_words))
 
 

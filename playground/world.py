@@ -21,7 +21,7 @@ from playground.instructions import (
     draw_story,
     kind_of,
 )
-from playground.labelers import LabelerConfig, draw_labelers
+from playground.labelers import LabelerConfig, ScriptedLabeler, draw_labelers
 from playground.vocabulary import CATEGORIES
 from preferences.records import Labeler
 
@@ -56,7 +56,7 @@ class World(Protocol):
     def label_truth(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         """What the labelers would go by without noise, position bias and taste. Higher is better."""
 
-    def labelers(self, seed: int) -> list[Labeler]:
+    def labelers(self, seed: int) -> Sequence[Labeler]:
         """The scripted labelers; their judgments depend on the seed and on what is shown, not on call order."""
 
     def judged_pairs(self) -> list[tuple[Turns, Turns]]:
@@ -141,9 +141,9 @@ class PlaygroundWorld:
     def judged_pairs(self) -> list[tuple[Turns, Turns]]:
         return []
 
-    def labelers(self, seed: int) -> list[Labeler]:
+    def labelers(self, seed: int) -> list[ScriptedLabeler]:
         config = self.config
-        return [*draw_labelers(self.gold_scores, config.labeler, config.num_labelers, seed, _FAVOURITES)]
+        return draw_labelers(self.gold_scores, config.labeler, config.num_labelers, seed, _FAVOURITES)
 
     def answer(self, request: Request, rng: random.Random) -> str:
         """An answer as the demonstrations give it: perfect or flawed."""

@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from lm.config import exact_div
 from reward.elsewhere import Elsewhere, FunctionReward, HTTPReward
@@ -21,7 +21,8 @@ class PPOConfig(Config):
     or through Ray's object store; "auto" broadcasts between GPUs, unless generators are ahead. `init_from` names a
     policy and `reward_from` a reward model (folders or hub ids) that stand in for what the stages before would give. A
     reward may also come from a Python function, `reward_function`, or an HTTP endpoint, `reward_url`
-    (`reward.elsewhere`); there is one source of it.
+    (`reward.elsewhere`); there is one source of it. From a reward model of several objectives it is the sum of their
+    scores, each times its `objective_weights`; they are {} for one of a single objective.
     """
 
     init_from: str = ""
@@ -30,6 +31,7 @@ class PPOConfig(Config):
     reward_url: str = Field(default="", pattern=r"^(|https?://.+)$")
     reward_timeout_seconds: float = Field(default=30.0, gt=0)  # of silence; reward_url only
     reward_retries: int = Field(default=3, ge=0)  # of a request; reward_url only
+    objective_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
     placement: Literal["colocated", "disaggregated"] = "colocated"
     num_generators: int = Field(default=1, ge=1)  # ranks that sample; disaggregated only
     num_scorers: int = Field(default=1, ge=1)  # ranks that hold reward model and reference; disaggregated only
@@ -86,6 +88,11 @@ class PPOConfig(Config):
         given = [name for name in ("reward_from", "reward_function", "reward_url") if getattr(self, name)]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given; one source of the reward was expected")
+        if self.objective_weights and self.elsewhere is not None:
+            raise ValueError(
+                f"objective_weights of {', '.join(self.objective_weights)} with {given[0]}, which gives one score; no"
+                " weights were expected"
+            )
         if (self.ptx_coef > 0) != (self.ptx_rows > 0):
             raise ValueError(f"ptx_coef {self.ptx_coef} with ptx_rows {self.ptx_rows}: both or neither must be 0")
         return self

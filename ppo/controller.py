@@ -48,6 +48,7 @@ class PPOController:
         seed: int,
     ) -> None:
         self.config, self.roles, self.prompts, self.scale, self.seed = config, roles, prompts, scale, seed
+        self.weights_O = torch.tensor([*config.objective_weights.values()] or [1.0])
         self.kl = KLController(config, config.kl_coef)
         self.in_flight: dict[int, Sampling] = {}  # by the iteration that will learn from it
         self.prompt_order = DataOrder(len(prompts), config.rollout_prompts, derive_seed(seed, "ppo", "prompts"))
@@ -58,7 +59,8 @@ class PPOController:
         config, roles = self.config, self.roles
         self.start_sampling(iteration)
         rollout = self.in_flight.pop(iteration)()
-        scores_B = roles.scores(rollout)
+        scores_BO = roles.scores(rollout)
+        scores_B = (scores_BO * self.weights_O).sum(dim=1)
         logprobs_BR = roles.policy_logprobs(rollout)
         ref_logprobs_BR = roles.reference_logprobs(rollout)
         values_BR = roles.values(rollout)
@@ -81,6 +83,8 @@ class PPOController:
 
         figures = self._learn(iteration, rollout, mask_BR, logprobs_BR, advantages_BR, values_BR, returns_BR)
         kl_nats = float(kl_B[scored_B].mean())
+        means_O = scores_BO[scored_B].mean(dim=0).tolist()
+        figures |= {f"score/{name}": mean for name, mean in zip(config.objective_weights, means_O, strict=False)}
         figures |= importance_figures | {
             "staleness": float(staleness),
             "score": float(scores_B[scored_B].mean()),

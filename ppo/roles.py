@@ -25,7 +25,10 @@ class Generator(Protocol):
 
 class Scorer(Protocol):
     def scores(self, rollout: Rollout) -> Tensor:
-        """Score of each response [B]; higher is better. NaN = scoring failed: the response is masked and counted."""
+        """Scores of each response [B, O]; higher is better. NaN = scoring failed: the response is masked and counted.
+
+        O objectives, in the order of the config's `objective_weights`; one where it has none.
+        """
         ...
 
     def first_failure(self) -> str:

@@ -5,7 +5,7 @@ Shape letters: B responses, T tokens, R response tokens, C counted positions, V 
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,15 +19,15 @@ from lm.generation import generate
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel, ScalarModel
 from lm.sampling import Choice
-from lm.source import ModelSource
 from lm.tokenizer import Messages, Tokenizer
-from lm.weights import ModelFolder, NewHead, load_language_model, purpose_of, save_model
+from lm.weights import ModelFolder, load_language_model, save_model
 from ppo.algorithm import policy_loss, value_loss
 from ppo.broadcast import WeightBroadcast
 from ppo.config import PPOConfig
 from ppo.controller import ScoreScale
 from ppo.roles import Sampling
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from ppo.value import value_source
 from reward.elsewhere import Elsewhere, Scored
 from reward.scoring import Judge, sequence_scores
 from training.config import EngineConfig
@@ -156,7 +156,8 @@ class ScorerWorker(Rank):
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, parents: Parents, num_workers: int) -> None:
         super().__init__(config, engine_config, parents, num_workers)
         self.reference = self._frozen(load_language_model(parents.sft))
-        self.judge = Judge.load(parents.reward) if isinstance(parents.reward, Path) else parents.reward
+        reward, weights = parents.reward, config.objective_weights
+        self.judge = Judge.load(reward, weights) if isinstance(reward, Path) else reward
         if isinstance(self.judge, Judge):
             self._frozen(self.judge.network)
         self._failure = ""
@@ -165,32 +166,30 @@ class ScorerWorker(Rank):
     def scores(self, rollout: Rollout) -> Tensor:
         prompts, responses = rollout.token_lists()
         if isinstance(self.judge, Judge):
-            scored = self._judged(self.judge, prompts, responses)
-        else:
-            scored = self._asked(self.judge, prompts, responses)
+            return self._judged(self.judge, prompts, responses)
+        scored = self._asked(self.judge, prompts, responses)
         self._failure = next((found.failure for found in scored if found.failure), "")
-        return torch.tensor([found.score for found in scored])
+        return torch.tensor([[found.score] for found in scored])
 
     def first_failure(self) -> str:
         return self._failure
 
-    def _judged(
-        self, judge: Judge, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
-    ) -> list[Scored]:
+    def _judged(self, judge: Judge, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Tensor:
         reads_texts = judge.tokenizer != self.tokenizer
         conversations = [self._conversations[tuple(prompt)] for prompt in prompts] if reads_texts else []
         sequences = judge.sequences(self.tokenizer, conversations, prompts, responses)
         network, size = judge.network, self.config.minibatch.micro_batch_size
         fitting = [row for row, tokens in enumerate(sequences) if judge.fits(tokens)]
-        room = network.config.context_tokens
-        scored = [Scored(math.nan, f"it has {len(row)} tokens; the reward model reads {room}") for row in sequences]
+        room, too_long = network.config.context_tokens, [len(row) for row in sequences if not judge.fits(row)]
+        self._failure = f"it has {too_long[0]} tokens; the reward model reads {room}" if too_long else ""
+        scores_BO = torch.full((len(sequences), len(network.labels)), math.nan)
         with self._precision():
             for start in range(0, len(fitting), size):
                 rows = fitting[start : start + size]
-                found = sequence_scores(network, [sequences[row] for row in rows], network.config.kind).float()
-                for row, score in zip(rows, found.tolist(), strict=True):
-                    scored[row] = Scored(score)
-        return scored
+                found = sequence_scores(network, [sequences[row] for row in rows], network.config.kind)
+                scores_BO[rows] = found.float().cpu()
+        order = [network.labels.index(name) for name in self.config.objective_weights] or [0]
+        return scores_BO[:, order]
 
     def _asked(
         self, elsewhere: Elsewhere, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
@@ -223,7 +222,7 @@ class LearnerWorker(Rank):
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, parents: Parents, num_workers: int) -> None:
         super().__init__(config, engine_config, parents, num_workers)
         policy = ModelFolder(parents.sft, LanguageModel)
-        value = value_source(parents, self.tokenizer)
+        value = value_source(parents.sft, parents.reward, config.objective_weights, parents.scale)
         micro = config.minibatch.micro_batch_size
         self.policy: Engine[LanguageModel] = Engine(
             policy, config.policy_optimizer, engine_config, world_size=num_workers, micro_batch=micro
@@ -381,39 +380,6 @@ class ColocatedWorker(LearnerWorker, GeneratorWorker, ScorerWorker):
     def load(self, folder: Path) -> None:
         super().load(folder)
         self.receive(self.send())
-
-
-def value_source(parents: Parents, tokenizer: Tokenizer) -> ModelSource[ScalarModel]:
-    """The value function starts as the reward model, its predictions in the rewards' units.
-
-    A reward that comes from no decoder of the policy's tokens says nothing of a half-written response; then it starts
-    as the policy, with predictions of 0, the mean of the rewards.
-    """
-    reward, scale = parents.reward, parents.scale
-    if isinstance(reward, Path) and purpose_of(reward) == "score" and Tokenizer.load(reward) == tokenizer:
-        return ScaledHead(ModelFolder(reward, ScalarModel), 1 / scale.std, -scale.mean / scale.std)
-    return ScaledHead(NewHead(parents.sft, LanguageModel, ScalarModel, seed=0), 0.0, 0.0)
-
-
-@dataclass(frozen=True)
-class ScaledHead:
-    """A scalar model whose every prediction is multiplied by `factor` and then raised by `shift`."""
-
-    source: ModelSource[ScalarModel]
-    factor: float
-    shift: float
-
-    def build(self) -> ScalarModel:
-        return self.source.build()
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.source.tensors():
-            if name == "score.weight":
-                yield name, tensor * self.factor
-            elif name == "bias":
-                yield name, tensor * self.factor + self.shift
-            else:
-                yield name, tensor
 
 
 def _add(shares: dict[str, float], sums: Mapping[str, Tensor], count: int) -> None:

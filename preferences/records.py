@@ -82,13 +82,21 @@ class Answer:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class Skip:
+    """A labeler leaves the task to others; `reason` is not empty."""
+
+    reason: str
+    milliseconds: int
+
+
 class Labeler(Protocol):
     """Anyone who judges: a person behind the page, or a script with known noise."""
 
     @property
     def name(self) -> str: ...
 
-    def judge(self, shown: ShownTask) -> Answer: ...
+    def judge(self, shown: ShownTask) -> Answer | Skip: ...
 
 
 @dataclass(frozen=True)

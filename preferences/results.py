@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, Select, and_, case, func, select
+from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Subquery, and_, case, func, select, true
 
 from preferences.records import Judgment, Ranking, Task
 from preferences.rows import Values, as_judgment, as_task
@@ -124,35 +124,17 @@ def coverage(connection: Connection, batch: str) -> list[Coverage]:
 
 def progress(connection: Connection, batch: str) -> Progress:
     """Counts over one batch; all 0 for a batch without tasks."""
-    a_task = (
-        select(func.sum(case((places.c.is_done, 1), else_=0)).label("done"), func.count().label("wanted"))
-        .where(places.c.batch == batch)
-        .group_by(places.c.task)
-        .subquery()
-    )
-    statement = select(
-        func.count(),
-        func.coalesce(func.sum(a_task.c.done), 0),
-        func.coalesce(func.sum(case((a_task.c.done < a_task.c.wanted, 1), else_=0)), 0),
-    )
-    num_tasks, num_judgments, num_open = connection.execute(statement.select_from(a_task)).one()
+    by_task = _by_task(places.c.batch == batch, now=0.0)
+    sums = [func.coalesce(column, 0) for column in (_num_open(by_task), func.sum(by_task.c.done))]
+    num_tasks, num_open, num_judgments = connection.execute(select(func.count(by_task.c.task), *sums)).one()
     return Progress(num_tasks=num_tasks, num_judgments=num_judgments, num_open=num_open)
 
 
 def batch_counts(connection: Connection, now: float) -> list[BatchCounts]:
     """Of all batches, in order of arrival; from the places alone, so that it is quick."""
-    done = func.sum(case((places.c.is_done, 1), else_=0))
-    held = func.sum(
-        case((and_(~places.c.is_done, places.c.labeler.is_not(None), places.c.expires_at > now), 1), else_=0)
-    )
-    a_task = (
-        select(places.c.batch, done.label("done"), held.label("held"), func.count().label("wanted"))
-        .group_by(places.c.batch, places.c.task)
-        .subquery()
-    )
-    is_open = case((a_task.c.done < a_task.c.wanted, 1), else_=0)
-    sums = [func.sum(column) for column in (is_open, a_task.c.wanted, a_task.c.done, a_task.c.held)]
-    found = connection.execute(select(a_task.c.batch, func.count(), *sums).group_by(a_task.c.batch))
+    by_task = _by_task(true(), now)
+    sums = [_num_open(by_task), *(func.sum(column) for column in (by_task.c.wanted, by_task.c.done, by_task.c.held))]
+    found = connection.execute(select(by_task.c.batch, func.count(), *sums).group_by(by_task.c.batch))
     numbers = {row[0]: (row[1], row[2], row[3], row[4], row[5]) for row in found}
     who = select(places.c.batch, places.c.labeler, func.count()).where(places.c.is_done)
     by_labeler: dict[str, dict[str, int]] = {}
@@ -162,6 +144,20 @@ def batch_counts(connection: Connection, now: float) -> list[BatchCounts]:
         BatchCounts(name, *numbers[name], by_labeler=dict(sorted(by_labeler.get(name, {}).items())))
         for name in batches(connection)
     ]
+
+
+def _by_task(which: ColumnElement[bool], now: float) -> Subquery:
+    """Of each task, how many of its places are done, held just now, and wanted."""
+    done = func.sum(case((places.c.is_done, 1), else_=0))
+    held = func.sum(
+        case((and_(~places.c.is_done, places.c.labeler.is_not(None), places.c.expires_at > now), 1), else_=0)
+    )
+    columns = (places.c.batch, places.c.task, done.label("done"), held.label("held"), func.count().label("wanted"))
+    return select(*columns).where(which).group_by(places.c.batch, places.c.task).subquery()
+
+
+def _num_open(by_task: Subquery) -> ColumnElement[int]:
+    return func.sum(case((by_task.c.done < by_task.c.wanted, 1), else_=0))
 
 
 def newest_judgment(connection: Connection, batch: str) -> int:

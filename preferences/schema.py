@@ -60,6 +60,13 @@ places = Table(
         postgresql_where=text("NOT is_done"),
     ),
     Index("places_by_labeler", "labeler", "task", unique=True),  # nobody has two places of one task
+    Index(
+        "places_held",
+        "labeler",
+        "task",
+        sqlite_where=text("is_done = 0 AND labeler IS NOT NULL"),
+        postgresql_where=text("NOT is_done AND labeler IS NOT NULL"),
+    ),
 )
 
 judgments = Table(

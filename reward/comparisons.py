@@ -24,7 +24,6 @@ class Verdict:
 
     ranks: tuple[int, ...]
     ratings: tuple[float, ...] = ()
-    objective: int = 0  # place in the model's list of objectives
     weight: float = 1.0
 
 
@@ -35,6 +34,7 @@ class Comparison:
     task_id: str
     sequences: tuple[tuple[int, ...], ...]
     verdicts: tuple[Verdict, ...]
+    objective: int = 0  # what its labelers judged by: the place in the model's list of objectives
 
 
 class RankingsConfig(DataConfig):
@@ -76,12 +76,21 @@ def encode_response(tokenizer: Tokenizer, prompt: Sequence[Message], response: s
     return encode_scored(tokenizer, [*turns, {"role": "assistant", "content": response}])
 
 
+LabelerWeights = Mapping[tuple[str, str], float]  # by objective and labeler; 1 where it is not given
+
+
 def encode_rankings(
-    tokenizer: Tokenizer, rankings: Sequence[Ranking], max_tokens: int, weights: Mapping[str, float] | None = None
+    tokenizer: Tokenizer,
+    rankings: Sequence[Ranking],
+    max_tokens: int,
+    *,
+    objectives: Sequence[str] = (),
+    weights: LabelerWeights | None = None,
 ) -> list[Comparison]:
     """One comparison a task, in order of first appearance: a completion is read once however many labelers ranked it.
 
-    `weights` are what each labeler's rankings count for, 1 where it is not given.
+    `objectives` are the model's, in order; () where the rankings are all of the model's one. `weights` are what each
+    labeler's rankings count for.
 
     Errors: ValueError naming the task whose conversation is longer than `max_tokens`, or whose rankings are not all of
     the same prompt and responses.
@@ -89,19 +98,23 @@ def encode_rankings(
     by_task: dict[str, list[Ranking]] = {}
     for ranking in rankings:
         by_task.setdefault(ranking.task_id, []).append(ranking)
-    return [_encode_task(tokenizer, judged, max_tokens, weights or {}) for judged in by_task.values()]
+    return [_encode_task(tokenizer, judged, max_tokens, objectives, weights or {}) for judged in by_task.values()]
 
 
 def _encode_task(
-    tokenizer: Tokenizer, judged: Sequence[Ranking], max_tokens: int, weights: Mapping[str, float]
+    tokenizer: Tokenizer,
+    judged: Sequence[Ranking],
+    max_tokens: int,
+    objectives: Sequence[str],
+    weights: LabelerWeights,
 ) -> Comparison:
     task = judged[0]
     for other in judged[1:]:
-        for field in ("prompt", "responses"):
+        for field in ("prompt", "responses", "objective"):
             if getattr(other, field) != getattr(task, field):
                 raise ValueError(
                     f"task {task.task_id!r}: field {field!r} differs between the rankings of {task.labeler!r} and"
-                    f" {other.labeler!r}; rankings of one task are of the same responses"
+                    f" {other.labeler!r}; rankings of one task are of the same responses by the same objective"
                 )
     sequences = tuple(encode_response(tokenizer, task.prompt, response) for response in task.responses)
     longest = max(len(sequence) for sequence in sequences)
@@ -109,5 +122,6 @@ def _encode_task(
         raise ValueError(
             f"task {task.task_id!r}: prompt and response have {longest} tokens; the model's context holds {max_tokens}"
         )
-    verdicts = [Verdict(r.ranks, r.ratings, weight=weights.get(r.labeler, 1.0)) for r in judged]
-    return Comparison(task.task_id, sequences, tuple(verdicts))
+    verdicts = [Verdict(r.ranks, r.ratings, weights.get((r.objective, r.labeler), 1.0)) for r in judged]
+    objective = objectives.index(task.objective) if objectives else 0
+    return Comparison(task.task_id, sequences, tuple(verdicts), objective)

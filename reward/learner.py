@@ -18,23 +18,23 @@ NETWORK = "network."  # before the names of the reward model's own weights
 
 @dataclass(frozen=True)
 class Beside:
-    """What is learned beside the scores, and where it starts: log ν of each objective; of ratings, their unit.
+    """What is learned beside the scores, and where it starts, by objective: log ν; of ratings, their unit.
 
-    `log_nu` = () where ties are soft labels; `rating_std` = 0 where ratings teach nothing. Ratings enter the loss in
-    units of `rating_std`, their spread about the mean of their verdict, so that the loss's weight means the same on
-    any scale.
+    `log_nu` = () where ties are soft labels, `rating_std` = () where ratings teach nothing, 0 where an objective has
+    none. Ratings enter the loss in units of `rating_std`, their spread about the mean of their verdict, so that the
+    loss's weight means the same on any scale.
     """
 
     log_nu: tuple[float, ...] = ()
-    rating_std: float = 0.0
+    rating_std: tuple[float, ...] = ()
 
-    def learned(self, weights: Mapping[str, Tensor], width: int) -> dict[str, float]:
-        """From a learner's weights: ν, and how many ratings a unit of score is worth."""
+    def learned(self, weights: Mapping[str, Tensor], width: int, objective: int) -> dict[str, float]:
+        """From a learner's weights, of one objective: ν, and how many ratings a unit of score is worth."""
         found = {}
         if self.log_nu:
-            found["nu"] = math.exp(self.log_nu[0] + width * float(weights["nu"][0]))
-        if self.rating_std:
-            found["rating_scale"] = self.rating_std * math.exp(width * float(weights["rating"][0]))
+            found["nu"] = math.exp(self.log_nu[objective] + width * float(weights["nu"][objective]))
+        if self.rating_std and self.rating_std[objective]:
+            found["rating_scale"] = self.rating_std[objective] * math.exp(width * float(weights["rating"][objective]))
         return found
 
 
@@ -47,19 +47,18 @@ class RewardLearner(nn.Module):
 
     def __init__(self, network: RewardNetwork, beside: Beside) -> None:
         super().__init__()
-        self.network, self.beside, self.kind = network, beside, network.config.kind
-        self.gain = network.config.width
+        self.network, self.beside, self.gain = network, beside, network.config.width
         self.nu = nn.Parameter(torch.zeros(len(beside.log_nu))) if beside.log_nu else None
-        self.rating = nn.Parameter(torch.zeros(1)) if beside.rating_std else None
+        self.rating = nn.Parameter(torch.zeros(len(beside.rating_std))) if beside.rating_std else None
 
     def forward(self, *read: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores as the network gives them, log ν [objectives] (empty for soft labels), and the scale of ratings []."""
-        scores = scores_of(self.network, read, self.kind)
-        log_nu, scale = scores.new_zeros(0), scores.new_ones(())
+        """Scores [sequences, objectives]; log ν and the scale of ratings, [objectives] or empty where not learned."""
+        scores = scores_of(self.network, read)
+        log_nu = scale = scores.new_zeros(0)
         if self.nu is not None:
             log_nu = scores.new_tensor(self.beside.log_nu) + self.gain * self.nu.float()
         if self.rating is not None:
-            scale = (self.gain * self.rating.float()).exp().squeeze(0)
+            scale = (self.gain * self.rating.float()).exp()
         return scores, log_nu, scale
 
 
@@ -79,7 +78,7 @@ class LearnerSource:
         if self.beside.log_nu:
             yield "nu", torch.zeros(len(self.beside.log_nu))
         if self.beside.rating_std:
-            yield "rating", torch.zeros(1)
+            yield "rating", torch.zeros(len(self.beside.rating_std))
 
 
 def network_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -93,14 +92,14 @@ def starting_log_nu(comparisons: Sequence[Comparison], objective: int) -> float:
     Half a pair is added to the ties and half to the others, so that there is an answer without any.
     """
     ties, pairs = 0.5, 1.0
-    for verdict in (v for c in comparisons for v in c.verdicts if v.objective == objective):
+    for verdict in (v for c in comparisons for v in c.verdicts if c.objective == objective):
         ties += sum(math.comb(verdict.ranks.count(rank), 2) for rank in set(verdict.ranks))
         pairs += math.comb(len(verdict.ranks), 2)
     return math.log(2 * ties / (pairs - ties))
 
 
-def spread_of_ratings(comparisons: Sequence[Comparison]) -> float:
-    """Root mean square of all ratings about the mean of their verdict; 0 without ratings."""
-    rated = [verdict.ratings for c in comparisons for verdict in c.verdicts if verdict.ratings]
+def spread_of_ratings(comparisons: Sequence[Comparison], objective: int) -> float:
+    """Root mean square of the objective's ratings about the mean of their verdict; 0 without ratings."""
+    rated = [v.ratings for c in comparisons for v in c.verdicts if v.ratings and c.objective == objective]
     squares = [(rating - sum(ratings) / len(ratings)) ** 2 for ratings in rated for rating in ratings]
     return math.sqrt(sum(squares) / len(squares)) if squares else 0.0

@@ -1,6 +1,7 @@
 """What the training loop minimises: the losses of rankings and of ratings, over comparisons.
 
-Shape letters: N sequences of all comparisons, B comparisons, K responses of one, J verdicts of all comparisons.
+Shape letters: N sequences of all comparisons, B comparisons, K responses of one, J verdicts of all comparisons, O
+objectives.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,13 +19,23 @@ from training.packing import IntArray
 class RankingObjective:
     """The loss over comparisons, each the weighted mean over its labelers; a comparison is the unit that is counted.
 
-    `ratings` (of `beside.rating_std` in `reward.learner`) enter with the weight `rating_coef`; 0 leaves them out.
+    A comparison reads and trains the head of its own objective alone, and each counts the same whichever it is of: of
+    the body, an objective moves as much as its share of the comparisons. Where the model has several `objectives`,
+    accuracy is also reported for each by name. Ratings, in units of `rating_std` (`Beside` in `reward.learner`), enter
+    with the weight `rating_coef`; 0 leaves them out.
     """
 
     def __init__(
-        self, comparisons: Sequence[Comparison], kind: str, *, rating_coef: float = 0.0, rating_std: float = 1.0
+        self,
+        comparisons: Sequence[Comparison],
+        kind: str,
+        *,
+        objectives: Sequence[str] = (),
+        rating_coef: float = 0.0,
+        rating_std: Sequence[float] = (),
     ) -> None:
-        self.comparisons, self.kind, self.rating_coef, self.rating_std = comparisons, kind, rating_coef, rating_std
+        self.comparisons, self.kind, self.objectives = comparisons, kind, objectives if len(objectives) > 1 else ()
+        self.rating_coef, self.rating_std = rating_coef, [std or 1.0 for std in rating_std]
 
     def __len__(self) -> int:
         return len(self.comparisons)
@@ -37,7 +48,9 @@ class RankingObjective:
 
     def loss(self, model: RewardLearner, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
         chosen = [self.comparisons[row] for row in rows]
-        scores_N, log_nu, scale = model(*read_by([s for c in chosen for s in c.sequences], self.kind, device))
+        scores_NO, log_nu_O, scale_O = model(*read_by([s for c in chosen for s in c.sequences], self.kind, device))
+        objective_N = torch.tensor([[c.objective] for c in chosen for _ in c.sequences], device=device)
+        scores_N = scores_NO.gather(1, objective_N).squeeze(1)
         lengths = torch.tensor([len(c.sequences) for c in chosen], device=device)
         real_BK = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
         # Scores come flat, comparison after comparison: exactly the order of the real places of the padded table.
@@ -49,16 +62,21 @@ class RankingObjective:
         share_J = torch.tensor(shares_J, device=device)
         scores_JK, K = scores_BK[list(rows_J)], real_BK.shape[1]
         ranks_JK = torch.tensor([[*v.ranks, *[0] * (K - len(v.ranks))] for v in verdicts_J], device=device)
-        if len(log_nu):
-            log_nu_J = log_nu[[verdict.objective for verdict in verdicts_J]]
-            loss_J, accuracy_J = davidson_loss(scores_JK, ranks_JK, log_nu_J)
+        objective_J = torch.tensor([chosen[row].objective for row in rows_J], device=device)
+        if len(log_nu_O):
+            loss_J, accuracy_J = davidson_loss(scores_JK, ranks_JK, log_nu_O[objective_J])
         else:
             loss_J, accuracy_J = ranking_loss(scores_JK, ranks_JK)
         figures = {"accuracy": (share_J * accuracy_J).sum()}
+        for place, name in enumerate(self.objectives):
+            own_J = share_J * (objective_J == place)
+            figures[f"accuracy/{name}"] = torch.stack([(own_J * accuracy_J).sum(), own_J.sum()])
         loss = (share_J * loss_J).sum()
         if self.rating_coef:
             ratings_JK = torch.tensor([[*v.ratings, *[torch.nan] * (K - len(v.ratings))] for v in verdicts_J])
-            error_J = rating_loss(scores_JK, ratings_JK.to(device) / self.rating_std, scale.expand(len(verdicts_J)))
+            scale_J = scale_O.expand(len(verdicts_J), -1).gather(1, objective_J[:, None]).squeeze(1)
+            std_J1 = torch.tensor(self.rating_std, device=device)[objective_J, None]
+            error_J = rating_loss(scores_JK, ratings_JK.to(device) / std_J1, scale_J)
             figures["rating_loss"] = (share_J * error_J).sum()
             loss = loss + self.rating_coef * figures["rating_loss"]
         return loss, {name: figure.detach() for name, figure in figures.items()}

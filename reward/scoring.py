@@ -1,10 +1,12 @@
-"""Scores of whole texts: of a decoder the number at the last token, of an encoder that of the first, which sees all.
+"""Scores of whole texts: of a decoder the numbers at the last token, of an encoder those of the first, which sees all.
 
-Shape letters: B sequences, T tokens.
+A reward model of several objectives has a head for each and gives several scores; where one is needed they are summed,
+each times the weight that its objective was given.
+Shape letters: B sequences, T tokens, O objectives.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -15,23 +17,34 @@ from torch import Tensor, nn
 from lm.encoder import SequenceClassifier
 from lm.model import ScalarModel
 from lm.padding import last_tokens, pad_right
+from lm.source import ModelSource, materialise, skeleton
 from lm.tokenizer import Messages, Tokenizer
-from lm.weights import load_model, purpose_of
+from lm.weights import ModelFolder, purpose_of
 from reward.comparisons import encode_scored
 
 RewardNetwork = ScalarModel | SequenceClassifier
 
 
-def load_network(folder: Path) -> RewardNetwork:
-    """The reward model of a directory, in fp32. Errors as for `lm.weights.load_model`."""
+def network_folder(folder: Path, dropout: float = 0.0) -> ModelSource[RewardNetwork]:
+    """The reward model of a directory, not read yet. Errors as for `lm.weights.purpose_of`."""
     if purpose_of(folder) == "sequence":
-        return load_model(folder, SequenceClassifier)
-    return load_model(folder, ScalarModel)
+        return ModelFolder(folder, SequenceClassifier, dropout)
+    return ModelFolder(folder, ScalarModel, dropout)
+
+
+def load_network(folder: Path) -> RewardNetwork:
+    """The reward model of a directory, in fp32. Errors as for `lm.weights.ModelFolder`."""
+    return materialise(network_folder(folder))
+
+
+def labels_of(folder: Path) -> tuple[str, ...]:
+    """What the scores of a directory's reward model are called; its weights are not read. Errors as above."""
+    return skeleton(network_folder(folder).build).labels
 
 
 def sequence_scores(network: nn.Module, sequences: Sequence[Sequence[int]], kind: str) -> Tensor:
-    """Scores [B]; higher is better. Gradients flow. `kind` is the network's: "decoder" or "encoder"."""
-    return scores_of(network, read_by(sequences, kind, next(network.parameters()).device), kind)
+    """Scores [B, O]; higher is better. Gradients flow. `kind` is the network's: "decoder" or "encoder"."""
+    return scores_of(network, read_by(sequences, kind, next(network.parameters()).device))
 
 
 def read_by(sequences: Sequence[Sequence[int]], kind: str, device: torch.device) -> tuple[Tensor | None, ...]:
@@ -43,41 +56,64 @@ def read_by(sequences: Sequence[Sequence[int]], kind: str, device: torch.device)
     return tokens_BT, None, last_tokens(segments_BT)
 
 
-def scores_of(network: nn.Module, read: Sequence[Tensor | None], kind: str) -> Tensor:
-    """Scores [B] of what `read_by` gives."""
-    scores = network(*read)
-    return scores.squeeze(-1) if kind == "encoder" else scores
+def scores_of(network: nn.Module, read: Sequence[Tensor | None]) -> Tensor:
+    """Scores [B, O] of what `read_by` gives."""
+    scores: Tensor = network(*read)
+    return scores if scores.dim() == 2 else scores[:, None]
 
 
 @torch.inference_mode()
-def score_sequences(network: RewardNetwork, sequences: Sequence[Sequence[int]], batch_size: int = 128) -> list[float]:
-    """Scores of any number of sequences, in order; sorted by length inside, so little is padded."""
-    scores = [0.0] * len(sequences)
+def head_scores(network: RewardNetwork, sequences: Sequence[Sequence[int]], batch_size: int = 128) -> Tensor:
+    """Scores [B, O] of any number of sequences, in order; sorted by length inside, so little is padded."""
+    scores_BO = torch.zeros(len(sequences), len(network.labels))
     order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
         found = sequence_scores(network, [sequences[index] for index in chosen], network.config.kind)
-        for index, score in zip(chosen, found.tolist(), strict=True):
-            scores[index] = score
-    return scores
+        scores_BO[chosen] = found.to(scores_BO)
+    return scores_BO
 
 
-def shift_scores(network: RewardNetwork, by: float) -> None:
-    """Add a constant to every score, which no preference depends on."""
+def shift_scores(network: RewardNetwork, by: Sequence[float]) -> None:
+    """Add a constant to every score, of each head its own, which no preference depends on."""
     bias = network.classifier.bias if isinstance(network, SequenceClassifier) else network.bias
-    bias.data += by
+    bias.data += bias.new_tensor(by).reshape(bias.shape)
+
+
+def weights_by_label(model: str, labels: Sequence[str], weights: Mapping[str, float]) -> dict[str, float]:
+    """What each score of a reward model counts, in the order of its labels; 1 for one alone, which takes no weight.
+
+    Errors: ValueError where several are not given one finite weight each, one of them at least other than 0.
+    """
+    several = tuple(labels) if len(labels) > 1 else ()
+    if set(weights) != set(several):
+        wanted = f"a weight for each of {', '.join(several)} was" if several else "no weights were"
+        raise ValueError(
+            f"{model}: a reward model of {'the objectives ' + ', '.join(several) if several else 'one objective'};"
+            f" weights are given for {', '.join(weights) or 'none'}; {wanted} expected (ppo.objective_weights in a job,"
+            " --weight on the command line)"
+        )
+    for name, weight in weights.items():
+        if not math.isfinite(weight):
+            raise ValueError(f"the weight of {name!r} is {weight}; a finite number was expected")
+    if several and not any(weights.values()):
+        raise ValueError(f"the weights of {', '.join(several)} are all 0; one at least that is not was expected")
+    return {label: weights[label] for label in several} if several else {labels[0]: 1.0}
 
 
 @dataclass(frozen=True)
 class Judge:
-    """A reward model with the vocabulary and the template that it reads."""
+    """A reward model with the vocabulary and the template that it reads, and what each of its scores counts."""
 
     network: RewardNetwork
     tokenizer: Tokenizer
+    weights: Mapping[str, float]  # by label, in their order
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
-        return cls(load_network(folder).eval(), Tokenizer.load(folder))
+    def load(cls, folder: Path, weights: Mapping[str, float] | None = None) -> Self:
+        """Errors: ValueError as for `weights_by_label`, and for a directory that holds no reward model."""
+        checked = weights_by_label(str(folder), labels_of(folder), weights or {})
+        return cls(load_network(folder).eval(), Tokenizer.load(folder), checked)
 
     def sequences(
         self,
@@ -117,8 +153,14 @@ class Judge:
         sequences = self.sequences(tokenizer, conversations, prompts, responses)
         fitting = [row for row, tokens in enumerate(sequences) if self.fits(tokens)]
         scores = [math.nan] * len(sequences)
-        for row, score in zip(fitting, score_sequences(self.network, [sequences[row] for row in fitting]), strict=True):
+        for row, score in zip(fitting, self.score_sequences([sequences[row] for row in fitting]), strict=True):
             scores[row] = score
+        return scores
+
+    def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """One score of each sequence, in order: the weighted sum of its objectives' scores."""
+        weights_O = torch.tensor(list(self.weights.values()))
+        scores: list[float] = (head_scores(self.network, sequences) * weights_O).sum(dim=1).tolist()
         return scores
 
     def fits(self, tokens: Sequence[int]) -> bool:

@@ -1,34 +1,40 @@
-"""The reward model: the SFT model (or another decoder, or an encoder) with a scalar head, trained on rankings of K
-responses.
+"""The reward model: the SFT model (or another decoder, or an encoder) with a scalar head, or one for each objective,
+trained on rankings of K responses.
 
 Held-out rankings are of prompts that training never saw. Afterwards the bias is shifted so that demonstrations score
-0 on average, which fixes the one freedom that preferences leave open.
+0 on average under every head, which fixes the one freedom that preferences leave open.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from lm.encoder import MaskedLanguageModel, SequenceClassifier
-from lm.model import LanguageModel, ScalarModel
+from lm.model import SCORE, LanguageModel, ScalarModel
 from lm.source import ModelSource, skeleton
 from lm.tokenizer import Tokenizer
-from lm.weights import ModelFolder, NewHead, purpose_of, save_model
-from preferences.agreement import accuracy_against
+from lm.weights import NewHead, purpose_of, save_model
 from preferences.records import Ranking
-from preferences.reliability import labeler_reliability, labeler_weights
 from preferences.splits import split_rankings
-from reward.comparisons import Comparison, RankingsConfig, encode_rankings, encode_scored, read_judgments
+from preferences.statistics.reliability import labeler_reliability, labeler_weights
+from reward.comparisons import Comparison, LabelerWeights, RankingsConfig, encode_rankings, read_judgments
+from reward.figures import (
+    demonstration_means,
+    joined_figures,
+    labeler_figures,
+    objective_figures,
+    rating_figures,
+    task_scores,
+)
 from reward.learner import Beside, LearnerSource, Ties, network_weights, spread_of_ratings, starting_log_nu
 from reward.objective import RankingObjective
-from reward.scoring import RewardNetwork, load_network, score_sequences, shift_scores
-from reward.ties import tie_figures
+from reward.scoring import RewardNetwork, load_network, network_folder, shift_scores
 from training.config import InitConfig, TrainingConfig
-from training.data import DataConfig, read_conversations
+from training.data import DataConfig
 from training.loop import LoopConfig, TrainingLoop
 from training.seeds import derive_seed
 from training.stage import StageContext, build_engine, write_json
@@ -44,14 +50,14 @@ class RewardConfig(InitConfig, TrainingConfig):
     `ties` = "soft" takes a tie for half a win, "davidson" for an outcome with a chance of its own (`reward.loss`). With
     `rating_coef` above 0 scores also learn the ratings that rankings carry: their loss's weight beside the rankings'.
     `labeler_weights` = "reliability" weighs each labeler's rankings by how often the others bear them out
-    (`preferences.reliability`, from training rankings alone). A model learns one objective; `objective` names it where
-    the rankings are of several.
+    (`preferences.statistics.reliability`, from training rankings alone). `objectives` names those to learn, where the
+    rankings are of several; each of several has a head of its own on the one body, and only its own rankings train it.
     """
 
     chat_template: str = ""  # "plain", a Jinja template, ..., or "" for the model's own
     rankings: RankingsConfig
     demonstrations: tuple[DataConfig, ...] = Field(min_length=1)
-    objective: str = ""  # "" = the only one there is
+    objectives: tuple[str, ...] = ()  # () = the only one there is
     heldout_share: float = Field(gt=0, lt=1)
     num_epochs: float = Field(gt=0)
     ties: Ties = "soft"
@@ -60,24 +66,53 @@ class RewardConfig(InitConfig, TrainingConfig):
     # Demonstrations whose mean score becomes 0, and comparisons that a tie's chance is measured on.
     num_calibration: int = Field(default=512, ge=1)
 
+    @field_validator("objectives")
+    @classmethod
+    def _are_distinct(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(names)) < len(names) or not all(names):
+            raise ValueError(f"objectives is {list(names)}; names that differ were expected")
+        return names
 
-def network_source(folder: Path, dropout: float, seed: int) -> ModelSource[RewardNetwork]:
-    """A reward model to train further, or the body of a language model or an encoder with a head drawn from `seed`.
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What the model's heads are called: a single one gives the score."""
+        return self.objectives if len(self.objectives) > 1 else (SCORE,)
 
-    Errors: ValueError for a directory of anything else.
+
+@dataclass(frozen=True)
+class Split:
+    """The rankings of what a model learns, by side. A model of one objective gives its score, whatever it is called."""
+
+    objectives: tuple[str, ...]  # in the order of the heads
+    train: list[Ranking]
+    heldout: list[Ranking]  # of prompts that training does not see
+
+    def of(self, objective: str) -> tuple[list[Ranking], list[Ranking]]:
+        """One objective's rankings: to train on, and held out."""
+        train, heldout = ([r for r in side if r.objective == objective] for side in (self.train, self.heldout))
+        return train, heldout
+
+
+def network_source(
+    folder: Path, dropout: float, seed: int, labels: Sequence[str] = (SCORE,)
+) -> ModelSource[RewardNetwork]:
+    """A reward model to train further, or the body of a language model or an encoder with heads drawn from `seed`.
+
+    Errors: ValueError for a directory of anything else, and for a reward model with other labels.
     """
     purpose = purpose_of(folder)
-    if purpose == "score":
-        return ModelFolder(folder, ScalarModel, dropout)
     if purpose == "language":
-        return NewHead(folder, LanguageModel, lambda shape: ScalarModel(shape, dropout), seed)
+        return NewHead(folder, LanguageModel, lambda shape: ScalarModel(shape, dropout, labels), seed)
     if purpose == "masked":
-        return NewHead(folder, MaskedLanguageModel, lambda shape: SequenceClassifier(shape, 1, dropout), seed)
-    classifier = ModelFolder(folder, SequenceClassifier, dropout)
-    num_labels = skeleton(classifier.build).num_labels
-    if num_labels != 1:
-        raise ValueError(f"{folder / 'config.json'}: num_labels is {num_labels}; 1, a score, was expected")
-    return classifier
+        return NewHead(folder, MaskedLanguageModel, lambda shape: SequenceClassifier(shape, labels, dropout), seed)
+    trained = network_folder(folder, dropout)
+    found = skeleton(trained.build).labels
+    if found != tuple(labels):
+        raise ValueError(
+            f"{folder / 'config.json'}: id2label names {', '.join(found)}; {', '.join(labels)} was expected, the"
+            " objectives that are to be learned, in their order (score: the only one)"
+        )
+    return trained
 
 
 def run(context: StageContext, config: RewardConfig, start: Path) -> None:
@@ -87,159 +122,125 @@ def run(context: StageContext, config: RewardConfig, start: Path) -> None:
     """
     tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
     tokenizer = tokenizer.with_template(config.chat_template)
-    source = network_source(start, config.dropout, derive_seed(context.seed, "reward", "head"))
+    source = network_source(start, config.dropout, derive_seed(context.seed, "reward", "head"), config.labels)
     shape = skeleton(source.build).config
     found = read_judgments(config.rankings)
-    train, heldout = split_rankings(of_objective(found.rankings, config), config.heldout_share, context.seed)
-    if not train or not heldout:
-        raise ValueError(
-            f"reward.heldout_share {config.heldout_share} splits the rankings of {config.rankings.source} into"
-            f" {len(train)} for training and {len(heldout)} held out; both need at least one"
-        )
-    weights = weights_of_labelers(train, config)
-    comparisons = [
-        encode_rankings(tokenizer, train, shape.context_tokens, weights),
-        encode_rankings(tokenizer, heldout, shape.context_tokens),  # measured alike, however training weighs
-    ]
-    beside = learned_beside(config, comparisons[0])
+    split = split_of(found.rankings, config, context.seed)
+    encode = partial(encode_rankings, tokenizer, max_tokens=shape.context_tokens, objectives=split.objectives)
+    trained_on = encode(split.train, weights=weights_of_labelers(split, config))
+    unseen = encode(split.heldout)  # measured alike, however training weighs
+    beside = learned_beside(config, split, trained_on)
     engine = build_engine(context, LearnerSource(source, beside), config)
     objectives = [
-        RankingObjective(part, shape.kind, rating_coef=config.rating_coef, rating_std=beside.rating_std or 1.0)
-        for part in comparisons
+        RankingObjective(
+            part,
+            shape.kind,
+            objectives=split.objectives,
+            rating_coef=config.rating_coef,
+            rating_std=beside.rating_std,
+        )
+        for part in (trained_on, unseen)
     ]
-    num_steps = max(1, round(config.num_epochs * len(comparisons[0]) / config.batch.batch_size))
+    num_steps = max(1, round(config.num_epochs * len(trained_on) / config.batch.batch_size))
     loop_config = LoopConfig.of("reward", context.seed, num_steps, config)
     TrainingLoop(engine, loop_config, objectives[0], objectives[1], context.folder).run()
     tensors = engine.full_weights(on_main_alone=True)
     if engine.is_main:
-        # What was learned beside the score is no part of the model: it goes to the results.
+        # What was learned beside the scores is no part of the model: it goes to the results.
         save_model(context.model_folder, skeleton(source.build), network_weights(tensors), tokenizer)
-        learned = beside.learned(tensors, shape.width)
-        finish(context, config, tokenizer, (train, heldout), comparisons, learned)
+        learned = [beside.learned(tensors, shape.width, place) for place in range(len(split.objectives))]
+        finish(context, config, tokenizer, split, (trained_on, unseen), learned)
         write_json(context.folder / ODDITIES, [vars(oddity) for oddity in found.report.oddities])
     engine.barrier()
     engine.close()
 
 
-def rankings_of(config: RewardConfig) -> list[Ranking]:
-    """The rankings to train and to measure on. Errors: as for `read_judgments` and `of_objective`."""
-    return of_objective(read_judgments(config.rankings).rankings, config)
+def split_of(rankings: Sequence[Ranking], config: RewardConfig, seed: int) -> Split:
+    """The rankings of the objectives to learn, split by prompt.
 
-
-def of_objective(rankings: Sequence[Ranking], config: RewardConfig) -> list[Ranking]:
-    """Those of the objective that is to be learned. Errors: ValueError for one that is not there, or several and none
-    named.
+    Errors: ValueError for objectives that are not there, several of which none is named, and one without a ranking on
+    either side.
     """
-    found = sorted({ranking.objective for ranking in rankings})
-    if config.objective not in (found if config.objective or len(found) > 1 else [""]):
+    source, found = config.rankings.source, sorted({ranking.objective for ranking in rankings})
+    objectives = config.objectives or tuple(found)
+    if (not config.objectives and len(found) > 1) or not set(objectives) <= set(found):
         raise ValueError(
-            f"reward.objective is {config.objective!r}, and the rankings of {config.rankings.source} are of"
-            f" {', '.join(found)}; one of them was expected, since a reward model learns one objective"
+            f"reward.objectives is {list(config.objectives)}, and the rankings of {source} are of {', '.join(found)};"
+            " those of them that the reward model is to learn were expected"
         )
-    return [ranking for ranking in rankings if ranking.objective == (config.objective or found[0])]
+    chosen = [ranking for ranking in rankings if ranking.objective in objectives]
+    split = Split(objectives, *split_rankings(chosen, config.heldout_share, seed))
+    for objective in objectives:
+        train, heldout = split.of(objective)
+        if not train or not heldout:
+            of = f" of {objective!r}" if len(objectives) > 1 else ""
+            raise ValueError(
+                f"reward.heldout_share {config.heldout_share} splits the rankings{of} of {source} into"
+                f" {len(train)} for training and {len(heldout)} held out; both need at least one"
+            )
+    return split
 
 
-def learned_beside(config: RewardConfig, comparisons: Sequence[Comparison]) -> Beside:
+def weights_of_labelers(split: Split, config: RewardConfig) -> LabelerWeights:
+    """What each labeler's rankings of each objective weigh; those that are not named weigh 1."""
+    if config.labeler_weights == "equal":
+        return {}
+    found: dict[tuple[str, str], float] = {}
+    for objective in split.objectives:
+        train, _ = split.of(objective)
+        weights = labeler_weights(train, labeler_reliability(train))
+        found |= {(objective, name): weight for name, weight in weights.items()}
+    return found
+
+
+def learned_beside(config: RewardConfig, split: Split, comparisons: Sequence[Comparison]) -> Beside:
     """What the losses that `config` asks for learn beside the scores, as far as training comparisons tell its start.
 
     Errors: ValueError where ratings are to teach and there are none, or none that differ.
     """
-    spread = spread_of_ratings(comparisons) if config.rating_coef else 0.0
-    if config.rating_coef and not spread:
+    places = range(len(split.objectives))
+    spread = tuple(spread_of_ratings(comparisons, place) for place in places) if config.rating_coef else ()
+    if config.rating_coef and not any(spread):
         raise ValueError(
             f"reward.rating_coef is {config.rating_coef}, but no ranking of {config.rankings.source} has ratings that"
             " tell its responses apart; a field 'ratings' with a number a response was expected"
         )
-    return Beside((starting_log_nu(comparisons, 0),) if config.ties == "davidson" else (), spread)
+    log_nu = (starting_log_nu(comparisons, place) for place in places)
+    return Beside(tuple(log_nu) if config.ties == "davidson" else (), spread)
 
 
 def finish(
     context: StageContext,
     config: RewardConfig,
     tokenizer: Tokenizer,
-    rankings: tuple[Sequence[Ranking], Sequence[Ranking]],
-    comparisons: Sequence[Sequence[Comparison]],
-    learned: Mapping[str, float],
+    split: Split,
+    comparisons: tuple[Sequence[Comparison], Sequence[Comparison]],
+    learned: Sequence[Mapping[str, float]],
 ) -> None:
-    """Shift the bias of the written model, then measure it on the held-out rankings as it will be used.
+    """Shift the biases of the written model, then measure it on the held-out rankings as it will be used.
 
-    `rankings` and `comparisons` are those trained on and those held out; `learned` what training left beside the score.
+    `comparisons` are those trained on and those held out; `learned` is what training left beside each head's score.
     """
     model = load_network(context.model_folder).eval()
-    mean = demonstration_mean(model, tokenizer, config)
-    shift_scores(model, -mean)
+    means = demonstration_means(model, tokenizer, config.demonstrations, config.num_calibration)
+    shift_scores(model, [-mean for mean in means])
     save_model(context.model_folder, model, model.state_dict(), tokenizer)
-    train, heldout = rankings
     trained_on, unseen = comparisons
-    by_task = task_scores(model, unseen)
-    write_json(context.folder / HELDOUT_SCORES, by_task)
-    accuracy = accuracy_against(heldout, by_task)
-    samples = torch.tensor([score for scores in by_task.values() for score in scores])
-    fitted = task_scores(model, trained_on[: config.num_calibration])
-    known = [ranking for ranking in train if ranking.task_id in fitted]
-    results: dict[str, Any] = {
-        "heldout_accuracy": accuracy.mean,
-        "heldout_pairs": accuracy.num_pairs,
-        "heldout_comparisons": len(unseen),
-        "train_comparisons": len(trained_on),
-        "train_rankings": sum(len(c.verdicts) for c in trained_on),
-        "score_shift": -mean,
-        # The units of PPO's rewards: scores of the SFT policy's samples, of prompts that training never saw.
-        "sample_score_mean": float(samples.mean()),
-        "sample_score_std": float(samples.std()),
-        "ties": {"kind": config.ties, **tie_figures(known, heldout, {**fitted, **by_task}, seed=context.seed)},
-    }
-    results["labelers"] = labeler_figures(train, config)
-    if "nu" in learned:
-        results["ties"]["learned_nu"] = learned["nu"]
-    if "rating_scale" in learned:
-        results["ratings"] = rating_figures(heldout, by_task, learned["rating_scale"])
+    scores = task_scores(model, unseen)
+    write_json(context.folder / HELDOUT_SCORES, scores)
+    weights, figures = weights_of_labelers(split, config), dict[str, dict[str, Any]]()
+    for place, objective in enumerate(split.objectives):
+        train, heldout = split.of(objective)
+        own = [comparison for comparison in trained_on if comparison.objective == place][: config.num_calibration]
+        found = objective_figures(
+            train, heldout, {**task_scores(model, own), **scores}, score_shift=-means[place], seed=context.seed
+        )
+        found["ties"] = {"kind": config.ties, **found["ties"]}
+        found["labelers"] = labeler_figures(train, {n: w for (of, n), w in weights.items() if of == objective})
+        if "nu" in learned[place]:
+            found["ties"]["learned_nu"] = learned[place]["nu"]
+        if "rating_scale" in learned[place]:
+            found["ratings"] = rating_figures(heldout, scores, learned[place]["rating_scale"])
+        figures[objective] = found
+    results = next(iter(figures.values())) if len(figures) == 1 else joined_figures(figures, split.heldout, scores)
     context.write_results(results)
-
-
-def weights_of_labelers(train: Sequence[Ranking], config: RewardConfig) -> dict[str, float]:
-    """What each labeler's rankings weigh; those that are not named weigh 1."""
-    return labeler_weights(train, labeler_reliability(train)) if config.labeler_weights == "reliability" else {}
-
-
-def labeler_figures(train: Sequence[Ranking], config: RewardConfig) -> dict[str, dict[str, float | int | None]]:
-    """Of every labeler: how often it is right, as far as the others tell (None where no one judged what it judged), and
-    what its rankings weighed.
-    """
-    weights = weights_of_labelers(train, config)
-    return {
-        name: {
-            "accuracy": found.accuracy if found.num_pairs else None,
-            "num_pairs": found.num_pairs,
-            "weight": weights.get(name, 1.0),
-        }
-        for name, found in labeler_reliability(train).items()
-    }
-
-
-def task_scores(model: RewardNetwork, comparisons: Sequence[Comparison]) -> dict[str, list[float]]:
-    """Scores of each task's responses, in their order."""
-    scores = iter(score_sequences(model, [sequence for c in comparisons for sequence in c.sequences]))
-    return {c.task_id: [next(scores) for _ in c.sequences] for c in comparisons}
-
-
-def rating_figures(
-    rankings: Sequence[Ranking], scores: Mapping[str, Sequence[float]], scale: float
-) -> dict[str, float | int | None]:
-    """`explained`: the share of the ratings' variance within judgments that `scale` · score explains (1 is best, and
-    below 0 is worse than nothing), None where no judgment has ratings that differ.
-    """
-    rated = [ranking for ranking in rankings if ranking.ratings]
-    pairs = [(np.array(ranking.ratings), np.array(scores[ranking.task_id])) for ranking in rated]
-    total = sum(float(((ratings - ratings.mean()) ** 2).sum()) for ratings, _ in pairs)
-    left = sum(float(((ratings - ratings.mean() - scale * (s - s.mean())) ** 2).sum()) for ratings, s in pairs)
-    explained = 1 - left / total if total else None
-    return {"ratings_per_score": scale, "heldout_explained": explained, "heldout_judgments": len(rated)}
-
-
-def demonstration_mean(model: RewardNetwork, tokenizer: Tokenizer, config: RewardConfig) -> float:
-    """Mean score of the first `num_calibration` demonstrations."""
-    conversations = [messages for _, messages in read_conversations(config.demonstrations)][: config.num_calibration]
-    sequences = [encode_scored(tokenizer, messages) for messages in conversations]
-    scores = score_sequences(model, sequences)
-    return sum(scores) / len(scores)

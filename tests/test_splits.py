@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,19 +97,20 @@ ALONE = [pack([conversation], 12, PAD) for conversation in CONVERSATIONS]
 PARTS = ([getattr(rows, part) for rows in ALONE] for part in ("tokens", "segments", "counted"))
 UNPACKED = PackedRows(*(np.concatenate(part) for part in PARTS))
 PAIRS = [(tokens(source), tokens(target)) for source, target in zip(range(1, 9), [6, 1, 9, 2, 2, 7, 3, 1], strict=True)]
-COMPARISONS = [
-    Comparison(str(row), tuple(tuple(tokens(3 + (5 * row + k) % 11)) for k in range(K)), verdicts)
-    for row, (K, verdicts) in enumerate(
+OBJECTIVES = ("helpful", "harmless")
+COMPARISONS = [  # two of eight are of the second objective
+    Comparison(str(row), tuple(tuple(tokens(3 + (5 * row + k) % 11)) for k in range(K)), verdicts, objective)
+    for row, (K, objective, verdicts) in enumerate(
         [
-            (2, (Verdict((1, 2), (5.0, 2.0), weight=1.5),)),
-            (4, (Verdict((1, 2, 2, 3)), Verdict((4, 1, 2, 3), (1.0, 7.0, 6.0, 2.5)))),
-            (3, (Verdict((1, 1, 1)),)),
-            (2, (Verdict((2, 1)), Verdict((1, 2), (4.0, 4.0)), Verdict((1, 1), weight=0.25))),
+            (2, 0, (Verdict((1, 2), (5.0, 2.0), weight=1.5),)),
+            (4, 1, (Verdict((1, 2, 2, 3)), Verdict((4, 1, 2, 3), (1.0, 7.0, 6.0, 2.5)))),
+            (3, 0, (Verdict((1, 1, 1)),)),
+            (2, 0, (Verdict((2, 1)), Verdict((1, 2), (4.0, 4.0)), Verdict((1, 1), weight=0.25))),
         ]
         * 2
     )
 ]
-LOG_NU, RATING_STD, RATING_COEF = -0.7, 1.7, 0.6
+LOG_NU, RATING_STD, RATING_COEF = (-0.7, 0.4), (1.7, 0.9), 0.6
 
 
 def stream_sum(model: nn.Module) -> Tensor:
@@ -158,11 +159,14 @@ def ranking_sum(score: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def davidson_sum(learner: nn.Module) -> Tensor:
-    """Davidson's chances, written out, and the squared error of the ratings."""
+    """Davidson's chances, written out, and the squared error of the ratings; each objective has its own of all."""
     losses = []
-    nu, scale = (LOG_NU + 16 * learner.nu[0]).exp(), (16 * learner.rating[0]).exp()  # type: ignore[index, operator]
     for comparison in COMPARISONS:
-        scores = [decoder_score(learner.network)(torch.tensor([sequence])) for sequence in comparison.sequences]  # type: ignore[arg-type]
+        head = comparison.objective
+        nu = (LOG_NU[head] + 16 * learner.nu[head]).exp()  # type: ignore[index, operator]
+        scale = (16 * learner.rating[head]).exp()  # type: ignore[index, operator]
+        score = decoder_score(learner.network)  # type: ignore[arg-type]
+        scores = [score(torch.tensor([sequence]))[head] for sequence in comparison.sequences]
         for verdict in comparison.verdicts:
             share, K = verdict.weight / len(comparison.verdicts), len(scores)
             for i, j in itertools.combinations(range(K), 2):
@@ -170,7 +174,7 @@ def davidson_sum(learner: nn.Module) -> Tensor:
                 won = 2 if verdict.ranks[i] == verdict.ranks[j] else int(verdict.ranks[i] > verdict.ranks[j])
                 losses.append(-share * (worth[won] / sum_of(worth)).log() / (K * (K - 1) / 2))
             for k, rating in enumerate(verdict.ratings):
-                above = (rating - sum(verdict.ratings) / K) / RATING_STD
+                above = (rating - sum(verdict.ratings) / K) / RATING_STD[head]
                 losses.append(RATING_COEF * share * (above - scale * (scores[k] - sum_of(scores) / K)) ** 2 / 2 / K)
     return sum_of(losses)
 
@@ -221,14 +225,14 @@ CASES = {
         TRANSLATE, PairsObjective(PAIRS, END), lambda model: sum_of(pair_sum(model, *pair) for pair in PAIRS) / 31
     ),
     "ranking": Case(
-        LearnerSource(Fresh(lambda: ScalarModel(DECODER), 4), Beside((LOG_NU,), RATING_STD)),
-        RankingObjective(COMPARISONS, "decoder", rating_coef=RATING_COEF, rating_std=RATING_STD),
+        LearnerSource(Fresh(lambda: ScalarModel(DECODER, labels=OBJECTIVES), 4), Beside(LOG_NU, RATING_STD)),
+        RankingObjective(COMPARISONS, "decoder", objectives=OBJECTIVES, rating_coef=RATING_COEF, rating_std=RATING_STD),
         lambda model: davidson_sum(model) / NUM_ROWS,
         max_grad_norm=0.2,
     ),
     "encoder-ranking": Case(
-        LearnerSource(Fresh(lambda: SequenceClassifier(ENCODER, 1), 5), Beside()),
-        RankingObjective(COMPARISONS, "encoder"),
+        LearnerSource(Fresh(lambda: SequenceClassifier(ENCODER, ["score"]), 5), Beside()),
+        RankingObjective([replace(comparison, objective=0) for comparison in COMPARISONS], "encoder"),
         lambda model: ranking_sum(encoder_score(model.network)) / NUM_ROWS,
         max_grad_norm=0.2,
     ),
@@ -362,8 +366,9 @@ def train(split: Split, folder: Path) -> dict[str, Any]:
     weights = {name: weight.clone() for name, weight in engine.full_weights().items()}
     engine.close()
     curve = read_metrics(folder / str(split) / "metrics.jsonl")
+    shares = [{name: line[name] for name in line if "accuracy" in name} for line in curve]
     return {"losses": [*(line["loss"] for line in curve), heldout], "norms": [line["gradient_norm"] for line in curve],
-            "weights": weights}  # fmt: skip
+            "weights": weights, "shares": shares}  # fmt: skip
 
 
 def train_ppo(split: Split, folder: Path, rank: int) -> dict[str, Any]:
@@ -478,6 +483,31 @@ def test_a_split_changes_nothing(folder: Path, split: Split) -> None:
         assert found["losses"] == pytest.approx(losses, rel=2e-6)
         assert found["norms"] == pytest.approx(norms, rel=1e-5)
         assert_same_weights(found["weights"], weights)
+
+
+@pytest.mark.parametrize("split", [split for split in SPLITS if split.name == "ranking"], ids=str)
+@torch.no_grad()
+def test_a_split_changes_no_accuracy_of_an_objective(folder: Path, split: Split) -> None:
+    """An objective that most micro-batches have nothing of is divided by its own comparisons, those of all ranks."""
+    model = materialise(CASES["ranking"].source)
+    right, total = [0.0, 0.0], [0.0, 0.0]
+    for comparison in COMPARISONS:
+        head = comparison.objective
+        scores = [float(model.network(torch.tensor([s]))[0, -1, head]) for s in comparison.sequences]
+        for verdict in comparison.verdicts:
+            untied = [
+                (i, j) for i, j in itertools.permutations(range(len(scores)), 2) if verdict.ranks[i] < verdict.ranks[j]
+            ]
+            share = verdict.weight / len(comparison.verdicts)
+            right[head] += share * (sum(scores[i] > scores[j] for i, j in untied) / len(untied) if untied else 0.5)
+            total[head] += share
+    for rank in range(split.num_ranks):
+        shares = torch.load(folder / f"{split}-rank-{rank}.pt")["shares"]
+        for head, name in enumerate(OBJECTIVES):
+            assert shares[0][f"accuracy/{name}"] == pytest.approx(right[head] / total[head], rel=1e-5)
+        assert set(shares[-1]) == {
+            f"{side}accuracy{of}" for side in ("", "heldout_") for of in ("", *(f"/{name}" for name in OBJECTIVES))
+        }
 
 
 @pytest.mark.parametrize("split", [split for split in SPLITS if split.name == "ppo"], ids=str)

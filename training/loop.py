@@ -38,7 +38,10 @@ class Objective(Protocol[Model_contra]):
         ...
 
     def loss(self, model: Model_contra, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The loss summed over `count(rows)` units, and further sums to report, each over the same units."""
+        """The loss summed over `count(rows)` units, and further sums to report, each over the same units.
+
+        One that is over units of its own is two numbers: the sum, and what to divide it by.
+        """
         ...
 
 
@@ -125,10 +128,13 @@ class TrainingLoop(Generic[AnyModule]):
         }
 
     def _means(self, sums: Mapping[str, Tensor], count: int) -> dict[str, float]:
+        """Over `count` units, or over a figure's own; one that has no unit is left out."""
         if not sums:
             return {}
-        totals = self.engine.sum_over_ranks(torch.stack([value.detach().float() for value in sums.values()]))
-        return dict(zip(sums, (totals / count).tolist(), strict=True))
+        figures = [value.detach().float().reshape(-1) for value in sums.values()]
+        parts = self.engine.sum_over_ranks(torch.cat(figures)).split([len(figure) for figure in figures])
+        units = [float(part[1]) if len(part) > 1 else count for part in parts]
+        return {name: float(part[0] / n) for name, part, n in zip(sums, parts, units, strict=True) if n}
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

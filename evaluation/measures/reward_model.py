@@ -11,16 +11,16 @@ import numpy as np
 
 from evaluation.measures.calibration import Calibration, ScoredPairs, by_category, calibration
 from evaluation.measures.rewardbench import RewardBenchScore, rewardbench_score
-from preferences.agreement import pairwise_agreement
 from preferences.formats.merging import Found, collect_all
 from preferences.formats.registry import AUTO, format_to_read, sniff
 from preferences.intervals import Interval, Share
-from preferences.panel import prompt_numbers
 from preferences.records import Ranking, Task
 from preferences.splits import is_heldout
+from preferences.statistics.agreement import pairwise_agreement
+from preferences.statistics.panel import prompt_numbers
 from reading.rows import read_source
 from reward.comparisons import encode_response
-from reward.scoring import Judge, score_sequences
+from reward.scoring import Judge
 
 CATEGORY_FIELDS = ("subset", "category", "domain", "kind")  # of a task's details; the first that is there
 REWARDBENCH = "rewardbench"
@@ -82,12 +82,16 @@ def heldout_only(judged: Judgments, share: float, seed: int) -> Judgments:
     return Judgments(judged.form, judged.tasks, kept, judged.oddities)
 
 
-def measure_reward_model(folder: Path, judged: Judgments, *, seed: int) -> RewardMeasures:
-    """Score every response once, and hold the scores against the rankings.
+def measure_reward_model(
+    folder: Path, judged: Judgments, *, seed: int, weights: Mapping[str, float] | None = None
+) -> RewardMeasures:
+    """Score every response once, and hold the scores against the rankings. `weights` are of a model of several
+    objectives.
 
-    Errors: ValueError for a folder of no reward model, and where nothing is left to measure.
+    Errors: ValueError for a folder of no reward model, weights that it does not take, and where nothing is left to
+    measure.
     """
-    judge = Judge.load(folder)
+    judge = Judge.load(folder, weights)
     ranked = {ranking.task_id: ranking for ranking in judged.rankings}
     encoded = {
         task_id: [encode_response(judge.tokenizer, ranking.prompt, response) for response in ranking.responses]
@@ -96,7 +100,7 @@ def measure_reward_model(folder: Path, judged: Judgments, *, seed: int) -> Rewar
     too_long = [task_id for task_id, sequences in encoded.items() if not all(map(judge.fits, sequences))]
     for task_id in too_long:
         del encoded[task_id]
-    flat = score_sequences(judge.network, [sequence for sequences in encoded.values() for sequence in sequences])
+    flat = judge.score_sequences([sequence for sequences in encoded.values() for sequence in sequences])
     scores: dict[str, list[float]] = {}
     for task_id, sequences in encoded.items():
         scores[task_id], flat = flat[: len(sequences)], flat[len(sequences) :]

@@ -1,6 +1,6 @@
 """How far judges agree with each other, and a judge's labelers among themselves.
 
-Shape letters: T items (two responses to a prompt), as in `preferences.alpha`.
+Shape letters: T items (two responses to a prompt), as in `preferences.statistics.alpha`.
 """
 
 from collections import defaultdict
@@ -10,9 +10,9 @@ import numpy as np
 
 from evaluation.statistics.results import Agreement
 from evaluation.verdicts import Verdict
-from preferences.alpha import ranking_alpha
 from preferences.intervals import Tally, clustered_shares
-from preferences.panel import PairCounts
+from preferences.statistics.alpha import ranking_alpha
+from preferences.statistics.panel import PairCounts
 
 Item = tuple[str, tuple[str, int], tuple[str, int]]
 

@@ -7,8 +7,8 @@ A win rate is from 0 to 1, ties counting half; above ½ policy a is better. Unle
 from dataclasses import dataclass
 from typing import Literal
 
-from preferences.alpha import Alpha
 from preferences.intervals import Interval, Share
+from preferences.statistics.alpha import Alpha
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,6 @@ def read_3(where: str, row: Row, report: Report, objective: str) -> Iterator[Jud
             raise ValueError(f"{place}: {type(said).__name__} found; an object was expected")
         score = whole_field(place, said, "score", -STRONGEST, STRONGEST)
         votes.append(_vote(f"annotator{index + 1}", score, as_note(rest(said, "score"))))
-    if len({vote.ranks for vote in votes}) > 1:
-        scores = ", ".join(str(int(vote.ratings[1])) for vote in votes)
-        report.add("annotators disagree", where, f"scores {scores}", "each kept as a judgment")
     task = _task(
         "helpsteer3", prompt, row, ("response1", "response2"), where, objective, "context", "individual_preference"
     )

@@ -43,9 +43,6 @@ def read_pandalm(where: str, row: Row, report: Report, objective: str) -> Iterat
     models = tuple(str(row.get("cmp_key", "")).split("_"))
     sources = models if len(models) == 2 else (UNKNOWN, UNKNOWN)
     votes = [Vote(name, PANDALM[whole_field(where, row, name, 0, 2)]) for name in ANNOTATORS]
-    if len({vote.ranks for vote in votes}) > 1:
-        said = ", ".join(str(row[name]) for name in ANNOTATORS)
-        report.add("annotators disagree", where, f"they said {said}", "each kept as a judgment")
     identity = f"pandalm/{row['idx']}" if "idx" in row else content_id("pandalm", prompt, responses, sources)
     task = Task(
         task_id=identity,

@@ -177,11 +177,20 @@ def is_sound_prompt(where: str, prompt: Sequence[Message], report: Report) -> bo
     return True
 
 
+VERDICTS: dict[tuple[int, ...], str] = {(1, 2): "the first", (2, 1): "the second", (1, 1): "neither"}
+
+
 def two_judged(where: str, report: Report, task: Task, votes: Sequence[Vote]) -> Iterator[Judged]:
-    """A comparison of two, unless its prompt is unsound or one of two equal responses is preferred."""
+    """A comparison of two, unless its prompt is unsound or one of two equal responses is preferred.
+
+    Where several judged it and do not say the same, that is reported.
+    """
     if not is_sound_prompt(where, task.prompt, report):
         return
     report_empty_replies(where, task, report)
+    if len({vote.ranks for vote in votes}) > 1:
+        said = ", ".join(VERDICTS[vote.ranks] for vote in votes)
+        report.add("annotators disagree", where, f"better is {said}", "each kept as a judgment")
     sound = list(votes)
     if task.responses[0] == task.responses[1]:
         sound = [vote for vote in votes if vote.ranks[0] == vote.ranks[1]]

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from preferences.page.forms import MAX_NOTE_CHARACTERS, MAX_RATING, MIN_RATING
 from preferences.page.labeling import Asked, Labeling, ShownForm
 from preferences.page.lead import LeadView
-from preferences.page.security import Attempts
+from preferences.page.security import Attempts, TooManyTriesError, sign_in
 from preferences.people import Account, People
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Answer, Message, Task
 
@@ -172,14 +172,12 @@ class Api:
     # ---- coming and going ----
 
     def sign_in(self, body: Credentials, request: Request) -> Session:
-        keys = (f"name {body.name}", f"address {request.client.host if request.client else ''}")
-        wait = self.attempts.wait_seconds(*keys)
-        if wait:
-            raise HTTPException(429, f"too many tries; again in {wait} seconds", {"Retry-After": str(wait)})
-        token = self.people.sign_in(body.name, body.key)
+        try:
+            token = sign_in(self.people, self.attempts, request, body.name, body.key)
+        except TooManyTriesError as error:
+            raise HTTPException(429, str(error), {"Retry-After": str(error.wait_seconds)}) from error
         account = self.people.session(token) if token else None
         if token is None or account is None:
-            self.attempts.note_failure(*keys)
             raise HTTPException(403, "name and key do not go together")
         return Session(token=token, name=account.name, role=account.role)
 

@@ -14,7 +14,7 @@ from starlette.datastructures import FormData
 from preferences.page import forms
 from preferences.page.labeling import Asked, Labeling, RefusedError, seal
 from preferences.page.lead import EXPORTS, LeadView
-from preferences.page.security import Attempts
+from preferences.page.security import Attempts, TooManyTriesError, sign_in
 from preferences.page.text import to_html
 from preferences.people import Account, People, Role
 
@@ -127,17 +127,14 @@ class Pages:
     def sign_in(self, request: Request, posted: Posted) -> Response:
         fields = _fields(posted)
         name, key = fields.text("name").strip(), fields.text("key").strip()
-        keys = (f"name {name}", f"address {request.client.host if request.client else ''}")
-        wait = self.attempts.wait_seconds(*keys)
-        if wait:
-            page = self._page(
-                "sign_in", None, "", 429, wrong=f"Too many tries; try again in {wait} seconds.", name=name
-            )
-            page.headers["Retry-After"] = str(wait)
+        try:
+            token = sign_in(self.people, self.attempts, request, name, key)
+        except TooManyTriesError as error:
+            wrong = f"Too many tries; try again in {error.wait_seconds} seconds."
+            page = self._page("sign_in", None, "", 429, wrong=wrong, name=name)
+            page.headers["Retry-After"] = str(error.wait_seconds)
             return page
-        token = self.people.sign_in(name, key)
         if token is None:
-            self.attempts.note_failure(*keys)
             return self._page("sign_in", None, "", 403, wrong="Name and key do not go together.", name=name)
         return _signed_in(_see("/"), token, request)
 

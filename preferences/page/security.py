@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import Request
 from starlette.responses import Response
 
+from preferences.people import People
+
 # Nothing is loaded from elsewhere, nothing is framed, and no script stands in the page itself.
 HEADERS = {
     "Content-Security-Policy": (
@@ -37,6 +39,14 @@ async def harden(request: Request, call_next: Callable[[Request], Awaitable[Resp
     return response
 
 
+class TooManyTriesError(Exception):
+    """Sign-ins failed too often; `wait_seconds` have to pass."""
+
+    def __init__(self, wait_seconds: int) -> None:
+        super().__init__(f"too many tries; again in {wait_seconds} seconds")
+        self.wait_seconds = wait_seconds
+
+
 class Attempts:
     """Failed sign-ins by name and by address: at most `limit` of each within `seconds`."""
 
@@ -62,3 +72,15 @@ class Attempts:
         times = self._failed.get(key, deque())
         remaining = times[0] + self.seconds - self._clock() if len(times) == self.limit else 0.0
         return max(0, int(remaining) + 1) if remaining > 0 else 0
+
+
+def sign_in(people: People, attempts: Attempts, request: Request, name: str, key: str) -> str | None:
+    """A session's token; None where name and key do not go together. Raises TooManyTriesError."""
+    keys = (f"name {name}", f"address {request.client.host if request.client else ''}")
+    wait_seconds = attempts.wait_seconds(*keys)
+    if wait_seconds:
+        raise TooManyTriesError(wait_seconds)
+    token = people.sign_in(name, key)
+    if token is None:
+        attempts.note_failure(*keys)
+    return token

@@ -232,6 +232,28 @@ def test_chat_gives_the_answer_that_the_judge_prefers(talk: Callable[..., str], 
     assert talk("tiny things\n" * 12, *options)
 
 
+def test_chat_weighs_the_judges_objectives(
+    talk: Callable[..., str], refused: Callable[..., str], chat_model: Path, judge: Path, tmp_path: Path
+) -> None:
+    """Of a head and its opposite the weights make either the judge."""
+    plain = load_scalar_model(judge)
+    several = ScalarModel(plain.config, labels=("liked", "disliked"))
+    rows = torch.cat([plain.score.weight, -plain.score.weight]).detach()
+    several.load_state_dict({**plain.state_dict(), "score.weight": rows, "bias": torch.zeros(2)})
+    save_model(tmp_path / "several", several, several.state_dict(), Tokenizer.load(judge))
+    options = ("--temperature", "1.5", "--seed", "3", "--best-of", "6", "--judge")
+    either = ("--judge", str(tmp_path / "several"), "--weight", "liked=1")
+    assert talk("a tiny model\n", *options, str(judge)) == talk(
+        "a tiny model\n", *options[:-1], *either, "--weight", "disliked=0.5"
+    )
+    assert talk("a tiny model\n", *options, str(judge)) != talk(
+        "a tiny model\n", *options[:-1], *either, "--weight", "disliked=3"
+    )
+    said = refused("chat", str(chat_model), "--best-of", "4", *either)
+    assert "several: a reward model of the objectives liked, disliked; weights are given for liked;" in said
+    assert "--weight is of a --judge's objectives" in refused("chat", str(chat_model), "--weight", "liked=1")
+
+
 def test_chat_refuses_a_judge_that_cannot_judge(refused: Callable[..., str], chat_model: Path, judge: Path) -> None:
     both = "several responses and a reward model that chooses among them were expected, or neither"
     assert f"--best-of is 4, --judge ''; {both}" in refused("chat", str(chat_model), "--best-of", "4")

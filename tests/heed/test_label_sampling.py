@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from heed.cli import main
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, initialise
 from lm.tokenizer import Tokenizer
-from lm.weights import save_model
+from lm.weights import load_scalar_model, save_model
 from preferences.store import LabelStore
 
 Call = Callable[..., tuple[int, str, str]]
@@ -75,6 +76,37 @@ def test_reward_models_choose_what_they_are_unsure_of(folder: Path, heed_label: 
     }  # fmt: skip
     unsure = {round(told["propensity"], 6) for told in details if told["method"] == "uncertainty"}
     assert len(unsure) > 1
+
+
+def test_a_judge_of_several_objectives_is_given_their_weights(
+    folder: Path, heed_label: Call, tiny_config: ModelConfig, tokenizer: Tokenizer
+) -> None:
+    """Its first head is the plain judge's; alone it chooses what that judge would choose."""
+    several = ScalarModel(tiny_config, labels=("kind", "brief"))
+    several.load_state_dict(
+        {**load_scalar_model(folder / "judge").state_dict(), "score.weight": torch.ones(2, 16), "bias": torch.ones(2)}
+    )
+    with torch.no_grad():
+        several.score.weight[0] = load_scalar_model(folder / "judge").score.weight[0]
+    save_model(folder / "several", several, several.state_dict(), tokenizer)
+    chosen = []
+    for judge, weights in (("judge", ()), ("several", ("--weight", "kind=1", "--weight", "brief=0"))):
+        given = ("--judge", str(folder / judge), *weights, "--responses", "2", "--samples", "3")
+        assert heed_label(*arguments(folder, *given, "--store", str(folder / f"{judge}.sqlite")))[0] == 0
+        with LabelStore(folder / f"{judge}.sqlite") as store:
+            chosen.append([one.task.responses for one in store.tasks("b")])
+    assert chosen[0] == chosen[1]
+    for weights, words in (
+        ((), "several: a reward model of the objectives kind, brief; weights are given for none"),
+        (("--weight", "kind=1"), "weights are given for kind; a weight for each of kind, brief was expected"),
+        (("--weight", "kind"), "--weight 'kind': NAME=NUMBER was expected, each name once"),
+        (("--weight", "kind=1", "--weight", "kind=2"), "--weight 'kind=2': NAME=NUMBER was expected, each name once"),
+        (("--weight", "kind=inf"), "--weight 'kind=inf': NAME=NUMBER was expected"),
+    ):
+        code, _, err = heed_label(*arguments(folder, "--judge", str(folder / "several"), *weights))
+        assert (code, words in " ".join(err.split())) == (2, True), err
+    code, _, err = heed_label(*arguments(folder, "--weight", "kind=1"))
+    assert (code, "--weight is of a --judge's objectives, and none is given" in err) == (2, True)
 
 
 def test_refusals(folder: Path, heed_label: Call) -> None:

@@ -172,10 +172,10 @@ def test_a_colocated_worker_holds_every_role() -> None:
     """
     config = read_shape(ROOT / "configs" / "models" / "gpt3-13b.toml").model_copy(update={"tie_embeddings": False})
     layout = Layout(8, 3, is_bf16=True, is_gpu=True)
-    policy, value = count(config, ADAMW), count(config, ADAMW, is_scalar=True)
+    policy, value = count(config, ADAMW), count(config, ADAMW, num_scores=1)
     of = forward_pass(config, layout, 1, 64)
-    memory = ppo_memory(config, policy, value, layout, of, num_logits=0, rollout_rows=1, num_micro_batches=1)
     P, V = policy.total, value.total
+    memory = ppo_memory(config, policy, value, V, layout, of, num_logits=0, rollout_rows=1, num_micro_batches=1)
     assert config.vocab_size * config.width - config.width == P - V
     by_hand = 16 * (P + V) / 8 + 2 * 500_000_000 * 2 + (2 + 2 + 4) * P + 2 * V + (4 + 2) * P
     assert memory.peak_phase == "sync"

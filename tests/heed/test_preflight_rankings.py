@@ -16,7 +16,8 @@ GOOD = {"prompt": "Why?", "chosen": "So.", "rejected": "No."}
 def check(tmp_path: Path, model_folder: Path, *rows: Any) -> None:
     """The preflight of a job that trains a reward model alone."""
     path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    others = [GOOD | {"prompt": f"Why {number}?"} for number in range(8)]  # of which some are held out
+    path.write_text("".join(json.dumps(row) + "\n" for row in (*rows, *others)))
     (tmp_path / "job.toml").write_text(
         f"""
         name = "pairs"

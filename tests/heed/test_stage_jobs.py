@@ -79,7 +79,7 @@ def test_stages_run_alone_from_directories(tmp_path: Path, model_folder: Path, e
         "init_from": str(encoder_folder),
     }
     judged = run_job(load_job(job_of(tmp_path, "reward", reward=reward)), tmp_path / "runs-reward")
-    assert load_model(judged / "reward" / "model", SequenceClassifier).num_labels == 1
+    assert load_model(judged / "reward" / "model", SequenceClassifier).labels == ("score",)
     assert 0 <= json.loads((judged / "reward" / "results.json").read_text())["heldout_accuracy"] <= 1
 
     prompts = rows(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"]} for row in demonstrations])

@@ -250,7 +250,7 @@ OTHER = {
 
 
 def test_freezing_all_but_an_encoders_last_block() -> None:
-    model = SequenceClassifier(ModelConfig(kind="encoder", norm_place="post", token_types=2, **OTHER), 3)
+    model = SequenceClassifier(ModelConfig(kind="encoder", norm_place="post", token_types=2, **OTHER), "abc")
     freeze_all_but_last(model, 1)
     assert trained(model) == {
         "encoder.blocks.1", "pooler.weight", "pooler.bias", "classifier.weight", "classifier.bias"

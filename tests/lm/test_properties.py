@@ -83,14 +83,16 @@ def configs(draw: st.DrawFn, kind: str = "decoder", vocab_size: int = 11, publis
     return ModelConfig.model_validate(values)
 
 
-def random_model(config: ModelConfig, head: Any, *labels: int) -> Any:
-    """Every weight away from its default."""
-    model = head(config, *labels)
+def random_model(config: ModelConfig, head: Any, **labels: Any) -> Any:
+    """Every weight away from its default, buffers too."""
+    model = head(config, **labels)
     initialise(model, 1)
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    for buffer in model.buffers():
+        buffer.normal_(generator=generator)
     return model.eval()
 
 
@@ -225,33 +227,41 @@ def test_an_encoder_decoder_gives_a_pair_the_same_padded_and_alone(
     torch.testing.assert_close(model(sources, targets, source_segments, target_segments > 0), alone, **CLOSE)
 
 
-HEADS: list[tuple[str, Any, int]] = [
-    ("decoder", LanguageModel, 0),
-    ("decoder", ScalarModel, 0),
-    ("encoder", MaskedLanguageModel, 0),
-    ("encoder", SequenceClassifier, 3),
-    ("encoder", TokenClassifier, 1),
-    ("encoder", SpanPredictor, 0),
-    ("encoder-decoder", EncoderDecoder, 0),
+HEADS: list[tuple[str, Any, dict[str, Any]]] = [
+    ("decoder", LanguageModel, {}),
+    ("decoder", ScalarModel, {}),
+    ("decoder", ScalarModel, {"labels": ("helpful", "harmless")}),
+    ("encoder", MaskedLanguageModel, {}),
+    ("encoder", SequenceClassifier, {"labels": ("good", "bad", "neither")}),
+    ("encoder", TokenClassifier, {"labels": ("score",)}),
+    ("encoder", SpanPredictor, {}),
+    ("encoder-decoder", EncoderDecoder, {}),
 ]
 
 
 @pytest.mark.parametrize("published", [False, True])
-@pytest.mark.parametrize(("kind", "head", "num_labels"), HEADS)
+@pytest.mark.parametrize(("kind", "head", "labels"), HEADS)
 @EXAMPLES
 @given(shards=st.booleans(), data=st.data())
 @torch.no_grad()
 def test_what_is_written_comes_back(
-    tokenizer: Tokenizer, kind: str, head: Any, num_labels: int, published: bool, shards: bool, data: st.DataObject
+    tokenizer: Tokenizer,
+    kind: str,
+    head: Any,
+    labels: dict[str, Any],
+    published: bool,
+    shards: bool,
+    data: st.DataObject,
 ) -> None:
     config = data.draw(configs(kind, 288, published))
     assert family_of(config, PURPOSES[head]).model_type != "heed" or not published
-    model = random_model(config, head, *([num_labels] if num_labels else []))
+    model = random_model(config, head, **labels)
     with tempfile.TemporaryDirectory() as name:
         save_model(Path(name), model, model.state_dict(), tokenizer, max_shard="2KB" if shards else "5GB")
         assert len(list(Path(name).glob("*.safetensors"))) > 1 or not shards
         again = load_model(Path(name), head)
     assert again.config == model.config
+    assert getattr(again, "labels", ()) == getattr(model, "labels", ())
     state = again.state_dict()
     assert set(state) == set(model.state_dict())
     for key, tensor in model.state_dict().items():

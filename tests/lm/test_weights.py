@@ -99,6 +99,60 @@ def test_a_scalar_model_is_a_sequence_classifier_and_a_bias(tokenizer: Tokenizer
 
 
 @torch.no_grad()
+def test_several_scores_are_a_sequence_classifiers_labels(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = ScalarModel(shape("swiglu", 2, True), labels=("helpful", "harmless"))
+    model.bias.copy_(torch.tensor([-1.75, 0.5]))
+    folder = saved(tmp_path, model, tokenizer)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    assert theirs.config.num_labels == 2
+    assert theirs.config.id2label == {0: "helpful", 1: "harmless"}
+    assert theirs.config.label2id == {"helpful": 0, "harmless": 1}
+    tokens = TOKENS.where(tokenizer.pad_id != TOKENS, 5)
+    torch.testing.assert_close(theirs(tokens).logits + model.bias, model(tokens)[:, -1], atol=1e-4, rtol=1e-4)
+    assert json.loads((folder / "config.json").read_text())["score_bias"] == [-1.75, 0.5]
+    again = load_scalar_model(folder).eval()
+    assert again.labels == model.labels
+    assert torch.equal(again(tokens), model(tokens))
+
+
+@torch.no_grad()
+def test_a_classifier_of_transformers_is_read_with_its_labels(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=288, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=24, max_position_embeddings=32, pad_token_id=tokenizer.pad_id, initializer_range=0.3,
+        id2label={0: "kind", 1: "true"}, label2id={"kind": 0, "true": 1},
+    )  # fmt: skip
+    torch.manual_seed(4)
+    theirs = transformers.LlamaForSequenceClassification(config).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = load_scalar_model(tmp_path).eval()
+    assert ours.labels == ("kind", "true")
+    tokens = TOKENS.where(tokenizer.pad_id != TOKENS, 5)
+    torch.testing.assert_close(ours(tokens)[:, -1], theirs(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_labels": 3}, r"config.json: id2label is {.*} and num_labels 3; a name of its own for each .* 0 to 2"),
+        ({"id2label": {"0": "kind", "1": "kind"}}, r"id2label is .* and num_labels 2; a name of its own"),
+        ({"id2label": {"1": "kind", "2": "true"}}, r"id2label is .* and num_labels 2; a name of its own"),
+        ({"score_bias": 0.5}, r"config.json: score_bias is 0.5; a list of 2 numbers was expected"),
+        ({"score_bias": [0.5, 1, 2]}, r"score_bias is \[0.5, 1, 2\]; a list of 2 numbers was expected"),
+        ({"num_labels": 1, "id2label": {"0": "a"}}, r"score.weight: expected \[1, 16\], found \[2, 16\]"),
+    ],
+)
+def test_labels_that_do_not_fit_are_named(
+    tokenizer: Tokenizer, tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    folder = saved(tmp_path, ScalarModel(shape("swiglu", 2, True), labels=("helpful", "harmless")), tokenizer)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | change))
+    with pytest.raises(ValueError, match=words):
+        load_scalar_model(folder)
+
+
+@torch.no_grad()
 def test_a_new_head_sits_on_the_language_models_body(model_folder: Path) -> None:
     source = NewHead(model_folder, LanguageModel, ScalarModel, seed=5)
     scalar, language = materialise(source).eval(), load_language_model(model_folder).eval()

@@ -2,6 +2,8 @@
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, initialise
 from lm.tokenizer import Tokenizer
-from lm.weights import save_model
+from lm.weights import read_config, save_model
 from ppo.config import PPOConfig
 from ppo.controller import ScoreScale
 from ppo.workers import Parents, TokenStream
@@ -28,7 +30,7 @@ def _few_objects_to_collect() -> None:
 
 
 @pytest.fixture(scope="session")
-def parents(tmp_path_factory: pytest.TempPathFactory) -> Parents:
+def one_objective(tmp_path_factory: pytest.TempPathFactory) -> Parents:
     folder = tmp_path_factory.mktemp("parents")
     config = ModelConfig(
         vocab_size=300, context_tokens=64, width=16, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=32
@@ -50,9 +52,26 @@ def parents(tmp_path_factory: pytest.TempPathFactory) -> Parents:
 
 
 @pytest.fixture(scope="session")
-def prompts(parents: Parents) -> list[list[int]]:
+def parents(one_objective: Parents) -> Parents:
+    return one_objective
+
+
+@pytest.fixture(scope="session")
+def two_objectives(one_objective: Parents, tmp_path_factory: pytest.TempPathFactory) -> Parents:
+    """A reward model with the heads "kind" and "brief" in place of the plain one."""
+    assert isinstance(one_objective.reward, Path)
+    model = ScalarModel(read_config(one_objective.reward, "score")[0], labels=("kind", "brief"))
+    initialise(model, 8)
+    model.bias.copy_(torch.tensor([0.25, -1.0]))
+    folder = tmp_path_factory.mktemp("reward")
+    save_model(folder, model, model.state_dict(), Tokenizer.load(one_objective.reward))
+    return replace(one_objective, reward=folder)
+
+
+@pytest.fixture(scope="session")
+def prompts(one_objective: Parents) -> list[list[int]]:
     """Sixteen prompts of different lengths."""
-    tokenizer = Tokenizer.load(parents.sft)
+    tokenizer = Tokenizer.load(one_objective.sft)
     return [tokenizer.encode_prompt([{"role": "user", "content": " ".join(WORDS[: 1 + i % 9])}]) for i in range(16)]
 
 

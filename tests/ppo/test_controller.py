@@ -54,7 +54,7 @@ class ToyRoles:
 
     def scores(self, rollout: Rollout) -> Tensor:
         mask = rollout.response_mask_BR
-        return ((rollout.response_BR == GOOD) & mask).sum(dim=1) / mask.sum(dim=1)
+        return (((rollout.response_BR == GOOD) & mask).sum(dim=1) / mask.sum(dim=1))[:, None]
 
     def _logprobs(self, odds: Tensor, rollout: Rollout) -> Tensor:
         tokens = torch.where(rollout.response_mask_BR, rollout.response_BR, 0)

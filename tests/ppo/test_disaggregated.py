@@ -1,4 +1,7 @@
-"""Learners, generators and scorers in groups of their own, against all roles in one place: the same bits."""
+"""Learners, generators and scorers in groups of their own, against all roles in one place: the same bits.
+
+The reward is of two objectives, so that scores have two columns.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +37,15 @@ def _room() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def config(ppo_config: Callable[..., PPOConfig]) -> PPOConfig:
-    return ppo_config(minibatch=8, micro=2, num_iterations=2, num_epochs=1, learning_rate=3e-3)
+    weights = {"brief": -0.5, "kind": 2.0}
+    return ppo_config(
+        minibatch=8, micro=2, num_iterations=2, num_epochs=1, learning_rate=3e-3, objective_weights=weights
+    )
+
+
+@pytest.fixture(scope="module")
+def parents(two_objectives: Parents) -> Parents:
+    return two_objectives
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +99,7 @@ def test_groups_of_one_give_the_same_bits(
         weights, figures = train(roles, tmp_path)
     expected, expected_figures = colocated
     assert figures == expected_figures
+    assert all({"score", "score/kind", "score/brief"} <= line.keys() for line in figures)
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(weights[name], tensor), name

@@ -66,5 +66,5 @@ def test_a_text_that_is_too_long_for_it_has_no_score(worker: ColocatedWorker) ->
     worker._conversations[tuple(prompt)] = long
     short = worker.tokenizer.encode_prompt([{"role": "user", "content": QUESTIONS[0]}])
     scores = worker.scores(worker.generate([prompt, short], [0, 1]))
-    assert scores.isnan().tolist() == [True, False]
+    assert scores.isnan().tolist() == [[True], [False]]
     worker.close()

@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from preferences.door import answer_all, assign
-from preferences.records import Answer, Message, Task
+from preferences.records import Answer, Message, Skip, Task
 from preferences.results import Coverage
 from preferences.store import LabelStore
 
@@ -169,6 +170,42 @@ def test_too_few_labelers_leave_tasks_open(tmp_path):
     with LabelStore(tmp_path / "labels.db") as store:
         assert answer_all(store, [Steady("ann"), Steady("bob")], **HOW).num_open == 5
         assert answer_all(store, [Steady("cy")], **HOW).num_open == 0
+
+
+class Choosy(Steady):
+    """Skips every task whose number its own divides."""
+
+    def __init__(self, name, number):
+        super().__init__(name)
+        self.number = number
+
+    def judge(self, shown):
+        answer = super().judge(shown)
+        return Skip("not mine", 5) if int(shown.task_id[1:]) % self.number == 0 else answer
+
+
+def test_what_one_skips_goes_to_the_next(tmp_path):
+    """Two of three judge each task; with no two left it stays open. And nobody is asked twice."""
+    fill(tmp_path / "labels.db", num_tasks=120, num_labelers=2)
+    labelers = [Choosy("ann", 2), Choosy("bob", 3), Choosy("cy", 5)]
+    willing = [{labeler.name for labeler in labelers if number % labeler.number} for number in range(120)]
+    with LabelStore(tmp_path / "labels.db") as store:
+        for _ in range(2):
+            progress = answer_all(store, labelers, **HOW)
+            assert progress.num_open == sum(len(names) < 2 for names in willing) > 20
+            assert progress.num_judgments == sum(min(2, len(names)) for names in willing)
+            assert all(set(task.judged_by) <= willing[int(task.task_id[1:])] for task in store.coverage("b"))
+            acts = store.judgments("b")
+            assert sum(labeler.num_judged for labeler in labelers) == len(acts) > progress.num_judgments
+            assert {act.note for act in acts if act.kind == "skip"} == {"not mine"}
+
+
+def test_a_repeat_is_asked_in_the_same_turn_as_its_task(tmp_path):
+    with LabelStore(tmp_path / "labels.db") as store:
+        task = Task("t1", (Message("user", "Say 1"),), ("a", "b"), ("x", "y"))
+        store.add_tasks([task, replace(task, task_id="t2", repeat_of="t1")], batch="b", num_labelers=1)
+        assert answer_all(store, [Steady("ann"), Steady("bob")], **HOW).num_open == 0
+        assert len({act.labeler for act in store.judgments("b")}) == 1
 
 
 def test_refusals(tmp_path):

@@ -13,7 +13,7 @@ from lm.source import materialise
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, load_model, read_config, save_model
 from reward.comparisons import RankingsConfig
-from reward.scoring import Judge, load_network, score_sequences, sequence_scores
+from reward.scoring import Judge, load_network, sequence_scores
 from reward.stage import RewardConfig, network_source, run
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -67,7 +67,7 @@ def test_an_encoder_learns_the_preference(finished: Path) -> None:
     judge = Judge.load(finished / "model")
     assert isinstance(judge.network, SequenceClassifier)
     shown = judge.tokenizer.encode("<|end|>The fox?<|end|>In the bush!<|end|>")
-    assert score_sequences(judge.network, [shown]) == pytest.approx([0.0], abs=1e-5)  # the only demonstration
+    assert judge.score_sequences([shown]) == pytest.approx([0.0], abs=1e-5)  # the only demonstration
 
 
 @torch.no_grad()
@@ -76,7 +76,7 @@ def test_padding_changes_no_score_and_transformers_gives_the_same(finished: Path
     sequences = [
         judge.tokenizer.encode(f"<|end|>The fox?<|end|>{text}<|end|>") for text in ("Far", "In the bush!!", "!")
     ]
-    together = sequence_scores(judge.network, sequences, "encoder").tolist()
+    together = sequence_scores(judge.network, sequences, "encoder")[:, 0].tolist()
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(finished / "model").eval()
     assert theirs.config.num_labels == 1
     for score, tokens in zip(together, sequences, strict=True):
@@ -108,9 +108,9 @@ def test_a_decoders_reward_model_is_trained_further(model_folder: Path, tmp_path
 def test_a_classifier_of_several_labels_is_no_reward_model(
     encoder_folder: Path, tmp_path: Path, masking_tokenizer: Tokenizer
 ) -> None:
-    model = SequenceClassifier(read_config(encoder_folder, "masked")[0], 3)
+    model = SequenceClassifier(read_config(encoder_folder, "masked")[0], ["good", "bad", "neither"])
     save_model(tmp_path, model, model.state_dict(), masking_tokenizer)
-    with pytest.raises(ValueError, match=r"config.json: num_labels is 3; 1, a score, was expected"):
+    with pytest.raises(ValueError, match=r"config.json: id2label names good, bad, neither; score was expected"):
         network_source(tmp_path, 0.0, 0)
 
 

@@ -18,8 +18,8 @@ from preferences.splits import split_rankings
 from reward.comparisons import Comparison, RankingsConfig, Verdict, read_rankings
 from reward.learner import Beside, RewardLearner
 from reward.objective import RankingObjective
-from reward.scoring import score_sequences, sequence_scores
-from reward.stage import RewardConfig, rankings_of, run
+from reward.scoring import head_scores, sequence_scores
+from reward.stage import RewardConfig, run
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.metrics import read_metrics
 from training.stage import StageContext
@@ -46,16 +46,16 @@ SEQUENCES = [tuple(range(3, 3 + length)) for length in (7, 2, 11, 5, 1, 9, 2)]
 
 def test_scores_are_those_of_each_sequence_alone(scalar: ScalarModel) -> None:
     expected = [alone(scalar, sequence) for sequence in SEQUENCES]
-    assert sequence_scores(scalar, SEQUENCES, "decoder").tolist() == pytest.approx(expected, abs=1e-5)
+    assert sequence_scores(scalar, SEQUENCES, "decoder")[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
     for batch_size in (1, 3, 128):
-        assert score_sequences(scalar, SEQUENCES, batch_size) == pytest.approx(expected, abs=1e-5)
-    assert score_sequences(scalar, []) == []
+        assert head_scores(scalar, SEQUENCES, batch_size)[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
+    assert head_scores(scalar, []).shape == (0, 1)
 
 
 def test_a_last_token_that_also_pads_still_scores(scalar: ScalarModel) -> None:
     sequences = [(4, 5, 0), (4, 5, 6, 7)]
     expected = [alone(scalar, sequence) for sequence in sequences]
-    assert score_sequences(scalar, sequences) == pytest.approx(expected, abs=1e-5)
+    assert head_scores(scalar, sequences)[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_objective_is_the_sum_over_ragged_comparisons_of_the_mean_over_labelers(scalar: ScalarModel) -> None:
@@ -258,19 +258,3 @@ def test_a_labeler_who_is_often_wrong_weighs_less(tmp_path: Path, model_folder: 
     assert min(labelers[name]["weight"] for name in ("ann", "cy", "di")) > 2 * labelers["ed"]["weight"] >= 0
     assert labelers["ed"]["accuracy"] == pytest.approx(0.5, abs=0.15)
     assert sum(figures["weight"] for figures in labelers.values()) == pytest.approx(4)  # equally many rankings each
-
-
-def test_one_objective_is_learned(tmp_path: Path) -> None:
-    config = config_for(tmp_path)
-    assert len(rankings_of(config)) == 54
-    with pytest.raises(ValueError, match=r"reward.objective is 'helpful', and the rankings of .* are of overall; one"):
-        rankings_of(config.model_copy(update={"objective": "helpful"}))
-    rows = [json.loads(line) for line in (tmp_path / "rankings.jsonl").read_text().splitlines()]
-    tasks = sorted({row["task_id"] for row in rows})
-    mixed = [{**row, "objective": "helpful" if tasks.index(row["task_id"]) % 3 else "harmless"} for row in rows]
-    write_rows(tmp_path / "rankings.jsonl", mixed)
-    with pytest.raises(ValueError, match=r"reward.objective is '', and the rankings of .* are of harmless, helpful"):
-        rankings_of(config)
-    harmless = rankings_of(config.model_copy(update={"objective": "harmless"}))
-    assert {ranking.task_id for ranking in harmless} == set(tasks[::3])
-    assert {ranking.objective for ranking in harmless} == {"harmless"}

@@ -40,8 +40,9 @@ def test_equal_scores_by_hand() -> None:
     # Of 9 pairs 3 tie; with half a tie and half another added, 3.5 of 10: ν / (2 + ν) = .35.
     tied = np.arange(9) < 3
     assert math.exp(fit_log_nu(np.zeros(9), tied)) == pytest.approx(2 * 0.35 / 0.65)
-    verdicts = (Verdict((1, 1, 2)), Verdict((2, 1, 1)), Verdict((1, 2, 2)), Verdict((1, 1, 1), objective=1))
-    comparisons = [Comparison("a", ((1,), (2,), (3,)), verdicts)]
+    verdicts = (Verdict((1, 1, 2)), Verdict((2, 1, 1)), Verdict((1, 2, 2)))
+    others = Comparison("b", ((1,), (2,), (3,)), (Verdict((1, 1, 1)),), objective=1)
+    comparisons = [Comparison("a", ((1,), (2,), (3,)), verdicts), others]
     assert math.exp(starting_log_nu(comparisons, 0)) == pytest.approx(2 * 0.35 / 0.65)
 
 
@@ -57,5 +58,8 @@ def test_a_likelihood_by_hand() -> None:
 
 def test_the_spread_of_ratings_is_about_each_verdicts_mean() -> None:
     verdicts = (Verdict((1, 2), (5.0, 3.0)), Verdict((1, 2), (2.0, 2.0)), Verdict((1, 2)))
-    assert spread_of_ratings([Comparison("a", ((1,), (2,)), verdicts)]) == pytest.approx(math.sqrt(2 / 4))
-    assert spread_of_ratings([Comparison("a", ((1,), (2,)), verdicts[2:])]) == 0.0
+    others = Comparison("b", ((1,), (2,)), (Verdict((1, 2), (90.0, 10.0)),), objective=1)
+    comparisons = [Comparison("a", ((1,), (2,)), verdicts), others]
+    assert spread_of_ratings(comparisons, 0) == pytest.approx(math.sqrt(2 / 4))
+    assert spread_of_ratings(comparisons, 1) == 40.0
+    assert spread_of_ratings([Comparison("a", ((1,), (2,)), verdicts[2:])], 0) == 0.0

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,12 +13,14 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from fastapi.testclient import TestClient
 
 from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig
+from preferences.page.http_door import HttpDoor
 from preferences.people import People, Role
-from preferences.records import Task
+from preferences.records import Answer, Labeler, ShownTask, Skip, Task
 from preferences.store import LabelStore
 
 ROOT = Path(__file__).parents[3]
@@ -117,3 +120,84 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     yield start
     for server in started:
         server.kill()
+
+
+class ScriptedClock:
+    """Seconds since the epoch, in whole milliseconds; moved by whoever takes time."""
+
+    def __init__(self) -> None:
+        self.milliseconds = 1_000_000_000
+
+    def __call__(self) -> float:
+        return (self.milliseconds + 0.5) / 1000  # half a millisecond, so that rounding never takes one off
+
+
+@dataclass
+class TakingTime:
+    """A labeler whose judging takes the time that the answer says."""
+
+    labeler: Labeler
+    clock: ScriptedClock
+
+    @property
+    def name(self) -> str:
+        return self.labeler.name
+
+    def judge(self, shown: ShownTask) -> Answer | Skip:
+        said = self.labeler.judge(shown)
+        self.clock.milliseconds += said.milliseconds
+        return said
+
+
+class Running:
+    """A labeling server on the loopback address, in a thread of this process; its clock stands but for `TakingTime`.
+
+    Entered, it serves; people with their keys may join before. `around` wraps the application.
+    """
+
+    def __init__(
+        self, url: str, config: LabelingConfig, *, port: int = 0, around: Callable[[Any], Any] = lambda app: app
+    ) -> None:
+        self.clock = ScriptedClock()
+        self.store, self.people = LabelStore(url, clock=self.clock), People(url, clock=self.clock)
+        self.app = around(make_app(self.store, self.people, config, clock=self.clock))
+        self.port, self.keys = port, dict[str, str]()
+
+    def __enter__(self) -> "Running":
+        settings = uvicorn.Config(self.app, host="127.0.0.1", port=self.port, log_level="warning", lifespan="off")
+        self.server = uvicorn.Server(settings)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            assert self.thread.is_alive()
+            time.sleep(0.01)
+        self.address = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+        self.people.close()
+        self.store.close()
+
+    def join(self, name: str, role: Role = "labeler") -> None:
+        accepted = self.people.accept(self.people.invite(name, role))
+        assert accepted is not None
+        self.keys[name] = accepted[1]
+
+    def door(self, labeler: Labeler) -> HttpDoor:
+        """Signed in, the instructions read."""
+        door = HttpDoor(self.address, TakingTime(labeler, self.clock), self.keys[labeler.name])
+        door.read_instructions()
+        return door
+
+    def get(self, name: str, path: str) -> Any:
+        """What the API says to somebody."""
+        with httpx.Client(base_url=f"{self.address}/api", timeout=60) as client:
+            token = client.post("/session", json={"name": name, "key": self.keys[name]}).json()["token"]
+            return client.get(path, headers={"Authorization": f"Bearer {token}"}).json()
+
+
+@pytest.fixture(scope="session")
+def run_server() -> type[Running]:
+    return Running

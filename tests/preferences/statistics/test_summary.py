@@ -10,14 +10,14 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from preferences import plots
-from preferences.agreement import pairwise_agreement
-from preferences.progress import count
 from preferences.records import Judgment, Message, Ranking, Task
 from preferences.standing import standing
-from preferences.summary import summary
+from preferences.statistics import plots
+from preferences.statistics.agreement import pairwise_agreement
+from preferences.statistics.counts import labeler_counts
+from preferences.statistics.summary import summary
 
-REAL = Path(__file__).parents[3] / "shared" / "data" / "pandalm_testset-v1.json"
+REAL = Path(__file__).parents[4] / "shared" / "data" / "pandalm_testset-v1.json"
 
 
 def task_of(name, size=2, **fields):
@@ -71,23 +71,11 @@ def test_one_revision_twice_is_refused():
         standing((*ACTS, act("ann", "t", 1, 2, revision=2)))
 
 
-def test_counts():
-    found = count(TASKS, ACTS, batch_of={"t": "one", "u": "one", "v": "two"}, num_labelers_of={"t": 3, "u": 1, "v": 2})
-    one, two = found.batches
-    assert (one.num_tasks, one.num_done, one.num_answers, one.num_wanted, one.num_skips) == (2, 1, 2, 4, 1)
-    assert (two.num_tasks, two.num_done, two.num_answers, two.num_wanted) == (1, 1, 2, 2)
-    assert two.answers_by_labeler == {"ann": 1, "cy": 1}
-    ann, bob, cy, lead = found.labelers
+def test_who_did_what():
+    ann, bob, cy, lead = labeler_counts(ACTS, standing(ACTS))
     assert dataclasses.astuple(ann) == ("ann", 2, 1, 0, 1, 7)
     assert dataclasses.astuple(bob) == ("bob", 1, 0, 1, 0, 4)
     assert (cy.num_answers, lead.num_answers) == (1, 0)
-    json.dumps(found.as_dict(), allow_nan=False)
-    with pytest.raises(ValueError, match="'v': batch_of or num_labelers_of has no entry"):
-        count(TASKS, ACTS, batch_of={"t": "one", "u": "one"}, num_labelers_of={"t": 3, "u": 1, "v": 2})
-    with pytest.raises(ValueError, match="'w', labeler 'ann': a judgment of none of the tasks"):
-        count(
-            TASKS, [act("ann", "w", 1, 2)], batch_of=dict.fromkeys("tuv", "b"), num_labelers_of=dict.fromkeys("tuv", 1)
-        )
 
 
 def test_a_report_of_little_is_json_with_none_for_what_is_unknown():

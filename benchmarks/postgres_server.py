@@ -1,0 +1,89 @@
+"""PostgreSQL's own server, started here in a folder of its own where its programs are installed."""
+
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PROGRAMS = ("initdb", "postgres", "pg_isready", "createdb")
+READY_SECONDS = 60.0
+
+
+class PostgresServer:
+    """A server of its own in a folder of its own, heard on a socket in that folder and on no port.
+
+    Its settings are PostgreSQL's defaults, so what it acknowledges is on disk.
+    """
+
+    def __init__(self, programs: Path, folder: Path) -> None:
+        self.programs, self.folder, self.num_databases = programs, folder, 0
+        # PostgreSQL refuses to run as root.
+        self.user = next(name for name in ("postgres", "nobody") if _exists(name)) if os.geteuid() == 0 else None
+        if self.user is not None:
+            shutil.chown(folder, self.user)
+        self._run("initdb", "-D", str(folder / "data"), "-U", "heed", "--auth", "trust", "--no-sync")
+        self.start()
+
+    def start(self) -> None:
+        command = [str(self.programs / "postgres"), "-D", str(self.folder / "data"), "-k", str(self.folder), "-h", ""]
+        log = (self.folder / "log").open("ab")
+        self.process = subprocess.Popen(command, stdout=log, stderr=log, user=self.user, cwd=self.folder)
+        deadline = time.monotonic() + READY_SECONDS
+        while self._run("pg_isready", "-h", str(self.folder), check=False) != 0:
+            assert time.monotonic() < deadline, (self.folder / "log").read_text()
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """SIGKILL to the server and to every process that it started."""
+        children = subprocess.run(
+            ["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True, check=False
+        ).stdout.split()
+        for pid in (self.process.pid, *map(int, children)):
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGQUIT)
+        self.process.wait()
+
+    def new_database(self, template: str) -> str:
+        """URL of a copy of another database; `template1` is empty."""
+        self.num_databases += 1
+        name = f"labels{self.num_databases}"
+        self._run("createdb", "-h", str(self.folder), "-U", "heed", "-T", template, name)
+        return f"postgresql://heed@/{name}?host={self.folder}"
+
+    def _run(self, program: str, *arguments: str, check: bool = True) -> int:
+        command = [str(self.programs / program), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, user=self.user, cwd=self.folder, check=False)
+        assert done.returncode == 0 or not check, done.stderr
+        return done.returncode
+
+
+def _exists(user: str) -> bool:
+    return any(entry.pw_name == user for entry in pwd.getpwall())
+
+
+def postgres_programs() -> Path | None:
+    """Where PostgreSQL's programs are: on the PATH, or in the folder that Debian gives each version."""
+    found = shutil.which("initdb")
+    folders = [Path(found).resolve().parent] if found else []
+    folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    return next((folder for folder in folders if all((folder / name).exists() for name in PROGRAMS)), None)
+
+
+@contextmanager
+def running_postgres(programs: Path) -> Iterator[PostgresServer]:
+    """A server until the block ends, in a folder that others may enter and whose name is short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="heed-pg-") as folder:
+        server = PostgresServer(programs, Path(folder))
+        try:
+            yield server
+        finally:
+            server.stop()

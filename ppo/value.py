@@ -1,0 +1,59 @@
+"""What the value function starts as."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lm.config import ModelConfig
+from lm.model import LanguageModel, ScalarModel
+from lm.source import ModelSource, skeleton
+from lm.tokenizer import Tokenizer
+from lm.weights import ModelFolder, NewHead, purpose_of
+from ppo.controller import ScoreScale
+from reward.elsewhere import Elsewhere
+from reward.scoring import weights_by_label
+
+
+def value_source(
+    policy: Path, reward: Path | Elsewhere, weights: Mapping[str, float], scale: ScoreScale
+) -> ModelSource[ScalarModel]:
+    """The value function starts as the reward model, its predictions in the rewards' units. Of a reward model of
+    several objectives the heads become one, which gives the weighted sum of their scores.
+
+    A reward that comes from no decoder of the policy's tokens says nothing of a half-written response; then it starts
+    as the policy, with predictions of 0, the mean of the rewards.
+    Errors: ValueError for weights that do not fit the reward model.
+    """
+    if isinstance(reward, Path) and purpose_of(reward) == "score" and Tokenizer.load(reward) == Tokenizer.load(policy):
+        heads = ModelFolder(reward, ScalarModel)
+        model = skeleton(heads.build)
+        factors = [weight / scale.std for weight in weights_by_label(str(reward), model.labels, weights).values()]
+        return JoinedHeads(heads, model.config, tuple(factors), -scale.mean / scale.std)
+    head = NewHead(policy, LanguageModel, ScalarModel, seed=0)
+    return JoinedHeads(head, skeleton(head.build).config, (0.0,), 0.0)
+
+
+@dataclass(frozen=True)
+class JoinedHeads:
+    """A scalar model of one number, Σ factor · score + shift over the heads of another: a sum of linear maps is one."""
+
+    source: ModelSource[ScalarModel]
+    config: ModelConfig
+    factors: tuple[float, ...]  # by head
+    shift: float
+
+    def build(self) -> ScalarModel:
+        return ScalarModel(self.config)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        factors_O = torch.tensor(self.factors)
+        for name, tensor in self.source.tensors():
+            if name == "score.weight":
+                yield name, (factors_O[:, None] * tensor).sum(dim=0, keepdim=True)
+            elif name == "bias":
+                yield name, (factors_O * tensor).sum() + self.shift
+            else:
+                yield name, tensor

@@ -1,0 +1,20 @@
+"""What a labeler holds has an index of its own, whatever they have done and however many places are open.
+
+Revision ID: 0004
+"""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0004"
+down_revision = "0003"
+
+
+def upgrade() -> None:
+    op.create_index(
+        "places_held",
+        "places",
+        ["labeler", "task"],
+        sqlite_where=sa.text("is_done = 0 AND labeler IS NOT NULL"),
+        postgresql_where=sa.text("NOT is_done AND labeler IS NOT NULL"),
+    )

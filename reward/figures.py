@@ -1,0 +1,104 @@
+"""What a trained reward model is like: scores of held-out rankings, and how well they foretell what labelers said.
+
+A model of several objectives is measured head by head, each on the rankings of its own objective.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lm.tokenizer import Tokenizer
+from preferences.records import Ranking
+from preferences.statistics.agreement import accuracy_against
+from preferences.statistics.reliability import labeler_reliability
+from reward.comparisons import Comparison, encode_scored
+from reward.scoring import RewardNetwork, head_scores
+from reward.ties import tie_figures
+from training.data import DataConfig, read_conversations
+
+TaskScores = Mapping[str, Sequence[float]]  # of each task's responses, in their order
+
+
+def task_scores(network: RewardNetwork, comparisons: Sequence[Comparison]) -> dict[str, list[float]]:
+    """Scores of each task's responses, in their order, by the head of the task's objective."""
+    found = iter(head_scores(network, [sequence for c in comparisons for sequence in c.sequences]))
+    return {c.task_id: [float(next(found)[c.objective]) for _ in c.sequences] for c in comparisons}
+
+
+def demonstration_means(
+    network: RewardNetwork, tokenizer: Tokenizer, demonstrations: Sequence[DataConfig], num_calibration: int
+) -> list[float]:
+    """Mean score of the first `num_calibration` demonstrations, of each head."""
+    conversations = [messages for _, messages in read_conversations(demonstrations)][:num_calibration]
+    scores = head_scores(network, [encode_scored(tokenizer, messages) for messages in conversations])
+    return [sum(of_head) / len(of_head) for of_head in scores.T.tolist()]
+
+
+def objective_figures(
+    train: Sequence[Ranking], heldout: Sequence[Ranking], scores: TaskScores, *, score_shift: float, seed: int
+) -> dict[str, Any]:
+    """Of one objective: how its held-out pairs are ordered, how the scores of their responses lie, how ties go.
+
+    `scores` are of all held-out tasks, and of the tasks of `train` that a tie's chance is measured on.
+    """
+    accuracy = accuracy_against(heldout, scores)
+    unseen = dict.fromkeys(ranking.task_id for ranking in heldout)
+    samples = torch.tensor([score for task_id in unseen for score in scores[task_id]])
+    known = [ranking for ranking in train if ranking.task_id in scores]
+    return {
+        "heldout_accuracy": accuracy.mean,
+        "heldout_pairs": accuracy.num_pairs,
+        "heldout_comparisons": len(unseen),
+        "train_comparisons": len({ranking.task_id for ranking in train}),
+        "train_rankings": len(train),
+        "score_shift": score_shift,
+        # The units of PPO's rewards: scores of the SFT policy's samples, of prompts that training never saw.
+        "sample_score_mean": float(samples.mean()),
+        "sample_score_std": float(samples.std()),
+        "ties": tie_figures(known, heldout, scores, seed=seed),
+    }
+
+
+def joined_figures(
+    by_objective: Mapping[str, Mapping[str, Any]], heldout: Sequence[Ranking], scores: TaskScores
+) -> dict[str, Any]:
+    """What is known of several heads together, and each head's own figures by its objective.
+
+    Their scores have no common units, so there is no mean of them.
+    """
+    accuracy = accuracy_against(heldout, scores)
+    counts = ("heldout_comparisons", "train_comparisons", "train_rankings")
+    return {
+        "heldout_accuracy": accuracy.mean,
+        "heldout_pairs": accuracy.num_pairs,
+        **{name: sum(figures[name] for figures in by_objective.values()) for name in counts},
+        "objectives": dict(by_objective),
+    }
+
+
+def labeler_figures(train: Sequence[Ranking], weights: Mapping[str, float]) -> dict[str, dict[str, float | int | None]]:
+    """Of every labeler: how often it is right, as far as the others tell (None where no one judged what it judged), and
+    what its rankings weighed, 1 where `weights` does not name it.
+    """
+    return {
+        name: {
+            "accuracy": found.accuracy if found.num_pairs else None,
+            "num_pairs": found.num_pairs,
+            "weight": weights.get(name, 1.0),
+        }
+        for name, found in labeler_reliability(train).items()
+    }
+
+
+def rating_figures(rankings: Sequence[Ranking], scores: TaskScores, scale: float) -> dict[str, float | int | None]:
+    """`explained`: the share of the ratings' variance within judgments that `scale` · score explains (1 is best, and
+    below 0 is worse than nothing), None where no judgment has ratings that differ.
+    """
+    rated = [ranking for ranking in rankings if ranking.ratings]
+    pairs = [(np.array(ranking.ratings), np.array(scores[ranking.task_id])) for ranking in rated]
+    total = sum(float(((ratings - ratings.mean()) ** 2).sum()) for ratings, _ in pairs)
+    left = sum(float(((ratings - ratings.mean() - scale * (s - s.mean())) ** 2).sum()) for ratings, s in pairs)
+    explained = 1 - left / total if total else None
+    return {"ratings_per_score": scale, "heldout_explained": explained, "heldout_judgments": len(rated)}

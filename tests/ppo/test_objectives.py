@@ -1,0 +1,142 @@
+"""A reward of several objectives: heads of one reward model, weighted, in one process and in groups of workers."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lm.source import materialise
+from lm.tokenizer import Tokenizer
+from lm.weights import load_scalar_model, save_model
+from ppo.config import PPOConfig
+from ppo.controller import PPOController, ScoreScale
+from ppo.value import value_source
+from ppo.workers import ColocatedWorker, Parents
+from training.config import EngineConfig
+
+ENGINE = EngineConfig(precision="fp32", trackers=())
+WEIGHTS = {"brief": -0.5, "kind": 2.0}  # in another order than the heads'
+Prompts = list[list[int]]
+Start = Callable[..., ColocatedWorker]
+
+
+@pytest.fixture
+def start(two_objectives: Parents, ppo_config: Callable[..., PPOConfig]) -> Iterator[Start]:
+    """Workers that are closed when the test ends; `parents` says which models are others."""
+    workers: list[ColocatedWorker] = []
+
+    def build(weights: dict[str, float], parents: dict[str, object], **changes: object) -> ColocatedWorker:
+        config = ppo_config(objective_weights=weights, ptx_coef=0.0, ptx_rows=0, **changes)
+        given = replace(two_objectives, pretraining=None, **parents)  # type: ignore[arg-type]
+        workers.append(ColocatedWorker(config, ENGINE, given, 1))
+        return workers[-1]
+
+    yield build
+    for worker in workers:
+        worker.close()
+
+
+def controlled(worker: ColocatedWorker, prompts: Prompts) -> PPOController:
+    return PPOController(worker.config, worker, prompts, worker.parents.scale, num_pretraining_rows=0, seed=5)
+
+
+def test_scores_are_each_heads_and_first_values_their_weighted_sum(start: Start, prompts: Prompts) -> None:
+    worker = start(WEIGHTS, {})
+    rollout = worker.generate(prompts, range(16))
+    scores_BO, values_BR = worker.scores(rollout), worker.values(rollout)
+    model = load_scalar_model(worker.parents.reward)  # type: ignore[arg-type]
+    assert scores_BO.shape == (16, 2)
+    for row, (prompt, response) in enumerate(zip(*rollout.token_lists(), strict=True)):
+        ending = [] if rollout.finished_B[row] else [worker.tokenizer.end_id]
+        with torch.no_grad():
+            kind_T, brief_T = model(torch.tensor([[*prompt, *response, *ending]]))[0].T
+        assert scores_BO[row].tolist() == pytest.approx([float(brief_T[-1]), float(kind_T[-1])], abs=1e-5)
+        reward_T = (2 * kind_T - 0.5 * brief_T - 0.5) / 2.0  # in units of (score - mean) / std
+        states = slice(len(prompt) - 1, len(prompt) + len(response) - 1)
+        assert values_BR[row, : len(response)].tolist() == pytest.approx(reward_T[states].tolist(), abs=1e-5)
+
+
+def test_the_reward_is_the_weighted_sum_and_each_score_is_logged(start: Start, prompts: Prompts) -> None:
+    worker = start(WEIGHTS, {})
+    controller = controlled(worker, prompts)
+    controller.start_sampling(0)
+    brief, kind = worker.scores(controller.in_flight[0]()).mean(dim=0).tolist()
+    figures = controller.step(0)
+    assert figures["score/brief"] == pytest.approx(brief, abs=1e-5)
+    assert figures["score/kind"] == pytest.approx(kind, abs=1e-5)
+    assert figures["score"] == pytest.approx(2 * kind - 0.5 * brief, abs=1e-5)
+    assert figures["scaled_score"] == pytest.approx((figures["score"] - 0.5) / 2.0, abs=1e-5)
+    assert worker.value.module.labels == ("score",)  # one number, whatever the reward model has
+
+
+@pytest.mark.parametrize(("weights", "sign"), [({"kind": 1.0, "brief": 0.25}, 1), ({"kind": 0.25, "brief": 1.0}, -1)])
+def test_weights_decide_which_of_two_conflicting_objectives_is_climbed(
+    start: Start, two_objectives: Parents, prompts: Prompts, tmp_path: Path, weights: dict[str, float], sign: int
+) -> None:
+    assert isinstance(two_objectives.reward, Path)
+    model = load_scalar_model(two_objectives.reward)
+    with torch.no_grad():
+        model.score.weight[1] = -model.score.weight[0]
+    save_model(tmp_path, model, model.state_dict(), Tokenizer.load(two_objectives.reward))
+    parents = {"reward": tmp_path, "scale": ScoreScale(0.0, 0.5)}
+    worker = start(weights, parents, learning_rate=2e-2, num_iterations=10, kl_coef=0.0, missing_end_penalty=0.0)
+    controller = controlled(worker, prompts)
+    figures = [controller.step(iteration) for iteration in range(10)]
+    kind, brief = (figures[-1][f"score/{name}"] - figures[0][f"score/{name}"] for name in ("kind", "brief"))
+    assert sign * kind > 0.3
+    assert sign * brief < -0.3
+
+
+def test_a_text_that_does_not_fit_fails_by_every_objective(start: Start, prompts: Prompts) -> None:
+    worker = start(WEIGHTS, {})
+    too_long = [prompts[0][0]] * 60
+    rollout = worker.generate([too_long[:58], prompts[0]], [0, 1])
+    worker.judge.network.config = worker.judge.network.config.model_copy(update={"context_tokens": 40})  # type: ignore[union-attr]
+    assert worker.scores(rollout).isnan().tolist() == [[True, True], [False, False]]
+    assert "the reward model reads 40" in worker.first_failure()
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        (
+            {},
+            r"a reward model of the objectives kind, brief; weights are given for none; a weight for each of kind, br",
+        ),
+        ({"kind": 1.0, "terse": 1.0}, r"weights are given for kind, terse; a weight for each of kind, brief was"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(two_objectives: Parents, weights: dict[str, float], words: str) -> None:
+    parents = two_objectives
+    with pytest.raises(ValueError, match=words):
+        value_source(parents.sft, parents.reward, weights, parents.scale)
+
+
+def test_one_objective_takes_no_weights(parents: Parents) -> None:
+    with pytest.raises(ValueError, match=r"reward model of one objective; weights are given for kind; no weights were"):
+        value_source(parents.sft, parents.reward, {"kind": 1.0}, parents.scale)
+    value = materialise(value_source(parents.sft, parents.reward, {}, ScoreScale(0.0, 1.0)))
+    assert isinstance(parents.reward, Path)
+    plain = load_scalar_model(parents.reward)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(value.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"objective_weights": {"kind": float("inf")}}, r"objective_weights.kind\n.*finite number"),
+        ({"objective_weights": {"kind": "much"}}, r"objective_weights.kind\n.*valid number"),
+        (
+            {"objective_weights": {"kind": 1.0}, "reward_function": "rewards.py:score"},
+            r"objective_weights of kind with reward_function, which gives one score; no weights were expected",
+        ),
+    ],
+)
+def test_a_config_of_other_weights_is_refused(
+    ppo_config: Callable[..., PPOConfig], changes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        ppo_config(**changes)

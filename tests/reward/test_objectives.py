@@ -1,0 +1,281 @@
+"""Several objectives on one body: each head learns from its own rankings, is shifted and measured by itself."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lm.config import ModelConfig
+from lm.encoder import SequenceClassifier
+from lm.model import ScalarModel, initialise
+from lm.source import materialise
+from lm.tokenizer import Tokenizer
+from lm.weights import load_scalar_model, save_model
+from preferences.records import Message, Ranking
+from reward.comparisons import Comparison, RankingsConfig, Verdict, encode_rankings
+from reward.learner import Beside, RewardLearner
+from reward.objective import RankingObjective
+from reward.scoring import Judge, head_scores, weights_by_label
+from reward.stage import RewardConfig, network_source, run
+from training.config import BatchConfig, EngineConfig, OptimizerConfig
+from training.data import DataConfig
+from training.metrics import read_metrics
+from training.stage import StageContext
+
+CPU = torch.device("cpu")
+SEED = 3
+LOUD, CALM = "loud", "calm"  # more exclamation marks are better; fewer are
+RESPONSES = ["Far", "Far!!", "Far!", "Far!!!"]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def ranking_rows() -> list[dict[str, Any]]:
+    """Forty tasks by how loud and ten by how calm. The calm ones have ratings, and Bo judges them upside down."""
+    rows = []
+    for objective, labelers, every in ((LOUD, ("ann", "bo", "cy"), 1), (CALM, ("ann", "bo", "cy"), 4)):
+        for i, labeler in itertools.product(range(0, 40, every), labelers):
+            marks = [response.count("!") for response in RESPONSES]
+            best = marks if objective == LOUD or labeler == "bo" else [3 - num for num in marks]
+            row = {
+                "task_id": f"{objective}{i}",
+                "prompt": [{"role": "user", "content": f"Where is dog {i}?"}],
+                "responses": RESPONSES,
+                "ranks": [1 + sum(other > one for other in best) for one in best],
+                "labeler": labeler,
+                "objective": objective,
+            }
+            rows.append(row | ({"ratings": [10.0 * b for b in best]} if objective == CALM else {}))
+    return rows
+
+
+def config_for(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> RewardConfig:
+    demonstrations = [{"prompt": f"Where is fox {i}?", "completion": text} for i, text in enumerate(["In.", "Far!"])]
+    values = {
+        "rankings": RankingsConfig(source=write_rows(folder / "rankings.jsonl", rows)),
+        "demonstrations": (DataConfig(source=write_rows(folder / "demonstrations.jsonl", demonstrations)),),
+        "objectives": (CALM, LOUD),
+        "heldout_share": 0.25,
+        "num_epochs": 6.0,
+        "batch": BatchConfig(batch_size=8, micro_batch_size=4),
+        "optimizer": OptimizerConfig(learning_rate=0.01, schedule="constant"),
+        "save_every_steps": 100,
+        "evaluate_every_steps": 5,
+    }
+    return RewardConfig(**(values | changes))
+
+
+def context_of(folder: Path) -> StageContext:
+    return StageContext(folder, SEED, 1, EngineConfig(precision="fp32", trackers=()))
+
+
+Finished = tuple[Path, RewardConfig, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Finished:
+    """The run directory, the config, results.json."""
+    folder = tmp_path_factory.mktemp("objectives")
+    config = config_for(folder, ranking_rows(), rating_coef=0.5, ties="davidson", labeler_weights="reliability")
+    run(context_of(folder / "run"), config, model_folder)
+    return folder / "run", config, json.loads((folder / "run" / "results.json").read_text())
+
+
+# --- the objective ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_heads(tiny_config: ModelConfig) -> RewardLearner:
+    model = ScalarModel(tiny_config, labels=("a", "b"))
+    initialise(model, 5)
+    return RewardLearner(model, Beside((0.1, -0.3), (1.0, 2.0)))
+
+
+COMPARISONS = [
+    Comparison("t0", ((4, 5, 6), (7, 8)), (Verdict((1, 2), (2.0, 1.0)),), 0),
+    Comparison("t1", ((9, 4), (5, 5, 7), (8,)), (Verdict((2, 1, 3), (3.0, 9.0, 1.0)), Verdict((1, 1, 2))), 1),
+    Comparison("t2", ((6, 8, 9), (7,)), (Verdict((2, 1)),), 0),
+]
+
+
+@pytest.mark.parametrize(("row", "own"), [(0, 0), (1, 1)])
+def test_a_comparison_trains_the_head_of_its_objective_alone(two_heads: RewardLearner, row: int, own: int) -> None:
+    objective = RankingObjective(COMPARISONS, "decoder", objectives=("a", "b"), rating_coef=0.5, rating_std=(1.0, 2.0))
+    loss, figures = objective.loss(two_heads, np.array([row]), CPU)
+    loss.backward()  # type: ignore[no-untyped-call]
+    other = 1 - own
+    for parameter in (two_heads.network.score.weight, two_heads.nu, two_heads.rating):
+        assert parameter is not None
+        assert parameter.grad is not None
+        assert not parameter.grad[other].any()
+        assert parameter.grad[own].all()
+    assert two_heads.network.decoder.embedding.weight.grad is not None  # the body is everybody's
+    assert two_heads.network.decoder.embedding.weight.grad.any()
+    assert figures[f"accuracy/{'ab'[other]}"].tolist() == [0.0, 0.0]  # none of it seen, and so divided by
+    assert float(figures[f"accuracy/{'ab'[own]}"][1]) == 1.0
+
+
+def test_each_objective_is_learned_as_if_it_were_alone(two_heads: RewardLearner, tiny_config: ModelConfig) -> None:
+    """The loss of a mixed batch is the sum of what two plain reward models give, one an objective."""
+    plain = RankingObjective(COMPARISONS, "decoder", rating_coef=0.5, rating_std=(1.0, 2.0))
+    mixed, _ = plain.loss(two_heads, np.arange(3), CPU)
+    state, total = two_heads.network.state_dict(), 0.0
+    for head, rows in ((0, [0, 2]), (1, [1])):
+        alone = ScalarModel(tiny_config)
+        alone.load_state_dict(
+            {**state, "score.weight": state["score.weight"][head : head + 1], "bias": state["bias"][head]}
+        )
+        learner = RewardLearner(alone, Beside((two_heads.beside.log_nu[head],), (two_heads.beside.rating_std[head],)))
+        comparisons = [Comparison(c.task_id, c.sequences, c.verdicts) for c in COMPARISONS]
+        own = RankingObjective(comparisons, "decoder", rating_coef=0.5, rating_std=(two_heads.beside.rating_std[head],))
+        total += float(own.loss(learner, np.array(rows), CPU)[0].detach())
+    assert float(mixed.detach()) == pytest.approx(total, rel=1e-5)
+
+
+def test_rankings_of_one_task_by_two_objectives_are_refused(tokenizer: Tokenizer) -> None:
+    prompt = (Message("user", "Where?"),)
+    judged = [Ranking("t", prompt, ("a", "b"), (1, 2), name, of) for name, of in (("ann", LOUD), ("bo", CALM))]
+    with pytest.raises(ValueError, match=r"task 't': field 'objective' differs between the rankings of 'ann' and 'bo'"):
+        encode_rankings(tokenizer, judged, 96, objectives=(LOUD, CALM))
+
+
+# --- the stage --------------------------------------------------------------------------------------------------------
+
+
+def test_conflicting_objectives_are_both_learned(finished: Finished) -> None:
+    folder, _, results = finished
+    calm, loud = results["objectives"][CALM], results["objectives"][LOUD]
+    assert loud["heldout_accuracy"] > 0.9
+    # One labeler of three judges upside down: whoever is right agrees with two.
+    assert calm["heldout_accuracy"] == pytest.approx(2 / 3, abs=0.02)
+    assert calm["train_comparisons"] + calm["heldout_comparisons"] == 10
+    assert loud["train_comparisons"] + loud["heldout_comparisons"] == 40
+    pairs = calm["heldout_pairs"] + loud["heldout_pairs"]
+    right = sum(found["heldout_accuracy"] * found["heldout_pairs"] for found in (calm, loud))
+    assert results["heldout_accuracy"] == pytest.approx(right / pairs)
+    assert results["train_rankings"] == calm["train_rankings"] + loud["train_rankings"]
+    last = read_metrics(folder / "metrics.jsonl")[-1]
+    assert {"heldout_accuracy/calm", "heldout_accuracy/loud"} <= last.keys()
+    assert last["heldout_accuracy/loud"] > 0.9
+    judged = json.loads((folder / "heldout_scores.json").read_text())
+    for task, scores in judged.items():  # each by its own head: Far, Far!!, Far!, Far!!!
+        assert (scores[3] > scores[0]) == task.startswith(LOUD), task
+
+
+def test_what_is_learned_beside_the_score_is_each_objectives_own(finished: Finished) -> None:
+    calm, loud = (finished[2]["objectives"][name] for name in (CALM, LOUD))
+    assert calm["labelers"]["bo"]["weight"] < 0.5 < 0.9 < loud["labelers"]["bo"]["weight"]
+    assert calm["ties"]["learned_nu"] != loud["ties"]["learned_nu"]
+    assert calm["ratings"]["ratings_per_score"] > 0
+    assert "ratings" not in loud  # it has none
+
+
+def test_demonstrations_score_0_on_average_under_every_head(finished: Finished) -> None:
+    folder, _, results = finished
+    model, tokenizer = load_scalar_model(folder / "model").eval(), Tokenizer.load(folder / "model")
+    texts = [f"<|user|> Where is fox {i}?<|end|><|assistant|> {text}<|end|>" for i, text in enumerate(["In.", "Far!"])]
+    with torch.no_grad():
+        scores = torch.stack([model(torch.tensor([tokenizer.encode(text)]))[0, -1] for text in texts])
+    assert model.labels == (CALM, LOUD)
+    assert scores.mean(dim=0).tolist() == pytest.approx([0.0, 0.0], abs=1e-5)
+    assert scores.abs().min() > 1e-4
+    assert model.bias.tolist() == pytest.approx([results["objectives"][name]["score_shift"] for name in (CALM, LOUD)])
+
+
+def test_one_named_objective_is_a_plain_reward_model_bit_for_bit(tmp_path: Path, model_folder: Path) -> None:
+    """As if the file had no others, and no word of objectives."""
+    both = ranking_rows()
+    rows = [{key: row[key] for key in row if key != "objective"} for row in both if row["objective"] == LOUD]
+    weights = []
+    for name, found, objectives in (("named", both, (LOUD,)), ("plain", rows, ())):
+        (tmp_path / name).mkdir()
+        config = config_for(tmp_path / name, found, objectives=objectives, num_epochs=1.0)
+        run(context_of(tmp_path / name / "run"), config, model_folder)
+        written = tmp_path / name / "run"
+        files = [written / "model" / file for file in ("model.safetensors", "config.json")]
+        weights.append([path.read_bytes() for path in (*files, written / "results.json")])
+    assert weights[0] == weights[1]
+    assert json.loads(weights[0][1])["id2label"] == {"0": "score"}
+
+
+def test_a_reward_model_of_several_objectives_is_trained_further(finished: Finished, tmp_path: Path) -> None:
+    optimizer = OptimizerConfig(learning_rate=1e-12, schedule="constant")
+    config = config_for(tmp_path, ranking_rows(), num_epochs=0.01, optimizer=optimizer)
+    run(context_of(tmp_path / "run"), config, finished[0] / "model")
+    first, again = (load_scalar_model(folder / "model") for folder in (finished[0], tmp_path / "run"))
+    for name, tensor in first.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], tensor, atol=1e-5, rtol=0, msg=name)
+    for labels in ((LOUD, CALM), ("score",), (CALM, LOUD, "terse")):
+        says = rf"config.json: id2label names calm, loud; {', '.join(labels)} was expected"
+        with pytest.raises(ValueError, match=says):
+            network_source(finished[0] / "model", 0.0, 0, labels)
+
+
+def test_an_encoder_has_heads_too(encoder_folder: Path, tmp_path: Path) -> None:
+    network = materialise(network_source(encoder_folder, 0.0, 4, ("a", "b")))
+    assert isinstance(network, SequenceClassifier)
+    save_model(tmp_path, network, network.state_dict(), Tokenizer.load(encoder_folder))
+    judge = Judge.load(tmp_path, {"b": 3.0, "a": -1.0})
+    sequences = [[4, 5, 6], [7, 8]]
+    with torch.no_grad():
+        by_head = torch.cat([network.eval()(torch.tensor([tokens])) for tokens in sequences])
+    torch.testing.assert_close(head_scores(judge.network, sequences), by_head, atol=1e-5, rtol=1e-5)
+    expected = [-float(a) + 3 * float(b) for a, b in by_head]
+    assert judge.score_sequences(sequences) == pytest.approx(expected, abs=1e-5)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("objectives", "words"),
+    [
+        ((), r"reward.objectives is \[\], and the rankings of .*rankings.jsonl are of calm, loud; those of them"),
+        (("loud", "terse"), r"reward.objectives is \['loud', 'terse'\], and the rankings of .* are of calm, loud"),
+    ],
+)
+def test_objectives_that_are_not_there_are_refused(
+    tmp_path: Path, model_folder: Path, objectives: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        run(context_of(tmp_path / "run"), config_for(tmp_path, ranking_rows(), objectives=objectives), model_folder)
+
+
+def test_an_objective_without_a_heldout_ranking_is_named(tmp_path: Path, model_folder: Path) -> None:
+    rows = [row for row in ranking_rows() if row["objective"] == LOUD or row["task_id"] == "calm0"]
+    with pytest.raises(ValueError, match=r"splits the rankings of 'calm' of .* into [03] for training and [03] held"):
+        run(context_of(tmp_path / "run"), config_for(tmp_path, rows), model_folder)
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("a", "")])
+def test_objectives_differ_and_have_names(tmp_path: Path, names: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"objectives is .*; names that differ were expected"):
+        config_for(tmp_path, ranking_rows(), objectives=names)
+
+
+@pytest.mark.parametrize(
+    ("labels", "weights", "words"),
+    [
+        (("a", "b"), {}, r"R: a reward model of the objectives a, b; weights are given for none; a weight for each of"),
+        (("a", "b"), {"a": 1.0}, r"weights are given for a; a weight for each of a, b was expected \(ppo.objective_w"),
+        (("a", "b"), {"a": 1.0, "b": 1.0, "c": 1.0}, r"weights are given for a, b, c; a weight for each of a, b"),
+        (("a", "b"), {"a": 1.0, "b": float("nan")}, r"the weight of 'b' is nan; a finite number was expected"),
+        (("a", "b"), {"a": 0.0, "b": 0.0}, r"the weights of a, b are all 0"),
+        (("score",), {"score": 1.0}, r"R: a reward model of one objective; weights are given for score; no weights"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(labels: tuple[str, ...], weights: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        weights_by_label("R", labels, weights)
+
+
+def test_weights_go_by_name() -> None:
+    assert list(weights_by_label("R", ("a", "b"), {"b": 2.0, "a": 0.5}).items()) == [("a", 0.5), ("b", 2.0)]
+    assert list(weights_by_label("R", ("score",), {}).values()) == [1.0]
