@@ -19,7 +19,7 @@ from heed.job import JobConfig
 from heed.job_file import load_job
 from heed.pipeline import run_job
 from heed.progress import console
-from heed.study_arms import arm_job, arms_of, with_those_before, write_cuts
+from heed.study_arms import LABELERS_A_TASK, arm_job, arms_of, with_those_before, write_cuts
 from heed.study_findings import FINDINGS, Finding, Found
 from heed.study_measures import SeedMeasures
 from heed.study_report import write_findings
@@ -40,7 +40,7 @@ def run_study(wanted: str, job_file: Path, runs: Path, *, num_seeds: int, overri
         for seed in range(num_seeds)
     ]
     arms = {folder: arms_of(job, folder) for folder, job in seeds}
-    _check_curves(seeds[0][1])
+    _check(seeds[0][1])
     names = [name for finding in findings for name in finding.arms]
     measures: list[SeedMeasures] = []
     found: list[Found] = []
@@ -57,10 +57,15 @@ def run_study(wanted: str, job_file: Path, runs: Path, *, num_seeds: int, overri
     return found
 
 
-def _check_curves(job: JobConfig) -> None:
-    """Errors: ValueError for a job whose curves would have too few policies to be fitted, before anything runs."""
+def _check(job: JobConfig) -> None:
+    """Errors: ValueError for a job with too few labelers, or whose curves would have too few policies to be fitted."""
     assert job.compare is not None, "arms_of lets no job in without it"
     assert job.ppo is not None
+    world = job.open_world()
+    assert world is not None
+    num_labelers = len(world.labelers(job.seed))
+    if num_labelers < max(LABELERS_A_TASK):
+        raise ValueError(f"the world has {num_labelers} labelers; {max(LABELERS_A_TASK)} a task were expected")
     if job.compare.best_of < 2**MIN_POLICIES:
         raise ValueError(f"compare.best_of is {job.compare.best_of}; {2**MIN_POLICIES} at least was expected")
     every = job.ppo.keep_policies_every

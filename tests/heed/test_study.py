@@ -113,6 +113,8 @@ def test_refusals_come_before_anything_runs(tmp_path: Path) -> None:
             "all", JOBS / "debug.toml", tmp_path, num_seeds=1,
             overrides=["compare.best_of=8", "ppo.keep_policies_every=2"],
         )  # fmt: skip
+    with pytest.raises(ValueError, match=r"the world has 3 labelers; 4 a task were expected"):
+        run_study("all", JOBS / "study.toml", tmp_path, num_seeds=1, overrides=["world.num_labelers=3"])
     with pytest.raises(ValueError, match=r"a study needs \[world\], \[model\] and a section of every stage"):
         run_study("all", JOBS / "function.toml", tmp_path, num_seeds=1)
     assert not list(tmp_path.iterdir())
