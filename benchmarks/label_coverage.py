@@ -1,9 +1,10 @@
 """Do the intervals of a lead's page cover the truth as often as they say? `python -m benchmarks.label_coverage`.
 
 Worlds whose labelers are known by construction (`benchmarks.known_labelers`) are drawn again and again, tasks and
-answers anew; every interval of `preferences.summary` is held against the truth (`benchmarks.label_truth`). The same
-labelers answer over HTTP in `tests/preferences/page/test_scripted_labelers.py`, and what they say is the same, so this
-counts for the door too. `tests/preferences/test_coverage.py` runs fewer worlds, docs/labels.md has the table of 2,000.
+answers anew; every interval of `preferences.statistics.summary` is held against the truth (`benchmarks.label_truth`).
+The same labelers answer over HTTP in `tests/preferences/page/test_scripted_labelers.py`, and what they say is the same,
+so this counts for the door too. `tests/preferences/statistics/test_coverage.py` runs fewer worlds, docs/labels.md has
+the table of 2,000.
 """
 
 import argparse
@@ -15,9 +16,9 @@ import numpy as np
 
 from benchmarks.known_labelers import Size, draw_world
 from benchmarks.label_truth import held_against_truth, is_covered
-from preferences.alpha import Alpha
 from preferences.intervals import Tally, clustered_shares
-from preferences.summary import summary
+from preferences.statistics.alpha import Alpha
+from preferences.statistics.summary import summary
 
 SIZE = Size(num_ordinary=90, num_gold=40, num_repeats=40)
 

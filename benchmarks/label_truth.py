@@ -20,11 +20,11 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.known_labelers import CUTS, NUM_RESPONSES, NUM_WORDS, PACE_SPREAD, SHARED_TASTE, TRAITS, Traits
-from preferences.alpha import Alpha
-from preferences.habits import TOO_FAST_WORDS_PER_MINUTE
 from preferences.intervals import Interval, Share
 from preferences.resampling import Floats
-from preferences.summary import LabelReport
+from preferences.statistics.alpha import Alpha
+from preferences.statistics.habits import TOO_FAST_WORDS_PER_MINUTE
+from preferences.statistics.summary import LabelReport
 
 LIKED_BY_ALL = 1 + SHARED_TASTE**2  # variance: quality and shared taste
 

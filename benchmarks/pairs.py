@@ -29,9 +29,9 @@ from heed.job_file import load_job
 from lm.source import skeleton
 from lm.tokenizer import Tokenizer
 from playground.world import World
-from preferences.agreement import accuracy_against
 from preferences.records import Ranking, dense_ranks
 from preferences.splits import split_rankings
+from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import Comparison, RankingsConfig, encode_rankings, read_rankings
 from reward.learner import Beside, LearnerSource, RewardLearner
 from reward.objective import RankingObjective

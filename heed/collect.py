@@ -9,11 +9,11 @@ from pydantic import Field
 
 from evaluation.sampling import Sample
 from playground.world import World
-from preferences.agreement import accuracy_against, pairwise_agreement
 from preferences.door import answer_all
 from preferences.formats.own import ranking_row
 from preferences.records import MAX_RESPONSES, Message, Ranking, Task
 from preferences.results import Progress
+from preferences.statistics.agreement import accuracy_against, pairwise_agreement
 from preferences.store import LabelStore
 from training.config import Config
 from training.data import DataConfig, Prompt

@@ -7,9 +7,9 @@ from typing import Any
 from evaluation.statistics import bootstrap_mean
 from heed.collect import label_truth
 from playground.world import World
-from preferences.agreement import accuracy_against
 from preferences.records import Ranking
 from preferences.splits import split_rankings
+from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import encode_scored
 from reward.scoring import Judge, score_sequences
 from reward.stage import HELDOUT_SCORES, RewardConfig, rankings_of

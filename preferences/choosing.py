@@ -15,11 +15,11 @@ from typing import Literal
 
 import numpy as np
 
-from preferences.agreement import NUM_RESAMPLES
 from preferences.intervals import LEVEL, Interval
-from preferences.panel import prompt_numbers
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Task
 from preferences.resampling import Floats, percentiles, resampled_sums
+from preferences.statistics.agreement import NUM_RESAMPLES
+from preferences.statistics.panel import prompt_numbers
 
 MAX_SETS = 5_000  # of responses of one prompt; each has its probability
 UNIFORM_PART = 0.1  # of the probability of "uncertainty" that is uniform, so that no weight is above ten

@@ -2,9 +2,9 @@
 
 from typing import Protocol
 
-from preferences.panel import Panel
-from preferences.quality import gold_accuracy, screen
 from preferences.standing import standing
+from preferences.statistics.panel import Panel
+from preferences.statistics.quality import gold_accuracy, screen
 from preferences.store import LabelStore
 
 

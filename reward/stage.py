@@ -18,10 +18,10 @@ from lm.model import LanguageModel, ScalarModel
 from lm.source import ModelSource, skeleton
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, NewHead, purpose_of, save_model
-from preferences.agreement import accuracy_against
 from preferences.records import Ranking
-from preferences.reliability import labeler_reliability, labeler_weights
 from preferences.splits import split_rankings
+from preferences.statistics.agreement import accuracy_against
+from preferences.statistics.reliability import labeler_reliability, labeler_weights
 from reward.comparisons import Comparison, RankingsConfig, encode_rankings, encode_scored, read_judgments
 from reward.learner import Beside, LearnerSource, Ties, network_weights, spread_of_ratings, starting_log_nu
 from reward.objective import RankingObjective
@@ -44,8 +44,8 @@ class RewardConfig(InitConfig, TrainingConfig):
     `ties` = "soft" takes a tie for half a win, "davidson" for an outcome with a chance of its own (`reward.loss`). With
     `rating_coef` above 0 scores also learn the ratings that rankings carry: their loss's weight beside the rankings'.
     `labeler_weights` = "reliability" weighs each labeler's rankings by how often the others bear them out
-    (`preferences.reliability`, from training rankings alone). A model learns one objective; `objective` names it where
-    the rankings are of several.
+    (`preferences.statistics.reliability`, from training rankings alone). A model learns one objective; `objective`
+    names it where the rankings are of several.
     """
 
     chat_template: str = ""  # "plain", a Jinja template, ..., or "" for the model's own

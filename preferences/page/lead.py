@@ -10,12 +10,12 @@ from markupsafe import Markup
 
 from preferences.formats.parts import Report
 from preferences.formats.registry import format_to_write
-from preferences.plots import labeler_shares, places_plot, progress_plot, share_plot, time_plot
 from preferences.records import Judgment
 from preferences.results import BatchCounts
 from preferences.standing import standing
+from preferences.statistics.plots import labeler_shares, places_plot, progress_plot, share_plot, time_plot
+from preferences.statistics.summary import LabelReport, summary
 from preferences.store import LabelStore
-from preferences.summary import LabelReport, summary
 
 EXPORTS = ("heed", "rankings", "trl", "hh")
 SHARES = {

@@ -12,7 +12,7 @@ from playground.calibration import Agreement, draw_tasks, measure_agreement
 from playground.labelers import LabelerConfig, ScriptedLabeler, Taste, draw_labelers
 from playground.world import PlaygroundConfig, PlaygroundWorld
 from preferences.records import Judgment, Message, ShownTask, Task
-from preferences.summary import summary
+from preferences.statistics.summary import summary
 
 NO_TASTE = Taste(length=0.0, cheer=0.0, favourite="", favourite_weight=0.0)
 EXACT = LabelerConfig(noise=0, position_bias=0, shared_length=0, shared_cheer=0, own_taste=0, tie_threshold=0.01)

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from preferences.agreement import accuracy_against, pairwise_agreement
 from preferences.records import Message, Ranking
 from preferences.splits import is_heldout, split_rankings
+from preferences.statistics.agreement import accuracy_against, pairwise_agreement
 
 
 def prompt_of(text):

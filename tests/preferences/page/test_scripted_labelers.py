@@ -1,8 +1,8 @@
 """Labelers known by construction sign in to a running server and label over HTTP; the lead's page finds what they are.
 
 The server is uvicorn on the loopback address. Its clock is the test's: judging takes the time that a labeler's answer
-says, and no longer. `tests/preferences/test_coverage.py` and `benchmarks.label_coverage` count how often intervals hold
-the truth; here they are read off the API, and the judgments shown to be those that are counted there.
+says, and no longer. `benchmarks.label_coverage` and `tests/preferences/statistics/test_coverage.py` count how often
+intervals hold the truth; here they are read off the API, and the judgments shown to be those that are counted there.
 """
 
 from contextlib import ExitStack
@@ -22,8 +22,8 @@ from preferences.page.config import LabelingConfig
 from preferences.page.http_door import answer_in_turns
 from preferences.page.lead import SEED
 from preferences.records import Task
+from preferences.statistics.summary import LabelReport, summary
 from preferences.store import LabelStore
-from preferences.summary import LabelReport, summary
 
 SIZE, WORLD = Size(num_ordinary=48, num_gold=24, num_repeats=24), 0
 CONFIG = LabelingConfig(flags=(FLAG, "rude"))

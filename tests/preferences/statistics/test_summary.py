@@ -10,14 +10,14 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from preferences import plots
-from preferences.agreement import pairwise_agreement
-from preferences.progress import labeler_counts
 from preferences.records import Judgment, Message, Ranking, Task
 from preferences.standing import standing
-from preferences.summary import summary
+from preferences.statistics import plots
+from preferences.statistics.agreement import pairwise_agreement
+from preferences.statistics.counts import labeler_counts
+from preferences.statistics.summary import summary
 
-REAL = Path(__file__).parents[3] / "shared" / "data" / "pandalm_testset-v1.json"
+REAL = Path(__file__).parents[4] / "shared" / "data" / "pandalm_testset-v1.json"
 
 
 def task_of(name, size=2, **fields):

@@ -7,9 +7,9 @@ from itertools import combinations
 import numpy as np
 
 from preferences.intervals import LEVEL, Ints, Share
-from preferences.panel import prompt_numbers
 from preferences.records import Message, Ranking
 from preferences.resampling import Floats, bootstrap_ratio
+from preferences.statistics.panel import prompt_numbers
 
 NUM_RESAMPLES = 2_000
 

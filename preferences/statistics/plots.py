@@ -15,10 +15,10 @@ from html import escape
 import numpy as np
 
 from preferences.intervals import Interval, Share
-from preferences.quality import PlaceRanks
 from preferences.records import Judgment
 from preferences.standing import standing
-from preferences.summary import LabelerReport
+from preferences.statistics.quality import PlaceRanks
+from preferences.statistics.summary import LabelerReport
 
 WIDTH = 480.0  # all lengths are in CSS pixels at the natural size
 ROW = 28.0

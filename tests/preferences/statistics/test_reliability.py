@@ -7,7 +7,7 @@ import pytest
 
 from playground.labelers import LabelerConfig, ScriptedLabeler, Taste
 from preferences.records import Message, Ranking, ShownTask
-from preferences.reliability import Reliability, labeler_reliability, labeler_weights
+from preferences.statistics.reliability import Reliability, labeler_reliability, labeler_weights
 
 PROMPT = (Message("user", "Which?"),)
 

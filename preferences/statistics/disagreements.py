@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from preferences.panel import Panel, count_pairs, pair_signs
 from preferences.records import Judgment
+from preferences.statistics.panel import Panel, count_pairs, pair_signs
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from preferences.agreement import pairwise_agreement
-from preferences.habits import flag_counts, num_words, paces, ratings_of, words_per_minute
 from preferences.intervals import (
     Share,
     Tally,
@@ -19,8 +17,12 @@ from preferences.intervals import (
     median_interval,
     wilson,
 )  # fmt: skip
-from preferences.panel import Panel
-from preferences.quality import (
+from preferences.records import Judgment, Message, Ranking, Task, dense_ranks
+from preferences.resampling import MAX_CLUSTERS, resampled_sums
+from preferences.statistics.agreement import pairwise_agreement
+from preferences.statistics.habits import flag_counts, num_words, paces, ratings_of, words_per_minute
+from preferences.statistics.panel import Panel
+from preferences.statistics.quality import (
     agreement_counts,
     agreement_with_others,
     gold_accuracy,
@@ -29,8 +31,6 @@ from preferences.quality import (
     self_agreement,
     shown_first,
 )  # fmt: skip
-from preferences.records import Judgment, Message, Ranking, Task, dense_ranks
-from preferences.resampling import MAX_CLUSTERS, resampled_sums
 
 
 def task_of(name, size=3, **fields):

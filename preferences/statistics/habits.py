@@ -19,9 +19,9 @@ from preferences.intervals import (
     difference_of_means,
     median_interval,
 )  # fmt: skip
-from preferences.panel import Panel
 from preferences.records import Judgment, Task
 from preferences.resampling import Floats
+from preferences.statistics.panel import Panel
 
 # Adults read English non-fiction silently at 238 words a minute on average, most at 175 to 300 (Brysbaert 2019,
 # Journal of Memory and Language 109, 104047), and lose understanding beyond about 400 (Rayner et al. 2016,

@@ -12,10 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from preferences.agreement import bootstrapped_share
-from preferences.alpha import Alpha, ranking_alpha, rating_alpha
-from preferences.disagreements import Disagreement, disagreements
-from preferences.habits import (
+from preferences.intervals import Share, plain
+from preferences.records import Judgment, Task
+from preferences.standing import standing
+from preferences.statistics.agreement import bootstrapped_share
+from preferences.statistics.alpha import Alpha, ranking_alpha, rating_alpha
+from preferences.statistics.counts import LabelerCount, labeler_counts
+from preferences.statistics.disagreements import Disagreement, disagreements
+from preferences.statistics.habits import (
     TOO_FAST_WORDS_PER_MINUTE,
     FastAnswer,
     Pace,
@@ -27,10 +31,8 @@ from preferences.habits import (
     skip_reasons,
     words_per_minute,
 )  # fmt: skip
-from preferences.intervals import Share, plain
-from preferences.panel import Panel, count_pairs, pair_signs
-from preferences.progress import LabelerCount, labeler_counts
-from preferences.quality import (
+from preferences.statistics.panel import Panel, count_pairs, pair_signs
+from preferences.statistics.quality import (
     PlaceRanks,
     agreement_counts,
     agreement_with_others,
@@ -39,8 +41,6 @@ from preferences.quality import (
     self_agreement,
     shown_first,
 )  # fmt: skip
-from preferences.records import Judgment, Task
-from preferences.standing import standing
 
 NUM_LISTED = 100  # tasks to read again, and fast answers
 
