@@ -14,7 +14,7 @@ from pydantic import Field
 from evaluation.best_of_n import best_of_n_expected, best_of_n_kl
 from evaluation.diversity import distinct_n
 from evaluation.sampling import Sample
-from evaluation.statistics import bootstrap_mean, win_rate
+from evaluation.statistics.means import bootstrap_mean, win_rate
 from training.config import Config
 from training.data import DataConfig, Prompt
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from evaluation.sampling import sequence_logprobs
-from evaluation.statistics import NUM_RESAMPLES, bootstrap_mean
+from evaluation.statistics.means import NUM_RESAMPLES, bootstrap_mean
 from lm.generation import generate
 from lm.model import LanguageModel
 from lm.sampling import Choice

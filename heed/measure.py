@@ -4,22 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from evaluation.statistics import bootstrap_mean
+from evaluation.statistics.means import bootstrap_mean
 from heed.collect import label_truth
 from playground.world import World
 from preferences.records import Ranking
-<<<<<<< HEAD
 from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import encode_scored, read_judgments
 from reward.scoring import Judge
 from reward.stage import HELDOUT_SCORES, RewardConfig, split_of
-=======
-from preferences.splits import split_rankings
-from preferences.statistics.agreement import accuracy_against
-from reward.comparisons import encode_scored
-from reward.scoring import Judge, score_sequences
-from reward.stage import HELDOUT_SCORES, RewardConfig, rankings_of
->>>>>>> h2
 
 
 def measure_reward_model(folder: Path, config: RewardConfig, world: World, seed: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from evaluation.statistics import WinRate, bootstrap_mean, win_rate
+from evaluation.statistics.means import WinRate, bootstrap_mean, win_rate
 from preferences.intervals import Interval
 
 NAN = float("nan")
@@ -92,7 +92,7 @@ def test_win_rate_by_hand():
 
 
 def test_win_rate_equals_a_loop_over_pairs(monkeypatch):
-    monkeypatch.setattr("evaluation.statistics._PAIRS_PER_CHUNK", 40)  # several chunks
+    monkeypatch.setattr("evaluation.statistics.means._PAIRS_PER_CHUNK", 40)  # several chunks
     generator = np.random.default_rng(4)
     a, b = generator.integers(0, 4, size=(23, 3)).astype(float), generator.integers(0, 4, size=(23, 5)).astype(float)
     a[2, 1] = b[7, 0] = b[7, 4] = NAN

@@ -1,0 +1,1 @@
+"""Comparing policies: win rates, tests, ratings, length and position, each with an interval over prompts."""
