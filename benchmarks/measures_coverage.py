@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import expit
 
+from evaluation.measures.calibration import ScoredPairs, calibration
 from evaluation.measures.curves import Curve, Kind
 from evaluation.measures.overoptimisation import fit_curve, gain_at
 from preferences.intervals import Interval
@@ -79,6 +81,60 @@ def gao_coverage(kind: Kind, *, num_worlds: int, num_prompts: int, seed: int) ->
     return held(intervals())
 
 
+# ---- reward models ----
+
+PAIRS_PER_PROMPT = 3
+COPIED = 0.5  # of a prompt's labels, those that share their chance
+
+
+def planted_pairs(sharpness: float, *, num_prompts: int, generator: np.random.Generator) -> ScoredPairs:
+    """Score differences N(0, 1.5²), of which σ(sharpness Δ) is the true chance that the first is preferred.
+
+    At 1 the scores are calibrated, below 1 they are too sure. Labels of one prompt lean the same way.
+    """
+    shape = (num_prompts, PAIRS_PER_PROMPT)
+    difference = SPREAD * generator.normal(size=shape)
+    fresh, shared = generator.random(shape), generator.random((num_prompts, 1))
+    chance = np.where(generator.random(shape) < COPIED, shared, fresh)
+    lead = np.where(chance < expit(sharpness * difference), difference, -difference).ravel()
+    place = np.repeat(np.arange(num_prompts), PAIRS_PER_PROMPT)
+    ones = np.ones(len(place), dtype=np.int64)
+    return ScoredPairs(lead, place, place, 3 * ones, ones, 0 * ones, ("all",))
+
+
+SPREAD = 1.5
+
+
+def calibration_coverage(
+    sharpness: float, *, num_worlds: int, num_prompts: int, seed: int
+) -> tuple[dict[str, Covered], float]:
+    """Every interval of `num_worlds` reward models, and the share of them whose ECE is called too large at 5%."""
+    grid = np.linspace(-8, 8, 20_001)
+    weight = np.exp(-(grid**2) / 2)
+    weight /= weight.sum()
+    difference = SPREAD * grid
+    true, said = expit(sharpness * np.abs(difference)), expit(np.abs(difference))
+    accuracy = float(weight @ true)
+    chance = expit(sharpness * difference)
+    log_loss = float(weight @ -(chance * np.log(expit(difference)) + (1 - chance) * np.log(expit(-difference))))
+    rejected = []
+
+    def intervals() -> Iterator[tuple[str, Interval, float]]:
+        for world in range(num_worlds):
+            generator = np.random.default_rng([seed, world])
+            pairs = planted_pairs(sharpness, num_prompts=num_prompts, generator=generator)
+            found = calibration(pairs, seed=world)
+            share = found.accuracy
+            yield "accuracy", Interval(share.mean, share.low, share.high), accuracy
+            yield "overconfidence", found.overconfidence, float(weight @ said) - accuracy
+            yield "log-loss", found.log_loss, log_loss
+            yield "scale", found.scale, sharpness
+            rejected.append(found.error.p_value <= 0.05)
+
+    covered = held(intervals())
+    return covered, float(np.mean(rejected))
+
+
 def held(intervals: Iterator[tuple[str, Interval, float]]) -> dict[str, Covered]:
     """How often each kind of interval (what, interval, truth) held the truth; a NaN end is no end."""
     rows: dict[str, list[tuple[bool, float, float]]] = {}
@@ -103,6 +159,15 @@ def main() -> None:
             found = gao_coverage(kind, num_worlds=arguments.worlds, num_prompts=num_prompts, seed=arguments.seed)
             for what, covered in found.items():
                 print_row(f"{kind}: {what}", num_prompts, covered)
+
+    for num_prompts in (50, 300):
+        for sharpness in (1.0, 0.5):
+            pairs, rejected = calibration_coverage(
+                sharpness, num_worlds=arguments.worlds, num_prompts=num_prompts, seed=arguments.seed
+            )
+            for what, covered in pairs.items():
+                print_row(f"reward model, sharpness {sharpness}: {what}", num_prompts, covered)
+            print(f"ECE called too large at 5%, sharpness {sharpness}, {num_prompts} prompts: {100 * rejected:.1f}%")
 
 
 def print_row(what: str, num_prompts: int, covered: Covered) -> None:

@@ -108,11 +108,12 @@ def response_kls(
     for start in range(0, len(order), BATCH):
         rows = order[start : start + BATCH]
         tokens_C = torch.tensor([token for row in rows for token in responses[row]], device=policy.head.weight.device)
-        hidden = [_states(model, [(queries[row], responses[row]) for row in rows]) for model in (policy, reference)]
+        pairs = [(queries[row], responses[row]) for row in rows]
+        hidden = [predicting_states(model, pairs) for model in (policy, reference)]
         found = torch.cat(
             [
                 _position_kls(policy, reference, hidden[0][part], hidden[1][part], tokens_C[part], temperature)
-                for part in _chunks(len(tokens_C), policy.config.vocab_size)
+                for part in position_chunks(len(tokens_C), policy.config.vocab_size)
             ]
         )
         per_response = found.split([len(responses[row]) for row in rows])
@@ -120,7 +121,7 @@ def response_kls(
     return ResponseKLs(k1_N=sums[:, 0], k3_N=sums[:, 1], full_N=sums[:, 2])
 
 
-def _states(model: LanguageModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
+def predicting_states(model: LanguageModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
     """Hidden states [C, D] from which each response's tokens are predicted."""
     tokens_BT, _ = pad_right([[*query, *response] for query, response in pairs], model.head.weight.device)
     predicts_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
@@ -129,7 +130,8 @@ def _states(model: LanguageModel, pairs: Sequence[tuple[Sequence[int], Sequence[
     return model.decoder.hidden(tokens_BT, None)[predicts_BT]
 
 
-def _chunks(num_positions: int, vocab_size: int) -> list[slice]:
+def position_chunks(num_positions: int, vocab_size: int) -> list[slice]:
+    """Positions whose logits are held at once."""
     size = max(1, LOGITS_AT_ONCE // vocab_size)
     return [slice(start, start + size) for start in range(0, num_positions, size)]
 
