@@ -1,9 +1,13 @@
-"""Over-optimisation: gold and proxy score of policies at growing distance from the reference, and the fitted curves.
+"""The charts of measures.json: over-optimisation, and a reward model's reliability.
 
-measures.json has them as `over_optimisation`, a list of
+Over-optimisation is gold and proxy score of policies at growing distance from the reference, with the fitted curves:
+`over_optimisation`, a list of
 
     {"kind": "rl" or "best_of_n", "points": [evaluation.measures.curves.Point], "fitted":
      evaluation.measures.overoptimisation.Overoptimised or null}
+
+Reliability is how often a reward model is right beside how sure it is: `reward_model`, an
+evaluation.measures.reward_model.RewardMeasures.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from evaluation.measures.overoptimisation import gain_at
 from heed.report_plots import WIDE_SIZE
 from heed.report_run import dig
 from heed.report_svg import ROUND_STEPS, Chart, Key, draw, tone
-from heed.report_words import interval, number
+from heed.report_words import interval, number, percent
 
 CURVES = "over_optimisation"
 TITLES = {"rl": "RL", "best_of_n": "best-of-n"}
@@ -35,7 +39,7 @@ class CurveView:
 
 
 def curve_view(measures: Mapping[str, Any]) -> CurveView:
-    """Gold beside proxy score, all curves in each; where to stop, and where the optimum is.
+    """Gold beside proxy score, all curves in each; reliability; where to stop, and where the optimum is.
 
     Errors: ValueError naming the entry of measures.json that is not a curve.
     """
@@ -45,11 +49,14 @@ def curve_view(measures: Mapping[str, Any]) -> CurveView:
             raise ValueError(
                 f"measures.json: {CURVES}[{place}]: kind {' or '.join(TITLES)} and a list of points were expected"
             )
+    reliability = reliability_chart(measures)
+    charts = () if reliability is None else (reliability,)
     if not curves:
-        return CurveView((), ())
+        return CurveView(charts, ())
     charts = (
         _chart(curves, "gold", "Gold score against KL", "above the reference's; what counts"),
         _chart(curves, "proxy", "Proxy score against KL", "above the reference's; what is climbed"),
+        *charts,
     )
     return CurveView(charts, tuple(text for curve in curves for text in _words(curve)))
 
@@ -106,3 +113,40 @@ def _paint(axes: Any, curve: Mapping[str, Any], field: str) -> None:
     low, high = (dig(curve, "fitted", "optimum", "kl_nats", end) for end in ("low", "high"))
     if field == "gold" and low is not None and low < furthest:
         axes.axvspan(low, min(furthest, furthest if high is None else high), color=colour, alpha=0.12, linewidth=0)
+
+
+def reliability_chart(measures: Mapping[str, Any]) -> Chart | None:
+    """Accuracy in bins of confidence, on the diagonal where the model is as sure as it should be."""
+    bins = [
+        entry
+        for entry in dig(measures, "reward_model", "calibration", "bins") or []
+        if dig(entry, "accuracy", "mean") is not None and dig(entry, "confidence") is not None
+    ]
+    ceiling = dig(measures, "reward_model", "ceiling", "mean")
+    if not bins:
+        return None
+
+    def paint(axes: Any) -> None:
+        axes.plot([0.5, 1], [0.5, 1], color=tone("muted"), linewidth=1, linestyle=(0, (4, 3)))
+        if ceiling is not None:
+            axes.axhline(ceiling, color=tone("best-of-n"), linewidth=1.4, linestyle=(0, (1, 2)))
+        for entry in bins:
+            x, share = entry["confidence"], entry["accuracy"]
+            if share["low"] is not None and share["high"] is not None:
+                axes.plot([x, x], [share["low"], share["high"]], color=tone("heldout"), linewidth=2.5, alpha=0.55)
+            axes.plot([x], [share["mean"]], "o", color=tone("heldout"), markeredgecolor=tone("page"))
+        axes.set_xlabel("confidence", loc="right")
+        for side in (axes.xaxis, axes.yaxis):
+            side.set_major_locator(MaxNLocator(5, steps=ROUND_STEPS))
+            side.set_major_formatter(PercentFormatter(1, decimals=0))
+
+    spoken = "; ".join(f"right {percent(e['accuracy']['mean'])} where {percent(e['confidence'])} sure" for e in bins)
+    svg = draw(
+        paint, **WIDE_SIZE, margins=(44, 12, 36, 8), name="reliability",
+        label=f"The reward model's reliability: {spoken}.",
+    )  # fmt: skip
+    keys = [Key("muted", "line", "as sure as it is right")]
+    if ceiling is not None:
+        keys.append(Key("best-of-n", "line", f"ceiling by the labelers' own agreement, {percent(ceiling)}"))
+    title, unit = "The reward model's reliability", "how often it is right"
+    return Chart(title, unit, tuple(keys), svg, "measures.json", is_wide=True)

@@ -1,7 +1,9 @@
 """The measures of a comparison as tables: whatever measures.json holds is shown, nothing is picked.
 
     policies            {policy: {measure: figure}}: a table with a column a policy
+    tax                 evaluation.measures.tax.Tax: likewise
     over_optimisation   a list of curves, drawn by comparison_report_curves
+    reward_model        evaluation.measures.reward_model.RewardMeasures, drawn there too
     anything else       figures by their place, a list of objects as a table of its own
 
 A figure is a number, a text, or {mean, low, high}; objects nest.
@@ -33,8 +35,11 @@ def measure_tables(measures: Mapping[str, Any], looks: Mapping[str, Policy]) -> 
     policies = measures.get("policies")
     if isinstance(policies, Mapping) and policies:
         tables.append(_policy_table(policies, looks))
+    tax = measures.get("tax")
+    if isinstance(tax, Mapping):
+        tables.append(_tax_table(tax, looks))
     for name, value in measures.items():
-        if name not in ("policies", CURVES):
+        if name not in ("policies", "tax", CURVES):
             tables += _tables(name, value)
     return tables
 
@@ -46,6 +51,27 @@ def _policy_table(policies: Mapping[str, Any], looks: Mapping[str, Policy]) -> M
     rows = tuple((_title(place), *(own.get(place, "–") for own in found.values())) for place in places)
     caption = "Every policy's measures; in brackets 95% intervals over prompts. From measures.json."
     return MeasureTable("Policies", caption, ("Measure", *titles), rows)
+
+
+def _tax_table(tax: Mapping[str, Any], looks: Mapping[str, Policy]) -> MeasureTable:
+    """Every policy's quality as a language model, and below it how far it is above that of the one before."""
+    before = str(tax["before"])
+    measured = [("bits a byte", tax["bits_per_byte"])]
+    for task in tax["tasks"]:
+        name = f"{task['task']}, {number(task['num_shots'])} shots"
+        measured += [(f"{name}: exact match", task["exact_match"]), (f"{name}: bits a byte", task["bits_per_byte"])]
+    policies = list(dict.fromkeys(policy for _, changes in measured for policy in changes))
+    titles = {policy: looks[policy].title if policy in looks else policy for policy in [*policies, before]}
+    rows: list[tuple[str, ...]] = []
+    for name, changes in measured:
+        for field, text in (("figure", name), ("above_before", f"{name}, above {titles[before]}'s")):
+            cells = [_figure(changes[policy][field]) if policy in changes else "–" for policy in policies]
+            rows.append((text, *cells))
+    caption = (
+        f"{number(tax['num_documents'])} held-out texts of {number(tax['num_bytes'])} bytes; bits a byte: lower is"
+        " better; exact match: higher is. In brackets 95% intervals. From measures.json."
+    )
+    return MeasureTable("Alignment tax", caption, ("Measure", *(titles[policy] for policy in policies)), tuple(rows))
 
 
 def _tables(name: str, value: Any) -> list[MeasureTable]:

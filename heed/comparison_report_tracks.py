@@ -79,8 +79,13 @@ class Tracks:
     mark: float | None
     rows_from: str
 
+    @property
+    def is_shares(self) -> bool:
+        """Whether the axis goes from 0 to 100%, whose lines the style sheet draws."""
+        return self.ticks is SHARE_TICKS
 
-SHARE_TICKS = ((0.0, "0%"), (0.25, ""), (0.5, "50%"), (0.75, ""), (1.0, "100%"))
+
+SHARE_TICKS = ((0.0, "0%"), (0.5, "50%"), (1.0, "100%"))
 
 
 def share_dot(mean: float, low: float, high: float, kind: str = "") -> Dot:

@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from evaluation.measures.calibration import ScoredPairs, calibration
 from evaluation.measures.curves import Curve, points
 from evaluation.measures.overoptimisation import fit_curve
+from evaluation.measures.reward_model import RewardMeasures
+from evaluation.measures.tax import Change, TaskTax, Tax
 from heed.comparison_report import write_comparison_report
 from heed.comparison_report_measures import figures, measure_tables
 from heed.comparison_report_words import looks_of
-from preferences.intervals import Interval, plain
+from heed.report_words import percent
+from preferences.intervals import Interval, Share, plain
 
 
 def over_optimised(kind: Any) -> dict[str, Any]:
@@ -35,7 +39,35 @@ def over_optimised(kind: Any) -> dict[str, Any]:
     return {"kind": kind, "points": plain(points(curve)), "fitted": plain(fit_curve(curve, seed=0))}
 
 
-def test_curves_are_drawn_with_their_advice(make_folder: Callable[..., Path]) -> None:
+TAX = Tax(
+    before="sft",
+    num_documents=40,
+    num_bytes=9_000,
+    bits_per_byte={
+        "sft": Change(Interval(1.5, 1.4, 1.6), Interval(0.0, 0.0, 0.0)),
+        "ppo": Change(Interval(1.6, 1.5, 1.7), Interval(0.1, 0.05, 0.15)),
+    },
+    tasks=(TaskTax("sums", 4, 30, {"ppo": Change(Interval(0.5, 0.4, 0.6), Interval(-0.1, -0.2, 0.0))}, {}),),
+)
+
+
+def reward_model() -> RewardMeasures:
+    """A model too sure of itself: its leads are twice what they should be."""
+    generator = np.random.default_rng(2)
+    lead = generator.normal(0, 1.5, size=400)
+    right = generator.random(400) < 1 / (1 + np.exp(-np.abs(lead) / 2))
+    ones, places = np.ones(400, dtype=np.int64), np.arange(400)
+    pairs = ScoredPairs(
+        np.where(right, np.abs(lead), -np.abs(lead)), places, places, 2 * ones, ones, 0 * ones, ("all",)
+    )  # fmt: skip
+    return RewardMeasures(
+        form="rankings", num_tasks=400, num_labelers=3, num_tied_pairs=4, num_too_long=0, too_long="", oddities={},
+        calibration=calibration(pairs, seed=0, num_bins=4), agreement=Share(0.79, 0.76, 0.82, 400, 400),
+        ceiling=Interval(0.88, 0.86, 0.9), by_category={"all": Share(0.7, 0.6, 0.8, 400, 400)}, rewardbench=None,
+    )  # fmt: skip
+
+
+def test_curves_are_drawn_with_their_advice(make_folder: Callable[..., Path], read_page: Callable[[str], Any]) -> None:
     folder = make_folder()
     measures = {
         "reference": "sft",
@@ -44,9 +76,8 @@ def test_curves_are_drawn_with_their_advice(make_folder: Callable[..., Path]) ->
             "ppo": {"kl_nats": plain(Interval(4.21, 3.9, 4.5)), "distinct_2": 0.7112, "bits_per_byte": 1.5},
         },
         "over_optimisation": [over_optimised("rl"), over_optimised("best_of_n")],
-        "reward_model": {"accuracy": {"mean": 0.7, "low": 0.65, "high": 0.75, "num_pairs": 900}, "bins": [
-            {"predicted": 0.6, "observed": 0.58, "num_pairs": 450}, {"predicted": 0.9, "observed": 0.8}
-        ]},
+        "tax": plain(TAX),
+        "reward_model": plain(reward_model()),
     }  # fmt: skip
     (folder / "measures.json").write_text(json.dumps(measures))
     report = write_comparison_report(folder)
@@ -56,8 +87,15 @@ def test_curves_are_drawn_with_their_advice(make_folder: Callable[..., Path]) ->
     for curve in measures["over_optimisation"]:
         assert curve["fitted"]["advice"].split(".")[0] in page
     assert "Gold score against KL: step 0" in page
-    for text in ("4.21 (3.90 to 4.50)", "<td>0.71</td>", "900", "reward model, bins", "0.58"):
+    for text in ("4.21 (3.90 to 4.50)", "<td>0.71</td>", "1.60 (1.50 to 1.70)", "bits a byte, above SFT&#39;s"):
         assert text in page
+    accuracy = measures["reward_model"]["calibration"]["accuracy"]
+    ends = f"({accuracy['low']:.2f} to {accuracy['high']:.2f})"
+    assert f"<td>{accuracy['mean']:.2f} {ends}</td>" in page
+    for entry in measures["reward_model"]["calibration"]["bins"]:
+        assert f"{percent(entry['accuracy']['mean'])} where {percent(entry['confidence'])} sure" in page
+    assert "ceiling by the labelers&#39; own agreement, 88%" in page
+    assert read_page(page).open == []
     assert '<a href="#measures">' in page
 
 
