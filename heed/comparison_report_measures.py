@@ -27,6 +27,7 @@ class MeasureTable:
     caption: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    is_main: bool = False  # open on the page
 
 
 def measure_tables(measures: Mapping[str, Any], looks: Mapping[str, Policy]) -> list[MeasureTable]:
@@ -38,8 +39,14 @@ def measure_tables(measures: Mapping[str, Any], looks: Mapping[str, Policy]) -> 
     tax = measures.get("tax")
     if isinstance(tax, Mapping):
         tables.append(_tax_table(tax, looks))
-    for name, value in measures.items():
-        if name not in ("policies", "tax", CURVES):
+    rest = {name: value for name, value in measures.items() if name not in ("policies", "tax", CURVES)}
+    single = [
+        line for name, value in rest.items() if not isinstance(value, Mapping | list) for line in figures(value, name)
+    ]
+    if single:
+        tables.append(MeasureTable("Single figures", "From measures.json.", ("Measure", "Value"), _titled(single)))
+    for name, value in rest.items():
+        if isinstance(value, Mapping | list):
             tables += _tables(name, value)
     return tables
 
@@ -50,7 +57,7 @@ def _policy_table(policies: Mapping[str, Any], looks: Mapping[str, Policy]) -> M
     titles = tuple(looks[name].title if name in looks else name for name in found)
     rows = tuple((_title(place), *(own.get(place, "–") for own in found.values())) for place in places)
     caption = "Every policy's measures; in brackets 95% intervals over prompts. From measures.json."
-    return MeasureTable("Policies", caption, ("Measure", *titles), rows)
+    return MeasureTable("Policies", caption, ("Measure", *titles), rows, is_main=True)
 
 
 def _tax_table(tax: Mapping[str, Any], looks: Mapping[str, Policy]) -> MeasureTable:
@@ -71,7 +78,8 @@ def _tax_table(tax: Mapping[str, Any], looks: Mapping[str, Policy]) -> MeasureTa
         f"{number(tax['num_documents'])} held-out texts of {number(tax['num_bytes'])} bytes; bits a byte: lower is"
         " better; exact match: higher is. In brackets 95% intervals. From measures.json."
     )
-    return MeasureTable("Alignment tax", caption, ("Measure", *(titles[policy] for policy in policies)), tuple(rows))
+    columns = ("Measure", *(titles[policy] for policy in policies))
+    return MeasureTable("Alignment tax", caption, columns, tuple(rows), is_main=True)
 
 
 def _tables(name: str, value: Any) -> list[MeasureTable]:
@@ -135,7 +143,7 @@ def _number(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, str):
-        return value
+        return value or "–"
     if isinstance(value, float) and 0 < abs(value) < SMALL:
         return f"{value:.2g}".replace("-", "\u2212")
     return number(value)

@@ -182,8 +182,19 @@ def rating_rows(
         )
         note = UNBOUNDED[rating.unbounded]
         interval = f"{rating_text(rating.low)} to {rating_text(rating.high)}" if ends_known else "unknown"
+        if rating.policy == ratings.anchor:
+            interval = "by definition"
         look = looks[rating.policy]
-        rows.append(Row((look,), (dot,), rating_text(rating.value), interval, (rank_range(rating),), note=note))
+        rows.append(
+            Row(
+                (look,),
+                (dot,),
+                rating_text(rating.value),
+                interval,
+                (rank_range(rating).removeprefix("rank "),),
+                note=note,
+            )
+        )
     zero = (0 - low) / (high - low) if low <= 0 <= high else None
     return tuple(rows), tuple((place(tick), rating_text(tick, 1)) for tick in ticks), zero
 

@@ -66,7 +66,10 @@ def _order(folder: ComparisonFolder, judge: JudgeSummary, looks: Mapping[str, Po
     if bias.low > 0.5 or bias.high < 0.5:
         which = "first" if bias.mean > 0.5 else "second"
         often = bias.mean if bias.mean > 0.5 else 1 - bias.mean
-        found.append(f"The judge {judge.judge} prefers the response shown {which}: {percent(often)} of the time.")
+        found.append(
+            f"The judge {judge.judge} prefers the response shown {which}, {percent(often)} of the time"
+            f" ({span(bias.low, bias.high) if bias.mean > 0.5 else span(1 - bias.high, 1 - bias.low)})."
+        )
         found += [text for pair in judge.pairs for text in _uneven(folder.verdicts, judge, pair, looks)]
     changed = judge.flips.changed
     if changed.mean > MANY_FLIPS:

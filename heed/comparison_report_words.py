@@ -61,9 +61,9 @@ def span(low: float, high: float) -> str:
     return f"{percent(low).removesuffix('%')} to {percent(high)}"
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], word: str = "and") -> str:
     """ "a, b and c"."""
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {word} {names[-1]}"
 
 
 def of(num: int, what: str) -> str:
@@ -169,8 +169,8 @@ def _of_many(judge: JudgeSummary, num_policies: int, looks: dict[str, Policy]) -
         )
     behind = f"; behind {'both' if len(leaders) == 2 else 'them'} {'is' if len(rest) == 1 else 'are'} {listed(rest)}"
     return "unclear", (
-        f"Which of {num_policies} policies is the best is not settled by the judge {judge.judge}: any of"
-        f" {listed(leaders)} may be{behind if rest else ''}."
+        f"Which of {num_policies} policies is the best is not settled by the judge {judge.judge}:"
+        f" {listed(leaders, 'or')} may be{behind if rest else ''}."
     )
 
 

@@ -120,6 +120,6 @@ def test_no_figure_is_left_out() -> None:
     assert figures(value) == [("a", "0.50"), ("a.num", "3"), ("b", "1, 2.50"), ("c.d", "yes"), ("c.e", "–")]
     assert figures(0.00012) == [("", "0.00012")]
     tables = measure_tables({"x": 1, "y": [{"p": 1}, {"q": -2}], "policies": {"sft": {"z": 3}}}, looks_of(["sft"]))
-    assert [table.title for table in tables] == ["Policies", "x", "y"]
+    assert [table.title for table in tables] == ["Policies", "Single figures", "y"]
     assert tables[2].columns == ("p", "q")
     assert tables[2].rows == (("1", "–"), ("–", "\u22122"))
