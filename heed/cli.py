@@ -9,6 +9,7 @@ from rich.console import Console
 
 from heed.jobs_cli import jobs_app, submit
 from heed.label_cli import label_app
+from heed.measures_cli import measure_app
 from heed.options import First, JobFile, Only, Overrides, RunsFolder, Workers, read_job
 from heed.progress import console
 
@@ -49,6 +50,7 @@ def run(
 app.command()(submit)
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(label_app, name="label")
+app.add_typer(measure_app, name="measure")
 
 
 @app.command()
