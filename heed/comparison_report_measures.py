@@ -1,10 +1,9 @@
 """The measures of a comparison as tables: whatever measures.json holds is shown, nothing is picked.
 
-    policies            {policy: {measure: figure}}: a table with a column a policy
+    policies            {policy: evaluation.measures.policies.PolicyMeasures}: a table with a column a policy
     tax                 evaluation.measures.tax.Tax: likewise
-    over_optimisation   a list of curves, drawn by comparison_report_curves
-    reward_model        evaluation.measures.reward_model.RewardMeasures, drawn there too
-    anything else       figures by their place, a list of objects as a table of its own
+    anything else       figures by their place, a list of objects as a table of its own; comparison_report_curves draws
+                        `over_optimisation` and `reward_model`
 
 A figure is a number, a text, or {mean, low, high}; objects nest.
 """
@@ -13,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from heed.comparison_report_curves import CURVES
 from heed.report_words import Policy, number
 
 SMALL = 0.01  # below it a number is shown by significant digits
@@ -39,7 +37,7 @@ def measure_tables(measures: Mapping[str, Any], looks: Mapping[str, Policy]) -> 
     tax = measures.get("tax")
     if isinstance(tax, Mapping):
         tables.append(_tax_table(tax, looks))
-    rest = {name: value for name, value in measures.items() if name not in ("policies", "tax", CURVES)}
+    rest = {name: value for name, value in measures.items() if name not in ("policies", "tax")}
     single = [
         line for name, value in rest.items() if not isinstance(value, Mapping | list) for line in figures(value, name)
     ]
