@@ -91,6 +91,13 @@ def test_filters_work_together_and_by_keyboard(visit, four_policies):
     expect(page.get_by_role("status")).to_have_text("0 prompts that fit")
 
 
+def test_a_page_that_holds_a_part_says_so_beside_every_count(visit, two_policies, tmp_path):
+    page_text, _ = render(read_comparison(two_policies), max_prompts=30)
+    (tmp_path / "report.html").write_text(page_text, encoding="utf-8")
+    page = visit(tmp_path)
+    assert said(page) == "1 to 20 of 30 prompts that fit of the 30 here (120 in all)"
+
+
 def test_disagreement_pair_and_judge(visit, four_policies):
     page = visit(four_policies)
     page.get_by_role("checkbox", name="Verdicts disagree").press("Space")

@@ -158,6 +158,14 @@ def test_rows_that_contradict_each_other_are_named(make_folder: MakeFolder) -> N
     with pytest.raises(ValueError, match=r"verdicts\.parquet: row 5: it is of response 0 of 'ppo' to prompt 'p-0002'"):
         write_comparison_report(folder)
     write_rows(folder / "responses.parquet", responses)
+    write_rows(folder / "verdicts.parquet", [verdicts[0], *verdicts])
+    with pytest.raises(ValueError, match=r"verdicts\.parquet: verdict 1 \(from 0\), prompt 'p-0000'.* given twice"):
+        write_comparison_report(folder)
+    table = parquet.read_table(folder / "verdicts.parquet").slice(1)
+    shares = pyarrow.array([0.5, 1.5, *[0.5] * (len(verdicts) - 2)])
+    parquet.write_table(table.set_column(7, "preference_a", shares), folder / "verdicts.parquet")
+    with pytest.raises(ValueError, match=r"verdicts\.parquet: row 2: prompt 'p-0000': preference_a is 1\.5"):
+        write_comparison_report(folder)
     table = pyarrow.table({"prompt_id": ["p-0000"]})
     parquet.write_table(table, folder / "verdicts.parquet")
     with pytest.raises(ValueError, match=r"verdicts\.parquet: its columns are prompt_id"):
