@@ -7,6 +7,7 @@ stands alone: nothing is loaded, and its one script, named by hash in its policy
 import base64
 import hashlib
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,7 @@ def flat(value: Any, path: str = "") -> list[tuple[str, str]]:
     return [(path, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))]
 
 
+@cache
 def _environment() -> jinja2.Environment:
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),

@@ -171,8 +171,7 @@ def small(make_folder):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_has_no_barrier_that_axe_knows(visit, small, scheme):
     page = visit(small, color_scheme=scheme)
-    for summary in page.locator("details:not(.sample):not(.rest) > summary").all():
-        summary.click()
+    page.locator("details:not(.sample):not(.rest):not(.unprinted) > summary").last.click()
     standards = STANDARDS if scheme == "light" else {"type": "rule", "values": ["color-contrast"]}
     violations = Axe().run(page, options={"runOnly": standards}).response["violations"]
     assert [(found["id"], [node["html"][:120] for node in found["nodes"][:3]]) for found in violations] == []
