@@ -16,6 +16,7 @@ from scipy.special import expit
 
 from evaluation.measures.calibration import ScoredPairs, calibration
 from evaluation.measures.curves import Curve, Kind
+from evaluation.measures.kl import ResponseKLs, summarise_kl
 from evaluation.measures.overoptimisation import fit_curve, gain_at
 from preferences.intervals import Interval
 from preferences.resampling import Floats
@@ -77,6 +78,29 @@ def gao_coverage(kind: Kind, *, num_worlds: int, num_prompts: int, seed: int) ->
             yield "optimum's d", found.optimum.d, best
             yield "optimum's d, delta method", found.optimum.d_by_delta, best
             yield "gain at the optimum", found.optimum.gain, height
+
+    return held(intervals())
+
+
+# ---- KL ----
+
+MEAN_KL = 2.0
+
+
+def kl_coverage(*, num_worlds: int, num_prompts: int, num_samples: int, seed: int) -> dict[str, Covered]:
+    """k1 and full of responses whose prompts' KLs are Gamma, with mean 2 nats and standard deviation √2; k1 has the
+    noise of the drawn words besides.
+    """
+
+    def intervals() -> Iterator[tuple[str, Interval, float]]:
+        for world in range(num_worlds):
+            generator = np.random.default_rng([seed, world])
+            prompt_N = np.repeat(np.arange(num_prompts), num_samples)
+            full_N = generator.gamma(2.0, MEAN_KL / 2, num_prompts)[prompt_N]
+            k1_N = full_N + 1.5 * generator.normal(size=len(full_N))
+            found = summarise_kl(ResponseKLs(k1_N, full_N, full_N), prompt_N)
+            yield "full", found.full, MEAN_KL
+            yield "k1", found.k1, MEAN_KL
 
     return held(intervals())
 
@@ -153,18 +177,20 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, default=2_000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    how = {"num_worlds": arguments.worlds, "seed": arguments.seed}
     print("| interval | prompts | worlds | covers the truth | bias | mean width |\n|---|---|---|---|---|---|")
+    for num_prompts in (20, 50, 300):
+        for what, covered in kl_coverage(num_prompts=num_prompts, num_samples=4, **how).items():
+            print_row(f"KL: {what}", num_prompts, covered)
     for num_prompts in (50, 300):
         for kind in ("best_of_n", "rl"):
-            found = gao_coverage(kind, num_worlds=arguments.worlds, num_prompts=num_prompts, seed=arguments.seed)
+            found = gao_coverage(kind, num_prompts=num_prompts, **how)
             for what, covered in found.items():
                 print_row(f"{kind}: {what}", num_prompts, covered)
 
     for num_prompts in (50, 300):
         for sharpness in (1.0, 0.5):
-            pairs, rejected = calibration_coverage(
-                sharpness, num_worlds=arguments.worlds, num_prompts=num_prompts, seed=arguments.seed
-            )
+            pairs, rejected = calibration_coverage(sharpness, num_prompts=num_prompts, **how)
             for what, covered in pairs.items():
                 print_row(f"reward model, sharpness {sharpness}: {what}", num_prompts, covered)
             print(f"ECE called too large at 5%, sharpness {sharpness}, {num_prompts} prompts: {100 * rejected:.1f}%")

@@ -1,4 +1,4 @@
-"""Over-optimisation: gold score against distance, in the forms of Gao et al. 2022 (arXiv 2210.10760, section 3.1).
+"""Over-optimisation: gold score against distance, in the forms of Gao et al. 2022 (arXiv 2210.10760).
 
 With d = √KL(π || π_ref) and R the gold score above the reference's:
 
@@ -202,25 +202,25 @@ def _delta(kind: Kind, fit: Fit, d: float, num_prompts: int) -> Interval:
 
 def advice(curve: Curve, fit: Fit, optimum: Optimum) -> str:
     """Where to stop, in words. What lies beyond the furthest policy was not seen, and is said to be a guess."""
-    d, largest, what = optimum.d, optimum.largest_d, "n" if curve.kind == "best_of_n" else "training"
+    d, largest = optimum.d, optimum.largest_d
     furthest = f"the furthest policy measured (d = {largest:.2f}, KL = {largest**2:.2f} nats)"
-    if math.isnan(d.mean) or d.mean > largest:
+    rises = float(_slope(curve.kind, fit.alpha.mean, fit.beta.mean, np.array(largest))) > 0
+    if d.mean == 0 or (math.isnan(d.mean) and not rises):
+        words = "The gold score does not rise along these policies: stay with the reference, or mend the proxy."
+    elif math.isnan(d.mean) or d.mean > largest:
         where = "has no optimum" if math.isnan(d.mean) else f"has its optimum at d = {d.mean:.2f}, which is a guess"
         words = f"No over-optimisation seen: the fitted curve still rises at {furthest} and {where}."
         if d.low <= largest:
-            words += (
-                f" The optimum may lie before that, though, from d = {d.low:.2f} on: measure again with more prompts."
-            )
+            words += f" It may lie before that, though, from d = {d.low:.2f} on: measure again with more prompts."
         else:
-            words += f" These data give no reason to stop {what} earlier, nor to go on beyond what was measured."
+            shorter = "to take a smaller n" if curve.kind == "best_of_n" else "to stop training earlier"
+            words += f" These data give no reason {shorter}, nor to go on beyond what was measured."
     elif math.isnan(d.high) or d.high > largest:
         words = (
             f"The fitted optimum is at d = {d.mean:.2f} (KL = {d.mean**2:.2f} nats), but its interval, from"
             f" {d.low:.2f} on, reaches beyond {furthest}: a fall is likely, not shown. Stop no earlier than"
             f" d = {d.low:.2f}; measure again with more prompts or further policies."
         )
-    elif d.mean == 0:
-        words = "The gold score falls from the start: stay with the reference, or mend the proxy."
     else:
         nearest = curve.names[int(np.argmin(np.abs(curve.d_K - d.mean)))]
         words = (

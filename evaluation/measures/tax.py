@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from evaluation.few_shot import Example, few_shot_rows
+from evaluation.measures.drawing import Policy
 from evaluation.measures.text import bits_and_bytes
-from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model
 from preferences.intervals import LEVEL, Interval
 from preferences.resampling import Floats, bootstrap_ratio
 
@@ -74,7 +73,8 @@ def measure_tax(policies: Mapping[str, Path], texts: Sequence[str], tasks: Seque
     bits: dict[str, Floats] = {}
     num_bytes = np.array([len(text.encode()) for text in texts], dtype=np.float64)
     for name, folder in policies.items() if texts else ():
-        bits[name], _ = bits_and_bytes(load_language_model(folder).eval(), Tokenizer.load(folder), texts)
+        policy = Policy.load(folder)
+        bits[name], _ = bits_and_bytes(policy.model, policy.tokenizer, texts)
     return Tax(
         before=before,
         num_documents=len(texts),

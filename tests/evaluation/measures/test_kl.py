@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.measures_coverage import kl_coverage
 from evaluation.measures import kl
 from evaluation.measures.drawing import Policy, draw
 from evaluation.measures.kl import exact_kl, measure_kl, response_kls, summarise_kl
@@ -114,6 +115,11 @@ def test_intervals_are_over_prompts() -> None:
     assert repeated.k1.low == pytest.approx(alone.k1.low)
     half = 3.182446 * float(np.std(once, ddof=1)) / 2  # Student's t of 3 degrees
     assert alone.k1.high == pytest.approx(once.mean() + half, rel=1e-5)
+
+
+def test_intervals_hold_planted_kls() -> None:
+    for what, covered in kl_coverage(num_worlds=1_000, num_prompts=30, num_samples=3, seed=0).items():
+        assert 0.92 <= covered.share <= 0.97, (what, covered)
 
 
 def test_a_policy_of_a_folder_is_drawn_and_measured(
