@@ -123,9 +123,9 @@ def detectable(pair: PairSummary) -> str:
     """The smallest difference that this many prompts could have shown."""
     prompts = of(pair.win_rate.num_prompts, "prompt")
     if math.isnan(pair.power.detectable):
-        return f"With these {prompts} no difference could have been shown."
+        return f"With {prompts} no difference could have been shown."
     return (
-        f"With these {prompts} only a win rate {points(pair.power.detectable)} points or more from 50% would have been"
+        f"With {prompts} only a win rate {points(pair.power.detectable)} points or more from 50% would have been"
         " seen in 4 of 5 such studies."
     )
 

@@ -233,6 +233,19 @@ def test_a_judge_that_failed_on_all_is_no_answer(make_folder: MakeFolder) -> Non
     assert report["summary"]["failures"][0]["num_verdicts"] == 24
 
 
+@pytest.mark.parametrize("num_prompts", [1, 2, 4, 12, 20])
+def test_few_prompts_are_no_error(make_folder: MakeFolder, num_prompts: int) -> None:
+    """Also where resamples hold ties but no loss, or a category has two prompts."""
+    judges = {"gold": ["gold"], "people": ["ada", "bo"]}
+    report = write_comparison_report(
+        make_folder(policies={"sft": 0.0, "ppo": 2.5}, judges=judges, num_prompts=num_prompts)
+    )
+    pair = report["summary"]["judges"][0]["pairs"][0]
+    assert pair["win_rate"]["num_prompts"] == num_prompts
+    assert pair["different"] == (num_prompts >= 12)
+    assert report["answer"]["tone"] == ("better" if num_prompts >= 12 else "unclear")
+
+
 def test_warnings_say_what_the_numbers_hide(four_policies: Path, two_policies: Path, make_folder: MakeFolder) -> None:
     found = " ".join(read(four_policies / "report.json")["warnings"])
     num_failed = read(four_policies / "report.json")["summary"]["judges"][0]["num_failed"]
