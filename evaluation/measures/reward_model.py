@@ -86,7 +86,7 @@ def measure_reward_model(folder: Path, judged: Judgments, *, weights: Mapping[st
     """Score every response once, and hold the scores against the rankings. `weights` are of the model's objectives,
     where it has several.
 
-    Errors: ValueError for a folder of no reward model, weights that do not fit it, and where nothing is left to measure.
+    Errors: ValueError for a folder of no reward model, weights that do not fit, and where nothing is left to measure.
     """
     judge = Judge.load(folder, weights)
     ranked = {ranking.task_id: ranking for ranking in judged.rankings}
