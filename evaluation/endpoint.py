@@ -60,6 +60,7 @@ class Endpoint:
         url, _, model = spec.partition("#")
         try:
             parts = urlsplit(url)
+            _ = parts.port  # read, it is checked
         except ValueError as error:
             raise ValueError(f"{url}: not a URL: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or not model:
@@ -68,6 +69,8 @@ class Endpoint:
             raise ValueError(f"{parts.hostname}: a URL with a user, a password or a query; keys go into {KEY}")
         own = f"{KEY}_{re.sub(r'[^A-Za-z0-9]', '_', name).upper()}"
         key = os.environ.get(own) or os.environ.get(KEY, "")
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError(f"{own if own in os.environ else KEY} holds characters that no key has")
         return cls(url.rstrip("/"), model, timeout_seconds, num_retries, key)
 
     def ask(self, request: Mapping[str, Any], stop: threading.Event) -> Answer:
@@ -80,12 +83,8 @@ class Endpoint:
             try:
                 return self._answer(body)
             except urllib.error.HTTPError as error:
-                said = self._shown(error.read(SHOWN_CHARACTERS))
-                failure, wait = (
-                    f"status {error.code} ({error.reason}): {said}",
-                    _asked_wait(error.headers.get("Retry-After", "")),
-                )
-                error.close()
+                failure = f"status {error.code} ({error.reason}): {self._shown(_beginning(error))}"
+                wait = _asked_wait(error.headers.get("Retry-After", ""))
                 if error.code < 500 and error.code not in RETRIED_STATUSES:
                     break
             except (OSError, http.client.HTTPException) as error:  # refused, reset, cut short, timed out
@@ -106,9 +105,8 @@ class Endpoint:
                 raise TypeError
             reason, num_tokens = choice.get("finish_reason"), (answer.get("usage") or {}).get("completion_tokens")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            found = self._shown(said[:SHOWN_CHARACTERS])
             return Answer(
-                "", failure=f"{self.url} answered {found}; an object with choices[0].message.content expected"
+                "", failure=f"{self.url} answered {self._shown(said)}; choices[0].message.content was expected"
             )
         finished = {"stop": True, "length": False}.get(reason) if isinstance(reason, str) else None
         return Answer(text, finished, num_tokens if type(num_tokens) is int else None)

@@ -102,18 +102,8 @@ def judge_again(
     from heed.comparison_judges import open_judges
 
     settings = read_settings(folder)
-    judging = _judging(
-        folder,
-        template,
-        judge_tokens,
-        labelers,
-        concurrency,
-        timeout,
-        retries,
-        max_failed_share,
-        cache,
-        settings["seed"],
-    )
+    asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
+    judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, settings["seed"])
     opened = open_judges(judges, judging, len(settings["policies"]))
     with holding(folder):
         outcome = judge_folder(folder, opened, max_failed_share, _progress)
