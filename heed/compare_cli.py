@@ -99,7 +99,7 @@ def judge_again(
     """Judge a comparison by further judges, without sampling again. What the others said stays."""
     from heed.comparison import judge_again as judge_folder
     from heed.comparison_folder import holding, read_settings
-    from heed.comparison_judges import open_judges
+    from heed.comparison_judges import Asking, Judging, open_judges
 
     settings = read_settings(folder)
     asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
