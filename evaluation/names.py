@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.+-]*)=(.+)")
 _SAYS_NOTHING = ("model", "model_ema")  # the folder that every run keeps its model in
@@ -19,7 +20,7 @@ def named_specs(specs: Sequence[str], what: str) -> list[tuple[str, str]]:
     taken = [name for name, _ in split if name]
     for name in taken:
         if taken.count(name) > 1:
-            raise ValueError(f"two {what}s are called {name!r}; names that differ were expected")
+            raise ValueError(f"{what} {name!r}: two are called like that; names that differ were expected")
     unnamed = [spec for name, spec in split if not name]
     for spec in unnamed:
         if unnamed.count(spec) > 1:
@@ -57,7 +58,7 @@ def _parts(spec: str) -> list[str]:
     kind, separator, rest = place.partition(":")
     if separator and not rest.startswith("//"):
         # gold:WORLD, people:STORE are called by what they are; a function by its name.
-        return [kind] if kind in ("gold", "people") else [kind, rest]
+        return [kind] if kind in ("gold", "people") else [Path(kind).stem, rest]
     parts = [part for part in (rest if separator else place).split("/") if part not in ("", ".", "..", "~")]
     while len(parts) > 1 and parts[-1] in _SAYS_NOTHING:
         parts.pop()
