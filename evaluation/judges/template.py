@@ -4,6 +4,7 @@ A template is a text with $prompt, $first and $second in it ($$ is a dollar sign
 "Verdict: 1", "Verdict: 2" or "Verdict: tie".
 """
 
+import math
 import re
 from pathlib import Path
 from string import Template
@@ -72,6 +73,4 @@ def read_verdict(answer: str) -> tuple[float, str]:
     if found:
         return _FIRST_WINS[found[1].lower()], ""
     last = lines[-1].strip()[:SHOWN_CHARACTERS] if lines else ""
-    return float(
-        "nan"
-    ), f'no verdict: the answer ends in {last!r}; "Verdict: 1", "Verdict: 2" or "Verdict: tie" expected'
+    return math.nan, f"no verdict: the answer ends in {last!r}; a line 'Verdict: 1', '2' or 'tie' was expected"

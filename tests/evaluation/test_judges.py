@@ -48,7 +48,7 @@ def pairs() -> list[Pair]:
     return pairs_of(PROMPTS, responses_of(TEXTS))
 
 
-def by_length(judge: str, pair: Pair) -> float:
+def by_length(pair: Pair) -> float:
     """What a judge of length says of a."""
     difference = len(pair.a.text) - len(pair.b.text)
     return 0.5 if difference == 0 else float(difference > 0)
@@ -79,7 +79,7 @@ def test_a_function_scores_each_text_once(pairs: Sequence[Pair], tmp_path: Path)
     assert "gave None; a finite number was expected" in failed[0].failure
     assert all(math.isnan(verdict.preference_a) for verdict in failed)
     sound = [(v, p) for v, p in zip(verdicts, pairs, strict=True) if not v.failure]
-    assert [v.preference_a for v, _ in sound] == [by_length("f", p) for _, p in sound]
+    assert [v.preference_a for v, _ in sound] == [by_length(p) for _, p in sound]
     assert {(v.first, v.labeler) for v in verdicts} == {("", "f")}
     assert (verdicts[0].score_a, verdicts[0].score_b, verdicts[0].length_a) == (13, 3, 13)
     assert [v.category for v in verdicts] == ["small"] * 6 + ["large"] * 3
@@ -103,7 +103,7 @@ def test_a_reward_model_scores_whole_conversations(reward_folder: Path) -> None:
     assert found[2].failure.endswith("tokens, where the reward model reads 96")
     model = RewardModel.load(reward_folder)
     query = model.tokenizer.encode_prompt(PROMPTS[0].messages)
-    tokens = [model.tokenizer.encode(text) for text in ("one word more", "")]
+    tokens = [model.tokenizer.encode(text) for text in (" one word more", " ")]  # as the template writes it
     expected = model.score(model.tokenizer, [PROMPTS[0].messages] * 2, [query] * 2, tokens)
     assert [scored.score for scored in found[:2]] == pytest.approx(expected, abs=1e-6)
 
@@ -143,21 +143,19 @@ def test_a_language_model_judges_both_orders_once(pairs: Sequence[Pair], chat_se
     verdicts = judge.judge(pairs, ignore)
     asked = [pair for pair in pairs if not pair.is_same]
     assert len(asked) == 7
-    assert len(chat_server.bodies) == 14
+    assert len(chat_server.bodies) == 10  # two policies wrote the same: those questions are asked once
     assert {(body["temperature"], body["max_tokens"]) for body in chat_server.bodies} == {(0, 50)}
     same = [verdict for verdict in verdicts if verdict.first == ""]
     assert [(v.prompt_id, v.policy_a, v.policy_b, v.preference_a) for v in same] == [
         ("p1", "a", "b", 0.5), ("p2", "a", "c", 0.5)
     ]  # fmt: skip
     for side in ("a", "b"):
-        assert [v.preference_a for v in verdicts if v.first == side] == [by_length("lm", pair) for pair in asked]
+        assert [v.preference_a for v in verdicts if v.first == side] == [by_length(pair) for pair in asked]
     assert repr(judge.judge(pairs, ignore)) == repr(verdicts)
-    assert len(chat_server.bodies) == 14
+    assert len(chat_server.bodies) == 10
 
 
-def test_a_language_model_that_prefers_what_comes_first(
-    pairs: Sequence[Pair], chat_server: Any, tmp_path: Path
-) -> None:
+def test_a_language_model_that_prefers_the_first(pairs: Sequence[Pair], chat_server: Any, tmp_path: Path) -> None:
     verdicts = language_model(chat_server, tmp_path, "first").judge(pairs, ignore)
     assert {(v.first, v.preference_a) for v in verdicts} == {("a", 1.0), ("b", 0.0), ("", 0.5)}
 
@@ -168,11 +166,10 @@ def test_no_verdict_is_a_failed_verdict(
     monkeypatch.setattr(endpoint_module, "FIRST_WAIT_SECONDS", 0.01)
     mumbling = language_model(chat_server, tmp_path, "mumbling").judge(pairs, ignore)
     failures = {verdict.failure for verdict in mumbling if verdict.first}
-    assert failures == {
-        'no verdict: the answer ends in \'Verdict: both are fine\'; "Verdict: 1", "2" or "tie" was expected'
-    }
+    expected = "a line 'Verdict: 1', '2' or 'tie' was expected"
+    assert failures == {f"no verdict: the answer ends in 'Verdict: both are fine'; {expected}"}
     assert [v.failure for v in language_model(chat_server, tmp_path, "flaky").judge(pairs, ignore)] == [""] * 16
-    with pytest.raises(ValueError, match=r"10 of the first 10 requests to overloaded failed.*status 503"):
+    with pytest.raises(ValueError, match=r"of the first \d+ requests to overloaded failed.*status 503"):
         language_model(chat_server, tmp_path, "overloaded").judge(pairs, ignore)
 
 
@@ -191,9 +188,8 @@ class Scripted:
     def judge(self, shown: ShownTask) -> Answer:
         keys = [self.key(text) for text in shown.responses]
         order = sorted(set(keys), reverse=True)
-        return Answer(
-            tuple(order.index(key) + 1 for key in keys), 900, ratings=tuple(map(float, map(len, shown.responses)))
-        )
+        lengths = tuple(float(len(text)) for text in shown.responses)
+        return Answer(tuple(order.index(key) + 1 for key in keys), 900, ratings=lengths)
 
 
 def people(store: Path, labelers: int = 1) -> PeopleJudge:
@@ -212,21 +208,15 @@ def test_people_rank_all_policies_at_once(pairs: Sequence[Pair], sqlite_tables: 
         # p0 has three texts, of p1 and p2 two policies wrote the same.
         assert [len(one.task.responses) for one in stored] == [3, 2, 2]
         assert sorted(stored[1].task.sources) == ["a, b", "c"]
-        answer_all(
-            store, [Scripted("ann"), Scripted("bob", lambda _: 0)], batch="b", client="t", instructions_version="1"
-        )
-        lease = store.reopened("cyd", stored[0].task.task_id)
-        del lease
+        both = [Scripted("ann"), Scripted("bob", lambda _: 0)]
+        answer_all(store, both, batch="b", client="t", instructions_version="1")
     verdicts = judge.judge(pairs, ignore)
     assert len(verdicts) == 9 * 2
     ann = [verdict for verdict in verdicts if verdict.labeler == "ann"]
-    assert [v.preference_a for v in ann] == [by_length("people", pair) for pair in pairs]
+    assert [v.preference_a for v in ann] == [by_length(pair) for pair in pairs]
     assert {v.preference_a for v in verdicts if v.labeler == "bob"} == {0.5}
-    assert {v.first for v in ann if (v.prompt_id, v.policy_a, v.policy_b) != ("p1", "a", "b")} <= {"a", "b", ""}
-    assert [v.first for v in ann if (v.prompt_id, v.policy_a, v.policy_b) in (("p1", "a", "b"), ("p2", "a", "c"))] == [
-        "",
-        "",
-    ]
+    assert [v.first == "" for v in ann] == [pair.is_same for pair in pairs]
+    assert {v.first for v in verdicts} == {"a", "b", ""}
     assert (ann[0].score_a, ann[0].score_b) == (13, 3)
     assert judge.put_tasks(pairs).num_open == 0
 
