@@ -98,13 +98,14 @@ def judge_again(
 ) -> None:
     """Judge a comparison by further judges, without sampling again. What the others said stays."""
     from heed.comparison import judge_again as judge_folder
-    from heed.comparison_folder import holding, read_settings
+    from heed.comparison_folder import holding, read_judged, read_settings
     from heed.comparison_judges import Asking, Judging, open_judges
 
     settings = read_settings(folder)
     asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
     judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, settings["seed"])
-    opened = open_judges(judges, judging, len(settings["policies"]))
+    prompts, _, _ = read_judged(folder)
+    opened = open_judges(judges, judging, prompts, len(settings["policies"]))
     with holding(folder):
         outcome = judge_folder(folder, opened, max_failed_share, _progress)
     _tell_people(outcome, judges)

@@ -76,7 +76,7 @@ def compare(compared: Compared, folder: Path, progress: Progress) -> Outcome:
         raise ValueError("--judge is missing; at least one judge was expected")
     prompts = read_compared_prompts(compared.prompts, compared.category)
     policies = open_policies(compared, prompts)
-    judges = open_judges(compared.judges, compared.judging, len(policies))
+    judges = open_judges(compared.judges, compared.judging, prompts, len(policies))
     settings = _settings(compared, prompts, policies)
     max_failed_share = compared.judging.asking.max_failed_share
     with holding(folder) as aside:

@@ -23,6 +23,7 @@ from preferences.records import MAX_RESPONSES
 from preferences.store import LabelStore
 from reward.elsewhere import FunctionReward, HTTPReward, Scored
 from training.checkpoint import file_hash, folder_hash
+from training.data import Prompt
 
 PEOPLE, GOLD = "people:", "gold:"
 PLAYGROUND = "playground"
@@ -56,16 +57,19 @@ class Judging:
     seed: int
 
 
-def open_judges(specs: Sequence[str], judging: Judging, num_policies: int) -> list[Judge]:
-    """The judges of NAME=SPEC or SPEC, ready to judge. Errors: ValueError for what of one is not as it should be."""
-    return [_open(name, spec, judging, num_policies) for name, spec in named_specs(specs, "judge")]
+def open_judges(specs: Sequence[str], judging: Judging, prompts: Sequence[Prompt], num_policies: int) -> list[Judge]:
+    """The judges of NAME=SPEC or SPEC, ready to judge responses to these prompts.
+
+    Errors: ValueError for what of one is not as it should be.
+    """
+    return [_open(name, spec, judging, prompts, num_policies) for name, spec in named_specs(specs, "judge")]
 
 
-def _open(name: str, spec: str, judging: Judging, num_policies: int) -> Judge:
+def _open(name: str, spec: str, judging: Judging, prompts: Sequence[Prompt], num_policies: int) -> Judge:
     if spec.startswith(PEOPLE):
         return _people(name, spec.removeprefix(PEOPLE), judging, num_policies)
     if spec.startswith(GOLD):
-        return _gold(name, spec)
+        return _gold(name, spec, prompts)
     if spec.startswith(("http://", "https://")):
         return _language_model(name, spec, judging) if "#" in spec else _reward_endpoint(name, spec, judging)
     if ":" in spec and not Path(spec).is_dir():
@@ -107,8 +111,13 @@ def _without_password(store_url: str) -> str:
         return store_url
 
 
-def _gold(name: str, spec: str) -> Judge:
+def _gold(name: str, spec: str, prompts: Sequence[Prompt]) -> Judge:
     world = _world(spec.removeprefix(GOLD), name)
+    for prompt in prompts:
+        try:
+            world.gold_scores([prompt.messages[-1]["content"]], [""])
+        except ValueError as error:  # a prompt of another world
+            raise ValueError(f"judge {name!r}: prompt {prompt.prompt_id!r}: {error}") from None
     return ScoreJudge(name, "gold", spec, _gold_score(world), {"description": world.describe()})
 
 
