@@ -6,7 +6,7 @@ same responses. Shape letters: V verdicts.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,6 +126,11 @@ class Comparisons:
             first_V=sign_V * self.first_V[kept_V],
             longer_V=sign_V * self.longer_V[kept_V],
         )
+
+    def where(self, kept_V: npt.NDArray[np.bool_]) -> "Comparisons":
+        """Only the verdicts marked true; names keep their places."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name.endswith("_V")}
+        return replace(self, **{name: column[kept_V] for name, column in columns.items()})
 
 
 def comparisons_of(verdicts: Sequence[Verdict], policies: Sequence[str] = ()) -> Comparisons:

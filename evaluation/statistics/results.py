@@ -154,8 +154,9 @@ class Rating:
 
     `low` and `high` are from the sandwich over prompts, `bootstrap` resamples prompts. `best_rank` to `worst_rank`
     (1 is best) are the ranks that simultaneous intervals of all differences leave open. `unbounded` is "above" for a
-    policy that lost nothing to those below it ("below": won nothing): its maximum-likelihood rating is infinite, so
-    `value` is that of the fit with a prior, and that end of the interval is infinite (None in JSON).
+    policy that lost nothing to the anchor or any policy on its side ("below": won nothing; "both": no chain of wins
+    tells which): its maximum-likelihood difference is infinite, so `value` is that of the fit with a prior, and that
+    end of the interval is infinite (None in JSON).
     """
 
     policy: str
@@ -165,7 +166,7 @@ class Rating:
     bootstrap: Interval
     best_rank: int
     worst_rank: int
-    unbounded: Literal["", "above", "below"]
+    unbounded: Literal["", "above", "below", "both"]
 
 
 @dataclass(frozen=True)

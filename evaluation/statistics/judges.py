@@ -1,0 +1,62 @@
+"""How far judges agree with each other, and a judge's labelers among themselves.
+
+Shape letters: T items (two responses to a prompt), as in `preferences.alpha`.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from evaluation.statistics.results import Agreement
+from evaluation.verdicts import Verdict
+from preferences.alpha import ranking_alpha
+from preferences.intervals import Tally, clustered_shares
+from preferences.panel import PairCounts
+
+Item = tuple[str, tuple[str, int], tuple[str, int]]
+
+
+def judges_agree(verdicts: Sequence[Verdict], judge: str, other: str, *, seed: int) -> Agreement:
+    """How far two judges agree: each says of two responses what its verdicts on them (labelers, orders) mean
+    together."""
+    return _agreement(_preferences((v.judge, v) for v in verdicts if v.judge in (judge, other)), judge, other, seed)
+
+
+def labelers_agree(verdicts: Sequence[Verdict], judge: str, *, seed: int) -> Agreement:
+    """How far the labelers of a judge agree; a labeler who saw both orders says what both mean together."""
+    return _agreement(_preferences((v.labeler, v) for v in verdicts if v.judge == judge), judge, judge, seed)
+
+
+def _preferences(named: Iterable[tuple[str, Verdict]]) -> dict[Item, dict[str, list[float]]]:
+    """By item and rater the preferences for the policy that comes first by name; failed verdicts are left out."""
+    said: dict[Item, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for rater, verdict in named:
+        if verdict.failure:
+            continue
+        a, b = (verdict.policy_a, verdict.index_a), (verdict.policy_b, verdict.index_b)
+        won = verdict.preference_a if a < b else 1 - verdict.preference_a
+        said[verdict.prompt_id, min(a, b), max(a, b)][rater].append(won)
+    return said
+
+
+def _agreement(said: dict[Item, dict[str, list[float]]], judge: str, other: str, seed: int) -> Agreement:
+    from_half = [[float(np.mean(found)) - 0.5 for found in raters.values()] for raters in said.values()]
+    first_T = np.array([sum(d > 1e-9 for d in found) for found in from_half], dtype=np.float64)
+    second_T = np.array([sum(d < -1e-9 for d in found) for found in from_half], dtype=np.float64)
+    num_T = np.array([len(found) for found in from_half], dtype=np.float64)
+    _, prompt_T = np.unique([prompt_id for prompt_id, _, _ in said], return_inverse=True)
+    prompt_T = prompt_T.astype(np.int64)
+    counts = PairCounts(first_T[:, None], second_T[:, None], (num_T - first_T - second_T)[:, None])
+    # Pairs of raters, neither of whom ties.
+    compared_T = (first_T + second_T) * (first_T + second_T - 1) / 2
+    tally = Tally(
+        group_R=np.zeros(len(said), dtype=np.int64),
+        task_R=np.arange(len(said)),
+        prompt_R=prompt_T,
+        right_R=(first_T * (first_T - 1) + second_T * (second_T - 1)) / 2,
+        compared_R=compared_T,
+        pairs_R=np.ones(len(said)),
+        responses_R=np.full(len(said), 2),
+    )
+    return Agreement(judge, other, clustered_shares(tally, 1)[0], ranking_alpha(counts, prompt_T, seed=seed))

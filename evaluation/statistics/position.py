@@ -1,0 +1,101 @@
+"""Does a judge prefer what it is shown first, and do its verdicts change with the order?
+
+Shape letters: V verdicts, C prompts, N cells (the verdicts of one order of one pair on one prompt), S strata (one order
+of one pair).
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from evaluation.statistics.results import Flips, PositionBias
+from evaluation.statistics.score_interval import score_interval
+from evaluation.verdicts import Comparisons, Verdict
+from preferences.intervals import Ints, Share
+from preferences.resampling import Floats
+
+NO_ORDER = "no order is known in which responses were shown"
+ONE_ORDER = "no two policies were shown in both orders, so position cannot be told from strength"
+
+
+def position_bias(comparisons: Comparisons) -> PositionBias:
+    """How often the response shown first is preferred, over the pairs of policies that were shown in both orders.
+
+        ½·(m_1 + 1 - m_2)   for a pair, m_1 and m_2 a's win rate over prompts where a and where b was shown first
+
+    so that a's strength cancels, whatever the share of prompts in either order. Pairs weigh as many prompts as they
+    have. The interval is the score interval of ψ_p = mean + C·u_p, u_p being a prompt's share in the residual: where
+    every prompt was shown both ways ψ_p is its own share of first wins.
+    """
+    known_V = comparisons.first_V != 0
+    if not known_V.any():
+        return _unknown(NO_ORDER)
+    a_V, b_V = comparisons.a_V[known_V], comparisons.b_V[known_V]
+    turned_V = a_V > b_V
+    won_V = np.where(turned_V, 1 - comparisons.won_V[known_V], comparisons.won_V[known_V])
+    is_first_V = (comparisons.first_V[known_V] > 0) != turned_V  # the policy of the lower place
+    num_policies = len(comparisons.policies)
+    _, pair_V = np.unique(np.minimum(a_V, b_V) * num_policies + np.maximum(a_V, b_V), return_inverse=True)
+    stratum_V = 2 * pair_V + ~is_first_V
+    orders = np.bincount(np.unique(stratum_V) // 2, minlength=int(pair_V.max()) + 1)
+    used_V = orders[pair_V] == 2
+    if not used_V.any():
+        return _unknown(ONE_ORDER)
+    prompts, prompt_V = np.unique(comparisons.prompt_V[known_V][used_V], return_inverse=True)
+    return _over_strata(won_V[used_V], stratum_V[used_V], prompt_V, len(prompts))
+
+
+def _over_strata(won_V: Floats, stratum_V: Ints, prompt_V: Ints, num_prompts: int) -> PositionBias:
+    cells, cell_V = np.unique(stratum_V * num_prompts + prompt_V, return_inverse=True)
+    x_N = np.bincount(cell_V, won_V) / np.bincount(cell_V)
+    stratum_N, prompt_N = cells // num_prompts, cells % num_prompts
+    num_S = np.bincount(stratum_N, minlength=2 * (int(stratum_N.max()) // 2 + 1)).astype(np.float64)
+    mean_S = np.bincount(stratum_N, x_N, len(num_S)) / np.maximum(num_S, 1)
+    share_S = np.repeat(num_S.reshape(-1, 2).sum(axis=1), 2) / len(x_N)  # of the pair, at both of its strata
+    sign_S = np.tile([0.5, -0.5], len(num_S) // 2)
+    mean = 0.5 + float((share_S * sign_S * mean_S).sum())
+    u_N = (share_S * sign_S / np.maximum(num_S, 1))[stratum_N] * (x_N - mean_S[stratum_N])
+    psi_C = mean + num_prompts * np.bincount(prompt_N, u_N, num_prompts).astype(np.float64)
+    # ψ lies within 0 to 1 but where a pair's orders are on different prompts.
+    least, most = min(0.0, float(psi_C.min())), max(1.0, float(psi_C.max()))
+    low, high = score_interval((psi_C - least) / (most - least))
+    ends = (max(0.0, least + (most - least) * low), min(1.0, least + (most - least) * high))
+    return PositionBias(mean, *ends, num_prompts=num_prompts, num_verdicts=len(won_V), reason="")
+
+
+def flips(verdicts: Sequence[Verdict]) -> Flips:
+    """Of the same two responses judged by the same labeler in both orders: how often the order changes the verdict.
+
+    Failed verdicts and those of unknown order are left out. Every prompt weighs the same.
+    """
+    shown: dict[tuple[object, ...], dict[str, float]] = defaultdict(dict)
+    for verdict in verdicts:
+        if verdict.failure or not verdict.first:
+            continue
+        a = (verdict.policy_a, verdict.index_a)
+        b = (verdict.policy_b, verdict.index_b)
+        won = verdict.preference_a if a < b else 1 - verdict.preference_a
+        first = verdict.policy_a if verdict.first == "a" else verdict.policy_b
+        key = (verdict.prompt_id, verdict.judge, verdict.labeler, min(a, b), max(a, b))
+        shown[key][first] = math.copysign(1.0, won - 0.5) if abs(won - 0.5) > 1e-9 else 0.0
+    both = {key: tuple(signs.values()) for key, signs in shown.items() if len(signs) == 2}
+    prompts = [key[0] for key in both]
+    changed = [one != other for one, other in both.values()]
+    opposite = [one * other < 0 for one, other in both.values()]
+    return Flips(_share_by_prompt(prompts, changed), _share_by_prompt(prompts, opposite))
+
+
+def _share_by_prompt(prompts: Sequence[object], is_so: Sequence[bool]) -> Share:
+    by_prompt: dict[object, list[bool]] = defaultdict(list)
+    for prompt, so in zip(prompts, is_so, strict=True):
+        by_prompt[prompt].append(so)
+    if not by_prompt:
+        return Share(math.nan, math.nan, math.nan, num_pairs=0, num_tasks=0)
+    x_C = np.array([np.mean(found) for found in by_prompt.values()])
+    return Share(float(x_C.mean()), *score_interval(x_C), num_pairs=len(is_so), num_tasks=len(x_C))
+
+
+def _unknown(reason: str) -> PositionBias:
+    return PositionBias(math.nan, math.nan, math.nan, num_prompts=0, num_verdicts=0, reason=reason)

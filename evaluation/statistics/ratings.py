@@ -1,0 +1,214 @@
+"""Ratings of any number of policies: Bradley-Terry, and Davidson's model of ties.
+
+    Bradley-Terry  P(i beats j) = π_i / (π_i + π_j), a tie half a win
+    Davidson       P(i beats j) ∝ π_i,  P(j beats i) ∝ π_j,  P(tie) ∝ ν·√(π_i π_j)
+
+Ratings are θ = log π. Bradley & Terry 1952, Biometrika 39; Davidson 1970, JASA 65. As in win rates every prompt weighs
+the same in a pair, whatever the number of its verdicts: of two policies the Bradley-Terry rating is the logit of the
+win rate.
+
+Shape letters: V pairs of policies that were compared, O outcomes (win, [tie,] loss), P policies, C prompts, K
+coefficients (θ of all policies but the first, [log ν]), S resamples.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from scipy import stats
+
+from evaluation.statistics import choice
+from evaluation.statistics.connections import Truths, islands_of, reaches
+from evaluation.statistics.results import Rating, Ratings
+from evaluation.statistics.win_rates import expanded_level
+from evaluation.verdicts import Comparisons
+from preferences.intervals import LEVEL, Interval, Ints
+from preferences.resampling import Floats, percentiles, resampled_sums
+
+NUM_RESAMPLES = 1_000
+
+Model = Literal["bradley_terry", "davidson"]
+
+
+def rate(comparisons: Comparisons, *, model: Model, anchor: str, seed: int) -> Ratings:
+    """Ratings of all policies in `comparisons`, as differences from `anchor`, or from their mean where it is "".
+
+    Where no chain of verdicts connects two policies nothing can be said: `islands` then names the groups. Where
+    policies are connected but some never lost to the others (or never won), the maximum is infinite. Each compared pair
+    then gets one more prompt in which all outcomes share alike (½ win, ½ loss), the ends of intervals that have none
+    are infinite, and variances are at least those of independent verdicts, since residuals that are nearly 0 say
+    little.
+
+    Davidson's model takes preferences of 0, ½ and 1 alone. Errors: ValueError for others, an unknown anchor, no
+    verdicts.
+    """
+    names = comparisons.policies
+    if anchor and anchor not in names:
+        raise ValueError(f"anchor is {anchor!r}; one of {', '.join(names)} was expected")
+    if len(comparisons) == 0:
+        raise ValueError("no verdicts; ratings need at least one")
+    islands = islands_of(len(names), comparisons.a_V, comparisons.b_V)
+    if len(islands) > 1:
+        named = tuple(tuple(names[place] for place in island) for island in islands)
+        told = "; ".join(", ".join(island) for island in named)
+        reason = f"no verdict connects these groups of policies: {told}"
+        return Ratings(model, anchor, (), math.nan, named, False, reason)
+    pairs, y_CVO = outcomes(comparisons, model)
+    return _rate(names, pairs, y_CVO, anchor, model, seed)
+
+
+def outcomes(comparisons: Comparisons, model: Model) -> tuple[Ints, Floats]:
+    """The compared pairs [V, 2], lower place first, and of each prompt the share of its verdicts on a pair [C, V,
+    O]."""
+    won_V = comparisons.won_V
+    if model == "davidson" and not np.isin(won_V, (0.0, 0.5, 1.0)).all():
+        odd = float(won_V[~np.isin(won_V, (0.0, 0.5, 1.0))][0])
+        raise ValueError(f"a preference is {odd}; Davidson's model takes 0, ½ and 1")
+    low_V, high_V = np.minimum(comparisons.a_V, comparisons.b_V), np.maximum(comparisons.a_V, comparisons.b_V)
+    won_V = np.where(comparisons.a_V < comparisons.b_V, won_V, 1 - won_V)
+    pairs, pair_V = np.unique(np.stack([low_V, high_V], axis=1), axis=0, return_inverse=True)
+    prompts, prompt_V = np.unique(comparisons.prompt_V, return_inverse=True)
+    tied_V = np.where(won_V == 0.5, 1.0, 0.0) if model == "davidson" else np.zeros_like(won_V)
+    shares = [won_V - tied_V / 2, tied_V, 1 - won_V - tied_V / 2]
+    kept = shares if model == "davidson" else [shares[0], shares[2]]
+    cell_V, num_cells = prompt_V * len(pairs) + pair_V.ravel(), len(prompts) * len(pairs)
+    num_cell = np.maximum(np.bincount(cell_V, minlength=num_cells), 1)
+    sums = [np.bincount(cell_V, share_V, num_cells) / num_cell for share_V in kept]
+    return pairs, np.stack(sums, axis=1).reshape(len(prompts), len(pairs), len(kept))
+
+
+def _rate(names: Sequence[str], pairs: Ints, y_CVO: Floats, anchor: str, model: Model, seed: int) -> Ratings:
+    num_prompts, num_policies = len(y_CVO), len(names)
+    F_VOK = features(pairs, num_policies, y_CVO.shape[2])
+    total_BVO = y_CVO.sum(axis=0)[None]
+    shrunk = bool(needs_prior(total_BVO, pairs, num_policies)[0])
+    beta_BK = _fit(total_BVO, pairs, num_policies, F_VOK)
+    theta_P = _thetas(beta_BK, num_policies)[0]
+    covariance_PP = _covariance(y_CVO, beta_BK, F_VOK, num_policies, shrunk)
+    anchors_P = np.eye(num_policies)[names.index(anchor)] if anchor else np.full(num_policies, 1 / num_policies)
+    from_anchor_PP = np.eye(num_policies) - anchors_P
+    value_P = from_anchor_PP @ theta_P
+    variance_P = np.diag(from_anchor_PP @ covariance_PP @ from_anchor_PP.T).clip(0)
+    freedom = max(num_prompts - 1, 1)
+    half_P = stats.t.ppf((1 + LEVEL) / 2, freedom) * np.sqrt(variance_P)
+    # Whether a chain of wins leads from i to j: without one from j to i, θ_i - θ_j has no upper end.
+    reached_PP = reaches(_beats(total_BVO, pairs, num_policies))[0]
+    above_P = np.asarray((~reached_PP.T)[:, anchors_P > 0].any(axis=1))
+    below_P = np.asarray((~reached_PP)[:, anchors_P > 0].any(axis=1))
+    better_PP = _surely_better(theta_P, covariance_PP, reached_PP, freedom)
+    resampled_SP = _resampled(y_CVO, pairs, num_policies, F_VOK, seed) @ from_anchor_PP.T
+    ratings = [
+        Rating(
+            policy=name,
+            value=float(value_P[i]),
+            low=-math.inf if below_P[i] else _end(value_P[i] - half_P[i], num_prompts),
+            high=math.inf if above_P[i] else _end(value_P[i] + half_P[i], num_prompts),
+            bootstrap=_bootstrapped(float(value_P[i]), resampled_SP[:, i], num_prompts, not (above_P[i] or below_P[i])),
+            best_rank=1 + int(better_PP[:, i].sum()),
+            worst_rank=num_policies - int(better_PP[i].sum()),
+            unbounded=_side(bool(above_P[i]), bool(below_P[i])),
+        )
+        for i, name in enumerate(names)
+    ]
+    tie = float(beta_BK[0, -1]) if model == "davidson" else math.nan
+    return Ratings(model, anchor, tuple(ratings), tie, (tuple(names),), shrunk, "")
+
+
+def features(pairs: Ints, num_policies: int, num_outcomes: int) -> Floats:
+    """[V, O, K] as `choice` takes them: a win counts θ of the winner, a tie the mean of both θ and log ν."""
+    theta_PK = np.eye(num_policies)[:, 1:]
+    first_VK, second_VK = theta_PK[pairs[:, 0]], theta_PK[pairs[:, 1]]
+    if num_outcomes == 2:
+        return np.stack([first_VK, second_VK], axis=1)
+    F_VOK = np.stack([first_VK, (first_VK + second_VK) / 2, second_VK], axis=1)
+    is_tie_O = np.array([0.0, 1.0, 0.0])
+    return np.concatenate([F_VOK, np.broadcast_to(is_tie_O[None, :, None], (len(pairs), 3, 1))], axis=2)
+
+
+def needs_prior(y_BVO: Floats, pairs: Ints, num_policies: int) -> Truths:
+    """[B] true where the likelihood has no finite maximum: a policy or a group never lost, or never won (Ford 1957);
+    in Davidson's model also where all are ties, or none is."""
+    reached_BPP = reaches(_beats(y_BVO, pairs, num_policies))
+    infinite_B = np.asarray(~reached_BPP.all(axis=(1, 2)))
+    if y_BVO.shape[2] == 2:
+        return infinite_B
+    tied_B, all_B = y_BVO[:, :, 1].sum(axis=1), y_BVO.sum(axis=(1, 2))
+    return np.asarray(infinite_B | (tied_B <= 0) | (tied_B >= all_B * (1 - 1e-12)))
+
+
+def _fit(y_BVO: Floats, pairs: Ints, num_policies: int, F_VOK: Floats) -> Floats:
+    prior_B = needs_prior(y_BVO, pairs, num_policies)
+    return choice.fit(y_BVO + prior_B[:, None, None] / y_BVO.shape[2], F_VOK)
+
+
+def _thetas(beta_BK: Floats, num_policies: int) -> Floats:
+    """[B, P] with 0 for the first policy."""
+    return np.concatenate([np.zeros((len(beta_BK), 1)), beta_BK[:, : num_policies - 1]], axis=1)
+
+
+def _covariance(y_CVO: Floats, beta_BK: Floats, F_VOK: Floats, num_policies: int, shrunk: bool) -> Floats:
+    """[P, P] of θ: the sandwich over prompts, with a first row and column of zeros; of a fit with the prior plus what
+    independent verdicts would vary, for its residuals are too small."""
+    p_BVO = choice.probabilities(beta_BK, F_VOK)
+    n_CV = y_CVO.sum(axis=2)
+    slope_CK = np.einsum("cvo,vok->ck", y_CVO - n_CV[:, :, None] * p_BVO, F_VOK, optimize=True)
+    each_VKK = choice.covariances(p_BVO[0], F_VOK)
+    information_CKK = np.einsum("cv,vkl->ckl", n_CV, each_VKK, optimize=True)
+    prior_KK = each_VKK.sum(axis=0) if shrunk else np.zeros(each_VKK.shape[1:])
+    bread_KK = information_CKK.sum(axis=0) + prior_KK
+    covariance_KK = choice.sandwich(slope_CK, information_CKK, bread_KK)
+    if shrunk:
+        covariance_KK = covariance_KK + np.linalg.inv(bread_KK)
+    covariance_PP = np.zeros((num_policies, num_policies))
+    covariance_PP[1:, 1:] = covariance_KK[: num_policies - 1, : num_policies - 1]
+    return covariance_PP
+
+
+def _beats(y_BVO: Floats, pairs: Ints, num_policies: int) -> Truths:
+    """[B, P, P] whether i won anything from j: a tie is something for both."""
+    beats_BPP = np.zeros((len(y_BVO), num_policies, num_policies), dtype=bool)
+    beats_BPP[:, pairs[:, 0], pairs[:, 1]] = y_BVO[:, :, :-1].sum(axis=2) > 0
+    beats_BPP[:, pairs[:, 1], pairs[:, 0]] = y_BVO[:, :, 1:].sum(axis=2) > 0
+    return beats_BPP
+
+
+def _surely_better(theta_P: Floats, covariance_PP: Floats, reached_PP: Truths, freedom: int) -> Truths:
+    """[P, P] whether i is above j by simultaneous 95% intervals of all differences (Tukey 1953, Kramer 1956)."""
+    if freedom == 1:
+        return np.zeros_like(reached_PP)
+    variance_P = np.diag(covariance_PP)
+    error_PP = np.sqrt((variance_P[:, None] + variance_P[None, :] - 2 * covariance_PP).clip(0))
+    low_PP = theta_P[:, None] - theta_P[None, :] - _tukey(len(theta_P), freedom) * error_PP
+    return np.asarray((low_PP > 0) & reached_PP & ~np.eye(len(theta_P), dtype=bool))
+
+
+@lru_cache
+def _tukey(num_policies: int, freedom: int) -> float:
+    """The quantile of the largest of all standardised differences; scipy integrates it anew at each call."""
+    return float(stats.studentized_range.ppf(LEVEL, num_policies, freedom)) / math.sqrt(2)
+
+
+def _resampled(y_CVO: Floats, pairs: Ints, num_policies: int, F_VOK: Floats, seed: int) -> Floats:
+    """[S, P] θ of prompts drawn anew; where a drawing connects too few policies the prior does."""
+    table_CS = y_CVO.reshape(len(y_CVO), -1)
+    sums_SVO = resampled_sums(table_CS, seed=seed, num_resamples=NUM_RESAMPLES).reshape(-1, *y_CVO.shape[1:])
+    return _thetas(_fit(sums_SVO, pairs, num_policies, F_VOK), num_policies)
+
+
+def _bootstrapped(value: float, resampled_S: Floats, num_prompts: int, is_known: bool) -> Interval:
+    """Unknown for an unbounded policy: no drawing has the win (or loss) that was never seen."""
+    if num_prompts == 1 or not is_known:
+        return Interval(value, math.nan, math.nan)
+    return Interval(value, *percentiles(resampled_S, expanded_level(num_prompts)))
+
+
+def _end(value: float, num_prompts: int) -> float:
+    return float(value) if num_prompts > 1 else math.nan
+
+
+def _side(above: bool, below: bool) -> Literal["", "above", "below", "both"]:
+    if above and below:
+        return "both"
+    return "above" if above else "below" if below else ""

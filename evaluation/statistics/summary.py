@@ -1,0 +1,132 @@
+"""`summarise`: everything that a comparison's verdicts say, from the rows alone. The records are in `results`."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+
+from evaluation.statistics.checks import in_order
+from evaluation.statistics.judges import judges_agree, labelers_agree
+from evaluation.statistics.length import length_controlled
+from evaluation.statistics.position import flips, position_bias
+from evaluation.statistics.ratings import rate
+from evaluation.statistics.results import (
+    CategoryWinRate,
+    Failures,
+    JudgeSummary,
+    PairSummary,
+    Ratings,
+    Significance,
+    Summary,
+)
+from evaluation.statistics.significance import ALPHA, holm, power_of, sign_flip_test, sign_test
+from evaluation.statistics.win_rates import counts_of, pair_win_rate, prompt_means
+from evaluation.verdicts import Comparisons, Verdict, comparisons_of
+
+
+def summarise(verdicts: Sequence[Verdict], policies: Sequence[str] = (), *, seed: int) -> Summary:
+    """All judges' verdicts, failed ones included, as win rates, tests, ratings and agreement.
+
+    `policies` gives the order: ratings are differences from the first, and a pair's a comes before its b. Without it
+    they are sorted by name. The order of rows does not matter, and swapping policies mirrors every number.
+
+    Errors: ValueError naming the row for verdicts that `checks.in_order` refuses, for a policy not among `policies`,
+    and for no verdicts at all.
+    """
+    if not verdicts:
+        raise ValueError("no verdicts; at least one was expected")
+    rows = in_order(verdicts)
+    names = comparisons_of(rows, policies).policies
+    judges = sorted({verdict.judge for verdict in rows})
+    return Summary(
+        policies=names,
+        judges=tuple(_judge([v for v in rows if v.judge == judge], judge, names, seed) for judge in judges),
+        agreement=tuple(judges_agree(rows, one, other, seed=seed) for one, other in combinations(judges, 2)),
+        failures=_failures(rows, names),
+        num_prompts=len({verdict.prompt_id for verdict in rows}),
+        seed=seed,
+    )
+
+
+def _judge(rows: Sequence[Verdict], judge: str, names: tuple[str, ...], seed: int) -> JudgeSummary:
+    comparisons = comparisons_of(rows, names)
+    pairs = [(a, b) for a, b in combinations(range(len(names)), 2) if len(comparisons.between(a, b))]
+    return JudgeSummary(
+        judge=judge,
+        num_prompts=len(comparisons.prompts),
+        num_labelers=len(comparisons.labelers),
+        num_verdicts=len(comparisons),
+        num_failed=len(rows) - len(comparisons),
+        pairs=_pairs(rows, comparisons, pairs, seed),
+        ratings=_ratings(comparisons, names[0], seed),
+        position_bias=position_bias(comparisons),
+        flips=flips(rows),
+        labelers=labelers_agree(rows, judge, seed=seed),
+    )
+
+
+def _pairs(
+    rows: Sequence[Verdict], comparisons: Comparisons, pairs: Sequence[tuple[int, int]], seed: int
+) -> tuple[PairSummary, ...]:
+    tested = [sign_flip_test(prompt_means(comparisons.between(a, b)), seed=seed) for a, b in pairs]
+    corrected = holm(np.array([p for p, _ in tested]))
+    names = comparisons.policies
+    summaries = []
+    for (a, b), (p, num_permutations), holm_p in zip(pairs, tested, corrected.tolist(), strict=True):
+        pair = comparisons.between(a, b)
+        of_pair = [row for row in rows if {row.policy_a, row.policy_b} == {names[a], names[b]}]
+        x_P = prompt_means(pair)
+        summaries.append(
+            PairSummary(
+                policy_a=names[a],
+                policy_b=names[b],
+                win_rate=pair_win_rate(pair, seed=seed),
+                verdicts=counts_of(pair.won_V),
+                prompts=counts_of(x_P),
+                num_failed=len(of_pair) - len(pair),
+                num_prompts_missing=len(comparisons.prompts) - len(x_P),
+                significance=Significance(sign_test(x_P), p, num_permutations, holm_p),
+                different=holm_p < ALPHA,
+                power=power_of(x_P),
+                length_controlled=length_controlled(pair),
+                position_bias=position_bias(pair),
+                flips=flips(of_pair),
+                categories=_categories(pair, seed),
+            )
+        )
+    return tuple(summaries)
+
+
+def _categories(pair: Comparisons, seed: int) -> tuple[CategoryWinRate, ...]:
+    """By name; none where all prompts are of one category."""
+    present = sorted(set(pair.category_V.tolist()), key=lambda category: pair.categories[category])
+    if len(present) < 2:
+        return ()
+    parts = [pair.where(pair.category_V == category) for category in present]
+    p_M = [sign_flip_test(prompt_means(part), seed=seed)[0] for part in parts]
+    return tuple(
+        CategoryWinRate(pair.categories[category], pair_win_rate(part, seed=seed), p, holm_p)
+        for category, part, p, holm_p in zip(present, parts, p_M, holm(np.array(p_M)).tolist(), strict=True)
+    )
+
+
+def _ratings(comparisons: Comparisons, anchor: str, seed: int) -> tuple[Ratings, ...]:
+    if len(comparisons) == 0:
+        return ()
+    bradley_terry = rate(comparisons, model="bradley_terry", anchor=anchor, seed=seed)
+    whole = bool(np.isin(comparisons.won_V, (0.0, 0.5, 1.0)).all())
+    if not whole or not (comparisons.won_V == 0.5).any():
+        return (bradley_terry,)
+    return (bradley_terry, rate(comparisons, model="davidson", anchor=anchor, seed=seed))
+
+
+def _failures(rows: Sequence[Verdict], names: tuple[str, ...]) -> tuple[Failures, ...]:
+    counted: Counter[tuple[str, int, int, str]] = Counter()
+    for row in rows:
+        if row.failure:
+            a, b = sorted((names.index(row.policy_a), names.index(row.policy_b)))
+            counted[row.judge, a, b, row.failure] += 1
+    return tuple(
+        Failures(judge, names[a], names[b], failure, num) for (judge, a, b, failure), num in sorted(counted.items())
+    )
