@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from heed.label_cli import tell
 from heed.progress import StageProgress, console
@@ -153,10 +154,10 @@ def _tell_people(outcome: "Outcome", judges: Sequence[str]) -> None:
 
 
 def _conclude(outcome: "Outcome", folder: Path) -> None:
-    from heed.comparison_results import conclude
+    from heed.comparison_results import conclude, results_table
 
     if not outcome.has_verdicts:
         console.print("no verdicts yet, so there is nothing to report")
         return
-    conclude(folder)
+    Console(highlight=False).print(results_table(conclude(folder)))
     console.print(str(folder), markup=False)

@@ -137,6 +137,7 @@ def take_verdicts(spec: str, form: str, folder: Path, *, category: str, seed: in
             "oddities": found.report.counts(),
             "num_same_policy": found.num_same_policy,
             "num_unknown": found.num_unknown,
+            "num_again": found.num_again,
         },
         "responses": {name: _counts([row for row in found.responses if row.policy == name]) for name in found.policies},
         "judges": [

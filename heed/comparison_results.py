@@ -5,12 +5,16 @@ from pathlib import Path
 from rich.table import Table
 
 from evaluation.statistics.results import PairSummary, Summary
-from heed.comparison_folder import read_settings
+from evaluation.statistics.summary import summarise
+from evaluation.verdicts import read_verdicts
+from heed.comparison_folder import VERDICTS, read_settings
 
 
-def conclude(folder: Path) -> None:
+def conclude(folder: Path) -> Summary:
     """The one place where a comparison's statistics and report are made, of its folder alone."""
-    read_settings(folder)
+    settings = read_settings(folder)
+    policies = [policy["name"] for policy in settings["policies"]]
+    return summarise(read_verdicts(folder / VERDICTS), policies, seed=settings["seed"])
 
 
 def results_table(summary: Summary) -> Table:
@@ -24,7 +28,7 @@ def results_table(summary: Summary) -> Table:
                 judge.judge,
                 f"{pair.policy_a} against {pair.policy_b}",
                 f"{rate.mean:.1%} ({rate.low:.1%} to {rate.high:.1%})",
-                f"{pair.tests.holm_p:.3g}",
+                f"{pair.significance.holm_p:.3g}",
                 f"{rate.num_prompts:,}",
                 in_words(pair) + failed,
             )

@@ -4,9 +4,9 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from evaluation.verdicts import Response, Side, Verdict
 from preferences.formats.merging import Found, collect_all
@@ -25,6 +25,7 @@ class Elsewhere:
     """What a file of judgments holds. `report` tells which rows were left out or interpreted.
 
     `num_same_policy` pairs compare a policy with itself, `num_unknown` name no policy; neither is a verdict.
+    `num_again` verdicts are of who judged the same two responses before, and count with those as one.
     """
 
     format: str
@@ -36,6 +37,7 @@ class Elsewhere:
     report: Report
     num_same_policy: int
     num_unknown: int
+    num_again: int
 
 
 def read_verdict_file(source: str, form: str = AUTO, *, judge: str, category: str = "") -> Elsewhere:
@@ -60,17 +62,44 @@ def read_verdict_file(source: str, form: str = AUTO, *, judge: str, category: st
             f"{source}: {found.report.num_rows} rows of {chosen.name} hold no verdict on two policies:"
             f" {rows.num_unknown} pairs name no policy, {rows.num_same_policy} compare one with itself"
         )
+    verdicts = _once(rows.verdicts)
     return Elsewhere(
         format=chosen.name,
         policies=tuple(sorted({response.policy for response in rows.responses})),
         judges=tuple(dict.fromkeys(verdict.judge for verdict in rows.verdicts)),
         prompts=list(rows.prompts.values()),
         responses=rows.responses,
-        verdicts=rows.verdicts,
+        verdicts=verdicts,
         report=found.report,
         num_same_policy=rows.num_same_policy,
         num_unknown=rows.num_unknown,
+        num_again=len(rows.verdicts) - len(verdicts),
     )
+
+
+def _once(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """One verdict of a labeler on two responses, shown in one order as far as is known: the mean of several.
+
+    So who was asked in both orders, where the data does not say which was shown first, counts as often as others.
+    """
+    alike: dict[tuple[Any, ...], list[Verdict]] = {}
+    for verdict in verdicts:
+        a, b = (verdict.policy_a, verdict.index_a), (verdict.policy_b, verdict.index_b)
+        shown_first = {"a": a, "b": b, "": ("", 0)}[verdict.first]
+        key = (verdict.prompt_id, verdict.judge, verdict.labeler, min(a, b), max(a, b), shown_first)
+        alike.setdefault(key, []).append(verdict)
+    return [_mean(same) for same in alike.values()]
+
+
+def _mean(same: Sequence[Verdict]) -> Verdict:
+    """As the first that did not fail has them."""
+    standing = [verdict for verdict in same if not verdict.failure]
+    if len(same) == 1 or not standing:
+        return same[0]
+    first = standing[0]
+    preferences = [v.preference_a if v.policy_a == first.policy_a else 1 - v.preference_a for v in standing]
+    where = "; ".join(dict.fromkeys(verdict.where for verdict in standing))
+    return replace(first, preference_a=sum(preferences) / len(preferences), where=where)
 
 
 class _Wrote(NamedTuple):

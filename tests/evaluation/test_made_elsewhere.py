@@ -63,6 +63,17 @@ def test_alpacaeval_stays_as_unsure_as_it_was(read: Read) -> None:
     assert found.report.counts() == {"no preference": 1}
 
 
+def test_who_judged_both_orders_counts_once(read: Read) -> None:
+    turned = {"output_1": "lalala", "output_2": "la", "generator_1": "new", "generator_2": "old"}
+    found = read([alpaca(2.0), alpaca(1.5, "other"), alpaca(1.75, **turned)])
+    assert [(v.policy_a, v.labeler, v.preference_a) for v in found.verdicts] == [
+        ("old", "gpt", (0.0 + 0.75) / 2), ("old", "other", 0.5)
+    ]  # fmt: skip
+    assert found.verdicts[0].where.count("line ") == 2
+    assert found.num_again == 1
+    assert len(found.responses) == 2
+
+
 def battle(winner: str, a: str, b: str, **more: Any) -> dict[str, Any]:
     turns = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"I am {name}"}] for name in (a, b)]
     sides = {"conversation_a": turns[0], "conversation_b": turns[1]}
