@@ -149,7 +149,8 @@ def test_an_interrupted_comparison_samples_nothing_again(
     chat_server.fails = lambda _: False
     with monkeypatch.context() as patch:
         patch.setattr(sampling, "generate", None)  # a model that samples now would fail
-        assert heed_main(*compare(place, *policies, judges=(judge,)))[0] == 0
+        code, said = heed_main(*compare(place, *policies, judges=(judge,)))
+        assert code == 0, said
     shutil.rmtree(place / "out")
     assert heed_main(*compare(place, *policies, judges=(judge,), out="whole"))[0] == 0
     assert len(by_judge(place / "whole")["longer"]) > 5
