@@ -60,6 +60,9 @@ class ColocatedGroup:
     def sync_weights(self) -> None:
         self.learners.call_all("sync_weights")
 
+    def keep_policy(self, folder: Path) -> None:
+        self.learners.call_all("keep_policy", folder)
+
     def export_policy(self, folder: Path) -> None:
         self.learners.call_all("export_policy", folder)
 

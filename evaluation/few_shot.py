@@ -64,8 +64,27 @@ def few_shot_context(examples: Sequence[Example], index: int, num_shots: int, se
     return "".join(solved) + examples[index].prompt
 
 
+@dataclass(frozen=True)
+class FewShotRows:
+    """Example by example: 1 where the greedy answer is the completion, else 0; -log p of the completion, nats; its
+    tokens.
+    """
+
+    right: list[float]
+    nats: list[float]
+    num_tokens: list[int]
+
+
 def evaluate_few_shot(folder: Path, examples: Sequence[Example], num_shots: int, *, seed: int) -> FewShot:
-    """Every example with `num_shots` others before it.
+    """Every example with `num_shots` others before it. Errors: those of `few_shot_rows`."""
+    rows = few_shot_rows(folder, examples, num_shots, seed=seed)
+    lengths = np.array(rows.num_tokens, dtype=np.float64)
+    nats = bootstrap_ratio(np.array(rows.nats), lengths, seed=seed, num_resamples=NUM_RESAMPLES, level=LEVEL)
+    return FewShot(num_shots, len(examples), bootstrap_mean(rows.right, seed=seed), Interval(*nats))
+
+
+def few_shot_rows(folder: Path, examples: Sequence[Example], num_shots: int, *, seed: int) -> FewShotRows:
+    """Every example with `num_shots` others before it; the same ones for every model.
 
     Errors: ValueError for too few examples, and naming the one that does not fit the model's context.
     """
@@ -85,9 +104,7 @@ def evaluate_few_shot(folder: Path, examples: Sequence[Example], num_shots: int,
     texts = _greedy_lines(model, tokenizer, queries, longest)
     right = [float(text == example.completion) for text, example in zip(texts, examples, strict=True)]
     logprobs = sequence_logprobs(model, queries, answers, 1.0)
-    lengths = np.array([len(answer) for answer in answers], dtype=np.float64)
-    nats = bootstrap_ratio(-np.array(logprobs), lengths, seed=seed, num_resamples=NUM_RESAMPLES, level=LEVEL)
-    return FewShot(num_shots, len(examples), bootstrap_mean(right, seed=seed), Interval(*nats))
+    return FewShotRows(right, [-logprob for logprob in logprobs], [len(answer) for answer in answers])
 
 
 def _greedy_lines(

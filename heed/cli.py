@@ -76,11 +76,18 @@ def plan(
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(help="A run folder, such as runs/demo.")]) -> None:
-    """Write report.html and report.json of a run folder anew."""
+def report(
+    folder: Annotated[Path, typer.Argument(help="A run folder, such as runs/demo, or that of a comparison.")],
+) -> None:
+    """Write report.html and report.json of a run or a comparison anew."""
+    from heed.comparison_report import write_comparison_report
+    from heed.comparison_report_folder import is_comparison
     from heed.report import write_report
 
-    write_report(folder)
+    if is_comparison(folder):
+        write_comparison_report(folder)
+    else:
+        write_report(folder)
     console.print(str(folder / "report.html"))
 
 

@@ -243,8 +243,8 @@ class Tokenizer:
             content = content.replace(name, f"{_OPEN}{index}{_CLOSE}")
         return content
 
-    def _encode_guarded(self, text: str) -> list[int]:
-        """Tokens of a rendered conversation: special where the template wrote them, spelled out in messages."""
+    def encode_rendered(self, text: str) -> list[int]:
+        """Tokens of what `render` gives: special where the template wrote them, spelled out in messages."""
         tokens: list[int] = []
         for index, piece in enumerate(_GUARDED.split(text)):
             tokens += self.encode(piece) if index % 2 == 0 else self.encode_plain([self._specials[int(piece)]])[0]
@@ -307,7 +307,7 @@ class Tokenizer:
                 f"chat_template: the rendering {text!r} does not start with {written!r};"
                 " a template must only append when a message is added"
             )
-        tokens.extend(self._encode_guarded(text[len(written) :]))
+        tokens.extend(self.encode_rendered(text[len(written) :]))
 
 
 _TOKEN_FIELDS = ("pad_token", "eos_token", "sep_token", "bos_token", "cls_token", "mask_token")

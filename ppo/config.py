@@ -57,6 +57,7 @@ class PPOConfig(Config):
     final_weights: Literal["last", "ema"] = "last"
     max_failed_share: float = Field(default=0.1, ge=0, lt=1)  # responses without a score, before the run stops
     save_every_iterations: int = Field(ge=1)
+    keep_policies_every: int = Field(default=0, ge=0)  # iterations; the policy then stays in policies/; 0 = never
 
     @model_validator(mode="after")
     def _check(self) -> Self:

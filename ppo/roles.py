@@ -54,6 +54,10 @@ class PolicyLearner(Protocol):
         """
         ...
 
+    def keep_policy(self, folder: Path) -> None:
+        """Write the policy as it is now as a model directory, in place of what may lie there."""
+        ...
+
     def export_policy(self, folder: Path) -> None:
         """Write `model/` and `model_ema/`."""
         ...

@@ -22,6 +22,8 @@ from training.writer import PROGRESS
 def run(context: StageContext, config: PPOConfig, roles: Roles, parents: Parents, prompts: Sequence[Prompt]) -> None:
     """Iterate from the newest checkpoint to the end; write `model/`, `model_ema/` and `results.json`.
 
+    With `keep_policies_every` also `policies/NNNNNN/`: model directories of the policy along the way.
+
     Errors: ValueError for a prompt that leaves no room for a response; RuntimeError where scores fail.
     """
     tokenizer = Tokenizer.load(parents.sft)
@@ -40,6 +42,9 @@ def run(context: StageContext, config: PPOConfig, roles: Roles, parents: Parents
         figures |= {"tokens_per_second": tokens / seconds, "checkpoint_seconds": waited_seconds}
         log.log(done, config.num_iterations, figures)
         started = time.monotonic()
+        # Before the checkpoint, so that a run that goes on from one has every policy up to it.
+        if config.keep_policies_every and done % config.keep_policies_every == 0:
+            roles.keep_policy(kept_policy(context.folder, done))
         if done % config.save_every_iterations == 0 or done == config.num_iterations:
             _save(roles, checkpoints, controller, done)
         waited_seconds = time.monotonic() - started
@@ -47,6 +52,11 @@ def run(context: StageContext, config: PPOConfig, roles: Roles, parents: Parents
     roles.finish_saving()
     roles.export_policy(context.folder)
     context.write_results({"num_iterations": config.num_iterations, "final_kl_coef": controller.kl.coef})
+
+
+def kept_policy(folder: Path, iteration: int) -> Path:
+    """Where a stage in `folder` keeps the policy that so many iterations made."""
+    return folder / "policies" / f"{iteration:06d}"
 
 
 def _save(roles: Roles, checkpoints: Path, controller: PPOController, done: int) -> None:

@@ -4,6 +4,7 @@ Shape letters: B responses, T tokens, R response tokens, C counted positions, V 
 """
 
 import math
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -317,6 +318,16 @@ class LearnerWorker(Rank):
         held = SavedState(folder / "average")
         for slot in tensor_slots(self.average.items()):
             slot.restore(held)
+
+    def keep_policy(self, folder: Path) -> None:
+        weights = self.policy.full_weights(on_main_alone=True)
+        if self.policy.is_main:
+            aside = folder.with_name(f".writing-{folder.name}")
+            for left_over in (aside, folder):
+                shutil.rmtree(left_over, ignore_errors=True)
+            save_model(aside, self.policy.module, weights, self.tokenizer)
+            aside.rename(folder)
+        self.policy.barrier()
 
     def export_policy(self, folder: Path) -> None:
         weights = self.policy.full_weights(on_main_alone=True)

@@ -21,8 +21,6 @@ from scipy import optimize
 from preferences.intervals import Ints, Z
 from preferences.resampling import Floats
 
-_HALVINGS = 60
-
 
 def score_interval(value_C: Floats, *, quantile: float = Z, inflation: float = 1.0) -> tuple[float, float]:
     """(low, high) of the mean of independent prompts' values, each from 0 to 1.
@@ -49,11 +47,18 @@ def variance_under(mu: float, value_X: Floats, times_X: Ints) -> float:
     either end of that range, what is missing to Σ q = 1 lies on 1 or on 0.
     """
     from_mu_X = value_X - mu
-    low, high = -1 / (1 - mu), 1 / mu
-    for _ in range(_HALVINGS):
-        tilt = (low + high) / 2
-        slope = float((times_X * from_mu_X / (1 + tilt * from_mu_X)).sum())
-        low, high = (tilt, high) if slope > 0 else (low, tilt)
+
+    def slope(tilt: float) -> float:
+        return float((times_X * from_mu_X / (1 + tilt * from_mu_X)).sum())
+
+    # The slope falls with λ; just inside the range's ends it is finite.
+    low, high = -(1 - 1e-12) / (1 - mu), (1 - 1e-12) / mu
+    if slope(low) <= 0:
+        tilt = low
+    elif slope(high) >= 0:
+        tilt = high
+    else:
+        tilt = float(optimize.brentq(slope, low, high, xtol=1e-10))
     weight_X = times_X / (times_X.sum() * (1 + tilt * from_mu_X))
     missing = max(0.0, 1 - float(weight_X.sum()))
     unseen = 1.0 if tilt < 0 else 0.0

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import islice
 
-from preferences.formats import helpsteer, hh, judges, oasst, openai, own, prompts, trl, ultrafeedback
+from preferences.formats import benchmarks, helpsteer, hh, judges, oasst, openai, own, prompts, trl, ultrafeedback
 from preferences.formats.parts import Format, Row
 from reading.rows import Rows
 
@@ -28,6 +28,8 @@ _ALL = (
     Format("oasst", "Open-Assistant's trees", oasst.recognise, oasst.read, None),
     Format("pandalm", "PandaLM's test set", judges.recognise_pandalm, judges.read_pandalm, None),
     Format("alpacaeval", "AlpacaEval", judges.recognise_alpacaeval, judges.read_alpacaeval, judges.write_alpacaeval),
+    Format("rewardbench", "RewardBench", benchmarks.recognise_rewardbench, benchmarks.read_rewardbench, None),
+    Format("llmbar", "LLMBar", benchmarks.recognise_llmbar, benchmarks.read_llmbar, None),
     Format("arena", "Chatbot Arena, MT-Bench", judges.recognise_arena, judges.read_arena, judges.write_arena),
     Format("hh", "Anthropic's HH-RLHF", hh.recognise, hh.read, hh.write),
     Format("trl", "TRL's preferences, conversational or texts", trl.recognise, trl.read, trl.write),

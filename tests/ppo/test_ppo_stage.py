@@ -89,6 +89,25 @@ def test_a_killed_run_ends_as_the_run_nobody_touched(
     assert checkpoints == ["step-000002", "step-000003"]
 
 
+def test_policies_along_the_way_are_kept(run: Callable[..., None], tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", Mortal, keep_policies_every=1)
+    assert sorted(path.name for path in (tmp_path / "killed" / "policies").iterdir()) == ["000001", "000002"]
+    (tmp_path / "killed" / "policies" / ".writing-000003").mkdir()  # what a kill in the middle of a write leaves behind
+    run(tmp_path / "killed", ColocatedWorker, keep_policies_every=1)
+    run(tmp_path / "whole", ColocatedWorker, keep_policies_every=2)
+    assert [path.name for path in (tmp_path / "whole" / "policies").iterdir()] == ["000002"]
+    weights = {
+        name: (tmp_path / name / "model.safetensors").read_bytes()
+        for name in ("killed/policies/000001", "killed/policies/000002", "killed/policies/000003", "killed/model")
+    }
+    assert weights["killed/policies/000003"] == weights["killed/model"]
+    assert len(set(weights.values())) == 3
+    kept = tmp_path / "whole" / "policies" / "000002"
+    assert (kept / "model.safetensors").read_bytes() == weights["killed/policies/000002"]
+    assert Tokenizer.load(kept) == Tokenizer.load(tmp_path / "whole" / "model")
+
+
 def test_training_moved_the_weights_and_the_average_lags(
     run: Callable[..., None], parents: Parents, tmp_path: Path
 ) -> None:

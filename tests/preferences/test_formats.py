@@ -117,6 +117,11 @@ ROWS: dict[str, dict[str, Any]] = {
         "instruction": "Which bird?", "output_1": "A crow.", "output_2": "A cow.", "generator_1": "m1",
         "generator_2": "m2", "annotator": "gpt4", "preference": 1.25, "dataset": "zoo", "price": 0.5,
     },
+    "rewardbench": {
+        "prompt": "Which bird?", "chosen": "A crow.", "chosen_model": "m1", "rejected": "A cow.",
+        "rejected_model": "m2", "subset": "alpacaeval-easy", "id": 30,
+    },
+    "llmbar": {"input": "Which bird?", "output_1": "A cow.", "output_2": "A crow.", "label": 2},
     "arena": {
         "question_id": "q1", "model_a": "m1", "model_b": "m2", "winner": "tie (bothbad)", "judge": "user_3",
         "conversation_a": [TURN, reply("A crow.")], "conversation_b": [TURN, reply("A cow.")], "turn": 1,
@@ -164,6 +169,8 @@ EXPECTED: dict[str, list[Any]] = {
         (("True", "A crow."), (1, 2), "annotator3"),
     ],
     "alpacaeval": [(("A crow.", "A cow."), (1, 2), "gpt4")],
+    "rewardbench": [(("A crow.", "A cow."), (1, 2), "unknown")],
+    "llmbar": [(("A crow.", "A cow."), (1, 2), "unknown")],
     "arena": [(("A cow.", "A crow."), (1, 1), "user_3")],
 }  # fmt: skip
 ODD = {
@@ -446,6 +453,19 @@ def test_deleted_replies_are_left_out_and_said() -> None:
     assert found.report.counts() == {"deleted reply": 1}
 
 
+def test_a_pair_of_two_subsets_of_rewardbench_counts_in_both() -> None:
+    row = ROWS["rewardbench"]
+    found = read("rewardbench", row, {**row, "subset": "refusals"}, {**row, "id": 31})
+    assert [task.details["subset"] for task in found.tasks.values()] == [
+        "alpacaeval-easy",
+        "refusals",
+        "alpacaeval-easy",
+    ]
+    task = next(iter(found.tasks.values()))
+    assert task.sources[task.responses.index("A crow.")] == "m1"
+    assert found.report.counts() == {}
+
+
 # ---- what is refused ----
 
 
@@ -468,6 +488,8 @@ def test_deleted_replies_are_left_out_and_said() -> None:
         ("pandalm", {"annotator2": 3}, "field 'annotator2' is 3; a whole number from 0 to 2 was expected"),
         ("alpacaeval", {"preference": 0.5}, "field 'preference' is 0.5; a number from 1 to 2 was expected"),
         ("arena", {"winner": "a"}, "field 'winner' is 'a'; one of model_a, model_b, tie"),
+        ("rewardbench", {"subset": ""}, "field 'subset' is empty"),
+        ("llmbar", {"label": 0}, "field 'label' is 0; a whole number from 1 to 2 was expected"),
         ("rankings", {"ratings": [1]}, "field 'ratings' has 1 entries for 3 responses"),
         ("heed", {"details": "{"}, "field 'details' is not JSON"),
         ("heed", {"details": "[]"}, "field 'details' holds list; a JSON object was expected"),
@@ -510,6 +532,8 @@ REQUIRED = {
     "oasst": "message_tree_id prompt",
     "pandalm": "instruction response1 response2 annotator1 annotator2 annotator3",
     "alpacaeval": "instruction output_1 output_2 preference",
+    "rewardbench": "prompt chosen rejected subset",
+    "llmbar": "input output_1 output_2 label",
     "arena": "model_a model_b winner conversation_a conversation_b",
 }
 

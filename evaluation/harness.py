@@ -1,0 +1,254 @@
+"""A policy as a model of EleutherAI's lm-evaluation-harness, so that any of its tasks runs on one.
+
+The harness is an extra: `pip install '.[harness]'`. Written against `lm_eval.api.model.LM` of 0.4.13.
+Shape letters: C positions, V vocabulary.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+
+from evaluation.measures.drawing import Policy
+from evaluation.measures.kl import position_chunks, predicting_states
+from evaluation.measures.text import text_logprobs
+from evaluation.sampling import BATCH
+from lm.generation import generate
+from lm.logprobs import token_logprobs
+from lm.model import LanguageModel
+from lm.sampling import Choice
+from training.seeds import derive_seed
+
+log = logging.getLogger(__name__)
+
+MAX_NEW_TOKENS = 256  # where neither a task nor the context's size says less, as in the harness' own models
+GENERATION_KWARGS = ("do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p")
+
+Pair = tuple[list[int], list[int]]  # context, continuation
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one request wants its text generated."""
+
+    until: tuple[str, ...]
+    max_new_tokens: int
+    choice: Choice
+
+
+class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find the extra
+    """Log-likelihoods and greedy or sampled text of a model directory.
+
+    With `chat` strings are what the model's chat template writes, whose special tokens are tokens; without it the names
+    of special tokens in a task's texts are text. Contexts that are too long lose their beginning, as in the harness'
+    own models, and are counted in `num_shortened`.
+    """
+
+    def __init__(self, folder: Path, *, chat: bool = False, seed: int = 0) -> None:
+        super().__init__()
+        self.policy, self.chat, self.seed = Policy.load(folder), chat, seed
+        self.num_shortened = 0
+
+    @property
+    def context_tokens(self) -> int:
+        return self.policy.model.config.context_tokens
+
+    def encode(self, text: str) -> list[int]:
+        tokenizer = self.policy.tokenizer
+        return tokenizer.encode_rendered(text) if self.chat else tokenizer.encode_plain([text])[0]
+
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+        """log p(continuation | context), nats, and whether every token of it is the likeliest.
+
+        Errors: ValueError for an empty continuation, or one that is longer than the context.
+        """
+        pairs = [self._fitted(*self.encode_pair(*request.args), where=str(request.args)) for request in requests]
+        return score_pairs(self.policy.model, pairs)
+
+    def encode_pair(self, context: str, continuation: str) -> Pair:
+        """Tokens of both as they are in the whole text: a space between them belongs to the continuation.
+
+        Behind nothing a continuation follows the token that begins texts.
+        """
+        kept = context.rstrip(" ")
+        whole = self.encode(context + continuation)
+        before = self.encode(kept)
+        if not before:
+            return [self.policy.tokenizer.start_id], whole
+        return whole[: len(before)], whole[len(before) :]
+
+    def _fitted(self, context: list[int], continuation: list[int], where: str) -> Pair:
+        room = self.context_tokens - len(continuation)
+        if not continuation or room < 1:
+            raise ValueError(
+                f"{where[:200]}: the continuation has {len(continuation)} tokens; 1 to {self.context_tokens - 1} were"
+                " expected"
+            )
+        return self._shortened(context, room), continuation
+
+    def _shortened(self, context: list[int], room: int) -> list[int]:
+        if len(context) > room:
+            if not self.num_shortened:
+                log.warning("a context of %d tokens was cut to its last %d; more are counted", len(context), room)
+            self.num_shortened += 1
+        return context[-room:]
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
+        """log p of whole texts, nats, behind the token that begins texts (`evaluation.measures.text`)."""
+        texts = [request.args[0] for request in requests]
+        return text_logprobs(self.policy.model, self.policy.tokenizer, texts)
+
+    def generate_until(self, requests: Sequence[Instance]) -> list[str]:
+        """Text behind each context, up to the first string of its `until` or the end token. Errors: `_settings`'."""
+        texts = [""] * len(requests)
+        groups: dict[Settings, list[int]] = {}
+        for row, request in enumerate(requests):
+            groups.setdefault(self._settings(request.args[1]), []).append(row)
+        for settings, rows in groups.items():
+            room = self.context_tokens - settings.max_new_tokens
+            queries = {row: self._shortened(self.encode(requests[row].args[0]), room) for row in rows}
+            rows.sort(key=lambda row: len(queries[row]))
+            found = generate(
+                self.policy.model,
+                [queries[row] or [self.policy.tokenizer.start_id] for row in rows],
+                max_new_tokens=settings.max_new_tokens,
+                end_id=self.policy.tokenizer.end_id,
+                choice=settings.choice,
+                seeds=[derive_seed(self.seed, "harness", row) for row in rows],
+                stop=self.policy.tokenizer.stop_at(settings.until),
+                max_rows=BATCH,
+            )
+            for row, response in zip(rows, found.responses, strict=True):
+                texts[row] = _cut(self.policy.tokenizer.decode(response), settings.until)
+        return texts
+
+    def _settings(self, wanted: Mapping[str, Any]) -> Settings:
+        """Errors: ValueError for an argument that is not known here, or more new tokens than the context leaves."""
+        unknown = sorted(wanted.keys() - set(GENERATION_KWARGS))
+        if unknown:
+            raise ValueError(
+                f"generation_kwargs {', '.join(unknown)}: one of {', '.join(GENERATION_KWARGS)} was expected"
+            )
+        until = wanted.get("until") or ()
+        longest = int(wanted.get("max_gen_toks", min(MAX_NEW_TOKENS, self.context_tokens // 2)))
+        if not 1 <= longest < self.context_tokens:
+            raise ValueError(f"max_gen_toks is {longest}; 1 to {self.context_tokens - 1} were expected")
+        temperature = float(wanted.get("temperature", 0.0))
+        # A task that sets no temperature but asks for sampling wants the model's own distribution.
+        sampled = temperature or 1.0 if wanted.get("do_sample", temperature > 0) else 0.0
+        choice = Choice(sampled, int(wanted.get("top_k", 0)), float(wanted.get("top_p", 1.0)))
+        return Settings((until,) if isinstance(until, str) else tuple(until), longest, choice)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The conversation up to where the assistant's response begins, or, without a prompt for one, goes on."""
+        tokenizer = self.policy.tokenizer
+        if add_generation_prompt:
+            return tokenizer.render(chat_history, add_generation_prompt=True)
+        return tokenizer.render(chat_history[:-1], add_generation_prompt=True) + chat_history[-1]["content"]
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.policy.folder).replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        return self.policy.tokenizer.chat_template if chat_template else ""
+
+
+def _cut(text: str, until: Sequence[str]) -> str:
+    """What comes before the first of the strings."""
+    return text[: min((text.index(string) for string in until if string in text), default=len(text))]
+
+
+@torch.inference_mode()
+def score_pairs(model: LanguageModel, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+    """Of each (context, continuation): log p of the continuation, nats, and whether greedy decoding would give it.
+
+    Logits of the vocabulary are held for a chunk of positions at a time.
+    """
+    found = [(0.0, True)] * len(pairs)
+    order = sorted(range(len(pairs)), key=lambda row: len(pairs[row][0]) + len(pairs[row][1]))
+    for start in range(0, len(order), BATCH):
+        rows = order[start : start + BATCH]
+        states_CD = predicting_states(model, [pairs[row] for row in rows])
+        tokens_C = torch.tensor([token for row in rows for token in pairs[row][1]], device=states_CD.device)
+        logprobs, greedy = [], []
+        for part in position_chunks(len(tokens_C), model.config.vocab_size):
+            logits_CV = model.head(states_CD[part])
+            logprobs.append(token_logprobs(logits_CV, tokens_C[part]))
+            greedy.append(logits_CV.argmax(dim=-1) == tokens_C[part])
+        lengths = [len(pairs[row][1]) for row in rows]
+        parts = zip(rows, torch.cat(logprobs).split(lengths), torch.cat(greedy).split(lengths), strict=True)
+        for row, logprob_C, greedy_C in parts:
+            found[row] = float(logprob_C.double().sum()), bool(greedy_C.all())
+    return found
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """One metric of one task. `error` is the harness' own standard error, over documents; NaN where it has none."""
+
+    task: str
+    metric: str
+    value: float
+    error: float
+    num_documents: int
+
+
+def run_tasks(
+    folder: Path,
+    tasks: Sequence[str],
+    *,
+    include: Path | None = None,
+    num_shots: int | None = None,
+    limit: int | None = None,
+    chat: bool = False,
+    seed: int = 0,
+) -> list[TaskResult]:
+    """Run tasks of the harness by name, or, with `include`, those of a folder with task files of one's own.
+
+    Errors: ValueError for a task that is not there.
+    """
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    # Looking through the harness' own thousands of task files takes the better part of a minute.
+    manager = TaskManager(include_path=str(include) if include else None, include_defaults=include is None)
+    unknown = [name for name in tasks if name not in manager.all_tasks]
+    if unknown or not tasks:
+        raise ValueError(f"tasks {list(tasks)}: {unknown} not found in {include or 'lm_eval (`lm-eval ls tasks`)'}")
+    model = HeedLM(folder, chat=chat, seed=seed)
+    found = simple_evaluate(
+        model=model,
+        tasks=list(tasks),
+        num_fewshot=num_shots,
+        limit=limit,
+        task_manager=manager,
+        apply_chat_template=chat,
+        bootstrap_iters=1_000,
+        log_samples=False,
+        random_seed=seed,
+        numpy_random_seed=seed,
+        torch_random_seed=seed,
+        fewshot_random_seed=seed,
+    )
+    assert found is not None, "only rank 0 of several gets results, and there is one"
+    return _results(found)
+
+
+def _results(found: Mapping[str, Any]) -> list[TaskResult]:
+    """Metrics are named "acc,none" (by metric and filter), their standard errors "acc_stderr,none"."""
+    rows = []
+    for task, figures in found["results"].items():
+        num_documents = int(found.get("n-samples", {}).get(task, {}).get("effective", 0))
+        for name, value in figures.items():
+            metric, comma, kept_by = name.partition(",")
+            if comma and not metric.endswith("_stderr"):
+                error = figures.get(f"{metric}_stderr,{kept_by}")
+                said = float(error) if isinstance(error, int | float) else float("nan")
+                rows.append(TaskResult(task, metric, float(value), said, num_documents))
+    return rows

@@ -1,0 +1,200 @@
+"""How often a reward model is right, and whether it is as sure as it should be.
+
+A pair is two responses of which somebody prefers one. With the score difference Δ the model says P(the higher one is
+preferred) = σ(|Δ|), from ½ to 1: its confidence. It is right where the higher one was preferred; equal scores are half
+right. Pairs that a labeler ties are none.
+
+Shape letters: N pairs, P prompts, B bins, S draws.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+from scipy.special import expit
+
+from preferences.intervals import LEVEL, UNKNOWN, Interval, Ints, Share, Tally, clustered_mean, clustered_shares
+from preferences.resampling import Floats
+
+NUM_BINS = 10
+NUM_DRAWS = 2_000
+_DRAWS_AT_ONCE = 100
+LARGEST_SCALE = 1e3
+
+
+@dataclass(frozen=True)
+class ScoredPairs:
+    """Pairs as columns [N]. `lead_N` is the score of the preferred response less that of the other.
+
+    Rows of one `prompt_N` are no independent evidence. `responses_N` is how many responses the pair's ranking has,
+    `labelers_N` how many labelers ranked them; `category_N` are places in `categories`.
+    """
+
+    lead_N: Floats
+    prompt_N: Ints
+    task_N: Ints
+    responses_N: Ints
+    labelers_N: Ints
+    category_N: Ints
+    categories: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.lead_N)
+
+    @property
+    def right_N(self) -> Floats:
+        return np.asarray((self.lead_N > 0) + 0.5 * (self.lead_N == 0), dtype=np.float64)
+
+    @property
+    def confidence_N(self) -> Floats:
+        return np.asarray(expit(np.abs(self.lead_N)))
+
+
+@dataclass(frozen=True)
+class MarginBin:
+    """Pairs whose |Δ| lies from `low` to `high`: the mean confidence, and how often the model is right."""
+
+    low: float
+    high: float
+    confidence: float
+    accuracy: Share
+
+
+@dataclass(frozen=True)
+class CalibrationError:
+    """ECE = Σ over bins of (share of the pairs) |accuracy - confidence|, over bins of equally many pairs.
+
+    It is above 0 for a calibrated model too: `if_calibrated` is what one with these confidences would have on average,
+    and `p_value` how often it would have as much as was found. `excess` is found less `if_calibrated`, no less than 0.
+    """
+
+    found: float
+    if_calibrated: float
+    excess: float
+    p_value: float
+    num_bins: int
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """`overconfidence` is mean confidence less accuracy; `log_loss` is -log σ(Δ) of what was preferred, nats a pair.
+
+    Scores times `scale` would be the likeliest: below 1 the model is too sure of itself. NaN where no scale is best,
+    because every pair is right or every pair wrong.
+    """
+
+    accuracy: Share
+    overconfidence: Interval
+    log_loss: Interval
+    scale: Interval
+    error: CalibrationError
+    bins: tuple[MarginBin, ...]
+
+
+def calibration(pairs: ScoredPairs, *, seed: int, num_bins: int = NUM_BINS) -> Calibration:
+    """All of it, with 95% intervals over prompts. Errors: ValueError for no pairs, or a lead that is no number."""
+    if len(pairs) == 0:
+        raise ValueError("there are no pairs of which one response is preferred; at least one was expected")
+    if not np.isfinite(pairs.lead_N).all():
+        raise ValueError(f"lead_N[{int(np.argmin(np.isfinite(pairs.lead_N)))}] is no finite number")
+    bin_N = _bins(np.abs(pairs.lead_N), num_bins)
+    return Calibration(
+        accuracy=accuracy_of(pairs, np.ones(len(pairs), dtype=bool)),
+        overconfidence=clustered_mean(pairs.confidence_N - pairs.right_N, pairs.prompt_N),
+        log_loss=clustered_mean(np.logaddexp(0.0, -pairs.lead_N), pairs.prompt_N),
+        scale=best_scale(pairs),
+        error=calibration_error(pairs, bin_N, seed=seed),
+        bins=tuple(_margin_bin(pairs, bin_N == number) for number in range(int(bin_N.max()) + 1)),
+    )
+
+
+def accuracy_of(pairs: ScoredPairs, chosen_N: npt.NDArray[np.bool_]) -> Share:
+    """The share of the chosen pairs that the model orders as the labeler does (`clustered_shares`)."""
+    num_chosen = int(chosen_N.sum())
+    tally = Tally(
+        group_R=np.zeros(num_chosen, dtype=np.int64),
+        task_R=pairs.task_N[chosen_N],
+        prompt_R=pairs.prompt_N[chosen_N],
+        right_R=pairs.right_N[chosen_N],
+        compared_R=np.ones(num_chosen),
+        pairs_R=1.0 / pairs.labelers_N[chosen_N],  # what several labelers say of one pair is one pair
+        responses_R=pairs.responses_N[chosen_N],
+    )
+    return clustered_shares(tally, 1)[0]
+
+
+def by_category(pairs: ScoredPairs) -> dict[str, Share]:
+    """Accuracy of each category that has pairs, in the order of their names."""
+    present = {name: place for place, name in enumerate(pairs.categories) if (pairs.category_N == place).any()}
+    return {name: accuracy_of(pairs, pairs.category_N == present[name]) for name in sorted(present)}
+
+
+def _bins(margin_N: Floats, num_bins: int) -> Ints:
+    """Bins of equally many pairs (to one) by rising margin, no more than there are pairs; equal margins together."""
+    order = np.argsort(margin_N, kind="stable")
+    bin_N = np.empty(len(margin_N), dtype=np.int64)
+    bin_N[order] = np.arange(len(margin_N)) * min(num_bins, len(margin_N)) // len(margin_N)
+    _, value_N = np.unique(margin_N, return_inverse=True)
+    first = np.full(int(value_N.max()) + 1, num_bins)
+    np.minimum.at(first, value_N, bin_N)
+    return np.asarray(np.unique(first[value_N], return_inverse=True)[1], dtype=np.int64)
+
+
+def _margin_bin(pairs: ScoredPairs, chosen_N: npt.NDArray[np.bool_]) -> MarginBin:
+    margin = np.abs(pairs.lead_N[chosen_N])
+    confidence = float(pairs.confidence_N[chosen_N].mean())
+    return MarginBin(float(margin.min()), float(margin.max()), confidence, accuracy_of(pairs, chosen_N))
+
+
+def calibration_error(pairs: ScoredPairs, bin_N: Ints, *, seed: int) -> CalibrationError:
+    """The ECE and what it would be by chance.
+
+    Of a calibrated model right - confidence has mean 0 on every prompt, so turning the signs of whole prompts at random
+    gives other data as likely as these (a wild bootstrap; Cameron, Gelbach & Miller 2008). Bins of equal mass after
+    Nguyen & O'Connor 2015, arXiv 1508.05154.
+    """
+    _, place_N = np.unique(pairs.prompt_N, return_inverse=True)
+    num_bins, num_prompts = int(bin_N.max()) + 1, int(place_N.max()) + 1
+    off_PB = np.zeros((num_prompts, num_bins))
+    np.add.at(off_PB, (place_N, bin_N), (pairs.right_N - pairs.confidence_N) / len(pairs))
+    found = float(np.abs(off_PB.sum(axis=0)).sum())
+    generator = np.random.default_rng(seed)
+    errors_S = np.concatenate(
+        [
+            np.abs(generator.choice([-1.0, 1.0], size=(_DRAWS_AT_ONCE, num_prompts)) @ off_PB).sum(axis=1)
+            for _ in range(NUM_DRAWS // _DRAWS_AT_ONCE)
+        ]
+    )
+    by_chance = float(errors_S.mean())
+    # Rounding must not decide whether a draw is as far off as what was found.
+    p_value = (1 + int((errors_S >= found - 1e-12).sum())) / (1 + len(errors_S))
+    return CalibrationError(found, by_chance, max(0.0, found - by_chance), p_value, num_bins)
+
+
+def best_scale(pairs: ScoredPairs) -> Interval:
+    """The s that makes Σ log σ(s Δ) largest, with a sandwich interval over prompts.
+
+    Its derivative Σ Δ σ(-sΔ) falls with s; the root is found by halving.
+    """
+    lead_N = pairs.lead_N
+
+    def slope(s: float) -> float:
+        return float((lead_N * expit(-s * lead_N)).sum())
+
+    low, high = -LARGEST_SCALE, LARGEST_SCALE
+    if not slope(low) > 0 > slope(high):
+        return UNKNOWN
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if slope(middle) > 0 else (low, middle)
+    s = (low + high) / 2
+    _, place_N = np.unique(pairs.prompt_N, return_inverse=True)
+    score_P = np.bincount(place_N, lead_N * expit(-s * lead_N))
+    information = float((lead_N**2 * expit(s * lead_N) * expit(-s * lead_N)).sum())
+    num_prompts = len(score_P)
+    if num_prompts < 2:
+        return Interval(s, float("nan"), float("nan"))
+    error = float(np.sqrt(num_prompts / (num_prompts - 1) * (score_P**2).sum())) / information
+    half = float(stats.t.ppf((1 + LEVEL) / 2, num_prompts - 1)) * error
+    return Interval(s, s - half, s + half)

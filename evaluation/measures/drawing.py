@@ -1,0 +1,88 @@
+"""Responses of a policy as tokens, which a KL is measured on: text alone does not say how it was tokenized."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from evaluation.sampling import BATCH
+from lm.generation import generate
+from lm.model import LanguageModel
+from lm.sampling import Choice
+from lm.tokenizer import Messages, Tokenizer
+from lm.weights import load_language_model
+from training.data import Prompt
+from training.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy with its vocabulary, ready to sample."""
+
+    folder: Path
+    model: LanguageModel
+    tokenizer: Tokenizer
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return cls(folder, load_language_model(folder).to(device).eval(), Tokenizer.load(folder))
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Responses, prompt after prompt, `num_samples` each. Tokens hold the end token where a response has one."""
+
+    conversations: list[Messages]
+    queries: list[list[int]]
+    responses: list[list[int]]
+    texts: list[str]
+    finished: list[bool]
+    temperature: float
+    num_samples: int
+
+
+def draw(
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    *,
+    num_samples: int,
+    max_response_tokens: int,
+    temperature: float,
+    seed: int,
+) -> Drawn:
+    """Every sample has a seed of its own, named by prompt and index; they are those of `evaluation.sampling`.
+
+    Errors: ValueError for no prompts, a temperature of 0 (a greedy policy has no KL), and a prompt that leaves no room.
+    """
+    if not prompts:
+        raise ValueError("prompts is empty; at least one was expected")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; above 0 was expected: a greedy policy's KL is infinite")
+    tokenizer = policy.tokenizer
+    wanted = [(prompt, index) for prompt in prompts for index in range(num_samples)]
+    encoded = {prompt.prompt_id: tokenizer.encode_prompt(prompt.messages) for prompt in prompts}
+    # Prompts of like length run side by side, so that little is padded.
+    order = sorted(range(len(wanted)), key=lambda place: len(encoded[wanted[place][0].prompt_id]))
+    found = generate(
+        policy.model,
+        [encoded[wanted[place][0].prompt_id] for place in order],
+        max_new_tokens=max_response_tokens,
+        end_id=tokenizer.end_id,
+        choice=Choice(temperature),
+        seeds=[derive_seed(seed, "sample", wanted[place][0].prompt_id, wanted[place][1]) for place in order],
+        max_rows=BATCH,
+    )
+    row_of = {place: row for row, place in enumerate(order)}
+    responses = [found.responses[row_of[place]] for place in range(len(wanted))]
+    return Drawn(
+        conversations=[prompt.messages for prompt, _ in wanted],
+        queries=[encoded[prompt.prompt_id] for prompt, _ in wanted],
+        responses=responses,
+        texts=[tokenizer.decode(response).strip() for response in responses],
+        finished=[found.finished[row_of[place]] for place in range(len(wanted))],
+        temperature=temperature,
+        num_samples=num_samples,
+    )

@@ -1,0 +1,200 @@
+"""KL(policy || reference) over whole responses, in nats: three estimators of one number, and its exact value.
+
+With x a prompt, y a response that the policy drew (cut off at a number of tokens, as both policies then are) and
+r_t = π_ref(y_t | x, y_<t) / π(y_t | x, y_<t):
+
+    k1    Σ_t -log r_t                              nothing is clamped: of single responses it may be negative
+    k3    Σ_t (r_t - 1 - log r_t)                   never negative (Schulman 2020, "Approximating KL Divergence")
+    full  Σ_t Σ_v π(v | x, y_<t) log π(v)/π_ref(v)  each term is k1's mean given the words before, so the noise of the
+                                                    drawn word is gone (Rao-Blackwell; arXiv 2504.10637)
+
+The mean of each over responses is the KL, without bias.
+Shape letters: N responses, B of a batch, T tokens, C response tokens, D model, V vocabulary, F prefixes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evaluation.measures.drawing import Drawn, Policy
+from evaluation.sampling import BATCH
+from lm.model import LanguageModel
+from lm.padding import pad_right
+from preferences.intervals import Interval, clustered_mean
+from preferences.resampling import Floats
+
+LOGITS_AT_ONCE = 2**24  # of each model; bounds memory at some hundreds of MB, however large the vocabulary
+MAX_PREFIXES = 200_000  # of an exact KL
+
+
+@dataclass(frozen=True)
+class ResponseKLs:
+    """What each response [N] says of the KL, nats. Their means over responses estimate it, each without bias."""
+
+    k1_N: Floats
+    k3_N: Floats
+    full_N: Floats
+
+
+@dataclass(frozen=True)
+class KL:
+    """KL(policy || reference) a response, in nats, by three estimators, with 95% intervals over prompts.
+
+    `full` is the one to report; `k1` is what PPO penalises, noisier; `k3` far from both means that a few rare tokens
+    carry it, and that none of the three is to be trusted yet.
+    """
+
+    full: Interval
+    k1: Interval
+    k3: Interval
+    num_prompts: int
+    num_responses: int
+
+
+def measure_kl(policy: Policy, reference: Policy, drawn: Drawn) -> KL:
+    """The KL of the responses that the policy drew. Errors: those of `response_kls`, and vocabularies that differ."""
+    require_same_vocabulary(policy, reference)
+    found = response_kls(policy.model, reference.model, drawn.queries, drawn.responses, drawn.temperature)
+    return summarise_kl(found, np.arange(len(drawn.responses)) // drawn.num_samples)
+
+
+def summarise_kl(found: ResponseKLs, prompt_N: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]) -> KL:
+    """Means with Student's interval over prompts: responses to one prompt are no independent evidence."""
+    prompt_N = np.asarray(prompt_N, dtype=np.int64)
+    return KL(
+        full=clustered_mean(found.full_N, prompt_N),
+        k1=clustered_mean(found.k1_N, prompt_N),
+        k3=clustered_mean(found.k3_N, prompt_N),
+        num_prompts=len(np.unique(prompt_N)),
+        num_responses=len(prompt_N),
+    )
+
+
+def require_same_vocabulary(policy: Policy, reference: Policy) -> None:
+    """Errors: ValueError where tokens of one are not those of the other; then log-ratios mean nothing."""
+    if policy.tokenizer.with_template("plain") != reference.tokenizer.with_template("plain"):
+        raise ValueError(
+            f"{policy.folder} and {reference.folder} have different vocabularies; a KL is between policies over"
+            " the same tokens"
+        )
+
+
+@torch.inference_mode()
+def response_kls(
+    policy: LanguageModel,
+    reference: LanguageModel,
+    queries: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    temperature: float,
+) -> ResponseKLs:
+    """The three estimates of each response, which `policy` drew at `temperature`; both are tempered alike.
+
+    The vocabulary's logits are held for a chunk of positions at a time. Errors: ValueError for models whose
+    vocabularies differ in size, and for an empty response.
+    """
+    if policy.config.vocab_size != reference.config.vocab_size:
+        raise ValueError(
+            f"the policy has {policy.config.vocab_size} tokens, the reference {reference.config.vocab_size};"
+            " the same vocabulary was expected"
+        )
+    for row, response in enumerate(responses):
+        if not response:
+            raise ValueError(f"responses[{row}] is empty; at least the end token was expected")
+    order = sorted(range(len(queries)), key=lambda row: len(queries[row]) + len(responses[row]))
+    sums = np.zeros((len(queries), 3))
+    for start in range(0, len(order), BATCH):
+        rows = order[start : start + BATCH]
+        tokens_C = torch.tensor([token for row in rows for token in responses[row]], device=policy.head.weight.device)
+        pairs = [(queries[row], responses[row]) for row in rows]
+        hidden = [predicting_states(model, pairs) for model in (policy, reference)]
+        found = torch.cat(
+            [
+                _position_kls(policy, reference, hidden[0][part], hidden[1][part], tokens_C[part], temperature)
+                for part in position_chunks(len(tokens_C), policy.config.vocab_size)
+            ]
+        )
+        per_response = found.split([len(responses[row]) for row in rows])
+        sums[rows] = torch.stack([part.sum(dim=0) for part in per_response]).double().cpu().numpy()
+    return ResponseKLs(k1_N=sums[:, 0], k3_N=sums[:, 1], full_N=sums[:, 2])
+
+
+def predicting_states(model: LanguageModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
+    """Hidden states [C, D] from which each response's tokens are predicted."""
+    tokens_BT, _ = pad_right([[*query, *response] for query, response in pairs], model.head.weight.device)
+    predicts_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
+    for row, (query, response) in enumerate(pairs):
+        predicts_BT[row, len(query) - 1 : len(query) + len(response) - 1] = True
+    return model.decoder.hidden(tokens_BT, None)[predicts_BT]
+
+
+def position_chunks(num_positions: int, vocab_size: int) -> list[slice]:
+    """Positions whose logits are held at once."""
+    size = max(1, LOGITS_AT_ONCE // vocab_size)
+    return [slice(start, start + size) for start in range(0, num_positions, size)]
+
+
+def _position_kls(
+    policy: LanguageModel,
+    reference: LanguageModel,
+    policy_CD: Tensor,
+    reference_CD: Tensor,
+    tokens_C: Tensor,
+    temperature: float,
+) -> Tensor:
+    """k1, k3 and full of each position, [C, 3]."""
+    ours_CV, theirs_CV = _logprobs(policy, policy_CD, temperature), _logprobs(reference, reference_CD, temperature)
+    log_ratio_C = (theirs_CV - ours_CV).gather(1, tokens_C[:, None])[:, 0]
+    full_C = (ours_CV.exp() * (ours_CV - theirs_CV)).sum(dim=1)
+    return torch.stack([-log_ratio_C, torch.expm1(log_ratio_C) - log_ratio_C, full_C], dim=1)
+
+
+def _logprobs(model: LanguageModel, states_CD: Tensor, temperature: float) -> Tensor:
+    return torch.log_softmax(model.head(states_CD).float() / temperature, dim=-1)
+
+
+@torch.inference_mode()
+def exact_kl(
+    policy: LanguageModel,
+    reference: LanguageModel,
+    query: Sequence[int],
+    *,
+    max_response_tokens: int,
+    end_id: int,
+    temperature: float,
+) -> float:
+    """KL over every response to one prompt, nats, by the chain rule: Σ over prefixes of π(prefix) KL(next token).
+
+    For small vocabularies and short responses: there are (V - 1)^t prefixes of t tokens. Errors: ValueError for more of
+    them than MAX_PREFIXES.
+    """
+    V = policy.config.vocab_size
+    num_prefixes = sum((V - 1) ** length for length in range(max_response_tokens))
+    if num_prefixes > MAX_PREFIXES:
+        raise ValueError(
+            f"{V} tokens and responses of up to {max_response_tokens} make {num_prefixes:,} prefixes; at most"
+            f" {MAX_PREFIXES:,} are enumerated"
+        )
+    device = policy.head.weight.device
+    prefixes_FT = torch.tensor([query], device=device)
+    chance_F = torch.ones(1, dtype=torch.float64, device=device)
+    goes_on_V = torch.arange(V, device=device) != end_id
+    total = 0.0
+    for length in range(max_response_tokens):
+        ours_FV, theirs_FV = (
+            torch.cat([_last_logprobs(model, part_FT, temperature) for part_FT in prefixes_FT.split(BATCH)])
+            for model in (policy, reference)
+        )
+        total += float((chance_F * (ours_FV.exp() * (ours_FV - theirs_FV)).sum(dim=1)).sum())
+        if length + 1 < max_response_tokens:
+            chance_F = (chance_F[:, None] * ours_FV.exp())[:, goes_on_V].flatten()
+            next_F = torch.arange(V, device=device)[goes_on_V].repeat(len(prefixes_FT))
+            prefixes_FT = torch.cat([prefixes_FT.repeat_interleave(V - 1, dim=0), next_F[:, None]], dim=1)
+    return total
+
+
+def _last_logprobs(model: LanguageModel, tokens_FT: Tensor, temperature: float) -> Tensor:
+    states_FD = model.decoder.hidden(tokens_FT, None)[:, -1]
+    return torch.log_softmax(model.head(states_FD).double() / temperature, dim=-1)

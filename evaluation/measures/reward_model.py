@@ -1,0 +1,176 @@
+"""A reward model against what labelers said: any preference format that we read, RewardBench and LLMBar among them."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from evaluation.measures.calibration import Calibration, ScoredPairs, by_category, calibration
+from evaluation.measures.rewardbench import RewardBenchScore, rewardbench_score
+from preferences.agreement import pairwise_agreement
+from preferences.formats.merging import Found, collect_all
+from preferences.formats.registry import AUTO, format_to_read, sniff
+from preferences.intervals import Interval, Share
+from preferences.panel import prompt_numbers
+from preferences.records import Ranking, Task
+from preferences.splits import is_heldout
+from reading.rows import read_source
+from reward.comparisons import encode_response
+from reward.scoring import Judge, score_sequences
+
+CATEGORY_FIELDS = ("subset", "category", "domain", "kind")  # of a task's details; the first that is there
+REWARDBENCH = "rewardbench"
+
+
+@dataclass(frozen=True)
+class Judgments:
+    """Tasks with the rankings that stand, and the name of the format that they came in."""
+
+    form: str
+    tasks: Mapping[str, Task]
+    rankings: tuple[Ranking, ...]
+    oddities: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class RewardMeasures:
+    """`agreement` is how often two labelers order a pair alike, unknown where no task has two, and `ceiling` what it
+    leaves room for. `rewardbench` is None for other files.
+
+    Left out and counted: pairs that a labeler tied, and tasks too long for the model (`too_long` names the first).
+    """
+
+    form: str
+    num_tasks: int
+    num_labelers: int
+    num_tied_pairs: int
+    num_too_long: int
+    too_long: str
+    oddities: Mapping[str, int]
+    calibration: Calibration
+    agreement: Share
+    ceiling: Interval
+    by_category: Mapping[str, Share]
+    rewardbench: RewardBenchScore | None
+
+
+def read_judged(source: str, form: str = AUTO) -> Judgments:
+    """A file's rankings that stand; `form` is a name of docs/labels.md, or "auto".
+
+    Errors: ValueError naming file, line and field; for rows in no known format, and for none that holds a judgment.
+    """
+    name = sniff(read_source(source))[0].name if form == AUTO else form
+    found: Found = collect_all(format_to_read(name), read_source(source))
+    rankings = tuple(found.rankings)
+    if not rankings:
+        raise ValueError(f"{source}: {found.report.num_rows} rows, none of which holds a ranking that stands")
+    return Judgments(name, found.tasks, rankings, found.report.counts())
+
+
+def heldout_only(judged: Judgments, share: float, seed: int) -> Judgments:
+    """Those on prompts that a reward stage with this `heldout_share` and seed never trained on.
+
+    Errors: ValueError where there are none.
+    """
+    kept = tuple(ranking for ranking in judged.rankings if is_heldout(ranking.prompt, share, seed))
+    if not kept:
+        raise ValueError(f"a held-out share of {share} with seed {seed} leaves none of {len(judged.rankings)} rankings")
+    return Judgments(judged.form, judged.tasks, kept, judged.oddities)
+
+
+def measure_reward_model(folder: Path, judged: Judgments, *, seed: int) -> RewardMeasures:
+    """Score every response once, and hold the scores against the rankings.
+
+    Errors: ValueError for a folder of no reward model, and where nothing is left to measure.
+    """
+    judge = Judge.load(folder)
+    ranked = {ranking.task_id: ranking for ranking in judged.rankings}
+    encoded = {
+        task_id: [encode_response(judge.tokenizer, ranking.prompt, response) for response in ranking.responses]
+        for task_id, ranking in ranked.items()
+    }
+    too_long = [task_id for task_id, sequences in encoded.items() if not all(map(judge.fits, sequences))]
+    for task_id in too_long:
+        del encoded[task_id]
+    flat = score_sequences(judge.network, [sequence for sequences in encoded.values() for sequence in sequences])
+    scores: dict[str, list[float]] = {}
+    for task_id, sequences in encoded.items():
+        scores[task_id], flat = flat[: len(sequences)], flat[len(sequences) :]
+    return measures_of_scores(judged, scores, too_long, seed=seed)
+
+
+def measures_of_scores(
+    judged: Judgments, scores: Mapping[str, Sequence[float]], too_long: Sequence[str] = (), *, seed: int
+) -> RewardMeasures:
+    """The measures of given scores, a response each in canonical order, by task; `too_long` are tasks without."""
+    rankings = [ranking for ranking in judged.rankings if ranking.task_id in scores]
+    pairs, num_tied = scored_pairs(judged.tasks, rankings, scores)
+    agreement = pairwise_agreement(rankings, seed=seed)
+    return RewardMeasures(
+        form=judged.form,
+        num_tasks=len(scores),
+        num_labelers=len({ranking.labeler for ranking in rankings}),
+        num_tied_pairs=num_tied,
+        num_too_long=len(too_long),
+        too_long=next(iter(too_long), ""),
+        oddities=judged.oddities,
+        calibration=calibration(pairs, seed=seed),
+        agreement=agreement,
+        ceiling=Interval(*(highest_accuracy(value) for value in (agreement.mean, agreement.low, agreement.high))),
+        by_category=by_category(pairs),
+        rewardbench=rewardbench_score(pairs) if judged.form == REWARDBENCH else None,
+    )
+
+
+def highest_accuracy(agreement: float) -> float:
+    """The most often that anyone can foretell a labeler who agrees with another this often: (1 + √(2a - 1)) / 2.
+
+    If a share p of labelers prefers one response of a pair, two of them agree with chance p² + (1 - p)², and who knows
+    p foretells one with chance max(p, 1 - p). With q = |2p - 1| these are (1 + q²)/2 and (1 + q)/2, and by Jensen
+    E q ≤ √(E q²). The best is no less than the agreement itself.
+    """
+    return (1 + math.sqrt(max(0.0, 2 * agreement - 1))) / 2 if not math.isnan(agreement) else math.nan
+
+
+def scored_pairs(
+    tasks: Mapping[str, Task], rankings: Sequence[Ranking], scores: Mapping[str, Sequence[float]]
+) -> tuple[ScoredPairs, int]:
+    """Every pair of every ranking that is not tied in it, as columns, and the number of those that are."""
+    task_ids = list(dict.fromkeys(ranking.task_id for ranking in rankings))
+    place = {task_id: number for number, task_id in enumerate(task_ids)}
+    prompt_of = prompt_numbers([tasks[task_id].prompt for task_id in task_ids])
+    categories = tuple(dict.fromkeys(_category(tasks[task_id]) for task_id in task_ids))
+    category_place = {name: number for number, name in enumerate(categories)}
+    num_labelers = Counter(ranking.task_id for ranking in rankings)
+    leads: list[float] = []
+    task_N: list[int] = []
+    num_tied = 0
+    for ranking in rankings:
+        of_task = scores[ranking.task_id]
+        for i, j in combinations(range(len(ranking.ranks)), 2):
+            if ranking.ranks[i] == ranking.ranks[j]:
+                num_tied += 1
+                continue
+            better, worse = (i, j) if ranking.ranks[i] < ranking.ranks[j] else (j, i)
+            leads.append(of_task[better] - of_task[worse])
+            task_N.append(place[ranking.task_id])
+    of_pair = np.array(task_N, dtype=np.int64)
+    pairs = ScoredPairs(
+        lead_N=np.array(leads, dtype=np.float64),
+        prompt_N=prompt_of[of_pair],
+        task_N=of_pair,
+        responses_N=np.array([len(tasks[task_id].responses) for task_id in task_ids], dtype=np.int64)[of_pair],
+        labelers_N=np.array([num_labelers[task_id] for task_id in task_ids], dtype=np.int64)[of_pair],
+        category_N=np.array([category_place[_category(tasks[t])] for t in task_ids], dtype=np.int64)[of_pair],
+        categories=categories,
+    )
+    return pairs, num_tied
+
+
+def _category(task: Task) -> str:
+    named = (task.details[field] for field in CATEGORY_FIELDS if isinstance(task.details.get(field), str))
+    return next(named, task.objective)

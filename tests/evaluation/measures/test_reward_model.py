@@ -1,0 +1,226 @@
+"""Reward models with known truth: calibrated ones, too sure ones, and a real one on files as they are published."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.measures_coverage import calibration_coverage, planted_pairs
+from evaluation.measures.calibration import ScoredPairs, best_scale, calibration
+from evaluation.measures.reward_model import (
+    heldout_only,
+    highest_accuracy,
+    measure_reward_model,
+    measures_of_scores,
+    read_judged,
+    scored_pairs,
+)
+from evaluation.measures.rewardbench import SECTIONS, rewardbench_score
+from lm.config import ModelConfig
+from lm.model import ScalarModel, initialise
+from lm.tokenizer import Tokenizer
+from lm.weights import save_model
+from preferences.intervals import plain
+from reward.comparisons import encode_response
+from reward.scoring import Judge, score_sequences
+
+
+def pairs_of(leads: list[float], prompts: list[int] | None = None, categories: tuple[str, ...] = ("",)) -> ScoredPairs:
+    ones = np.ones(len(leads), dtype=np.int64)
+    place = np.arange(len(leads))
+    prompt = place if prompts is None else np.array(prompts)
+    category = place % len(categories)
+    return ScoredPairs(np.array(leads), prompt, place, 2 * ones, ones, category, categories)
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_by_hand() -> None:
+    """Four pairs, two bins: leads -1, 1, 3, 3; confidences σ(1) twice, σ(3) twice; half of the first bin is right."""
+    found = calibration(pairs_of([-1.0, 3.0, 1.0, 3.0]), seed=0, num_bins=2)
+    one, three = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-3))
+    assert found.accuracy.mean == 0.75
+    assert [(b.low, b.high, b.accuracy.mean, b.accuracy.num_pairs) for b in found.bins] == [
+        (1, 1, 0.5, 2),
+        (3, 3, 1, 2),
+    ]
+    assert [b.confidence for b in found.bins] == pytest.approx([one, three])
+    assert found.error.found == pytest.approx(0.5 * (one - 0.5) + 0.5 * (1 - three))
+    assert found.overconfidence.mean == pytest.approx((one + three) / 2 - 0.75)
+    losses = [math.log(1 + math.e), *[math.log(1 + math.exp(-lead)) for lead in (1, 3, 3)]]
+    assert found.log_loss.mean == pytest.approx(sum(losses) / 4)
+
+
+def test_equal_scores_are_half_right_and_equal_margins_share_a_bin() -> None:
+    found = calibration(pairs_of([0.0] * 30), seed=0)
+    assert found.accuracy.mean == 0.5
+    assert len(found.bins) == 1
+    assert found.error.found == 0.0
+    assert math.isnan(found.scale.mean)
+
+
+def test_the_best_scale_makes_the_likelihood_largest() -> None:
+    pairs = planted_pairs(0.5, num_prompts=200, generator=np.random.default_rng(0))
+    found = best_scale(pairs)
+    grid = np.linspace(0.2, 0.9, 701)
+    losses = [np.logaddexp(0, -s * pairs.lead_N).sum() for s in grid]
+    assert found.mean == pytest.approx(grid[int(np.argmin(losses))], abs=1e-3)
+    assert math.isnan(best_scale(pairs_of([1.0, 2.0])).mean)  # all right: the larger the better
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 0.5])
+def test_intervals_hold_and_only_the_too_sure_are_called_so(sharpness: float) -> None:
+    """`python -m benchmarks.measures_coverage` draws 2,000 worlds; docs/measures.md has the table."""
+    covered, rejected = calibration_coverage(sharpness, num_worlds=200, num_prompts=150, seed=0)
+    assert covered.keys() == {"accuracy", "overconfidence", "log-loss", "scale"}
+    for what, found in covered.items():
+        assert 0.91 <= found.share <= 0.985, (what, found)
+        assert abs(found.bias) < 0.1 * found.width, (what, found)
+    assert rejected < 0.1 if sharpness == 1.0 else rejected > 0.9
+
+
+def test_the_calibration_error_of_a_calibrated_model_is_all_excess_noise() -> None:
+    found = [
+        calibration(planted_pairs(1.0, num_prompts=100, generator=np.random.default_rng([9, w])), seed=w).error
+        for w in range(100)
+    ]
+    assert np.mean([error.found for error in found]) > 0.03  # though nothing is wrong
+    assert np.mean([error.found - error.if_calibrated for error in found]) == pytest.approx(0, abs=0.006)
+    assert np.mean([error.p_value for error in found]) == pytest.approx(0.5, abs=0.1)
+
+
+def test_intervals_are_over_prompts() -> None:
+    """The same pair ten times over is one piece of evidence."""
+    leads = [1.0, -1.0, 2.0, 1.5, -0.5, 0.7]
+    once = calibration(pairs_of(leads), seed=0)
+    copied = calibration(pairs_of(leads * 10, list(range(6)) * 10), seed=0)
+    assert copied.overconfidence.low == pytest.approx(once.overconfidence.low)
+    assert copied.scale.high == pytest.approx(once.scale.high)
+
+
+RANKINGS = [
+    {"task_id": f"t{t}", "prompt": [{"role": "user", "content": f"bird {t}"}], "ranks": ranks, "labeler": labeler,
+     "responses": ["a fox", "a dog", "a hand"]}
+    for t, of_task in enumerate([[[1, 2, 3], [1, 3, 2]], [[2, 1, 2], [2, 1, 3]], [[1, 1, 2], [3, 2, 1]]])
+    for labeler, ranks in zip(("ann", "bob"), of_task, strict=True)
+]  # fmt: skip
+
+
+def test_rankings_become_pairs_by_hand(tmp_path: Path) -> None:
+    judged = read_judged(write(tmp_path / "rankings.jsonl", RANKINGS))
+    scores = {"t0": [3.0, 2.0, 0.5], "t1": [0.0, 1.0, 1.0], "t2": [5.0, 1.0, 3.0]}
+    pairs, num_tied = scored_pairs(judged.tasks, judged.rankings, scores)
+    assert num_tied == 2
+    expected = [1, 2.5, 1.5, 1, 2.5, -1.5, 1, 0, 1, 0, -1, 2, -2, -4, -2, 2]
+    assert sorted(pairs.lead_N.tolist()) == sorted(expected)
+    found = measures_of_scores(judged, scores, seed=0)
+    assert (found.num_tasks, found.num_labelers, found.num_tied_pairs, found.form) == (3, 2, 2, "rankings")
+    right = sum(lead > 0 for lead in expected) + 0.5 * sum(lead == 0 for lead in expected)
+    assert found.calibration.accuracy.mean == pytest.approx(right / 16)
+    assert found.calibration.accuracy.num_pairs == 16
+    # Ann and Bob order alike 2 of 3 pairs of t0, 2 of 2 of t1, none of 2 of t2.
+    assert found.agreement.mean == pytest.approx(4 / 7)
+    assert found.ceiling.mean == pytest.approx((1 + math.sqrt(1 / 7)) / 2)
+    assert json.loads(json.dumps(plain(found)))["rewardbench"] is None
+
+
+def test_nobody_foretells_more_than_the_ceiling() -> None:
+    """Labelers who prefer the first with chance p: agreement and the best accuracy, drawn, beside the formula."""
+    generator = np.random.default_rng(0)
+    for spread in (0.3, 1.0, 5.0):
+        p = generator.beta(spread, spread, size=200_000)
+        agreement, best = np.mean(p**2 + (1 - p) ** 2), np.mean(np.maximum(p, 1 - p))
+        assert agreement <= best <= highest_accuracy(float(agreement)) < best + 0.05
+    assert highest_accuracy(0.8**2 + 0.2**2) == pytest.approx(0.8)  # pairs that are all equally hard
+    assert highest_accuracy(1.0) == 1.0
+    assert highest_accuracy(0.45) == 0.5
+
+
+@pytest.fixture(scope="module")
+def reward_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, tiny_config: ModelConfig) -> Path:
+    model = ScalarModel(tiny_config)
+    initialise(model, seed=5)
+    folder = tmp_path_factory.mktemp("reward")
+    save_model(folder, model, model.state_dict(), tokenizer)
+    return folder
+
+
+def test_a_model_scores_a_published_file(reward_folder: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"prompt": f"bird {i}", "chosen": f"fox {i}", "rejected": f"the dog {i * 7}", "subset": subset, "id": i}
+        for i, subset in enumerate(["alpacaeval-easy"] * 5 + ["math-prm"] * 4 + ["hep-cpp"] * 3)
+    ]
+    rows.append({**rows[0], "id": 99, "chosen": "fox " * 100})
+    judged = read_judged(write(tmp_path / "bench.jsonl", rows))
+    assert judged.form == "rewardbench"
+    found = measure_reward_model(reward_folder, judged, seed=0)
+    assert (found.num_too_long, found.too_long) == (1, "rewardbench/alpacaeval-easy/99")
+    judge = Judge.load(reward_folder)
+    right = []
+    for row in rows[:-1]:
+        task = judged.tasks[f"rewardbench/{row['subset']}/{row['id']}"]
+        sides = [encode_response(judge.tokenizer, task.prompt, str(row[side])) for side in ("chosen", "rejected")]
+        chosen, rejected = score_sequences(judge.network, sides)
+        right.append(chosen > rejected)
+    assert found.calibration.accuracy.mean == pytest.approx(np.mean(right))
+    shares = {name: share.mean for name, share in found.by_category.items()}
+    assert shares == pytest.approx(
+        {"alpacaeval-easy": np.mean(right[:5]), "math-prm": np.mean(right[5:9]), "hep-cpp": np.mean(right[9:])}
+    )
+    assert found.rewardbench is not None
+    reasoning = (984 * shares["math-prm"] + 164 * shares["hep-cpp"]) / (984 + 164)
+    assert found.rewardbench.sections["Reasoning"].mean == pytest.approx(reasoning)
+    assert found.rewardbench.score.mean == pytest.approx((shares["alpacaeval-easy"] + reasoning) / 2)
+    assert len(found.rewardbench.missing) == 20
+
+
+def test_llmbar_is_read_by_its_label(reward_folder: Path, tmp_path: Path) -> None:
+    row = {"input": "Name a bird.", "output_1": "the fox", "output_2": "the bird", "label": 2}
+    turned = {**row, "output_1": "the bird", "output_2": "the fox", "label": 1}
+    files = [read_judged(write(tmp_path / f"{n}.jsonl", [r])) for n, r in enumerate((row, turned, {**row, "label": 1}))]
+    measured = [measure_reward_model(reward_folder, judged, seed=0) for judged in files]
+    as_told, turned_round, wrong = (found.calibration.accuracy.mean for found in measured)
+    assert as_told == turned_round == 1 - wrong
+
+
+def test_weights_of_rewardbench_are_its_counts() -> None:
+    """2,985 prompts are in the published set, math-prm with 447 of them (its data card)."""
+    assert sum(sum(section.values()) for section in SECTIONS.values()) - 984 + 447 == 2985
+    assert SECTIONS["Reasoning"]["math-prm"] == sum(n for name, n in SECTIONS["Reasoning"].items() if name[:3] == "hep")
+
+
+def test_the_score_of_rewardbench_has_an_interval_over_its_subsets() -> None:
+    """Drawn again and again with known accuracies, the interval holds the weighted truth."""
+    truth = {"alpacaeval-easy": 0.9, "mt-bench-hard": 0.6, "math-prm": 0.7, "hep-go": 0.8, "donotanswer": 0.5}
+    section = (984 * 0.7 + 164 * 0.8) / (984 + 164)
+    expected, hits = (0.9 + 0.6 + section + 0.5) / 4, []
+    names = tuple(truth)
+    for world in range(300):
+        generator = np.random.default_rng([3, world])
+        category = np.repeat(np.arange(5), 80)
+        right = generator.random(400) < np.array([truth[name] for name in names])[category]
+        lead, place, ones = np.where(right, 1.0, -1.0), np.arange(400), np.ones(400, dtype=np.int64)
+        found = rewardbench_score(ScoredPairs(lead, place, place, 2 * ones, ones, category, names)).score
+        hits.append(found.low <= expected <= found.high)
+    assert 0.92 <= np.mean(hits) <= 0.98
+
+
+def test_refusals(tmp_path: Path) -> None:
+    judged = read_judged(write(tmp_path / "rankings.jsonl", RANKINGS))
+    with pytest.raises(ValueError, match="leaves none of 6 rankings"):
+        heldout_only(judged, 0.0, 0)
+    assert len(heldout_only(judged, 1.0, 0).rankings) == 6
+    tied = read_judged(write(tmp_path / "tied.jsonl", [{**RANKINGS[0], "ranks": [1, 1, 1]}]))
+    with pytest.raises(ValueError, match="no pairs of which one response is preferred"):
+        measures_of_scores(tied, {"t0": [1.0, 2.0, 3.0]}, seed=0)
+    with pytest.raises(ValueError, match="no known format"):
+        read_judged(write(tmp_path / "odd.jsonl", [{"text": "a"}]))
+    with pytest.raises(ValueError, match=r"lead_N\[1\] is no finite number"):
+        calibration(pairs_of([1.0, math.nan]), seed=0)
+    with pytest.raises(ValueError, match="strange: no subset of RewardBench"):
+        rewardbench_score(pairs_of([1.0], categories=("strange",)))
