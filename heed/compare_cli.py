@@ -159,5 +159,5 @@ def _conclude(outcome: "Outcome", folder: Path) -> None:
     if not outcome.has_verdicts:
         console.print("no verdicts yet, so there is nothing to report")
         return
-    Console(highlight=False).print(results_table(conclude(folder)))
-    console.print(str(folder), markup=False)
+    Console(highlight=False, markup=False).print(results_table(conclude(folder)))
+    console.print(str(folder / "report.html"), markup=False)

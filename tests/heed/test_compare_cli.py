@@ -14,6 +14,7 @@ from evaluation import endpoint as endpoint_module
 from evaluation import sampling
 from evaluation.verdicts import Verdict, read_responses, read_verdicts
 from heed.cli import main
+from heed.comparison_results import in_words, results_table
 from heed.hold import hold
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, initialise
@@ -102,7 +103,8 @@ def test_a_model_an_endpoint_and_a_file_before_three_judges(place: Path, chat_se
     more = ("--num-samples", "2", "--reference", str(place / "models/two/model"))
     code, said = heed_main(*compare(place, *policies, judges=judges, more=more))
     assert code == 0, said
-    assert str(place / "out") in said
+    assert str(place / "out/report.html") in said
+    assert "one against saved" in said or "saved against one" in said
     folder = place / "out"
     assert [entry["name"] for entry in settings_of(folder)["policies"]] == ["one", "writer", "saved"]
     responses = read_responses(folder / "responses.parquet")
@@ -125,16 +127,16 @@ def test_a_model_an_endpoint_and_a_file_before_three_judges(place: Path, chat_se
 def test_the_same_command_gives_the_same_bytes(place: Path, chat_server: Any, heed_main: Call) -> None:
     policies = (str(place / "models/one/model"), f"{chat_server.url}#writer")
     judges = (f"{place / 'judges.py'}:length", f"{chat_server.url}#first")
-    for out in ("first", "second"):
+    for out in ("first/run", "second/run"):
         assert heed_main(*compare(place, *policies, judges=judges, out=out))[0] == 0
-    for name in FILES:
-        assert (place / "first" / name).read_bytes() == (place / "second" / name).read_bytes(), name
+    for name in (*FILES, "report.json", "report.html"):
+        assert (place / "first/run" / name).read_bytes() == (place / "second/run" / name).read_bytes(), name
     num_asked = len(chat_server.bodies)
-    before = (place / "first" / "verdicts.parquet").stat().st_mtime_ns
-    assert heed_main(*compare(place, *policies, judges=judges, out="first"))[0] == 0
-    assert (place / "first" / "verdicts.parquet").stat().st_mtime_ns == before
+    before = (place / "first/run/verdicts.parquet").stat().st_mtime_ns
+    assert heed_main(*compare(place, *policies, judges=judges, out="first/run"))[0] == 0
+    assert (place / "first/run/verdicts.parquet").stat().st_mtime_ns == before
     assert len(chat_server.bodies) == num_asked
-    code, said = heed_main(*compare(place, *policies, judges=judges, out="first", more=("--seed", "1")))
+    code, said = heed_main(*compare(place, *policies, judges=judges, out="first/run", more=("--seed", "1")))
     assert (code, "holds a comparison whose policies differ" in said) == (2, True)
 
 
@@ -306,3 +308,20 @@ def test_a_folder_is_compared_in_by_one_at_a_time(place: Path, heed_main: Call) 
     with hold(aside):
         code, said = heed_main(*compare(place, *policies, judges=(f"{place / 'judges.py'}:length",)))
     assert (code, "is comparing here; wait for it, or run with another --out" in said) == (2, True)
+
+
+def test_results_in_words() -> None:
+    pair = {
+        "policy_a": "a", "policy_b": "b", "different": True, "num_failed": 0,
+        "win_rate": {"mean": 0.25, "low": 0.1, "high": None, "num_prompts": 1200},
+        "significance": {"holm_p": 0.0123456}, "power": {"detectable": 0.08},
+    }  # fmt: skip
+    assert in_words(pair) == "b is better"
+    assert in_words({**pair, "different": False}) == "no difference shown; 58.0% would have been"
+    few = {**pair, "different": False, "power": {"detectable": None}}
+    assert in_words(few) == "no difference shown; so few prompts could show none"
+    table = results_table({"summary": {"judges": [{"judge": "j", "pairs": [{**pair, "num_failed": 3}]}]}})
+    cells = [next(iter(column.cells)) for column in table.columns]
+    assert cells == [
+        "j", "a against b", "25.0% (10.0% to ?)", "0.0123", "1,200", "b is better; 3 verdicts failed"
+    ]  # fmt: skip
