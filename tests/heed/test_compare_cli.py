@@ -34,6 +34,7 @@ Call = Callable[..., tuple[int, str]]
 def heed_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Runs `heed` with arguments; the exit code, and all that it said."""
     monkeypatch.setattr(endpoint_module, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setenv("COLUMNS", "200")
 
     def call(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["heed", *arguments])
