@@ -1,21 +1,24 @@
 """The command lines of comparisons: `heed compare`, and `heed judge` for one that is there."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from heed.label_cli import tell
 from heed.progress import StageProgress, console
 
 if TYPE_CHECKING:
     from evaluation.answers import OnProgress
-    from heed.comparison import Outcome
+    from heed.comparison import Outcome, Progress
 
 LONGEST_NAME = 80
+ODDITIES = "oddities.jsonl"  # of a file of judgments, in the comparison's folder
 JUDGES = "people:STORE, gold:JOB.toml, URL#MODEL, URL, FILE.py:FUNCTION or a reward model"
 
 Template = Annotated[Path | None, typer.Option(help="What a language model that judges is asked: a file.")]
@@ -68,19 +71,22 @@ def compare(
     from heed.comparison_judges import Asking, Judging
     from training.data import DataConfig
 
-    if bool(verdicts) == bool(policies) or bool(verdicts) != (not prompts and not judge):
+    if verdicts and (policies or prompts or judge):
+        raise ValueError("--verdicts names policies, prompts and judges itself; it was expected without them")
+    if not verdicts and not (policies and prompts):
         raise ValueError("two or more policies with --prompts and --judge, or --verdicts alone, were expected")
     folder = out or Path("runs") / f"compare-{_called(policies or [verdicts], 'policy')}"
     if verdicts:
         outcome, report = take_verdicts(verdicts, form, folder, category=category, seed=seed)
-        tell(report, None)
+        tell(report, folder / ODDITIES if report.oddities else None)
     else:
         asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
         judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, seed)
         data = DataConfig(source=prompts, split=split, subset=subset, max_rows=max_prompts)
         sampling = Sampling(num_samples, temperature, max_tokens, seed, "bf16" if bf16 else "fp32", reference)
         compared = Compared(policies or [], data, category, judge or [], sampling, judging, allow_empty)
-        outcome = compare_policies(compared, folder, _progress)
+        with _bars() as progress:
+            outcome = compare_policies(compared, folder, progress)
     _tell_people(outcome, judge or [])
     _conclude(outcome, folder)
 
@@ -107,8 +113,8 @@ def judge_again(
     judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, settings["seed"])
     prompts, _, _ = read_judged(folder)
     opened = open_judges(judges, judging, prompts, len(settings["policies"]))
-    with holding(folder):
-        outcome = judge_folder(folder, opened, max_failed_share, _progress)
+    with holding(folder), _bars() as progress:
+        outcome = judge_folder(folder, opened, max_failed_share, progress)
     _tell_people(outcome, judges)
     _conclude(outcome, folder)
 
@@ -126,16 +132,22 @@ def _called(specs: Sequence[str], what: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", names)[:LONGEST_NAME]
 
 
-def _progress(step: str) -> "OnProgress":
-    """A bar of its own for each step, or a line now and then."""
-    bar = StageProgress(step)
+@contextmanager
+def _bars() -> Iterator["Progress"]:
+    """A bar for each step, one at a time, or a line now and then; the last is gone when this ends, also in an error."""
+    opened: list[StageProgress] = []
 
-    def update(done: int, total: int) -> None:
-        bar.update(done, total)
-        if done >= total:
+    def start(step: str) -> "OnProgress":
+        for bar in opened:
             bar.close()
+        opened[:] = [StageProgress(escape(step))]
+        return opened[0].update
 
-    return update
+    try:
+        yield start
+    finally:
+        for bar in opened:
+            bar.close()
 
 
 def _tell_people(outcome: "Outcome", judges: Sequence[str]) -> None:

@@ -19,7 +19,9 @@ def conclude(folder: Path) -> dict[str, Any]:
 
 def results_table(report: Mapping[str, Any]) -> Table:
     """Every two policies by every judge, in the report's own numbers: the win rate of the first, and is it real?"""
-    table = Table("judge", "policies", "win rate (95%)", "p (Holm)", "prompts", "", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for column in ("judge", "policies", "win rate (95%)", "p (Holm)", "prompts", ""):
+        table.add_column(column, no_wrap=column not in ("judge", "policies", ""))
     for judge in report["summary"]["judges"]:
         for pair in judge["pairs"]:
             rate = pair["win_rate"]
@@ -42,8 +44,8 @@ def in_words(pair: Mapping[str, Any]) -> str:
         return f"{pair['policy_a'] if pair['win_rate']['mean'] > 0.5 else pair['policy_b']} is better"
     detectable = pair["power"]["detectable"]
     if detectable is None:
-        return "no difference shown; so few prompts could show none"
-    return f"no difference shown; {_share(0.5 + detectable)} would have been"
+        return "no difference shown: too few prompts"
+    return f"no difference shown; {_share(0.5 + detectable)} would be"
 
 
 def _share(value: float | None) -> str:

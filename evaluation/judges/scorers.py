@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from evaluation.answers import OnProgress
 from evaluation.judges.judge import Pair
 from evaluation.verdicts import Verdict
@@ -62,6 +64,7 @@ def reward_model_score(folder: Path) -> Score:
     Errors: ValueError for a directory that holds no reward model.
     """
     model = RewardModel.load(folder)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def score(conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
         turns = zip(conversations, responses, strict=True)
@@ -70,6 +73,7 @@ def reward_model_score(folder: Path) -> Score:
         room = model.network.config.context_tokens
         fitting = [row for row, tokens in enumerate(sequences) if model.fits(tokens)]
         found = [Scored(math.nan, f"{len(s)} tokens, where the reward model reads {room}") for s in sequences]
+        model.network.to(device)  # not before it is asked: policies are sampled first, and need the room
         scores = score_sequences(model.network, [sequences[row] for row in fitting])
         for row, value in zip(fitting, scores, strict=True):
             found[row] = Scored(value) if math.isfinite(value) else Scored(math.nan, f"the reward model gave {value}")

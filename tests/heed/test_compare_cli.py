@@ -242,6 +242,8 @@ def test_verdicts_made_elsewhere(place: Path, heed_main: Call) -> None:
     command = ("compare", "--verdicts", str(place / "annotations.json"), "--out", str(place / "out"))
     code, said = heed_main(*command)
     assert (code, "no preference: 1" in said) == (0, True)
+    (oddity,) = (place / "out" / "oddities.jsonl").read_text().splitlines()
+    assert json.loads(oddity)["kind"] == "no preference"
     settings = settings_of(place / "out")
     assert [policy["name"] for policy in settings["policies"]] == ["new", "old"]
     assert (settings["verdicts"]["format"], settings["verdicts"]["oddities"]) == ("alpacaeval", {"no preference": 1})
@@ -290,7 +292,8 @@ def test_refusals_before_anything_is_sampled(
         code, said = heed_main(*compare(place, *policies, judges=judges))
         assert (code, words in said, "secret" in said) == (2, True, False), said
     for more, words in (
-        (("--verdicts", saved), "or --verdicts alone, were expected"),
+        (("--verdicts", saved), "--verdicts names policies, prompts and judges itself"),
+        (("--prompts", ""), "or --verdicts alone, were expected"),
         (("--max-tokens", "90"), "do not fit its context of 96"),
         (("--category", "level"), "line 1: field 'level' is missing"),
         (("--template", str(place / "saved.jsonl")), ""),
@@ -318,9 +321,9 @@ def test_results_in_words() -> None:
         "significance": {"holm_p": 0.0123456}, "power": {"detectable": 0.08},
     }  # fmt: skip
     assert in_words(pair) == "b is better"
-    assert in_words({**pair, "different": False}) == "no difference shown; 58.0% would have been"
+    assert in_words({**pair, "different": False}) == "no difference shown; 58.0% would be"
     few = {**pair, "different": False, "power": {"detectable": None}}
-    assert in_words(few) == "no difference shown; so few prompts could show none"
+    assert in_words(few) == "no difference shown: too few prompts"
     table = results_table({"summary": {"judges": [{"judge": "j", "pairs": [{**pair, "num_failed": 3}]}]}})
     cells = [next(iter(column.cells)) for column in table.columns]
     assert cells == [
