@@ -10,6 +10,7 @@ from rich.console import Console
 from heed.compare_cli import compare, judge_again
 from heed.jobs_cli import jobs_app, submit
 from heed.label_cli import label_app
+from heed.measures_cli import measure_app
 from heed.options import First, JobFile, Only, Overrides, RunsFolder, Workers, read_job
 from heed.progress import console
 
@@ -52,6 +53,7 @@ app.command()(compare)
 app.command("judge")(judge_again)
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(label_app, name="label")
+app.add_typer(measure_app, name="measure")
 
 
 @app.command()

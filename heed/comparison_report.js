@@ -48,7 +48,7 @@
     for (const sample of all) sample.hidden = !shown.has(sample);
     const range = matching.length ? `${page * PAGE + 1} to ${page * PAGE + shown.size} of ` : "";
     const them = matching.length === 1 ? "prompt" : "prompts";
-    said.textContent = `${range}${matching.length.toLocaleString("en")} ${them} that fit`;
+    said.textContent = `${range}${matching.length.toLocaleString("en")} ${them} that fit${form.dataset.held}`;
     pager.hidden = last === 0;
     previous.disabled = page === 0;
     next.disabled = page === last;

@@ -13,9 +13,10 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from evaluation.statistics.results import Summary
 from evaluation.statistics.summary import summarise
 from heed.comparison_report_curves import curve_view
-from heed.comparison_report_folder import ComparisonFolder, read_comparison
+from heed.comparison_report_folder import VERDICTS, ComparisonFolder, read_comparison
 from heed.comparison_report_measures import measure_tables
 from heed.comparison_report_pairs import PAIR_COLUMNS, as_shown
 from heed.comparison_report_samples import MAX_CHARACTERS, MAX_PROMPTS, Samples, samples_of
@@ -46,7 +47,7 @@ def render(
     comparison: ComparisonFolder, *, max_prompts: int = MAX_PROMPTS, max_characters: int = MAX_CHARACTERS
 ) -> tuple[str, dict[str, Any]]:
     """The page, and what report.json holds. The bounds are on the prompts and characters of the sample browser."""
-    summary = as_shown(summarise(comparison.verdicts, comparison.policies, seed=comparison.seed), comparison.judges)
+    summary = as_shown(_summary_of(comparison), comparison.judges)
     looks = looks_of(comparison.policies)
     answer = answer_of(summary, looks)
     warnings = warnings_of(comparison, summary, looks)
@@ -76,6 +77,13 @@ def render(
         )
     )
     return clean_text(page), finite(_report(comparison, answer, warnings, samples, plain(summary), plain(sources)))
+
+
+def _summary_of(comparison: ComparisonFolder) -> Summary:
+    try:
+        return summarise(comparison.verdicts, comparison.policies, seed=comparison.seed)
+    except ValueError as error:
+        raise ValueError(f"{VERDICTS}: {error}") from None
 
 
 def _report(

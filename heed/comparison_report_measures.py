@@ -1,8 +1,9 @@
 """The measures of a comparison as tables: whatever measures.json holds is shown, nothing is picked.
 
-    policies            {policy: {measure: figure}}: a table with a column a policy
-    over_optimisation   a list of curves, drawn by comparison_report_curves
-    anything else       figures by their place, a list of objects as a table of its own
+    policies            {policy: evaluation.measures.policies.PolicyMeasures}: a table with a column a policy
+    tax                 evaluation.measures.tax.Tax: likewise
+    anything else       figures by their place, a list of objects as a table of its own; comparison_report_curves draws
+                        `over_optimisation` and `reward_model`
 
 A figure is a number, a text, or {mean, low, high}; objects nest.
 """
@@ -11,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from heed.comparison_report_curves import CURVES
 from heed.report_words import Policy, number
 
 SMALL = 0.01  # below it a number is shown by significant digits
@@ -25,6 +25,7 @@ class MeasureTable:
     caption: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    is_main: bool = False  # open on the page
 
 
 def measure_tables(measures: Mapping[str, Any], looks: Mapping[str, Policy]) -> list[MeasureTable]:
@@ -33,8 +34,17 @@ def measure_tables(measures: Mapping[str, Any], looks: Mapping[str, Policy]) -> 
     policies = measures.get("policies")
     if isinstance(policies, Mapping) and policies:
         tables.append(_policy_table(policies, looks))
-    for name, value in measures.items():
-        if name not in ("policies", CURVES):
+    tax = measures.get("tax")
+    if isinstance(tax, Mapping):
+        tables.append(_tax_table(tax, looks))
+    rest = {name: value for name, value in measures.items() if name not in ("policies", "tax")}
+    single = [
+        line for name, value in rest.items() if not isinstance(value, Mapping | list) for line in figures(value, name)
+    ]
+    if single:
+        tables.append(MeasureTable("Single figures", "From measures.json.", ("Measure", "Value"), _titled(single)))
+    for name, value in rest.items():
+        if isinstance(value, Mapping | list):
             tables += _tables(name, value)
     return tables
 
@@ -45,7 +55,29 @@ def _policy_table(policies: Mapping[str, Any], looks: Mapping[str, Policy]) -> M
     titles = tuple(looks[name].title if name in looks else name for name in found)
     rows = tuple((_title(place), *(own.get(place, "–") for own in found.values())) for place in places)
     caption = "Every policy's measures; in brackets 95% intervals over prompts. From measures.json."
-    return MeasureTable("Policies", caption, ("Measure", *titles), rows)
+    return MeasureTable("Policies", caption, ("Measure", *titles), rows, is_main=True)
+
+
+def _tax_table(tax: Mapping[str, Any], looks: Mapping[str, Policy]) -> MeasureTable:
+    """Every policy's quality as a language model, and below it how far it is above that of the one before."""
+    before = str(tax["before"])
+    measured = [("bits a byte", tax["bits_per_byte"])]
+    for task in tax["tasks"]:
+        name = f"{task['task']}, {number(task['num_shots'])} shots"
+        measured += [(f"{name}: exact match", task["exact_match"]), (f"{name}: bits a byte", task["bits_per_byte"])]
+    policies = list(dict.fromkeys(policy for _, changes in measured for policy in changes))
+    titles = {policy: looks[policy].title if policy in looks else policy for policy in [*policies, before]}
+    rows: list[tuple[str, ...]] = []
+    for name, changes in measured:
+        for field, text in (("figure", name), ("above_before", f"{name}, above {titles[before]}'s")):
+            cells = [_figure(changes[policy][field]) if policy in changes else "–" for policy in policies]
+            rows.append((text, *cells))
+    caption = (
+        f"{number(tax['num_documents'])} held-out texts of {number(tax['num_bytes'])} bytes; bits a byte: lower is"
+        " better; exact match: higher is. In brackets 95% intervals. From measures.json."
+    )
+    columns = ("Measure", *(titles[policy] for policy in policies))
+    return MeasureTable("Alignment tax", caption, columns, tuple(rows), is_main=True)
 
 
 def _tables(name: str, value: Any) -> list[MeasureTable]:
@@ -109,7 +141,7 @@ def _number(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, str):
-        return value
+        return value or "–"
     if isinstance(value, float) and 0 < abs(value) < SMALL:
         return f"{value:.2g}".replace("-", "\u2212")
     return number(value)

@@ -41,16 +41,13 @@ class ShownResponse:
 
 @dataclass(frozen=True)
 class ShownVerdict:
-    """One verdict in words. `first` is the policy that was shown first, None where no order is known."""
+    """One verdict in words."""
 
     judge: str
     labeler: str
     kind: str  # won, tied, failed
     winner: Policy | None
-    sides: tuple[Policy, Policy]
-    indices: str
     detail: str
-    first: Policy | None
 
 
 @dataclass(frozen=True)
@@ -211,14 +208,14 @@ def _verdict(row: Verdict, looks: dict[str, Policy]) -> ShownVerdict:
     if not row.failure:
         kind = "tied" if share == 0.5 else "won"
         winner = None if share == 0.5 else (a if share > 0.5 else b)
-    parts = [row.failure] if row.failure else []
-    if not row.failure and share not in (0, 0.5, 1):
-        parts.append(f"{percent(max(share, 1 - share))} sure")
+    parts = [f"{a.title} and {b.title}"] if len(looks) > 2 else []
+    parts += [f"responses {row.index_a + 1} and {row.index_b + 1}"] if row.index_a or row.index_b else []
+    parts += [f"{(a if row.first == 'a' else b).title} shown first"] if row.first else []
+    parts += [row.failure] if row.failure else []
+    parts += [f"{percent(max(share, 1 - share))} sure"] if not row.failure and share not in (0, 0.5, 1) else []
     if not (math.isnan(row.score_a) or math.isnan(row.score_b)):
-        parts.append(f"{number(float(row.score_a))} against {number(float(row.score_b))}")
-    indices = f"{row.index_a + 1} and {row.index_b + 1}" if row.index_a or row.index_b else ""
-    first = {"a": a, "b": b, "": None}[row.first]
-    return ShownVerdict(row.judge, row.labeler, kind, winner, (a, b), indices, ", ".join(parts), first)
+        parts.append(f"scores {number(float(row.score_a))} and {number(float(row.score_b))}")
+    return ShownVerdict(row.judge, row.labeler, kind, winner, "; ".join(parts))
 
 
 def _outcomes(

@@ -79,8 +79,13 @@ class Tracks:
     mark: float | None
     rows_from: str
 
+    @property
+    def is_shares(self) -> bool:
+        """Whether the axis goes from 0 to 100%, whose lines the style sheet draws."""
+        return self.ticks is SHARE_TICKS
 
-SHARE_TICKS = ((0.0, "0%"), (0.25, ""), (0.5, "50%"), (0.75, ""), (1.0, "100%"))
+
+SHARE_TICKS = ((0.0, "0%"), (0.5, "50%"), (1.0, "100%"))
 
 
 def share_dot(mean: float, low: float, high: float, kind: str = "") -> Dot:
@@ -177,8 +182,19 @@ def rating_rows(
         )
         note = UNBOUNDED[rating.unbounded]
         interval = f"{rating_text(rating.low)} to {rating_text(rating.high)}" if ends_known else "unknown"
+        if rating.policy == ratings.anchor:
+            interval = "by definition"
         look = looks[rating.policy]
-        rows.append(Row((look,), (dot,), rating_text(rating.value), interval, (rank_range(rating),), note=note))
+        rows.append(
+            Row(
+                (look,),
+                (dot,),
+                rating_text(rating.value),
+                interval,
+                (rank_range(rating).removeprefix("rank "),),
+                note=note,
+            )
+        )
     zero = (0 - low) / (high - low) if low <= 0 <= high else None
     return tuple(rows), tuple((place(tick), rating_text(tick, 1)) for tick in ticks), zero
 

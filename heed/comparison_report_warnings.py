@@ -33,15 +33,15 @@ def _few_prompts(summary: Summary) -> list[str]:
 def _labelers(folder: ComparisonFolder, judge: JudgeSummary) -> list[str]:
     names = {verdict.labeler for verdict in folder.verdicts if verdict.judge == judge.judge and not verdict.failure}
     if len(names) == 1 and names != {judge.judge}:
-        return [f"All verdicts of {judge.judge} are one labeler's; another may judge otherwise."]
+        return [f"All verdicts of the judge {judge.judge} are one labeler's; another may judge otherwise."]
     if len(names) == 1 and len(folder.judges) == 1:
-        return [f"{judge.judge} is the only judge: what it gets wrong, no interval here shows."]
+        return [f"{judge.judge} is the only judge: no interval here shows what it gets wrong."]
     apart = [pair for pair in judge.pairs if pair.different and pair.win_rate.over_labelers.low <= 0.5]
     if apart:
         rate = apart[0].win_rate
         return [
-            f"With other labelers than the {number(rate.num_labelers)} of {judge.judge} a difference might not show:"
-            f" the interval over labelers too is {span(rate.over_labelers.low, rate.over_labelers.high)}."
+            f"With other labelers than these {number(rate.num_labelers)} of the judge {judge.judge} a difference might"
+            f" not show: the interval over labelers too is {span(rate.over_labelers.low, rate.over_labelers.high)}."
         ]
     return []
 
@@ -52,11 +52,12 @@ def _lost(judge: JudgeSummary) -> list[str]:
     if judge.num_failed:
         share = judge.num_failed / (judge.num_failed + judge.num_verdicts)
         found.append(
-            f"{of(judge.num_failed, 'verdict')} of {judge.judge} failed ({percent(share)}); they count for nobody."
+            f"{of(judge.num_failed, 'verdict')} of the judge {judge.judge} failed ({percent(share)}); they count for"
+            " nobody."
         )
     missing = max((pair.num_prompts_missing for pair in judge.pairs), default=0)
     if missing:
-        found.append(f"{judge.judge} has no verdict that stands on up to {of(missing, 'prompt')} of a pair.")
+        found.append(f"On up to {of(missing, 'prompt')} of a pair the judge {judge.judge} has no verdict that stands.")
     return found
 
 
@@ -65,13 +66,16 @@ def _order(folder: ComparisonFolder, judge: JudgeSummary, looks: Mapping[str, Po
     if bias.low > 0.5 or bias.high < 0.5:
         which = "first" if bias.mean > 0.5 else "second"
         often = bias.mean if bias.mean > 0.5 else 1 - bias.mean
-        found.append(f"{judge.judge} prefers the response shown {which}: {percent(often)} of the time.")
+        found.append(
+            f"The judge {judge.judge} prefers the response shown {which}, {percent(often)} of the time"
+            f" ({span(bias.low, bias.high) if bias.mean > 0.5 else span(1 - bias.high, 1 - bias.low)})."
+        )
         found += [text for pair in judge.pairs for text in _uneven(folder.verdicts, judge, pair, looks)]
     changed = judge.flips.changed
     if changed.mean > MANY_FLIPS:
         found.append(
-            f"{judge.judge} changes {percent(changed.mean)} of its verdicts ({span(changed.low, changed.high)}) when"
-            " the order is turned."
+            f"The judge {judge.judge} changes {percent(changed.mean)} of its verdicts"
+            f" ({span(changed.low, changed.high)}) when the order is turned."
         )
     return found
 
@@ -90,7 +94,7 @@ def _uneven(
         return []
     share = percent(firsts[pair.policy_a] / firsts.total())
     a, b = looks[pair.policy_a].title, looks[pair.policy_b].title
-    return [f"Beside {b}, {a} was shown first in {share} of {judge.judge}'s verdicts, which its bias turns into wins."]
+    return [f"Beside {b}, {a} was shown first in {share} of these verdicts, which the bias turns into wins."]
 
 
 def _lengths(judge: JudgeSummary, looks: Mapping[str, Policy]) -> list[str]:
@@ -101,7 +105,7 @@ def _lengths(judge: JudgeSummary, looks: Mapping[str, Policy]) -> list[str]:
         if pair.different and not math.isnan(fitted.mean) and fitted.low <= 0.5:
             a, b = looks[pair.policy_a].title, looks[pair.policy_b].title
             found.append(
-                f"At equal length {judge.judge} shows no preference for {a} over {b}: {percent(fitted.mean)}"
+                f"At equal length the judge {judge.judge} shows no preference for {a} over {b}: {percent(fitted.mean)}"
                 f" ({span(fitted.low, fitted.high)}), not {percent(pair.win_rate.mean)}."
             )
     return found
@@ -113,12 +117,12 @@ def _agreement(summary: Summary) -> list[str]:
         alpha = judge.labelers.alpha.value
         if judge.num_labelers > 1 and alpha < LEAST_AGREEMENT:
             found.append(
-                f"The labelers of {judge.judge} agree little: Krippendorff's α is {number(float(alpha))}, where"
+                f"The labelers of the judge {judge.judge} agree little: Krippendorff's α is {number(float(alpha))};"
                 f" {number(LEAST_AGREEMENT)} is the least to draw tentative conclusions on single prompts."
             )
     for entry in summary.agreement:
         if entry.share.low <= 0.5:
-            found.append(f"{entry.judge_a} and {entry.judge_b} agree no more often than chance would.")
+            found.append(f"The judges {entry.judge_a} and {entry.judge_b} agree no more often than chance would.")
     return found
 
 

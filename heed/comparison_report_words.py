@@ -61,9 +61,9 @@ def span(low: float, high: float) -> str:
     return f"{percent(low).removesuffix('%')} to {percent(high)}"
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], word: str = "and") -> str:
     """ "a, b and c"."""
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {word} {names[-1]}"
 
 
 def of(num: int, what: str) -> str:
@@ -82,7 +82,7 @@ def answer_of(summary: Summary, looks: dict[str, Policy]) -> Answer:
         more = [*_limits(first.pairs[0]), *(_beside(judge, first.pairs[0], looks) for judge in others)]
     else:
         tone, text = _of_many(first, len(summary.policies), looks)
-        more = [*_pairs_shown(first), *(_of_many(judge, len(summary.policies), looks)[1] for judge in others)]
+        more = [_pairs_shown(first), *(_of_many(judge, len(summary.policies), looks)[1] for judge in others)]
     return Answer(tone, text, tuple(more))
 
 
@@ -97,26 +97,21 @@ def figures(pair: PairSummary) -> str:
 
 def _of_two(pair: PairSummary, judge: str, looks: dict[str, Policy]) -> tuple[str, str]:
     ahead, behind, mean = looks[pair.policy_a].title, looks[pair.policy_b].title, pair.win_rate.mean
-    if math.isnan(mean):
-        return "unclear", f"Nothing can be said of {ahead} and {behind}: {judge} has no verdict on them that stands."
+    often = f"{percent(mean)} of the time"
     if pair.different:
-        return "better", f"{ahead} is preferred to {behind} {percent(mean)} of the time by {judge} ({figures(pair)})."
+        return "better", f"{ahead} is preferred to {behind} {often} by the judge {judge} ({figures(pair)})."
     return "unclear", (
-        f"No difference between {ahead} and {behind} is shown by {judge}: {ahead} is preferred {percent(mean)} of the"
-        f" time ({figures(pair)})."
+        f"No difference between {ahead} and {behind} is shown by the judge {judge}: {ahead} is preferred {often}"
+        f" ({figures(pair)})."
     )
 
 
 def _limits(pair: PairSummary) -> list[str]:
     """What the prompts could have shown, beside a difference that they did not; and an interval that says otherwise."""
-    if math.isnan(pair.win_rate.mean):
-        return []
     excludes_half = pair.win_rate.low > 0.5 or pair.win_rate.high < 0.5
     if pair.different:
-        return (
-            [] if excludes_half else ["The interval includes 50% although the test finds a difference: a close call."]
-        )
-    found = ["The interval leaves out 50%, but the test does not: a close call."] if excludes_half else []
+        return [] if excludes_half else ["A close call: the test finds a difference, the interval includes 50%."]
+    found = ["A close call: the interval leaves out 50%, the test finds no difference."] if excludes_half else []
     return [*found, detectable(pair)]
 
 
@@ -136,56 +131,47 @@ def _beside(judge: JudgeSummary, first: PairSummary, looks: dict[str, Policy]) -
     pair = judge.pairs[0]
     ahead, often = looks[pair.policy_a].title, f"{percent(pair.win_rate.mean)} of the time ({figures(pair)})"
     if not pair.different:
-        return f"{judge.judge} shows no difference: {ahead} is preferred {often}."
-    contrary = " contrary to the first judge," if first.different and pair.policy_a != first.policy_a else ""
-    return f"By {judge.judge},{contrary} {ahead} is preferred {often}."
+        return f"The judge {judge.judge} shows no difference: {ahead} is preferred {often}."
+    contrary = "contrary to the first judge, " if first.different and pair.policy_a != first.policy_a else ""
+    return f"By the judge {judge.judge}, {contrary}{ahead} is preferred {often}."
 
 
-def _pairs_shown(judge: JudgeSummary) -> list[str]:
-    num, shown = len(judge.pairs), sum(pair.different for pair in judge.pairs)
-    known = [pair.power.detectable for pair in judge.pairs if not pair.different]
-    text = f"{shown} of {of(num, 'pair')} differ{'s' if num == 1 else ''} after Holm's correction."
-    if not known:
-        return [text]
-    if any(math.isnan(value) for value in known):
-        return [text, "For others there are too few prompts to show any difference."]
-    return [
-        text,
-        f"Of the others a win rate {points(max(known))} points or more from 50% would have been seen in 4 of 5 such"
-        " studies.",
-    ]
+def _pairs_shown(judge: JudgeSummary) -> str:
+    """How many pairs differ, and what could have been shown of the others."""
+    shown = sum(pair.different for pair in judge.pairs)
+    text = f"Of {of(len(judge.pairs), 'pair')} {shown} differ{'s' if shown == 1 else ''} after Holm's correction"
+    least = [pair.power.detectable for pair in judge.pairs if not pair.different]
+    if not least:
+        return f"{text}."
+    if any(math.isnan(value) for value in least):
+        return f"{text}; of others there are too few prompts to show any difference."
+    return (
+        f"{text}; of the {'other' if len(least) == 1 else 'others'} a win rate {points(max(least))} points or more from"
+        " 50% would have been seen in 4 of 5 such studies."
+    )
 
 
 def _of_many(judge: JudgeSummary, num_policies: int, looks: dict[str, Policy]) -> tuple[str, str]:
     """The ranking by the first ratings of a judge, as far as its rank ranges go."""
-    if not judge.ratings:
-        return "unclear", f"{judge.judge} gives no ranking."
     ratings = judge.ratings[0]
     if len(ratings.islands) > 1:
-        return "unclear", f"There is no ranking of all policies by {judge.judge}: {islands(ratings, looks)}."
+        return "unclear", f"There is no ranking of all policies by the judge {judge.judge}: {islands(ratings, looks)}."
     if not ratings.policies:
-        return "unclear", f"There is no ranking by {judge.judge}: {ratings.reason}."
+        return "unclear", f"There is no ranking by the judge {judge.judge}: {ratings.reason}."
     ordered = by_rating(ratings)
-    leaders = [rating for rating in ordered if rating.best_rank == 1]
+    leaders = [f"{looks[r.policy].title} ({rank_range(r)})" for r in ordered if r.best_rank == 1]
     rest = [f"{looks[r.policy].title} ({rank_range(r)})" for r in ordered if r.best_rank > 1]
-    of_all = f"of {num_policies} policies by {judge.judge}"
     if len(leaders) == 1:
-        return "better", f"{looks[leaders[0].policy].title} is the best {of_all}, followed by {listed(rest)}."
-    names = listed([f"{looks[r.policy].title} ({rank_range(r)})" for r in leaders])
-    if not rest:
-        return "unclear", f"No ranking {of_all} is shown: any of {names} may be the best."
-    return (
-        "unclear",
-        f"No single one is shown to be the best {of_all}: {names} may each be; behind {_them(leaders)} {_are(rest)}.",
+        best = looks[ordered[0].policy].title
+        return (
+            "better",
+            f"{best} is the best of {num_policies} policies by the judge {judge.judge}, ahead of {listed(rest)}.",
+        )
+    behind = f"; behind {'both' if len(leaders) == 2 else 'them'} {'is' if len(rest) == 1 else 'are'} {listed(rest)}"
+    return "unclear", (
+        f"Which of {num_policies} policies is the best is not settled by the judge {judge.judge}:"
+        f" {listed(leaders, 'or')} may be{behind if rest else ''}."
     )
-
-
-def _them(leaders: Sequence[Rating]) -> str:
-    return "both" if len(leaders) == 2 else "them"
-
-
-def _are(rest: Sequence[str]) -> str:
-    return f"{'is' if len(rest) == 1 else 'are'} {listed(rest)}"
 
 
 def by_rating(ratings: Ratings) -> list[Rating]:

@@ -81,14 +81,14 @@ def without_nan(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A tree of dataclasses, mappings and sequences in JSON's types: NaN becomes None, a tuple a list."""
+    """A tree of dataclasses, mappings and sequences in JSON's types: NaN and infinity become None, a tuple a list."""
     if is_dataclass(value):
         return {entry.name: plain(getattr(value, entry.name)) for entry in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def wilson(mean: Floats, num: Floats) -> tuple[Floats, Floats]:

@@ -61,7 +61,7 @@ class Power:
     """What this many prompts could have shown, at 80% power and a two-sided 5% test.
 
     `detectable` is the smallest distance of a win rate from ½ that they would have shown, at the observed spread; NaN
-    from a single prompt, and where it would be above ½ (no difference could have been shown). `num_prompts_needed` to
+    where no difference could have been shown (fewer than six prompts that are no tie). `num_prompts_needed` to
     show the observed difference; None where none was observed.
     """
 

@@ -2,7 +2,7 @@
 
 d_p = x_p - ½ is a prompt's mean preference for policy a less ½. The null hypothesis is that d_p is as likely as -d_p.
 
-Shape letters: P prompts, M pairs (hypotheses), D draws.
+Shape letters: P prompts, M pairs (hypotheses), D draws, N sums, K pluses, X distinct |d_p|.
 """
 
 import math
@@ -12,12 +12,14 @@ from scipy import optimize, stats
 
 from evaluation.statistics.results import Power
 from evaluation.statistics.win_rates import counts_of
+from preferences.intervals import Ints
 from preferences.resampling import Floats
 
 ALPHA = 0.05
 POWER = 0.8
-MAX_ENUMERATED = 20  # prompts that are no tie: 2^20 signs
 NUM_PERMUTATIONS = 10_000
+MAX_SUMS = 2**20  # that are enumerated: of 20 prompts, or of many more whose preferences take few values
+MAX_ENUMERATED = 1_000  # prompts: 2^-1000 is a number still
 
 _Z_ALPHA, _Z_BETA = float(stats.norm.ppf(1 - ALPHA / 2)), float(stats.norm.ppf(POWER))
 _DRAWS_PER_CHUNK = 1_000
@@ -38,20 +40,27 @@ def sign_test(x_P: Floats) -> float:
 def sign_flip_test(x_P: Floats, *, seed: int) -> tuple[float, int]:
     """(two-sided p, number of random permutations) of the mean preference, turning the policies of each prompt around.
 
-    p is the share of sign vectors s with |Σ s_p·d_p| >= |Σ d_p|. Up to 20 prompts that are no tie all are enumerated,
-    and the number is 0; else b of m = 10,000 random ones give (b + 1)/(m + 1), never 0 (Phipson & Smyth 2010).
+    p is the share of sign vectors s with |Σ s_p·d_p| >= |Σ d_p|. Where that is feasible (up to 20 prompts that are no
+    tie, or 1,000 with few different |d_p|) all are counted, and the number is 0; else b of m = 10,000 random ones give
+    (b + 1)/(m + 1), never 0 (Phipson & Smyth 2010, Statistical Applications in Genetics and Molecular Biology 9).
     """
-    d_P = x_P - 0.5
-    d_P = d_P[np.abs(d_P) > _ROUNDING]
+    d_P = decided(x_P)
     reached = abs(float(d_P.sum())) - _ROUNDING * max(1, len(d_P))
-    if len(d_P) <= MAX_ENUMERATED:
-        return float((np.abs(_all_sums(d_P)) >= reached).mean()), 0
+    if _is_enumerable(d_P):
+        sum_N, chance_N, _ = _all_sums(d_P)
+        return min(1.0, float(chance_N[np.abs(sum_N) >= reached].sum())), 0
     generator = np.random.default_rng(seed)
     num_reached = 0
     for _ in range(0, NUM_PERMUTATIONS, _DRAWS_PER_CHUNK):
         sign_DP = 1.0 - 2.0 * generator.integers(0, 2, size=(_DRAWS_PER_CHUNK, len(d_P)), dtype=np.int8)
         num_reached += int((np.abs(sign_DP @ d_P) >= reached).sum())
     return (num_reached + 1) / (NUM_PERMUTATIONS + 1), NUM_PERMUTATIONS
+
+
+def decided(x_P: Floats) -> Floats:
+    """d_p of the prompts that are no tie."""
+    d_P = x_P - 0.5
+    return np.asarray(d_P[np.abs(d_P) > _ROUNDING])
 
 
 def holm(p_M: Floats) -> Floats:
@@ -73,13 +82,12 @@ def power_of(x_P: Floats) -> Power:
 
     m is the variance of d if there is no difference, m - δ² if there is; with one verdict a prompt 4m is the share of
     prompts that are no tie, and this is McNemar's sample size (Miettinen 1968; Connor 1987, Biometrics 43). Solved for
-    δ it is a quadratic equation. Up to 20 prompts that are no tie δ is exact for `sign_flip_test`: see
-    `_exact_detectable`.
+    δ it is a quadratic equation. Where `sign_flip_test` counts all sign vectors δ is exact: see `_exact_detectable`.
     """
     d_P = x_P - 0.5
     m, observed = float((d_P**2).mean()), float(d_P.mean())
-    decided_P = d_P[np.abs(d_P) > _ROUNDING]
-    if len(decided_P) <= MAX_ENUMERATED:
+    decided_P = decided(x_P)
+    if _is_enumerable(decided_P):
         detectable = _exact_detectable(decided_P) * len(decided_P) / len(d_P)
     else:
         root = _Z_ALPHA * math.sqrt(len(d_P)) + _Z_BETA * math.sqrt(len(d_P) - _Z_ALPHA**2 + _Z_BETA**2)
@@ -91,29 +99,41 @@ def power_of(x_P: Floats) -> Power:
 
 
 def _exact_detectable(d_P: Floats) -> float:
-    """Mean difference at which the enumerated test has 80% power, if each prompt, as decided as it is, goes to one
-    policy with probability q: (2q - 1)·mean|d|. NaN where not even q = 1 has it: five prompts or fewer cannot reach
+    """The mean difference at which the test of all sign vectors has 80% power, if each prompt, as decided as it is,
+    goes to one policy with chance q: (2q - 1)·mean|d|. NaN where not even q = 1 has it: five prompts cannot reach
     5%."""
-    sums = np.abs(_all_sums(np.abs(d_P)))
-    last = len(sums) - 1 - int(ALPHA * len(sums))
-    # The largest set of extreme sums of at most 5%: ties at its edge stay out, whole.
-    rejected = sums > np.partition(sums, last)[last] + _ROUNDING
-    # Of the sums that reject, how many have 0, 1, ... prompts that went to the one policy.
-    pluses = np.rint(_all_sums(np.ones(len(d_P))) / 2 + len(d_P) / 2).astype(np.int64)
-    num_K = np.bincount(pluses[rejected], minlength=len(d_P) + 1)
+    num = len(d_P)
+    sum_N, chance_N, num_plus_N = _all_sums(d_P)
+    order = np.argsort(-np.abs(sum_N), kind="stable")
+    beyond_N = np.cumsum(chance_N[order])
+    first_kept = int(np.searchsorted(beyond_N, ALPHA * (1 + _ROUNDING), side="right"))
+    # The largest set of extreme sums of at most 5%: equal sums at its edge stay out together.
+    edge = np.abs(sum_N)[order[min(first_kept, len(order) - 1)]]
+    rejects_N = np.abs(sum_N) > edge + _ROUNDING
+    # Whether the test rejects, given how many prompts went to the one policy; that number is binomial.
+    chance_K = stats.binom.pmf(np.arange(num + 1), num, 0.5)
+    rejects_K = np.bincount(num_plus_N[rejects_N], chance_N[rejects_N], num + 1) / chance_K
 
     def power_beyond(q: float) -> float:
-        k = np.arange(len(d_P) + 1)
-        return float((num_K * q**k * (1 - q) ** (len(d_P) - k)).sum()) - POWER
+        return float(rejects_K @ stats.binom.pmf(np.arange(num + 1), num, q)) - POWER
 
     if power_beyond(1.0) < 0:
         return math.nan
     return (2 * float(optimize.brentq(power_beyond, 0.5, 1.0)) - 1) * float(np.abs(d_P).mean())
 
 
-def _all_sums(d_P: Floats) -> Floats:
-    """[2^P] Σ s_p·d_p for every vector of signs."""
-    sums = np.zeros(1)
-    for d in d_P:
-        sums = np.concatenate([sums + d, sums - d])
-    return sums
+def _is_enumerable(d_P: Floats) -> bool:
+    _, num_X = np.unique(np.abs(d_P).round(9), return_counts=True)
+    return len(d_P) <= MAX_ENUMERATED and float(np.log2(num_X + 1).sum()) <= math.log2(MAX_SUMS)
+
+
+def _all_sums(d_P: Floats) -> tuple[Floats, Floats, Ints]:
+    """[N] each sum Σ s_p·|d_p|, its chance if signs are coins, and its number of pluses. Of prompts with the same |d_p|
+    only the number of pluses matters, so each such group has as many cases as prompts, and one more."""
+    sum_N, chance_N, num_plus_N = np.zeros(1), np.ones(1), np.zeros(1, dtype=np.int64)
+    for size, num in zip(*np.unique(np.abs(d_P).round(9), return_counts=True), strict=True):
+        pluses = np.arange(num + 1)
+        sum_N = np.add.outer(sum_N, size * (2 * pluses - num)).ravel()
+        chance_N = np.multiply.outer(chance_N, stats.binom.pmf(pluses, num, 0.5)).ravel()
+        num_plus_N = np.add.outer(num_plus_N, pluses).ravel()
+    return sum_N, chance_N, num_plus_N

@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -17,45 +16,9 @@ from evaluation.verdicts import Response, Verdict, read_responses, read_verdicts
 from heed.comparison_report import write_comparison_report
 
 MakeFolder = Callable[..., Path]
+ReadPage = Callable[[str], Any]
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=https://evil.example/x onerror=alert(2)> \"' \u2028 \u202e"
-
-
-class Outline(HTMLParser):
-    """Tags, ids, references and unclosed elements of a page."""
-
-    VOID = frozenset({"meta", "input"})
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.references: list[str] = []
-        self.open: list[str] = []
-        self.comments: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        if tag not in self.VOID:
-            self.open.append(tag)
-        for name, value in attrs:
-            assert not name.startswith("on"), f"{tag} has the handler {name}"
-            assert name != "src", f"{tag} loads {value}"
-            if name == "id":
-                self.ids.append(value or "")
-            if name in ("href", "aria-labelledby"):
-                self.references.append((value or "").removeprefix("#"))
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, f"</{tag}> closes another element"
-
-    def handle_comment(self, data: str) -> None:
-        self.comments.append(data)
 
 
 def spoil(folder: Path, file: str, change: Callable[[list[dict[str, Any]]], Any]) -> None:
@@ -68,21 +31,21 @@ def spoil(folder: Path, file: str, change: Callable[[list[dict[str, Any]]], Any]
 
 
 @pytest.mark.parametrize("name", ["two_policies", "four_policies"])
-def test_the_page_is_sound_and_loads_nothing(name: str, request: pytest.FixtureRequest) -> None:
+def test_the_page_is_sound_and_loads_nothing(name: str, request: pytest.FixtureRequest, read_page: ReadPage) -> None:
     page = (request.getfixturevalue(name) / "report.html").read_text(encoding="utf-8")
-    outline = Outline(page)
-    assert outline.open == []
-    assert outline.tags.count("script") == 1
-    assert not {"img", "link", "iframe", "object", "image", "base"} & set(outline.tags)
-    assert len(outline.ids) == len(set(outline.ids))
-    assert set(outline.references) <= set(outline.ids)
+    found = read_page(page)
+    assert found.open == []
+    assert found.tags.count("script") == 1
+    assert not {"img", "link", "iframe", "object", "image", "base"} & set(found.tags)
+    assert len(found.ids) == len(set(found.ids))
+    assert set(found.references) <= set(found.ids)
     script_free = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
     assert not re.search(r"https?://|@import|url\((?!#)", re.sub(r">[^<]*<", "><", script_free))
-    assert outline.tags.count("table") == outline.tags.count("caption")
+    assert found.tags.count("table") == found.tags.count("caption")
     assert not re.search(r">\s*(nan|NaN|None|inf|-inf)\b", page)
 
 
-def test_hostile_text_is_escaped_wherever_it_stands(make_folder: MakeFolder) -> None:
+def test_hostile_text_is_escaped_wherever_it_stands(make_folder: MakeFolder, read_page: ReadPage) -> None:
     folder = make_folder(policies={"sft": 0.0, HOSTILE: 1.0}, judges={HOSTILE: ["a", HOSTILE + "b"]}, num_prompts=6)
 
     def hostile_prompts(rows: list[dict[str, Any]]) -> None:
@@ -104,10 +67,10 @@ def test_hostile_text_is_escaped_wherever_it_stands(make_folder: MakeFolder) -> 
     (folder / "measures.json").write_text(json.dumps({"policies": {"sft": {HOSTILE: HOSTILE}}, HOSTILE: HOSTILE}))
     report = write_comparison_report(folder)
     page = (folder / "report.html").read_text(encoding="utf-8")
-    outline = Outline(page)
-    assert outline.open == []
-    assert outline.comments == []
-    assert (outline.tags.count("script"), outline.tags.count("img")) == (1, 0)
+    found = read_page(page)
+    assert found.open == []
+    assert found.comments == []
+    assert (found.tags.count("script"), found.tags.count("img")) == (1, 0)
     assert "&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt;&lt;!--" in page
     assert "a\ufffdb\ufffd[31m\ufffd" in page
     assert report["summary"]["failures"][0]["failure"] == HOSTILE
@@ -115,7 +78,7 @@ def test_hostile_text_is_escaped_wherever_it_stands(make_folder: MakeFolder) -> 
     assert re.search(r'<div class="text" dir="auto">[^<]*\u202e', page)
 
 
-def test_prompt_ids_of_any_kind_have_an_anchor(make_folder: MakeFolder) -> None:
+def test_prompt_ids_of_any_kind_have_an_anchor(make_folder: MakeFolder, read_page: ReadPage) -> None:
     folder = make_folder(num_prompts=3)
     ids = ["a b/ü%", "<x>", "a\ud800"]
 
@@ -127,10 +90,10 @@ def test_prompt_ids_of_any_kind_have_an_anchor(make_folder: MakeFolder) -> None:
     write_rows(folder / "responses.parquet", [Response(name, "<x>", 0, "yes") for name in ("sft", "ppo")])
     write_rows(folder / "verdicts.parquet", [Verdict("<x>", "sft", "ppo", 0, 0, "gold", "gold", 0.0)])
     write_comparison_report(folder)
-    outline = Outline((folder / "report.html").read_text(encoding="utf-8"))
-    anchors = [name for name in outline.ids if name.startswith("prompt-")]
+    found = read_page((folder / "report.html").read_text(encoding="utf-8"))
+    anchors = [name for name in found.ids if name.startswith("prompt-")]
     assert anchors == ["prompt-a%20b%2F%C3%BC%25", "prompt-%3Cx%3E", "prompt-a%3F"]
-    assert set(anchors) <= set(outline.references)
+    assert set(anchors) <= set(found.references)
 
 
 def test_empty_and_missing_responses_say_so(make_folder: MakeFolder) -> None:
@@ -195,6 +158,14 @@ def test_rows_that_contradict_each_other_are_named(make_folder: MakeFolder) -> N
     with pytest.raises(ValueError, match=r"verdicts\.parquet: row 5: it is of response 0 of 'ppo' to prompt 'p-0002'"):
         write_comparison_report(folder)
     write_rows(folder / "responses.parquet", responses)
+    write_rows(folder / "verdicts.parquet", [verdicts[0], *verdicts])
+    with pytest.raises(ValueError, match=r"verdicts\.parquet: verdict 1 \(from 0\), prompt 'p-0000'.* given twice"):
+        write_comparison_report(folder)
+    table = parquet.read_table(folder / "verdicts.parquet").slice(1)
+    shares = pyarrow.array([0.5, 1.5, *[0.5] * (len(verdicts) - 2)])
+    parquet.write_table(table.set_column(7, "preference_a", shares), folder / "verdicts.parquet")
+    with pytest.raises(ValueError, match=r"verdicts\.parquet: row 2: prompt 'p-0000': preference_a is 1\.5"):
+        write_comparison_report(folder)
     table = pyarrow.table({"prompt_id": ["p-0000"]})
     parquet.write_table(table, folder / "verdicts.parquet")
     with pytest.raises(ValueError, match=r"verdicts\.parquet: its columns are prompt_id"):

@@ -172,7 +172,7 @@ def test_a_winner_is_named_in_one_sentence(two_policies: Path) -> None:
     pair = report["summary"]["judges"][0]["pairs"][0]
     assert report["answer"]["tone"] == "better"
     assert report["answer"]["text"].startswith(
-        f"PPO is preferred to SFT {percent(pair['win_rate']['mean'])} of the time by gold (95% interval "
+        f"PPO is preferred to SFT {percent(pair['win_rate']['mean'])} of the time by the judge gold (95% interval "
     )
     assert f"; {p_value(pair['significance']['holm_p'])}; 120 prompts)." in report["answer"]["text"]
 
@@ -195,7 +195,7 @@ def test_a_ranking_goes_as_far_as_its_rank_ranges(four_policies: Path) -> None:
     leaders = [rating for rating in ratings if rating["best_rank"] == 1]
     assert {rating["policy"] for rating in leaders} == {"ppo", "best_of_16"}  # planted 0.1 apart
     assert report["answer"]["tone"] == "unclear"
-    assert report["answer"]["text"].startswith("No single one is shown to be the best of 4 policies by gpt: ")
+    assert report["answer"]["text"].startswith("Which of 4 policies is the best is not settled by the judge gpt: ")
     for rating in leaders:
         ends = f"rank {rating['best_rank']} to {rating['worst_rank']}"
         assert f"{titles[rating['policy']]} ({ends})" in report["answer"]["text"]
@@ -209,7 +209,7 @@ def test_islands_are_named(make_folder: MakeFolder) -> None:
     answer = write_comparison_report(folder)["answer"]
     assert answer["tone"] == "unclear"
     assert answer["text"] == (
-        "There is no ranking of all policies by gold: no verdict connects SFT and PPO with base and other."
+        "There is no ranking of all policies by the judge gold: no verdict connects SFT and PPO with base and other."
     )
     assert "No Bradley–Terry ratings" in (folder / "report.html").read_text(encoding="utf-8")
 
@@ -224,12 +224,12 @@ def test_a_judge_that_failed_on_all_is_no_answer(make_folder: MakeFolder) -> Non
 def test_warnings_say_what_the_numbers_hide(four_policies: Path, two_policies: Path, make_folder: MakeFolder) -> None:
     found = " ".join(read(four_policies / "report.json")["warnings"])
     num_failed = read(four_policies / "report.json")["summary"]["judges"][0]["num_failed"]
-    assert f"{num_failed} verdicts of gpt failed" in found
-    assert "gpt prefers the response shown first" in found
-    assert "The labelers of people agree little" in found
-    assert "people prefers" not in found  # shown in random order, no bias planted
+    assert f"{num_failed} verdicts of the judge gpt failed" in found
+    assert "The judge gpt prefers the response shown first" in found
+    assert "The labelers of the judge people agree little" in found
+    assert "judge people prefers" not in found  # shown in random order, no bias planted
     calm = read(two_policies / "report.json")["warnings"]
-    assert calm[0] == "gold is the only judge: what it gets wrong, no interval here shows."
+    assert calm[0] == "gold is the only judge: no interval here shows what it gets wrong."
     assert not any("Only" in text or "failed" in text for text in calm)
     folder = make_folder(judges={"people": ["ada"]}, num_prompts=12, ties=0.0)
     responses = parquet.read_table(folder / "responses.parquet").to_pylist()
@@ -239,7 +239,7 @@ def test_warnings_say_what_the_numbers_hide(four_policies: Path, two_policies: P
     assert len(kept) == len(responses) - 1
     write_rows(folder / "responses.parquet", kept)
     warnings = write_comparison_report(folder)["warnings"]
-    assert "All verdicts of people are one labeler's; another may judge otherwise." in warnings
+    assert "All verdicts of the judge people are one labeler's; another may judge otherwise." in warnings
     assert "Responses are missing, of 12 prompts: ppo to 1." in warnings
 
 
@@ -255,7 +255,7 @@ def test_a_difference_of_length_alone_is_warned_of(make_folder: MakeFolder) -> N
     write_rows(folder / "verdicts.parquet", rows)
     report = write_comparison_report(folder)
     assert report["answer"]["text"].startswith("PPO is preferred to SFT")
-    assert any(text.startswith("At equal length gold shows no preference") for text in report["warnings"])
+    assert any(text.startswith("At equal length the judge gold shows no preference") for text in report["warnings"])
 
 
 def test_the_page_says_how_many_prompts_it_holds(make_folder: MakeFolder) -> None:

@@ -1,0 +1,38 @@
+"""The measures of every policy of a comparison, from its responses alone: what measures.json holds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from evaluation.measures.diversity import Diversity, measure_diversity
+from evaluation.verdicts import Response
+from preferences.intervals import UNKNOWN, Interval, clustered_mean
+
+
+@dataclass(frozen=True)
+class PolicyMeasures:
+    """`kl_nats` is the k1 estimate of KL to the reference (`evaluation.measures.kl`), unclamped, with its 95% interval
+    over prompts; unknown where responses carry no log-ratio.
+    """
+
+    kl_nats: Interval
+    diversity: Diversity
+
+
+def measure_policies(responses: Sequence[Response], *, seed: int) -> dict[str, PolicyMeasures]:
+    """By policy, in the order in which they come up. Errors: those of `measure_diversity`, and no responses."""
+    if not responses:
+        raise ValueError("there are no responses to measure; at least one was expected")
+    by_policy: dict[str, list[Response]] = {}
+    for row in responses:
+        by_policy.setdefault(row.policy, []).append(row)
+    diversity = measure_diversity(by_policy, seed=seed)
+    return {name: PolicyMeasures(_kl(rows), diversity[name]) for name, rows in by_policy.items()}
+
+
+def _kl(rows: Sequence[Response]) -> Interval:
+    ratio_R = np.array([row.log_ratio for row in rows], dtype=np.float64)
+    if np.isnan(ratio_R).any():
+        return UNKNOWN
+    return clustered_mean(ratio_R, np.unique([row.prompt_id for row in rows], return_inverse=True)[1])

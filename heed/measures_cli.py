@@ -1,0 +1,173 @@
+"""Command lines for the measures of policies and reward models (docs/measures.md)."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from heed.progress import console
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+measure_app = typer.Typer(no_args_is_help=True, help="Measure policies and reward models.")
+
+out = Console(highlight=False)
+
+Seed = Annotated[int, typer.Option(min=0)]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Where all figures go, as JSON.", show_default=False)]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Of sampling; above 0.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Longest response.")]
+
+
+@measure_app.command("reward")
+def measure_reward(
+    model: Annotated[Path, typer.Argument(help="A reward model's directory, such as runs/demo/reward/model.")],
+    file: Annotated[str, typer.Argument(help="Rankings or pairs in any format of docs/labels.md.")],
+    form: Annotated[str, typer.Option("--format", help="What the rows are; docs/labels.md lists them.")] = "auto",
+    heldout_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Only prompts that a run with this reward.heldout_share held out.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="The run's, where prompts are held out; of resampling else.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Accuracy, calibration and accuracy by margin and category of a reward model, beside the labelers' ceiling."""
+    from evaluation.measures.reward_model import heldout_only, measure_reward_model, read_judged
+    from heed.measures_tables import reward_tables
+
+    judged = read_judged(file, form)
+    if heldout_share < 1:
+        judged = heldout_only(judged, heldout_share, seed)
+    with console.status(f"scoring {len(judged.rankings):,} rankings"):
+        found = measure_reward_model(model, judged, seed=seed)
+    _tell(reward_tables(found), found, json_file)
+
+
+@measure_app.command("kl")
+def measure_kl(
+    policy: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/ppo/model.")],
+    reference: Annotated[Path, typer.Argument(help="What it started from, such as runs/demo/sft/model.")],
+    prompts: Annotated[str, typer.Option(help="Prompts: JSONL, Parquet or a hub id.")],
+    samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 1,
+    max_prompts: Annotated[int, typer.Option(min=0, help="Prompts read; 0 is all.")] = 0,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 1.0,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """KL of a policy to its reference, unclamped, by three estimators."""
+    from evaluation.measures.drawing import Policy, draw
+    from evaluation.measures.kl import measure_kl as measured
+    from heed.measures_tables import kl_table
+    from training.data import DataConfig, read_prompts
+
+    asked = read_prompts(DataConfig(source=prompts, max_rows=max_prompts))
+    ours, theirs = Policy.load(policy), Policy.load(reference)
+    with console.status(f"sampling {samples} responses to {len(asked):,} prompts"):
+        drawn = draw(
+            ours, asked, num_samples=samples, max_response_tokens=max_tokens, temperature=temperature, seed=seed
+        )
+        found = measured(ours, theirs, drawn)
+    _tell([kl_table(found)], found, json_file)
+
+
+@measure_app.command("over-optimisation")
+def measure_over_optimisation(
+    run: Annotated[Path, typer.Argument(help="A run folder whose job set ppo.keep_policies_every.")],
+    prompts: Annotated[str, typer.Option(help="Prompts: JSONL, Parquet or a hub id; those of [compare] else.")] = "",
+    gold: Annotated[str, typer.Option(help="FILE.py:FUNCTION that scores; the job's world else.")] = "",
+    samples: Annotated[int, typer.Option(min=1, help="Responses of every policy to each prompt.")] = 4,
+    pool: Annotated[int, typer.Option(min=2, help="Responses of the reference, for best-of-n up to this n.")] = 64,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Proxy and gold score against √KL, along PPO and of best-of-n; fits, optimum, and where to stop."""
+    from heed.measures_tables import over_optimisation_tables
+    from heed.over_optimisation import measure_run
+
+    with console.status("sampling") as status:
+        found = measure_run(
+            run,
+            prompts=prompts,
+            gold=gold,
+            num_samples=samples,
+            pool_samples=pool,
+            seed=seed,
+            progress=lambda what: status.update(f"measuring {what}"),
+        )
+    _tell(over_optimisation_tables(found), found, json_file)
+
+
+@measure_app.command("tax")
+def measure_tax(
+    before: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/pretrain/model.")],
+    after: Annotated[list[Path], typer.Argument(help="Those that came of it; several are compared side by side.")],
+    text: Annotated[list[str] | None, typer.Option(help="Held-out texts: text, JSONL, Parquet; may repeat.")] = None,
+    field: Annotated[str, typer.Option(help="Which field of a row is its text.")] = "text",
+    few_shot: Annotated[list[str] | None, typer.Option(help='Rows of {"prompt", "completion"}; may repeat.')] = None,
+    shots: Annotated[int, typer.Option(min=0, help="Solved examples before each.")] = 4,
+    max_rows: Annotated[int, typer.Option(min=0, help="Rows read of each file; 0 is all.")] = 0,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """What policies lost as language models: bits per byte and few-shot tasks, paired by document and example."""
+    from evaluation.few_shot import read_examples
+    from evaluation.measures.tax import Task
+    from evaluation.measures.tax import measure_tax as measured
+    from heed.measures_tables import tax_tables
+    from training.data import DataConfig, read_texts
+
+    policies = {str(folder): folder for folder in (before, *after)}
+    if len(policies) < 1 + len(after):
+        raise ValueError(f"{before} {' '.join(map(str, after))}: a model directory is named twice")
+    texts = list(read_texts([DataConfig(source=source, field=field, max_rows=max_rows) for source in text or []]))
+    tasks = [
+        Task(source, read_examples(DataConfig(source=source, max_rows=max_rows)), shots) for source in few_shot or []
+    ]
+    with console.status(f"{len(policies)} policies, {len(texts):,} texts, {len(tasks)} tasks"):
+        found = measured(policies, texts, tasks, seed=seed)
+    _tell(tax_tables(found), found, json_file)
+
+
+@measure_app.command("harness")
+def measure_harness(
+    model: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/ppo/model.")],
+    task: Annotated[list[str], typer.Option(help="A task of lm-evaluation-harness, or of --include; may repeat.")],
+    include: Annotated[Path | None, typer.Option(help="A folder with tasks of your own (YAML).")] = None,
+    shots: Annotated[int, typer.Option(min=-1, help="Solved examples; -1: as the task says.")] = -1,
+    limit: Annotated[int, typer.Option(min=0, help="Documents of each task; 0 is all.")] = 0,
+    chat: Annotated[bool, typer.Option(help="Ask in the model's chat template.")] = False,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Run tasks of EleutherAI's lm-evaluation-harness; needs `pip install '.[harness]'`."""
+    from importlib.util import find_spec
+
+    if find_spec("lm_eval") is None:
+        raise ValueError("lm_eval is not installed; pip install '.[harness]' brings it")
+    from evaluation.harness import run_tasks
+    from heed.measures_tables import harness_table
+
+    found = run_tasks(
+        model,
+        task,
+        include=include,
+        num_shots=None if shots < 0 else shots,
+        limit=limit or None,
+        chat=chat,
+        seed=seed,
+    )
+    _tell([harness_table(found)], found, json_file)
+
+
+def _tell(shown: "Sequence[Any]", found: Any, json_file: Path | None) -> None:
+    """Tables and words on the terminal, everything in the file."""
+    from preferences.intervals import plain
+
+    for part in shown:
+        out.print(part)
+    if json_file is not None:
+        json_file.write_text(json.dumps(plain(found), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        console.print(str(json_file))

@@ -1,0 +1,126 @@
+"""Diversity against loops and by hand: copies are called copies, and amounts of text are made equal."""
+
+import json
+import math
+from collections import Counter
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from evaluation.diversity import distinct_n
+from evaluation.measures.diversity import distinct_at, identical_share, measure_diversity, self_bleu
+from evaluation.measures.policies import measure_policies
+from evaluation.verdicts import Response
+from preferences.intervals import plain
+
+WORDS = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l"]
+
+
+def naive_bleu(text: list[str], others: list[list[str]]) -> float:
+    """BLEU as its paper has it, reference by reference."""
+    logs = []
+    for n in range(1, min(4, len(text)) + 1):
+        grams = [Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1)) for words in (text, *others)]
+        matches = sum(min(count, max(other[gram] for other in grams[1:])) for gram, count in grams[0].items())
+        logs.append(math.log((matches or 0.1) / sum(grams[0].values())))
+    closest = min((len(other) for other in others), key=lambda length: (abs(length - len(text)), length))
+    return math.exp(min(0, 1 - closest / len(text))) * math.exp(sum(logs) / len(logs))
+
+
+def test_self_bleu_equals_a_loop_over_references() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        texts = [generator.choice(WORDS[:6], size=generator.integers(1, 14)).tolist() for _ in range(7)]
+        expected = [naive_bleu(text, texts[:i] + texts[i + 1 :]) for i, text in enumerate(texts)]
+        assert self_bleu([" ".join(text) for text in texts]) == pytest.approx(np.mean(expected))
+
+
+def test_self_bleu_at_its_ends() -> None:
+    assert self_bleu(["a b c d e"] * 3) == pytest.approx(1.0)
+    assert self_bleu(["A b C d e", "a B c d e"]) == pytest.approx(1.0)
+    assert self_bleu(["a b c d e", "f g h i j"]) == pytest.approx(0.1 / (5 * 4 * 3 * 2) ** 0.25)
+    assert math.isnan(self_bleu(["a b", "  "]))
+
+
+def test_identical_share_counts_pairs() -> None:
+    texts = ["a", "a ", "b", "a", "c", "b"]
+    pairs = [one.strip() == other.strip() for one, other in combinations(texts, 2)]
+    assert identical_share(texts) == pytest.approx(np.mean(pairs))
+    assert math.isnan(identical_share(["a"]))
+
+
+def test_distinctness_is_of_equal_amounts_of_text() -> None:
+    generator = np.random.default_rng(1)
+    few, many = ([" ".join(generator.choice(WORDS, size=10)) for _ in range(num_texts)] for num_texts in (20, 200))
+    assert distinct_n(many, 2) < 0.7 * distinct_n(few, 2)  # the same source, only more of it
+    assert distinct_at(many, 2, 200, seed=0) == pytest.approx(distinct_n(few, 2), abs=0.05)
+    assert distinct_at(few, 2, 200, seed=0) == pytest.approx(distinct_n(few, 2))  # all of it: order is nothing
+    assert distinct_at(["a b c d"], 1, 3, seed=0) == 1.0
+
+
+def rows_of(policy: str, texts: list[list[str]], **changes: object) -> list[Response]:
+    return [
+        Response(policy, f"p{p}", i, text, **changes)  # type: ignore[arg-type]
+        for p, samples in enumerate(texts)
+        for i, text in enumerate(samples)
+    ]
+
+
+def test_a_collapsed_policy_is_seen() -> None:
+    generator = np.random.default_rng(2)
+    free = [[" ".join(generator.choice(WORDS, size=12)) for _ in range(4)] for _ in range(30)]
+    loops = [["a b a b a b a b a b a b"] * 4 for _ in range(30)]
+    by_prompt = [[free[p][0]] * 4 for p in range(30)]  # one answer a prompt, another for each
+    found = measure_diversity(
+        {"free": rows_of("free", free), "loops": rows_of("loops", loops), "fixed": rows_of("fixed", by_prompt)}, seed=0
+    )
+    assert found["free"].within.identical.mean == 0
+    assert found["loops"].within.identical.mean == found["loops"].across.identical == 1
+    assert found["fixed"].within.identical.mean == 1
+    assert found["fixed"].across.identical == 0
+    assert found["fixed"].within.self_bleu.mean == pytest.approx(1)
+    assert found["free"].within.self_bleu.high < 0.5
+    assert found["fixed"].across.distinct_2 == found["free"].across.distinct_2 > 5 * found["loops"].across.distinct_2
+    assert found["loops"].repetition.mean == pytest.approx(7 / 9)  # 9 4-grams, 2 of them new
+    assert found["free"].words.quantiles == (12,) * 7
+    assert found["free"].tokens is None
+    assert math.isnan(found["free"].finished.mean)
+
+
+def test_policies_are_measured_on_as_many_samples_and_words() -> None:
+    rows = rows_of("long", [["a b c d e f", "g h i"]] * 3) + rows_of("short", [["a b"]] * 3)
+    found = measure_policies(rows, seed=0)
+    assert [found[name].diversity.across.num_words for name in ("long", "short")] == [6, 6]
+    assert found["long"].diversity.within.num_samples == 1
+    assert math.isnan(found["long"].diversity.within.identical.mean)
+    assert found["long"].diversity.words.mean.mean == 4.5
+    assert math.isnan(found["short"].kl_nats.mean)
+    json.dumps(plain(found), allow_nan=False)
+
+
+def test_kl_lengths_and_endings_of_responses() -> None:
+    ratios = [0.5, -0.1, 2.0, 1.0]
+    rows = [
+        Response("a", f"p{i // 2}", i % 2, "x y", num_tokens=3 + i, finished=i != 1, log_ratio=ratio)
+        for i, ratio in enumerate(ratios)
+    ]
+    found = measure_policies(rows, seed=0)["a"]
+    assert found.kl_nats.mean == pytest.approx(0.85)
+    half = 12.7062 * abs((0.5 - 0.1) / 2 - (2.0 + 1.0) / 2) / 2  # Student's t of 1 degree, two prompts' means
+    assert found.kl_nats.high == pytest.approx(0.85 + half, rel=1e-4)
+    assert found.diversity.finished.mean == 0.75
+    assert found.diversity.tokens is not None
+    assert found.diversity.tokens.quantiles[0] == 3
+    assert found.diversity.tokens.quantiles[-1] == 6
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="prompt 'p0' has two responses of index 0"):
+        measure_policies(rows_of("a", [["x"]]) * 2, seed=0)
+    with pytest.raises(ValueError, match="no responses to measure"):
+        measure_policies([], seed=0)
+    with pytest.raises(ValueError, match="policies a, b have no prompt in common"):
+        measure_policies([Response("a", "p", 0, "x"), Response("b", "q", 0, "x")], seed=0)
+    with pytest.raises(ValueError, match="policy 'b' has no responses"):
+        measure_diversity({"a": rows_of("a", [["x"]]), "b": []}, seed=0)

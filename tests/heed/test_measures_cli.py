@@ -1,0 +1,133 @@
+"""`heed measure` as a user types it, on small models of random weights."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from heed.cli import app
+from heed.over_optimisation import kept_policies
+from lm.config import ModelConfig
+from lm.model import LanguageModel, ScalarModel, initialise
+from lm.tokenizer import Tokenizer
+from lm.weights import save_model
+
+WORDS = ["fox", "dog", "bird", "bush", "hand", "brown"]
+DEBUG_JOB = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
+
+
+@pytest.fixture(scope="module")
+def run_folder(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, tokenizer: Tokenizer, tiny_config: ModelConfig
+) -> Path:
+    """What a run leaves that measures read."""
+    folder = tmp_path_factory.mktemp("run")
+    shutil.copy(DEBUG_JOB, folder / "job.toml")
+    shutil.copytree(model_folder, folder / "sft" / "model")
+    for number in range(1, 4):
+        policy = LanguageModel(tiny_config)
+        initialise(policy, seed=number)
+        save_model(folder / "ppo" / "policies" / f"{2 * number:06d}", policy, policy.state_dict(), tokenizer)
+    shutil.copytree(folder / "ppo" / "policies" / "000004", folder / "ppo" / "model")
+    (folder / "ppo" / "results.json").write_text('{"num_iterations": 7}')
+    reward = ScalarModel(tiny_config)
+    initialise(reward, seed=5)
+    save_model(folder / "reward" / "model", reward, reward.state_dict(), tokenizer)
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Name a {word}"}) + "\n" for word in WORDS))
+    return str(path)
+
+
+def heed(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["measure", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_policies_of_a_run_are_those_that_were_kept_and_the_last(run_folder: Path, tmp_path: Path) -> None:
+    assert list(kept_policies(run_folder / "ppo")) == ["iteration 2", "iteration 4", "iteration 6", "the last"]
+    shutil.copytree(run_folder / "ppo", tmp_path / "ppo")
+    (tmp_path / "ppo" / "results.json").write_text('{"num_iterations": 6}')
+    assert list(kept_policies(tmp_path / "ppo")) == ["iteration 2", "iteration 4", "iteration 6"]
+    with pytest.raises(ValueError, match=r"no results.json; a finished PPO stage was expected"):
+        kept_policies(tmp_path)
+
+
+def test_over_optimisation_of_a_run(
+    run_folder: Path, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gold.py").write_text("def shortest(prompts, responses):\n    return [-len(r) for r in responses]\n")
+    how = ("over-optimisation", run_folder, "--prompts", prompts, "--samples", 2, "--pool", 8)
+    shown = heed(*how, "--gold", "gold.py:shortest", "--json", "found.json")
+    assert "iteration 6" in shown
+    assert "PPO less best-of-n at the same proxy gained" in shown or "no range of proxy gained in common" in shown
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [point["name"] for point in found["rl_points"]] == ["iteration 2", "iteration 4", "iteration 6", "the last"]
+    assert [point["name"] for point in found["best_of_n_points"]] == ["best of 2", "best of 4", "best of 8"]
+    twin, last = found["rl_points"][1], found["rl_points"][3]
+    assert {**twin, "name": ""} == {**last, "name": ""}  # the same weights, the same seeds
+    again = heed(*how, "--gold", "gold.py:shortest", "--json", "again.json")
+    assert again.splitlines()[:-1] == shown.splitlines()[:-1]
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "found.json").read_bytes()
+
+
+def test_reward_of_a_file(run_folder: Path, tmp_path: Path) -> None:
+    rows = [
+        {"task_id": w, "prompt": [{"role": "user", "content": w}], "responses": ["a fox", "a dog", "the hand"],
+         "ranks": ranks, "labeler": labeler}
+        for w in WORDS for labeler, ranks in (("ann", [1, 2, 3]), ("bob", [1, 3, 2]), ("cy", [1, 1, 2]))
+    ]  # fmt: skip
+    (tmp_path / "rankings.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = heed(
+        "reward", run_folder / "reward" / "model", tmp_path / "rankings.jsonl", "--json", tmp_path / "found.json"
+    )
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["num_tasks"] == 6
+    assert found["num_tied_pairs"] == 6
+    # Of ann, bob and cy's pairs untied: ann-bob agree on 2 of 3, ann-cy on 2 of 2, bob-cy on 1 of 2.
+    assert found["agreement"]["mean"] == pytest.approx(5 / 7)
+    assert "6 pairs that a labeler tied" in shown
+    assert "so accuracy is at most" in shown
+
+
+def test_kl_and_tax(run_folder: Path, prompts: str, tmp_path: Path) -> None:
+    policies = [run_folder / "sft" / "model", run_folder / "ppo" / "model"]
+    heed(
+        "kl", policies[1], policies[0], "--prompts", prompts, "--samples", 3, "--max-tokens", 8, "--json",
+        tmp_path / "kl.json",
+    )  # fmt: skip
+    kl = json.loads((tmp_path / "kl.json").read_text())
+    assert (kl["num_prompts"], kl["num_responses"]) == (6, 18)
+    assert 0 < kl["full"]["low"] < kl["full"]["mean"] < kl["full"]["high"]
+    (tmp_path / "text.txt").write_text("The fox sleeps.\n\nThe dog and the bird.\n\nA bush.\n")
+    (tmp_path / "shots.jsonl").write_text("".join(f'{{"prompt": "{w} is", "completion": "a {w}"}}\n' for w in WORDS))
+    shown = heed(
+        "tax", *policies, "--text", tmp_path / "text.txt", "--few-shot", tmp_path / "shots.jsonl", "--shots", 1,
+        "--json", tmp_path / "tax.json",
+    )  # fmt: skip
+    tax = json.loads((tmp_path / "tax.json").read_text())
+    assert tax["num_documents"] == 3
+    assert tax["bits_per_byte"][str(policies[0])]["above_before"]["mean"] == 0
+    assert tax["tasks"][0]["num_examples"] == 6
+    assert "bits per byte" in shown
+
+
+def test_mistakes_are_told(run_folder: Path, prompts: str, tmp_path: Path) -> None:
+    model = run_folder / "sft" / "model"
+    with pytest.raises(ValueError, match="named twice"):
+        heed("tax", model, model)
+    with pytest.raises(ValueError, match="something to measure"):
+        heed("tax", model, run_folder / "ppo" / "model")
+    with pytest.raises(ValueError, match="the folder of a run was expected"):
+        heed("over-optimisation", tmp_path, "--prompts", prompts)
+    (tmp_path / "gold.py").write_text("")
+    with pytest.raises(ValueError, match="has no function 'missing'"):
+        heed("over-optimisation", run_folder, "--prompts", prompts, "--gold", f"{tmp_path / 'gold.py'}:missing")
