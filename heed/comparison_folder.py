@@ -4,6 +4,7 @@
     prompts.jsonl       prompt_id, messages, category
     responses.parquet   evaluation.verdicts.Response
     verdicts.parquet    evaluation.verdicts.Verdict, of every judge
+    measures.json       measures of each policy (heed/comparison_results.py)
 
 While a comparison is under way its responses lie in `FOLDER.sampling/`, one file a policy by what it depends on, so
 that an interrupted one samples no policy again.
@@ -27,7 +28,8 @@ from reading.rows import read_source
 from training.data import Prompt
 from training.stage import write_json
 
-SETTINGS, PROMPTS, RESPONSES, VERDICTS = "compare.json", "prompts.jsonl", "responses.parquet", "verdicts.parquet"
+SETTINGS, PROMPTS, MEASURES = "compare.json", "prompts.jsonl", "measures.json"
+RESPONSES, VERDICTS = "responses.parquet", "verdicts.parquet"
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy")
 
 Settings = dict[str, Any]

@@ -167,10 +167,14 @@ def _of_many(judge: JudgeSummary, num_policies: int, looks: dict[str, Policy]) -
             "better",
             f"{best} is the best of {num_policies} policies by the judge {judge.judge}, ahead of {listed(rest)}.",
         )
-    behind = f"; behind {'both' if len(leaders) == 2 else 'them'} {'is' if len(rest) == 1 else 'are'} {listed(rest)}"
+    behind = ""
+    if rest:
+        behind = (
+            f"; behind {'both' if len(leaders) == 2 else 'them'} {'is' if len(rest) == 1 else 'are'} {listed(rest)}"
+        )
     return "unclear", (
         f"Which of {num_policies} policies is the best is not settled by the judge {judge.judge}:"
-        f" {listed(leaders, 'or')} may be{behind if rest else ''}."
+        f" {listed(leaders, 'or')} may be{behind}."
     )
 
 

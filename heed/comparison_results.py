@@ -1,20 +1,40 @@
 """What comes of a comparison's verdicts: the statistics, the report, a table for the terminal."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from evaluation.measures.policies import measure_policies
+from evaluation.verdicts import Response, read_responses
+from heed.comparison_folder import MEASURES, RESPONSES, read_settings
 from heed.comparison_report import write_comparison_report
+from preferences.intervals import plain
+from training.stage import write_json
 
 
 def conclude(folder: Path) -> dict[str, Any]:
-    """The one place where a comparison's statistics and report are made, of its folder alone.
+    """The one place where a comparison's statistics, measures and report are made, of its folder alone.
 
     Returns what report.json holds.
     """
+    seed = read_settings(folder)["seed"]
+    responses = read_responses(folder / RESPONSES)
+    path = folder / MEASURES
+    measures = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}  # others may have left theirs
+    if _share_prompts(responses):
+        write_json(path, measures | {"policies": plain(measure_policies(responses, seed=seed))})
     return write_comparison_report(folder)
+
+
+def _share_prompts(responses: Sequence[Response]) -> bool:
+    """Whether all policies answer one prompt, at least, which they do unless judgments were made elsewhere."""
+    by_policy: dict[str, set[str]] = {}
+    for response in responses:
+        by_policy.setdefault(response.policy, set()).add(response.prompt_id)
+    return bool(set.intersection(*by_policy.values()))
 
 
 def results_table(report: Mapping[str, Any]) -> Table:

@@ -122,6 +122,11 @@ def test_a_model_an_endpoint_and_a_file_before_three_judges(place: Path, chat_se
         assert (verdict.length_a, verdict.length_b) == (a, b)
     assert {v.category for v in found["lm"]} == {"a", "b"}
     assert [entry["num_failed"] for entry in settings_of(folder)["judges"]] == [0, 0, 0]
+    measures = json.loads((folder / "measures.json").read_text())["policies"]
+    assert measures["one"]["kl_nats"]["mean"] == pytest.approx(
+        sum(row.log_ratio for row in responses if row.policy == "one") / 10
+    )
+    assert (measures["saved"]["kl_nats"]["mean"], measures["saved"]["diversity"]["num_responses"]) == (None, 5)
     assert sorted(path.name for path in place.glob("out*")) == ["out"]
 
 
@@ -130,7 +135,7 @@ def test_the_same_command_gives_the_same_bytes(place: Path, chat_server: Any, he
     judges = (f"{place / 'judges.py'}:length", f"{chat_server.url}#first")
     for out in ("first/run", "second/run"):
         assert heed_main(*compare(place, *policies, judges=judges, out=out))[0] == 0
-    for name in (*FILES, "report.json", "report.html"):
+    for name in (*FILES, "measures.json", "report.json", "report.html"):
         assert (place / "first/run" / name).read_bytes() == (place / "second/run" / name).read_bytes(), name
     num_asked = len(chat_server.bodies)
     before = (place / "first/run/verdicts.parquet").stat().st_mtime_ns
