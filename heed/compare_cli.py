@@ -16,6 +16,7 @@ from heed.progress import StageProgress, console
 if TYPE_CHECKING:
     from evaluation.answers import OnProgress
     from heed.comparison import Outcome, Progress
+    from heed.comparison_folder import Settings
 
 LONGEST_NAME = 80
 ODDITIES = "oddities.jsonl"  # of a file of judgments, in the comparison's folder
@@ -87,6 +88,7 @@ def compare(
         compared = Compared(policies or [], data, category, judge or [], sampling, judging, allow_empty)
         with _bars() as progress:
             outcome = compare_policies(compared, folder, progress)
+    _tell_policies(outcome.settings)
     _tell_people(outcome, judge or [])
     _conclude(outcome, folder)
 
@@ -148,6 +150,21 @@ def _bars() -> Iterator["Progress"]:
     finally:
         for bar in opened:
             bar.close()
+
+
+def _tell_policies(settings: "Settings") -> None:
+    """What a reader of the numbers should know of the policies' responses."""
+    for policy in settings["policies"]:
+        counts = settings["responses"][policy["name"]]
+        told = []
+        if policy.get("num_unused"):
+            told.append(f"{policy['num_unused']:,} rows of {policy['spec']} answer other prompts and were not used")
+        if counts["num_empty"]:
+            told.append(f"{counts['num_empty']:,} of {counts['num_responses']:,} responses are empty")
+        if policy["kind"] == "model" and policy["sampling"]["reference"] and not policy["reference_sha256"]:
+            told.append("its KL is not measured, for it reads other tokens than the reference")
+        for line in told:
+            console.print(f"{policy['name']}: {line}", markup=False)
 
 
 def _tell_people(outcome: "Outcome", judges: Sequence[str]) -> None:

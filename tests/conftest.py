@@ -169,6 +169,9 @@ class ChatServer(ThreadingHTTPServer):
         self.seen: Counter[bytes] = Counter()
         self.fails: Callable[[dict[str, Any]], bool] = lambda _: False
 
+    def handle_error(self, *_: object) -> None:
+        """Who waits no longer for a slow answer has hung up."""
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/v1"

@@ -14,7 +14,6 @@ from evaluation import endpoint as endpoint_module
 from evaluation import sampling
 from evaluation.verdicts import Verdict, read_responses, read_verdicts
 from heed.cli import main
-from heed.comparison_results import in_words, results_table
 from heed.hold import hold
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, initialise
@@ -229,8 +228,10 @@ def test_the_gold_scorer_of_a_world(place: Path, heed_main: Call) -> None:
         ("other", [{"prompt": prompt, "output": "ball ball"} for prompt, _ in asked]),
     ):
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert heed_main(*compare(place, *saved, judges=("gold:playground",)))[0] == 0
+    job = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
+    assert heed_main(*compare(place, *saved, judges=("gold:playground", f"job=gold:{job}")))[0] == 0
     verdicts = by_judge(place / "out")["gold"]
+    assert [v.score_a for v in by_judge(place / "out")["job"]] == [v.score_a for v in verdicts]
     assert [(v.score_a, v.score_b) for v in verdicts] == [
         (gold_score(prompt, response), gold_score(prompt, "ball ball")) for prompt, response in asked
     ]
@@ -271,6 +272,20 @@ def test_failed_verdicts_are_masked_or_end_it(place: Path, heed_main: Call) -> N
     assert heed_main(*compare(place, *policies, judges=(picky,), more=("--max-failed-share", "0.6")))[0] == 0
     assert [bool(v.failure) for v in by_judge(place / "out")["picky"]] == [False] * 2 + [True] * 3
     assert settings_of(place / "out")["judges"][0]["num_failed"] == 3
+
+
+def test_what_is_told_of_policies(place: Path, heed_main: Call) -> None:
+    rows = [{"prompt_id": f"p{n}", "output": "  " if n == 2 else "yes"} for n in range(9)]
+    (place / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    other = shutil.copytree(place / "models/one/model", place / "other/model")
+    Tokenizer.load(other).with_template("{{ messages[-1]['content'] }}").save(other)
+    policies = (str(other), str(place / "more.jsonl"))
+    more = ("--allow-empty", "--reference", str(place / "models/two/model"))
+    code, said = heed_main(*compare(place, *policies, judges=(f"{place / 'judges.py'}:length",), more=more))
+    assert code == 0
+    assert "other: its KL is not measured, for it reads other tokens than the reference" in said
+    assert "more: 4 rows of " in said
+    assert "more: 1 of 5 responses are empty" in said
 
 
 def test_refusals_before_anything_is_sampled(
@@ -317,20 +332,3 @@ def test_a_folder_is_compared_in_by_one_at_a_time(place: Path, heed_main: Call) 
     with hold(aside):
         code, said = heed_main(*compare(place, *policies, judges=(f"{place / 'judges.py'}:length",)))
     assert (code, "is comparing here; wait for it, or run with another --out" in said) == (2, True)
-
-
-def test_results_in_words() -> None:
-    pair = {
-        "policy_a": "a", "policy_b": "b", "different": True, "num_failed": 0,
-        "win_rate": {"mean": 0.25, "low": 0.1, "high": None, "num_prompts": 1200},
-        "significance": {"holm_p": 0.0123456}, "power": {"detectable": 0.08},
-    }  # fmt: skip
-    assert in_words(pair) == "b is better"
-    assert in_words({**pair, "different": False}) == "no difference shown; 58.0% would be"
-    few = {**pair, "different": False, "power": {"detectable": None}}
-    assert in_words(few) == "no difference shown: too few prompts"
-    table = results_table({"summary": {"judges": [{"judge": "j", "pairs": [{**pair, "num_failed": 3}]}]}})
-    cells = [next(iter(column.cells)) for column in table.columns]
-    assert cells == [
-        "j", "a against b", "25.0% (10.0% to ?)", "0.0123", "1,200", "b is better; 3 verdicts failed"
-    ]  # fmt: skip
