@@ -73,4 +73,4 @@ def _end(excess: Callable[[float], float], limit: float, mean: float) -> float:
     if excess(nearly) <= 0:
         return limit
     inside = mean + (limit - mean) * 1e-9
-    return float(optimize.brentq(excess, nearly, inside, xtol=1e-12)) if excess(inside) < 0 else mean
+    return float(optimize.brentq(excess, nearly, inside, xtol=1e-10)) if excess(inside) < 0 else mean

@@ -1,0 +1,171 @@
+"""Ratings against choix, statsmodels and what must hold of them.
+
+Numbers of choix 0.4 (`opt_pairwise`, alpha=0, of the wins below) and statsmodels 0.15.0 (`GLM(..., Poisson())` of the
+log-linear form of Davidson's model, with an intercept a pair).
+"""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import special
+
+from benchmarks.compare_coverage import comparisons
+from evaluation.statistics.connections import islands_of
+from evaluation.statistics.ratings import rate
+from evaluation.statistics.win_rates import prompt_means
+
+WINS = np.array([[0, 7, 9, 4], [3, 0, 6, 5], [1, 4, 0, 2], [6, 5, 8, 0]])  # of the row over the column
+CHOIX = [0.0, -0.6586452, -1.46859776, -0.11291925]
+WIN_TIE_LOSS = {(0, 1): (8, 5, 3), (0, 2): (10, 4, 2), (1, 2): (6, 6, 4)}
+DAVIDSON = [0.0, -1.09655061, -1.57471861]
+LOG_NU = 0.05400803
+
+
+def games(rows):
+    """Comparisons of rows (a, b, preference for a, prompt)."""
+    a_V, b_V, won_V, prompt_V = (np.array(column) for column in zip(*rows, strict=True))
+    return comparisons(won_V.astype(np.float64), prompt_V.astype(np.int64), pairs=(a_V, b_V))
+
+
+def won(*pairs, times=1):
+    """Rows in which the first of each pair wins, a prompt each."""
+    return [(a, b, 1.0, number) for number, (a, b) in enumerate([pair for pair in pairs for _ in range(times)])]
+
+
+def everything():
+    return won(*((a, b) for a in range(4) for b in range(4) for _ in range(WINS[a, b])))
+
+
+def with_ties():
+    outcomes = [
+        (a, b, x) for (a, b), counts in WIN_TIE_LOSS.items() for x, n in zip((1, 0.5, 0), counts, strict=True)
+        for _ in range(n)
+    ]  # fmt: skip
+    return [(*outcome, number) for number, outcome in enumerate(outcomes)]
+
+
+def values(ratings):
+    return [rating.value for rating in ratings.policies]
+
+
+def test_bradley_terry_agrees_with_choix():
+    found = rate(games(everything()), model="bradley_terry", anchor="p0", seed=0)
+    assert values(found) == pytest.approx(CHOIX, abs=1e-6)
+    assert not found.shrunk
+
+
+def test_davidson_agrees_with_statsmodels():
+    found = rate(games(with_ties()), model="davidson", anchor="p0", seed=0)
+    assert values(found) == pytest.approx(DAVIDSON, abs=1e-6)
+    assert found.tie == pytest.approx(LOG_NU, abs=1e-6)
+
+
+def test_independent_prompts_have_the_sandwich_near_the_inverse_information():
+    """Two policies, one verdict a prompt: the standard error is 1/√(n·p·(1-p)), times what CR3 adds, √(n/(n-1))."""
+    found = rate(games(won((0, 1), times=30) + [(0, 1, 0.0, 30 + n) for n in range(20)]), model="bradley_terry",
+                 anchor="p1", seed=0).policies[0]  # fmt: skip
+    error = math.sqrt(1 / (50 * 0.6 * 0.4) * 50 / 49)
+    assert (found.high - found.low) / 2 == pytest.approx(2.0096 * error, rel=1e-3)
+    assert (found.bootstrap.high - found.bootstrap.low) / 2 == pytest.approx(2.0096 * error, rel=0.12)
+
+
+def test_of_two_policies_it_is_the_logit_of_the_win_rate():
+    rows = [(0, 1, 1.0, 0), (0, 1, 0.5, 0), (0, 1, 0.2, 1), (1, 0, 0.1, 2), (0, 1, 1.0, 2), (0, 1, 0.0, 3)]
+    found = rate(games(rows), model="bradley_terry", anchor="p1", seed=0)
+    mean = prompt_means(games(rows).between(0, 1)).mean()
+    assert values(found) == pytest.approx([special.logit(mean), 0.0])
+
+
+def test_copies_of_a_prompts_verdicts_do_not_narrow_the_interval():
+    once = rate(games(everything()), model="bradley_terry", anchor="p0", seed=0)
+    often = rate(games([row for row in everything() for _ in range(3)]), model="bradley_terry", anchor="p0", seed=0)
+    assert often == once
+
+
+def test_ratings_from_their_mean():
+    centred = rate(games(everything()), model="bradley_terry", anchor="", seed=0)
+    assert sum(values(centred)) == pytest.approx(0)
+    assert np.diff(values(centred)) == pytest.approx(np.diff(CHOIX), abs=1e-6)
+    assert all(rating.low < rating.value < rating.high for rating in centred.policies)
+
+
+def test_the_anchor_is_0_and_its_choice_only_shifts():
+    other = rate(games(everything()), model="bradley_terry", anchor="p2", seed=0)
+    assert (other.policies[2].low, other.policies[2].value, other.policies[2].high) == (0, 0, 0)
+    assert values(other) == pytest.approx(np.array(CHOIX) - CHOIX[2], abs=1e-6)
+    of_first = rate(games(everything()), model="bradley_terry", anchor="p0", seed=0)
+    assert (other.policies[0].low, other.policies[0].high) == pytest.approx(
+        (-of_first.policies[2].high, -of_first.policies[2].low)
+    )
+
+
+def test_islands_are_named_and_refused():
+    found = rate(games(won((0, 1), (2, 3), (3, 2), (1, 0))), model="bradley_terry", anchor="p0", seed=0)
+    assert found.policies == ()
+    assert found.islands == (("p0", "p1"), ("p2", "p3"))
+    assert found.reason == "no verdict connects these groups of policies: p0, p1; p2, p3"
+
+
+def test_a_policy_without_verdicts_is_an_island():
+    assert islands_of(4, np.array([3]), np.array([0])) == ((0, 3), (1,), (2,))
+
+
+def test_a_policy_that_never_lost_has_no_upper_end():
+    rows = won((0, 1), (1, 0), (0, 2), times=20)
+    found = rate(games(rows), model="bradley_terry", anchor="p1", seed=0)
+    first, _, last = found.policies
+    assert found.shrunk
+    assert (first.unbounded, last.unbounded) == ("", "below")
+    assert last.low == -math.inf
+    assert -4.5 < last.value < last.high < -0.5  # twenty losses, and half a win and half a loss more
+    assert np.isnan(last.bootstrap.low)
+    assert -1.5 < first.low < first.value < first.high < 1.5
+    assert last.best_rank == last.worst_rank == 3
+
+
+def test_all_wins_of_two_policies():
+    winner = rate(games(won((0, 1), times=20)), model="bradley_terry", anchor="p1", seed=0).policies[0]
+    assert winner.value == pytest.approx(math.log(20.5 / 0.5))
+    assert (winner.unbounded, winner.high) == ("above", math.inf)
+    assert 0.6 < special.expit(winner.low) < 0.84  # Wilson's lower end: the rating's is wider, never narrower
+    assert (winner.best_rank, winner.worst_rank) == (1, 1)
+
+
+def test_where_no_chain_of_wins_tells_both_ends_are_open():
+    """Both beat the third, always, and never met."""
+    found = rate(games(won((0, 2), (1, 2), times=30)), model="bradley_terry", anchor="p0", seed=0)
+    assert [rating.unbounded for rating in found.policies] == ["", "both", "below"]
+    assert [(rating.best_rank, rating.worst_rank) for rating in found.policies][:2] == [(1, 2), (1, 2)]
+
+
+def test_ties_alone_and_no_ties_have_a_finite_davidson_fit():
+    alone = rate(games([(0, 1, 0.5, n) for n in range(10)]), model="davidson", anchor="p0", seed=0)
+    assert values(alone) == pytest.approx([0, 0], abs=1e-8)
+    assert alone.shrunk
+    without = rate(games(won((0, 1), (0, 1), (1, 0), times=5)), model="davidson", anchor="p0", seed=0)
+    assert without.policies[1].value == pytest.approx(math.log((5 + 1 / 3) / (10 + 1 / 3)))
+
+
+def test_rank_ranges_overlap_unless_the_difference_is_sure():
+    close = rate(games(everything()), model="bradley_terry", anchor="p0", seed=0)
+    assert (close.policies[0].best_rank, close.policies[0].worst_rank) == (1, 3)
+    rows = won((0, 1), times=95) + [(0, 1, 0.0, 95 + n) for n in range(5)]
+    sure = rate(games(rows), model="bradley_terry", anchor="p0", seed=0)
+    assert [(rating.best_rank, rating.worst_rank) for rating in sure.policies] == [(1, 1), (2, 2)]
+
+
+def test_one_prompt_has_values_and_no_intervals():
+    found = rate(games([(0, 1, 1.0, 0), (0, 1, 0.0, 0)]), model="bradley_terry", anchor="p0", seed=0).policies[1]
+    assert found.value == pytest.approx(0)
+    assert np.isnan([found.low, found.high, found.bootstrap.low]).all()
+    assert (found.best_rank, found.worst_rank) == (1, 2)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="anchor is 'x'; one of p0, p1 was expected"):
+        rate(games(won((0, 1))), model="bradley_terry", anchor="x", seed=0)
+    with pytest.raises(ValueError, match=r"a preference is 0\.3; Davidson's model takes 0, ½ and 1"):
+        rate(games([(0, 1, 0.3, 0)]), model="davidson", anchor="p0", seed=0)
+    with pytest.raises(ValueError, match="no verdicts"):
+        rate(games(won((0, 1))).where(np.array([False])), model="bradley_terry", anchor="p0", seed=0)

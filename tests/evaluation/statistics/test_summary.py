@@ -1,0 +1,172 @@
+"""A whole comparison, from rows to JSON: planted effects, counts, and that order and names say nothing."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from evaluation.statistics.summary import summarise
+from evaluation.verdicts import Verdict, read_verdicts, write_rows
+from preferences.intervals import plain
+
+POLICIES = ("base", "better", "same")
+WINS = {("base", "better"): 0.25, ("base", "same"): 0.5, ("better", "same"): 0.75}  # of the first
+NUM_PROMPTS = 60
+PAIR = ("base", "better")
+
+
+def drawn():
+    """Two judges: a model that sees both orders and fails on a third of one pair; two people a prompt, who tie some."""
+    generator = np.random.default_rng(0)
+    rows = []
+    for prompt in range(NUM_PROMPTS):
+        category = "story" if prompt % 3 else "list"
+        for (a, b), win in WINS.items():
+            lengths = generator.integers(50, 400, size=2).tolist()
+            better = generator.random() < win
+            for first in ("a", "b"):
+                failed = (a, b) == ("better", "same") and prompt % 3 == 0
+                rows.append(
+                    Verdict(
+                        f"x{prompt}", a, b, 0, 0, "model", "model",
+                        math.nan if failed else 0.9 if better else 0.1, first, length_a=lengths[0], length_b=lengths[1],
+                        category=category, failure="no verdict in the answer" if failed else "",
+                    )
+                )  # fmt: skip
+            for labeler in ("ann", "bo"):
+                if (a, b) == PAIR:
+                    says = 0.5 if generator.random() < 0.2 else float(better)
+                    rows.append(Verdict(f"x{prompt}", a, b, 0, 0, "people", labeler, says, category=category))
+    return rows
+
+
+def turned(row):
+    return replace(
+        row, policy_a=row.policy_b, policy_b=row.policy_a, index_a=row.index_b, index_b=row.index_a,
+        preference_a=1 - row.preference_a, first={"a": "b", "b": "a", "": ""}[row.first],
+        length_a=row.length_b, length_b=row.length_a,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_resamples():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("evaluation.statistics.ratings.NUM_RESAMPLES", 100)
+        patch.setattr("evaluation.statistics.win_rates.NUM_RESAMPLES", 200)
+        yield
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return drawn()
+
+
+@pytest.fixture(scope="module")
+def found(rows):
+    return summarise(rows, POLICIES, seed=0)
+
+
+def test_everything_is_counted(found):
+    model, people = found.judges
+    assert (found.policies, found.num_prompts, found.seed) == (POLICIES, NUM_PROMPTS, 0)
+    assert (model.judge, model.num_prompts, model.num_verdicts, model.num_failed) == ("model", 60, 320, 40)
+    assert (people.judge, people.num_labelers, people.num_verdicts) == ("people", 2, 120)
+    assert [(pair.policy_a, pair.policy_b, pair.num_failed, pair.num_prompts_missing) for pair in model.pairs] == [
+        ("base", "better", 0, 0), ("base", "same", 0, 0), ("better", "same", 40, 20),
+    ]  # fmt: skip
+    (failures,) = found.failures
+    assert (failures.judge, failures.policy_a, failures.policy_b) == ("model", "better", "same")
+    assert (failures.failure, failures.num_verdicts) == ("no verdict in the answer", 40)
+
+
+def test_planted_effects_are_found(found):
+    worse, even, better = found.judges[0].pairs
+    for pair, truth in ((worse, 0.3), (even, 0.5), (better, 0.7)):  # 0.9 for a win and 0.1 for a loss
+        assert pair.win_rate.low < truth < pair.win_rate.high
+        assert (pair.length_controlled.low, pair.length_controlled.high) == pytest.approx(
+            (pair.win_rate.low, pair.win_rate.high), abs=0.06
+        )
+        assert pair.flips.changed.mean == 0
+        assert pair.position_bias.mean == pytest.approx(0.5)
+    assert (worse.different, even.different) == (True, False)
+    assert even.power.detectable > abs(even.win_rate.mean - 0.5)
+    assert worse.significance.holm_p == pytest.approx(3 * worse.significance.permutation_p)
+    assert [rating.policy for rating in found.judges[0].ratings[0].policies] == list(POLICIES)
+    assert found.judges[0].ratings[0].policies[1].low > 0
+
+
+def test_categories_add_up(found):
+    pair = found.judges[0].pairs[0]
+    assert [part.category for part in pair.categories] == ["list", "story"]
+    total = sum(part.win_rate.mean * part.win_rate.num_prompts for part in pair.categories)
+    assert total / NUM_PROMPTS == pytest.approx(pair.win_rate.mean)
+    assert all(part.holm_p >= part.permutation_p for part in pair.categories)
+
+
+def test_ties_bring_davidson_and_a_third_policy_an_island(found):
+    people = found.judges[1]
+    assert [ratings.model for ratings in people.ratings] == ["bradley_terry", "davidson"]
+    assert people.ratings[0].islands == (("base", "better"), ("same",))
+    assert people.pairs[0].verdicts.ties > 5
+
+
+def test_judges_and_labelers_agree_as_planted(found):
+    (agreement,) = found.agreement
+    assert (agreement.judge_a, agreement.judge_b, agreement.share.mean) == ("model", "people", 1.0)
+    assert found.judges[1].labelers.share.mean == 1.0
+    assert 0.6 < found.judges[1].labelers.alpha.value < 1
+    assert found.judges[0].labelers.alpha.reason == "no two labelers judged the same"
+
+
+def test_neither_the_order_of_rows_nor_which_policy_is_a_changes_a_number(rows, found):
+    shuffled = [rows[place] for place in np.random.default_rng(1).permutation(len(rows))]
+    assert json.dumps(plain(summarise(shuffled, POLICIES, seed=0))) == json.dumps(plain(found))
+    others = plain(summarise([turned(row) for row in shuffled], POLICIES, seed=0))
+    assert flat(others) == pytest.approx(flat(plain(found)), nan_ok=True)
+
+
+def test_naming_policies_in_another_order_mirrors_a_pair(rows, found):
+    other = summarise(rows, ("better", "base", "same"), seed=0).judges[0].pairs[0]
+    one = found.judges[0].pairs[0]
+    for here, there in (
+        (one.win_rate, other.win_rate),
+        (one.win_rate.bootstrap, other.win_rate.bootstrap),
+        (one.length_controlled, other.length_controlled),
+    ):
+        assert (there.mean, there.low, there.high) == pytest.approx((1 - here.mean, 1 - here.high, 1 - here.low))
+    assert (other.verdicts.wins, other.verdicts.losses) == (one.verdicts.losses, one.verdicts.wins)
+    assert (other.significance, other.position_bias.mean) == (one.significance, pytest.approx(one.position_bias.mean))
+    assert other.power.detectable == pytest.approx(one.power.detectable)
+
+
+def test_rows_that_went_through_a_file_give_the_same_json(rows, found, tmp_path):
+    write_rows(tmp_path / "verdicts.parquet", rows)
+    again = summarise(read_verdicts(tmp_path / "verdicts.parquet"), POLICIES, seed=0)
+    assert json.dumps(plain(again), allow_nan=False) == json.dumps(plain(found), allow_nan=False)
+
+
+def test_a_judge_that_always_failed_is_counted():
+    rows = [Verdict("x", "a", "b", 0, 0, "j", "j", math.nan, failure="timeout")]
+    (judge,) = summarise(rows, seed=0).judges
+    assert (judge.num_verdicts, judge.num_failed, judge.pairs, judge.ratings) == (0, 1, (), ())
+    assert json.dumps(plain(summarise(rows, seed=0)), allow_nan=False)
+
+
+def test_refusals(rows):
+    with pytest.raises(ValueError, match="no verdicts"):
+        summarise([], seed=0)
+    with pytest.raises(ValueError, match="a verdict is of policy 'same'; base, better were expected"):
+        summarise(rows, ("base", "better"), seed=0)
+    with pytest.raises(ValueError, match="the same verdict is given twice"):
+        summarise([*rows, rows[5]], POLICIES, seed=0)
+
+
+def flat(tree):
+    """All numbers of a JSON tree; None is NaN."""
+    if isinstance(tree, dict):
+        return [number for value in tree.values() for number in flat(value)]
+    if isinstance(tree, list):
+        return [number for value in tree for number in flat(value)]
+    return [math.nan] if tree is None else [float(tree)] if isinstance(tree, int | float) else []
