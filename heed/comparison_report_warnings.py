@@ -122,7 +122,9 @@ def _agreement(summary: Summary) -> list[str]:
             )
     for entry in summary.agreement:
         if entry.share.low <= 0.5:
-            found.append(f"The judges {entry.judge_a} and {entry.judge_b} agree no more often than chance would.")
+            found.append(
+                f"The judges {entry.judge_a} and {entry.judge_b} are not shown to agree more often than chance has it."
+            )
     return found
 
 

@@ -82,7 +82,11 @@ def answer_of(summary: Summary, looks: dict[str, Policy]) -> Answer:
         more = [*_limits(first.pairs[0]), *(_beside(judge, first.pairs[0], looks) for judge in others)]
     else:
         tone, text = _of_many(first, len(summary.policies), looks)
-        more = [_pairs_shown(first), *(_of_many(judge, len(summary.policies), looks)[1] for judge in others)]
+        more = [
+            *_lead(first, looks),
+            _pairs_shown(first),
+            *(_of_many(judge, len(summary.policies), looks)[1] for judge in others),
+        ]
     return Answer(tone, text, tuple(more))
 
 
@@ -136,13 +140,24 @@ def _beside(judge: JudgeSummary, first: PairSummary, looks: dict[str, Policy]) -
     return f"By the judge {judge.judge}, {contrary}{ahead} is preferred {often}."
 
 
+def _lead(judge: JudgeSummary, looks: dict[str, Policy]) -> list[str]:
+    """How often the policy rated highest is preferred to the next, where a judge has verdicts on the two."""
+    top = {rating.policy for rating in by_rating(judge.ratings[0])[:2]}
+    found = [pair for pair in judge.pairs if {pair.policy_a, pair.policy_b} == top]
+    return [
+        f"{looks[pair.policy_a].title} is preferred to {looks[pair.policy_b].title} {percent(pair.win_rate.mean)}"
+        f" of the time ({figures(pair)})."
+        for pair in found
+    ]
+
+
 def _pairs_shown(judge: JudgeSummary) -> str:
     """How many pairs differ, and what could have been shown of the others."""
     shown = sum(pair.different for pair in judge.pairs)
-    text = f"Of {of(len(judge.pairs), 'pair')} {shown} differ{'s' if shown == 1 else ''} after Holm's correction"
     least = [pair.power.detectable for pair in judge.pairs if not pair.different]
     if not least:
-        return f"{text}."
+        return f"All {of(shown, 'pair')} differ after Holm's correction."
+    text = f"Of {of(len(judge.pairs), 'pair')} {shown} differ{'s' if shown == 1 else ''} after Holm's correction"
     if any(math.isnan(value) for value in least):
         return f"{text}; of others there are too few prompts to show any difference."
     return (
@@ -167,14 +182,10 @@ def _of_many(judge: JudgeSummary, num_policies: int, looks: dict[str, Policy]) -
             "better",
             f"{best} is the best of {num_policies} policies by the judge {judge.judge}, ahead of {listed(rest)}.",
         )
-    behind = ""
-    if rest:
-        behind = (
-            f"; behind {'both' if len(leaders) == 2 else 'them'} {'is' if len(rest) == 1 else 'are'} {listed(rest)}"
-        )
+    not_best = f", {listed(rest)} {'is' if len(rest) == 1 else 'are'} not" if rest else ""
     return "unclear", (
         f"Which of {num_policies} policies is the best is not settled by the judge {judge.judge}:"
-        f" {listed(leaders, 'or')} may be{behind}."
+        f" {listed(leaders, 'or')} may be{not_best}."
     )
 
 

@@ -201,6 +201,18 @@ def test_a_ranking_goes_as_far_as_its_rank_ranges(four_policies: Path) -> None:
         assert f"{titles[rating['policy']]} ({ends})" in report["answer"]["text"]
 
 
+def test_a_best_policy_is_named_with_its_lead_over_the_next(make_folder: MakeFolder) -> None:
+    report = write_comparison_report(
+        make_folder(policies={"sft": 0.0, "ppo": 2.5, "base": -2.0}, num_prompts=80, failing={"gold": 0.01})
+    )
+    answer, pairs = report["answer"], report["summary"]["judges"][0]["pairs"]
+    assert answer["tone"] == "better"
+    assert answer["text"] == "PPO is the best of 3 policies by the judge gold, ahead of SFT (rank 2) and base (rank 3)."
+    lead = next(pair for pair in pairs if {pair["policy_a"], pair["policy_b"]} == {"ppo", "sft"})
+    assert answer["more"][0].startswith(f"PPO is preferred to SFT {percent(lead['win_rate']['mean'])} of the time (95%")
+    assert answer["more"][1] == "All 3 pairs differ after Holm's correction."
+
+
 def test_islands_are_named(make_folder: MakeFolder) -> None:
     folder = make_folder(policies={"sft": 0.0, "ppo": 1.0, "base": 0.0, "other": 0.5})
     verdicts = read_verdicts(folder / "verdicts.parquet")
