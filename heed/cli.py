@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from heed.compare_cli import compare, judge_again
 from heed.jobs_cli import jobs_app, submit
 from heed.label_cli import label_app
 from heed.measures_cli import measure_app
@@ -48,6 +49,8 @@ def run(
 
 
 app.command()(submit)
+app.command()(compare)
+app.command("judge")(judge_again)
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(label_app, name="label")
 app.add_typer(measure_app, name="measure")
