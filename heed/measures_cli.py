@@ -31,8 +31,8 @@ def measure_reward(
     heldout_share: Annotated[
         float, typer.Option(min=0, max=1, help="Only prompts that a run with this reward.heldout_share held out.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="The run's, where prompts are held out; of resampling else.")] = 0,
     weight: Weights = None,
+    seed: Annotated[int, typer.Option(min=0, help="The run's, where prompts are held out; of resampling else.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
     """Accuracy, calibration and accuracy by margin and category of a reward model, beside the labelers' ceiling."""
@@ -43,7 +43,7 @@ def measure_reward(
     if heldout_share < 1:
         judged = heldout_only(judged, heldout_share, seed)
     with console.status(f"scoring {len(judged.rankings):,} rankings"):
-        found = measure_reward_model(model, judged, weights=read_weights(weight), seed=seed)
+        found = measure_reward_model(model, judged, seed=seed, weights=read_weights(weight))
     _tell(reward_tables(found), found, json_file)
 
 

@@ -59,6 +59,7 @@ def measure_run(
         read_prompts(source),
         spec,
         progress,
+        job.ppo.objective_weights,
     )
 
 

@@ -73,16 +73,17 @@ def over_optimisation(
     prompts: Sequence[Prompt],
     spec: Spec,
     progress: Progress = lambda _what: None,
+    weights: Mapping[str, float] | None = None,
 ) -> OverOptimisation:
     """Sample policies (by name, in the order of training) and reference, measure, fit, compare.
 
     `proxy` is the reward model that training optimised, `gold` what it never saw; all are asked about the same prompts.
-    Policies are held one at a time. Errors: ValueError for no policies, fewer than two prompts, vocabularies that
-    differ, and where scores failed on all prompts but one.
+    `weights` are of a proxy of several objectives. Policies are held one at a time. Errors: ValueError for no policies,
+    fewer than two prompts, vocabularies that differ, and where scores failed on all prompts but one.
     """
     if not policies or len(prompts) < 2:
         raise ValueError(f"{len(policies)} policies, {len(prompts)} prompts; at least one and two were expected")
-    start, judge = Policy.load(reference), Judge.load(proxy)
+    start, judge = Policy.load(reference), Judge.load(proxy, weights)
     progress("the reference")
     pool = _scores(start, judge, gold, _draw(start, prompts, spec, spec.pool_samples))
     scores: dict[str, Scores] = {}

@@ -82,11 +82,14 @@ def heldout_only(judged: Judgments, share: float, seed: int) -> Judgments:
     return Judgments(judged.form, judged.tasks, kept, judged.oddities)
 
 
-def measure_reward_model(folder: Path, judged: Judgments, *, weights: Mapping[str, float], seed: int) -> RewardMeasures:
-    """Score every response once, and hold the scores against the rankings. `weights` are of the model's objectives,
-    where it has several.
+def measure_reward_model(
+    folder: Path, judged: Judgments, *, seed: int, weights: Mapping[str, float] | None = None
+) -> RewardMeasures:
+    """Score every response once, and hold the scores against the rankings. `weights` are of a model of several
+    objectives.
 
-    Errors: ValueError for a folder of no reward model, weights that do not fit, and where nothing is left to measure.
+    Errors: ValueError for a folder of no reward model, weights that it does not take, and where nothing is left to
+    measure.
     """
     judge = Judge.load(folder, weights)
     ranked = {ranking.task_id: ranking for ranking in judged.rankings}

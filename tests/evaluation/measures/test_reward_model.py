@@ -24,7 +24,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from preferences.intervals import plain
 from reward.comparisons import encode_response
-from reward.scoring import Judge, score_sequences
+from reward.scoring import Judge
 
 
 def pairs_of(leads: list[float], prompts: list[int] | None = None, categories: tuple[str, ...] = ("",)) -> ScoredPairs:
@@ -165,7 +165,7 @@ def test_a_model_scores_a_published_file(reward_folder: Path, tmp_path: Path) ->
     for row in rows[:-1]:
         task = judged.tasks[f"rewardbench/{row['subset']}/{row['id']}"]
         sides = [encode_response(judge.tokenizer, task.prompt, str(row[side])) for side in ("chosen", "rejected")]
-        chosen, rejected = score_sequences(judge.network, sides)
+        chosen, rejected = judge.score_sequences(sides)
         right.append(chosen > rejected)
     assert found.calibration.accuracy.mean == pytest.approx(np.mean(right))
     shares = {name: share.mean for name, share in found.by_category.items()}
