@@ -105,9 +105,9 @@ def interval_over_labelers(pair: Comparisons) -> Interval:
         v = v_P + v_L - v_PL,   v_P = P/(P-1) Σ_p e_p²,  v_L = L/(L-1) Σ_l e_l²,  v_PL = Σ_pl e_pl²
 
     e_pl is a verdict's share in the win rate's residual, e_p and e_l its sums (Cameron, Gelbach & Miller 2011, Journal
-    of Business & Economic Statistics 29(2)). v, at least v_P, over v_P inflates the variance. Where labelers add to it, z
-    becomes Student's quantile with min(P, L) - 1 degrees, as they advise: few labelers who differ give wide intervals.
-    (Satterthwaite's degrees cover 88% with 3 labelers who differ: v_L is small when it happens to be.)
+    of Business & Economic Statistics 29(2)). v, at least v_P, over v_P inflates the variance. Where labelers add to it,
+    z becomes Student's quantile with min(P, L) - 1 degrees, as they advise: few labelers who differ give wide
+    intervals. (Satterthwaite's degrees cover 88% with 3 labelers who differ: v_L is small when it happens to be.)
     """
     won_PL, num_PL = _table(pair)
     num_prompts, num_labelers = won_PL.shape
