@@ -72,7 +72,8 @@ def expanded_level(num_clusters: int) -> float:
     if num_clusters < 2:
         return LEVEL
     t = stats.t.ppf((1 + LEVEL) / 2, num_clusters - 1) * math.sqrt(num_clusters / (num_clusters - 1))
-    return min(1 - 2 * float(stats.norm.sf(t)), math.nextafter(1, 0))  # from two clusters it rounds to 1
+    # From two clusters it rounds to 1; the ends are then the extremes of the resamples.
+    return min(1 - 2 * float(stats.norm.sf(t)), math.nextafter(1.0, 0.0))
 
 
 def bootstrap_labelers(pair: Comparisons, *, seed: int) -> Interval:
