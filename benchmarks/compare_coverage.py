@@ -5,7 +5,7 @@ Verdicts with planted effects are drawn again and again, and every interval is h
     latent = √ρ·z_prompt + √λ·z_labeler + √(1-ρ-λ)·noise,  all standard normal; a wins if Φ(latent) < w, ties if < w + t
 
 so that a verdict is a win with chance w and a tie with chance t however far prompts and labelers hold together.
-`tests/evaluation/statistics/test_coverage.py` runs fewer worlds, docs/comparing-statistics.md has the tables of 2,000.
+`tests/evaluation/statistics/test_coverage.py` runs fewer worlds, docs/statistics.md has the tables of 2,000.
 
 Shape letters: V verdicts, P prompts, M policies, W worlds.
 """

@@ -85,7 +85,11 @@ async def label(
     draw = random.Random(seed)
     # verify=False: reading certificates that nothing needs here would hold up all labelers of this process
     async with httpx.AsyncClient(
-        base_url=address, cookies={"heed_session": session}, timeout=60, verify=False
+        base_url=address,
+        cookies={"heed_session": session},
+        timeout=60,
+        verify=False,
+        limits=httpx.Limits(keepalive_expiry=2.0),  # the server closes what idles for 5 s, perhaps as a request is sent
     ) as client:
         await asyncio.sleep(draw.uniform(0, think_seconds))
         for _ in range(num_answers):

@@ -191,8 +191,15 @@ def write_rows(path: Path, rows: Sequence[Verdict] | Sequence[Response]) -> None
 
 
 def read_verdicts(path: Path) -> list[Verdict]:
-    """The rows of a `verdicts.parquet`. Errors: ValueError naming the file, and what is wrong with it."""
-    return [Verdict(**row) for row in _rows(path, Verdict)]
+    """The rows of a `verdicts.parquet`. Errors: ValueError naming the file, the row, and what is wrong with it."""
+    return [_verdict(f"{path}: row {number}", row) for number, row in enumerate(_rows(path, Verdict), start=1)]
+
+
+def _verdict(where: str, row: dict[str, Any]) -> Verdict:
+    try:
+        return Verdict(**row)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def read_responses(path: Path) -> list[Response]:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from heed.compare_cli import compare, judge_again
 from heed.jobs_cli import jobs_app, submit
 from heed.label_cli import label_app
 from heed.measures_cli import measure_app
@@ -48,6 +49,8 @@ def run(
 
 
 app.command()(submit)
+app.command()(compare)
+app.command("judge")(judge_again)
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(label_app, name="label")
 app.add_typer(measure_app, name="measure")
@@ -75,11 +78,18 @@ def plan(
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(help="A run folder, such as runs/demo.")]) -> None:
-    """Write report.html and report.json of a run folder anew."""
+def report(
+    folder: Annotated[Path, typer.Argument(help="A run folder, such as runs/demo, or that of a comparison.")],
+) -> None:
+    """Write report.html and report.json of a run or a comparison anew."""
+    from heed.comparison_report import write_comparison_report
+    from heed.comparison_report_folder import is_comparison
     from heed.report import write_report
 
-    write_report(folder)
+    if is_comparison(folder):
+        write_comparison_report(folder)
+    else:
+        write_report(folder)
     console.print(str(folder / "report.html"))
 
 

@@ -59,7 +59,7 @@ def import_labels(
         for found in collect(format_to_read(form), rows, strict=strict, objective=objective):
             if found.report.num_rows % STATUS_ROWS == 0:
                 status.update(f"reading: {found.report.num_rows:,} rows, {len(found.report.oddities):,} oddities")
-    _tell(found.report, report)
+    tell(found.report, report)
     if not found.tasks:
         raise ValueError(f"{file}: {found.report.num_rows} rows, none of which holds a judgment; see above")
     if not check:
@@ -84,7 +84,7 @@ def export_labels(
     chosen = format_to_write(form)
     with open_store(store) as opened, console.status("writing"):
         told, num_rows = export(opened, chosen, out, batch=batch, strict=strict)
-    _tell(told, report)
+    tell(told, report)
     typer.echo(f"{num_rows:,} rows of {chosen.name} ({chosen.description}) in {out}")
 
 
@@ -174,7 +174,7 @@ def open_store(url_or_path: str) -> "LabelStore":
     return LabelStore(url_or_path)
 
 
-def _tell(report: "Report", path: Path | None) -> None:
+def tell(report: "Report", path: Path | None) -> None:
     """Oddities: counted by kind, the first of each one by one; all of them in the report file."""
     by_kind: dict[str, list[Oddity]] = {}
     for oddity in report.oddities:

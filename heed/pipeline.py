@@ -1,13 +1,12 @@
 """From a job to a finished run: which stages must run, in which order, and what each was made from."""
 
-import fcntl
 import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import tomli_w
 
 from cluster.group import disconnect, require_cluster
+from heed.hold import hold
 from heed.job import JobConfig
 from heed.lineage import LINEAGE, Inputs, finished_with, outputs_hash, started_with, write_lineage
 from heed.preflight import check_data
@@ -58,26 +58,6 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
     write_report(folder)
     console.print(f"report: {folder / 'report.html'}  ({time.monotonic() - started:.0f} s)")
     return folder
-
-
-@contextmanager
-def hold(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a run folder. The system lets go of the lock when its holder ends, however it ends.
-
-    Errors: ValueError naming the process that holds the folder.
-    """
-    with (folder / "run.lock").open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise ValueError(
-                f"{folder}: process {file.read()} is running this job here; wait for it, or run with another --runs"
-            ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
 
 
 def _has_work(run: Run, only: str) -> bool:

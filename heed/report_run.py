@@ -8,11 +8,16 @@ import datetime
 import hashlib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+# Control characters but tab and line feed, surrogates, and the last two code points of every plane.
+_LAST_TWO = "".join(chr(plane << 16 | last) for plane in range(17) for last in (0xFFFE, 0xFFFF))
+UNSHOWN = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff{_LAST_TWO}]")
 
 STAGES = ("pretrain", "sft", "collect", "reward", "ppo", "compare")
 
@@ -135,10 +140,4 @@ def plain(value: Any) -> Any:
 
 def clean_text(text: str) -> str:
     """Control characters, lone surrogates and noncharacters shown as U+FFFD; tabs and line ends stay."""
-    return "".join(character if _is_shown(ord(character)) else "\ufffd" for character in text.replace("\r\n", "\n"))
-
-
-def _is_shown(code: int) -> bool:
-    is_control = code < 0x20 or 0x7F <= code < 0xA0
-    is_surrogate = 0xD800 <= code < 0xE000
-    return code in (0x09, 0x0A) or not (is_control or is_surrogate or code & 0xFFFE == 0xFFFE)
+    return UNSHOWN.sub("\ufffd", text.replace("\r\n", "\n"))

@@ -61,7 +61,7 @@ class FunctionReward:
         place, _, name = self.name.partition(":")
         found = getattr(_module(place), name, None)
         if not callable(found):
-            raise ValueError(f"ppo.reward_function is {self.name!r}, but {place} has no function {name!r}")
+            raise ValueError(f"reward function {self.name!r}: {place} has no function {name!r}")
         function: RewardFunction = found
         return function
 
@@ -80,7 +80,7 @@ def _module(place: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
-        raise ValueError(f"ppo.reward_function names {place!r}: {error}") from None
+        raise ValueError(f"reward function {place!r}: {error}") from None
 
 
 def _module_of_file(path: Path) -> ModuleType:
@@ -89,7 +89,7 @@ def _module_of_file(path: Path) -> ModuleType:
     if held is not None and held.__file__ == str(path):
         return held
     if not path.is_file():
-        raise ValueError(f"ppo.reward_function: {path}: no such file")
+        raise ValueError(f"reward function: {path}: no such file")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, f"{path} is no Python file"
     assert spec.loader is not None

@@ -91,7 +91,7 @@ def weights_by_label(model: str, labels: Sequence[str], weights: Mapping[str, fl
         raise ValueError(
             f"{model}: a reward model of {'the objectives ' + ', '.join(several) if several else 'one objective'};"
             f" weights are given for {', '.join(weights) or 'none'}; {wanted} expected (ppo.objective_weights in a job,"
-            " --weight on the command line)"
+            " --weight or FOLDER#OBJECTIVE on the command line)"
         )
     for name, weight in weights.items():
         if not math.isfinite(weight):

@@ -1,12 +1,18 @@
 """Fixtures that several packages' tests share: a tiny shape, a tiny tokenizer, a tiny model on disk, a label store."""
 
 import atexit
+import json
 import os
+import re
 import shutil
 import tempfile
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -137,3 +143,98 @@ def new_store(sqlite_tables: Path, tmp_path: Path) -> "Iterator[Callable[[], Lab
     yield new
     for store in opened:
         store.close()
+
+
+SHOWN = re.compile(r"<response 1>\n(.*)\n</response 1>.*<response 2>\n(.*)\n</response 2>", re.DOTALL)
+
+
+def _longer(first: str, second: str) -> str:
+    return "tie" if len(first) == len(second) else "1" if len(first) > len(second) else "2"
+
+
+class ChatServer(ThreadingHTTPServer):
+    """An OpenAI-compatible server on loopback, whose models are kinds of behaviour.
+
+    writer answers by prompt and seed, terse more briefly; longer judges by length, first prefers what it is shown
+    first, mumbling gives no verdict; flaky answers each request at the second time, overloaded never, forbidden repeats
+    the key, moved redirects, odd sends something else, slow is silent.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _ChatHandler)
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.seen: Counter[bytes] = Counter()
+        self.fails: Callable[[dict[str, Any]], bool] = lambda _: False
+
+    def handle_error(self, *_: object) -> None:
+        """Who waits no longer for a slow answer has hung up."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+    def answer(self, model: str, asked: str, seed: int) -> str:
+        if model in ("longer", "flaky", "first", "mumbling"):
+            found = SHOWN.search(asked)
+            assert found is not None, asked
+            said = {"first": "1", "mumbling": "both are fine"}.get(model) or _longer(found[1], found[2])
+            return f"The one is shorter than the other.\nVerdict: {said}"
+        words = asked.split()
+        return " ".join([*words[:2], f"number {seed % 97}."] if model == "writer" else words[:1])
+
+
+class _ChatHandler(BaseHTTPRequestHandler):
+    server: ChatServer
+
+    def do_POST(self) -> None:
+        sent = self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.loads(sent)
+        self.server.bodies.append(body)
+        self.server.keys.append(self.headers.get("Authorization", ""))
+        self.server.seen[sent] += 1
+        status, answer = self._answer(body, is_first=self.server.seen[sent] == 1)
+        said = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(said)))
+        if status == 307:
+            self.send_header("Location", f"{self.server.url}/elsewhere")
+        self.end_headers()
+        self.wfile.write(said)
+
+    def _answer(self, body: dict[str, Any], *, is_first: bool) -> tuple[int, Any]:
+        model = body["model"]
+        if model == "slow":
+            time.sleep(2)
+        if model == "overloaded" or (model == "flaky" and is_first) or self.server.fails(body):
+            return 503, {"error": "overloaded"}
+        if model == "forbidden":
+            return 401, {"error": f"no such key: {self.headers.get('Authorization', '')}"}
+        if model == "moved":
+            return 307, {}
+        if model == "odd":
+            return 200, {"choices": []}
+        said = self.server.answer(model, body["messages"][-1]["content"], body.get("seed", 0))
+        tokens = len(said.split())
+        reason = "length" if tokens > body["max_tokens"] else "stop"
+        choice = {"message": {"role": "assistant", "content": said}, "finish_reason": reason}
+        return 200, {"choices": [choice], "usage": {"completion_tokens": tokens}}
+
+    def log_message(self, *_: object) -> None:
+        """Nothing on the terminal."""
+
+
+@pytest.fixture
+def chat_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
+    """Its `url`, and what it was asked (`bodies`, `keys`)."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    for name in [name for name in os.environ if name.startswith("HEED_API_KEY")]:
+        monkeypatch.delenv(name)
+    with ChatServer() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()

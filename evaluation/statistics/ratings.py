@@ -167,10 +167,11 @@ def _covariance(y_CVO: Floats, beta_BK: Floats, F_VOK: Floats, num_policies: int
 
 
 def _beats(y_BVO: Floats, pairs: Ints, num_policies: int) -> Truths:
-    """[B, P, P] whether i won anything from j: a tie is something for both."""
+    """[B, P, P] whether i won anything from j. A tie that is half a win is something for both; Davidson's is not: with
+    wins and ties alone θ_i - θ_j and log ν grow together without end, and the likelihood with them."""
     beats_BPP = np.zeros((len(y_BVO), num_policies, num_policies), dtype=bool)
-    beats_BPP[:, pairs[:, 0], pairs[:, 1]] = y_BVO[:, :, :-1].sum(axis=2) > 0
-    beats_BPP[:, pairs[:, 1], pairs[:, 0]] = y_BVO[:, :, 1:].sum(axis=2) > 0
+    beats_BPP[:, pairs[:, 0], pairs[:, 1]] = y_BVO[:, :, 0] > 0
+    beats_BPP[:, pairs[:, 1], pairs[:, 0]] = y_BVO[:, :, -1] > 0
     return beats_BPP
 
 

@@ -13,7 +13,8 @@ from preferences.standing import ranking_of, standing
 class Found:
     """What an import found: tasks in order of appearance, their judgments, and what is to be told.
 
-    `batches` are the batches that rows name themselves ("" = none), `quotas` how many labelers each task is for.
+    `batches` are the batches that rows name themselves ("" = none), `quotas` how many labelers each task is for,
+    `places` file and line of each judgment, by task, labeler and revision.
     """
 
     report: Report
@@ -21,6 +22,7 @@ class Found:
     batches: dict[str, str] = field(default_factory=dict)
     quotas: dict[str, int] = field(default_factory=dict)
     acts: dict[str, dict[str, list[Judgment]]] = field(default_factory=dict)  # task id -> labeler -> acts in order
+    places: dict[tuple[str, str, int], str] = field(default_factory=dict)
 
     @property
     def judgments(self) -> list[Judgment]:
@@ -72,6 +74,8 @@ def _merge(found: Found, judged: Judged, name: str, first: dict[str, str]) -> No
         _add_vote(by_labeler, task_id, vote, name, judged.where, found.report)
     for act in judged.whole:
         _add_act(by_labeler.setdefault(act.labeler, []), act, judged.where, found.report)
+    for act in (act for acts in by_labeler.values() for act in acts):
+        found.places.setdefault((task_id, act.labeler, act.revision), judged.where)
     found.quotas[task_id] = judged.num_labelers or max(len(by_labeler), 1)
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from heed.pipeline import hold
+from heed.hold import hold
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from heed.pipeline import hold
+from heed.hold import hold
 with hold(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

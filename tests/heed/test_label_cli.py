@@ -157,7 +157,7 @@ def test_every_command_that_is_shown_parses() -> None:
     command: Any = get_command(heed.label_cli.label_app)
     texts = [path.read_text() for path in (ROOT / "docs/labels.md", *(ROOT / "configs/jobs/cluster").glob("hh-*.toml"))]
     shown = {line for text in texts for line in re.findall(r"^(?:#  *)?heed label (.*)$", text, re.MULTILINE)}
-    assert len(shown) == 9 + 5
+    assert len(shown) >= 14
     for line in shown:
         name, *words = shlex.split(line, comments=True)
         command.commands[name].make_context(name, words)

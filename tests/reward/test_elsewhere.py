@@ -100,10 +100,10 @@ def test_what_is_no_score_fails_and_says_so(
     [
         (
             "my_rewards:nothing",
-            r"ppo.reward_function is 'my_rewards:nothing', but my_rewards has no function 'nothing'",
+            r"reward function 'my_rewards:nothing': my_rewards has no function 'nothing'",
         ),
         ("my_rewards:value", "has no function 'value'"),
-        ("no_such_module:f", "ppo.reward_function names 'no_such_module': No module named 'no_such_module'"),
+        ("no_such_module:f", "reward function 'no_such_module': No module named 'no_such_module'"),
         ("nowhere.py:f", "nowhere.py: no such file"),
     ],
 )

@@ -158,7 +158,7 @@ def test_a_model_scores_a_published_file(reward_folder: Path, tmp_path: Path) ->
     rows.append({**rows[0], "id": 99, "chosen": "fox " * 100})
     judged = read_judged(write(tmp_path / "bench.jsonl", rows))
     assert judged.form == "rewardbench"
-    found = measure_reward_model(reward_folder, judged, seed=0)
+    found = measure_reward_model(reward_folder, judged, weights={}, seed=0)
     assert (found.num_too_long, found.too_long) == (1, "rewardbench/alpacaeval-easy/99")
     judge = Judge.load(reward_folder)
     right = []
@@ -183,7 +183,7 @@ def test_llmbar_is_read_by_its_label(reward_folder: Path, tmp_path: Path) -> Non
     row = {"input": "Name a bird.", "output_1": "the fox", "output_2": "the bird", "label": 2}
     turned = {**row, "output_1": "the bird", "output_2": "the fox", "label": 1}
     files = [read_judged(write(tmp_path / f"{n}.jsonl", [r])) for n, r in enumerate((row, turned, {**row, "label": 1}))]
-    measured = [measure_reward_model(reward_folder, judged, seed=0) for judged in files]
+    measured = [measure_reward_model(reward_folder, judged, weights={}, seed=0) for judged in files]
     as_told, turned_round, wrong = (found.calibration.accuracy.mean for found in measured)
     assert as_told == turned_round == 1 - wrong
 

@@ -1,0 +1,100 @@
+"""What a comparison needs of a judge, and which responses it is shown."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, Protocol
+
+from evaluation.answers import OnProgress
+from evaluation.verdicts import Response, Side, Verdict
+from training.data import Prompt
+
+SAME_TEXT = 0.5  # two responses that are the same text are tied, and nobody is asked
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two policies' responses to one prompt."""
+
+    prompt: Prompt
+    a: Response
+    b: Response
+
+    @property
+    def is_same(self) -> bool:
+        return self.a.text == self.b.text
+
+    def verdict(
+        self,
+        judge: str,
+        preference_a: float,
+        *,
+        labeler: str = "",
+        first: Side = "",
+        scores: tuple[float, float] = (math.nan, math.nan),
+        failure: str = "",
+    ) -> Verdict:
+        """A judge's verdict on this pair; the labeler is the judge where none is given."""
+        return Verdict(
+            prompt_id=self.prompt.prompt_id,
+            policy_a=self.a.policy,
+            policy_b=self.b.policy,
+            index_a=self.a.index,
+            index_b=self.b.index,
+            judge=judge,
+            labeler=labeler or judge,
+            preference_a=math.nan if failure else preference_a,
+            first=first,
+            score_a=scores[0],
+            score_b=scores[1],
+            length_a=len(self.a.text),
+            length_b=len(self.b.text),
+            category=self.prompt.kind,
+            failure=failure,
+        )
+
+
+class Judge(Protocol):
+    """Whatever can be refused is refused where one is made."""
+
+    @property
+    def name(self) -> str: ...
+
+    def describe(self) -> dict[str, Any]:
+        """What its verdicts depend on, as JSON; never a password or a key."""
+
+    def judge(self, pairs: Sequence[Pair], on_progress: OnProgress) -> list[Verdict]:
+        """Verdicts on the pairs, in their order; what it cannot judge is a verdict with its failure."""
+
+
+def pairs_of(prompts: Sequence[Prompt], responses: Mapping[str, Sequence[Response]]) -> list[Pair]:
+    """What is judged: on each prompt every two policies, sample by sample. `responses` are by policy, in its order.
+
+    The i-th sample of one is compared with the i-th of the other; where one has fewer, its samples go round, so that
+    every response is judged. So the number of verdicts grows with the samples, not with their square. Policies are
+    compared on the prompts that both have answered.
+    """
+    found: dict[tuple[str, str], list[Response]] = {}
+    for policy, own in responses.items():
+        for response in own:
+            found.setdefault((policy, response.prompt_id), []).append(response)
+    pairs: list[Pair] = []
+    for prompt in prompts:
+        for first, second in combinations(responses, 2):
+            ours, theirs = found.get((first, prompt.prompt_id)), found.get((second, prompt.prompt_id))
+            if ours and theirs:
+                places = range(max(len(ours), len(theirs)))
+                pairs += [Pair(prompt, ours[i % len(ours)], theirs[i % len(theirs)]) for i in places]
+    return pairs
+
+
+def refuse_too_many_failures(verdicts: Sequence[Verdict], max_failed_share: float) -> None:
+    """Errors: ValueError with the first cause where more than this share of a judge's verdicts failed."""
+    failed = [verdict for verdict in verdicts if verdict.failure]
+    if len(failed) > max_failed_share * len(verdicts):
+        first = failed[0]
+        raise ValueError(
+            f"judge {first.judge!r} failed on {len(failed)} of {len(verdicts)} verdicts, more than"
+            f" {max_failed_share:.0%} (--max-failed-share). The first, of prompt {first.prompt_id!r}: {first.failure}"
+        )

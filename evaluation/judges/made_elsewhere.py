@@ -1,0 +1,218 @@
+"""Judgments that were made elsewhere: files of any format that preferences/formats reads, as rows of a comparison."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from evaluation.verdicts import Response, Side, Verdict
+from preferences.formats.merging import Found, collect_all
+from preferences.formats.parts import UNKNOWN, Report, as_turns
+from preferences.formats.registry import AUTO, format_to_read, sniff
+from preferences.records import Judgment, Message, Task
+from preferences.standing import standing
+from reading.rows import read_source
+from training.data import Prompt
+
+CATEGORY_DETAILS = ("category", "kind", "dataset")
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What a file of judgments holds. `report` tells which rows were left out or interpreted.
+
+    `num_same_policy` pairs compare a policy with itself, `num_unknown` name no policy; neither is a verdict.
+    `num_again` verdicts are of who judged the same two responses before, and count with those as one.
+    """
+
+    format: str
+    policies: tuple[str, ...]
+    judges: tuple[str, ...]
+    prompts: Sequence[Prompt]
+    responses: Sequence[Response]
+    verdicts: Sequence[Verdict]
+    report: Report
+    num_same_policy: int
+    num_unknown: int
+    num_again: int
+
+
+def read_verdict_file(source: str, form: str = AUTO, *, judge: str, category: str = "") -> Elsewhere:
+    """Read judgments into prompts, responses and verdicts; a ranking of K responses gives all its pairs.
+
+    AlpacaEval's annotators are judges of their own and their preferences stay as unsure as they are; of other formats
+    all who judged are labelers of one `judge`. `category` names the field of the rows
+    that holds it; without a name `category`, `kind` or `dataset` is taken.
+    Errors: ValueError naming file and line of a malformed row, and where no verdict on two policies is left.
+    """
+    chosen = sniff(read_source(source))[0] if form == AUTO else format_to_read(form)
+    found = collect_all(chosen, read_source(source))
+    rows = _Rows(judge, category, is_soft=chosen.name == "alpacaeval")
+    acts: dict[str, list[Judgment]] = {}
+    stands = standing(found.judgments)
+    for act in (*stands.settled, *stands.skips):
+        acts.setdefault(act.task_id, []).append(act)
+    for task_id, task in found.tasks.items():
+        rows.add(task, acts.get(task_id, []), found)
+    if not rows.verdicts:
+        raise ValueError(
+            f"{source}: {found.report.num_rows} rows of {chosen.name} hold no verdict on two policies:"
+            f" {rows.num_unknown} pairs name no policy, {rows.num_same_policy} compare one with itself"
+        )
+    verdicts = _once(rows.verdicts)
+    return Elsewhere(
+        format=chosen.name,
+        policies=tuple(sorted({response.policy for response in rows.responses})),
+        judges=tuple(dict.fromkeys(verdict.judge for verdict in rows.verdicts)),
+        prompts=list(rows.prompts.values()),
+        responses=rows.responses,
+        verdicts=verdicts,
+        report=found.report,
+        num_same_policy=rows.num_same_policy,
+        num_unknown=rows.num_unknown,
+        num_again=len(rows.verdicts) - len(verdicts),
+    )
+
+
+def _once(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """One verdict of a labeler on two responses, shown in one order as far as is known: the mean of several.
+
+    So who was asked in both orders, where the data does not say which was shown first, counts as often as others.
+    """
+    alike: dict[tuple[Any, ...], list[Verdict]] = {}
+    for verdict in verdicts:
+        a, b = (verdict.policy_a, verdict.index_a), (verdict.policy_b, verdict.index_b)
+        shown_first = {"a": a, "b": b, "": ("", 0)}[verdict.first]
+        key = (verdict.prompt_id, verdict.judge, verdict.labeler, min(a, b), max(a, b), shown_first)
+        alike.setdefault(key, []).append(verdict)
+    return [_mean(same) for same in alike.values()]
+
+
+def _mean(same: Sequence[Verdict]) -> Verdict:
+    """As the first that did not fail has them."""
+    standing = [verdict for verdict in same if not verdict.failure]
+    if len(same) == 1 or not standing:
+        return same[0]
+    first = standing[0]
+    preferences = [v.preference_a if v.policy_a == first.policy_a else 1 - v.preference_a for v in standing]
+    where = "; ".join(dict.fromkeys(verdict.where for verdict in standing))
+    return replace(first, preference_a=sum(preferences) / len(preferences), where=where)
+
+
+class _Wrote(NamedTuple):
+    """A policy and the place of its response in a task."""
+
+    policy: str
+    place: int
+
+
+def _wrote(task: Task) -> list[_Wrote]:
+    """Who wrote what; tasks of `heed compare` show a text of several policies once, and name them in their details."""
+    policies = task.details.get("policies")
+    if not isinstance(policies, list) or len(policies) != len(task.responses):
+        policies = [[source] for source in task.sources]
+    return [_Wrote(str(policy), place) for place, names in enumerate(policies) for policy in names]
+
+
+@dataclass
+class _Rows:
+    """Rows of a comparison, as tasks come in."""
+
+    judge: str
+    category_field: str
+    is_soft: bool  # ratings are the chances of being preferred
+    prompts: dict[str, Prompt] = field(default_factory=dict)
+    responses: list[Response] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    num_same_policy: int = 0
+    num_unknown: int = 0
+    _places: dict[tuple[str, str, str], int] = field(default_factory=dict)  # (policy, prompt, text) -> index
+    _counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def add(self, task: Task, acts: Sequence[Judgment], found: Found) -> None:
+        pairs = list(self._pairs(task)) if acts else []
+        if not pairs:
+            return
+        prompt = self._prompt(task)
+        for act in sorted(acts, key=lambda act: act.labeler):
+            where = found.places[task.task_id, act.labeler, act.revision]
+            self.verdicts += [self._verdict(prompt, task, act, first, second, where) for first, second in pairs]
+
+    def _pairs(self, task: Task) -> Iterator[tuple[_Wrote, _Wrote]]:
+        """Responses of different policies whose names are known; the others are counted."""
+        for first, second in combinations(_wrote(task), 2):
+            if UNKNOWN in (first.policy, second.policy):
+                self.num_unknown += 1
+            elif first.policy == second.policy:
+                self.num_same_policy += 1
+            else:
+                yield first, second
+
+    def _prompt(self, task: Task) -> Prompt:
+        """Prompts of the same words are one, whatever tasks they are in."""
+        prompt_id = _prompt_id(task.prompt)
+        if prompt_id not in self.prompts:
+            messages = tuple(as_turns(task.prompt))
+            self.prompts[prompt_id] = Prompt(prompt_id=prompt_id, messages=messages, kind=self._category(task))
+        return self.prompts[prompt_id]
+
+    def _category(self, task: Task) -> str:
+        names = (self.category_field,) if self.category_field else CATEGORY_DETAILS
+        found = next((task.details[name] for name in names if isinstance(task.details.get(name), str | int)), "")
+        if self.category_field and found == "":
+            raise ValueError(
+                f"task {task.task_id!r}: field {self.category_field!r} is missing, which was named as the category"
+            )
+        return str(found)
+
+    def _index(self, policy: str, prompt_id: str, text: str, where: str) -> int:
+        """Which of the policy's responses to the prompt this text is; a new one becomes a row."""
+        key = (policy, prompt_id, text)
+        if key not in self._places:
+            self._places[key] = self._counts[policy, prompt_id]
+            self._counts[policy, prompt_id] += 1
+            self.responses.append(Response(policy, prompt_id, self._places[key], text, where=where))
+        return self._places[key]
+
+    def _verdict(self, prompt: Prompt, task: Task, act: Judgment, a: _Wrote, b: _Wrote, where: str) -> Verdict:
+        texts = (task.responses[a.place], task.responses[b.place])
+        has_scores = bool(act.ratings) and not self.is_soft
+        failure = f"skipped: {act.note or 'no reason given'}" if act.kind == "skip" else ""
+        return Verdict(
+            prompt_id=prompt.prompt_id,
+            policy_a=a.policy,
+            policy_b=b.policy,
+            index_a=self._index(a.policy, prompt.prompt_id, texts[0], where),
+            index_b=self._index(b.policy, prompt.prompt_id, texts[1], where),
+            judge=act.labeler if self.is_soft else self.judge,
+            labeler=act.labeler,
+            preference_a=float("nan") if failure else self._preference(act, a.place, b.place),
+            first=_shown_first(act, a.place, b.place),
+            score_a=act.ratings[a.place] if has_scores else float("nan"),
+            score_b=act.ratings[b.place] if has_scores else float("nan"),
+            length_a=len(texts[0]),
+            length_b=len(texts[1]),
+            category=prompt.kind,
+            failure=failure,
+            where=where,
+        )
+
+    def _preference(self, act: Judgment, first: int, second: int) -> float:
+        if self.is_soft and act.ratings:
+            return act.ratings[first]
+        ranks = act.ranks[first], act.ranks[second]
+        return 0.5 if ranks[0] == ranks[1] else float(ranks[0] < ranks[1])
+
+
+def _shown_first(act: Judgment, first: int, second: int) -> Side:
+    if not act.shown_order or first == second:
+        return ""
+    return "a" if act.shown_order.index(first) < act.shown_order.index(second) else "b"
+
+
+def _prompt_id(prompt: Sequence[Message]) -> str:
+    turns = [[message.role, message.content] for message in prompt]
+    return f"prompt-{hashlib.sha256(json.dumps(turns).encode()).hexdigest()[:16]}"

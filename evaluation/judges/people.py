@@ -1,0 +1,137 @@
+"""People as judges: comparisons become tasks of a label store, and what labelers have said so far becomes verdicts."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from evaluation.answers import OnProgress
+from evaluation.judges.judge import SAME_TEXT, Pair
+from evaluation.verdicts import Side, Verdict
+from preferences.records import MAX_RESPONSES, Judgment, Message, Task
+from preferences.standing import standing
+from preferences.store import LabelStore
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How far the labelers are; an open task has fewer judgments than wanted."""
+
+    num_tasks: int
+    num_open: int
+    num_judgments: int
+
+
+@dataclass(frozen=True)
+class PeopleJudge:
+    """`store_url` opens the label store and is never written down; `spec` is what may be.
+
+    All policies' responses to a prompt are one task, to be ranked by `num_labelers`: those of the first samples one,
+    of the second another. A text that several policies wrote is shown once, and ties them.
+    """
+
+    name: str
+    spec: str
+    store_url: str = field(repr=False)
+    batch: str
+    num_labelers: int
+    seed: int
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "kind": "people",
+            "spec": self.spec,
+            "batch": self.batch,
+            "num_labelers": self.num_labelers,
+        }
+
+    def put_tasks(self, pairs: Sequence[Pair]) -> Coverage:
+        """Put what is not there yet into the store; says how far the labelers are.
+
+        Errors: ValueError for more policies than a task holds, and what the store refuses.
+        """
+        tasks = list({task.task_id: task for pair in _groups(pairs) if (task := self._task(pair))}.values())
+        with LabelStore(self.store_url) as store:
+            store.add_tasks(tasks, batch=self.batch, num_labelers=self.num_labelers)
+            ours = {task.task_id for task in tasks}
+            covered = [one for one in store.coverage(self.batch) if one.task_id in ours]
+        num_judgments = sum(len(one.judged_by) for one in covered)
+        num_open = sum(len(one.judged_by) < one.num_labelers for one in covered)
+        return Coverage(len(covered), num_open, num_judgments)
+
+    def judge(self, pairs: Sequence[Pair], on_progress: OnProgress) -> list[Verdict]:
+        """What stands in the store of these pairs: a verdict a labeler; a skip is a failed one, with its reason.
+
+        Pairs of one text are ties of nobody in particular. What nobody has judged yet has no verdict, and before
+        anybody has judged anything there are none.
+        """
+        coverage = self.put_tasks(pairs)
+        on_progress(coverage.num_tasks - coverage.num_open, coverage.num_tasks)
+        with LabelStore(self.store_url) as store:
+            stands = standing(store.judgments(self.batch))
+        acts: dict[str, list[Judgment]] = {}
+        for act in sorted((*stands.settled, *stands.skips), key=lambda act: act.labeler):
+            acts.setdefault(act.task_id, []).append(act)
+        verdicts: list[Verdict] = []
+        for group in _groups(pairs) if acts else []:
+            task = self._task(group)
+            for pair in group:
+                if task is None:
+                    verdicts.append(pair.verdict(self.name, SAME_TEXT))
+                else:
+                    verdicts += [self._verdict(pair, task, act) for act in acts.get(task.task_id, ())]
+        return verdicts
+
+    def _task(self, group: Sequence[Pair]) -> Task | None:
+        """The task of one prompt's pairs; None where all responses are one text."""
+        texts = list(dict.fromkeys(side.text for pair in group for side in (pair.a, pair.b)))
+        # Canonical order says nothing, and labelers see another one.
+        texts.sort(key=lambda text: _hash(self.seed, text))
+        if len(texts) == 1:
+            return None
+        if len(texts) > MAX_RESPONSES:
+            raise ValueError(
+                f"judge {self.name!r}: {len(texts)} policies; people rank at most {MAX_RESPONSES} responses"
+            )
+        prompt = group[0].prompt
+        sides = [side for pair in group for side in (pair.a, pair.b)]
+        wrote = [list(dict.fromkeys(side.policy for side in sides if side.text == text)) for text in texts]
+        asked = [[message["role"], message["content"]] for message in prompt.messages]
+        return Task(
+            task_id=f"compare/{_hash(self.batch, prompt.prompt_id, asked, texts, wrote)[:24]}",
+            prompt=tuple(Message(role, content) for role, content in asked),
+            responses=tuple(texts),
+            sources=tuple(", ".join(policies) for policies in wrote),
+            details={"prompt_id": prompt.prompt_id, "category": prompt.kind, "policies": wrote},
+        )
+
+    def _verdict(self, pair: Pair, task: Task, act: Judgment) -> Verdict:
+        if act.kind == "skip":
+            reason = act.note or "no reason given"
+            return pair.verdict(self.name, 0.0, labeler=act.labeler, failure=f"skipped: {reason}")
+        a, b = task.responses.index(pair.a.text), task.responses.index(pair.b.text)
+        if a == b:
+            return pair.verdict(self.name, SAME_TEXT, labeler=act.labeler)
+        preference_a = 0.5 if act.ranks[a] == act.ranks[b] else float(act.ranks[a] < act.ranks[b])
+        first: Side = ""  # of a judgment that came in by an import nobody may know it
+        if act.shown_order:
+            first = "a" if act.shown_order.index(a) < act.shown_order.index(b) else "b"
+        scores = (act.ratings[a], act.ratings[b]) if act.ratings else (float("nan"), float("nan"))
+        return pair.verdict(self.name, preference_a, labeler=act.labeler, first=first, scores=scores)
+
+
+def _groups(pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """Pairs by prompt and place: the i-th comparison of every two policies, which one ranking answers."""
+    groups: dict[tuple[str, int], list[Pair]] = {}
+    seen: dict[tuple[str, str, str], int] = {}
+    for pair in pairs:
+        key = (pair.prompt.prompt_id, pair.a.policy, pair.b.policy)
+        seen[key] = seen.get(key, -1) + 1
+        groups.setdefault((pair.prompt.prompt_id, seen[key]), []).append(pair)
+    return list(groups.values())
+
+
+def _hash(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

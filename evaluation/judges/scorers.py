@@ -1,0 +1,82 @@
+"""Judges that score one response at a time: reward models, functions, endpoints, a world's gold scorer."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evaluation.answers import OnProgress
+from evaluation.judges.judge import Pair
+from evaluation.verdicts import Verdict
+from lm.tokenizer import Messages
+from reward.comparisons import encode_scored
+from reward.elsewhere import Scored
+from reward.scoring import Judge as RewardModel
+
+# From conversations and responses to a score, or a failure, a response.
+Score = Callable[[Sequence[Messages], Sequence[str]], Sequence[Scored]]
+
+BATCH = 128  # responses that are handed over at once
+
+
+@dataclass(frozen=True)
+class ScoreJudge:
+    """The response with the higher score is preferred, equal scores tie. `details` are what `describe` adds."""
+
+    name: str
+    kind: str
+    spec: str
+    score: Score
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "kind": self.kind, "spec": self.spec, **self.details}
+
+    def judge(self, pairs: Sequence[Pair], on_progress: OnProgress) -> list[Verdict]:
+        """Each text is scored once for its prompt, however many pairs and policies it is in."""
+        scores = self._scores(pairs, on_progress)
+        return [self._verdict(pair, scores) for pair in pairs]
+
+    def _scores(self, pairs: Sequence[Pair], on_progress: OnProgress) -> dict[tuple[str, str], Scored]:
+        wanted = {(pair.prompt.prompt_id, side.text): pair.prompt for pair in pairs for side in (pair.a, pair.b)}
+        keys, scores = list(wanted), dict[tuple[str, str], Scored]()
+        for start in range(0, len(keys), BATCH):
+            part = keys[start : start + BATCH]
+            found = self.score([wanted[key].messages for key in part], [text for _, text in part])
+            scores |= zip(part, found, strict=True)
+            on_progress(len(scores), len(keys))
+        return scores
+
+    def _verdict(self, pair: Pair, scores: Mapping[tuple[str, str], Scored]) -> Verdict:
+        a, b = (scores[pair.prompt.prompt_id, side.text] for side in (pair.a, pair.b))
+        failed = next((f"{side.policy}: {s.failure}" for side, s in ((pair.a, a), (pair.b, b)) if s.failure), "")
+        preference_a = 0.5 if a.score == b.score else float(a.score > b.score)
+        return pair.verdict(self.name, preference_a, scores=(a.score, b.score), failure=failed)
+
+
+def reward_model_score(folder: Path, weights: Mapping[str, float]) -> Score:
+    """Scores of a reward model's directory, of texts in its own vocabulary and template. `weights` are of its
+    objectives, where it has several.
+
+    Errors: ValueError for a directory that holds no reward model, and weights that do not fit it.
+    """
+    model = RewardModel.load(folder, weights)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def score(conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
+        turns = zip(conversations, responses, strict=True)
+        whole = [[*messages, {"role": "assistant", "content": response}] for messages, response in turns]
+        sequences = [encode_scored(model.tokenizer, conversation) for conversation in whole]
+        room = model.network.config.context_tokens
+        fitting = [row for row, tokens in enumerate(sequences) if model.fits(tokens)]
+        found = [Scored(math.nan, f"{len(s)} tokens, where the reward model reads {room}") for s in sequences]
+        model.network.to(device)  # not before it is asked: policies are sampled first, and need the room
+        scores = model.score_sequences([sequences[row] for row in fitting])
+        for row, value in zip(fitting, scores, strict=True):
+            found[row] = Scored(value) if math.isfinite(value) else Scored(math.nan, f"the reward model gave {value}")
+        return found
+
+    return score

@@ -1,0 +1,88 @@
+"""Policies that are model directories, or models of the hub: sampled in this process."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from evaluation.answers import OnProgress
+from evaluation.policies.policy import Sampling
+from evaluation.sampling import SamplingSpec, sample_policy
+from evaluation.verdicts import Response
+from lm.hub import model_directory
+from lm.model import LanguageModel
+from lm.source import skeleton
+from lm.tokenizer import Tokenizer
+from lm.weights import ModelFolder, open_checkpoint, read_config
+from training.checkpoint import folder_hash
+from training.data import Prompt
+from training.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class LocalPolicy:
+    """`reference` is what its KL is measured to: none where that reads other tokens than the policy."""
+
+    name: str
+    spec: str
+    folder: Path
+    sha256: str
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    reference: str
+
+    @classmethod
+    def open(cls, name: str, spec: str, prompts: Sequence[Prompt], sampling: Sampling) -> "LocalPolicy":
+        """Errors: ValueError for a folder that holds no decoder, and naming a prompt that leaves no room for the
+        response.
+        """
+        folder = model_directory(spec)
+        config, family, _ = read_config(folder, "language")
+        with open_checkpoint(folder, family, skeleton(ModelFolder(folder, LanguageModel).build)):
+            pass  # its tensors' names and shapes are checked, none is read
+        tokenizer = Tokenizer.load(folder)
+        for prompt in prompts:
+            num_tokens = len(tokenizer.encode_prompt(prompt.messages))
+            if num_tokens + sampling.max_tokens > config.context_tokens:
+                raise ValueError(
+                    f"policy {name!r}: prompt {prompt.prompt_id!r} has {num_tokens} tokens; with {sampling.max_tokens}"
+                    f" for the response (--max-tokens) they do not fit its context of {config.context_tokens}"
+                )
+        reference = model_directory(sampling.reference) if sampling.reference else None
+        is_measured = reference is not None and Tokenizer.load(reference) == tokenizer
+        return cls(name, spec, folder, folder_hash(folder), prompts, sampling, str(reference) if is_measured else "")
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "kind": "model",
+            "spec": self.spec,
+            "sha256": self.sha256,
+            "sampling": asdict(self.sampling),
+            "reference_sha256": folder_hash(Path(self.reference)) if self.reference else "",
+        }
+
+    def respond(self, on_progress: OnProgress) -> list[Response]:
+        spec = SamplingSpec(
+            policy=self.folder,
+            num_samples=self.sampling.num_samples,
+            max_response_tokens=self.sampling.max_tokens,
+            temperature=self.sampling.temperature,
+            seed=derive_seed(self.sampling.seed, "compare", self.name),
+            precision=self.sampling.precision,
+            reference=self.reference,
+        )
+        samples = sample_policy(spec, self.prompts)
+        on_progress(len(samples), len(samples))
+        return [
+            Response(
+                policy=self.name,
+                prompt_id=sample.prompt_id,
+                index=sample.index,
+                text=sample.response,
+                num_tokens=sample.num_tokens,
+                finished=sample.finished,
+                log_ratio=sample.log_ratio,
+            )
+            for sample in samples
+        ]

@@ -1,0 +1,43 @@
+"""What a comparison needs of a policy, and how policies are sampled."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from evaluation.answers import OnProgress
+from evaluation.verdicts import Response
+from training.config import Precision
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How policies are sampled; each of them with seeds of its own, named by policy, prompt and sample.
+
+    `reference` is a model directory, "" to measure no KL.
+    """
+
+    num_samples: int
+    temperature: float
+    max_tokens: int
+    seed: int
+    precision: Precision
+    reference: str = ""
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1 or self.max_tokens < 1 or not self.temperature >= 0 or self.seed < 0:
+            raise ValueError(
+                f"num_samples is {self.num_samples}, max_tokens {self.max_tokens}, temperature {self.temperature}, seed"
+                f" {self.seed}; at least 1, 1, 0 and 0 were expected"
+            )
+
+
+class Policy(Protocol):
+    """A policy with the prompts that it answers. Whatever can be refused is refused where one is made."""
+
+    @property
+    def name(self) -> str: ...
+
+    def describe(self) -> dict[str, Any]:
+        """All that its responses depend on, as JSON: with the same description they are the same."""
+
+    def respond(self, on_progress: OnProgress) -> list[Response]:
+        """Its responses to all prompts, prompt after prompt, at least one to each."""

@@ -1,0 +1,154 @@
+"""Policies that are files of saved outputs: our own rows, AlpacaEval's model_outputs, a comparison's responses."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evaluation.answers import OnProgress
+from evaluation.prompts import asked_of, by_id, conversation_key, id_of
+from evaluation.verdicts import Response
+from reading.fields import any_text, number_field, text_field, whole_field
+from reading.rows import read_source
+from training.checkpoint import file_hash
+from training.data import Prompt
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
+RESPONSE_FIELDS = ("response", "output", "completion", "text")
+WRITER_FIELDS = ("policy", "generator")
+ASKING_FIELDS = ("messages", "prompt", "instruction")
+SHOWN_IDS = 5
+
+
+def is_saved(spec: str) -> bool:
+    """Whether a spec is FILE or FILE#WRITER."""
+    return spec.partition("#")[0].endswith(SUFFIXES)
+
+
+@dataclass(frozen=True)
+class SavedPolicy:
+    """`responses` as the file has them. `num_unused` rows answer no prompt of the comparison."""
+
+    name: str
+    spec: str
+    sha256: str
+    responses: Sequence[Response]
+    num_unused: int
+
+    @classmethod
+    def open(cls, name: str, spec: str, prompts: Sequence[Prompt], *, allow_empty: bool) -> "SavedPolicy":
+        """Read FILE, or of FILE#WRITER the rows whose `policy` or `generator` is WRITER.
+
+        A row names its prompt by `prompt_id`, or by what was asked (`prompt`, `messages`, `instruction`), and holds
+        the response as `response`, `output`, `completion` or `text`; `index` tells several to one prompt apart.
+        Errors: ValueError naming file and line of a row that is malformed, empty, there twice or contradicts the
+        prompts; naming prompts that have no response; for rows of several writers of which none was chosen.
+        """
+        file, _, writer = spec.partition("#")
+        if not Path(file).is_file():
+            raise ValueError(f"policy {name!r}: {file}: no such file")
+        found = _Found(name, prompts, allow_empty=allow_empty)
+        writers: dict[str, str] = {}
+        for where, row in read_source(file):
+            wrote = next((str(row[field]) for field in WRITER_FIELDS if row.get(field)), "")
+            writers.setdefault(wrote, where)
+            if not writer and len(writers) > 1:
+                names = " and ".join(repr(known) for known in writers)
+                raise ValueError(f"{where}: rows of {names} in one file; {name}={file}#WRITER chooses one of them")
+            if wrote == writer or not writer:
+                # Parquet has every field in every row.
+                found.add(where, {name: value for name, value in row.items() if value is not None})
+        if writer and writer not in writers:
+            raise ValueError(f"{file}: no row's policy or generator is {writer!r}; found {sorted(writers)[:SHOWN_IDS]}")
+        return cls(name, spec, file_hash(Path(file)), found.in_order(file), found.num_unused)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "kind": "saved",
+            "spec": self.spec,
+            "sha256": self.sha256,
+            "num_unused": self.num_unused,
+        }
+
+    def respond(self, on_progress: OnProgress) -> list[Response]:
+        on_progress(len(self.responses), len(self.responses))
+        return list(self.responses)
+
+
+class _Found:
+    """Responses by prompt and index, as rows come in."""
+
+    def __init__(self, policy: str, prompts: Sequence[Prompt], *, allow_empty: bool) -> None:
+        self.num_unused = 0
+        self._policy, self._prompts, self._allow_empty = policy, prompts, allow_empty
+        self._by_id = by_id(prompts)
+        self._by_asked = {conversation_key(prompt.messages): prompt for prompt in prompts}
+        self._responses: dict[tuple[str, int], Response] = {}
+
+    def add(self, where: str, row: Mapping[str, Any]) -> None:
+        prompt = self._prompt(where, row)
+        if prompt is None:
+            self.num_unused += 1
+            return
+        index = whole_field(where, row, "index", 0, 2**31) if "index" in row else 0
+        known = self._responses.get((prompt.prompt_id, index))
+        if known is not None:
+            raise ValueError(
+                f"{where}: prompt {prompt.prompt_id!r} is already answered in {known.where}; a field 'index' tells"
+                " several responses apart"
+            )
+        field = next((name for name in RESPONSE_FIELDS if name in row), RESPONSE_FIELDS[0])
+        text = (any_text if self._allow_empty else text_field)(where, row, field)
+        self._responses[prompt.prompt_id, index] = Response(
+            policy=self._policy,
+            prompt_id=prompt.prompt_id,
+            index=index,
+            text=text,
+            num_tokens=whole_field(where, row, "num_tokens", 0, 2**31) if "num_tokens" in row else None,
+            finished=_flag(where, row, "finished"),
+            log_ratio=_log_ratio(where, row),
+            where=where,
+        )
+
+    def _prompt(self, where: str, row: Mapping[str, Any]) -> Prompt | None:
+        """The prompt that the row answers; None where it is none of the comparison's."""
+        asked = conversation_key(asked_of(where, row)) if any(name in row for name in ASKING_FIELDS) else None
+        if "prompt_id" not in row:
+            if asked is None:
+                names = ", ".join(("prompt_id", *ASKING_FIELDS))
+                raise ValueError(f"{where}: it names no prompt; one of {names} was expected, found {sorted(row)}")
+            return self._by_asked.get(asked)
+        prompt = self._by_id.get(id_of(where, row))
+        if prompt is not None and asked is not None and asked != conversation_key(prompt.messages):
+            raise ValueError(f"{where}: prompt_id {prompt.prompt_id!r} is that of another prompt than the row's own")
+        return prompt
+
+    def in_order(self, file: str) -> list[Response]:
+        """Prompt after prompt. Errors: ValueError naming prompts without a response."""
+        by_prompt: dict[str, list[Response]] = {prompt.prompt_id: [] for prompt in self._prompts}
+        for key in sorted(self._responses, key=lambda key: key[1]):
+            by_prompt[key[0]].append(self._responses[key])
+        missing = [prompt_id for prompt_id, own in by_prompt.items() if not own]
+        if missing:
+            more = f" and {len(missing) - SHOWN_IDS} more" if len(missing) > SHOWN_IDS else ""
+            raise ValueError(
+                f"policy {self._policy!r}: {file} has no response to {len(missing)} of {len(by_prompt)} prompts:"
+                f" {', '.join(map(repr, missing[:SHOWN_IDS]))}{more}; {self.num_unused} of its rows answer others"
+            )
+        return [response for own in by_prompt.values() for response in own]
+
+
+def _flag(where: str, row: Mapping[str, Any], field: str) -> bool | None:
+    value = row.get(field)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{where}: field {field!r} is {value!r}; true or false was expected")
+    return value
+
+
+def _log_ratio(where: str, row: Mapping[str, Any]) -> float:
+    """NaN, in Parquet, is what was not measured, like a field that is not there."""
+    value = row.get("log_ratio")
+    if value is None or value != value:
+        return float("nan")
+    return number_field(where, row, "log_ratio")

@@ -1,0 +1,73 @@
+"""The prompts of a comparison: ids, conversations that end with a user's turn, categories."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from reading.fields import text_field
+from training.data import DataConfig, Prompt, messages_field, read_rows
+
+CATEGORY_FIELDS = ("category", "kind", "dataset")  # what published sets of prompts call it
+
+
+def read_compared_prompts(data: DataConfig, category_field: str = "") -> list[Prompt]:
+    """Prompts in the rows' order: `messages` or `prompt`, or AlpacaEval's `instruction`.
+
+    `prompt_id` is the row's number from 0 where rows have none. A prompt's `kind` is the row's `category_field`, which
+    every row then needs; without a name it is the first of `category`, `kind` and `dataset` that the row has.
+    Errors: ValueError naming file, line and field; an id or a conversation that is there twice, with both lines.
+    """
+    prompts: list[Prompt] = []
+    ids: dict[str, str] = {}
+    texts: dict[tuple[tuple[str, str], ...], str] = {}
+    for index, (where, row) in enumerate(read_rows(data)):
+        prompt_id = id_of(where, row) if "prompt_id" in row else str(index)
+        messages = asked_of(where, row)
+        if prompt_id in ids:
+            raise ValueError(f"{where}: prompt_id {prompt_id!r} is already that of {ids[prompt_id]}")
+        if conversation_key(messages) in texts:
+            raise ValueError(f"{where}: the prompt is the same as in {texts[conversation_key(messages)]}")
+        ids[prompt_id] = texts[conversation_key(messages)] = where
+        category = category_of(where, row, category_field)
+        prompts.append(Prompt(prompt_id=prompt_id, messages=tuple(messages), kind=category))
+    if not prompts:
+        raise ValueError(f"{data.source}: no prompts; at least one was expected")
+    return prompts
+
+
+def id_of(where: str, row: Mapping[str, Any]) -> str:
+    """The row's `prompt_id` as text. Errors: ValueError for one that is neither text nor a whole number."""
+    value = row["prompt_id"]
+    if type(value) is int:
+        return str(value)
+    return text_field(where, row, "prompt_id")
+
+
+def asked_of(where: str, row: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What a row asks, as messages; AlpacaEval's `input` stands behind its instruction.
+
+    Errors: ValueError naming file, line and field.
+    """
+    if "messages" not in row and "prompt" not in row and "instruction" in row:
+        given = row.get("input") or ""
+        text = "\n\n".join([text_field(where, row, "instruction"), *([given] if given else [])])
+        return [{"role": "user", "content": text}]
+    if isinstance(row.get("prompt"), list) and "messages" not in row:
+        return messages_field(where, {"messages": row["prompt"]}, ends_with="user")
+    return messages_field(where, row, ends_with="user")
+
+
+def category_of(where: str, row: Mapping[str, Any], field: str) -> str:
+    """The category of a row as text, "" where it has none. Errors: ValueError where `field` is named and missing."""
+    if field and row.get(field) is None:
+        raise ValueError(f"{where}: field {field!r} is missing, which was named as the category; found {sorted(row)}")
+    names = (field,) if field else CATEGORY_FIELDS
+    return next((str(row[name]) for name in names if isinstance(row.get(name), str | int)), "")
+
+
+def conversation_key(messages: Iterable[Mapping[str, str]]) -> tuple[tuple[str, str], ...]:
+    """What makes two conversations the same; space around texts does not count."""
+    return tuple((message["role"], message["content"].strip()) for message in messages)
+
+
+def by_id(prompts: Sequence[Prompt]) -> dict[str, Prompt]:
+    return {prompt.prompt_id: prompt for prompt in prompts}
