@@ -71,7 +71,7 @@ def plan(
 
     Exit code 1: it does not fit.
     """
-    from heed.plan_tables import show_plan
+    from heed.planning.tables import show_plan
 
     if not show_plan(out, job, override or [], gpu, nodes, gpus_per_node, price, share, rows):
         raise typer.Exit(1)
@@ -82,9 +82,9 @@ def report(
     folder: Annotated[Path, typer.Argument(help="A run folder, such as runs/demo, or that of a comparison.")],
 ) -> None:
     """Write report.html and report.json of a run or a comparison anew."""
-    from heed.comparison_report import write_comparison_report
-    from heed.comparison_report_folder import is_comparison
-    from heed.report import write_report
+    from heed.comparison.report import write_comparison_report
+    from heed.comparison.report_folder import is_comparison
+    from heed.reports.report import write_report
 
     if is_comparison(folder):
         write_comparison_report(folder)
@@ -178,7 +178,7 @@ def study(
     """
     from importlib.resources import files
 
-    from heed.study import QUICK, run_study
+    from heed.study.study import QUICK, run_study
 
     job = Path(str(files("configs").joinpath("jobs", "debug.toml" if quick else "study.toml")))
     found = run_study(finding, job, runs, num_seeds=seeds, overrides=[*(QUICK if quick else ()), *(override or [])])

@@ -15,8 +15,8 @@ from heed.progress import StageProgress, console
 
 if TYPE_CHECKING:
     from evaluation.answers import OnProgress
-    from heed.comparison import Outcome, Progress
-    from heed.comparison_folder import Settings
+    from heed.comparison.comparing import Outcome, Progress
+    from heed.comparison.folder import Settings
 
 LONGEST_NAME = 80
 ODDITIES = "oddities.jsonl"  # of a file of judgments, in the comparison's folder
@@ -67,9 +67,9 @@ def compare(
     A comparison that was interrupted goes on. The same command again asks people what they have said since.
     """
     from evaluation.policies.policy import Sampling
-    from heed.comparison import Compared, take_verdicts
-    from heed.comparison import compare as compare_policies
-    from heed.comparison_judges import Asking, Judging
+    from heed.comparison.comparing import Compared, take_verdicts
+    from heed.comparison.comparing import compare as compare_policies
+    from heed.comparison.judges import Asking, Judging
     from training.data import DataConfig
 
     if verdicts and (policies or prompts or judge):
@@ -106,9 +106,9 @@ def judge_again(
     cache: Cache = None,
 ) -> None:
     """Judge a comparison by further judges, without sampling again. What the others said stays."""
-    from heed.comparison import judge_again as judge_folder
-    from heed.comparison_folder import holding, read_judged, read_settings
-    from heed.comparison_judges import Asking, Judging, open_judges
+    from heed.comparison.comparing import judge_again as judge_folder
+    from heed.comparison.folder import holding, read_judged, read_settings
+    from heed.comparison.judges import Asking, Judging, open_judges
 
     settings = read_settings(folder)
     asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
@@ -183,7 +183,7 @@ def _tell_people(outcome: "Outcome", judges: Sequence[str]) -> None:
 
 
 def _conclude(outcome: "Outcome", folder: Path) -> None:
-    from heed.comparison_results import conclude, results_table
+    from heed.comparison.results import conclude, results_table
 
     if not outcome.has_verdicts:
         console.print("no verdicts yet, so there is nothing to report")

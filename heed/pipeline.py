@@ -53,7 +53,7 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
                 workers.begin()
             prepared.result()
         _run_stages(run, first, only)
-    from heed.report import write_report  # draws, which takes a second to import and is not needed before
+    from heed.reports.report import write_report  # draws, which takes a second to import and is not needed before
 
     write_report(folder)
     console.print(f"report: {folder / 'report.html'}  ({time.monotonic() - started:.0f} s)")

@@ -1,6 +1,6 @@
 """What the terminal says of a comparison's results."""
 
-from heed.comparison_results import in_words, results_table
+from heed.comparison.results import in_words, results_table
 
 
 def test_results_in_words() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from heed import report_run
 from heed.job import STAGES
 from heed.job_file import load_job
+from heed.reports import run as report_run
 from heed.stages import STAGES as STAGE_TABLE
 from playground.world import PlaygroundWorld
 

@@ -14,8 +14,8 @@ from cluster.group import connect, disconnect
 from heed import recovery
 from heed.job_file import load_job
 from heed.pipeline import run_job
-from heed.plan import Setting, make_plan
-from heed.plan_hardware import GPUS
+from heed.planning.hardware import GPUS
+from heed.planning.plan import Setting, make_plan
 from heed.preflight import check_data
 from heed.stages import Run
 from lm.config import ModelConfig

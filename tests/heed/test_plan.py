@@ -14,9 +14,9 @@ from heed.cli import app
 from heed.inspection import read_shape
 from heed.job_file import load_job
 from heed.pipeline import run_job
-from heed.plan import Plan, Setting, make_plan, places
-from heed.plan_hardware import GIB, GPUS, hardware
-from heed.plan_memory import Layout, activation_bytes, count, forward_pass, ppo_memory, states, training_memory
+from heed.planning.hardware import GIB, GPUS, hardware
+from heed.planning.memory import Layout, activation_bytes, count, forward_pass, ppo_memory, states, training_memory
+from heed.planning.plan import Plan, Setting, make_plan, places
 from training.config import OptimizerConfig
 
 ROOT = Path(__file__).parents[2]

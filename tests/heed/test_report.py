@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heed.report import write_report
-from heed.report_run import STAGES, clean_text, plain, read_run
-from heed.report_svg import running_mean
-from heed.report_view import policy_table
-from heed.report_words import duration, interval, number, percent, policies_of, verdict_of
+from heed.reports.report import write_report
+from heed.reports.run import STAGES, clean_text, plain, read_run
+from heed.reports.svg import running_mean
+from heed.reports.view import policy_table
+from heed.reports.words import duration, interval, number, percent, policies_of, verdict_of
 
 HOSTILE = "<script>alert(1)</script>"
 KINDS = ("story", "question", "list", "brief", "decline", "help")

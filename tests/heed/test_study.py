@@ -13,9 +13,9 @@ import pytest
 from heed import pipeline
 from heed.job_file import load_job
 from heed.recovery import Workers
-from heed.study import QUICK, run_study
-from heed.study_arms import arm_job, arms_of, cut_rankings, with_those_before
-from heed.study_measures import pairs_right
+from heed.study.arms import arm_job, arms_of, cut_rankings, with_those_before
+from heed.study.measures import pairs_right
+from heed.study.study import QUICK, run_study
 from preferences.records import Message, Ranking
 from reward.comparisons import RankingsConfig, read_rankings
 

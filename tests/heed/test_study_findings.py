@@ -9,10 +9,10 @@ import pytest
 
 from evaluation.best_of_n import best_of_n_kl
 from evaluation.measures.curves import Curve
-from heed.study_contrasts import earlier, ratio_difference, rise_and_fall
-from heed.study_findings import FINDINGS, GOLD, LITTLE_COST, NO_SHIFT, Finding, Found
-from heed.study_report import as_markdown, draw_curves, standalone
-from heed.study_verdicts import Contrast, Rule, decide, overall
+from heed.study.contrasts import earlier, ratio_difference, rise_and_fall
+from heed.study.findings import FINDINGS, GOLD, LITTLE_COST, NO_SHIFT, Finding, Found
+from heed.study.report import as_markdown, draw_curves, standalone
+from heed.study.verdicts import Contrast, Rule, decide, overall
 from preferences.intervals import UNKNOWN, Interval
 from preferences.resampling import Floats
 

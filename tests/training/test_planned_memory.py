@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from heed.plan_memory import Layout, Memory, count, forward_pass, training_memory
+from heed.planning.memory import Layout, Memory, count, forward_pass, training_memory
 from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import Fresh

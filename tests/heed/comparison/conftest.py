@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from evaluation.verdicts import Response, Verdict, write_rows
-from heed.comparison_report import write_comparison_report
+from heed.comparison.report import write_comparison_report
 
 CATEGORIES = ("story", "question", "list")
 ASKED = {

@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from evaluation.verdicts import Response, Verdict, read_responses, read_verdicts, write_rows
-from heed.comparison_report import write_comparison_report
+from heed.comparison.report import write_comparison_report
 
 MakeFolder = Callable[..., Path]
 ReadPage = Callable[[str], Any]

@@ -16,10 +16,10 @@ from evaluation.measures.policies import measure_policies
 from evaluation.measures.reward_model import RewardMeasures
 from evaluation.measures.tax import Change, TaskTax, Tax
 from evaluation.verdicts import Response
-from heed.comparison_report import write_comparison_report
-from heed.comparison_report_measures import figures, measure_tables
-from heed.comparison_report_words import looks_of
-from heed.report_words import percent
+from heed.comparison.report import write_comparison_report
+from heed.comparison.report_measures import figures, measure_tables
+from heed.comparison.report_words import looks_of
+from heed.reports.words import percent
 from preferences.intervals import Interval, Share, plain
 
 

@@ -15,12 +15,12 @@ from pyarrow import parquet
 from evaluation.statistics.summary import summarise
 from evaluation.verdicts import read_verdicts, write_rows
 from heed.cli import main
-from heed.comparison_report import render, write_comparison_report
-from heed.comparison_report_folder import read_comparison
-from heed.comparison_report_pairs import turned
-from heed.comparison_report_samples import TEXT_CHARACTERS, UNFOLDED_CHARACTERS, evenly, folded, verdicts_disagree
-from heed.comparison_report_words import looks_of, p_value
-from heed.report_words import percent
+from heed.comparison.report import render, write_comparison_report
+from heed.comparison.report_folder import read_comparison
+from heed.comparison.report_pairs import turned
+from heed.comparison.report_samples import TEXT_CHARACTERS, UNFOLDED_CHARACTERS, evenly, folded, verdicts_disagree
+from heed.comparison.report_words import looks_of, p_value
+from heed.reports.words import percent
 
 MakeFolder = Callable[..., Path]
 

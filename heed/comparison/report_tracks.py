@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evaluation.statistics.results import Agreement, CategoryWinRate, Counts, PairSummary, Ratings
-from heed.comparison_report_words import by_rating, p_value, rank_range, span
-from heed.report_words import Policy, number, percent
+from heed.comparison.report_words import by_rating, p_value, rank_range, span
+from heed.reports.words import Policy, number, percent
 
 NUM_SPACES = 3  # at most, between ticks of an axis
 MARGIN = 0.08  # of the data, at either end of an axis

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from evaluation.measures.policies import measure_policies
 from evaluation.verdicts import Response, read_responses
-from heed.comparison_folder import MEASURES, RESPONSES, read_settings
-from heed.comparison_report import write_comparison_report
+from heed.comparison.folder import MEASURES, RESPONSES, read_settings
+from heed.comparison.report import write_comparison_report
 from preferences.intervals import plain
 from training.stage import write_json
 

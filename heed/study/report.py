@@ -11,16 +11,16 @@ from matplotlib.ticker import MaxNLocator
 
 from evaluation.measures.curves import points
 from heed.progress import console
-from heed.report_svg import ROUND_STEPS, draw, tone
-from heed.report_words import number
-from heed.study_findings import Curves, Found
-from heed.study_verdicts import Claim
+from heed.reports.svg import ROUND_STEPS, draw, tone
+from heed.reports.words import number
+from heed.study.findings import Curves, Found
+from heed.study.verdicts import Claim
 from preferences.intervals import Interval, plain
 
 LINE_TONES = ("ppo", "sft", "other-1")
 INTERVALS = (
     "Each seed's number has a 95% bootstrap interval over its held-out prompts (texts, tasks). The mean has a 95%"
-    " Student's interval over seeds, which alone decides; the rules are those of `heed/study_verdicts.py`."
+    " Student's interval over seeds, which alone decides; the rules are those of `heed/study/verdicts.py`."
 )
 
 
@@ -117,7 +117,7 @@ def draw_curves(name: str, title: str, by_seed: Sequence[Curves]) -> str:
 
 def standalone(svg: str) -> str:
     """A chart of a report's page as a file of its own, in the page's light colours."""
-    css = files("heed").joinpath("report_style.html.jinja").read_text(encoding="utf-8")
+    css = files("heed.reports").joinpath("report_style.html.jinja").read_text(encoding="utf-8")
     light = dict(reversed(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", css)))  # the first of each is the light one
     svg = re.sub(r"var\(--([\w-]+)\)", lambda found: light[found[1]], svg)
     svg = re.sub(r"calc\(([\d.]+px) \* var\(--text, 1\)\)", r"\1", svg)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from evaluation.verdicts import Response, Verdict
-from heed.comparison_report_folder import ComparedPrompt, ComparisonFolder
-from heed.report_words import Policy, number, percent
+from heed.comparison.report_folder import ComparedPrompt, ComparisonFolder
+from heed.reports.words import Policy, number, percent
 
 MAX_PROMPTS = 1_000
 MAX_CHARACTERS = 6_000_000

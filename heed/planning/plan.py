@@ -1,7 +1,7 @@
 """`heed plan`: a job in numbers before it runs, stage by stage: batches, memory of a rank, time, cost, places.
 
 Nothing of a model is allocated. Batches are exact; what depends on data that is not here yet is an upper bound or an
-assumption, and each of those is said. Memory is the count of heed/plan_memory.py. Time is floating-point operations
+assumption, and each of those is said. Memory is the count of heed/planning/memory.py. Time is floating-point operations
 over a share of the hardware's peak, and for sampling the weights and the cache read once a token.
 """
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from heed.collect import CollectConfig
 from heed.job import JobConfig
-from heed.plan_hardware import Hardware
-from heed.plan_memory import (
+from heed.planning.hardware import Hardware
+from heed.planning.memory import (
     GENERATION_ROWS,
     Counts,
     Layout,

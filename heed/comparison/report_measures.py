@@ -2,7 +2,7 @@
 
     policies            {policy: evaluation.measures.policies.PolicyMeasures}: a table with a column a policy
     tax                 evaluation.measures.tax.Tax: likewise
-    anything else       figures by their place, a list of objects as a table of its own; comparison_report_curves draws
+    anything else       figures by their place, a list of objects as a table of its own; report_curves draws
                         `over_optimisation` and `reward_model`
 
 A figure is a number, a text, or {mean, low, high}; objects nest.
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from heed.report_words import Policy, number
+from heed.reports.words import Policy, number
 
 SMALL = 0.01  # below it a number is shown by significant digits
 

@@ -19,10 +19,10 @@ from heed.job import JobConfig
 from heed.job_file import load_job
 from heed.pipeline import run_job
 from heed.progress import console
-from heed.study_arms import LABELERS_A_TASK, arm_job, arms_of, with_those_before, write_cuts
-from heed.study_findings import FINDINGS, Finding, Found
-from heed.study_measures import SeedMeasures
-from heed.study_report import write_findings
+from heed.study.arms import LABELERS_A_TASK, arm_job, arms_of, with_those_before, write_cuts
+from heed.study.findings import FINDINGS, Finding, Found
+from heed.study.measures import SeedMeasures
+from heed.study.report import write_findings
 
 # What the debug job lacks for a study: enough of a pool and of policies for a curve.
 QUICK = ("compare.best_of=8", "ppo.keep_policies_every=1")

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from evaluation.statistics.results import JudgeSummary, PairSummary, Summary
 from evaluation.verdicts import Verdict
-from heed.comparison_report_folder import ComparisonFolder
-from heed.comparison_report_words import listed, of, span
-from heed.report_words import Policy, number, percent
+from heed.comparison.report_folder import ComparisonFolder
+from heed.comparison.report_words import listed, of, span
+from heed.reports.words import Policy, number, percent
 
 FEW_PROMPTS = 100
 MANY_FLIPS = 0.2

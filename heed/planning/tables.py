@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from heed.job_file import load_job
-from heed.plan import Plan, Setting, StagePlan, make_plan, places
-from heed.plan_hardware import GIB, hardware
+from heed.planning.hardware import GIB, hardware
+from heed.planning.plan import Plan, Setting, StagePlan, make_plan, places
 
 # CUDA's context, NCCL's buffers and the gaps of an allocator are not counted; a tenth is what they commonly take.
 COMFORTABLE = 0.9

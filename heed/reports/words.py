@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from heed.report_run import Run, dig
+from heed.reports.run import Run, dig
 
 LABEL_CHARACTERS = 24
-# A policy keeps its colour and its marker through the whole page; see report_svg for the colours.
+# A policy keeps its colour and its marker through the whole page; see svg.py for the colours.
 KNOWN_POLICIES = {
     "pretrained": ("Pretrained", "pretrained", "o"),
     "sft": ("SFT", "sft", "s"),

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from heed.report_run import STAGES, Run, dig
-from heed.report_words import duration, interval, number, percent, policies_of
+from heed.reports.run import STAGES, Run, dig
+from heed.reports.words import duration, interval, number, percent, policies_of
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import numpy as np
 
 from evaluation.statistics.results import JudgeSummary, PairSummary, Summary
 from evaluation.verdicts import Verdict
-from heed.comparison_report_folder import MEASURES, SETTINGS, VERDICTS, ComparisonFolder
-from heed.report_words import Policy, number
+from heed.comparison.report_folder import MEASURES, SETTINGS, VERDICTS, ComparisonFolder
+from heed.reports.words import Policy, number
 
 Filter = tuple[str, str, str | tuple[str, ...]]
 

@@ -13,8 +13,8 @@ from evaluation.statistics.results import (
     Summary,
     WinRate,
 )
-from heed.comparison_report_words import p_value, points, span
-from heed.report_words import Policy, number, percent
+from heed.comparison.report_words import p_value, points, span
+from heed.reports.words import Policy, number, percent
 from preferences.intervals import Interval
 
 

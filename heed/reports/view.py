@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from heed.report_curves import stage_charts
-from heed.report_plots import agreement_chart, kl_bounds
-from heed.report_run import Run, dig
-from heed.report_svg import Chart
-from heed.report_words import Policy, count, duration, interval, label, number, percent, policies_of
+from heed.reports.curves import stage_charts
+from heed.reports.plots import agreement_chart, kl_bounds
+from heed.reports.run import Run, dig
+from heed.reports.svg import Chart
+from heed.reports.words import Policy, count, duration, interval, label, number, percent, policies_of
 
 SHOWN_CHARACTERS = 2_000  # of a prompt or a response; the rest is in report.json
 NUM_OPEN_SAMPLES = 3

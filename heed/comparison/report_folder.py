@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.verdicts import Response, Verdict, read_responses, read_verdicts
-from heed.report_run import plain
+from heed.reports.run import plain
 from reading.fields import any_messages, any_text, list_field, text_field, whole_field
 from reading.rows import read_source
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from evaluation.statistics.results import Agreement, Failures, JudgeSummary, Ratings, Summary
-from heed.comparison_report_pairs import PairRow, pair_rows
-from heed.comparison_report_sources import Source, source_text
-from heed.comparison_report_tracks import (
+from heed.comparison.report_pairs import PairRow, pair_rows
+from heed.comparison.report_sources import Source, source_text
+from heed.comparison.report_tracks import (
     SHARE_TICKS,
     Row,
     Tracks,
@@ -18,8 +18,8 @@ from heed.comparison_report_tracks import (
     share_dot,
     win_rows,
 )
-from heed.comparison_report_words import of, span
-from heed.report_words import Policy, number, percent
+from heed.comparison.report_words import of, span
+from heed.reports.words import Policy, number, percent
 
 MODELS = {"bradley_terry": "Bradley–Terry", "davidson": "Davidson"}
 

@@ -1,4 +1,4 @@
-"""The findings that a study tries again: which arms each needs, and the claims that decide it (heed/study_verdicts.py).
+"""The findings that a study tries again: which arms each needs, and the claims that decide it (heed/study/verdicts.py).
 
 The sizes that matter were set before anything was run. Gold scores lie between 0 and 1; PPO's gain over SFT in the
 demo is about .24.
@@ -10,9 +10,9 @@ from typing import Protocol
 
 from evaluation.measures.curves import Curve
 from evaluation.measures.equal_terms import mean_lead
-from heed.study_arms import KL_COEFS, LABELERS_A_TASK
-from heed.study_contrasts import earlier, last_difference, negated, ratio_difference, rise_and_fall
-from heed.study_verdicts import Claim, Contrast, Overall, Rule, decide, overall
+from heed.study.arms import KL_COEFS, LABELERS_A_TASK
+from heed.study.contrasts import earlier, last_difference, negated, ratio_difference, rise_and_fall
+from heed.study.verdicts import Claim, Contrast, Overall, Rule, decide, overall
 from preferences.resampling import Floats
 
 GOLD = Rule("above", 0.02, "of gold score")
@@ -25,7 +25,7 @@ LITTLE_COST = Rule("below", 0.05, "of gold score")
 
 
 class Measures(Protocol):
-    """What the findings ask of one seed (`heed.study_measures.SeedMeasures`)."""
+    """What the findings ask of one seed (`heed.study.measures.SeedMeasures`)."""
 
     @property
     def seed(self) -> int: ...

@@ -20,7 +20,7 @@ from evaluation.policies.remote import RemotePolicy
 from evaluation.policies.saved import SavedPolicy, is_saved
 from evaluation.prompts import read_compared_prompts
 from evaluation.verdicts import Response, Verdict, write_rows
-from heed.comparison_folder import (
+from heed.comparison.folder import (
     Settings,
     holding,
     read_judged,
@@ -31,7 +31,7 @@ from heed.comparison_folder import (
     write_comparison,
     write_verdicts,
 )
-from heed.comparison_judges import Judging, open_judges
+from heed.comparison.judges import Judging, open_judges
 from preferences.formats.parts import Report
 from training.checkpoint import file_hash
 from training.data import DataConfig, Prompt

@@ -14,19 +14,20 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+import heed.reports
 from evaluation.statistics.results import Summary
 from evaluation.statistics.summary import summarise
-from heed.comparison_report_curves import curve_view
-from heed.comparison_report_folder import VERDICTS, ComparisonFolder, read_comparison
-from heed.comparison_report_measures import measure_tables
-from heed.comparison_report_pairs import PAIR_COLUMNS, as_shown
-from heed.comparison_report_samples import MAX_CHARACTERS, MAX_PROMPTS, Samples, samples_of
-from heed.comparison_report_sources import sources_of
-from heed.comparison_report_view import View, meta_of
-from heed.comparison_report_warnings import warnings_of
-from heed.comparison_report_words import Answer, answer_of, looks_of
-from heed.report_run import clean_text
-from heed.report_run import plain as finite
+from heed.comparison.report_curves import curve_view
+from heed.comparison.report_folder import VERDICTS, ComparisonFolder, read_comparison
+from heed.comparison.report_measures import measure_tables
+from heed.comparison.report_pairs import PAIR_COLUMNS, as_shown
+from heed.comparison.report_samples import MAX_CHARACTERS, MAX_PROMPTS, Samples, samples_of
+from heed.comparison.report_sources import sources_of
+from heed.comparison.report_view import View, meta_of
+from heed.comparison.report_warnings import warnings_of
+from heed.comparison.report_words import Answer, answer_of, looks_of
+from heed.reports.run import clean_text
+from heed.reports.run import plain as finite
 from preferences.intervals import plain
 
 SCRIPT = Path(__file__).with_name("comparison_report.js")
@@ -123,7 +124,7 @@ def flat(value: Any, path: str = "") -> list[tuple[str, str]]:
 @cache
 def _environment() -> jinja2.Environment:
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader([Path(__file__).parent, Path(heed.reports.__file__).parent]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -10,11 +10,11 @@ from typing import Any
 
 import jinja2
 
-from heed.report_figures import headlines, kl_headline, seconds_of, sources_of, total_time
-from heed.report_plots import gold_chart, kl_charts
-from heed.report_run import Run, StageRun, read_run
-from heed.report_view import kind_table, policy_table, samples_of, stage_views, win_table
-from heed.report_words import verdict_of
+from heed.reports.figures import headlines, kl_headline, seconds_of, sources_of, total_time
+from heed.reports.plots import gold_chart, kl_charts
+from heed.reports.run import Run, StageRun, read_run
+from heed.reports.view import kind_table, policy_table, samples_of, stage_views, win_table
+from heed.reports.words import verdict_of
 
 
 def write_report(run_folder: Path) -> dict[str, Any]:

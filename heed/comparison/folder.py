@@ -4,7 +4,7 @@
     prompts.jsonl       prompt_id, messages, category
     responses.parquet   evaluation.verdicts.Response
     verdicts.parquet    evaluation.verdicts.Verdict, of every judge
-    measures.json       measures of each policy (heed/comparison_results.py)
+    measures.json       measures of each policy (heed/comparison/results.py)
 
 While a comparison is under way its responses lie in `FOLDER.sampling/`, one file a policy by what it depends on, so
 that an interrupted one samples no policy again.

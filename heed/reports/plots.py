@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from heed.report_run import Run, dig
-from heed.report_svg import ROUND_STEPS, Chart, Key, draw, running_mean, tone
-from heed.report_words import Policy, interval, label, number, percent, policies_of
+from heed.reports.run import Run, dig
+from heed.reports.svg import ROUND_STEPS, Chart, Key, draw, running_mean, tone
+from heed.reports.words import Policy, interval, label, number, percent, policies_of
 
 WIDE_SIZE = {"width": 420, "height": 280}
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from heed.report_run import Run
-from heed.report_svg import ROUND_STEPS, Chart, Floats, Key, draw, running_mean, tone
-from heed.report_words import label, number, percent
+from heed.reports.run import Run
+from heed.reports.svg import ROUND_STEPS, Chart, Floats, Key, draw, running_mean, tone
+from heed.reports.words import label, number, percent
 
 CURVE_SIZE = {"width": 340, "height": 200}
 MAX_POINTS = 600  # more would only make the page heavier

@@ -25,7 +25,7 @@ from heed.job import JobConfig
 from heed.lineage import LINEAGE
 from heed.over_optimisation import kept_policies
 from heed.progress import console
-from heed.study_arms import arms_of, collected
+from heed.study.arms import arms_of, collected
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
 from playground.world import World

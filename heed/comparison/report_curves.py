@@ -13,10 +13,10 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from evaluation.measures.overoptimisation import gain_at
-from heed.report_plots import WIDE_SIZE
-from heed.report_run import dig
-from heed.report_svg import ROUND_STEPS, Chart, Key, draw, tone
-from heed.report_words import interval, number, percent
+from heed.reports.plots import WIDE_SIZE
+from heed.reports.run import dig
+from heed.reports.svg import ROUND_STEPS, Chart, Key, draw, tone
+from heed.reports.words import interval, number, percent
 
 TITLES = {"rl": "RL", "best_of_n": "best-of-n"}
 TONES = {"rl": "ppo", "best_of_n": "best-of-n"}

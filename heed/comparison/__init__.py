@@ -1,0 +1,1 @@
+"""Comparisons of policies: their folder, their judges, their report."""

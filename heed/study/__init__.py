@@ -1,0 +1,1 @@
+"""Published findings tried again in the playground world."""
