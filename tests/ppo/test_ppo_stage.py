@@ -31,6 +31,7 @@ class Mortal(ColocatedWorker):
     def reference_logprobs(self, rollout: Rollout) -> object:  # type: ignore[override]
         self.num_rollouts_left -= 1
         if self.num_rollouts_left < 0:
+            self.finish_saving()  # on a slow disk the checkpoint of iteration 2 might still be on its way
             raise Killed
         return super().reference_logprobs(rollout)
 
