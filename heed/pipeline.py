@@ -5,7 +5,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -47,23 +46,15 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
         closing.callback(workers.close)
         run = Run(job, folder, job.open_world(), workers)
         _write_job(job, folder / "job.toml")
-        with ThreadPoolExecutor(1) as beside:  # Ray takes as long to start, and must do so in this thread
-            prepared = beside.submit(_prepare_data, run)
-            if _has_work(run, only):
-                workers.begin()
-            prepared.result()
+        _prepare_world(run)
+        _prepare_tokenizer(run)
+        check_data(run)
         _run_stages(run, first, only)
     from heed.reports.report import write_report  # draws, which takes a second to import and is not needed before
 
     write_report(folder)
     console.print(f"report: {folder / 'report.html'}  ({time.monotonic() - started:.0f} s)")
     return folder
-
-
-def _has_work(run: Run, only: str) -> bool:
-    """Whether some stage must surely run: one that never came to its end."""
-    names = [only] if only else run.job.stages
-    return not all((run.stage_folder(name) / LINEAGE).exists() for name in names)
 
 
 def _run_stages(run: Run, first: str, only: str) -> None:
@@ -176,13 +167,6 @@ def _put_aside(run: Run, folder: Path) -> None:
     number = 1 + sum(1 for _ in target.glob(f"{folder.name}-*"))
     folder.rename(target / f"{folder.name}-{number}")
     console.print(f"{folder.name}: the earlier result is kept in {target / f'{folder.name}-{number}'}")
-
-
-def _prepare_data(run: Run) -> None:
-    """What needs no workers. Errors: ValueError for whatever is wrong with the data."""
-    _prepare_world(run)
-    _prepare_tokenizer(run)
-    check_data(run)
 
 
 def _prepare_world(run: Run) -> None:

@@ -1,10 +1,9 @@
 """Losing workers and going on: a stage whose group lost a rank is begun again from its newest checkpoint."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from cluster.group import NoPlaceError, WorkerGroup, WorkerLostError, connect, disconnect
+from cluster.group import NoPlaceError, WorkerGroup, WorkerLostError, disconnect
 from cluster.shared_folder import require_shared
 from heed.progress import console
 
@@ -21,27 +20,10 @@ class Workers:
 
     def __init__(self, sizes: Sequence[int], folder: Path) -> None:
         self.sizes, self.folder = sizes, folder
-        self._is_connected = False
-        self._begun: Future[WorkerGroup] | None = None
         self._group: WorkerGroup | None = None
         self._beside: dict[str, WorkerGroup] = {}
 
-    def begin(self) -> None:
-        """Start them before they are needed; back when Ray has started. What goes wrong with the workers themselves is
-        raised when they are first asked for.
-
-        Called from the main thread: Ray's processes end with the thread that started them.
-        """
-        self._is_connected = True
-        connect(self.sizes[0])
-        beside = ThreadPoolExecutor(1, thread_name_prefix="workers")
-        self._begun = beside.submit(self._placed_with_imports)
-        beside.shutdown(wait=False)
-
     def __call__(self) -> WorkerGroup:
-        if self._begun is not None:
-            begun, self._begun = self._begun, None
-            self._group = begun.result()
         if self._group is None or not self._group.is_open:
             self._group = self._placed(after_loss=self._group is not None)
         return self._group
@@ -52,11 +34,6 @@ class Workers:
             self._beside[name] = self._started(size, after_loss=name in self._beside)
         return self._beside[name]
 
-    def _placed_with_imports(self) -> WorkerGroup:
-        group = self._placed(after_loss=False)
-        group.run("imports", _import_engine)
-        return group
-
     def _placed(self, *, after_loss: bool) -> WorkerGroup:
         for size in self.sizes[:-1]:
             try:
@@ -66,7 +43,6 @@ class Workers:
         return self._started(self.sizes[-1], after_loss=after_loss)
 
     def _started(self, size: int, *, after_loss: bool) -> WorkerGroup:
-        self._is_connected = True
         group = WorkerGroup(size, waits_for_nodes=after_loss)
         require_shared(group, self.folder)
         return group
@@ -78,17 +54,9 @@ class Workers:
 
     def close(self) -> None:
         """End them, and leave the cluster."""
-        if self._begun is not None and self._begun.exception() is None:
-            self._group = self._begun.result()
-        self.abandon()
-        if self._is_connected:
+        if self._group is not None:
+            self.abandon()
             disconnect()
-
-
-def _import_engine() -> None:
-    """What training imports, which takes each process seconds; PyTorch's optimizers import `_dynamo` themselves."""
-
-    import training.engine  # noqa: F401
 
 
 def run_to_end(stage: str, folder: Path, work: Callable[[], None], abandon: Callable[[], None]) -> None:

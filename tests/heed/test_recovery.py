@@ -3,17 +3,15 @@
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from cluster.group import WorkerLostError
-from heed.recovery import MAX_LOSSES_IN_PLACE, Workers, run_to_end
+from heed.recovery import MAX_LOSSES_IN_PLACE, run_to_end
 
 
 def worker_of(pids: list[int]) -> int | None:
@@ -115,34 +113,3 @@ def test_other_errors_are_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"sft.row_tokens"):
         run_to_end("sft", tmp_path, fail, list)
     assert len(calls) == 1
-
-
-def test_workers_begun_early_are_those_that_work_and_are_replaced_when_lost(tmp_path: Path) -> None:
-    workers = Workers([1], tmp_path)
-    workers.begin()
-    assert workers().run("imports", has_imported, "training.engine") == [True]
-    (pid,) = workers().run("pid", os.getpid)
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(WorkerLostError, match="rank 0 of 1 was lost"):
-        workers().run("pid", os.getpid)
-    (other,) = workers().run("pid", os.getpid)
-    assert other != pid
-    workers.close()
-    assert not ray.is_initialized()
-
-
-def test_workers_begun_early_end_though_nobody_asks_for_them(tmp_path: Path) -> None:
-    workers = Workers([1], tmp_path)
-    workers.begin()
-    workers.close()
-    assert not ray.is_initialized()
-    workers = Workers([1], tmp_path / "absent")
-    workers.begin()
-    with pytest.raises(FileNotFoundError, match="absent"):
-        workers()
-    workers.close()
-    assert not ray.is_initialized()
-
-
-def has_imported(module: str) -> bool:
-    return module in sys.modules
