@@ -39,8 +39,8 @@ def banded(
 def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
     """softmax(Q Kᵀ / √H) V, [B, N, T, H]; `mask_BTS` True = may attend, None = plainly causal (T = S).
 
-    This is PyTorch's fused kernel, but for gradients on a CPU: its backward takes up to four times as long there, at the
-    lengths of small models, as that of the equation written out.
+    This is PyTorch's fused kernel, but for gradients on a CPU: there its backward takes up to four times as long, at
+    the lengths of small models, as that of the equation written out.
     """
     if q_BNTH.is_cuda or not q_BNTH.requires_grad:
         mask_B1TS = None if mask_BTS is None else mask_BTS[:, None]
