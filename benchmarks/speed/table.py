@@ -17,7 +17,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     matrix_units = "with" if machine["amx_bf16"] else "without"
     lines = [
         f"{machine['cpu']}, {found['threads']} of {machine['cores']} cores used, {matrix_units} AMX; torch"
-        f" {machine['torch']}, Python {machine['python']}; {rounds} rounds.",
+        f" {machine['torch']}, Python {machine['python']}; rounds: {rounds}.",
     ]
     if seconds == "cpu_seconds":
         lines.append(
