@@ -14,7 +14,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	&& { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format pins clean clean-venv
+.PHONY: help venv demo test bench check format pins clean clean-venv
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,6 +43,9 @@ demo: $(STAMP)  ## Run the whole chain on a laptop's CPU and write its report.
 
 test: $(STAMP)  ## Run the tests, a file at a time in each of two processes.
 	$(BIN)/pytest $(PARALLEL)
+
+bench: $(STAMP)  ## Measure Heed beside its peers, which are installed into .bench/, and write benchmarks/README.md.
+	$(BIN)/python -m benchmarks.speed
 
 check: $(STAMP)  ## Run everything a change must pass: lint, format, types, rooms, tests.
 	$(BIN)/ruff check

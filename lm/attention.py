@@ -39,10 +39,11 @@ def banded(
 def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
     """softmax(Q Kᵀ / √H) V, [B, N, T, H]; `mask_BTS` True = may attend, None = plainly causal (T = S).
 
-    On a GPU this is PyTorch's fused kernel. On a CPU its backward and its single-query path are slow at the lengths
-    of small models, so there the equation is written out.
+    On a GPU this is PyTorch's fused kernel, and on a CPU for a single query without gradients. Else the equation is
+    written out: on a CPU the kernel's backward takes up to four times as long at the lengths of small models, and
+    passes with and without gradients must round alike, for PPO divides the probabilities of one by those of the other.
     """
-    if q_BNTH.is_cuda:
+    if q_BNTH.is_cuda or (q_BNTH.shape[2] == 1 and not q_BNTH.requires_grad):
         mask_B1TS = None if mask_BTS is None else mask_BTS[:, None]
         return F.scaled_dot_product_attention(
             q_BNTH, k_BGSH, v_BGSH, mask_B1TS, is_causal=mask_BTS is None, enable_gqa=True

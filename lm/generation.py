@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lm.attention import KVCache, Memory
 from lm.encoder_decoder import EncoderDecoder
-from lm.logprobs import token_logprobs
+from lm.laid_out import laid_out
 from lm.model import LanguageModel
 from lm.padding import pad_left, pad_right
 from lm.sampling import Choice, draw_uniforms
@@ -65,6 +65,21 @@ def generate(
         raise ValueError(f"{len(prompts)} prompts with {len(seeds)} seeds; at least one prompt and a seed for each")
     check_room(model, prompts, max_new_tokens)
     check_sources(model, sources, len(prompts))
+    with laid_out(model, min(max_rows, len(prompts))):
+        return _generate(model, prompts, max_new_tokens, end_id, choice, seeds, stop, max_rows, sources)
+
+
+def _generate(
+    model: LanguageModel | EncoderDecoder,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    end_id: int,
+    choice: Choice,
+    seeds: Sequence[int],
+    stop: Stop,
+    max_rows: int,
+    sources: Sequence[Sequence[int]] | None,
+) -> Generated:
     uniforms_NR = torch.from_numpy(draw_uniforms(seeds, max_new_tokens)).to(model.head.weight.device)
     result = Generated([[] for _ in prompts], [False] * len(prompts), [[] for _ in prompts])
     waiting = deque(range(len(prompts)))
@@ -78,8 +93,8 @@ def generate(
             batch = fresh if batch is None else batch.join(fresh, max_new_tokens)
         assert batch is not None
         steps = torch.tensor([min(len(result.responses[row]), max_new_tokens - 1) for row in batch.rows])
-        tokens_B = choice.tokens(batch.logits_BV, uniforms_NR[batch.rows, steps.to(uniforms_NR.device)])
-        logprobs_B = token_logprobs(batch.logits_BV, tokens_B, choice.temperature or 1.0)
+        drawn_B = uniforms_NR[batch.rows, steps.to(uniforms_NR.device)]
+        tokens_B, logprobs_B = choice.draw(batch.logits_BV, drawn_B)
         for row, token, logprob in zip(batch.rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
             response = result.responses[row]
             if not (result.finished[row] or len(response) == max_new_tokens):

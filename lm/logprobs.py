@@ -1,8 +1,13 @@
 """Log-probabilities of given tokens. Shape letters: C positions, V vocabulary."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+# fp32 numbers held at once: on a CPU as many as fit a core's cache, on a GPU enough for its launches not to count.
+PART_NUMBERS = {"cpu": 2**18, "cuda": 2**26}
 
 
 def token_logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float = 1.0) -> Tensor:
@@ -11,8 +16,46 @@ def token_logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float = 1.0
     The temperature is that of sampling: log-probs of another temperature belong to another policy.
     """
     V = logits_CV.shape[-1]
-    scaled_CV = logits_CV.float() if temperature == 1.0 else logits_CV.float() / temperature
-    return -F.cross_entropy(scaled_CV.reshape(-1, V), tokens_C.reshape(-1), reduction="none").view(tokens_C.shape)
+    logprobs_C = _TokenLogprobs.apply(logits_CV.reshape(-1, V), tokens_C.reshape(-1), temperature)  # type: ignore[no-untyped-call]
+    return logprobs_C.view(tokens_C.shape)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """l_t - ln Σ_v exp(l_v), l = logits / temperature, whose gradient is (1[v = t] - softmax(l)_v) / temperature.
+
+    Written out so that fp32 numbers over the vocabulary exist for some positions at a time: whole, they are the largest
+    tensors of a small model's step, and each pass over them goes through memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> Tensor:
+        totals_C = torch.empty(len(tokens_C), device=logits_CV.device)
+        for part in _parts(logits_CV):
+            totals_C[part] = _scaled(logits_CV[part], temperature).logsumexp(dim=-1)
+        chosen_C = _scaled(logits_CV.gather(-1, tokens_C[:, None])[:, 0], temperature)
+        ctx.save_for_backward(logits_CV, tokens_C, totals_C)
+        ctx.temperature = temperature
+        return chosen_C - totals_C
+
+    @staticmethod
+    def backward(ctx: Any, gradient_C: Tensor) -> tuple[Tensor, None, None]:
+        logits_CV, tokens_C, totals_C = ctx.saved_tensors
+        scale_C1 = gradient_C[:, None] / ctx.temperature
+        result_CV = torch.empty_like(logits_CV)
+        for part in _parts(logits_CV):
+            softmax = (_scaled(logits_CV[part], ctx.temperature) - totals_C[part, None]).exp_()
+            result_CV[part] = softmax.mul_(-scale_C1[part]).scatter_add_(-1, tokens_C[part, None], scale_C1[part])
+        return result_CV, None, None
+
+
+def _parts(logits_CV: Tensor) -> Iterator[slice]:
+    """Positions, as many at a time as have `PART_NUMBERS` logits."""
+    size = max(1, PART_NUMBERS[logits_CV.device.type] // logits_CV.shape[-1])
+    return (slice(start, start + size) for start in range(0, len(logits_CV), size))
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    return logits.float() if temperature == 1.0 else logits.float() / temperature
 
 
 def entropy(logits_CV: Tensor, temperature: float = 1.0) -> Tensor:

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm.logprobs import token_logprobs
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -28,9 +30,29 @@ class Choice:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; more than 0 and at most 1 was expected")
 
-    def probabilities(self, logits_BV: Tensor) -> Tensor:
-        """What a token is drawn from, [B, V] in fp32, not scaled to sum to 1; the temperature is above 0."""
-        probabilities_BV = torch.softmax(logits_BV.float() / self.temperature, dim=-1)
+    def draw(self, logits_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+        """The next token [B], by inverting the distribution's cumulative sum at a uniform draw, and its log-probability
+        [B], nats in fp32, at the temperature (greedy: 1), before top_k and top_p.
+        """
+        if self.temperature == 0:
+            tokens_B = logits_BV.argmax(dim=-1)
+            return tokens_B, token_logprobs(logits_BV, tokens_B)
+        probabilities_BV = self._softmax(logits_BV)
+        cumulative_BV = self._left(probabilities_BV).cumsum(dim=-1)
+        # Below the whole sum even where the product rounds up to it: what lies beyond has probability 0.
+        whole_B = cumulative_BV[:, -1]
+        threshold_B = torch.minimum(uniforms_B * whole_B, torch.nextafter(whole_B, torch.zeros_like(whole_B)))
+        tokens_B1 = torch.searchsorted(cumulative_BV, threshold_B[:, None], right=True)
+        # The logarithm of what the softmax gave saves a second pass over the vocabulary; what was drawn is above 0.
+        return tokens_B1[:, 0], probabilities_BV.gather(-1, tokens_B1)[:, 0].log()
+
+    def _softmax(self, logits_BV: Tensor) -> Tensor:
+        """In fp32; the temperature is above 0."""
+        logits_BV = logits_BV.float()
+        return torch.softmax(logits_BV if self.temperature == 1 else logits_BV / self.temperature, dim=-1)
+
+    def _left(self, probabilities_BV: Tensor) -> Tensor:
+        """What top_k and top_p leave; 0 elsewhere."""
         if self.top_k and self.top_k < probabilities_BV.shape[-1]:
             probabilities_BV = _only(probabilities_BV, probabilities_BV.topk(self.top_k, dim=-1).indices)
         if self.top_p < 1:
@@ -42,16 +64,6 @@ class Choice:
                 -1, order_BV, ranked_BV * kept_BV
             )
         return probabilities_BV
-
-    def tokens(self, logits_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-        """The next token [B], by inverting the distribution's cumulative sum at a uniform draw."""
-        if self.temperature == 0:
-            return logits_BV.argmax(dim=-1)
-        cumulative_BV = self.probabilities(logits_BV).cumsum(dim=-1)
-        # Below the whole sum even where the product rounds up to it: what lies beyond has probability 0.
-        whole_B = cumulative_BV[:, -1]
-        threshold_B = torch.minimum(uniforms_B * whole_B, torch.nextafter(whole_B, torch.zeros_like(whole_B)))
-        return (cumulative_BV <= threshold_B[:, None]).sum(dim=-1)
 
 
 def _only(values_BV: Tensor, kept_BK: Tensor) -> Tensor:

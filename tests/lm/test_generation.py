@@ -165,7 +165,7 @@ def test_generation_under_bf16_autocast_runs(llama: LanguageModel) -> None:
 def test_the_first_draw_never_takes_what_has_no_probability() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf]])
     for uniform in (0.0, 0.5, float(np.nextafter(np.float32(1), np.float32(0)))):
-        assert Choice().tokens(logits, torch.full((2,), uniform)).tolist() == [1, 0]
+        assert Choice().draw(logits, torch.full((2,), uniform))[0].tolist() == [1, 0]
 
 
 def test_prompts_without_room_are_refused(llama: LanguageModel) -> None:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from lm import logprobs
 from lm.logprobs import entropy, token_logprobs
 
 
@@ -31,6 +32,24 @@ def test_token_logprobs_keeps_leading_dimensions_and_computes_in_fp32() -> None:
             row = [float(x) for x in logits[b, t]]
             expected = row[tokens[b, t]] - math.log(sum(math.exp(x) for x in row))
             assert float(found[b, t]) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("part", [1, 7, 13, 100])
+def test_parts_give_the_values_and_gradients_of_the_whole(
+    temperature: float, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(logprobs.PART_NUMBERS, "cpu", part)
+    generator = torch.Generator().manual_seed(part)
+    logits = (4 * torch.randn(2, 5, 6, generator=generator)).requires_grad_()
+    tokens = torch.randint(6, (2, 5), generator=generator)
+    weights = torch.randn(2, 5, generator=generator)
+    plain = torch.log_softmax(logits / temperature, dim=-1).gather(-1, tokens[..., None])[..., 0]
+    (expected,) = torch.autograd.grad((plain * weights).sum(), logits)
+    found = token_logprobs(logits, tokens, temperature)
+    (gradient,) = torch.autograd.grad((found * weights).sum(), logits)
+    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(gradient, expected)
 
 
 def test_entropy_by_hand() -> None:

@@ -1,0 +1,25 @@
+"""What a benchmark ran on, in words."""
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+from training.config import cpu_has_bf16_matrix_units
+
+
+def describe() -> dict[str, str | int | bool]:
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count() or 1,
+        "amx_bf16": cpu_has_bf16_matrix_units(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+
+
+def _cpu_model() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(found, platform.processor() or platform.machine())

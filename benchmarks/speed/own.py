@@ -1,0 +1,174 @@
+"""Heed's measurements, each through what its stages run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.speed.protocol import Clock, Measure, Task, main
+from lm.generation import generate
+from lm.model import LanguageModel, ScalarModel
+from lm.sampling import Choice
+from lm.source import ModelSource
+from lm.weights import ModelFolder, load_language_model
+from ppo.config import PPOConfig
+from ppo.controller import PPOController, ScoreScale
+from ppo.workers import ColocatedWorker, Parents
+from reward.comparisons import Comparison, Verdict
+from reward.learner import Beside, LearnerSource
+from reward.objective import RankingObjective
+from training.config import BatchConfig, EngineConfig, OptimizerConfig
+from training.data import DataConfig
+from training.engine import Engine
+from training.loop import LoopConfig, Objective, TrainingLoop
+from training.objectives import PackedObjective, StreamObjective
+from training.packing import IntArray, pack
+
+LIBRARY = "heed"
+ENGINE = EngineConfig(precision="bf16", trackers=())
+OPTIMIZER = OptimizerConfig(learning_rate=1e-5, schedule="constant")
+NO_END = -1  # no token ends a response, so that all have the same length
+
+
+def measure_generation(task: Task, clock: Clock) -> str:
+    model = load_language_model(task.path / "policy").to(torch.bfloat16).eval()
+    prompts = task.read("prompts")[: task.batch]
+    for step in range(task.num_steps):
+        seeds = range(step * task.batch, (step + 1) * task.batch)
+        sampled = generate(
+            model,
+            prompts,
+            max_new_tokens=task.response_tokens,
+            end_id=NO_END,
+            choice=Choice(),
+            seeds=seeds,
+            max_rows=task.batch,
+        )
+        clock.tick(sum(map(len, sampled.responses)))
+    return LIBRARY
+
+
+@dataclass
+class Timed:
+    """An objective that tells the clock of every step: the loop counts a step's rows once, as it begins."""
+
+    objective: Objective[Any]
+    clock: Clock
+    amount: Callable[[IntArray], float]
+    running: float | None = None
+
+    def __len__(self) -> int:
+        return len(self.objective)
+
+    def count(self, rows: IntArray) -> int:
+        if self.running is not None:
+            self.clock.tick(self.running)
+        self.running = self.amount(rows)
+        return self.objective.count(rows)
+
+    def num_tokens(self, rows: IntArray) -> int:
+        return self.objective.num_tokens(rows)
+
+    def loss(self, model: Any, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return self.objective.loss(model, rows, device)
+
+
+def train(
+    task: Task, clock: Clock, source: ModelSource[Any], objective: Objective[Any], amount: Callable[[IntArray], float]
+) -> str:
+    """Steps of the stages' own loop, with its log; the last one is begun and not timed."""
+    engine: Engine[Any] = Engine(source, OPTIMIZER, ENGINE, world_size=1, micro_batch=task.batch)
+    batch = BatchConfig(batch_size=task.batch, micro_batch_size=task.batch)
+    never = task.num_steps + 1
+    config = LoopConfig("speed", 0, task.num_steps + 1, batch, save_every_steps=never, evaluate_every_steps=never)
+    timed = Timed(objective, clock, amount)
+    folder = task.path / f"run-{task.kind}"
+    TrainingLoop(engine, config, timed, OneRow(objective), folder).run()
+    engine.close()
+    return LIBRARY
+
+
+@dataclass(frozen=True)
+class OneRow:
+    """The first row of an objective: the loop ends with a look at held-out rows, which is no part of the work."""
+
+    objective: Objective[Any]
+
+    def __len__(self) -> int:
+        return 1
+
+    def count(self, rows: IntArray) -> int:
+        return self.objective.count(rows)
+
+    def num_tokens(self, rows: IntArray) -> int:
+        return self.objective.num_tokens(rows)
+
+    def loss(self, model: Any, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return self.objective.loss(model, rows, device)
+
+
+def measure_training(task: Task, clock: Clock) -> str:
+    objective = StreamObjective(np.array(task.read("rows"), dtype=np.int32))
+    return train(task, clock, ModelFolder(task.path / "policy", LanguageModel), objective, objective.num_tokens)
+
+
+def measure_sft(task: Task, clock: Clock) -> str:
+    sequences = [(tokens, responses(tokens, start)) for tokens, start in task.read("conversations")]
+    objective = PackedObjective(pack(sequences, task.row_tokens, pad_id=0))
+    return train(task, clock, ModelFolder(task.path / "policy", LanguageModel), objective, objective.num_tokens)
+
+
+def responses(tokens: Sequence[int], start: int) -> list[bool]:
+    return [place >= start for place in range(len(tokens))]
+
+
+def measure_reward(task: Task, clock: Clock) -> str:
+    comparisons = [
+        Comparison(str(number), tuple(map(tuple, sequences)), (Verdict(tuple(range(1, len(sequences) + 1))),))
+        for number, sequences in enumerate(task.read("comparisons"))
+    ]
+    source = LearnerSource(ModelFolder(task.path / "reward", ScalarModel), Beside())
+    return train(task, clock, source, RankingObjective(comparisons, "decoder"), len)
+
+
+def measure_ppo(task: Task, clock: Clock) -> str:
+    """Iterations of one worker that has all roles, in this process: policy, value function, reference, reward model."""
+    parents = Parents(task.path / "policy", task.path / "reward", ScoreScale(0.0, 1.0), None)
+    config = PPOConfig(
+        prompts=DataConfig(source="unread"),
+        num_iterations=task.num_steps,
+        rollout_prompts=task.batch,
+        num_epochs=1,
+        minibatch=BatchConfig(batch_size=task.batch, micro_batch_size=task.micro_batch),
+        max_response_tokens=task.response_tokens,
+        policy_optimizer=OPTIMIZER,
+        value_optimizer=OPTIMIZER,
+        kl_coef=0.05,
+        missing_end_penalty=0.0,
+        ptx_coef=0.0,
+        ptx_rows=0,
+        ema_decay=0.0,
+        save_every_iterations=task.num_steps,
+    )
+    worker = ColocatedWorker(config, ENGINE, parents, 1)
+    controller = PPOController(config, worker, task.read("prompts"), parents.scale, num_pretraining_rows=0, seed=0)
+    for iteration in range(task.num_steps):
+        figures = controller.step(iteration)
+        clock.tick(figures["response_tokens"] * task.batch)
+    worker.close()
+    return LIBRARY
+
+
+KINDS: dict[str, Measure] = {
+    "generate": measure_generation,
+    "train": measure_training,
+    "sft": measure_sft,
+    "reward": measure_reward,
+    "ppo": measure_ppo,
+}
+
+if __name__ == "__main__":
+    main(KINDS)

@@ -1,0 +1,82 @@
+"""The figures as a table in Markdown."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.speed.rows import HEED
+
+BEGIN, END = "<!-- table begins -->", "<!-- table ends -->"
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """What was measured, on what, and Heed's rate over every peer's: the median over rounds, lowest to highest."""
+    machine, ceiling, seconds = found["machine"], found["ceiling"], found["seconds"]
+    rounds = max(len(row["runs"]) for row in found["rows"].values())
+    matrix_units = "with" if machine["amx_bf16"] else "without"
+    lines = [
+        f"{machine['cpu']}, {found['threads']} of {machine['cores']} cores used, {matrix_units} AMX; torch"
+        f" {machine['torch']}, Python {machine['python']}; rounds: {rounds}.",
+    ]
+    if seconds == "cpu_seconds":
+        lines.append(
+            "**Taken on a machine that others were using**: seconds are those that a process computed, and its caches"
+            " were not its own. Ratios are indicative."
+        )
+    lines += [
+        f"Matrix products at the model's own shapes: {ceiling['bf16_flops'] / 1e12:.2f} TFLOP/s in bf16,"
+        f" {ceiling['fp32_flops'] / 1e12:.2f} in fp32; memory {ceiling['bytes_per_second'] / 1e9:.1f} GB/s.",
+        "",
+        "| work | peer | Heed, a second | peer, a second | Heed / peer | aim | of the ceiling | warm-up: Heed, peer |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in found["rows"].items():
+        for peer, aim in zip(row["peers"], row["aims"], strict=True):
+            lines.append(_line(name, row, peer, aim, found))
+    return "\n".join(lines)
+
+
+def _line(name: str, row: Mapping[str, Any], peer: Mapping[str, Any], aim: float, found: Mapping[str, Any]) -> str:
+    seconds, reason = found["seconds"], found["missing"].get(peer["environment"], "")
+    ours, theirs = ([runs[who] for runs in row["runs"] if who in runs] for who in (HEED, peer["name"]))
+    failed = next((run["failed"] for run in [*ours, *theirs] if "failed" in run), reason)
+    if failed:
+        return f"| {name} | {peer['name']} | | | not measured: {failed} | {aim} | | |"
+    ratios = [rate(own, seconds) / rate(other, seconds) for own, other in zip(ours, theirs, strict=True)]
+    heed = _middle(ours, seconds)
+    work = ours[0]["work"] / row["timed_steps"]
+    share = found["ceiling"]["step_seconds"][name] * heed / work
+    cells = [
+        name,
+        theirs[0]["library"],
+        f"{_readable(heed)} {row['unit']}",
+        _readable(_middle(theirs, seconds)),
+        f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+        f"{aim}",
+        f"{share:.0%}",
+        ", ".join(f"{median(run['warmup_seconds'] for run in runs):.0f} s" for runs in (ours, theirs)),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def rate(run: Mapping[str, Any], seconds: str) -> float:
+    """Work a second, by the clock or computed."""
+    return float(run["work"] / run[seconds])
+
+
+def _readable(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2f}"
+
+
+def _middle(runs: list[Mapping[str, Any]], seconds: str) -> float:
+    return median(rate(run, seconds) for run in runs)
+
+
+def write_between_markers(path: Path, text: str) -> None:
+    """Put `text` where the table was. Errors: ValueError for a file without the two markers."""
+    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{path}: {BEGIN!r} and {END!r} were expected, the table goes between them")
+    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")

@@ -1,0 +1,76 @@
+"""The work that all contenders share: one model, its reward model, and data drawn from a seed."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lm.config import ModelConfig
+from lm.model import LanguageModel, ScalarModel, initialise
+from lm.tokenizer import Tokenizer
+from lm.weights import save_model
+
+SHAPE = ModelConfig(
+    vocab_size=8192,
+    context_tokens=512,
+    width=512,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=64,
+    mlp_width=1408,
+)  # 30M parameters, the head tied to the embedding
+FIRST_WORD = 256  # tokens below are bytes and special tokens, which no drawn text contains
+NUM_RESPONSES = 4  # of a comparison
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Lengths in tokens, and how many examples are drawn; a step takes some of them."""
+
+    prompt_tokens: int = 32
+    response_tokens: int = 64
+    row_tokens: int = 256
+    num_prompts: int = 512
+    num_comparisons: int = 256
+    num_conversations: int = 2048
+
+
+def write_work(folder: Path, shape: ModelConfig, sizes: Sizes) -> None:
+    """`policy/` and `reward/`, random weights as Hugging Face directories, and the data as lists of token ids.
+
+    prompts.json: all of one length. rows.json: full rows. comparisons.json: K sequences, best first, responses of a
+    quarter to all of their length. conversations.json: a sequence and its prompt's length; log-normal lengths, half of
+    them below a quarter of a row, which is how instruction data is spread.
+    """
+    rng = np.random.default_rng(0)
+    tokenizer = _tokenizer(rng, shape.vocab_size)
+    for name, model in (("policy", LanguageModel(shape)), ("reward", ScalarModel(shape))):
+        initialise(model, 0)
+        save_model(folder / name, model, model.state_dict(), tokenizer)
+
+    def draw(length: int) -> list[int]:
+        return rng.integers(FIRST_WORD + 8, tokenizer.vocab_size, length).tolist()
+
+    def responses(prompt: list[int]) -> list[list[int]]:
+        lengths = rng.integers(sizes.response_tokens // 4, sizes.response_tokens + 1, NUM_RESPONSES)
+        return [[*prompt, *draw(length - 1), tokenizer.end_id] for length in lengths]
+
+    lengths = np.exp(rng.normal(np.log(sizes.row_tokens / 4), 0.7, sizes.num_conversations))
+    conversations = [draw(length) for length in lengths.astype(int).clip(6, sizes.row_tokens)]
+    data = {
+        "prompts": [draw(sizes.prompt_tokens) for _ in range(sizes.num_prompts)],
+        "rows": [draw(sizes.row_tokens + 1) for _ in range(64)],
+        "comparisons": [responses(draw(sizes.prompt_tokens)) for _ in range(sizes.num_comparisons)],
+        "conversations": [(tokens, len(tokens) // 3) for tokens in conversations],
+    }
+    for name, rows in data.items():
+        (folder / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
+
+
+def _tokenizer(rng: np.random.Generator, vocab_size: int) -> Tokenizer:
+    """A full vocabulary of drawn words: nothing of the text matters but that it has so many pieces."""
+    letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
+    words = ("".join(rng.choice(letters, 6)) for _ in range(2 * vocab_size))
+    return Tokenizer.train([" ".join(words)] * 2, vocab_size, "chat")

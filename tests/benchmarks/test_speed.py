@@ -1,0 +1,133 @@
+"""The harness of `make bench`, on a model of two layers and without peers."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.speed import own, protocol
+from benchmarks.speed.__main__ import measure_ceiling, run
+from benchmarks.speed.ceiling import Products
+from benchmarks.speed.environments import NotInstalledError, install
+from benchmarks.speed.protocol import Clock, Task, command
+from benchmarks.speed.rows import OWN_MODULE, ROWS
+from benchmarks.speed.table import BEGIN, END, markdown, write_between_markers
+from benchmarks.speed.work import Sizes, write_work
+from lm.config import ModelConfig
+
+SHAPE = ModelConfig(
+    vocab_size=400, context_tokens=48, width=32, num_layers=2, num_heads=2, num_kv_heads=2, mlp_width=64
+)
+SIZES = Sizes(
+    prompt_tokens=8, response_tokens=8, row_tokens=32, num_prompts=16, num_comparisons=12, num_conversations=64
+)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Task]:
+    folder = tmp_path_factory.mktemp("work")
+    write_work(folder, SHAPE, SIZES)
+
+    def build(kind: str) -> Task:
+        row = next(row for row in ROWS if row.kind == kind)
+        return replace(row, batch=4, warmup_steps=1, timed_steps=2).task(str(folder), SIZES)
+
+    return build
+
+
+@pytest.mark.parametrize(("kind", "work"), [("generate", 2 * 4 * 8), ("train", 2 * 4 * 32), ("reward", 2 * 4)])
+def test_every_step_does_the_work_of_its_row(task: Callable[[str], Task], kind: str, work: float) -> None:
+    clock = Clock(task(kind))
+    own.KINDS[kind](clock.task, clock)
+    result = clock.result("heed")
+    assert result["work"] == work
+    assert all(float(result[name]) > 0 for name in ("seconds", "cpu_seconds", "warmup_seconds"))
+
+
+@pytest.mark.parametrize("kind", ["sft", "ppo"])
+def test_ragged_work_is_counted_as_it_was_done(task: Callable[[str], Task], kind: str) -> None:
+    clock = Clock(task(kind))
+    own.KINDS[kind](clock.task, clock)
+    full = {"sft": 4 * 32, "ppo": 4 * 8}[kind]
+    assert len(clock.amounts) == 3
+    assert all(0.5 * full < amount <= full for amount in clock.amounts)
+
+
+def test_a_process_prints_its_result_last(task: Callable[[str], Task]) -> None:
+    found = run(command(sys.executable, OWN_MODULE, task("generate")), threads=1)
+    assert found["work"] == 2 * 4 * 8
+    assert found["library"] == "heed"
+    assert "KeyError" in run(command(sys.executable, OWN_MODULE, replace(task("generate"), kind="none")), 1)["failed"]
+
+
+def test_the_ceiling_counts_the_products_of_a_training_step(task: Callable[[str], Task]) -> None:
+    """6 FLOPs a token and weight of a linear map, of which only the tied head's embedding is one."""
+    counts = Products(task("train")).of_row()
+    weights = 2 * (32 * 96 + 32 * 32 + 32 * 128 + 64 * 32) + 400 * 32
+    assert sum(2 * n * M * N * K for (_, M, N, K), n in counts.items()) == 6 * weights * 4 * 32
+    found = measure_ceiling({"a row": task("train")}, "cpu_seconds", threads=1)
+    assert found["step_seconds"]["a row"] > 0
+    assert found["bytes_per_second"] > 1e8
+
+
+def test_steps_of_the_warm_up_are_left_out(monkeypatch: pytest.MonkeyPatch, task: Callable[[str], Task]) -> None:
+    clock = Clock(task("train"))
+    for at, amount in ((10.0, 5), (12.0, 6), (15.0, 8)):
+        monkeypatch.setattr(protocol.time, "perf_counter", lambda at=at: at)
+        monkeypatch.setattr(protocol.time, "process_time", lambda at=at: at / 2)
+        clock.tick(amount)
+    found = clock.result("x")
+    assert (found["work"], found["seconds"], found["cpu_seconds"]) == (14, 5.0, 2.5)
+
+
+def test_a_peer_that_cannot_be_installed_says_why(tmp_path: Path) -> None:
+    requirements = tmp_path / "requirements.txt"
+    requirements.write_text("")
+    with pytest.raises(NotInstalledError, match="no-such-torch"):
+        install(requirements, f"{tmp_path}/no-such-torch.whl", tmp_path / "environment")
+    assert not (tmp_path / "environment" / "requirements.txt").exists()
+
+
+def figures() -> dict[str, Any]:
+    run = {"seconds": 2.0, "cpu_seconds": 1.0, "warmup_seconds": 3.0, "library": "TRL 1"}
+    peers = [
+        {"name": "TRL", "module": "m", "environment": "trl"},
+        {"name": "vLLM", "module": "m", "environment": "vllm"},
+    ]
+    return {
+        "machine": {"cpu": "a CPU", "cores": 2, "amx_bf16": True, "python": "3.11", "torch": "2.13.0"},
+        "threads": 2,
+        "seconds": "seconds",
+        "missing": {"vllm": "no matching distribution"},
+        "ceiling": {"bf16_flops": 2e12, "fp32_flops": 1e12, "bytes_per_second": 1e10, "step_seconds": {"a row": 0.1}},
+        "rows": {
+            "a row": {
+                "unit": "tokens", "timed_steps": 2, "peers": peers, "aims": [2.0, 3.0],
+                "runs": [
+                    {"Heed": {**run, "work": 400}, "TRL": {**run, "work": 100}},
+                    {"Heed": {**run, "work": 400}, "TRL": {**run, "work": 200}},
+                    {"Heed": {**run, "work": 400, "seconds": 4.0}, "TRL": {**run, "work": 100}},
+                ],
+            }
+        },
+    }  # fmt: skip
+
+
+def test_the_table_has_ratios_of_runs_side_by_side() -> None:
+    """Heed's rates 200, 200, 100 and the peer's 50, 100, 50: ratios 4, 2, 2. A step of 200 takes Heed 1 s."""
+    trl, vllm = markdown(figures()).splitlines()[-2:]
+    assert trl == "| a row | TRL 1 | 200 tokens | 50.00 | 2.00 (2.00 to 4.00) | 2.0 | 10% | 3 s, 3 s |"
+    assert "not measured: no matching distribution" in vllm
+
+
+def test_the_table_takes_its_place_in_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write_between_markers(path, "new")
+    assert path.read_text() == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
+    path.write_text("no place for it\n")
+    with pytest.raises(ValueError, match="the table goes between them"):
+        write_between_markers(path, "new")
