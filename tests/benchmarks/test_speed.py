@@ -1,12 +1,13 @@
 """The harness of `make bench`, on a model of two layers and without peers."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.state import AcceleratorState
 
 from benchmarks.speed import own, protocol
 from benchmarks.speed.__main__ import measure_ceiling, run
@@ -24,6 +25,14 @@ SHAPE = ModelConfig(
 SIZES = Sizes(
     prompt_tokens=8, response_tokens=8, row_tokens=32, num_prompts=16, num_comparisons=12, num_conversations=64
 )
+
+
+@pytest.fixture(autouse=True)
+def _own_precision() -> Iterator[None]:
+    """Accelerate keeps one precision a process; an engine that another test left open has fixed another."""
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,6 @@ def _shared_workers(tmp_path: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         patch.setattr(workers, "close", lambda: None)
-        patch.setattr(workers, "begin", lambda: None)
         patch.setattr(pipeline, "Workers", lambda _sizes, _folder: workers)
         yield
     workers.close()
