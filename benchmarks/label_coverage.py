@@ -28,7 +28,7 @@ SIZE = Size(num_ordinary=90, num_gold=40, num_repeats=40)
 
 @dataclass(frozen=True)
 class Covered:
-    """How often an estimate's interval held the truth; `bias` is the mean of estimate less truth."""
+    """How often an interval held the truth; `bias` is the mean of estimate less truth, `width` the mean width."""
 
     num_covered: int
     num_counted: int

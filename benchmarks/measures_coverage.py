@@ -9,11 +9,11 @@ Shape letters: K policies, P prompts.
 import argparse
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from scipy.special import expit
 
+from benchmarks.label_coverage import Covered
 from evaluation.measures.calibration import ScoredPairs, calibration
 from evaluation.measures.curves import Curve, Kind
 from evaluation.measures.kl import ResponseKLs, summarise_kl
@@ -23,20 +23,6 @@ from preferences.resampling import Floats
 
 DISTANCES = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)  # √KL of the planted policies
 PLANTED = {"best_of_n": (0.9, 0.2), "rl": (0.8, 0.5)}  # α and β; optima at 2.25 and e^0.6 = 1.82
-
-
-@dataclass(frozen=True)
-class Covered:
-    """How often an interval held the truth; `bias` is the mean of estimate less truth, `width` the mean width."""
-
-    num_covered: int
-    num_counted: int
-    bias: float
-    width: float
-
-    @property
-    def share(self) -> float:
-        return self.num_covered / self.num_counted
 
 
 def planted_curve(

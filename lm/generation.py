@@ -65,53 +65,39 @@ def generate(
         raise ValueError(f"{len(prompts)} prompts with {len(seeds)} seeds; at least one prompt and a seed for each")
     check_room(model, prompts, max_new_tokens)
     check_sources(model, sources, len(prompts))
-    with laid_out(model, min(max_rows, len(prompts))):
-        return _generate(model, prompts, max_new_tokens, end_id, choice, seeds, stop, max_rows, sources)
-
-
-def _generate(
-    model: LanguageModel | EncoderDecoder,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    end_id: int,
-    choice: Choice,
-    seeds: Sequence[int],
-    stop: Stop,
-    max_rows: int,
-    sources: Sequence[Sequence[int]] | None,
-) -> Generated:
     uniforms_NR = torch.from_numpy(draw_uniforms(seeds, max_new_tokens)).to(model.head.weight.device)
     result = Generated([[] for _ in prompts], [False] * len(prompts), [[] for _ in prompts])
     waiting = deque(range(len(prompts)))
     batch: Batch | None = None
-    while batch is not None or waiting:
-        running = 0 if batch is None else len(batch.rows)
-        if waiting and running <= LEAVE_BELOW * max_rows:
-            entering = [waiting.popleft() for _ in range(min(max_rows - running, len(waiting)))]
-            read = None if sources is None else [sources[row] for row in entering]
-            fresh = Batch.start(model, entering, [prompts[row] for row in entering], max_new_tokens, read)
-            batch = fresh if batch is None else batch.join(fresh, max_new_tokens)
-        assert batch is not None
-        steps = torch.tensor([min(len(result.responses[row]), max_new_tokens - 1) for row in batch.rows])
-        drawn_B = uniforms_NR[batch.rows, steps.to(uniforms_NR.device)]
-        tokens_B, logprobs_B = choice.draw(batch.logits_BV, drawn_B)
-        for row, token, logprob in zip(batch.rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
-            response = result.responses[row]
-            if not (result.finished[row] or len(response) == max_new_tokens):
-                response.append(token)
-                result.logprobs[row].append(logprob)
-                result.finished[row] = token == end_id or stop(response)
-        over = [result.finished[row] or len(result.responses[row]) == max_new_tokens for row in batch.rows]
-        running = over.count(False)
-        if not running:
-            batch = None
-            continue
-        # Leaving copies the cache, so rows that are over idle until enough of them can leave together.
-        if running <= LEAVE_BELOW * len(over):
-            stay = torch.tensor([place for place, done in enumerate(over) if not done], device=tokens_B.device)
-            batch.keep(stay)
-            tokens_B = tokens_B[stay]
-        batch.feed(model, tokens_B)
+    with laid_out(model, min(max_rows, len(prompts))):
+        while batch is not None or waiting:
+            running = 0 if batch is None else len(batch.rows)
+            if waiting and running <= LEAVE_BELOW * max_rows:
+                entering = [waiting.popleft() for _ in range(min(max_rows - running, len(waiting)))]
+                read = None if sources is None else [sources[row] for row in entering]
+                fresh = Batch.start(model, entering, [prompts[row] for row in entering], max_new_tokens, read)
+                batch = fresh if batch is None else batch.join(fresh, max_new_tokens)
+            assert batch is not None
+            steps = torch.tensor([min(len(result.responses[row]), max_new_tokens - 1) for row in batch.rows])
+            drawn_B = uniforms_NR[batch.rows, steps.to(uniforms_NR.device)]
+            tokens_B, logprobs_B = choice.draw(batch.logits_BV, drawn_B)
+            for row, token, logprob in zip(batch.rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+                response = result.responses[row]
+                if not (result.finished[row] or len(response) == max_new_tokens):
+                    response.append(token)
+                    result.logprobs[row].append(logprob)
+                    result.finished[row] = token == end_id or stop(response)
+            over = [result.finished[row] or len(result.responses[row]) == max_new_tokens for row in batch.rows]
+            running = over.count(False)
+            if not running:
+                batch = None
+                continue
+            # Leaving copies the cache, so rows that are over idle until enough of them can leave together.
+            if running <= LEAVE_BELOW * len(over):
+                stay = torch.tensor([place for place, done in enumerate(over) if not done], device=tokens_B.device)
+                batch.keep(stay)
+                tokens_B = tokens_B[stay]
+            batch.feed(model, tokens_B)
     return result
 
 
