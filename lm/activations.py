@@ -1,8 +1,8 @@
 """What autograd keeps of a forward pass until its backward: a count of the tensors that `lm.block` saves.
 
 Korthikanti et al. (arXiv 2205.05198, eq. 1) count 34 s·b·h + 5 a·s²·b bytes a layer for a GPT with dropout in fp16.
-This is the same count for this code: its norms keep fp32 or their input, SwiGLU keeps four widths, dropout is optional,
-and where attention is fused (a GPU) no table of its weights is kept. `tests/lm/test_activations.py` compares every term
+This is the same count for this code: its norms keep their input, SwiGLU keeps three widths, dropout is optional, and
+where attention is fused (a GPU) no table of its weights is kept. `tests/lm/test_activations.py` compares every term
 with what PyTorch saves.
 
 In the formulas c is the bytes of a number in a matrix product, s of one in the residual stream; D width, N heads, G
@@ -62,8 +62,8 @@ def _branch(config: ModelConfig, of: Pass) -> int:
 
 
 def _norm(config: ModelConfig, of: Pass) -> int:
-    """Ours of RMS keeps x / rms(x) in fp32 and 1 / rms(x); PyTorch's LayerNorm keeps x, its mean and deviation."""
-    return 4 * config.width + 4 if config.norm == "rms" else of.stream_bytes * config.width + 8
+    """Ours of RMS keeps x and 1 / rms(x); PyTorch's LayerNorm keeps x, its mean and deviation."""
+    return of.stream_bytes * config.width + (4 if config.norm == "rms" else 8)
 
 
 def _dropout(of: Pass, bytes_per_number: int) -> int:
@@ -76,10 +76,13 @@ def _dropout(of: Pass, bytes_per_number: int) -> int:
 def _attention(config: ModelConfig, of: Pass) -> int:
     """c·(2N + 2G)·H for Q, K, V and the product's output; on a CPU c·N·T more, a row of weights for every head.
 
-    A fused kernel keeps Q, K and V as views of what they were cut from, and one fp32 number a head.
+    A fused kernel keeps Q, K and V as views of what they were cut from, and one fp32 number a head. Norms of queries
+    and keys keep that too, with one fp32 number each.
     """
     N, G, H, c = config.num_heads, config.num_kv_heads, config.head_dim, of.compute_bytes
-    kept = (4 * H + 4) * (N + G) if config.qk_norm else 0
+    kept = 4 * (N + G) if config.qk_norm else 0
+    if config.qk_norm and not of.is_fused:
+        kept += c * (N + 2 * G) * H
     turned = config.positions == "rotary" or config.qk_norm
     if of.is_fused:
         views = (N + 2 * G) * H + ((N + G) * H if turned else 0)
@@ -95,8 +98,8 @@ def _cross(config: ModelConfig, of: Pass) -> int:
 
 
 def _mlp(config: ModelConfig, of: Pass) -> int:
-    """c·M for the input of the last product, and what the activation needs: SwiGLU gate, up and silu(gate); ReLU its
-    result alone, which is that input.
+    """c·M for the input of the last product, and what the activation needs: SwiGLU gate and up; ReLU its result
+    alone, which is that input.
     """
-    widths = {"swiglu": 4, "relu2": 2, "gelu": 2, "gelu_tanh": 2, "relu": 1}[config.mlp]
+    widths = {"swiglu": 3, "relu2": 2, "gelu": 2, "gelu_tanh": 2, "relu": 1}[config.mlp]
     return widths * config.mlp_width * of.compute_bytes

@@ -48,7 +48,7 @@ def beam_search(
     running: list[tuple[list[int], float]] = [([], 0.0)]
     over: list[Hypothesis] = []
     for step in range(1, max_new_tokens + 1):
-        totals_KV = torch.log_softmax(batch.logits_BV, dim=-1).double()
+        totals_KV = torch.log_softmax(batch.logits_BV.float(), dim=-1).double()
         totals_KV += torch.tensor([logprob for _, logprob in running], device=totals_KV.device)[:, None]
         # Each beam has one way to end, so twice as many candidates hold enough that go on.
         totals, places = totals_KV.flatten().topk(min(2 * num_beams, totals_KV.numel()))

@@ -15,9 +15,9 @@ from torch.autograd.function import FunctionCtx
 
 from lm.attention import KVCache, Memory, attend
 from lm.config import ModelConfig
+from lm.heads import Rotary, split_heads
+from lm.native import ops
 from lm.positions import rotate
-
-Rotary = tuple[Tensor, Tensor]  # cos and signed sin
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -39,30 +39,62 @@ class RMSNorm(nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """PyTorch takes RMSNorm apart into eight passes over memory on a CPU; written out it needs half as many.
+    """PyTorch takes RMSNorm apart into eight passes over memory on a CPU; written out it needs half as many, and one in
+    a kernel.
 
     With n = x / rms(x):  dx = (g·w - n · mean(g·w·n)) / rms(x),  dw = Σ g·n.
     """
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        inverse_rms = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1] + eps).rsqrt()
-        normed = wide * inverse_rms
-        ctx.save_for_backward(normed, inverse_rms, weight)
-        ctx.dtype = x.dtype  # type: ignore[attr-defined]
         # What follows is a matrix product, so under autocast the result may as well come rounded for it.
-        return (normed * weight).to(compute_dtype(x))
+        dtype = compute_dtype(x)
+        if ops.runs(x, weight) and dtype in ops.TYPES:
+            y, inverse_rms = ops.rms_norm(x, weight, eps, dtype)
+        else:
+            wide = x.float()
+            inverse_rms = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1] + eps).rsqrt()
+            y = (wide * inverse_rms * weight).to(dtype)
+        ctx.save_for_backward(x, inverse_rms, weight)
+        return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        normed, inverse_rms, weight = ctx.saved_tensors
-        wide = gradient.float()
+        x, inverse_rms, weight = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        if ops.runs(gradient, x, weight):
+            x_gradient, weight_gradient = ops.rms_norm_backward(gradient, x, weight, inverse_rms)
+            return x_gradient, weight_gradient.to(weight.dtype), None
+        normed, wide = x.float() * inverse_rms, gradient.float()
         product = wide * normed
         weight_gradient = product.sum(dim=tuple(range(product.dim() - 1)))
         mean = (product @ weight.float()).unsqueeze(-1) / normed.shape[-1]
         x_gradient = torch.addcmul(wide * weight, normed, mean, value=-1).mul_(inverse_rms)
-        return x_gradient.to(ctx.dtype), weight_gradient.to(weight.dtype), None
+        return x_gradient.to(x.dtype), weight_gradient.to(weight.dtype), None
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) · up, where x is both side by side, and all that is kept for the gradient.
+
+    With s = sigmoid(gate):  d up = g · gate · s,  d gate = g · up · s · (1 + gate · (1 - s)).
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        if ops.runs(x):
+            return ops.swiglu(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        if ops.runs(gradient, x):
+            return ops.swiglu_backward(gradient, x)
+        gate, up = x.chunk(2, dim=-1)
+        return torch.cat([torch.ops.aten.silu_backward(gradient * up, gate), gradient * F.silu(gate)], dim=-1)
 
 
 class _SquaredReLU(torch.autograd.Function):
@@ -108,13 +140,12 @@ class Attention(nn.Module):
 
     def project(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, N, T, H], keys and values [B, G, T, H]; queries and keys know their positions."""
-        B, T, _ = x_BTD.shape
         N, G = self.num_heads, self.num_kv_heads
-        heads_BTNH = self.qkv(x_BTD).view(B, T, N + 2 * G, self.head_dim)
-        turned, v = heads_BTNH.split([N + G, G], dim=2)
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = turned.split([N, G], dim=2)
-            turned = torch.cat([self.query_norm(q), self.key_norm(k)], dim=2)
+        qkv_BTE = self.qkv(x_BTD)
+        if self.query_norm is None or self.key_norm is None:
+            return split_heads(qkv_BTE, rotary, N, G)
+        q, k, v = qkv_BTE.unflatten(-1, (N + 2 * G, -1)).split([N, G, G], dim=2)
+        turned = torch.cat([self.query_norm(q), self.key_norm(k)], dim=2)
         if rotary is not None:
             turned = rotate(turned, rotary)
         q, k = turned.split([N, G], dim=2)
@@ -163,17 +194,13 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.kind = config.mlp
+        self.activation = _SwiGLU.apply if config.mlp == "swiglu" else ACTIVATIONS[config.mlp]
         rows = config.mlp_width * (2 if config.mlp == "swiglu" else 1)
         self.up = nn.Linear(config.width, rows, bias=config.mlp_bias)
         self.down = nn.Linear(config.mlp_width, config.width, bias=config.mlp_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        up, activation = self.up(x_BTD), ACTIVATIONS[self.kind]
-        if self.kind == "swiglu":
-            gate_BTM, up_BTM = up.chunk(2, dim=-1)
-            return self.down(activation(gate_BTM) * up_BTM)
-        return self.down(activation(up))
+        return self.down(self.activation(self.up(x_BTD)))
 
 
 class Block(nn.Module):

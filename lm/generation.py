@@ -172,7 +172,7 @@ class Batch:
         mask_BTS = (columns_S <= columns_T[:, None]) & (real_BS[:, None, :] | (columns_S == columns_T[:, None]))
         hidden_BTD = model.decoder(tokens_BT, positions_BT, mask_BTS, self.cache, self.memory)
         self.cache.advance(T)
-        self.logits_BV = model.head(hidden_BTD[:, -1]).float()
+        self.logits_BV = model.head(hidden_BTD[:, -1])
 
 
 def prompts_and_sources(

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lm.native import ops
+
 # fp32 numbers held at once: on a CPU as many as fit a core's cache, on a GPU enough for its launches not to count.
 PART_NUMBERS = {"cpu": 2**18, "cuda": 2**26}
 
@@ -29,17 +31,25 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> Tensor:
+        ctx.temperature = temperature
+        if ops.runs(logits_CV):
+            tokens_C = tokens_C.contiguous()
+            logprobs_C, totals_C = ops.token_logprobs(logits_CV, tokens_C, temperature)
+            ctx.save_for_backward(logits_CV, tokens_C, totals_C)
+            return logprobs_C
         totals_C = torch.empty(len(tokens_C), device=logits_CV.device)
         for part in _parts(logits_CV):
             totals_C[part] = _scaled(logits_CV[part], temperature).logsumexp(dim=-1)
         chosen_C = _scaled(logits_CV.gather(-1, tokens_C[:, None])[:, 0], temperature)
         ctx.save_for_backward(logits_CV, tokens_C, totals_C)
-        ctx.temperature = temperature
         return chosen_C - totals_C
 
     @staticmethod
     def backward(ctx: Any, gradient_C: Tensor) -> tuple[Tensor, None, None]:
         logits_CV, tokens_C, totals_C = ctx.saved_tensors
+        gradient_C = gradient_C.contiguous()
+        if ops.runs(logits_CV, gradient_C):
+            return ops.token_logprobs_backward(gradient_C, logits_CV, tokens_C, totals_C, ctx.temperature), None, None
         scale_C1 = gradient_C[:, None] / ctx.temperature
         result_CV = torch.empty_like(logits_CV)
         for part in _parts(logits_CV):

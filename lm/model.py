@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lm.attention import KVCache, Memory, attention_mask, banded
-from lm.block import Block, Rotary, compute_dtype, make_norm
+from lm.block import Block, compute_dtype, make_norm
 from lm.config import ModelConfig
+from lm.heads import Rotary
 from lm.positions import rotary_tables, sinusoids
 
 SCORE = "score"  # the label of a model that gives one number

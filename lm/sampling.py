@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lm.logprobs import token_logprobs
+from lm.native import ops
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Choice:
         if self.temperature == 0:
             tokens_B = logits_BV.argmax(dim=-1)
             return tokens_B, token_logprobs(logits_BV, tokens_B)
+        if not self.top_k and self.top_p == 1 and ops.runs(logits_BV, uniforms_B):
+            return ops.draw(logits_BV, uniforms_B, self.temperature)
         probabilities_BV = self._softmax(logits_BV)
         cumulative_BV = self._left(probabilities_BV).cumsum(dim=-1)
         # Below the whole sum even where the product rounds up to it: what lies beyond has probability 0.

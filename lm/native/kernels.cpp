@@ -1,0 +1,271 @@
+// What PyTorch does on a CPU in several passes over memory, in one. Plain loops, which the compiler vectorises; numbers
+// are fp32 between load and store. Rows are shared out among OpenMP's threads, each row to one, and sums have one order:
+// so results do not depend on how many threads there are. lm/native/ops.py says what each function computes.
+//
+// Shape letters: R rows, D width, M MLP width, B batch, T tokens, S keys, N heads, G key-value heads, H head dim,
+// V vocabulary.
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace {
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float wide(float x) { return x; }
+inline float wide(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+
+inline void put(float& to, float x) { to = x; }
+inline void put(bf16& to, float x) {  // to the nearest, ties to even
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    to.bits = static_cast<uint16_t>(x != x ? 0x7fc0 : rounded);
+}
+
+// Calls f with the pointer as what it points to; `is_bf16` else fp32.
+template <class F>
+void typed(const void* data, bool is_bf16, F f) {
+    is_bf16 ? f(static_cast<const bf16*>(data)) : f(static_cast<const float*>(data));
+}
+template <class F>
+void typed(void* data, bool is_bf16, F f) {
+    is_bf16 ? f(static_cast<bf16*>(data)) : f(static_cast<float*>(data));
+}
+
+// e^x to within 2 units in the last place, without branches, so that loops over it vectorise; 0 below the smallest
+// normal number. x = n ln 2 + r with |r| <= ln(2) / 2, and e^r by its series.
+inline float exponential(float x) {
+    constexpr float LOWEST = -87.3f, HIGHEST = 88.3f, LOG2_E = 1.44269504f;
+    constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;  // n times the first is exact
+    constexpr float TO_INTEGER = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const float clamped = x < LOWEST ? LOWEST : x > HIGHEST ? HIGHEST : x;  // NaN stays
+    const float n = (clamped * LOG2_E + TO_INTEGER) - TO_INTEGER;
+    const float r = (clamped - n * LN2_HIGH) - n * LN2_LOW;
+    float series = 1.0f / 5040;
+    series = series * r + 1.0f / 720;
+    series = series * r + 1.0f / 120;
+    series = series * r + 1.0f / 24;
+    series = series * r + 1.0f / 6;
+    series = series * r + 0.5f;
+    series = series * r + 1.0f;
+    series = series * r + 1.0f;
+    const float power = std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
+    return x < LOWEST ? 0.0f : series * power;
+}
+
+constexpr int64_t WORTH_THREADS = 1 << 14;  // numbers; below, waking threads takes longer than the work
+
+template <class X>
+inline float maximum(const X* x, int64_t count) {
+    float top = -std::numeric_limits<float>::infinity();
+#pragma omp simd reduction(max : top)
+    for (int64_t j = 0; j < count; ++j) top = std::max(top, wide(x[j]));
+    return top;
+}
+
+constexpr int64_t CHUNKS = 64;  // of rows, over which weight gradients are summed; fixed, so that sums are too
+
+}  // namespace
+
+extern "C" {
+
+void rms_norm(const void* x_RD, bool x_bf16, const void* weight_D, bool weight_bf16, void* y_RD, bool y_bf16,
+              float* inverse_R, int64_t R, int64_t D, float eps) {
+    typed(x_RD, x_bf16, [&](auto* xs) { typed(weight_D, weight_bf16, [&](auto* weight) { typed(y_RD, y_bf16, [&](auto* ys) {
+#pragma omp parallel for if (R * D > WORTH_THREADS)
+        for (int64_t r = 0; r < R; ++r) {
+            const auto* x = xs + r * D;
+            auto* y = ys + r * D;
+            float squares = 0;
+#pragma omp simd reduction(+ : squares)
+            for (int64_t j = 0; j < D; ++j) squares += wide(x[j]) * wide(x[j]);
+            const float inverse = 1 / std::sqrt(squares / static_cast<float>(D) + eps);
+#pragma omp simd
+            for (int64_t j = 0; j < D; ++j) put(y[j], wide(x[j]) * inverse * wide(weight[j]));
+            inverse_R[r] = inverse;
+        }
+    }); }); });
+}
+
+void rms_norm_backward(const void* gradient_RD, bool gradient_bf16, const void* x_RD, bool x_bf16, const void* weight_D,
+                       bool weight_bf16, const float* inverse_R, void* x_gradient_RD, float* weight_gradient_D,
+                       int64_t R, int64_t D) {
+    std::vector<float> partial(CHUNKS * D);
+    typed(gradient_RD, gradient_bf16, [&](auto* gs) { typed(x_RD, x_bf16, [&](auto* xs) {
+    typed(weight_D, weight_bf16, [&](auto* weight) { typed(x_gradient_RD, x_bf16, [&](auto* outs) {
+#pragma omp parallel for if (R * D > WORTH_THREADS)
+        for (int64_t chunk = 0; chunk < CHUNKS; ++chunk) {
+            float* sums = partial.data() + chunk * D;
+            for (int64_t r = chunk * R / CHUNKS; r < (chunk + 1) * R / CHUNKS; ++r) {
+                const auto* g = gs + r * D;
+                const auto* x = xs + r * D;
+                auto* out = outs + r * D;
+                const float inverse = inverse_R[r];
+                float mean = 0;
+#pragma omp simd reduction(+ : mean)
+                for (int64_t j = 0; j < D; ++j) mean += wide(g[j]) * wide(weight[j]) * wide(x[j]);
+                mean *= inverse / static_cast<float>(D);
+#pragma omp simd
+                for (int64_t j = 0; j < D; ++j) {
+                    const float normed = wide(x[j]) * inverse;
+                    put(out[j], (wide(g[j]) * wide(weight[j]) - normed * mean) * inverse);
+                    sums[j] += wide(g[j]) * normed;
+                }
+            }
+        }
+    }); }); }); });
+    std::fill(weight_gradient_D, weight_gradient_D + D, 0.0f);
+    for (int64_t chunk = 0; chunk < CHUNKS; ++chunk)
+        for (int64_t j = 0; j < D; ++j) weight_gradient_D[j] += partial[chunk * D + j];
+}
+
+void swiglu(const void* x_R2M, bool is_bf16, void* y_RM, int64_t R, int64_t M) {
+    typed(x_R2M, is_bf16, [&](auto* xs) {
+        using X = std::remove_cvref_t<decltype(*xs)>;
+        auto* ys = static_cast<X*>(y_RM);
+#pragma omp parallel for if (R * M > WORTH_THREADS)
+        for (int64_t r = 0; r < R; ++r) {
+            const X *gate = xs + r * 2 * M, *up = gate + M;
+            X* y = ys + r * M;
+#pragma omp simd
+            for (int64_t j = 0; j < M; ++j) {
+                const float z = wide(gate[j]);
+                put(y[j], z / (1 + exponential(-z)) * wide(up[j]));
+            }
+        }
+    });
+}
+
+void swiglu_backward(const void* gradient_RM, const void* x_R2M, bool is_bf16, void* x_gradient_R2M, int64_t R,
+                     int64_t M) {
+    typed(x_R2M, is_bf16, [&](auto* xs) {
+        using X = std::remove_cvref_t<decltype(*xs)>;
+        auto* gs = static_cast<const X*>(gradient_RM);
+        auto* outs = static_cast<X*>(x_gradient_R2M);
+#pragma omp parallel for if (R * M > WORTH_THREADS)
+        for (int64_t r = 0; r < R; ++r) {
+            const X *g = gs + r * M, *gate = xs + r * 2 * M, *up = gate + M;
+            X *gate_out = outs + r * 2 * M, *up_out = gate_out + M;
+#pragma omp simd
+            for (int64_t j = 0; j < M; ++j) {
+                const float z = wide(gate[j]), sigmoid = 1 / (1 + exponential(-z)), silu = z * sigmoid;
+                put(up_out[j], wide(g[j]) * silu);
+                put(gate_out[j], wide(g[j]) * wide(up[j]) * (sigmoid + silu * (1 - sigmoid)));
+            }
+        }
+    });
+}
+
+// With `back` the other way: gradients of q, k and v, laid out like these, to those of qkv.
+void split_heads(void* qkv_BTE, bool is_bf16, const void* cos_BTH, const void* sin_BTH, void* q_BNTH, void* k_BGTH,
+                 void* v_BGTH, int64_t B, int64_t T, int64_t N, int64_t G, int64_t H, bool back) {
+    typed(qkv_BTE, is_bf16, [&](auto* qkv) {
+        using X = std::remove_cvref_t<decltype(*qkv)>;
+        const int64_t heads = N + 2 * G, half = H / 2;
+#pragma omp parallel for collapse(2) if (B * T * heads * H > WORTH_THREADS)
+        for (int64_t b = 0; b < B; ++b)
+            for (int64_t t = 0; t < T; ++t) {
+                const X* cos = static_cast<const X*>(cos_BTH) + (b * T + t) * H;
+                const X* sin = static_cast<const X*>(sin_BTH) + (b * T + t) * H;
+                for (int64_t n = 0; n < heads; ++n) {
+                    X* whole = qkv + ((b * T + t) * heads + n) * H;
+                    void* part = n < N ? q_BNTH : n < N + G ? k_BGTH : v_BGTH;
+                    const int64_t count = n < N ? N : G, head = n < N ? n : (n - N) % G;
+                    X* own = static_cast<X*>(part) + ((b * count + head) * T + t) * H;
+                    const X* from = back ? own : whole;
+                    X* to = back ? whole : own;
+                    if (n >= N + G || cos_BTH == nullptr) {
+                        std::copy(from, from + H, to);
+                        continue;
+                    }
+                    // Turned back by the transposed rotation, whose sines have the other sign.
+                    const float sign = back ? -1.0f : 1.0f;
+#pragma omp simd
+                    for (int64_t i = 0; i < half; ++i) {
+                        const float low = wide(from[i]), high = wide(from[i + half]);
+                        put(to[i], low * wide(cos[i]) + sign * high * wide(sin[i]));
+                        put(to[i + half], high * wide(cos[i + half]) + sign * low * wide(sin[i + half]));
+                    }
+                }
+            }
+    });
+}
+
+void token_logprobs(const void* logits_RV, bool is_bf16, const int64_t* tokens_R, float* logprobs_R, float* totals_R,
+                    int64_t R, int64_t V, float scale) {
+    typed(logits_RV, is_bf16, [&](auto* rows) {
+#pragma omp parallel for if (R * V > WORTH_THREADS)
+        for (int64_t r = 0; r < R; ++r) {
+            const auto* logits = rows + r * V;
+            const float top = maximum(logits, V);
+            float total = 0;
+#pragma omp simd reduction(+ : total)
+            for (int64_t j = 0; j < V; ++j) total += exponential((wide(logits[j]) - top) * scale);
+            totals_R[r] = top * scale + std::log(total);
+            logprobs_R[r] = wide(logits[tokens_R[r]]) * scale - totals_R[r];
+        }
+    });
+}
+
+void token_logprobs_backward(const float* gradient_R, const void* logits_RV, bool is_bf16, const int64_t* tokens_R,
+                             const float* totals_R, void* logits_gradient_RV, int64_t R, int64_t V, float scale) {
+    typed(logits_RV, is_bf16, [&](auto* rows) {
+        using X = std::remove_cvref_t<decltype(*rows)>;
+#pragma omp parallel for if (R * V > WORTH_THREADS)
+        for (int64_t r = 0; r < R; ++r) {
+            const X* logits = rows + r * V;
+            X* out = static_cast<X*>(logits_gradient_RV) + r * V;
+            const float slope = gradient_R[r] * scale, total = totals_R[r];
+#pragma omp simd
+            for (int64_t j = 0; j < V; ++j) put(out[j], -slope * exponential(wide(logits[j]) * scale - total));
+            const int64_t token = tokens_R[r];
+            put(out[token], slope * (1 - exponential(wide(logits[token]) * scale - total)));
+        }
+    });
+}
+
+void draw(const void* logits_RV, bool is_bf16, const float* uniforms_R, float scale, int64_t* tokens_R,
+          float* logprobs_R, int64_t R, int64_t V) {
+    constexpr int64_t STRIDE = 64;  // tokens whose probabilities are summed before the search
+    const int64_t strides = (V + STRIDE - 1) / STRIDE;
+    typed(logits_RV, is_bf16, [&](auto* rows) {
+#pragma omp parallel if (R * V > WORTH_THREADS)
+        {
+            std::vector<float> weights(strides * STRIDE), sums(strides);
+#pragma omp for
+            for (int64_t r = 0; r < R; ++r) {
+                const auto* logits = rows + r * V;
+                const float top = maximum(logits, V);
+#pragma omp simd
+                for (int64_t j = 0; j < V; ++j) weights[j] = exponential((wide(logits[j]) - top) * scale);
+                double total = 0;
+                for (int64_t s = 0; s < strides; ++s) {
+                    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                    for (int64_t j = 0; j < STRIDE; ++j) sum += weights[s * STRIDE + j];
+                    sums[s] = sum;
+                    total += sum;
+                }
+                // The stride in which the cumulative sum passes the threshold, then the token. Rounding may end the
+                // search late; then it is the last token that has any probability.
+                double left = uniforms_R[r] * total;
+                int64_t s = 0;
+                while (s + 1 < strides && left >= sums[s]) left -= sums[s++];
+                int64_t token = s * STRIDE;
+                const int64_t end = std::min(V, token + STRIDE);
+                while (token + 1 < end && left >= weights[token]) left -= weights[token++];
+                while (token > 0 && !(weights[token] > 0)) --token;
+                tokens_R[r] = token;
+                logprobs_R[r] = (wide(logits[token]) - top) * scale - static_cast<float>(std::log(total));
+            }
+        }
+    });
+}
+
+}  // extern "C"

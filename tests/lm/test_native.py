@@ -1,0 +1,212 @@
+"""The CPU's kernels against the same equations in PyTorch's operations, in double precision."""
+
+import ctypes
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.block import RMSNorm
+from lm.heads import split_heads
+from lm.native import library, ops
+from lm.positions import rotary_tables
+from lm.sampling import Choice
+
+pytestmark = pytest.mark.skipif(library.library() is None, reason="needs a C++ compiler")
+
+TYPES = [torch.float32, torch.bfloat16]
+CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 2e-6}, torch.bfloat16: {"rtol": 8e-3, "atol": 1e-3}}
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected, **CLOSE[found.dtype])
+
+
+def differentiated(f: Callable[..., Tensor], gradient: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """The value in double precision, and the gradients of the inputs."""
+    wide = [x.double().requires_grad_() for x in inputs]
+    y = f(*wide)
+    return y.detach(), *torch.autograd.grad(y, wide, gradient.double())
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return gate * torch.sigmoid(gate) * up
+
+
+# Odd sizes leave a rest behind the vectors; the last is large enough for threads.
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 7, 33), (150, 200)])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("out", TYPES)
+def test_rms_norm_and_its_gradients(shape: tuple[int, ...], dtype: torch.dtype, out: torch.dtype) -> None:
+    x, gradient = drawn(*shape, dtype=dtype) * 3, drawn(*shape, dtype=out, seed=1)
+    weight = drawn(shape[-1], dtype=torch.float32, seed=2)
+    y, inverse = ops.rms_norm(x, weight, 1e-5, out)
+    x_gradient, weight_gradient = ops.rms_norm_backward(gradient, x, weight, inverse)
+    expected = differentiated(norm, gradient, x, weight)
+    assert (y.dtype, x_gradient.dtype, weight_gradient.dtype) == (out, dtype, torch.float32)
+    check(y, expected[0])
+    check(x_gradient, expected[1])
+    torch.testing.assert_close(weight_gradient.double(), expected[2], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 10), (2, 7, 66), (150, 300)])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_swiglu_and_its_gradient(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = drawn(*shape, dtype=dtype) * 4
+    gradient = drawn(*shape[:-1], shape[-1] // 2, dtype=dtype, seed=1)
+    expected = differentiated(swiglu, gradient, x)
+    check(ops.swiglu(x), expected[0])
+    check(ops.swiglu_backward(gradient, x), expected[1])
+
+
+def test_swiglu_of_gates_beyond_the_range_of_exponentials() -> None:
+    gates = torch.tensor([-1e30, -200.0, -90.0, 0.0, 90.0, 200.0, 1e30, -math.inf])
+    x = torch.stack([gates, torch.ones(8)], dim=-1)
+    torch.testing.assert_close(ops.swiglu(x)[:7, 0], F.silu(gates)[:7])
+    assert not ops.swiglu(x)[7].isfinite()
+    assert ops.swiglu(torch.tensor([[math.nan, 1.0], [1.0, math.nan]])).isnan().all()
+    gradient = ops.swiglu_backward(torch.ones(7, 1), x[:7])
+    torch.testing.assert_close(gradient, differentiated(swiglu, torch.ones(7, 1), x[:7])[1].float(), equal_nan=True)
+
+
+def test_exponentials_are_right_to_the_last_places() -> None:
+    """Two tokens whose logits differ by d: the log-probability of the first is -ln(1 + e^-d)."""
+    differences = torch.linspace(-80, 80, 20_001)
+    logits = torch.stack([torch.zeros_like(differences), -differences], dim=-1)
+    found, _ = ops.token_logprobs(logits, torch.zeros(len(logits), dtype=torch.int64), 1.0)
+    torch.testing.assert_close(found.double(), -F.softplus(-differences.double()), rtol=3e-7, atol=1.3e-7)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 2, 2, 2), (2, 5, 4, 2, 6), (3, 17, 6, 3, 64)])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("is_rotary", [True, False])
+def test_heads_and_their_gradient(sizes: tuple[int, ...], dtype: torch.dtype, is_rotary: bool) -> None:
+    B, T, N, G, H = sizes
+    qkv = drawn(B, T, (N + 2 * G) * H, dtype=dtype).requires_grad_()
+    positions = torch.arange(T).expand(B, T) + torch.arange(B)[:, None]
+    tables = rotary_tables(positions, H, 10_000.0, None, dtype) if is_rotary else None
+    found = split_heads(qkv, tables, N, G)
+    wide = qkv.detach().double().requires_grad_()
+    expected = split_heads(wide, None if tables is None else (tables[0].double(), tables[1].double()), N, G)
+    gradients = [drawn(*part.shape, dtype=dtype, seed=seed) for seed, part in enumerate(found)]
+    for part, wanted in zip(found, expected, strict=True):
+        check(part, wanted)
+    (back,) = torch.autograd.grad(found, qkv, gradients)
+    (wanted,) = torch.autograd.grad(expected, wide, [gradient.double() for gradient in gradients])
+    check(back, wanted)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (40, 1000)])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
+def test_log_probabilities_and_their_gradient(shape: tuple[int, int], dtype: torch.dtype, temperature: float) -> None:
+    logits, gradient = drawn(*shape, dtype=dtype) * 5, drawn(shape[0], dtype=torch.float32, seed=1)
+    tokens = torch.arange(shape[0]) % shape[1]
+    logprobs, totals = ops.token_logprobs(logits, tokens, temperature)
+
+    def naive(x: Tensor) -> Tensor:
+        return torch.log_softmax(x / temperature, dim=-1).gather(-1, tokens[:, None])[:, 0]
+
+    expected = differentiated(naive, gradient, logits)
+    check(logprobs, expected[0])
+    check(ops.token_logprobs_backward(gradient, logits, tokens, totals, temperature), expected[1])
+
+
+def test_tokens_beyond_the_vocabulary_are_refused() -> None:
+    for token in (-1, 5):
+        with pytest.raises(IndexError, match="0 to 4"):
+            ops.token_logprobs(torch.zeros(1, 5), torch.tensor([token]), 1.0)
+    assert len(ops.token_logprobs(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64), 1.0)[0]) == 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 63, 64, 65, 300])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_draws_invert_the_cumulative_sum(num_tokens: int, dtype: torch.dtype, temperature: float) -> None:
+    logits = drawn(400, num_tokens, dtype=dtype) * 2
+    uniforms = torch.rand(400, generator=torch.Generator().manual_seed(1))
+    tokens, logprobs = ops.draw(logits, uniforms, temperature)
+    wide = torch.log_softmax(logits.double() / temperature, dim=-1)
+    expected = torch.searchsorted(wide.exp().cumsum(dim=-1), uniforms.double()[:, None], right=True)[:, 0]
+    assert torch.equal(tokens, expected.clamp(max=num_tokens - 1))
+    check(logprobs, wide.gather(-1, tokens[:, None])[:, 0])
+    twin, _ = Choice(temperature, top_k=num_tokens + 1).draw(logits, uniforms)  # top_k takes PyTorch's way
+    assert torch.equal(tokens, twin)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-24])
+def test_a_token_without_probability_is_never_drawn(uniform: float) -> None:
+    for possible in ([0], [70], [129], [3, 64, 100], [63, 128]):
+        logits = torch.full((1, 130), -math.inf)
+        logits[0, possible] = 0.0
+        token, logprob = ops.draw(logits, torch.tensor([uniform]), 1.0)
+        assert int(token) == possible[int(uniform * len(possible))]
+        assert float(logprob) == pytest.approx(-math.log(len(possible)))
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    x, weight = drawn(200, 256, dtype=torch.float32), drawn(256, dtype=torch.float32)
+
+    def everything() -> list[Tensor]:
+        y, inverse = ops.rms_norm(x, weight, 1e-5, torch.float32)
+        logprobs = ops.token_logprobs(x, torch.arange(200), 1.0)
+        return [
+            y, *ops.rms_norm_backward(x, y, weight, inverse), ops.swiglu(x), *logprobs,
+            *ops.draw(x, x[:, 0].sigmoid().contiguous(), 1.0),
+        ]  # fmt: skip
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = everything()
+        torch.set_num_threads(3)
+        together = everything()
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def test_other_types_and_layouts_take_pytorch_s_way() -> None:
+    x = drawn(4, 6, dtype=torch.float32)
+    assert ops.runs(x)
+    assert not ops.runs(x.T)
+    assert not ops.runs(x.double())
+    assert not ops.runs(x.to("meta"))
+    norm_of_six = RMSNorm(6, 1e-5)
+    torch.testing.assert_close(norm_of_six(x.T.contiguous().T), norm_of_six(x))
+
+
+def test_compiling_is_done_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = library.compiled(tmp_path / "kept")
+    assert ctypes.CDLL(str(made)).rms_norm
+    assert list((tmp_path / "kept").iterdir()) == [made]
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert library.compiled(tmp_path / "kept") == made
+    with pytest.raises(FileNotFoundError, match="no-such-compiler"):
+        library.compiled(tmp_path / "other")
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_the_work_goes_on_and_says_why(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.warns(RuntimeWarning, match="slower"):
+        assert library.library.__wrapped__() is None
+    monkeypatch.setattr(ops, "library", lambda: None)
+    assert not ops.runs(torch.ones(2))
+    torch.testing.assert_close(RMSNorm(2, 0.0)(torch.ones(1, 2)), torch.ones(1, 2))
