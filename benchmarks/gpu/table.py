@@ -38,11 +38,15 @@ def _table(device: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
 def _line(row: Row, figures: Mapping[str, Any] | None, rates: Mapping[str, float]) -> str:
     aim = f"{row.aim:.0%}" if row.aim else ""
     if figures is None:
-        return f"| {row.name} | {NOT_MEASURED} | | {aim} | |"
+        return _cells(row.name, NOT_MEASURED, "", aim, "")
     if "failed" in figures:
-        return f"| {row.name} | failed: {figures['failed'].replace('|', '/')} | | {aim} | |"
+        return _cells(row.name, f"failed: {figures['failed'].replace('|', '/')}", "", aim, "")
     measured, share = DESCRIBED[row.kind](row, figures, rates)
-    return f"| {row.name} | {measured} | {share} | {aim} | {_memory(figures)} |"
+    return _cells(row.name, measured, share, aim, _memory(figures))
+
+
+def _cells(*cells: str) -> str:
+    return f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|"
 
 
 def _pretraining(row: Row, figures: Mapping[str, float], rates: Mapping[str, float]) -> tuple[str, str]:
