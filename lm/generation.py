@@ -83,6 +83,7 @@ def generate(
                 read = None if sources is None else [sources[row] for row in entering]
                 fresh = Batch.start(model, entering, [prompts[row] for row in entering], max_new_tokens, read)
                 batch = fresh if batch is None else batch.join(fresh, max_new_tokens)
+                del fresh  # it would keep its cache for as long as the next ones run
             assert batch is not None
             places = torch.tensor([min(len(result.responses[row]), max_new_tokens - 1) for row in batch.rows])
             drawn_B = uniforms_NR[batch.rows, places.to(uniforms_NR.device)]
@@ -96,7 +97,7 @@ def generate(
             over = [result.finished[row] or len(result.responses[row]) == max_new_tokens for row in batch.rows]
             running = over.count(False)
             if not running:
-                batch = None
+                batch, fixed = None, fixed_steps(model, steps)  # and no recording that holds the cache
                 continue
             # Leaving copies the cache, so rows that are over idle until enough of them can leave together.
             if running <= leave_below * len(over):

@@ -1,5 +1,6 @@
 """Steps of fixed shape against the eager ones, token by token, and recorded by what is as deaf as a CUDA graph."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lm import graphs
+from lm.attention import KVCache
 from lm.config import ModelConfig
 from lm.encoder_decoder import EncoderDecoder
 from lm.generation import Batch, Generated, generate
@@ -132,6 +134,26 @@ def test_generation_in_fixed_steps_gives_the_same_samples(
     for found, expected in zip(fixed.logprobs, eager.logprobs, strict=True):
         assert found == pytest.approx(expected, abs=1e-4)
     assert len({len(response) for response in fixed.responses}) > 2  # rows have left at different steps
+
+
+@pytest.mark.usefixtures("_recorder")
+@pytest.mark.parametrize("steps", ["eager", "fixed"])
+def test_a_batch_that_is_over_keeps_no_cache(
+    llama: LanguageModel, steps: StepKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row at a time, so that each batch begins when the one before is over: there is room for one cache."""
+    caches: list[weakref.ref[Tensor]] = []
+    empty = KVCache.empty
+
+    def watched(*arguments: Any, **named: Any) -> KVCache:
+        assert not any(cache() is not None for cache in caches)
+        made = empty(*arguments, **named)
+        caches.append(weakref.ref(made.keys))
+        return made
+
+    monkeypatch.setattr(KVCache, "empty", watched)
+    sample(llama, steps, max_rows=1)
+    assert len(caches) == 12
 
 
 def test_a_replay_reads_the_recorded_buffers(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
