@@ -13,12 +13,14 @@ from torch import Tensor
 
 from lm.attention import KVCache, Memory
 from lm.encoder_decoder import EncoderDecoder
+from lm.graphs import FixedSteps, StepKind, fixed_steps
 from lm.laid_out import laid_out
 from lm.model import LanguageModel
 from lm.padding import pad_left, pad_right
 from lm.sampling import Choice, draw_uniforms
 
 LEAVE_BELOW = 0.8  # share of rows that still run at which the others leave and waiting ones enter
+LEAVE_BELOW_FIXED = 0.5  # the same of fixed steps, which are recorded anew each time
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,16 @@ def generate(
     stop: Stop = never,
     max_rows: int = 128,
     sources: Sequence[Sequence[int]] | None = None,
+    steps: StepKind = "auto",
 ) -> Generated:
     """One response a prompt, at most `max_rows` at a time; prompts of like length side by side are padded least.
 
     For several samples of a prompt give it several times, side by side: where they enter together it is read once.
     An encoder-decoder reads a source for each response, and its prompts are what its decoder begins with. Every
-    sequence draws from its own seed, so a sample does not depend on its batch mates beyond rounding.
-    Errors: ValueError for an empty prompt or one that leaves no room in the model's context, and for sources that are
-    missing, empty, longer than the context, or given to a model that reads none.
+    sequence draws from its own seed, so a sample does not depend on its batch mates beyond rounding. Steps of "fixed"
+    shape are recorded and replayed on a GPU; "auto" does so where it can (`lm.graphs`).
+    Errors: ValueError for an empty prompt or one that leaves no room in the model's context, for sources that are
+    missing, empty, longer than the context, or given to a model that reads none, and for fixed steps of one that does.
     """
     if not prompts or len(seeds) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts with {len(seeds)} seeds; at least one prompt and a seed for each")
@@ -68,18 +72,21 @@ def generate(
     uniforms_NR = torch.from_numpy(draw_uniforms(seeds, max_new_tokens)).to(model.head.weight.device)
     result = Generated([[] for _ in prompts], [False] * len(prompts), [[] for _ in prompts])
     waiting = deque(range(len(prompts)))
+    fixed = fixed_steps(model, steps)
+    leave_below = LEAVE_BELOW if fixed is None else LEAVE_BELOW_FIXED
     batch: Batch | None = None
     with laid_out(model, min(max_rows, len(prompts))):
         while batch is not None or waiting:
             running = 0 if batch is None else len(batch.rows)
-            if waiting and running <= LEAVE_BELOW * max_rows:
+            if waiting and running <= leave_below * max_rows:
                 entering = [waiting.popleft() for _ in range(min(max_rows - running, len(waiting)))]
                 read = None if sources is None else [sources[row] for row in entering]
                 fresh = Batch.start(model, entering, [prompts[row] for row in entering], max_new_tokens, read)
                 batch = fresh if batch is None else batch.join(fresh, max_new_tokens)
+                del fresh  # it would keep its cache for as long as the next ones run
             assert batch is not None
-            steps = torch.tensor([min(len(result.responses[row]), max_new_tokens - 1) for row in batch.rows])
-            drawn_B = uniforms_NR[batch.rows, steps.to(uniforms_NR.device)]
+            places = torch.tensor([min(len(result.responses[row]), max_new_tokens - 1) for row in batch.rows])
+            drawn_B = uniforms_NR[batch.rows, places.to(uniforms_NR.device)]
             tokens_B, logprobs_B = choice.draw(batch.logits_BV, drawn_B)
             for row, token, logprob in zip(batch.rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
                 response = result.responses[row]
@@ -90,14 +97,14 @@ def generate(
             over = [result.finished[row] or len(result.responses[row]) == max_new_tokens for row in batch.rows]
             running = over.count(False)
             if not running:
-                batch = None
+                batch, fixed = None, fixed_steps(model, steps)  # and no recording that holds the cache
                 continue
             # Leaving copies the cache, so rows that are over idle until enough of them can leave together.
-            if running <= LEAVE_BELOW * len(over):
+            if running <= leave_below * len(over):
                 stay = torch.tensor([place for place, done in enumerate(over) if not done], device=tokens_B.device)
                 batch.keep(stay)
                 tokens_B = tokens_B[stay]
-            batch.feed(model, tokens_B)
+            batch.feed(model, tokens_B, fixed)
     return result
 
 
@@ -138,9 +145,13 @@ class Batch:
         batch.rows = rows
         return batch
 
-    def feed(self, model: LanguageModel | EncoderDecoder, tokens_B: Tensor) -> None:
+    def feed(self, model: LanguageModel | EncoderDecoder, tokens_B: Tensor, fixed: FixedSteps | None = None) -> None:
         """One more token for every sequence."""
-        self._read(model, tokens_B[:, None])
+        if fixed is None:
+            self._read(model, tokens_B[:, None])
+        else:
+            self.logits_BV = fixed.next_logits(tokens_B, self.first_real_B, self.cache)
+            self.cache.advance(1)
 
     def keep(self, stay: Tensor) -> None:
         """Only the sequences at these places stay, in this order."""

@@ -73,10 +73,10 @@ def _middle(runs: list[Mapping[str, Any]], seconds: str) -> float:
     return median(rate(run, seconds) for run in runs)
 
 
-def write_between_markers(path: Path, text: str) -> None:
+def write_between_markers(path: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
     """Put `text` where the table was. Errors: ValueError for a file without the two markers."""
-    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{path}: {BEGIN!r} and {END!r} were expected, the table goes between them")
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+    before, found_begin, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found_begin and found_end):
+        raise ValueError(f"{path}: {begin!r} and {end!r} were expected, the table goes between them")
+    path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")

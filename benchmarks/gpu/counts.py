@@ -1,0 +1,59 @@
+"""Work and memory of a row as `heed plan` counts them (docs/plan.md)."""
+
+from benchmarks.gpu.rows import Generation, Iteration, Pretraining
+from heed.planning.memory import Layout, count, forward_pass, ppo_memory, sampling_phase, training_memory
+from lm.config import ModelConfig
+from lm.inspection import cache_bytes_per_token, flops_per_token
+from training.config import OptimizerConfig
+
+BF16_BYTES = 2
+LAYOUT = Layout(ranks=1, zero_stage=0, is_bf16=True, is_gpu=True)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-5, schedule="constant")
+
+
+def training_flops(model: ModelConfig, row_tokens: int) -> int:
+    """Floating-point operations a token of a training step: three forward passes, of a token with half the row behind
+    it. What is computed again, or for nothing, does not count.
+    """
+    return 3 * flops_per_token(model, (row_tokens + 1) // 2)
+
+
+def decoded_bytes(sizes: Generation) -> int:
+    """The fewest bytes that the steps behind the prompts' must read: for each token all weights that multiply, and the
+    keys and values of what came before it and its own.
+
+    The first token of a response comes from the pass over the prompts.
+    """
+    weights = BF16_BYTES * count(sizes.model, OPTIMIZER).linear
+    per_token = sizes.batch * cache_bytes_per_token(sizes.model, BF16_BYTES)
+    seen = (sizes.prompt_tokens + place for place in range(1, sizes.response_tokens))
+    return sum(weights + per_token * tokens for tokens in seen)
+
+
+def planned_bytes(sizes: Pretraining | Generation | Iteration) -> int:
+    """The highest memory of the device that the plan expects."""
+    if isinstance(sizes, Pretraining):
+        return _planned_pretraining(sizes)
+    if isinstance(sizes, Generation):
+        tokens = sizes.prompt_tokens + sizes.response_tokens
+        weights = BF16_BYTES * count(sizes.model, OPTIMIZER).total
+        return weights + sum(sampling_phase(sizes.model, LAYOUT, sizes.batch, tokens).values())
+    return _planned_iteration(sizes)
+
+
+def _planned_pretraining(sizes: Pretraining) -> int:
+    counts = count(sizes.model, OPTIMIZER)
+    of = forward_pass(sizes.model, LAYOUT, sizes.micro_batch, sizes.row_tokens)
+    num_logits = sizes.micro_batch * sizes.row_tokens * sizes.model.vocab_size
+    return training_memory(sizes.model, counts, LAYOUT, of, num_logits, sizes.num_micro_batches).peak
+
+
+def _planned_iteration(sizes: Iteration) -> int:
+    policy, value = count(sizes.model, OPTIMIZER), count(sizes.critic, OPTIMIZER, num_scores=1)
+    of = forward_pass(sizes.model, LAYOUT, sizes.micro_batch, sizes.prompt_tokens + sizes.response_tokens)
+    num_logits = sizes.micro_batch * sizes.response_tokens * sizes.model.vocab_size
+    micro_batches = sizes.minibatch // sizes.micro_batch
+    memory = ppo_memory(
+        sizes.model, policy, value, value.total, LAYOUT, of, num_logits, sizes.rollout, micro_batches
+    )  # fmt: skip
+    return memory.peak

@@ -1,0 +1,230 @@
+"""A measuring process: one row, or the ceilings, through what Heed's stages run. Prints one JSON line, its last."""
+
+import json
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.gpu import ceiling
+from benchmarks.gpu.counts import decoded_bytes, planned_bytes, training_flops
+from benchmarks.gpu.device import describe, now, peak_bytes
+from benchmarks.gpu.rows import ROWS, TINY_ROWS, Generation, Iteration, Pretraining, Row
+from benchmarks.speed.own import ENGINE, NO_END, OPTIMIZER, OneRow, Timed
+from benchmarks.speed.protocol import Clock, Task
+from lm.generation import generate
+from lm.graphs import StepKind
+from lm.model import LanguageModel, ScalarModel
+from lm.sampling import Choice
+from lm.source import Fresh, materialise
+from lm.tokenizer import Tokenizer
+from lm.weights import save_model
+from ppo.config import PPOConfig
+from ppo.controller import PPOController, ScoreScale
+from ppo.roles import Roles
+from ppo.workers import ColocatedWorker, Parents
+from training.config import BatchConfig
+from training.data import DataConfig
+from training.engine import Engine
+from training.loop import LoopConfig, TrainingLoop
+from training.objectives import StreamObjective
+
+COPIED_BYTES, TINY_COPIED_BYTES = 2**32, 2**22
+FIRST_WORD = 300  # tokens below are bytes and special tokens, which no drawn prompt contains
+CEILINGS = "ceilings"  # in place of a row's name
+# Which part of an iteration a call of PPO's roles belongs to.
+PHASES = {
+    "start_sampling": "sampling",
+    "scores": "scoring",
+    "policy_logprobs": "scoring",
+    "reference_logprobs": "scoring",
+    "values": "scoring",
+    "update_policy": "learning",
+    "update_value": "learning",
+    "sync_weights": "weights",
+}
+
+
+class DeviceClock(Clock):
+    """Steps end when the device has done them."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        super().__init__(task)
+        self.device = device
+
+    def tick(self, amount: float) -> None:
+        now(self.device)
+        super().tick(amount)
+
+
+def measure_pretraining(row: Row, sizes: Pretraining, device: torch.device, folder: Path) -> dict[str, float]:
+    """Steps of the stages' own loop; the last one is begun and not timed."""
+    rows = sizes.micro_batch * sizes.num_micro_batches
+    task = Task("train", str(folder), rows, sizes.micro_batch, sizes.row_tokens, 0, row.warmup_steps, row.timed_steps)
+    clock = DeviceClock(task, device)
+    tokens = np.random.default_rng(0).integers(0, sizes.model.vocab_size, (4 * rows, sizes.row_tokens + 1), np.int32)
+    objective = StreamObjective(tokens)
+    source = Fresh(partial(LanguageModel, sizes.model), seed=0)
+    engine: Engine[Any] = Engine(source, OPTIMIZER, ENGINE, world_size=1, micro_batch=sizes.micro_batch)
+    batch = BatchConfig(batch_size=rows, micro_batch_size=sizes.micro_batch)
+    never = task.num_steps + 1
+    config = LoopConfig("gpu", 0, task.num_steps + 1, batch, save_every_steps=never, evaluate_every_steps=never)
+    TrainingLoop(engine, config, Timed(objective, clock, objective.num_tokens), OneRow(objective), folder).run()
+    result = clock.result("heed")
+    rate = float(result["work"]) / float(result["seconds"])
+    engine.close()
+    flops = rate * training_flops(sizes.model, sizes.row_tokens)
+    return {"tokens_per_second": rate, "flops_per_second": flops}
+
+
+def measure_generation(row: Row, sizes: Generation, device: torch.device, _folder: Path) -> dict[str, float]:
+    """Whole responses, and the steps behind the prompts': what responses of one token take is taken off."""
+    model = materialise(Fresh(partial(LanguageModel, sizes.model), seed=0)).to(device, torch.bfloat16).eval()
+    prompts = draw_prompts(sizes.batch, sizes.prompt_tokens, sizes.model.vocab_size)
+
+    def seconds(response_tokens: int, steps: StepKind) -> float:
+        taken = []
+        for number in range(row.warmup_steps + row.timed_steps):
+            started = now(device)
+            sampled = generate(
+                model,
+                prompts,
+                max_new_tokens=response_tokens,
+                end_id=NO_END,
+                choice=Choice(),
+                seeds=range(number * sizes.batch, (number + 1) * sizes.batch),
+                max_rows=sizes.batch,
+                steps=steps,
+            )
+            taken.append(now(device) - started)
+            assert {len(response) for response in sampled.responses} == {response_tokens}
+        return median(taken[row.warmup_steps :])
+
+    reading = seconds(1, "eager")
+    fixed, eager = (seconds(sizes.response_tokens, kind) for kind in ("fixed", "eager"))
+    tokens = sizes.batch * sizes.response_tokens
+    return {
+        "tokens_per_second": tokens / fixed,
+        "eager_tokens_per_second": tokens / eager,
+        "decoding_seconds": fixed - reading,
+        "eager_decoding_seconds": eager - reading,
+        "decoded_bytes": decoded_bytes(sizes),
+    }
+
+
+@dataclass
+class Phased:
+    """A worker whose calls are timed, phase by phase."""
+
+    worker: ColocatedWorker
+    device: torch.device
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.worker, name)
+        if name not in PHASES:
+            return method
+
+        def timed(*arguments: Any) -> Any:
+            started = now(self.device)
+            result = method(*arguments)
+            self.seconds[PHASES[name]] += now(self.device) - started
+            return result
+
+        return timed
+
+
+def measure_iteration(row: Row, sizes: Iteration, device: torch.device, folder: Path) -> dict[str, float]:
+    """Iterations of one worker that has all roles, the timed ones' mean."""
+    write_models(folder, sizes)
+    parents = Parents(folder / "policy", folder / "reward", ScoreScale(0.0, 1.0), None)
+    num_iterations = row.warmup_steps + row.timed_steps
+    config = PPOConfig(
+        prompts=DataConfig(source="unread"),
+        num_iterations=num_iterations,
+        rollout_prompts=sizes.rollout,
+        num_epochs=1,
+        minibatch=BatchConfig(batch_size=sizes.minibatch, micro_batch_size=sizes.micro_batch),
+        max_response_tokens=sizes.response_tokens,
+        policy_optimizer=OPTIMIZER,
+        value_optimizer=OPTIMIZER,
+        kl_coef=0.05,
+        missing_end_penalty=0.0,
+        ptx_coef=0.0,
+        ptx_rows=0,
+        ema_decay=0.0,
+        save_every_iterations=num_iterations,
+    )
+    worker = Phased(ColocatedWorker(config, ENGINE, parents, 1), device)
+    prompts = draw_prompts(sizes.rollout, sizes.prompt_tokens, sizes.model.vocab_size)
+    controller = PPOController(config, cast(Roles, worker), prompts, parents.scale, num_pretraining_rows=0, seed=0)
+    tokens, started = 0.0, now(device)
+    for iteration in range(num_iterations):
+        if iteration == row.warmup_steps:
+            worker.seconds.clear()
+            tokens, started = 0.0, now(device)
+        tokens += controller.step(iteration)["response_tokens"] * sizes.rollout
+    whole = (now(device) - started) / row.timed_steps
+    worker.worker.close()
+    phases = {name: worker.seconds[name] / row.timed_steps for name in dict.fromkeys(PHASES.values())}
+    named = {f"{name}_seconds": seconds for name, seconds in phases.items()}
+    rest = whole - sum(phases.values())
+    rate = tokens / row.timed_steps / whole
+    return {"seconds": whole, **named, "rest_seconds": rest, "response_tokens_per_second": rate}
+
+
+def draw_prompts(number: int, num_tokens: int, vocab_size: int) -> list[list[int]]:
+    """All of one length, no two alike."""
+    drawn: list[list[int]] = np.random.default_rng(0).integers(FIRST_WORD, vocab_size, (number, num_tokens)).tolist()
+    return drawn
+
+
+def write_models(folder: Path, sizes: Iteration) -> None:
+    """`policy/` and `reward/`: random weights, and one vocabulary of bytes, of which no text is ever read."""
+    tokenizer = Tokenizer.train(["a"], 256 + 8, "chat")
+    kinds: tuple[tuple[str, Callable[[], nn.Module]], ...] = (
+        ("policy", partial(LanguageModel, sizes.model)),
+        ("reward", partial(ScalarModel, sizes.critic)),
+    )
+    for name, build in kinds:
+        model: Any = materialise(Fresh(build, seed=0))
+        save_model(folder / name, model, model.state_dict(), tokenizer)
+
+
+def measure(row: Row, device: torch.device) -> dict[str, float]:
+    """A row's figures, with the highest memory, measured and planned."""
+    sizes = row.sizes
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if isinstance(sizes, Pretraining):
+            found = measure_pretraining(row, sizes, device, folder)
+        elif isinstance(sizes, Generation):
+            found = measure_generation(row, sizes, device, folder)
+        else:
+            found = measure_iteration(row, sizes, device, folder)
+    return {**found, "peak_bytes": peak_bytes(device), "planned_bytes": planned_bytes(sizes)}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Arguments: a row's name or "ceilings", the device, and "tiny" or "full"."""
+    name, device, size = arguments[0], torch.device(arguments[1]), arguments[2]
+    rows = TINY_ROWS if size == "tiny" else ROWS
+    if name == CEILINGS:
+        copied = TINY_COPIED_BYTES if size == "tiny" else COPIED_BYTES
+        found: dict[str, Any] = {"machine": describe(device), "rates": ceiling.rates(rows, device, copied)}
+    else:
+        found = measure(next(row for row in rows if row.name == name), device)
+    print("\n" + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

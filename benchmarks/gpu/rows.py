@@ -1,0 +1,105 @@
+"""What is measured: the rows of the table, their models and sizes."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lm.config import ModelConfig
+
+Kind = Literal["pretrain", "generate", "ppo"]
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """A step is `num_micro_batches` of `micro_batch` rows."""
+
+    model: ModelConfig
+    micro_batch: int
+    num_micro_batches: int
+    row_tokens: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.micro_batch * self.num_micro_batches * self.row_tokens
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A step is one response to each of `batch` prompts, all of one length, that nothing ends early."""
+
+    model: ModelConfig
+    batch: int
+    prompt_tokens: int
+    response_tokens: int
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """A step is an iteration of PPO: `rollout` prompts, one epoch. `critic` is the reward model's shape, too."""
+
+    model: ModelConfig
+    critic: ModelConfig
+    rollout: int
+    minibatch: int
+    micro_batch: int
+    prompt_tokens: int
+    response_tokens: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement, in a process of its own that is ended after `limit_seconds`.
+
+    `aim` is the share of the ceiling wished for; 0 where there is none.
+    """
+
+    name: str
+    kind: Kind
+    sizes: Pretraining | Generation | Iteration
+    warmup_steps: int
+    timed_steps: int
+    limit_seconds: float
+    aim: float
+
+
+def gpt(width: int, num_layers: int, num_heads: int, context_tokens: int, vocab_size: int = 50_304) -> ModelConfig:
+    """GPT-2's and GPT-3's block, every layer dense.
+
+    The vocabulary is GPT-2's 50,257 filled up to a multiple of 128, so that the head's rows are aligned.
+    """
+    return ModelConfig(
+        vocab_size=vocab_size,
+        context_tokens=context_tokens,
+        width=width,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=width // num_heads,
+        mlp_width=4 * width,
+        mlp="gelu_tanh",
+        mlp_bias=True,
+        attention_bias="all",
+        positions="learned",
+        norm="layer",
+    )
+
+
+SMALL = gpt(768, 12, 12, 1024)  # GPT-2, 124M
+MEDIUM = gpt(1024, 24, 16, 2048)  # GPT-3's 350M
+LARGE = gpt(2048, 24, 16, 2048)  # GPT-3's 1.3B
+
+# Together they take about six minutes on an H100, by estimate; the limits are for a machine that is slow or stuck.
+ROWS = (
+    Row("pretraining, 124M", "pretrain", Pretraining(SMALL, 32, 8, 1024), 3, 8, 90, 0.5),
+    Row("pretraining, 1.3B", "pretrain", Pretraining(LARGE, 4, 8, 2048), 2, 5, 120, 0.5),
+    Row("generation, 124M, 256 sequences", "generate", Generation(SMALL, 256, 128, 256), 1, 3, 75, 0.6),
+    Row("generation, 1.3B, 256 sequences", "generate", Generation(LARGE, 256, 128, 256), 1, 3, 120, 0.6),
+    Row("PPO, 1.3B policy, 350M critic", "ppo", Iteration(LARGE, MEDIUM, 512, 128, 16, 128, 128), 1, 2, 240, 0),
+)
+
+_TINY, _TINY_CRITIC = gpt(32, 2, 2, 48, 512), gpt(16, 2, 2, 48, 512)
+# The same kinds at sizes for which a CPU takes seconds: for tests, since their figures mean nothing.
+TINY_ROWS = (
+    Row("pretraining, tiny", "pretrain", Pretraining(_TINY, 2, 2, 24), 1, 2, 120, 0.5),
+    Row("generation, tiny", "generate", Generation(_TINY, 4, 8, 12), 1, 2, 120, 0.6),
+    Row("PPO, tiny", "ppo", Iteration(_TINY, _TINY_CRITIC, 8, 4, 2, 8, 8), 1, 2, 120, 0),
+)
