@@ -44,7 +44,7 @@ class FixedCache(KVCache):
 
 
 def fixed_step(model: LanguageModel, tokens_B: Tensor, first_real_B: Tensor, cache: FixedCache) -> Tensor:
-    """Logits [B, V] of what follows the tokens, in fp32; the tokens take the cache's column `cache.column_1`.
+    """Logits [B, V] of what follows the tokens; the tokens take the cache's column `cache.column_1`.
 
     No shape and no number of Python's depends on that column. `first_real_B` is each row's first column that is not
     padding.
@@ -60,7 +60,7 @@ def fixed_step(model: LanguageModel, tokens_B: Tensor, first_real_B: Tensor, cac
     masks = {window: seen_BTS & (distance_S < window) if window else seen_BTS for window in config.windows}
     for layer, block in enumerate(stack.blocks):
         x_BTD = block(x_BTD, rotary, masks[config.window(layer)], cache, layer)
-    return model.head(stack.norm(x_BTD)[:, -1]).float()
+    return model.head(stack.norm(x_BTD)[:, -1])
 
 
 class FixedSteps:
@@ -73,7 +73,7 @@ class FixedSteps:
         self._replay: Step | None = None
 
     def next_logits(self, tokens_B: Tensor, first_real_B: Tensor, cache: KVCache) -> Tensor:
-        """Logits [B, V] of what follows the tokens, in fp32, which the next call may overwrite.
+        """Logits [B, V] of what follows the tokens, which the next call may overwrite.
 
         Keys and values of the tokens are in the cache's next column; to advance it is the caller's.
         """
