@@ -29,7 +29,7 @@ from preferences.intervals import LEVEL, Interval, Ints
 from preferences.resampling import Floats, percentiles, resampled_sums
 
 NUM_RESAMPLES = 1_000
-ALL_TIED = "every verdict is a tie, which shows no policy ahead of another and says nothing else of their strengths"
+ALL_TIED = "every verdict is a tie, and ties alone tell nothing of strengths but that no policy is shown ahead"
 
 NO_SPREAD = 1e-12  # a variance of nothing but rounding
 

@@ -34,7 +34,7 @@ class JudgeView:
     wins: Tracks
     pairs: tuple[PairRow, ...]
     ratings: tuple[Tracks, ...]
-    no_ratings: tuple[str, ...]
+    absent: tuple[str, ...]  # what cannot be shown, and why
     details: tuple[Tracks, ...]
     categories: tuple[Tracks, ...]
 
@@ -56,6 +56,7 @@ class View:
     def _judge(self, place: int, judge: JudgeSummary) -> JudgeView:
         path = f"summary.judges.{place}"
         ratings = [self._ratings(f"{path}.ratings.{number_of}", found) for number_of, found in enumerate(judge.ratings)]
+        lengths = self._lengths(place, judge)
         return JudgeView(
             name=judge.judge,
             anchor=f"judge-{place}",
@@ -72,8 +73,8 @@ class View:
             ),
             pairs=pair_rows(judge, place, self.summary.policies, self.looks),
             ratings=tuple(found for found in ratings if isinstance(found, Tracks)),
-            no_ratings=tuple(found for found in ratings if isinstance(found, str)),
-            details=tuple(found for found in (self._lengths(place, judge), self._order(place, judge)) if found),
+            absent=tuple(found for found in (*ratings, lengths) if isinstance(found, str)),
+            details=tuple(found for found in (lengths, self._order(place, judge)) if isinstance(found, Tracks)),
             categories=tuple(self._categories(place, judge)),
         )  # fmt: skip
 
@@ -133,7 +134,10 @@ class View:
             "Share", tuple(rows), f"summary.judges.{place}.position_bias", "Verdicts",
         )  # fmt: skip
 
-    def _lengths(self, place: int, judge: JudgeSummary) -> Tracks:
+    def _lengths(self, place: int, judge: JudgeSummary) -> Tracks | str:
+        reasons = {pair.length_controlled.reason for pair in judge.pairs}
+        if len(reasons) == 1 and "" not in reasons:
+            return f"No win rate at equal length: {reasons.pop()}."
         return self._shares(
             f"lengths-{place}", "Length", "The win rate as judged beside, hollow, the one that a fit gives for"
             " responses of equal length; its interval holds the fit's error.", "Pair", "Win rate",

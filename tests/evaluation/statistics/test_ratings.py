@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from benchmarks.compare_coverage import comparisons
+from benchmarks.compare_worlds import comparisons
 from evaluation.statistics.connections import islands_of
 from evaluation.statistics.ratings import ALL_TIED, rate
 from evaluation.statistics.win_rates import prompt_means

@@ -46,9 +46,11 @@ def test_ties_alone_are_called_that(make_folder: MakeFolder) -> None:
     assert report["answer"]["more"] == ["With 60 prompts, every one a tie, no difference could have been shown."]
     (judge,) = report["summary"]["judges"]
     assert [(found["model"], found["policies"]) for found in judge["ratings"]] == [("bradley_terry", [])]
-    assert "No Bradley–Terry ratings: every verdict is a tie, which shows no policy ahead of another" in page
+    assert "No Bradley–Terry ratings: every verdict is a tie, and ties alone tell nothing of strengths" in page
     assert not any(title.startswith("Ratings") for title in titles(page))
     assert judge["pairs"][0]["length_controlled"]["low"] is None
+    assert "No win rate at equal length: all prompts came out alike, so there is no spread to" in page
+    assert "Length" not in titles(page)
     assert "50 to 50%" not in page
     assert "0.00 to 0.00" not in page
     assert "no spread" in page
@@ -57,7 +59,7 @@ def test_ties_alone_are_called_that(make_folder: MakeFolder) -> None:
 def test_ties_alone_rank_nobody(make_folder: MakeFolder) -> None:
     report, _ = rewrite(make_folder(policies={"sft": 0.0, "ppo": 1.0, "base": 0.0}), tied)
     assert report["answer"]["tone"] == "unclear"
-    assert report["answer"]["text"].startswith("There is no ranking by the judge gold: every verdict is a tie, which")
+    assert report["answer"]["text"].startswith("There is no ranking by the judge gold: every verdict is a tie, and")
 
 
 def test_a_few_prompts_that_are_no_tie_are_counted(make_folder: MakeFolder) -> None:
