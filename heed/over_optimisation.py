@@ -5,8 +5,9 @@ from pathlib import Path
 
 from evaluation.measures.checkpoints import Gold, OverOptimisation, Progress, Spec, gold_of_texts, over_optimisation
 from heed.job_file import load_job
+from heed.job_run import Run
 from heed.recovery import Workers
-from heed.stages import Run, read_results
+from heed.stages import read_results
 from lm.tokenizer import Messages
 from ppo.stage import kept_policy
 from reward.elsewhere import FunctionReward

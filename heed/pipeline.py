@@ -15,11 +15,12 @@ import tomli_w
 from cluster.group import disconnect, require_cluster
 from heed.hold import hold
 from heed.job import JobConfig
+from heed.job_run import SAMPLES, Run, sources_in
 from heed.lineage import LINEAGE, Inputs, finished_with, outputs_hash, started_with, write_lineage
 from heed.preflight import check_data
 from heed.progress import console, follow
 from heed.recovery import Workers, run_to_end
-from heed.stages import SAMPLES, STAGES, Run, Stage, sources_in
+from heed.stages import STAGES, Stage
 from lm.hub import model_directory
 from lm.tokenizer import TOKENIZER_FILES
 from pretrain.stage import prepare_tokenizer

@@ -1,7 +1,7 @@
 """What can be known to be wrong before any training starts is found here: rows that do not parse, prompts too long."""
 
+from heed.job_run import Run
 from heed.progress import console
-from heed.stages import Run
 from lm.source import skeleton
 from lm.tokenizer import Tokenizer
 from reward.comparisons import encode_rankings, read_judgments

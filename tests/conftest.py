@@ -29,6 +29,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     atexit.register(shutil.rmtree, os.environ["RAY_TMPDIR"], ignore_errors=True)
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
     from lm.config import ModelConfig
     from lm.tokenizer import Tokenizer
     from preferences.store import LabelStore
@@ -143,6 +145,21 @@ def new_store(sqlite_tables: Path, tmp_path: Path) -> "Iterator[Callable[[], Lab
     yield new
     for store in opened:
         store.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    """Chromium without a window; a test is skipped where none is installed."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("no browser: chromium, chromium-browser or google-chrome on the PATH was expected")
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=chromium, args=arguments)
+        yield opened
+        opened.close()
 
 
 SHOWN = re.compile(r"<response 1>\n(.*)\n</response 1>.*<response 2>\n(.*)\n</response 2>", re.DOTALL)

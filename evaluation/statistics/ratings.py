@@ -17,17 +17,21 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-from scipy import stats
+from scipy import special, stats
 
 from evaluation.statistics import choice
 from evaluation.statistics.connections import Truths, islands_of, reaches
 from evaluation.statistics.results import Rating, Ratings
+from evaluation.statistics.score_interval import decided_interval
 from evaluation.statistics.win_rates import expanded_level
 from evaluation.verdicts import Comparisons
 from preferences.intervals import LEVEL, Interval, Ints
 from preferences.resampling import Floats, percentiles, resampled_sums
 
 NUM_RESAMPLES = 1_000
+ALL_TIED = "every verdict is a tie, and ties alone tell nothing of strengths but that no policy is shown ahead"
+
+NO_SPREAD = 1e-12  # a variance of nothing but rounding
 
 Model = Literal["bradley_terry", "davidson"]
 
@@ -39,7 +43,11 @@ def rate(comparisons: Comparisons, *, model: Model, anchor: str, seed: int) -> R
     policies are connected but some never lost to the others (or never won), the maximum is infinite. Each compared pair
     then gets one more prompt in which all outcomes share alike (½ win, ½ loss), the ends of intervals that have none
     are infinite, and variances are at least those of independent verdicts, since residuals that are nearly 0 say
-    little.
+    little. Where every verdict is a tie there are no ratings either, and `reason` says so.
+
+    Of two policies an interval is that of the share of wins (`decided_interval`), in log-odds. Around the rating itself
+    it would be too wide: the error of a logit grows without end as the share nears 1, so that hardly any interval of
+    those whose share is by chance too high misses the truth. Of more policies intervals are from the sandwich.
 
     Davidson's model takes preferences of 0, ½ and 1 alone. Errors: ValueError for others, an unknown anchor, no
     verdicts.
@@ -55,6 +63,8 @@ def rate(comparisons: Comparisons, *, model: Model, anchor: str, seed: int) -> R
         told = "; ".join(", ".join(island) for island in named)
         reason = f"no verdict connects these groups of policies: {told}"
         return Ratings(model, anchor, (), math.nan, named, False, reason)
+    if np.isclose(comparisons.won_V, 0.5, rtol=0, atol=1e-9).all():
+        return Ratings(model, anchor, (), math.nan, (names,), False, ALL_TIED)
     pairs, y_CVO = outcomes(comparisons, model)
     return _rate(names, pairs, y_CVO, anchor, model, seed)
 
@@ -86,25 +96,27 @@ def _rate(names: Sequence[str], pairs: Ints, y_CVO: Floats, anchor: str, model: 
     shrunk = bool(needs_prior(total_BVO, pairs, num_policies)[0])
     beta_BK = _fit(total_BVO, pairs, num_policies, F_VOK)
     theta_P = _thetas(beta_BK, num_policies)[0]
-    covariance_PP = _covariance(y_CVO, beta_BK, F_VOK, num_policies, shrunk)
     anchors_P = np.eye(num_policies)[names.index(anchor)] if anchor else np.full(num_policies, 1 / num_policies)
     from_anchor_PP = np.eye(num_policies) - anchors_P
     value_P = from_anchor_PP @ theta_P
-    variance_P = np.diag(from_anchor_PP @ covariance_PP @ from_anchor_PP.T).clip(0)
-    freedom = max(num_prompts - 1, 1)
-    half_P = stats.t.ppf((1 + LEVEL) / 2, freedom) * np.sqrt(variance_P)
     # Whether a chain of wins leads from i to j: without one from j to i, θ_i - θ_j has no upper end.
     reached_PP = reaches(_beats(total_BVO, pairs, num_policies))[0]
     above_P = np.asarray((~reached_PP.T)[:, anchors_P > 0].any(axis=1))
     below_P = np.asarray((~reached_PP)[:, anchors_P > 0].any(axis=1))
-    better_PP = _surely_better(theta_P, covariance_PP, reached_PP, freedom)
+    if num_policies == 2:
+        low_P, high_P, better_PP = _of_two(y_CVO, anchors_P)
+    else:
+        covariance_PP = _covariance(y_CVO, beta_BK, F_VOK, num_policies, shrunk)
+        half_P = _halves(covariance_PP, from_anchor_PP, num_prompts)
+        low_P, high_P = np.where(below_P, -math.inf, value_P - half_P), np.where(above_P, math.inf, value_P + half_P)
+        better_PP = _surely_better(theta_P, covariance_PP, reached_PP, max(num_prompts - 1, 1))
     resampled_SP = _resampled(y_CVO, pairs, num_policies, F_VOK, seed) @ from_anchor_PP.T
     ratings = [
         Rating(
             policy=name,
             value=float(value_P[i]),
-            low=-math.inf if below_P[i] else _end(value_P[i] - half_P[i], num_prompts),
-            high=math.inf if above_P[i] else _end(value_P[i] + half_P[i], num_prompts),
+            low=float(low_P[i]),
+            high=float(high_P[i]),
             bootstrap=_bootstrapped(float(value_P[i]), resampled_SP[:, i], num_prompts, not (above_P[i] or below_P[i])),
             best_rank=1 + int(better_PP[:, i].sum()),
             worst_rank=num_policies - int(better_PP[i].sum()),
@@ -175,6 +187,27 @@ def _beats(y_BVO: Floats, pairs: Ints, num_policies: int) -> Truths:
     return beats_BPP
 
 
+def _of_two(y_CVO: Floats, anchors_P: Floats) -> tuple[Floats, Floats, Truths]:
+    """The ends of both ratings [P] and whether either is surely better [P, P], from the interval of the share of
+    wins."""
+    low, high = special.logit(decided_interval(y_CVO[:, 0, 0], y_CVO[:, 0, -1])).tolist()
+    own_first, own_second = float(anchors_P[1]), float(anchors_P[0])  # of θ_0 - θ_1; 0 for the anchor itself
+    low_P = np.array([own_first * low if own_first else 0.0, -own_second * high if own_second else 0.0])
+    high_P = np.array([own_first * high if own_first else 0.0, -own_second * low if own_second else 0.0])
+    return low_P, high_P, np.array([[False, low > 0], [high < 0, False]])
+
+
+def _halves(covariance_PP: Floats, from_anchor_PP: Floats, num_prompts: int) -> Floats:
+    """[P] half the width of Student's intervals; NaN (unknown) of one prompt, and where prompts that came out alike
+    leave no spread to tell an error from."""
+    variance_P = np.diag(from_anchor_PP @ covariance_PP @ from_anchor_PP.T)
+    is_anchor_P = np.abs(from_anchor_PP).max(axis=1) == 0
+    if num_prompts == 1:
+        return np.full(len(variance_P), math.nan)
+    half_P = stats.t.ppf((1 + LEVEL) / 2, num_prompts - 1) * np.sqrt(variance_P.clip(0))
+    return np.where((variance_P > NO_SPREAD) | is_anchor_P, half_P, math.nan)
+
+
 def _surely_better(theta_P: Floats, covariance_PP: Floats, reached_PP: Truths, freedom: int) -> Truths:
     """[P, P] whether i is above j by simultaneous 95% intervals of all differences (Tukey 1953, Kramer 1956)."""
     if freedom == 1:
@@ -182,7 +215,7 @@ def _surely_better(theta_P: Floats, covariance_PP: Floats, reached_PP: Truths, f
     variance_P = np.diag(covariance_PP)
     error_PP = np.sqrt((variance_P[:, None] + variance_P[None, :] - 2 * covariance_PP).clip(0))
     low_PP = theta_P[:, None] - theta_P[None, :] - _tukey(len(theta_P), freedom) * error_PP
-    return np.asarray((low_PP > 0) & reached_PP & ~np.eye(len(theta_P), dtype=bool))
+    return np.asarray((low_PP > 0) & (error_PP**2 > NO_SPREAD) & reached_PP & ~np.eye(len(theta_P), dtype=bool))
 
 
 @lru_cache
@@ -203,10 +236,6 @@ def _bootstrapped(value: float, resampled_S: Floats, num_prompts: int, is_known:
     if num_prompts == 1 or not is_known:
         return Interval(value, math.nan, math.nan)
     return Interval(value, *percentiles(resampled_S, expanded_level(num_prompts)))
-
-
-def _end(value: float, num_prompts: int) -> float:
-    return float(value) if num_prompts > 1 else math.nan
 
 
 def _side(above: bool, below: bool) -> Literal["", "above", "below", "both"]:

@@ -152,11 +152,12 @@ class PairSummary:
 class Rating:
     """A policy's strength on the log-odds scale; higher is better.
 
-    `low` and `high` are from the sandwich over prompts, `bootstrap` resamples prompts. `best_rank` to `worst_rank`
-    (1 is best) are the ranks that simultaneous intervals of all differences leave open. `unbounded` is "above" for a
-    policy that lost nothing to the anchor or any policy on its side ("below": won nothing; "both": no chain of wins
-    tells which): its maximum-likelihood difference is infinite, so `value` is that of the fit with a prior, and that
-    end of the interval is infinite (None in JSON).
+    `low` and `high` are of two policies the score interval of the share of wins in log-odds, of more from the sandwich
+    over prompts (unknown where prompts that came out alike leave no spread); `bootstrap` resamples prompts.
+    `best_rank` to `worst_rank` (1 is best) are the ranks that simultaneous intervals of all differences leave open.
+    `unbounded` is "above" for a policy that lost nothing to the anchor or any policy on its side ("below": won
+    nothing; "both": no chain of wins tells which): its maximum-likelihood difference is infinite, so `value` is that
+    of the fit with a prior, and that end of the interval is infinite (None in JSON).
     """
 
     policy: str
@@ -174,8 +175,9 @@ class Ratings:
     """Ratings of all policies by one judge: differences in log-odds from `anchor`, or from their mean if it is "".
 
     `tie` is Davidson's log ν (NaN in Bradley-Terry, where a tie is half a win). `islands` are the groups of policies
-    that no verdict connects; with more than one `policies` is empty and `reason` names them. `shrunk` tells that some
-    policies are unbounded, so that all values come from the fit with the prior.
+    that no verdict connects; with more than one `policies` is empty and `reason` names them. It is empty too where
+    every verdict is a tie. `shrunk` tells that some policies are unbounded, so that all values come from the fit with
+    the prior.
     """
 
     model: Literal["bradley_terry", "davidson"]

@@ -40,6 +40,30 @@ def score_interval(value_C: Floats, *, quantile: float = Z, inflation: float = 1
     return _end(excess, 0.0, mean), _end(excess, 1.0, mean)
 
 
+def decided_interval(won_C: Floats, lost_C: Floats) -> tuple[float, float]:
+    """(low, high) of Σ won / Σ (won + lost), the share won of what was decided, over independent prompts.
+
+    `won_C` and `lost_C` are shares of a prompt's verdicts, the rest of them ties. ρ is in the interval where it is in
+    the score interval of the mean of won + ρ·tied, which is ρ if the share is ρ. With one verdict a prompt this is
+    Wilson's interval of the prompts that are no tie; without ties it is `score_interval(won_C)`; where all are ties
+    any share may be true, (0, 1). Errors: ValueError for no prompts.
+    """
+    if len(won_C) == 0:
+        raise ValueError("no prompts; an interval needs at least one")
+    rows_XO, times_X = np.unique(np.stack([won_C, lost_C], axis=1), axis=0, return_counts=True)
+    won_X, tied_X = rows_XO[:, 0], 1 - rows_XO.sum(axis=1)
+    won, decided = float(times_X @ won_X), float(times_X @ rows_XO.sum(axis=1))
+    if decided < 1e-9:
+        return 0.0, 1.0
+
+    def excess(share: float) -> float:
+        value_X = np.clip(won_X + share * tied_X, 0.0, 1.0)
+        mean = float(np.average(value_X, weights=times_X))
+        return len(won_C) * (mean - share) ** 2 - Z**2 * variance_under(share, value_X, times_X)
+
+    return _end(excess, 0.0, won / decided), _end(excess, 1.0, won / decided)
+
+
 def variance_under(mu: float, value_X: Floats, times_X: Ints) -> float:
     """Σ q·(x - μ)² for the most likely weights with mean μ, 0 < μ < 1; `times_X` counts the distinct values.
 

@@ -116,7 +116,7 @@ def _ratings(comparisons: Comparisons, anchor: str, seed: int) -> tuple[Ratings,
         return ()
     bradley_terry = rate(comparisons, model="bradley_terry", anchor=anchor, seed=seed)
     whole = bool(np.isin(comparisons.won_V, (0.0, 0.5, 1.0)).all())
-    if not whole or not (comparisons.won_V == 0.5).any():
+    if not bradley_terry.policies or not whole or not (comparisons.won_V == 0.5).any():
         return (bradley_terry,)
     return (bradley_terry, rate(comparisons, model="davidson", anchor=anchor, seed=seed))
 

@@ -108,7 +108,7 @@ def interval_over_labelers(pair: Comparisons) -> Interval:
     e_pl is a verdict's share in the win rate's residual, e_p and e_l its sums (Cameron, Gelbach & Miller 2011, Journal
     of Business & Economic Statistics 29(2)). v, at least v_P, over v_P inflates the variance. Where labelers add to it,
     z becomes Student's quantile with min(P, L) - 1 degrees, as they advise: few labelers who differ give wide
-    intervals. (Satterthwaite's degrees cover 88% with 3 labelers who differ: v_L is small when it happens to be.)
+    intervals. (Satterthwaite's degrees would be too many: v_L is small when it happens to be.)
     """
     won_PL, num_PL = _table(pair)
     num_prompts, num_labelers = won_PL.shape

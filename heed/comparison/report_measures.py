@@ -14,6 +14,31 @@ from typing import Any
 
 from heed.reports.words import Policy, number
 
+# What places in PolicyMeasures are called; others are called as they are.
+TITLES = {
+    "kl_nats": "KL to the reference, nats",
+    "diversity.num_prompts": "prompts",
+    "diversity.num_responses": "responses",
+    "diversity.within.num_samples": "within a prompt: responses compared",
+    "diversity.within.identical": "within a prompt: identical pairs",
+    "diversity.within.distinct_2": "within a prompt: distinct bigrams",
+    "diversity.within.self_bleu": "within a prompt: self-BLEU",
+    "diversity.across.num_words": "across prompts: words compared",
+    "diversity.across.identical": "across prompts: identical pairs",
+    "diversity.across.distinct_1": "across prompts: distinct words",
+    "diversity.across.distinct_2": "across prompts: distinct bigrams",
+    "diversity.across.self_bleu": "across prompts: self-BLEU",
+    "diversity.words.mean": "words a response",
+    "diversity.words.quantiles": "words: 0, 5, 25, 50, 75, 95 and 100% quantiles",
+    "diversity.tokens": "tokens a response",
+    "diversity.tokens.mean": "tokens a response",
+    "diversity.tokens.quantiles": "tokens: 0, 5, 25, 50, 75, 95 and 100% quantiles",
+    "diversity.finished": "ended by themselves",
+    "diversity.repetition": "repeated 4-grams",
+    "diversity.empty": "empty responses",
+}
+UNKNOWN = "–"
+
 SMALL = 0.01  # below it a number is shown by significant digits
 
 
@@ -52,9 +77,14 @@ def measure_tables(measures: Mapping[str, Any], looks: Mapping[str, Policy]) -> 
 def _policy_table(policies: Mapping[str, Any], looks: Mapping[str, Policy]) -> MeasureTable:
     found = {name: dict(figures(value)) for name, value in policies.items()}
     places = list(dict.fromkeys(place for own in found.values() for place in own))
+    known = [place for place in places if any(own.get(place, UNKNOWN) != UNKNOWN for own in found.values())]
+    # Lengths in tokens are one place where nobody counted them, and two where somebody did.
+    unknown = [place for place in places if place not in known and not any(k.startswith(f"{place}.") for k in known)]
     titles = tuple(looks[name].title if name in looks else name for name in found)
-    rows = tuple((_title(place), *(own.get(place, "–") for own in found.values())) for place in places)
+    rows = tuple((_title(place), *(own.get(place, UNKNOWN) for own in found.values())) for place in known)
     caption = "Every policy's measures; in brackets 95% intervals over prompts. From measures.json."
+    if unknown:
+        caption += f" Not known of any policy: {'; '.join(_title(place) for place in unknown)}."
     return MeasureTable("Policies", caption, ("Measure", *titles), rows, is_main=True)
 
 
@@ -101,11 +131,12 @@ def _list_table(title: str, entries: Sequence[Mapping[str, Any]]) -> MeasureTabl
 
 
 def figures(value: Any, place: str = "") -> list[tuple[str, str]]:
-    """(place, text) of every figure within a value, lists of objects left out."""
+    """(place, text) of every figure within a value, lists of objects left out. A figure is {mean, low, high}; what has
+    a figure called "mean" is none."""
     if isinstance(value, Mapping):
         found = []
         rest = value
-        if "mean" in value:
+        if "mean" in value and not isinstance(value["mean"], Mapping):
             found.append((place, _figure(value)))
             rest = {key: entry for key, entry in value.items() if key not in ("mean", "low", "high")}
         return found + [
@@ -132,8 +163,9 @@ def _is_list_of_objects(value: Any) -> bool:
 
 
 def _figure(value: Mapping[str, Any]) -> str:
+    """With its interval, unless that has no width: prompts that all came out alike say nothing of precision."""
     low, high = value.get("low"), value.get("high")
-    ends = "" if low is None or high is None else f" ({_number(low)} to {_number(high)})"
+    ends = "" if low is None or high is None or low == high else f" ({_number(low)} to {_number(high)})"
     return _number(value["mean"]) + ends
 
 
@@ -148,4 +180,4 @@ def _number(value: Any) -> str:
 
 
 def _title(place: str) -> str:
-    return place.replace("_", " ").replace(".", ", ")
+    return TITLES.get(place) or place.replace("_", " ").replace(".", ", ")

@@ -113,7 +113,7 @@ def _pair_row(pair: PairSummary, judge: int, policies: Sequence[str], looks: dic
         cells=(
             ("–" if math.isnan(rate.mean) else percent(rate.mean), span(rate.low, rate.high)),
             (
-                span(rate.bootstrap.low, rate.bootstrap.high),
+                _bootstrap(rate.bootstrap),
                 "" if math.isnan(over.low) else f"other labelers {span(over.low, over.high)}",
             ),
             (_p(significance.permutation_p), ""),
@@ -126,6 +126,11 @@ def _pair_row(pair: PairSummary, judge: int, policies: Sequence[str], looks: dic
             ),
         ),
     )
+
+
+def _bootstrap(found: Interval) -> str:
+    """Prompts that came out alike are alike in every resample, which is no precision."""
+    return "no spread" if found.low == found.high else span(found.low, found.high)
 
 
 def _p(p: float) -> str:

@@ -34,7 +34,7 @@ class JudgeView:
     wins: Tracks
     pairs: tuple[PairRow, ...]
     ratings: tuple[Tracks, ...]
-    no_ratings: tuple[str, ...]
+    absent: tuple[str, ...]  # what cannot be shown, and why
     details: tuple[Tracks, ...]
     categories: tuple[Tracks, ...]
 
@@ -56,6 +56,7 @@ class View:
     def _judge(self, place: int, judge: JudgeSummary) -> JudgeView:
         path = f"summary.judges.{place}"
         ratings = [self._ratings(f"{path}.ratings.{number_of}", found) for number_of, found in enumerate(judge.ratings)]
+        lengths = self._lengths(place, judge)
         return JudgeView(
             name=judge.judge,
             anchor=f"judge-{place}",
@@ -72,8 +73,8 @@ class View:
             ),
             pairs=pair_rows(judge, place, self.summary.policies, self.looks),
             ratings=tuple(found for found in ratings if isinstance(found, Tracks)),
-            no_ratings=tuple(found for found in ratings if isinstance(found, str)),
-            details=(self._lengths(place, judge), self._order(place, judge)),
+            absent=tuple(found for found in (*ratings, lengths) if isinstance(found, str)),
+            details=tuple(found for found in (lengths, self._order(place, judge)) if isinstance(found, Tracks)),
             categories=tuple(self._categories(place, judge)),
         )  # fmt: skip
 
@@ -106,32 +107,37 @@ class View:
             self.rows_of(path),
         )  # fmt: skip
 
-    def _order(self, place: int, judge: JudgeSummary) -> Tracks:
-        """Position bias and flips."""
+    def _order(self, place: int, judge: JudgeSummary) -> Tracks | None:
+        """Position bias and, of what was judged in both orders, flips; None where no verdict has an order: whoever
+        scores each response alone sees none."""
+        source = self.sources[f"summary.judges.{place}.position_bias"]
+        if not source.num_rows:
+            return None
         bias, flips = judge.position_bias, judge.flips
-        found = (
-            ("The response shown first is preferred", bias.mean, bias.low, bias.high, bias.num_verdicts, bias.reason),
-            *(
-                (text, share.mean, share.low, share.high, share.num_pairs, "nothing was judged in both orders")
+        first = "The response shown first is preferred"
+        rows = [
+            Row((first,), (), "–", "unknown", (number(source.num_rows),), note=bias.reason)
+            if math.isnan(bias.mean)
+            else _share_row(first, bias.mean, bias.low, bias.high, bias.num_verdicts)
+        ]
+        if flips.changed.num_pairs:
+            rows += [
+                _share_row(text, share.mean, share.low, share.high, share.num_pairs)
                 for text, share in (
                     ("The verdict changes with the order", flips.changed),
                     ("The winner changes with the order", flips.reversed),
                 )
-            ),
-        )
-        rows = tuple(
-            Row((text,), (), "–", "unknown", (number(num),), note=reason)
-            if math.isnan(mean)
-            else Row((text,), (share_dot(mean, low, high),), percent(mean), span(low, high), (number(num),))
-            for text, mean, low, high, num, reason in found
-        )
+            ]
         return self._shares(
             f"order-{place}", "The order shown", "Without position bias the response shown first is preferred half of"
             " the time; a judge that reads with care changes no verdict when the order is turned.", "Of verdicts",
-            "Share", rows, f"summary.judges.{place}.position_bias", "Verdicts",
+            "Share", tuple(rows), f"summary.judges.{place}.position_bias", "Verdicts",
         )  # fmt: skip
 
-    def _lengths(self, place: int, judge: JudgeSummary) -> Tracks:
+    def _lengths(self, place: int, judge: JudgeSummary) -> Tracks | str:
+        reasons = {pair.length_controlled.reason for pair in judge.pairs}
+        if len(reasons) == 1 and "" not in reasons:
+            return f"No win rate at equal length: {reasons.pop()}."
         return self._shares(
             f"lengths-{place}", "Length", "The win rate as judged beside, hollow, the one that a fit gives for"
             " responses of equal length; its interval holds the fit's error.", "Pair", "Win rate",
@@ -186,6 +192,10 @@ class View:
             )
             for place, failure in enumerate(self.summary.failures)
         ]
+
+
+def _share_row(text: str, mean: float, low: float, high: float, num: int) -> Row:
+    return Row((text,), (share_dot(mean, low, high),), percent(mean), span(low, high), (number(num),))
 
 
 def meta_of(summary: Summary) -> Sequence[str]:

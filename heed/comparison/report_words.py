@@ -71,6 +71,23 @@ def of(num: int, what: str) -> str:
     return f"{number(num)} {what}{'' if num == 1 else 's'}"
 
 
+def often(pair: PairSummary, looks: dict[str, Policy]) -> str:
+    """How often the pair's first policy is preferred, as a clause; neither is named where neither is ahead."""
+    if is_even(pair):
+        return "every verdict is a tie" if all_tied(pair) else "each of the two is preferred half of the time"
+    return f"{looks[pair.policy_a].title} is preferred {percent(pair.win_rate.mean)} of the time"
+
+
+def is_even(pair: PairSummary) -> bool:
+    """Whether a win rate is one half, but for rounding."""
+    return math.isclose(pair.win_rate.mean, 0.5, rel_tol=0, abs_tol=1e-9)
+
+
+def all_tied(pair: PairSummary) -> bool:
+    """Whether no verdict prefers either policy."""
+    return pair.verdicts.wins == pair.verdicts.losses == 0
+
+
 def answer_of(summary: Summary, looks: dict[str, Policy]) -> Answer:
     """The answer by the first judge, and how far the others bear it out. Pairs have the policy ahead first."""
     judges = [judge for judge in summary.judges if judge.num_verdicts]
@@ -100,12 +117,11 @@ def figures(pair: PairSummary) -> str:
 
 
 def _of_two(pair: PairSummary, judge: str, looks: dict[str, Policy]) -> tuple[str, str]:
-    ahead, behind, mean = looks[pair.policy_a].title, looks[pair.policy_b].title, pair.win_rate.mean
-    often = f"{percent(mean)} of the time"
+    ahead, behind, mean = looks[pair.policy_a].title, looks[pair.policy_b].title, percent(pair.win_rate.mean)
     if pair.different:
-        return "better", f"{ahead} is preferred to {behind} {often} by the judge {judge} ({figures(pair)})."
+        return "better", f"{ahead} is preferred to {behind} {mean} of the time by the judge {judge} ({figures(pair)})."
     return "unclear", (
-        f"No difference between {ahead} and {behind} is shown by the judge {judge}: {ahead} is preferred {often}"
+        f"No difference between {ahead} and {behind} is shown by the judge {judge}: {often(pair, looks)}"
         f" ({figures(pair)})."
     )
 
@@ -123,7 +139,12 @@ def detectable(pair: PairSummary) -> str:
     """The smallest difference that this many prompts could have shown."""
     prompts = of(pair.win_rate.num_prompts, "prompt")
     if math.isnan(pair.power.detectable):
-        return f"With {prompts} no difference could have been shown."
+        decided = pair.prompts.wins + pair.prompts.losses
+        if decided == pair.win_rate.num_prompts:
+            return f"With {prompts} no difference could have been shown."
+        are = "is" if decided == 1 else "are"
+        ties = f"of which {number(decided)} {are} no tie" if decided else "every one a tie"
+        return f"With {prompts}, {ties}, no difference could have been shown."
     return (
         f"With {prompts} only a win rate {points(pair.power.detectable)} points or more from 50% would have been"
         " seen in 4 of 5 such studies."
@@ -133,22 +154,25 @@ def detectable(pair: PairSummary) -> str:
 def _beside(judge: JudgeSummary, first: PairSummary, looks: dict[str, Policy]) -> str:
     """What another judge says of the same two policies."""
     pair = judge.pairs[0]
-    ahead, often = looks[pair.policy_a].title, f"{percent(pair.win_rate.mean)} of the time ({figures(pair)})"
+    said = f"{often(pair, looks)} ({figures(pair)})"
     if not pair.different:
-        return f"The judge {judge.judge} shows no difference: {ahead} is preferred {often}."
+        return f"The judge {judge.judge} shows no difference: {said}."
     contrary = "contrary to the first judge, " if first.different and pair.policy_a != first.policy_a else ""
-    return f"By the judge {judge.judge}, {contrary}{ahead} is preferred {often}."
+    return f"By the judge {judge.judge}, {contrary}{said}."
 
 
 def _lead(judge: JudgeSummary, looks: dict[str, Policy]) -> list[str]:
     """How often the policy rated highest is preferred to the next, where a judge has verdicts on the two."""
     top = {rating.policy for rating in by_rating(judge.ratings[0])[:2]}
     found = [pair for pair in judge.pairs if {pair.policy_a, pair.policy_b} == top]
-    return [
-        f"{looks[pair.policy_a].title} is preferred to {looks[pair.policy_b].title} {percent(pair.win_rate.mean)}"
-        f" of the time ({figures(pair)})."
-        for pair in found
-    ]
+    return [_lead_in_words(pair, looks) for pair in found]
+
+
+def _lead_in_words(pair: PairSummary, looks: dict[str, Policy]) -> str:
+    a, b = looks[pair.policy_a].title, looks[pair.policy_b].title
+    if is_even(pair):
+        return f"Of {a} and {b} {often(pair, looks)} ({figures(pair)})."
+    return f"{a} is preferred to {b} {percent(pair.win_rate.mean)} of the time ({figures(pair)})."
 
 
 def _pairs_shown(judge: JudgeSummary) -> str:

@@ -63,6 +63,8 @@ def in_words(pair: Mapping[str, Any]) -> str:
     if pair["different"]:
         return f"{pair['policy_a'] if pair['win_rate']['mean'] > 0.5 else pair['policy_b']} is better"
     detectable = pair["power"]["detectable"]
+    if pair["verdicts"]["wins"] == pair["verdicts"]["losses"] == 0:
+        return "no difference shown: all verdicts are ties"
     if detectable is None:
         return "no difference shown: too few prompts"
     return f"no difference shown; {_share(0.5 + detectable)} would be"

@@ -1,16 +1,16 @@
 """`heed plan`: a job in numbers before it runs, stage by stage: batches, memory of a rank, time, cost, places.
 
 Nothing of a model is allocated. Batches are exact; what depends on data that is not here yet is an upper bound or an
-assumption, and each of those is said. Memory is the count of heed/planning/memory.py. Time is floating-point operations
-over a share of the hardware's peak, and for sampling the weights and the cache read once a token.
+assumption, and each of those is said (heed/planning/sizes.py). Memory is the count of heed/planning/memory.py, time
+that of heed/planning/times.py.
 """
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from heed.collect import CollectConfig
 from heed.job import JobConfig
+from heed.job_run import PROMPTS_AT_ONCE
 from heed.planning.hardware import Hardware
 from heed.planning.memory import (
     GENERATION_ROWS,
@@ -23,18 +23,14 @@ from heed.planning.memory import (
     sampling_phase,
     training_memory,
 )
-from heed.stages import PROMPTS_AT_ONCE
+from heed.planning.sizes import Sizes
+from heed.planning.times import Times
 from lm.config import ModelConfig
-from lm.inspection import cache_bytes_per_token, flops_per_source_token, flops_per_token
 from ppo.config import PPOConfig
 from pretrain.stage import PretrainConfig
-from reward.comparisons import RankingsConfig, read_judgments
 from reward.stage import RewardConfig
 from sft.stage import SFTConfig
 from training.config import OptimizerConfig, TrainingConfig
-from training.data import DataConfig, read_rows
-
-FIRST_ROWS = 100  # of a rankings file, to see how many responses its tasks have
 
 
 @dataclass(frozen=True)
@@ -118,8 +114,9 @@ class _Planner:
     """The stages of one job; each method is named as its stage."""
 
     def __init__(self, job: JobConfig, model: ModelConfig, setting: Setting, layout: Layout) -> None:
-        self.job, self.model, self.setting, self.layout = job, model, setting, layout
-        self.assumptions: list[str] = []
+        self.job, self.model, self.layout = job, model, layout
+        self.sizes = Sizes(job, model.context_tokens, setting.assumed_rows)
+        self.times = Times(model, layout, setting.hardware, setting.share_of_peak)
 
     # --- stages that train one model --------------------------------------------------------------------------------
 
@@ -134,10 +131,10 @@ class _Planner:
     def sft(self) -> StagePlan:
         config = self.job.sft
         assert isinstance(config, SFTConfig)
-        rows = sum(self._num_rows(data) for data in config.demonstrations)
+        rows = sum(self.sizes.num_rows(data) for data in config.demonstrations)
         tokens = config.row_tokens - (self.model.kind == "decoder")
         if self.model.kind == "decoder":
-            self._assume("at most: packing puts several conversations in a row, and not every token counts")
+            self.sizes.assume("at most: packing puts several conversations in a row, and not every token counts")
         steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
         logits = config.batch.micro_batch_size * tokens * self.model.vocab_size
         return self._training("sft", "rows", config, steps, tokens, logits)
@@ -146,12 +143,12 @@ class _Planner:
         config = self.job.reward
         assert isinstance(config, RewardConfig)
         if config.init_from:
-            self._assume(f"{config.init_from} is taken to have the policy's shape")
-        tasks = self._num_tasks(config.rankings)
-        responses = self._responses_per_task(config.rankings)
+            self.sizes.assume(f"{config.init_from} is taken to have the policy's shape")
+        tasks = self.sizes.num_tasks(config.rankings)
+        responses = self.sizes.responses_per_task(config.rankings)
         steps = max(1, round(config.num_epochs * tasks * (1 - config.heldout_share) / config.batch.batch_size))
-        self._assume("one ranking a task; rankings of one task are one comparison")
-        tokens = self._conversation_tokens()
+        self.sizes.assume("one ranking a task; rankings of one task are one comparison")
+        tokens = self.sizes.conversation_tokens()
         return self._training(
             "reward", "comparisons", config, steps, tokens, 0, rows_per_unit=responses, num_scores=len(config.labels)
         )
@@ -175,7 +172,7 @@ class _Planner:
         of = forward_pass(self.model, layout, rows, row_tokens, is_packed=name == "sft", dropout=config.dropout)
         memory = training_memory(self.model, counts, layout, of, num_logits, micro_batches)
         tokens = batch.batch_size * rows_per_unit * row_tokens
-        flops = tokens * self._forward_flops(row_tokens, 0.0 if num_scores else 1.0) * self._passes(counts)
+        flops = tokens * self.times.forward_flops(row_tokens, 0.0 if num_scores else 1.0) * self.times.passes(counts)
         numbers = {
             "batch_size": batch.batch_size,
             "micro_batch_size": batch.micro_batch_size,
@@ -188,14 +185,14 @@ class _Planner:
             numbers["heads, one an objective"] = num_scores
         if rows_per_unit > 1:
             numbers["responses a comparison"] = rows_per_unit
-        return self._stage(name, unit, numbers, memory, num_steps, self._compute_seconds(flops))
+        return self._stage(name, unit, numbers, memory, num_steps, self.times.compute_seconds(flops))
 
     # --- stages that sample -----------------------------------------------------------------------------------------
 
     def collect(self) -> StagePlan:
         config = self.job.collect
         assert isinstance(config, CollectConfig)
-        prompts = self._num_rows(config.prompts)
+        prompts = self.sizes.num_rows(config.prompts)
         numbers = {"prompts": prompts, "responses a prompt": config.responses_per_prompt, "ranks": self.layout.ranks}
         samples = prompts * config.responses_per_prompt
         return self._sampling("collect", numbers, samples, config.responses_per_prompt, config.max_response_tokens)
@@ -203,7 +200,7 @@ class _Planner:
     def compare(self) -> StagePlan:
         config = self.job.compare
         assert config is not None
-        prompts = self._num_rows(config.prompts)
+        prompts = self.sizes.num_rows(config.prompts)
         pool = max(config.best_of, config.num_samples)
         per_prompt = pool + config.num_samples * (1 + (self.job.pretrain is not None))
         numbers = {"prompts": prompts, "responses a prompt": per_prompt, "ranks": self.layout.ranks}
@@ -212,7 +209,7 @@ class _Planner:
     def _sampling(
         self, name: str, numbers: dict[str, int], samples: int, per_prompt: int, response_tokens: int
     ) -> StagePlan:
-        row_tokens = self._conversation_tokens(response_tokens)
+        row_tokens = self.sizes.conversation_tokens(response_tokens)
         total = count(self.model, _ANY_OPTIMIZER).total
         rows = min(GENERATION_ROWS, PROMPTS_AT_ONCE * per_prompt)
         c = self.layout.compute_bytes
@@ -224,7 +221,7 @@ class _Planner:
             phases["measure"] = {**beside, "logits": (c + 8) * logits}
         memory = Memory({"weights": c * total}, phases)
         per_rank = math.ceil(samples / self.layout.ranks)
-        seconds = self._sampling_seconds(total, per_rank, row_tokens, response_tokens)
+        seconds = self.times.sampling_seconds(total, per_rank, row_tokens, response_tokens)
         return self._stage(name, "responses", numbers, memory, 1, seconds)
 
     # --- PPO --------------------------------------------------------------------------------------------------------
@@ -234,11 +231,13 @@ class _Planner:
         assert isinstance(config, PPOConfig)
         layout, batch = self.layout, config.minibatch
         if config.reward_from:
-            self._assume(f"{config.reward_from} is taken to have the policy's shape")
+            self.sizes.assume(f"{config.reward_from} is taken to have the policy's shape")
         if config.elsewhere:
-            self._assume("the reward comes from elsewhere; a reward model's time and memory are counted all the same")
-        row_tokens = self._conversation_tokens(config.max_response_tokens)
-        self._assume("every response is as long as it may be")
+            self.sizes.assume(
+                "the reward comes from elsewhere; a reward model's time and memory are counted all the same"
+            )
+        row_tokens = self.sizes.conversation_tokens(config.max_response_tokens)
+        self.sizes.assume("every response is as long as it may be")
         policy = count(self.model, config.policy_optimizer)
         value = count(self.model, config.value_optimizer, num_scores=1)
         reward = count(self.model, config.value_optimizer, num_scores=max(1, len(config.objective_weights)))
@@ -262,11 +261,11 @@ class _Planner:
             "responses": config.num_iterations * config.rollout_prompts,
             "tokens an iteration": config.rollout_prompts * row_tokens,
         }
-        learning = self._compute_seconds(self._ppo_flops(config, policy, value, row_tokens))
+        learning = self.times.compute_seconds(self._ppo_flops(config, policy, value, row_tokens))
         if config.placement == "disaggregated":
-            self._assume("memory is that of a rank with all roles; the scorers' work is counted as the learners'")
+            self.sizes.assume("memory is that of a rank with all roles; the scorers' work is counted as the learners'")
             rollout_rows = config.rollout_prompts // config.num_generators
-        sampling = self._sampling_seconds(policy.total, rollout_rows, row_tokens, config.max_response_tokens)
+        sampling = self.times.sampling_seconds(policy.total, rollout_rows, row_tokens, config.max_response_tokens)
         seconds = max(learning, sampling) if config.max_staleness else learning + sampling
         return self._stage("ppo", "responses", numbers, memory, config.num_iterations, seconds)
 
@@ -279,93 +278,17 @@ class _Planner:
         """
         tokens = config.rollout_prompts * row_tokens
         share = config.max_response_tokens / row_tokens
-        body, with_head = self._forward_flops(row_tokens, 0.0), self._forward_flops(row_tokens, share)
+        body, with_head = self.times.forward_flops(row_tokens, 0.0), self.times.forward_flops(row_tokens, share)
         looking = 2 * with_head + 2 * body
-        learning = config.num_epochs * (self._passes(policy) * with_head + self._passes(value) * body)
+        learning = config.num_epochs * (self.times.passes(policy) * with_head + self.times.passes(value) * body)
         ptx_tokens = self._ptx_tokens(config)
-        ptx = config.ptx_rows * config.updates_per_iteration * ptx_tokens
-        return tokens * (looking + learning) + ptx * self._passes(policy) * self._forward_flops(ptx_tokens or 1, 1.0)
-
-    # --- time -------------------------------------------------------------------------------------------------------
-
-    def _forward_flops(self, row_tokens: int, head_share: float) -> float:
-        """Floating-point operations of a forward pass, a token on average; the head for that share of the tokens."""
-        # A causal token has half the row behind it on average; on a CPU the whole table is computed, as encoders do.
-        is_half = self.model.kind == "decoder" and self.layout.is_gpu
-        context = (row_tokens + 1) // 2 if is_half else row_tokens
-        flops = float(flops_per_token(self.model, context))
-        if self.model.kind == "encoder-decoder":
-            flops += flops_per_source_token(self.model, context)
-        has_head = self.model.kind != "encoder"
-        return flops - (1 - head_share) * has_head * 2 * self.model.vocab_size * self.model.width
-
-    def _passes(self, counts: Counts) -> float:
-        """A training step in forward passes: the backward is two, less what leads to frozen blocks."""
-        return 1 + 2 * counts.trained_layers / (self.model.num_layers + self.model.num_encoder_layers)
-
-    def _compute_seconds(self, flops: float) -> float:
-        """Shared out among all ranks."""
-        return flops / (self.layout.ranks * self.setting.hardware.flops * self.setting.share_of_peak)
-
-    def _sampling_seconds(self, parameters: int, rows: int, row_tokens: int, response_tokens: int) -> float:
-        """One rank's: each token of each turn of rows reads all weights and the cache; prompts are computed at once."""
-        hardware, c = self.setting.hardware, self.layout.compute_bytes
-        turns = math.ceil(rows / GENERATION_ROWS)
-        cache = cache_bytes_per_token(self.model, c) * min(rows, GENERATION_ROWS) * row_tokens
-        read = turns * response_tokens * (c * parameters + cache) / hardware.bytes_per_second
-        computed = rows * row_tokens * self._forward_flops(row_tokens, 1.0) / hardware.flops
-        return (read + computed) / self.setting.share_of_peak
-
-    # --- what is not known ------------------------------------------------------------------------------------------
+        ptx_flops = self.times.passes(policy) * self.times.forward_flops(ptx_tokens or 1, 1.0)
+        return tokens * (looking + learning) + config.ptx_rows * config.updates_per_iteration * ptx_tokens * ptx_flops
 
     def _stage(
         self, name: str, unit: str, numbers: dict[str, int], memory: Memory, num_steps: int, seconds: float
     ) -> StagePlan:
-        said, self.assumptions = tuple(dict.fromkeys(self.assumptions)), []
-        return StagePlan(name, unit, numbers, memory, num_steps, seconds, said)
-
-    def _assume(self, what: str) -> None:
-        self.assumptions.append(what)
-
-    def _num_rows(self, data: DataConfig) -> int:
-        """Rows of a source: counted where the file is here, as the world's section says, or assumed."""
-        kind, _, name = data.source.partition(":")
-        limit = data.max_rows or math.inf
-        if data.source == "collect:rankings":
-            assert self.job.collect is not None
-            return int(min(limit, self._num_rows(self.job.collect.prompts)))
-        if kind == "world":
-            for field in (f"num_{name}", f"max_{name}"):
-                if hasattr(self.job.world, field):
-                    return int(min(limit, getattr(self.job.world, field)))
-        elif Path(data.source).is_file():
-            return sum(1 for _ in read_rows(data))
-        if data.max_rows:
-            return data.max_rows
-        self._assume(f"{data.source} is taken to have {self.setting.assumed_rows:,} rows (--rows)")
-        return self.setting.assumed_rows
-
-    def _num_tasks(self, rankings: RankingsConfig) -> int:
-        """Tasks of a file that is here: a row may hold several, and several rows one."""
-        if Path(rankings.source).exists():
-            return len(read_judgments(rankings).tasks)
-        return self._num_rows(rankings)
-
-    def _responses_per_task(self, rankings: RankingsConfig) -> int:
-        if rankings.source == "collect:rankings" and self.job.collect is not None:
-            return self.job.collect.responses_per_prompt
-        if Path(rankings.source).exists():
-            first = read_judgments(rankings.model_copy(update={"max_rows": FIRST_ROWS}))
-            return max(len(task.responses) for task in first.tasks.values())
-        self._assume("two responses a task")
-        return 2
-
-    def _conversation_tokens(self, response_tokens: int = 0) -> int:
-        """What a prompt and its response take at most: the context, or a row of SFT where that is shorter."""
-        if self.job.sft is None:
-            return self.model.context_tokens
-        self._assume("a prompt and its response fit a row of sft.row_tokens")
-        return max(min(self.model.context_tokens, self.job.sft.row_tokens), response_tokens + 1)
+        return StagePlan(name, unit, numbers, memory, num_steps, seconds, self.sizes.taken())
 
 
 _ANY_OPTIMIZER = OptimizerConfig(learning_rate=1.0, schedule="constant")

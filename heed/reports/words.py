@@ -1,5 +1,6 @@
 """The report's words: numbers as people read them, the policies' names, and the verdict in a paragraph."""
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -70,13 +71,12 @@ def count(value: Any) -> str:
 
 
 def percent(value: Any) -> str:
-    """A share as a whole percentage. Only a true 0 or 1 shows as 0% or 100%."""
+    """A share as a whole percentage. Only a true 0, ½ or 1 shows as 0%, 50% or 100%; others get up to two digits."""
     if not isinstance(value, int | float):
         return "–"
-    rounded = round(100 * value)
-    if (rounded == 0 and value > 0) or (rounded == 100 and value < 1):
-        return f"{100 * value:.1f}%"
-    return f"{rounded}%"
+    texts = [f"{100 * value:.{digits}f}" for digits in range(3)]
+    is_true = [float(text) not in (0, 50, 100) or math.isclose(float(text), 100 * value) for text in texts]
+    return f"{texts[is_true.index(True) if True in is_true else 2]}%"
 
 
 def duration(seconds: float | None) -> str:

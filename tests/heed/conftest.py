@@ -1,4 +1,5 @@
-"""The debug job as a user runs it: `heed run` in a process group of its own, whose processes can all be found."""
+"""The debug job as a user runs it: `heed run` in a process group of its own, whose processes can all be found. And the
+outline of a page."""
 
 import hashlib
 import os
@@ -13,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -246,3 +248,47 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
         for left in processes_of(mark):
             os.kill(left, signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+class Outline(HTMLParser):
+    """Tags, ids, references, comments and unclosed elements of a page that loads and runs nothing."""
+
+    VOID = frozenset({"meta", "br", "img", "link", "hr", "input"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.open: list[str] = []
+        self.comments: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            assert not name.startswith("on"), f"{tag} has the handler {name}"
+            assert name != "src", f"{tag} loads {value}"
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("href", "aria-labelledby"):
+                self.references.append((value or "").removeprefix("#"))
+            if name == "clip-path":
+                self.references.append((value or "")[5:-1])
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_comment(self, data: str) -> None:
+        self.comments.append(data)
+
+
+@pytest.fixture(scope="session")
+def read_page() -> Callable[[str], Outline]:
+    """Parses a page."""
+    return Outline

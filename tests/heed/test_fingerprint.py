@@ -6,8 +6,8 @@ from typing import cast
 import pytest
 
 from heed.job_file import load_job
+from heed.job_run import Run
 from heed.pipeline import STAGES, _inputs
-from heed.stages import Run
 from playground.world import World
 
 DEBUG = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"

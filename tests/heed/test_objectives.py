@@ -13,11 +13,11 @@ import tomli_w
 from cluster.group import connect, disconnect
 from heed import recovery
 from heed.job_file import load_job
+from heed.job_run import Run
 from heed.pipeline import run_job
 from heed.planning.hardware import GPUS
 from heed.planning.plan import Setting, make_plan
 from heed.preflight import check_data
-from heed.stages import Run
 from lm.config import ModelConfig
 from lm.model import ScalarModel, initialise
 from lm.tokenizer import Tokenizer

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from heed.job_file import load_job
+from heed.job_run import Run
 from heed.preflight import check_data
-from heed.stages import Run
 
 GOOD = {"prompt": "Why?", "chosen": "So.", "rejected": "No."}
 

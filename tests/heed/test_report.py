@@ -6,7 +6,7 @@ import math
 import random
 import re
 import shutil
-from html.parser import HTMLParser
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from heed.reports.run import STAGES, clean_text, plain, read_run
 from heed.reports.svg import running_mean
 from heed.reports.view import policy_table
 from heed.reports.words import duration, interval, number, percent, policies_of, verdict_of
+
+ReadPage = Callable[[str], Any]
 
 HOSTILE = "<script>alert(1)</script>"
 KINDS = ("story", "question", "list", "brief", "decline", "help")
@@ -226,40 +228,6 @@ def run(whole_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole_run, tmp_path / "demo"))
 
 
-class Outline(HTMLParser):
-    """Tags, ids, loads and unclosed elements of a page."""
-
-    VOID = frozenset({"meta", "br", "img", "link", "hr", "input"})
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.references: list[str] = []
-        self.open: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_startendtag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        for name, value in attrs:
-            assert not name.startswith("on"), f"{tag} has the handler {name}"
-            assert name != "src", f"{tag} loads {value}"
-            if name == "id":
-                self.ids.append(value or "")
-            if name in ("href", "aria-labelledby"):
-                self.references.append((value or "").removeprefix("#"))
-            if name == "clip-path":
-                self.references.append((value or "")[5:-1])
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, f"</{tag}> closes another element"
-
-
 def test_promised_fields(whole_run: Path) -> None:
     report = read(whole_run / "report.json")
     assert report["pretrain"]["heldout_bits_per_byte"] == 0.734
@@ -301,9 +269,9 @@ def test_same_directory_same_bytes(whole_run: Path, run: Path) -> None:
         assert (run / name).read_bytes() == (whole_run / name).read_bytes()
 
 
-def test_page_is_sound_and_loads_nothing(whole_run: Path) -> None:
+def test_page_is_sound_and_loads_nothing(whole_run: Path, read_page: ReadPage) -> None:
     page = (whole_run / "report.html").read_text(encoding="utf-8")
-    outline = Outline(page)
+    outline = read_page(page)
     assert outline.open == []
     assert not {"script", "img", "link", "iframe", "object", "image"} & set(outline.tags)
     assert len(outline.ids) == len(set(outline.ids))
@@ -314,7 +282,7 @@ def test_page_is_sound_and_loads_nothing(whole_run: Path) -> None:
     assert page.count('role="img" aria-label="') == outline.tags.count("figure") == 15
 
 
-def test_hostile_text_is_escaped(run: Path) -> None:
+def test_hostile_text_is_escaped(run: Path, read_page: ReadPage) -> None:
     for path in ("judge.description", "judge.name"):
         change(run, "compare/results.json", path, HOSTILE)
     results = read(run / "compare/results.json")
@@ -333,11 +301,11 @@ def test_hostile_text_is_escaped(run: Path) -> None:
     assert "<img" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "a\ufffdb\ufffdc\u202ed&lt;/p&gt;" in page
-    assert Outline(page).open == []
+    assert read_page(page).open == []
 
 
 @pytest.mark.parametrize("num_finished", range(len(STAGES)))
-def test_stages_that_have_not_run(run: Path, num_finished: int) -> None:
+def test_stages_that_have_not_run(run: Path, num_finished: int, read_page: ReadPage) -> None:
     missing = STAGES[num_finished:]
     for stage in missing:
         shutil.rmtree(run / stage)
@@ -348,10 +316,10 @@ def test_stages_that_have_not_run(run: Path, num_finished: int) -> None:
     assert page.count("This stage has not run.") == len(missing) - 1
     assert "The compare stage has not run" in page
     assert "have not been compared" in report["verdict"]
-    assert Outline(page).open == []
+    assert read_page(page).open == []
 
 
-def test_a_job_of_one_stage_is_about_that_stage(run: Path) -> None:
+def test_a_job_of_one_stage_is_about_that_stage(run: Path, read_page: ReadPage) -> None:
     for stage in STAGES:
         if stage != "reward":
             shutil.rmtree(run / stage)
@@ -363,7 +331,7 @@ def test_a_job_of_one_stage_is_about_that_stage(run: Path) -> None:
     assert report["verdict"].startswith("This job compares no policies.")
     assert "has not run" not in page
     assert "The comparison" not in page
-    assert Outline(page).open == []
+    assert read_page(page).open == []
 
 
 def test_kl_of_training_until_the_comparison_has_run(run: Path) -> None:

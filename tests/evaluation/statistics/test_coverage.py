@@ -7,7 +7,7 @@ worlds are fixed by their seed, so the tests do not come and go.
 import pytest
 from scipy import stats
 
-from benchmarks import compare_coverage
+from benchmarks import compare_worlds
 from benchmarks.compare_coverage import coverage, permutation_p_values
 
 LEAST, MOST = 0.89, 0.995
@@ -26,7 +26,7 @@ def shares(draw, num_prompts, num_worlds=120):
 
 
 def test_win_rates():
-    found = shares(compare_coverage.win_rates, 20)
+    found = shares(compare_worlds.win_rates, 20)
     discrete = found.pop("0.90, no ties"), found.pop("0.95, no ties")  # Wilson's, of few losses: 91 to 98% by turns
     assert len(found) == 12
     assert {what: share for what, share in found.items() if not LEAST <= share <= MOST} == {}
@@ -34,33 +34,45 @@ def test_win_rates():
 
 
 def test_labelers_who_differ_are_covered_by_the_interval_over_labelers_only():
-    found = shares(compare_coverage.over_labelers, 40, 80)
+    found = shares(compare_worlds.over_labelers, 40, 80)
     assert all(share >= 0.87 for what, share in found.items() if "prompts alone" not in what), found
     assert found["5 labelers, λ = 0.2: prompts alone"] < 0.8
 
 
 def test_ratings():
-    found = shares(compare_coverage.ratings, 20, 50)
+    found = shares(compare_worlds.ratings, 20, 50)
     assert all(share >= 0.88 for share in found.values()), found
 
 
+def test_two_policies_far_apart():
+    """At 20 prompts one world in eight has no loss at all."""
+    found = shares(compare_worlds.two_policies, 20)
+    assert {what: share for what, share in found.items() if not LEAST <= share <= MOST} == {}
+
+
+def test_simpler_intervals_cover_too_seldom():
+    *theirs, ours = shares(compare_worlds.simpler, 20).values()
+    assert max(theirs) < 0.75
+    assert ours > 0.87
+
+
 def test_length_controlled_win_rates():
-    found = shares(compare_coverage.lengths, 30, 60)
+    found = shares(compare_worlds.lengths, 30, 60)
     assert {what: share for what, share in found.items() if share < 0.87} == {}
 
 
 def test_position_bias():
-    found = shares(compare_coverage.positions, 20, 50)
+    found = shares(compare_worlds.positions, 20, 50)
     assert {what: share for what, share in found.items() if share < 0.86} == {}
 
 
 def test_flips_and_agreement():
-    found = shares(compare_coverage.flipped, 30, 60)
+    found = shares(compare_worlds.flipped, 30, 60)
     assert all(share >= 0.86 for share in found.values()), found
 
 
 def test_resampling_rows_covers_too_seldom_and_prompts_do_not():
-    rows, prompts, ours = shares(compare_coverage.rows_or_prompts, 100, 100).values()
+    rows, prompts, ours = shares(compare_worlds.rows_or_prompts, 100, 100).values()
     assert rows < 0.8
     assert prompts > 0.9
     assert ours > 0.9

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from benchmarks.compare_coverage import comparisons
+from benchmarks.compare_worlds import comparisons
 from evaluation.statistics.length import length_controlled
 from evaluation.statistics.win_rates import pair_win_rate
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks.compare_coverage import comparisons
+from benchmarks.compare_worlds import comparisons
 from evaluation.statistics.position import NO_ORDER, ONE_ORDER, flips, position_bias
 from evaluation.statistics.score_interval import score_interval
 from evaluation.verdicts import Verdict

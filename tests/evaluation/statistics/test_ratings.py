@@ -8,11 +8,11 @@ import math
 
 import numpy as np
 import pytest
-from scipy import special
+from scipy import special, stats
 
-from benchmarks.compare_coverage import comparisons
+from benchmarks.compare_worlds import comparisons
 from evaluation.statistics.connections import islands_of
-from evaluation.statistics.ratings import rate
+from evaluation.statistics.ratings import ALL_TIED, rate
 from evaluation.statistics.win_rates import prompt_means
 
 WINS = np.array([[0, 7, 9, 4], [3, 0, 6, 5], [1, 4, 0, 2], [6, 5, 8, 0]])  # of the row over the column
@@ -62,12 +62,36 @@ def test_davidson_agrees_with_statsmodels():
 
 
 def test_independent_prompts_have_the_sandwich_near_the_inverse_information():
-    """Two policies, one verdict a prompt: the standard error is 1/√(n·p·(1-p)), times what CR3 adds, √(n/(n-1))."""
-    found = rate(games(won((0, 1), times=30) + [(0, 1, 0.0, 30 + n) for n in range(20)]), model="bradley_terry",
-                 anchor="p1", seed=0).policies[0]  # fmt: skip
-    error = math.sqrt(1 / (50 * 0.6 * 0.4) * 50 / 49)
-    assert (found.high - found.low) / 2 == pytest.approx(2.0096 * error, rel=1e-3)
-    assert (found.bootstrap.high - found.bootstrap.low) / 2 == pytest.approx(2.0096 * error, rel=0.12)
+    """Two policies against a third, one verdict a prompt: the standard error is 1/√(n·p·(1-p)) of n = 50 prompts each,
+    times what CR3 adds, n/(n-1)·√((2n-1)/2n)."""
+    rows = [(a, 1, float(n < 30), 50 * place + n) for place, a in enumerate((0, 2)) for n in range(50)]
+    found = rate(games(rows), model="bradley_terry", anchor="p1", seed=0).policies[0]
+    error = math.sqrt(1 / (50 * 0.6 * 0.4) * (50 / 49) ** 2 * 99 / 100)
+    assert (found.high - found.low) / 2 == pytest.approx(1.98422 * error, rel=1e-4)
+    assert (found.bootstrap.high - found.bootstrap.low) / 2 == pytest.approx(1.98422 * error, rel=0.12)
+
+
+@pytest.mark.parametrize(("wins", "losses"), [(45, 5), (12, 8), (20, 0), (1, 0)])
+def test_of_two_policies_the_interval_is_wilsons_in_log_odds(wins, losses):
+    rows = [(0, 1, float(n < wins), n) for n in range(wins + losses)]
+    first, second = rate(games(rows), model="bradley_terry", anchor="p1", seed=0).policies
+    expected = stats.binomtest(wins, wins + losses).proportion_ci(method="wilson")
+    assert (first.low, first.high) == pytest.approx((special.logit(expected.low), special.logit(expected.high)))
+    assert (second.low, second.high) == (0, 0)
+    assert first.low < first.value < first.high
+    is_ahead = expected.low > 0.5
+    assert (first.worst_rank, second.best_rank) == ((1, 2) if is_ahead else (2, 1))
+
+
+def test_of_two_policies_davidsons_interval_is_wilsons_of_what_is_no_tie():
+    rows = [(0, 1, x, n) for n, x in enumerate([1.0] * 12 + [0.0] * 3 + [0.5] * 25)]
+    of_second, of_mean = (rate(games(rows), model="davidson", anchor=anchor, seed=0) for anchor in ("p1", ""))
+    expected = stats.binomtest(12, 15).proportion_ci(method="wilson")
+    found = of_second.policies[0]
+    assert found.value == pytest.approx(math.log(12 / 3))
+    assert (found.low, found.high) == pytest.approx((special.logit(expected.low), special.logit(expected.high)))
+    assert of_mean.policies[0].low == pytest.approx(found.low / 2)
+    assert (of_mean.policies[1].low, of_mean.policies[1].high) == pytest.approx((-found.high / 2, -found.low / 2))
 
 
 def test_of_two_policies_it_is_the_logit_of_the_win_rate():
@@ -128,7 +152,7 @@ def test_all_wins_of_two_policies():
     winner = rate(games(won((0, 1), times=20)), model="bradley_terry", anchor="p1", seed=0).policies[0]
     assert winner.value == pytest.approx(math.log(20.5 / 0.5))
     assert (winner.unbounded, winner.high) == ("above", math.inf)
-    assert 0.6 < special.expit(winner.low) < 0.84  # Wilson's lower end: the rating's is wider, never narrower
+    assert special.expit(winner.low) == pytest.approx(0.8389, abs=1e-4)  # Wilson's lower end of 20 of 20
     assert (winner.best_rank, winner.worst_rank) == (1, 1)
 
 
@@ -139,10 +163,24 @@ def test_where_no_chain_of_wins_tells_both_ends_are_open():
     assert [(rating.best_rank, rating.worst_rank) for rating in found.policies][:2] == [(1, 2), (1, 2)]
 
 
-def test_ties_alone_and_no_ties_have_a_finite_davidson_fit():
-    alone = rate(games([(0, 1, 0.5, n) for n in range(10)]), model="davidson", anchor="p0", seed=0)
-    assert values(alone) == pytest.approx([0, 0], abs=1e-8)
-    assert alone.shrunk
+@pytest.mark.parametrize("model", ["bradley_terry", "davidson"])
+def test_ties_alone_give_no_ratings(model):
+    pairs = [(0, 1), (1, 2), (0, 2)]
+    for rows in ([(0, 1, 0.5, n) for n in range(10)], [(*pair, 0.5, n) for n in range(10) for pair in pairs]):
+        found = rate(games(rows), model=model, anchor="p0", seed=0)
+        assert (found.policies, len(found.islands), found.reason) == ((), 1, ALL_TIED)
+
+
+def test_prompts_that_came_out_alike_leave_no_spread():
+    """Each prompt says that p0 beats p1, p1 beats p2 and p2 beats p0: not surely, though residuals add up to 0."""
+    rows = [(a, b, 1.0, n) for n in range(10) for a, b in ((0, 1), (1, 2), (2, 0))]
+    found = rate(games(rows), model="bradley_terry", anchor="p0", seed=0).policies
+    assert (found[0].low, found[0].high) == (0, 0)
+    assert np.isnan([found[1].low, found[1].high, found[2].low]).all()
+    assert [(rating.best_rank, rating.worst_rank) for rating in found] == [(1, 3)] * 3
+
+
+def test_no_ties_have_a_finite_davidson_fit():
     without = rate(games(won((0, 1), (0, 1), (1, 0), times=5)), model="davidson", anchor="p0", seed=0)
     assert without.policies[1].value == pytest.approx(math.log((5 + 1 / 3) / (10 + 1 / 3)))
 
@@ -155,11 +193,15 @@ def test_rank_ranges_overlap_unless_the_difference_is_sure():
     assert [(rating.best_rank, rating.worst_rank) for rating in sure.policies] == [(1, 1), (2, 2)]
 
 
-def test_one_prompt_has_values_and_no_intervals():
-    found = rate(games([(0, 1, 1.0, 0), (0, 1, 0.0, 0)]), model="bradley_terry", anchor="p0", seed=0).policies[1]
+def test_one_prompt_has_values_and_of_three_policies_no_intervals():
+    rows = [(a, b, won_by_a, 0) for a, b in ((0, 1), (1, 2), (0, 2)) for won_by_a in (1.0, 0.0)]
+    found = rate(games(rows), model="bradley_terry", anchor="p0", seed=0).policies[1]
     assert found.value == pytest.approx(0)
     assert np.isnan([found.low, found.high, found.bootstrap.low]).all()
-    assert (found.best_rank, found.worst_rank) == (1, 2)
+    assert (found.best_rank, found.worst_rank) == (1, 3)
+    of_two = rate(games(rows[:2]), model="bradley_terry", anchor="p0", seed=0).policies[1]
+    assert (of_two.low, of_two.high) == pytest.approx((-2.1613, 2.1613), abs=1e-4)  # of a win rate from .103 to .897
+    assert np.isnan(of_two.bootstrap.low)
 
 
 def test_refusals():

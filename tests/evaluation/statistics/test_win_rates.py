@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks.compare_coverage import comparisons
+from benchmarks.compare_worlds import comparisons
 from evaluation.statistics.results import Counts
 from evaluation.statistics.score_interval import score_interval
 from evaluation.statistics.win_rates import (

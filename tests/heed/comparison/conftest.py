@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -159,46 +158,3 @@ def make_folder(tmp_path: Path) -> Callable[..., Path]:
         return write_folder(tmp_path / "made", options.pop("policies"), options.pop("judges"), **options)
 
     return make
-
-
-class Outline(HTMLParser):
-    """Tags, ids, references and unclosed elements of a page."""
-
-    VOID = frozenset({"meta", "input"})
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.references: list[str] = []
-        self.open: list[str] = []
-        self.comments: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        if tag not in self.VOID:
-            self.open.append(tag)
-        for name, value in attrs:
-            assert not name.startswith("on"), f"{tag} has the handler {name}"
-            assert name != "src", f"{tag} loads {value}"
-            if name == "id":
-                self.ids.append(value or "")
-            if name in ("href", "aria-labelledby"):
-                self.references.append((value or "").removeprefix("#"))
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, f"</{tag}> closes another element"
-
-    def handle_comment(self, data: str) -> None:
-        self.comments.append(data)
-
-
-@pytest.fixture
-def read_page() -> Callable[[str], Outline]:
-    """Parses a page."""
-    return Outline

@@ -108,7 +108,12 @@ def test_curves_are_drawn_with_their_advice(make_folder: Callable[..., Path], re
         assert f"{kind} 0 " in page
     kl = measures["policies"]["ppo"]["kl_nats"]
     assert f"<td>{kl['mean']:.2f} ({kl['low']:.2f} to {kl['high']:.2f})</td>" in page
-    for text in ("diversity, across, distinct 2", "1.60 (1.50 to 1.70)", "bits a byte, above SFT&#39;s", "at equal kl"):
+    for text in (
+        "across prompts: distinct bigrams",
+        "1.60 (1.50 to 1.70)",
+        "bits a byte, above SFT&#39;s",
+        "at equal kl",
+    ):
         assert text in page
     accuracy = measures["reward_model"]["calibration"]["accuracy"]
     ends = f"({accuracy['low']:.2f} to {accuracy['high']:.2f})"
@@ -136,8 +141,20 @@ def test_a_page_without_measures_has_no_section_of_them(two_policies: Path) -> N
 def test_no_figure_is_left_out() -> None:
     value = {"a": {"mean": 0.5, "low": None, "high": None, "num": 3}, "b": [1, 2.5], "c": {"d": True, "e": None}}
     assert figures(value) == [("a", "0.50"), ("a.num", "3"), ("b", "1, 2.50"), ("c.d", "yes"), ("c.e", "–")]
+    lengths = {"mean": {"mean": 35.7, "low": 33.1, "high": 38.3}, "quantiles": [18.0, 24.0]}
+    assert figures(lengths) == [("mean", "35.70 (33.10 to 38.30)"), ("quantiles", "18.00, 24.00")]
     assert figures(0.00012) == [("", "0.00012")]
     tables = measure_tables({"x": 1, "y": [{"p": 1}, {"q": -2}], "policies": {"sft": {"z": 3}}}, looks_of(["sft"]))
     assert [table.title for table in tables] == ["Policies", "Single figures", "y"]
     assert tables[2].columns == ("p", "q")
     assert tables[2].rows == (("1", "–"), ("–", "\u22122"))
+
+
+def test_what_is_known_of_no_policy_is_named_once() -> None:
+    rows = [Response(name, f"p{place}", 0, "one two three four five") for name in ("sft", "ppo") for place in range(4)]
+    (table,) = measure_tables({"policies": plain(measure_policies(rows, seed=0))}, looks_of(["sft", "ppo"]))
+    shown = [row[0] for row in table.rows]
+    assert "words a response" in shown
+    assert not any(set(row[1:]) == {"–"} for row in table.rows)
+    assert "Not known of any policy: KL to the reference, nats; within a prompt: identical pairs; " in table.caption
+    assert table.caption.endswith("; tokens a response; ended by themselves.")

@@ -1,6 +1,5 @@
 """The page in a real browser: two people at once, by keyboard alone, without JavaScript, on a narrow screen."""
 
-import os
 import re
 import shutil
 import socket
@@ -9,7 +8,7 @@ import threading
 import pytest
 import uvicorn
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig
@@ -17,21 +16,9 @@ from preferences.people import People
 from preferences.records import Answer, Message, Task
 from preferences.store import LabelStore
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 RANK = re.compile("Rank of")
 RATED = LabelingConfig()
 PLAIN = LabelingConfig(asks_ratings=False)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("no browser: chromium, chromium-browser or google-chrome on the PATH was expected")
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield opened
-        opened.close()
 
 
 @pytest.fixture
