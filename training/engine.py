@@ -77,7 +77,7 @@ class Engine(Generic[AnyModule]):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
         self._source, self.module = source, model
         self.model, *self._optimizers = self._accelerator.prepare(
-            model, *_make_optimizers(model, optimizer, self.device)
+            model, *make_optimizers(model, optimizer, self.device)
         )
         is_deepspeed = type(self.model).__name__ == "DeepSpeedEngine"
         assert is_deepspeed == (config.zero_stage > 0), f"ZeRO {config.zero_stage} gave a {type(self.model).__name__}"
@@ -288,7 +288,7 @@ def _deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: i
     }
 
 
-def _make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.device) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.device) -> list[torch.optim.Optimizer]:
     """AdamW, after Muon where it is asked for; no parameter belongs to both."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if config.kind == "adamw":
