@@ -191,9 +191,7 @@ def markdown(found: Mapping[str, Any]) -> str:
         "|---|---|---|---|",
     ]
     for name, row in found["convert"].items():
-        rates = [
-            (row["tokens"] / run["heed"], row["library_tokens"] / run["library"]) for run in row["runs"]
-        ]
+        rates = [(row["tokens"] / run["heed"], row["library_tokens"] / run["library"]) for run in row["runs"]]
         ours, alone = (median(side) for side in zip(*rates, strict=True))
         ratios = [heed / library for heed, library in rates]
         lines.append(f"| {name} | {ours:,.0f} | {alone:,.0f} | {_spread(ratios, '.2f')} |")

@@ -111,9 +111,7 @@ class Turns:
     def num_tokens(self, rows: IntArray) -> int:
         return self.work.objective.num_tokens(rows)
 
-    def loss(
-        self, model: LanguageModel, rows: IntArray, device: torch.device
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def loss(self, model: LanguageModel, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
         return self.work.objective.loss(model, rows, device)
 
 

@@ -225,7 +225,7 @@ def ppo_memory(
     config: ModelConfig,
     policy: Counts,
     value: Counts,
-    reward_parameters: int,
+    reward: Counts,
     layout: Layout,
     of: Pass,
     num_logits: int,
@@ -238,18 +238,22 @@ def ppo_memory(
     `of` is one micro-batch of prompts with their responses; `rollout_rows` are a rank's responses of an iteration.
     """
     c, P = layout.compute_bytes, policy.total
-    frozen = 4 if layout.is_autocast else c
-    tied = config.vocab_size * config.width if config.tie_embeddings else 0  # the average holds it by both names
+    tied = config.vocab_size * config.width if config.tie_embeddings else 0
+
+    def frozen(counts: Counts, shared: int) -> int:
+        """Beside autocast matrices are bf16 and the rest, the table that a head shares too, is fp32."""
+        return 4 * counts.total - 2 * (counts.linear - shared) if layout.is_autocast else c * counts.total
+
     held = {f"policy: {name}": size for name, size in states(policy, layout).items()}
     held |= {f"value: {name}": size for name, size in states(value, layout).items()}
     held |= {
-        "reference": frozen * P,
-        "reward model": frozen * reward_parameters,
+        "reference": frozen(policy, tied),
+        "reward model": frozen(reward, 0),
         "generator": c * P,
-        "moving average": 4 * (P + tied),
+        "moving average": 4 * P,
     }
     if not layout.is_gpu:
-        held["copy of the average for checkpoints"] = 4 * (P + tied) // layout.ranks
+        held["copy of the average for checkpoints"] = 4 * P // layout.ranks
     phases = {"generate": sampling_phase(config, layout, min(GENERATION_ROWS, rollout_rows), of.row_tokens)}
     for name, counts, numbers in (("policy", policy, num_logits), ("value", value, 0)):
         found = training_phases(config, counts, layout, of, numbers, num_micro_batches)
