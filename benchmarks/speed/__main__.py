@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(name: str, arguments: Sequence[str]) -> None:
-    """Run one command: figures to JSON, the table between its markers. Errors: RuntimeError with the process's words."""
+    """Run one command: figures to JSON, the table between its markers. Errors: RuntimeError with its last words."""
     module = import_module(f"benchmarks.speed.{name}")
     options = parse(name, str(module.__doc__), arguments)
     seconds = "cpu_seconds" if options.loaded else "seconds"

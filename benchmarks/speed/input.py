@@ -197,7 +197,7 @@ def markdown(found: Mapping[str, Any]) -> str:
         lines.append(f"| {name} | {ours:,.0f} | {alone:,.0f} | {_spread(ratios, '.2f')} |")
     lines += [
         "",
-        f"| the demo's size, {BATCH_SIZE} rows of 97 | a step, ms | its data, ms | of the step, aim below {WAIT_AIM:.0%} |",
+        f"| the demo's size, {BATCH_SIZE} rows of 97 | a step, ms | its data, ms | share, aim below {WAIT_AIM:.0%} |",
         "|---|---|---|---|",
     ]
     for name, runs in found["wait"].items():

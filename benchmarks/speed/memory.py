@@ -62,7 +62,9 @@ def planned(job: JobConfig, stage: str) -> Memory:
 
 def write_parents(job: JobConfig, folder: Path) -> None:
     """Models and data of the job's shape and lengths, with random weights."""
-    assert job.model is not None and job.ppo is not None and job.sft is not None
+    assert job.model is not None
+    assert job.ppo is not None
+    assert job.sft is not None
     response = job.ppo.max_response_tokens
     rows = job.ppo.rollout_prompts
     write_work(folder, job.model, Sizes(job.sft.row_tokens - response, response, job.sft.row_tokens, rows, 1, 1))
@@ -73,7 +75,8 @@ def pretrain(job: JobConfig, folder: Path) -> None:
     import numpy as np
 
     config, shape = job.pretrain, job.model
-    assert config is not None and shape is not None
+    assert config is not None
+    assert shape is not None
     micro = config.batch.micro_batch_size
     source = ModelFolder(folder / "policy", LanguageModel)
     engine = Engine(source, config.optimizer, job.engine, world_size=1, micro_batch=micro)

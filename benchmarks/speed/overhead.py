@@ -132,7 +132,9 @@ def works() -> Iterator[tuple[str, Work]]:
     """The demo's pretraining, with its own optimizer and with AdamW, and its SFT; rows of random tokens."""
     job = load_job(None)
     pretrain, sft, shape = job.pretrain, job.sft, job.model
-    assert pretrain is not None and sft is not None and shape is not None
+    assert pretrain is not None
+    assert sft is not None
+    assert shape is not None
     rng = np.random.default_rng(0)
     rows_BT = rng.integers(8, shape.vocab_size, (NUM_ROWS, pretrain.row_tokens), dtype=np.int32)
     lengths = rng.integers(sft.row_tokens // 4, sft.row_tokens // 2, 4 * NUM_ROWS).tolist()
@@ -169,7 +171,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     lines = [
         *taken_on(found, found["rounds"]),
         "",
-        f"| the demo's model | Heed, ms a step | bare PyTorch, ms a step | Heed, tokens a second | Heed / bare, aim {AIM} |",
+        f"| the demo's model | Heed, ms a step | bare PyTorch | Heed, tokens a second | Heed / bare, aim {AIM} |",
         "|---|---|---|---|---|",
     ]
     for name, runs in found["rows"].items():
