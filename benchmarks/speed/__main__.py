@@ -19,8 +19,9 @@ from benchmarks.speed.machine import describe
 from benchmarks.speed.process import run
 from benchmarks.speed.table import README, write_between_markers
 
-# Each module measures where it is the program, given the clock and the rounds, and has `markdown(found)`.
-COMMANDS = ("overhead", "input", "growth", "memory")
+# Each module measures where it is the program, given the clock and the rounds, and has `markdown(found)`. By command,
+# how many rounds keep it to minutes; memory hardly differs from one to the next.
+COMMANDS = {"overhead": 5, "input": 5, "growth": 3, "memory": 1}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,7 +51,7 @@ def measure(name: str, arguments: Sequence[str]) -> None:
 
 def parse(name: str, description: str, arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.speed {name}", description=description)
-    parser.add_argument("--rounds", type=int, default=5, help="how often everything is measured")
+    parser.add_argument("--rounds", type=int, default=COMMANDS[name], help="how often everything is measured")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the measuring process")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "speed" / f"{name}.json")
     parser.add_argument("--loaded", action="store_true", help=peers.LOADED)
