@@ -413,8 +413,10 @@ def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _distinct(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Each tensor by the first of its names."""
-    first = {id(tensor): name for name, tensor in reversed(weights.items())}
-    return {name: tensor for name, tensor in weights.items() if first[id(tensor)] == name}
+    first: dict[int, str] = {}
+    for name, tensor in weights.items():
+        first.setdefault(id(tensor), name)
+    return {name: weights[name] for name in first.values()}
 
 
 def _checksum(weights: Mapping[str, Tensor]) -> int:

@@ -74,6 +74,7 @@ class Engine(Generic[AnyModule]):
             checkpoint_activations(model)
         self._source, self.module = source, model
         optimizers = make_optimizers(model, optimizer, self.device)
+        self.model: Any
         if config.zero_stage == 0:
             self.model = self._replicated(model)
             self._optimizers = [self._accelerator.prepare_optimizer(held) for held in optimizers]
@@ -86,7 +87,7 @@ class Engine(Generic[AnyModule]):
         self._loss_sum = torch.zeros((), device=self.device)
         self._is_last = True
 
-    def _replicated(self, model: nn.Module) -> nn.Module:
+    def _replicated(self, model: nn.Module) -> Any:
         """The whole model on every rank, under autocast in bf16, by DDP where there are others to agree with.
 
         Accelerate would turn what the model gives into fp32, logits first of all, and wrap a single rank too: copies
@@ -100,8 +101,7 @@ class Engine(Generic[AnyModule]):
         # A score's bias, the only buffer, is the same on every rank and stays so; DDP would send it with every pass.
         buffers = [name for name, _ in model.named_buffers()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
-        prepared: nn.Module = self._accelerator.prepare_model(model)
-        return prepared
+        return self._accelerator.prepare_model(model)
 
     @property
     def is_main(self) -> bool:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,6 +52,11 @@ def timed(work: Callable[[], Any], clock: Clock) -> float:
     begun = clock()
     work()
     return clock() - begun
+
+
+def repeat(work: Callable[[int], None], num_steps: int) -> None:
+    for step in range(num_steps):
+        work(step)
 
 
 def write_world(folder: Path, num_texts: int) -> tuple[DataConfig, DataConfig]:
@@ -166,7 +172,7 @@ def wait(rounds: int, num_steps: int, clock: Clock) -> dict[str, Any]:
         whole_step(0)
         found[name] = [
             {
-                part: timed(lambda work=work: [work(step) for step in range(num_steps)], clock) / num_steps
+                part: timed(partial(repeat, work, num_steps), clock) / num_steps
                 for part, work in (("fetch", fetch_step), ("step", whole_step))
             }
             for _ in range(rounds)

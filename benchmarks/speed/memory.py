@@ -11,6 +11,7 @@ import resource
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -115,7 +116,7 @@ def measure_case(case: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     for warming in (small, job):  # what libraries take when they are first used is not the model's
         with tempfile.TemporaryDirectory() as folder:
             write_parents(warming, Path(folder))
-            _, grown = peak_growth(lambda job=warming, path=Path(folder): STAGES[stage](job, path))
+            _, grown = peak_growth(partial(STAGES[stage], warming, Path(folder)))
     memory = planned(job, stage)
     return {
         "held": dict(memory.held),
