@@ -84,7 +84,10 @@ class Rank:
 
     def _frozen(self, model: AnyModel) -> AnyModel:
         dtype = torch.float32 if self._autocast else self._compute_dtype
-        return model.to(self.device, dtype).eval().requires_grad_(False)
+        model = model.to(self.device, dtype).eval().requires_grad_(False)
+        if self._autocast:
+            _round_products(model)
+        return model
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)
@@ -230,7 +233,7 @@ class LearnerWorker(Rank):
         self.value: Engine[ScalarModel] = Engine(
             value, config.value_optimizer, engine_config, world_size=num_workers, micro_batch=micro
         )
-        self.average = {name: tensor.clone() for name, tensor in self.policy.full_weights().items()}
+        self.average = _copies(self.policy.full_weights())
         self.writer = self.policy.checkpoint_writer()
         stream = parents.pretraining
         self.stream = StreamObjective(stream_rows(stream.path, stream.row_tokens)) if stream else None
@@ -307,7 +310,7 @@ class LearnerWorker(Rank):
     def advance_and_send(self) -> SentWeights:
         """As `send`, and the moving average takes a step towards the weights, which are gathered once for both."""
         weights = self.policy.full_weights()
-        for name, average in self.average.items():
+        for name, average in _distinct(self.average).items():
             average.lerp_(weights[name].to(average.dtype), 1 - self.config.ema_decay)
         return self._as_generated(weights)
 
@@ -330,7 +333,9 @@ class LearnerWorker(Rank):
     def save(
         self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]
     ) -> None:
-        average = [slot.share(self.policy.rank, self.num_workers) for slot in tensor_slots(self.average.items())]
+        average = [
+            slot.share(self.policy.rank, self.num_workers) for slot in tensor_slots(_distinct(self.average).items())
+        ]
         models = {"policy": self.policy.state(), "value": self.value.state(), "average": state_of(average)}
         self.writer.save(checkpoints, iteration, models, progress, files)
 
@@ -341,7 +346,7 @@ class LearnerWorker(Rank):
         self.policy.load(folder / "policy")
         self.value.load(folder / "value")
         held = SavedState(folder / "average")
-        for slot in tensor_slots(self.average.items()):
+        for slot in tensor_slots(_distinct(self.average).items()):
             slot.restore(held)
 
     def keep_policy(self, folder: Path) -> None:
@@ -385,6 +390,33 @@ class ColocatedWorker(LearnerWorker, GeneratorWorker, ScorerWorker):
 def _add(shares: dict[str, float], sums: Mapping[str, Tensor], count: int) -> None:
     for name, value in sums.items():
         shares[name] = shares.get(name, 0.0) + float(value) / count
+
+
+def _round_products(model: nn.Module) -> None:
+    """Keep in bf16 what autocast would round at every use: matrices of products, but not an embedding's table that a
+    head shares. The same bits come out.
+    """
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and id(module.weight) not in tables:
+            module.to(torch.bfloat16)
+
+
+def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of each tensor; tied weights are one, by all their names."""
+    copied: dict[int, Tensor] = {}
+    for tensor in weights.values():
+        if tensor.data_ptr() not in copied:
+            copied[tensor.data_ptr()] = tensor.clone()
+    return {name: copied[tensor.data_ptr()] for name, tensor in weights.items()}
+
+
+def _distinct(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each tensor by the first of its names."""
+    first: dict[int, str] = {}
+    for name, tensor in weights.items():
+        first.setdefault(id(tensor), name)
+    return {name: weights[name] for name in first.values()}
 
 
 def _checksum(weights: Mapping[str, Tensor]) -> int:

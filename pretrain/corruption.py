@@ -8,6 +8,7 @@ Shape letters: B rows, T tokens of a row, S tokens of a corrupted row, C counted
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -47,8 +48,8 @@ class HiddenWords:
 
     def mask(self, tokens_T: IntArray, generator: np.random.Generator) -> tuple[IntArray, NDArray[np.bool_]]:
         """The row with 15% of its words chosen, and where; of those, 80% are masked, 10% replaced, 10% left."""
-        hideable = np.flatnonzero(~np.isin(tokens_T, self.kept_ids))
-        chosen = generator.choice(hideable, size=self.num_masked(tokens_T), replace=False)
+        hideable = np.flatnonzero(self._hideable_V[tokens_T])
+        chosen = generator.choice(hideable, size=int(self.num_masked(tokens_T)), replace=False)
         fate = generator.random(len(chosen))
         corrupted_T, is_chosen_T = tokens_T.copy(), np.zeros(len(tokens_T), dtype=np.bool_)
         is_chosen_T[chosen] = True
@@ -57,9 +58,16 @@ class HiddenWords:
         corrupted_T[replaced] = generator.integers(0, self.vocab_size, size=len(replaced))
         return corrupted_T, is_chosen_T
 
-    def num_masked(self, tokens_T: IntArray) -> int:
-        hideable = int((~np.isin(tokens_T, self.kept_ids)).sum())
-        return min(hideable, max(1, round(MASKED_SHARE * len(tokens_T))))
+    def num_masked(self, tokens_BT: IntArray) -> IntArray:
+        """How many words of each row `mask` chooses; leading dimensions are free."""
+        num_hideable: IntArray = self._hideable_V[tokens_BT].sum(axis=-1)
+        return np.minimum(num_hideable, max(1, round(MASKED_SHARE * tokens_BT.shape[-1])))
+
+    @cached_property
+    def _hideable_V(self) -> NDArray[np.bool_]:
+        hideable_V = np.ones(self.vocab_size, dtype=np.bool_)
+        hideable_V[list(self.kept_ids)] = False
+        return hideable_V
 
     def infill(self, tokens_T: IntArray, generator: np.random.Generator) -> IntArray:
         """The row with spans of Poisson lengths hidden, about 30% of its words, each span behind one mask.
@@ -87,22 +95,27 @@ class MaskedObjective:
         return len(self.rows_BT) * self.num_views
 
     def count(self, rows: IntArray) -> int:
-        return sum(self.words.num_masked(row_T) for row_T in self._rows(rows))
+        return int(self.words.num_masked(self._rows(rows)).sum())
 
     def num_tokens(self, rows: IntArray) -> int:
         return len(rows) * (self.rows_BT.shape[1] + 1)
 
-    def loss(
-        self, model: MaskedLanguageModel, rows: IntArray, device: torch.device
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def batch(self, rows: IntArray, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Corrupted tokens [B, T + 1], where words were chosen, and those words [C]."""
         rows_BT = self._rows(rows)
         views = [self.words.mask(row_T, self.words.generator(row)) for row, row_T in zip(rows, rows_BT, strict=True)]
         corrupted_BT, chosen_BT = (np.stack(part) for part in zip(*views, strict=True))
         # The start token comes first: what stands there will be asked about the whole text.
         tokens_BT = np.pad(corrupted_BT, ((0, 0), (1, 0)), constant_values=self.words.start_id)
         selected_BT = np.pad(chosen_BT, ((0, 0), (1, 0)))
-        logits_CV = model(torch.from_numpy(tokens_BT).to(device), selected_BT=torch.from_numpy(selected_BT).to(device))
-        words_C = torch.from_numpy(rows_BT[chosen_BT]).to(device)
+        tokens, selected, words = map(torch.from_numpy, (tokens_BT, selected_BT, rows_BT[chosen_BT]))
+        return tokens.to(device), selected.to(device), words.to(device)
+
+    def loss(
+        self, model: MaskedLanguageModel, rows: IntArray, device: torch.device
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        tokens_BT, selected_BT, words_C = self.batch(rows, device)
+        logits_CV = model(tokens_BT, selected_BT=selected_BT)
         return masked_tokens_loss(logits_CV, words_C), {"accuracy": (logits_CV.argmax(dim=-1) == words_C).sum()}
 
     def _rows(self, rows: IntArray) -> IntArray:
@@ -125,10 +138,15 @@ class DenoisingObjective:
     def num_tokens(self, rows: IntArray) -> int:
         return self.count(rows)
 
-    def loss(self, model: EncoderDecoder, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def batch(self, rows: IntArray) -> tuple[list[list[int]], list[list[int]]]:
+        """Corrupted rows behind the start token, and the rows."""
         targets_BT = self.rows_BT[rows % len(self.rows_BT)].astype(np.int64)
         sources = [
             [self.words.start_id, *self.words.infill(tokens_T, self.words.generator(row)).tolist()]
             for row, tokens_T in zip(rows, targets_BT, strict=True)
         ]
-        return teacher_forcing_loss(model, sources, targets_BT.tolist(), self.words.end_id, device), {}
+        return sources, targets_BT.tolist()
+
+    def loss(self, model: EncoderDecoder, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
+        sources, targets = self.batch(rows)
+        return teacher_forcing_loss(model, sources, targets, self.words.end_id, device), {}

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -72,19 +72,36 @@ class Engine(Generic[AnyModule]):
             freeze_all_but_last(model, optimizer.trained_layers)
         if config.checkpoint_activations:
             checkpoint_activations(model)
-        # A score's bias, the only buffer, is the same on every rank and stays so; DDP would send it with every pass.
-        buffers = [name for name, _ in model.named_buffers()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
         self._source, self.module = source, model
-        self.model, *self._optimizers = self._accelerator.prepare(
-            model, *_make_optimizers(model, optimizer, self.device)
-        )
+        optimizers = make_optimizers(model, optimizer, self.device)
+        self.model: Any
+        if config.zero_stage == 0:
+            self.model = self._replicated(model)
+            self._optimizers = [self._accelerator.prepare_optimizer(held) for held in optimizers]
+        else:
+            self.model, *self._optimizers = self._accelerator.prepare(model, *optimizers)
         is_deepspeed = type(self.model).__name__ == "DeepSpeedEngine"
         assert is_deepspeed == (config.zero_stage > 0), f"ZeRO {config.zero_stage} gave a {type(self.model).__name__}"
         if is_deepspeed:  # its own group of these ranks starts with PyTorch's time limit
             self.model.data_parallel_group.set_timeout(timedelta(seconds=config.collective_timeout_seconds))
         self._loss_sum = torch.zeros((), device=self.device)
         self._is_last = True
+
+    def _replicated(self, model: nn.Module) -> Any:
+        """The whole model on every rank, under autocast in bf16, by DDP where there are others to agree with.
+
+        Accelerate would turn what the model gives into fp32, logits first of all, and wrap a single rank too: copies
+        of logits and gradients that no loss here needs.
+        """
+        model.to(self.device)
+        if self.config.resolved_precision() == "bf16":
+            model.forward = torch.autocast(self.device.type, torch.bfloat16)(model.forward)
+        if self.world_size == 1:
+            return model
+        # A score's bias, the only buffer, is the same on every rank and stays so; DDP would send it with every pass.
+        buffers = [name for name, _ in model.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
+        return self._accelerator.prepare_model(model)
 
     @property
     def is_main(self) -> bool:
@@ -247,7 +264,9 @@ def _make_accelerator(config: EngineConfig, max_grad_norm: float, micro_batch: i
     timeout = timedelta(seconds=config.collective_timeout_seconds)
     handlers = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=timeout)]
     if config.zero_stage == 0:
-        return Accelerator(cpu=on_cpu, mixed_precision=precision, kwargs_handlers=handlers)
+        # Gradients lie in DDP's buckets themselves, not beside them.
+        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+        return Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[*handlers, ddp])
     settings = _deepspeed_config(config, max_grad_norm, micro_batch)
     if AcceleratorState._shared_state:  # the first engine of this process brought the plugin, with its own settings
         accelerator = Accelerator(kwargs_handlers=handlers)
@@ -288,7 +307,7 @@ def _deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: i
     }
 
 
-def _make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.device) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.device) -> list[torch.optim.Optimizer]:
     """AdamW, after Muon where it is asked for; no parameter belongs to both."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if config.kind == "adamw":

@@ -32,8 +32,12 @@ class StreamObjective:
     def num_tokens(self, rows: IntArray) -> int:
         return self.count(rows)
 
+    def batch(self, rows: IntArray, device: torch.device) -> Tensor:
+        """Tokens [B, T]."""
+        return torch.from_numpy(self.rows_BT[rows].astype(np.int64)).to(device)
+
     def loss(self, model: LanguageModel, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
-        tokens_BT = torch.from_numpy(self.rows_BT[rows].astype(np.int64)).to(device)
+        tokens_BT = self.batch(rows, device)
         return -token_logprobs(model(tokens_BT[:, :-1]), tokens_BT[:, 1:]).sum(), {}
 
 
@@ -52,10 +56,14 @@ class PackedObjective:
     def num_tokens(self, rows: IntArray) -> int:
         return int((self.rows.segments[rows] > 0).sum())
 
+    def batch(self, rows: IntArray, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, segments and what is counted, [B, T] each."""
+        parts = (self.rows.tokens, self.rows.segments, self.rows.counted)
+        tokens_BT, segments_BT, counted_BT = (torch.from_numpy(part[rows]).to(device) for part in parts)
+        return tokens_BT, segments_BT, counted_BT
+
     def loss(self, model: LanguageModel, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
-        tokens_BT = torch.from_numpy(self.rows.tokens[rows]).to(device)
-        segments_BT = torch.from_numpy(self.rows.segments[rows]).to(device)
-        counted_BT = torch.from_numpy(self.rows.counted[rows]).to(device)
+        tokens_BT, segments_BT, counted_BT = self.batch(rows, device)
         logits_CV = model(tokens_BT[:, :-1], segments_BT[:, :-1], counted_BT[:, 1:])
         return -token_logprobs(logits_CV, tokens_BT[:, 1:][counted_BT[:, 1:]]).sum(), {}
 

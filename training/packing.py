@@ -3,14 +3,18 @@
 Shape letters: B rows, T tokens of a row.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
+Item = TypeVar("Item")
 
 CHUNK_TEXTS = 1024
 
@@ -41,17 +45,24 @@ def pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], row_tokens: 
             raise ValueError(f"sequence {index} has {len(tokens)} tokens; at most {row_tokens} fit a row")
     order = sorted(range(len(sequences)), key=lambda index: (-len(sequences[index][0]), index))
     rows: list[list[int]] = []
-    open_rows: dict[int, list[int]] = {}  # free tokens -> rows with exactly so many
+    open_rows: dict[int, list[int]] = {}  # free tokens -> rows with exactly so many, none of them empty
+    rooms: list[int] = []  # its keys, in order
     for index in order:
         length = len(sequences[index][0])
-        free = next((room for room in range(length, row_tokens + 1) if open_rows.get(room)), None)
-        if free is None:
+        place = bisect_left(rooms, length)
+        if place == len(rooms):
             row, free = len(rows), row_tokens
             rows.append([])
         else:
+            free = rooms[place]
             row = open_rows[free].pop()
+            if not open_rows[free]:
+                del open_rows[free], rooms[place]
         rows[row].append(index)
-        open_rows.setdefault(free - length, []).append(row)
+        if free - length not in open_rows:
+            open_rows[free - length] = []
+            insort(rooms, free - length)
+        open_rows[free - length].append(row)
     return _lay_out([[sequences[index] for index in row] for row in rows], row_tokens, pad_id)
 
 
@@ -72,12 +83,19 @@ def _lay_out(
 
 
 def write_token_stream(texts: Iterable[list[int]], end_id: int, path: Path) -> int:
-    """Append every text and an end token to a flat file of int32; returns the number of tokens written."""
+    """Every text and an end token to a flat file of int32; returns the number of tokens written.
+
+    A thread takes the next texts while these are written, and tokenizing lets go of Python's lock.
+    """
     total = 0
     with path.open("wb") as file:
-        for ids in texts:
-            np.asarray([*ids, end_id], dtype=np.int32).tofile(file)
-            total += len(ids) + 1
+        for chunk in ahead(chunks(texts)):
+            tokens: list[int] = []
+            for ids in chunk:
+                tokens += ids
+                tokens.append(end_id)
+            np.array(tokens, dtype=np.int32).tofile(file)
+            total += len(tokens)
     return total
 
 
@@ -95,9 +113,9 @@ def stream_rows(path: Path, row_tokens: int) -> NDArray[np.int32]:
     return rows
 
 
-def chunks(texts: Iterable[str], size: int = CHUNK_TEXTS) -> Iterator[list[str]]:
+def chunks(texts: Iterable[Item], size: int = CHUNK_TEXTS) -> Iterator[list[Item]]:
     """Lists of at most `size` texts, so that streams are tokenized in parallel without being held whole."""
-    chunk: list[str] = []
+    chunk: list[Item] = []
     for text in texts:
         chunk.append(text)
         if len(chunk) == size:
@@ -105,6 +123,16 @@ def chunks(texts: Iterable[str], size: int = CHUNK_TEXTS) -> Iterator[list[str]]
             chunk = []
     if chunk:
         yield chunk
+
+
+def ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """The same items; a thread makes the next one while this one is used. Errors: those of `items`, in their turn."""
+    end = object()
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(next, items, end)
+        while (item := following.result()) is not end:
+            following = thread.submit(next, items, end)
+            yield item  # type: ignore[misc]
 
 
 class DataOrder:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.rows import ROWS, TINY_ROWS, Row
-from benchmarks.gpu.table import BEGIN, END, markdown
+from benchmarks.gpu.table import markdown
 from benchmarks.speed.table import write_between_markers
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ SHORTEST_SECONDS = 20.0  # with less left no row is begun
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     if options.rows == "table":
-        write_between_markers(README, markdown(read(options.results), ROWS), BEGIN, END)
+        write_between_markers(README, "gpu", markdown(read(options.results), ROWS))
         return
     every = TINY_ROWS if options.tiny else ROWS
     chosen = [row for row in every if options.rows in (row.kind, "all")]
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = measure(chosen, options, read(options.results) if is_kept else {}, is_kept=is_kept)
     print(markdown(found, every))
     if is_kept:
-        write_between_markers(README, markdown(found, ROWS), BEGIN, END)
+        write_between_markers(README, "gpu", markdown(found, ROWS))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

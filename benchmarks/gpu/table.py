@@ -5,7 +5,6 @@ from typing import Any
 
 from benchmarks.gpu.rows import Row
 
-BEGIN, END = "<!-- gpu table begins -->", "<!-- gpu table ends -->"
 NOT_MEASURED = "not yet measured"
 HEAD = ("| work | measured | of the ceiling | aim | peak memory |", "|---|---|---|---|---|")
 GIB = 2**30

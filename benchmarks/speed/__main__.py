@@ -1,112 +1,61 @@
-"""Run all contenders in turns and write the table: `python -m benchmarks.speed --help`."""
+"""The speed benchmarks, a command each: `python -m benchmarks.speed COMMAND --help`; without one, `peers`.
+
+`peers` compares Heed with others; the rest measures Heed alone, each in a process of its own with the environment that
+Heed gives its workers, and writes its figures to JSON and its table into benchmarks/README.md.
+"""
 
 import argparse
 import json
 import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed.environments import ROOT, NotInstalledError, python_of
+from benchmarks.speed import peers
+from benchmarks.speed.environments import ROOT
 from benchmarks.speed.machine import describe
-from benchmarks.speed.protocol import Task, command
-from benchmarks.speed.rows import HEED, OWN_MODULE, ROWS, Row
-from benchmarks.speed.table import markdown, write_between_markers
-from benchmarks.speed.work import SHAPE, Sizes, write_work
-from cluster.group import WORKER_ENVIRONMENT
+from benchmarks.speed.process import run
+from benchmarks.speed.table import README, write_between_markers
 
-RESULTS = ROOT / "benchmarks" / "speed" / "results.json"
-README = ROOT / "benchmarks" / "README.md"
-TIMEOUT_SECONDS = 1800.0  # of a measuring process
+# Each module measures where it is the program, given the clock and the rounds, and has `markdown(found)`. By command,
+# how many rounds keep it to minutes; memory hardly differs from one to the next.
+COMMANDS = {"overhead": 5, "input": 5, "growth": 3, "memory": 1}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse(arguments)
-    rows = [row for row in ROWS if not options.rows or row.name.startswith(tuple(options.rows))]
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in COMMANDS:
+        measure(given[0], given[1:])
+    else:
+        peers.main(given[1:] if given[:1] == ["peers"] else given)
+
+
+def measure(name: str, arguments: Sequence[str]) -> None:
+    """Run one command: figures to JSON, the table between its markers. Errors: RuntimeError with its last words."""
+    module = import_module(f"benchmarks.speed.{name}")
+    options = parse(name, str(module.__doc__), arguments)
     seconds = "cpu_seconds" if options.loaded else "seconds"
-    with tempfile.TemporaryDirectory() as folder:
-        write_work(Path(folder), SHAPE, Sizes())
-        tasks = {row.name: row.task(folder, Sizes()) for row in rows}
-        found: dict[str, Any] = {
-            "machine": describe(),
-            "threads": options.threads,
-            "seconds": seconds,
-            "ceiling": measure_ceiling(tasks, seconds, options.threads),
-            "rows": {row.name: {**asdict(row), "runs": []} for row in rows},
-        }
-        pythons, missing = interpreters(rows, options.cache)
-        found["missing"] = missing
-        for number in range(options.rounds):
-            for row in rows:
-                runs = one_round(row, tasks[row.name], pythons, options.threads, reverse=number % 2 == 1)
-                found["rows"][row.name]["runs"].append(runs)
-                print(json.dumps({row.name: runs}), file=sys.stderr, flush=True)
-                options.results.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    write_between_markers(README, markdown(found))
-    print(markdown(found))
+    command = [sys.executable, "-m", module.__name__, seconds, str(options.rounds)]
+    figures = run(command, options.threads)
+    if "failed" in figures:
+        raise RuntimeError(f"{name} was not measured: {figures['failed']}")
+    found: dict[str, Any] = {"machine": describe(), "threads": options.threads, "seconds": seconds}
+    found |= {"rounds": options.rounds, **figures}
+    options.results.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    text = module.markdown(found)
+    write_between_markers(README, name, text)
+    print(text)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="how often every contender takes its turn")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each process")
-    parser.add_argument("--rows", action="append", help="only rows whose names begin so; may be given again")
-    parser.add_argument("--cache", type=Path, default=ROOT / ".bench", help="where the peers' environments are kept")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the figures, from which the table is made")
-    parser.add_argument(
-        "--loaded",
-        action="store_true",
-        help="other processes want the cores: compare seconds that were computed, not those by the clock",
-    )
+def parse(name: str, description: str, arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.speed {name}", description=description)
+    parser.add_argument("--rounds", type=int, default=COMMANDS[name], help="how often everything is measured")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the measuring process")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "speed" / f"{name}.json")
+    parser.add_argument("--loaded", action="store_true", help=peers.LOADED)
     return parser.parse_args(arguments)
-
-
-def interpreters(rows: Sequence[Row], cache: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """Of every peer's environment its interpreter, or why there is none."""
-    pythons: dict[str, Path] = {}
-    missing: dict[str, str] = {}
-    for name in sorted({peer.environment for row in rows for peer in row.peers}):
-        try:
-            pythons[name] = python_of(name, cache)
-        except NotInstalledError as reason:
-            missing[name] = str(reason)
-    return pythons, missing
-
-
-def one_round(row: Row, task: Task, pythons: Mapping[str, Path], threads: int, *, reverse: bool) -> dict[str, Any]:
-    """One run of every contender that is here, in turns; every other round in the opposite order."""
-    contenders = [(HEED, OWN_MODULE, Path(sys.executable))]
-    contenders += [
-        (peer.name, peer.module, pythons[peer.environment]) for peer in row.peers if peer.environment in pythons
-    ]
-    ordered = contenders[::-1] if reverse else contenders
-    return {name: run(command(str(python), module, task), threads) for name, module, python in ordered}
-
-
-def measure_ceiling(tasks: Mapping[str, Task], seconds: str, threads: int) -> dict[str, Any]:
-    """Errors: RuntimeError with the last words of a process that failed."""
-    given = json.dumps({name: asdict(task) for name, task in tasks.items()})
-    found = run([sys.executable, "-m", "benchmarks.speed.ceiling", seconds, given], threads)
-    if "failed" in found:
-        raise RuntimeError(f"the ceiling was not measured: {found['failed']}")
-    return found
-
-
-def run(command: Sequence[str], threads: int) -> dict[str, Any]:
-    """The JSON that a process printed as its last line, or {"failed": its last words}."""
-    environment = os.environ | WORKER_ENVIRONMENT
-    environment |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-    )
-    lines = [line for line in (done.stderr if done.returncode else done.stdout).splitlines() if line.strip()]
-    if done.returncode:
-        return {"failed": lines[-1] if lines else f"ended with {done.returncode}"}
-    return dict(json.loads(lines[-1]))
 
 
 if __name__ == "__main__":

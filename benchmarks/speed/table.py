@@ -5,26 +5,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.speed.environments import ROOT
 from benchmarks.speed.rows import HEED
 
-BEGIN, END = "<!-- table begins -->", "<!-- table ends -->"
+README = ROOT / "benchmarks" / "README.md"
 
 
 def markdown(found: Mapping[str, Any]) -> str:
     """What was measured, on what, and Heed's rate over every peer's: the median over rounds, lowest to highest."""
-    machine, ceiling, seconds = found["machine"], found["ceiling"], found["seconds"]
+    ceiling = found["ceiling"]
     rounds = max(len(row["runs"]) for row in found["rows"].values())
-    matrix_units = "with" if machine["amx_bf16"] else "without"
     lines = [
-        f"{machine['cpu']}, {found['threads']} of {machine['cores']} cores used, {matrix_units} AMX; torch"
-        f" {machine['torch']}, Python {machine['python']}; rounds: {rounds}.",
-    ]
-    if seconds == "cpu_seconds":
-        lines.append(
-            "**Taken on a machine that others were using**: seconds are those that a process computed, and its caches"
-            " were not its own. Ratios are indicative."
-        )
-    lines += [
+        *taken_on(found, rounds),
         f"Matrix products at the model's own shapes: {ceiling['bf16_flops'] / 1e12:.2f} TFLOP/s in bf16,"
         f" {ceiling['fp32_flops'] / 1e12:.2f} in fp32; memory {ceiling['bytes_per_second'] / 1e9:.1f} GB/s.",
         "",
@@ -35,6 +27,22 @@ def markdown(found: Mapping[str, Any]) -> str:
         for peer, aim in zip(row["peers"], row["aims"], strict=True):
             lines.append(_line(name, row, peer, aim, found))
     return "\n".join(lines)
+
+
+def taken_on(found: Mapping[str, Any], rounds: int) -> list[str]:
+    """The machine and the clock, as the first lines above a table."""
+    machine = found["machine"]
+    matrix_units = "with" if machine["amx_bf16"] else "without"
+    lines = [
+        f"{machine['cpu']}, {found['threads']} of {machine['cores']} cores used, {matrix_units} AMX; torch"
+        f" {machine['torch']}, Python {machine['python']}; rounds: {rounds}.",
+    ]
+    if found["seconds"] == "cpu_seconds":
+        lines.append(
+            "**Taken on a machine that others were using**: seconds are those that a process computed, and its caches"
+            " were not its own. Ratios are indicative."
+        )
+    return lines
 
 
 def _line(name: str, row: Mapping[str, Any], peer: Mapping[str, Any], aim: float, found: Mapping[str, Any]) -> str:
@@ -73,10 +81,11 @@ def _middle(runs: list[Mapping[str, Any]], seconds: str) -> float:
     return median(rate(run, seconds) for run in runs)
 
 
-def write_between_markers(path: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
-    """Put `text` where the table was. Errors: ValueError for a file without the two markers."""
-    before, found_begin, rest = path.read_text(encoding="utf-8").partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not (found_begin and found_end):
-        raise ValueError(f"{path}: {begin!r} and {end!r} were expected, the table goes between them")
+def write_between_markers(path: Path, name: str, text: str) -> None:
+    """Put `text` where the table of this name was. Errors: ValueError for a file without its two markers."""
+    opening, closing = f"<!-- {name} begins -->", f"<!-- {name} ends -->"
+    before, begin, rest = path.read_text(encoding="utf-8").partition(opening)
+    _, end, after = rest.partition(closing)
+    if not (begin and end):
+        raise ValueError(f"{path}: {opening!r} and {closing!r} were expected, the table goes between them")
     path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")

@@ -151,13 +151,14 @@ def states(counts: Counts, layout: Layout) -> dict[str, int]:
     buffers that gradients are summed in, and the copy of this rank's part that a checkpoint is written from, which
     lies in the CPU's memory.
 
-    Accelerate wraps every model without ZeRO in DDP, whose buckets are as large as the gradients.
+    Without ZeRO several ranks hold the gradients in DDP's buckets, which stay between steps.
     """
     p, N, w = counts.trained, layout.ranks, layout.weight_bytes
     if layout.zero_stage == 0:
         moments = 8 * (p - counts.by_muon) + 4 * counts.by_muon
         copy = {} if layout.is_gpu else {"copy for checkpoints": (4 * p + moments) // N}
-        return {"weights": 4 * counts.total, "moments": moments, "DDP buckets": 4 * p, **copy}
+        buckets = {"gradients in DDP's buckets": 4 * p} if N > 1 else {}
+        return {"weights": 4 * counts.total, "moments": moments, **buckets, **copy}
     held = {"weights": w * counts.total, "fp32 masters": 4 * p // N, "moments": 8 * p // N}
     if layout.zero_stage == 3:
         held |= {"weights": w * counts.total // N, "gradients": w * p // N}
@@ -178,7 +179,8 @@ def training_phases(
     gradients are as large as what it kept. Gradients of earlier micro-batches lie beside both.
     """
     p, N, w, stage = counts.trained, layout.ranks, layout.weight_bytes, layout.zero_stage
-    share = {0: p, 1: p, 2: p // N, 3: 0}[stage]  # of the gradients; ZeRO-3's are among the states
+    # Of the gradients; ZeRO-3's and those in DDP's buckets are among the states.
+    share = {0: p if N == 1 else 0, 1: p, 2: p // N, 3: 0}[stage]
     turn = {
         "activations": activation_bytes(config, of, counts, layout),
         "logits and gradients of one layer": max(LOGIT_BYTES * num_logits, block_bytes(config, of)),
@@ -189,7 +191,7 @@ def training_phases(
     phases = {"backward": {**turn, **live, **before}}
     bucket = layout.bucket(REDUCE_BUCKET, p)
     if stage == 0:
-        phases["step"] = {"gradients": 4 * p}
+        phases["step"] = {"gradients": 4 * share}
     elif stage == 1:
         phases["reduce"] = {"gradients": w * p, "reduce bucket": w * bucket}
         phases["step"] = {"gradients": w * p, "fp32 gradients": 4 * p // N}
@@ -223,7 +225,7 @@ def ppo_memory(
     config: ModelConfig,
     policy: Counts,
     value: Counts,
-    reward_parameters: int,
+    reward: Counts,
     layout: Layout,
     of: Pass,
     num_logits: int,
@@ -236,18 +238,22 @@ def ppo_memory(
     `of` is one micro-batch of prompts with their responses; `rollout_rows` are a rank's responses of an iteration.
     """
     c, P = layout.compute_bytes, policy.total
-    frozen = 4 if layout.is_autocast else c
-    tied = config.vocab_size * config.width if config.tie_embeddings else 0  # the average holds it by both names
+    tied = config.vocab_size * config.width if config.tie_embeddings else 0
+
+    def frozen(counts: Counts, shared: int) -> int:
+        """Beside autocast matrices are bf16 and the rest, the table that a head shares too, is fp32."""
+        return 4 * counts.total - 2 * (counts.linear - shared) if layout.is_autocast else c * counts.total
+
     held = {f"policy: {name}": size for name, size in states(policy, layout).items()}
     held |= {f"value: {name}": size for name, size in states(value, layout).items()}
     held |= {
-        "reference": frozen * P,
-        "reward model": frozen * reward_parameters,
+        "reference": frozen(policy, tied),
+        "reward model": frozen(reward, 0),
         "generator": c * P,
-        "moving average": 4 * (P + tied),
+        "moving average": 4 * P,
     }
     if not layout.is_gpu:
-        held["copy of the average for checkpoints"] = 4 * (P + tied) // layout.ranks
+        held["copy of the average for checkpoints"] = 4 * P // layout.ranks
     phases = {"generate": sampling_phase(config, layout, min(GENERATION_ROWS, rollout_rows), of.row_tokens)}
     for name, counts, numbers in (("policy", policy, num_logits), ("value", value, 0)):
         found = training_phases(config, counts, layout, of, numbers, num_micro_batches)

@@ -248,7 +248,7 @@ class _Planner:
         of = forward_pass(self.model, layout, batch.micro_batch_size + ptx, max(row_tokens, ptx_tokens))
         counted = batch.micro_batch_size * config.max_response_tokens + ptx * ptx_tokens
         logits = counted * self.model.vocab_size
-        memory = ppo_memory(self.model, policy, value, reward.total, layout, of, logits, rollout_rows, micro_batches)
+        memory = ppo_memory(self.model, policy, value, reward, layout, of, logits, rollout_rows, micro_batches)
         numbers = {
             "rollout_prompts": config.rollout_prompts,
             "batch_size": batch.batch_size,

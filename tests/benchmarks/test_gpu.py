@@ -19,7 +19,7 @@ from benchmarks.gpu import ceiling, device
 from benchmarks.gpu.counts import decoded_bytes, planned_bytes, training_flops
 from benchmarks.gpu.measure import measure
 from benchmarks.gpu.rows import ROWS, TINY_ROWS, Generation, Row, gpt
-from benchmarks.gpu.table import BEGIN, END, markdown
+from benchmarks.gpu.table import markdown
 from heed.planning.hardware import GPUS
 
 CPU = torch.device("cpu")
@@ -161,6 +161,7 @@ def test_a_measuring_process_needs_neither_ray_nor_deepspeed() -> None:
 
 # --- what is kept and printed ----------------------------------------------------------------------------------------
 
+BEGINS, ENDS = "<!-- gpu begins -->", "<!-- gpu ends -->"
 MACHINE = {"device": "a GPU", "driver": "1.2", "cuda": "13.0", "torch": "2.13.0", "python": "3.11.7"}
 RATES = {"bytes": 2e12, ROWS[0].name: 5e14, ROWS[1].name: 4e14}
 MEMORY = {"peak_bytes": 3 * 2**30, "planned_bytes": 4 * 2**30}
@@ -176,14 +177,14 @@ def test_a_tiny_run_prints_a_table_and_keeps_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"{BEGIN}\n{END}\n")
+    readme.write_text(f"{BEGINS}\n{ENDS}\n")
     monkeypatch.setattr(program, "README", readme)
     program.main(["generate", "--device", "cpu", "--tiny", "--results", str(tmp_path / "results.json")])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("**a CPU**: torch 2.")
     assert any(line.startswith("| generation, tiny |") and "of the memory's rate; eager" in line for line in lines)
     assert any(line.startswith("| PPO, tiny | not yet measured |") for line in lines)
-    assert readme.read_text() == f"{BEGIN}\n{END}\n"
+    assert readme.read_text() == f"{BEGINS}\n{ENDS}\n"
     assert not (tmp_path / "results.json").exists()
 
 
@@ -270,6 +271,6 @@ def test_the_table_has_shares_of_the_ceilings() -> None:
 
 def test_the_page_shows_the_results_that_are_kept() -> None:
     """No figure that was not measured: the table is what results.json makes, which without one says so of every row."""
-    table = program.README.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+    table = program.README.read_text(encoding="utf-8").partition(BEGINS)[2].partition(ENDS)[0].strip()
     assert table == markdown(program.read(program.RESULTS), ROWS)
     assert markdown({}, ROWS).count("not yet measured") == len(ROWS)

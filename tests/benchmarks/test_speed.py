@@ -1,5 +1,6 @@
 """The harness of `make bench`, on a model of two layers and without peers."""
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,13 +10,15 @@ from typing import Any
 import pytest
 from accelerate.state import AcceleratorState
 
+from benchmarks.speed import __main__ as speed
 from benchmarks.speed import own, protocol
-from benchmarks.speed.__main__ import measure_ceiling, run
 from benchmarks.speed.ceiling import Products
 from benchmarks.speed.environments import NotInstalledError, install
+from benchmarks.speed.peers import measure_ceiling
+from benchmarks.speed.process import run
 from benchmarks.speed.protocol import Clock, Task, command
 from benchmarks.speed.rows import OWN_MODULE, ROWS
-from benchmarks.speed.table import BEGIN, END, markdown, write_between_markers
+from benchmarks.speed.table import README, markdown, write_between_markers
 from benchmarks.speed.work import Sizes, write_work
 from lm.config import ModelConfig
 
@@ -132,11 +135,41 @@ def test_the_table_has_ratios_of_runs_side_by_side() -> None:
     assert "not measured: no matching distribution" in vllm
 
 
-def test_the_table_takes_its_place_in_a_text(tmp_path: Path) -> None:
+def test_a_table_takes_its_place_in_a_text(tmp_path: Path) -> None:
     path = tmp_path / "README.md"
-    path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_between_markers(path, "new")
-    assert path.read_text() == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
-    path.write_text("no place for it\n")
-    with pytest.raises(ValueError, match="the table goes between them"):
-        write_between_markers(path, "new")
+    other = "<!-- other begins -->\nkept\n<!-- other ends -->\n"
+    path.write_text(f"before\n<!-- one begins -->\nold\n<!-- one ends -->\nafter\n{other}")
+    write_between_markers(path, "one", "new")
+    assert path.read_text() == f"before\n<!-- one begins -->\n\nnew\n\n<!-- one ends -->\nafter\n{other}"
+    with pytest.raises(ValueError, match=r"two begins.*the table goes between them"):
+        write_between_markers(path, "two", "new")
+
+
+@pytest.mark.parametrize("name", ["table", *speed.COMMANDS])
+def test_every_table_has_its_place(name: str) -> None:
+    text = README.read_text(encoding="utf-8")
+    assert text.count(f"<!-- {name} begins -->") == text.count(f"<!-- {name} ends -->") == 1
+
+
+@pytest.mark.parametrize(("name", "called"), [("", "peers"), ("peers", "peers"), ("growth", "growth")])
+def test_peers_are_the_command_without_a_name(monkeypatch: pytest.MonkeyPatch, name: str, called: str) -> None:
+    seen: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(speed.peers, "main", lambda rest: seen.append(("peers", rest)))
+    monkeypatch.setattr(speed, "measure", lambda name, rest: seen.append((name, rest)))
+    speed.main([*([name] if name else []), "--rounds", "1"])
+    assert seen == [(called, ["--rounds", "1"])]
+
+
+def test_a_command_keeps_its_figures_and_writes_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, results = tmp_path / "README.md", tmp_path / "overhead.json"
+    text.write_text("<!-- overhead begins -->\n<!-- overhead ends -->\n")
+    row = [{"tokens": 4000, "heed": 2.0, "bare": 1.8}]
+    monkeypatch.setattr(speed, "README", text)
+    monkeypatch.setattr(speed, "run", lambda *_: {"rows": {"a row": row}})
+    speed.main(["overhead", "--rounds", "1", "--loaded", "--results", str(results)])
+    assert json.loads(results.read_text())["rows"] == {"a row": row}
+    assert "| a row | 50.0 | 45.0 | 2,000 | 0.900 (0.900 to 0.900) |" in text.read_text()
+    assert "others were using" in text.read_text()
+    monkeypatch.setattr(speed, "run", lambda *_: {"failed": "ValueError: why"})
+    with pytest.raises(RuntimeError, match="overhead was not measured: ValueError: why"):
+        speed.main(["overhead"])

@@ -141,10 +141,16 @@ def test_muon_keeps_one_moment_and_frozen_layers_none() -> None:
 
 def test_more_micro_batches_keep_gradients_beside_activations() -> None:
     config = read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml")
-    counts, layout = count(config, ADAMW), Layout(2, 0, is_bf16=True, is_gpu=True)
-    of = forward_pass(config, layout, 8, 1024)
-    one, two = (training_memory(config, counts, layout, of, 10**8, number) for number in (1, 2))
-    assert two.peak - one.peak == 4 * counts.total
+    counts = count(config, ADAMW)
+
+    def growth(ranks: int) -> int:
+        layout = Layout(ranks, 0, is_bf16=True, is_gpu=True)
+        of = forward_pass(config, layout, 8, 1024)
+        one, two = (training_memory(config, counts, layout, of, 10**8, number).peak for number in (1, 2))
+        return two - one
+
+    assert growth(ranks=1) == 4 * counts.total
+    assert growth(ranks=2) == 0  # they lie in DDP's buckets throughout
 
 
 def test_what_is_offloaded_or_computed_again_is_not_held() -> None:
@@ -175,11 +181,24 @@ def test_a_colocated_worker_holds_every_role() -> None:
     policy, value = count(config, ADAMW), count(config, ADAMW, num_scores=1)
     of = forward_pass(config, layout, 1, 64)
     P, V = policy.total, value.total
-    memory = ppo_memory(config, policy, value, V, layout, of, num_logits=0, rollout_rows=1, num_micro_batches=1)
+    memory = ppo_memory(config, policy, value, value, layout, of, num_logits=0, rollout_rows=1, num_micro_batches=1)
     assert config.vocab_size * config.width - config.width == P - V
     by_hand = 16 * (P + V) / 8 + 2 * 500_000_000 * 2 + (2 + 2 + 4) * P + 2 * V + (4 + 2) * P
     assert memory.peak_phase == "sync"
     assert memory.peak == pytest.approx(by_hand, rel=1e-6)
+
+
+def test_frozen_models_beside_autocast_keep_their_matrices_in_bf16() -> None:
+    """A tied head is the embedding's table, which is read in fp32; a score's own row is a matrix."""
+    config = read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml").model_copy(update={"tie_embeddings": True})
+    layout = Layout(1, 0, is_bf16=True, is_gpu=True)
+    policy, value = count(config, ADAMW), count(config, ADAMW, num_scores=1)
+    of = forward_pass(config, layout, 1, 64)
+    held = ppo_memory(config, policy, value, value, layout, of, num_logits=0, rollout_rows=1, num_micro_batches=1).held
+    matrices = 12 * (4 * 768**2 + 2 * 768 * 3072)
+    assert held["reference"] == 4 * policy.total - 2 * matrices
+    assert held["reward model"] == 4 * value.total - 2 * (matrices + 768)
+    assert held["moving average"] == 4 * policy.total
 
 
 def test_time_is_operations_over_a_share_of_the_peak() -> None:

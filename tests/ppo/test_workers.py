@@ -18,6 +18,7 @@ from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from ppo.workers import ColocatedWorker, Parents
+from reward.scoring import Judge
 from training.config import EngineConfig
 from training.packing import stream_rows
 
@@ -84,6 +85,32 @@ def test_kl_starts_at_exactly_zero_and_then_moves(start: Start, controlled: Cont
     controller = controlled(start(precision, learning_rate=1e-2))
     assert controller.step(0)["kl_nats"] == 0.0
     assert abs(controller.step(1)["kl_nats"]) > 1e-4
+
+
+def test_frozen_matrices_in_bf16_give_the_bits_that_autocast_gives(start: Start, prompts: Prompts) -> None:
+    worker = start("bf16")
+    assert isinstance(worker.judge, Judge)
+    linear, table = worker.reference.decoder.blocks[0].mlp.up.weight, worker.reference.decoder.embedding.weight
+    assert (linear.dtype, table.dtype) == (torch.bfloat16, torch.float32)
+    assert worker.reference.head.weight is table  # tied: a product of it is rounded at each use
+    assert worker.judge.network.score.weight.dtype == torch.bfloat16
+    rollout = worker.generate(prompts, range(16))
+    found = worker.reference_logprobs(rollout), worker.scores(rollout)
+    worker.reference = load_language_model(worker.parents.sft).eval()
+    worker.judge = Judge.load(worker.parents.reward)
+    assert worker.judge.network.score.weight.dtype == torch.float32
+    expected = worker.reference_logprobs(rollout), worker.scores(rollout)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_the_average_of_tied_weights_is_held_once(start: Start, tmp_path: Path) -> None:
+    worker = start()
+    assert worker.average["head.weight"] is worker.average["decoder.embedding.weight"]
+    assert worker.average["head.weight"].data_ptr() != worker.policy.module.head.weight.data_ptr()
+    worker.save(tmp_path, 1, {}, {})
+    worker.finish_saving()
+    saved = load_file(tmp_path / "step-000001" / "average" / "rank-00000.safetensors")
+    assert [name for name in saved if "head" in name] == []
 
 
 def test_policy_logprobs_match_transformers_at_the_sampling_temperature(

@@ -1,13 +1,11 @@
-"""Two gloo ranks as two processes, and how much memory one of them takes."""
+"""Two gloo ranks as two processes."""
 
 import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -15,7 +13,6 @@ import pytest
 LIMIT_SECONDS = 480
 
 StartRanks = Callable[..., None]
-Result = TypeVar("Result")
 
 
 @pytest.fixture(scope="session")
@@ -46,27 +43,3 @@ def start_two_ranks() -> StartRanks:
         assert codes == [0] * num_ranks, "\n".join(logs)
 
     return start
-
-
-def private_bytes() -> int:
-    """Memory of this process alone: pages of a mapped file, which the system may drop, are not in it."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split("RssAnon:")[1].split()[0])
-
-
-def peak_growth(work: Callable[[], Result]) -> tuple[Result, int]:
-    """What the work returns, and by how many bytes this process grew at most while it ran."""
-    before, over = private_bytes(), threading.Event()
-    seen = [before]
-
-    def watch() -> None:
-        while not over.wait(0.001):
-            seen.append(private_bytes())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    result = work()
-    seen.append(private_bytes())
-    over.set()
-    thread.join()
-    return result, max(seen) - before

@@ -181,6 +181,23 @@ def test_muon_is_refused_where_matrices_are_cut_up(tiny_config: ModelConfig) -> 
         Engine(fresh(tiny_config), MUON, EngineConfig(precision="fp32", zero_stage=2), world_size=1, micro_batch=1)
 
 
+def test_one_rank_in_bf16_is_autocast_and_nothing_else(ragged: PackedObjective, tiny_config: ModelConfig) -> None:
+    """No DDP around one rank, no fp32 copy of the logits; loss and gradients are PyTorch's own, bit for bit."""
+    config = EngineConfig(precision="bf16", trackers=())
+    engine = Engine(fresh(tiny_config), OPTIMIZER, config, world_size=1, micro_batch=4)
+    assert type(engine.model) is LanguageModel
+    assert engine.model(torch.tensor([[1, 2, 3]])).dtype == torch.bfloat16
+    accumulate(engine, ragged, micro=4)
+    twin, rows = build(tiny_config), np.arange(4)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = ragged.loss(twin, rows, torch.device("cpu"))
+    (loss / ragged.count(rows)).backward()
+    for (name, parameter), theirs in zip(engine.module.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(parameter.grad, theirs.grad), name
+    assert engine.step()[0] == float(loss.detach() / ragged.count(rows))
+    engine.close()
+
+
 @pytest.mark.parametrize("micro", [1, 2, 4])
 def test_gradients_do_not_depend_on_the_micro_batch(
     engine: Engine[LanguageModel], ragged: PackedObjective, tiny_config: ModelConfig, micro: int

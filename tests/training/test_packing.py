@@ -1,5 +1,7 @@
 """Packing, token streams, and the order of rows."""
 
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.packing import DataOrder, chunks, pack, stream_rows, write_token_stream
+from training.packing import DataOrder, ahead, chunks, pack, stream_rows, write_token_stream
 
 PAD = 0
 sequences_of = st.lists(
@@ -42,6 +44,27 @@ def test_every_sequence_lies_whole_in_one_row_once(drawn: list[list[tuple[int, b
     assert len(rows) <= len(sequences)
 
 
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=40), slack=st.integers(0, 9))
+def test_each_sequence_goes_where_least_room_is_left(lengths: list[int], slack: int) -> None:
+    """Against a search of all rows, the longest sequences first, the newest row of those with as much room."""
+    T = max(lengths) + slack
+    free: list[int] = []
+    opened: list[int] = []  # rows in the order in which their room last changed
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row in opened if free[row] >= length]
+        if fitting:
+            row = min(reversed(fitting), key=lambda row: free[row])
+            opened.remove(row)
+        else:
+            row = len(free)
+            free.append(T)
+        free[row] -= length
+        opened.append(row)
+    rows = pack([([1] * length, [True] * length) for length in lengths], T, PAD)
+    assert (rows.segments == 0).sum(axis=1).tolist() == free
+
+
 def test_packing_by_hand() -> None:
     sequences = [([1, 2], [False, True]), ([3, 4, 5, 6], [True] * 4), ([7, 8], [True, True])]
     rows = pack(sequences, 5, PAD)
@@ -62,6 +85,31 @@ def test_a_stream_is_texts_joined_by_end_tokens_and_cut_into_rows(tmp_path: Path
     assert stream_rows(path, 8).tolist() == [[5, 6, 1, 1, 7, 8, 9, 1]]
     with pytest.raises(ValueError, match=r"x\.bin: 8 tokens do not fill one row of 9"):
         stream_rows(path, 9)
+
+
+def test_a_stream_is_made_ahead_and_its_errors_arrive(tmp_path: Path) -> None:
+    def texts() -> Iterator[list[int]]:
+        yield from ([number] for number in range(2000, 4000))
+        raise ValueError("line 2001: not JSON")
+
+    with pytest.raises(ValueError, match="line 2001"):
+        write_token_stream(texts(), 1, tmp_path / "x.bin")
+    assert write_token_stream(([number] for number in range(3000)), 1, tmp_path / "y.bin") == 6000
+    assert stream_rows(tmp_path / "y.bin", 2)[:, 0].tolist() == list(range(3000))
+
+
+def test_a_thread_makes_the_next_item_while_one_is_used() -> None:
+    made = threading.Event()
+
+    def items() -> Iterator[int]:
+        yield 1
+        made.set()
+        yield 2
+
+    found = ahead(items())
+    assert next(found) == 1
+    assert made.wait(timeout=60)
+    assert list(found) == [2]
 
 
 def test_a_stream_without_text_is_refused_by_name(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.speed.peak import peak_growth
 from heed.planning.memory import Layout, Memory, count, forward_pass, training_memory
 from lm.config import ModelConfig
 from lm.model import LanguageModel
@@ -64,8 +65,6 @@ def train(
         writer.wait()
         engine.barrier()
         return engine
-
-    from conftest import peak_growth  # this file's neighbour, where it is a program
 
     engine, growth = peak_growth(steps)
     engine.close()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.speed.peak import peak_growth
 from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import Fresh, materialise
@@ -41,8 +42,6 @@ def rank_program(folder: Path) -> None:
     # DeepSpeed itself takes memory when it is first used; a model of no size to speak of pays for that.
     small = CONFIG.model_copy(update={"width": 16, "num_layers": 1, "mlp_width": 8, "head_dim": 2})
     Engine(Fresh(lambda: LanguageModel(small), 0), optimizer, config, world_size=2, micro_batch=1).close()
-    from conftest import peak_growth  # this file's neighbour, where it is a program
-
     from training import engine as engines
 
     sharded, loading = None, engines.materialise_sharded

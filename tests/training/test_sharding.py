@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.speed.peak import peak_growth
 from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import Fresh
@@ -63,8 +64,6 @@ def learn(precision: str, zero_stage: int) -> dict[str, Any]:
 
 def growth(zero_stage: int, recomputes: bool) -> int:
     """Bytes by which this process grows at most in a step."""
-    from conftest import peak_growth  # this file's neighbour, where it is a program
-
     engine = build(DEEP, precision="fp32", zero_stage=zero_stage, checkpoint_activations=recomputes)
     step(engine, stream(129), 0)  # makes what stays: gradients, the optimizer's states, buffers
     _, grown = peak_growth(lambda: step(engine, stream(129), 1))

@@ -1,0 +1,221 @@
+"""Data on its way to the model: `python -m benchmarks.speed input`.
+
+From files to what training reads, beside the `tokenizers` library's own `encode_batch` of the same texts in memory: the
+demo's pretraining texts to a stream on disk, and its demonstrations to packed rows. Then what part of a step the
+training loop spends on choosing its rows and making tensors of them, which it does between steps.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+from torch import nn
+
+from benchmarks.speed.table import taken_on
+from heed.job_file import load_job
+from lm.encoder import MaskedLanguageModel
+from lm.encoder_decoder import EncoderDecoder
+from lm.model import LanguageModel
+from lm.padding import pad_right
+from lm.source import Fresh
+from lm.tokenizer import Tokenizer
+from playground.world import PlaygroundConfig, PlaygroundWorld
+from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective
+from pretrain.stage import PretrainConfig, write_streams
+from sft.stage import encode_demonstrations
+from training.config import BatchConfig, EngineConfig, OptimizerConfig
+from training.data import DataConfig, read_conversations, read_texts
+from training.engine import Engine
+from training.objectives import PackedObjective, StreamObjective
+from training.packing import DataOrder, IntArray, PackedRows, pack, stream_rows
+
+WAIT_AIM, RATE_AIM = 0.02, 1.0
+VOCAB_SIZES = (800, 8192)  # the demo's, and one more common
+NUM_STEPS = 20  # of a round
+BATCH_SIZE = 16
+ADAMW = OptimizerConfig(learning_rate=1e-4, schedule="constant")
+CPU = torch.device("cpu")
+
+Clock = Callable[[], float]
+
+
+def timed(work: Callable[[], Any], clock: Clock) -> float:
+    begun = clock()
+    work()
+    return clock() - begun
+
+
+def repeat(work: Callable[[int], None], num_steps: int) -> None:
+    for step in range(num_steps):
+        work(step)
+
+
+def write_world(folder: Path, num_texts: int) -> tuple[DataConfig, DataConfig]:
+    """Files of texts and of demonstrations in the playground's English."""
+    world = PlaygroundConfig(num_pretrain_texts=num_texts, num_demonstrations=num_texts)
+    PlaygroundWorld(world).write_data(folder, seed=0)
+    return DataConfig(source=str(folder / "pretrain.jsonl")), DataConfig(source=str(folder / "demonstrations.jsonl"))
+
+
+# --- from files to rows ---------------------------------------------------------------------------------------------
+
+
+def conversions(
+    folder: Path, texts: DataConfig, demonstrations: DataConfig, tokenizer: Tokenizer, row_tokens: int
+) -> Iterator[tuple[str, Callable[[], int], Callable[[], int]]]:
+    """By name, Heed's way and the library's alone; each returns its number of tokens."""
+    tokenizer.save(folder / "tokenizer")
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+
+    def encode(held: list[str]) -> int:
+        return sum(len(encoding) for encoding in library.encode_batch(held, add_special_tokens=False))
+
+    def to_stream() -> int:
+        (folder / "stream" / "ready").unlink(missing_ok=True)
+        # One text is held out, so that nearly all of the work is of the training stream.
+        heldout = texts.model_copy(update={"max_rows": 1})
+        config = PretrainConfig(
+            texts=(texts,), heldout=(heldout,), row_tokens=row_tokens, num_steps=1, optimizer=ADAMW,
+            batch=BatchConfig(batch_size=1, micro_batch_size=1), save_every_steps=1, evaluate_every_steps=1,
+        )  # fmt: skip
+        write_streams(folder / "stream", config, tokenizer)
+        return int(stream_rows(folder / "stream" / "train.bin", row_tokens).size)
+
+    def to_rows() -> int:
+        sequences = list(encode_demonstrations(False, tokenizer, (demonstrations,), row_tokens))
+        return int((pack(sequences, row_tokens, tokenizer.pad_id).segments > 0).sum())
+
+    held_texts = list(read_texts((texts,)))
+    held_turns = [turn["content"] for _, turns in read_conversations((demonstrations,)) for turn in turns]
+    yield "texts to a stream", to_stream, lambda: encode(held_texts)
+    yield "demonstrations to packed rows", to_rows, lambda: encode(held_turns)
+
+
+def convert(folder: Path, num_texts: int, vocab_sizes: tuple[int, ...], rounds: int, clock: Clock) -> dict[str, Any]:
+    """Tokens and seconds of each round, of both in turns, by row."""
+    texts, demonstrations = write_world(folder, num_texts)
+    found: dict[str, Any] = {}
+    for vocab_size in vocab_sizes:
+        tokenizer = Tokenizer.train(read_texts((texts,)), vocab_size, "chat")
+        for name, ours, alone in conversions(folder, texts, demonstrations, tokenizer, row_tokens=512):
+            tokens, library_tokens = ours(), alone()  # they also warm up
+            runs = [{"heed": timed(ours, clock), "library": timed(alone, clock)} for _ in range(rounds)]
+            row = {"tokens": tokens, "library_tokens": library_tokens, "runs": runs}
+            found[f"{name}, vocabulary of {vocab_size:,}"] = row
+    return found
+
+
+# --- what a step waits ----------------------------------------------------------------------------------------------
+
+
+def fetchers() -> Iterator[tuple[str, Any, Fresh[Any], Callable[[IntArray], Any]]]:
+    """Of each kind of training: its objective, its model at the demo's size, and how rows become tensors."""
+    job = load_job(None)
+    shape = job.model
+    assert shape is not None
+    rng = np.random.default_rng(0)
+    rows_BT = rng.integers(8, shape.vocab_size, (5000, 97), dtype=np.int32)
+    words = HiddenWords(1, 1, 5, (0, 1), shape.vocab_size, seed=0)
+    encoder = shape.model_copy(update={"kind": "encoder"})
+    both = shape.model_copy(update={"kind": "encoder-decoder", "num_encoder_layers": shape.num_layers})
+
+    def fresh(build: Callable[[], nn.Module]) -> Fresh[Any]:
+        return Fresh(build, seed=0)
+
+    stream = StreamObjective(rows_BT)
+    yield "pretraining", stream, fresh(lambda: LanguageModel(shape)), lambda rows: stream.batch(rows, CPU)
+    segments_BT = np.broadcast_to(np.arange(97) // 33 + 1, rows_BT.shape).astype(np.int64)
+    packed = PackedObjective(PackedRows(rows_BT.astype(np.int64), segments_BT, segments_BT > 1))
+    yield "SFT", packed, fresh(lambda: LanguageModel(shape)), lambda rows: packed.batch(rows, CPU)
+    masked = MaskedObjective(rows_BT, words)
+    yield "masked words", masked, fresh(lambda: MaskedLanguageModel(encoder)), lambda rows: masked.batch(rows, CPU)
+    denoising = DenoisingObjective(rows_BT, words)
+
+    def padded(rows: IntArray) -> None:
+        for side in denoising.batch(rows):
+            pad_right(side, CPU)
+
+    yield "denoising", denoising, fresh(lambda: EncoderDecoder(both)), padded
+
+
+def wait(rounds: int, num_steps: int, clock: Clock) -> dict[str, Any]:
+    """Seconds a step of fetching alone and of all of a step, fetching included, by row and round."""
+    found: dict[str, Any] = {}
+    for name, objective, source, fetch in fetchers():
+        engine = Engine(source, ADAMW, EngineConfig(trackers=()), world_size=1, micro_batch=BATCH_SIZE)
+        order = DataOrder(len(objective), BATCH_SIZE, seed=0)
+
+        def fetch_step(step: int, objective: Any = objective, fetch: Any = fetch, order: DataOrder = order) -> None:
+            rows = order.batch(step)
+            objective.count(rows)
+            fetch(rows)
+            objective.num_tokens(rows)
+
+        def whole_step(step: int, objective: Any = objective, engine: Any = engine, order: Any = order) -> None:
+            rows = order.batch(step)
+            count = objective.count(rows)
+            with engine.micro_batch(is_last=True):
+                loss, _ = objective.loss(engine.model, rows, engine.device)
+                engine.backward(loss / count, step=step)
+            engine.step()
+            objective.num_tokens(rows)
+
+        whole_step(0)
+        found[name] = [
+            {
+                part: timed(partial(repeat, work, num_steps), clock) / num_steps
+                for part, work in (("fetch", fetch_step), ("step", whole_step))
+            }
+            for _ in range(rounds)
+        ]
+        engine.close()
+    return found
+
+
+def measure(seconds: str, rounds: int) -> dict[str, Any]:
+    clock = time.process_time if seconds == "cpu_seconds" else time.perf_counter
+    with tempfile.TemporaryDirectory() as folder:
+        converted = convert(Path(folder), 10_000, VOCAB_SIZES, rounds, clock)
+    return {"convert": converted, "wait": wait(rounds, NUM_STEPS, clock)}
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """Rates are medians over rounds; ratios are of neighbours, the median with the lowest and the highest."""
+    lines = [
+        *taken_on(found, found["rounds"]),
+        "",
+        f"| from files | Heed, tokens a second | `encode_batch` alone | Heed / alone, aim {RATE_AIM} |",
+        "|---|---|---|---|",
+    ]
+    for name, row in found["convert"].items():
+        rates = [(row["tokens"] / run["heed"], row["library_tokens"] / run["library"]) for run in row["runs"]]
+        ours, alone = (median(side) for side in zip(*rates, strict=True))
+        ratios = [heed / library for heed, library in rates]
+        lines.append(f"| {name} | {ours:,.0f} | {alone:,.0f} | {_spread(ratios, '.2f')} |")
+    lines += [
+        "",
+        f"| the demo's size, {BATCH_SIZE} rows of 97 | a step, ms | its data, ms | share, aim below {WAIT_AIM:.0%} |",
+        "|---|---|---|---|",
+    ]
+    for name, runs in found["wait"].items():
+        step, fetch = (1000 * median(run[part] for run in runs) for part in ("step", "fetch"))
+        shares = [run["fetch"] / run["step"] for run in runs]
+        lines.append(f"| {name} | {step:.1f} | {fetch:.2f} | {_spread(shares, '.2%')} |")
+    return "\n".join(lines)
+
+
+def _spread(values: list[float], form: str) -> str:
+    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+if __name__ == "__main__":
+    print("\n" + json.dumps(measure(sys.argv[1], int(sys.argv[2]))), flush=True)

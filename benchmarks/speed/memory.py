@@ -1,0 +1,173 @@
+"""Memory of a stage's process beside what `heed plan` says: `python -m benchmarks.speed memory`.
+
+Pretraining (a few steps and a checkpoint) and colocated PPO (an iteration and a checkpoint) on one CPU rank at ZeRO 0,
+each in a process of its own. Measured is by how much the process's private memory grew at its highest, once with an
+allocator that gives back at once what is freed, so that what is held is seen, and once with the workers' own, which
+keeps pages. docs/plan.md has other ZeRO stages, of training alone.
+"""
+
+import json
+import resource
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.speed.own import OneRow
+from benchmarks.speed.peak import peak_growth
+from benchmarks.speed.process import run
+from benchmarks.speed.table import taken_on
+from benchmarks.speed.work import Sizes, write_work
+from heed.job import JobConfig
+from heed.job_file import load_job
+from heed.planning.hardware import GIB, Hardware
+from heed.planning.memory import Memory
+from heed.planning.plan import Setting, make_plan
+from lm.model import LanguageModel
+from lm.weights import ModelFolder
+from ppo.controller import PPOController, ScoreScale
+from ppo.workers import ColocatedWorker, Parents
+from training.engine import Engine
+from training.loop import LoopConfig, TrainingLoop
+from training.objectives import StreamObjective
+
+# A model that outweighs what libraries take, in the demo's job; 29M parameters.
+SHAPE = (
+    "model.vocab_size=8192", "model.context_tokens=256", "model.width=512", "model.num_layers=8", "model.num_heads=8",
+    "model.num_kv_heads=8", "model.mlp_width=2048",
+)  # fmt: skip
+ALONE = ("workers=1", "ppo.ptx_rows=0", "ppo.ptx_coef=0.0", "ppo.num_epochs=1", "ppo.ema_decay=0.9")
+# What is measured has few activations, which the plan counts from above, and much that is held.
+BATCHES = (
+    "pretrain.batch={batch_size=8, micro_batch_size=4}", "pretrain.row_tokens=128", "sft.row_tokens=128",
+    "ppo.rollout_prompts=16", "ppo.minibatch={batch_size=16, micro_batch_size=4}", "ppo.max_response_tokens=64",
+)  # fmt: skip
+STEPS = 3
+CASES = ("pretrain fp32", "pretrain bf16", "ppo fp32", "ppo bf16")
+ALLOCATORS = {"gives back": {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "131072"}, "workers'": {}}
+
+
+def job_of(precision: str, overrides: Sequence[str]) -> JobConfig:
+    return load_job(None, (*SHAPE, *ALONE, *BATCHES, f"engine.precision={precision}", *overrides))
+
+
+def planned(job: JobConfig, stage: str) -> Memory:
+    """Of the hardware only that it is no GPU matters."""
+    hardware = Hardware("cpu", GIB, 1e12, 1e10, 0.0, is_gpu=False)
+    plan = make_plan(job, Setting(hardware, share_of_peak=0.4, assumed_rows=1000))
+    return next(found.memory for found in plan.stages if found.name == stage)
+
+
+def write_parents(job: JobConfig, folder: Path) -> None:
+    """Models and data of the job's shape and lengths, with random weights."""
+    assert job.model is not None
+    assert job.ppo is not None
+    assert job.sft is not None
+    response = job.ppo.max_response_tokens
+    rows = job.ppo.rollout_prompts
+    write_work(folder, job.model, Sizes(job.sft.row_tokens - response, response, job.sft.row_tokens, rows, 1, 1))
+
+
+def pretrain(job: JobConfig, folder: Path) -> None:
+    """Steps of the stage's loop, a checkpoint before the last."""
+    import numpy as np
+
+    config, shape = job.pretrain, job.model
+    assert config is not None
+    assert shape is not None
+    micro = config.batch.micro_batch_size
+    source = ModelFolder(folder / "policy", LanguageModel)
+    engine = Engine(source, config.optimizer, job.engine, world_size=1, micro_batch=micro)
+    rows_BT = np.random.default_rng(0).integers(8, shape.vocab_size, (64, config.row_tokens), dtype=np.int32)
+    objective = StreamObjective(rows_BT)
+    loop = LoopConfig("memory", 0, STEPS, config.batch, save_every_steps=STEPS - 1, evaluate_every_steps=STEPS + 1)
+    TrainingLoop(engine, loop, objective, OneRow(objective), folder / "run").run()
+    engine.close()
+
+
+def ppo(job: JobConfig, folder: Path) -> None:
+    """One worker with all roles: an iteration, a checkpoint, and another iteration while it is written."""
+    config = job.ppo
+    assert config is not None
+    parents = Parents(folder / "policy", folder / "reward", ScoreScale(0.0, 1.0), None)
+    worker = ColocatedWorker(config, job.engine, parents, 1)
+    prompts = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
+    controller = PPOController(config, worker, prompts, parents.scale, num_pretraining_rows=0, seed=0)
+    for iteration in range(2):
+        controller.step(iteration)
+        if iteration == 0:
+            worker.save(folder / "checkpoints", 1, {}, {})
+    worker.finish_saving()
+    worker.close()
+
+
+STAGES: dict[str, Callable[[JobConfig, Path], None]] = {"pretrain": pretrain, "ppo": ppo}
+
+
+def measure_case(case: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Bytes: the plan's parts and peak, by how much this process grew, and its whole resident set at its highest."""
+    stage, precision = case.split()
+    job = job_of(precision, overrides)
+    small = job_of(precision, [*overrides, "model.width=16", "model.num_layers=1", "model.num_heads=2",
+                               "model.num_kv_heads=2", "model.mlp_width=16", "model.vocab_size=300"])  # fmt: skip
+    for warming in (small, job):  # what libraries take when they are first used is not the model's
+        with tempfile.TemporaryDirectory() as folder:
+            write_parents(warming, Path(folder))
+            _, grown = peak_growth(partial(STAGES[stage], warming, Path(folder)))
+    memory = planned(job, stage)
+    return {
+        "held": dict(memory.held),
+        "peak_phase": memory.peak_phase,
+        "planned": memory.peak,
+        "grown": grown,
+        "resident": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """By case and allocator, a process each. Errors: RuntimeError with the last words of one that failed."""
+    found: dict[str, Any] = {}
+    for case in CASES:
+        found[case] = {name: [] for name in ALLOCATORS}
+        for _ in range(rounds):
+            for name, variables in ALLOCATORS.items():
+                ran = run([sys.executable, "-m", "benchmarks.speed.memory", "case", case], 1, variables)
+                if "failed" in ran:
+                    raise RuntimeError(f"{case}, {name}: {ran['failed']}")
+                found[case][name].append(ran)
+    return {"cases": found}
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """MiB; medians over rounds."""
+    lines = [
+        *taken_on(found, found["rounds"]),
+        "",
+        "| stage | peak in | planned, MiB | grown, MiB | | grown with the workers' allocator | whole process |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case, runs in found["cases"].items():
+        strict, kept = runs["gives back"], runs["workers'"]
+        plan, grown = strict[0]["planned"], median(run["grown"] for run in strict)
+        cells = [
+            case, strict[0]["peak_phase"], _mib(plan), _mib(grown), f"{plan / grown - 1:+.0%}",
+            _mib(median(run["grown"] for run in kept)), _mib(median(run["resident"] for run in kept)),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    first = next((runs["gives back"][0] for case, runs in found["cases"].items() if case == "ppo bf16"), None)
+    if first:
+        parts = ", ".join(f"{name} {_mib(size)}" for name, size in first["held"].items())
+        lines += ["", f"What PPO in bf16 holds throughout, as planned, in MiB: {parts}."]
+    return "\n".join(lines)
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:,.0f}"
+
+
+if __name__ == "__main__":
+    result = measure_case(sys.argv[2]) if sys.argv[1] == "case" else measure(int(sys.argv[2]))
+    print("\n" + json.dumps(result), flush=True)

@@ -1,0 +1,44 @@
+"""A stage's process beside its plan, at a tiny size."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from accelerate.state import AcceleratorState
+
+from benchmarks.speed.memory import job_of, markdown, measure_case, planned
+
+TINY = ("model.vocab_size=2048", "model.width=128", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2",
+        "model.mlp_width=256", "pretrain.row_tokens=32", "sft.row_tokens=32",
+        "ppo.max_response_tokens=8")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _own_precision() -> Iterator[None]:
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
+
+
+@pytest.mark.parametrize("case", ["pretrain fp32", "ppo bf16"])
+def test_a_stage_is_run_and_planned(case: str) -> None:
+    """How close they are is seen at a size that outweighs the libraries; here both are of the same order."""
+    found = measure_case(case, TINY)
+    stage, precision = case.split()
+    assert found["planned"] == planned(job_of(precision, TINY), stage).peak
+    assert found["planned"] / 4 < found["grown"] < 4 * found["planned"]
+    assert found["resident"] > found["grown"]
+
+
+def test_the_table_by_hand() -> None:
+    machine = {"cpu": "a CPU", "cores": 2, "amx_bf16": True, "python": "3.11", "torch": "2.13.0"}
+    ran = {"held": {"reference": 3 * 2**20}, "peak_phase": "sync", "planned": 90 * 2**20, "resident": 500 * 2**20}
+    found: dict[str, Any] = {
+        "machine": machine, "threads": 1, "seconds": "seconds", "rounds": 1,
+        "cases": {
+            "ppo bf16": {"gives back": [ran | {"grown": 100 * 2**20}], "workers'": [ran | {"grown": 120 * 2**20}]}
+        },
+    }  # fmt: skip
+    text = markdown(found)
+    assert "| ppo bf16 | sync | 90 | 100 | -10% | 120 | 500 |" in text
+    assert "in MiB: reference 3." in text
