@@ -37,7 +37,7 @@ class _SplitHeads(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, qkv_BTE: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int, num_kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
+        ctx.save_for_backward(cos, sin)  # type: ignore[arg-type]
         return ops.split_heads(qkv_BTE, None if cos is None or sin is None else (cos, sin), num_heads, num_kv_heads)
 
     @staticmethod

@@ -53,7 +53,4 @@ def _planned_iteration(sizes: Iteration) -> int:
     of = forward_pass(sizes.model, LAYOUT, sizes.micro_batch, sizes.prompt_tokens + sizes.response_tokens)
     num_logits = sizes.micro_batch * sizes.response_tokens * sizes.model.vocab_size
     micro_batches = sizes.minibatch // sizes.micro_batch
-    memory = ppo_memory(
-        sizes.model, policy, value, value.total, LAYOUT, of, num_logits, sizes.rollout, micro_batches
-    )  # fmt: skip
-    return memory.peak
+    return ppo_memory(sizes.model, policy, value, value, LAYOUT, of, num_logits, sizes.rollout, micro_batches).peak
