@@ -139,9 +139,10 @@ class SeedMeasures:
         def make() -> dict[str, Floats]:
             pool, tokenizer = self._pool(), Tokenizer.load(self.folder / REFERENCE / "model")
             responses = [part.tolist() for part in np.split(pool["tokens"], np.cumsum(pool["lengths"])[:-1])]
-            prompts = [prompt for prompt in self._prompts() for _ in range(pool["gold_PN"].shape[1])]
-            conversations = [prompt.messages for prompt in prompts]
-            queries = [tokenizer.encode_prompt(messages) for messages in conversations]
+            asked = [(prompt.messages, tokenizer.encode_prompt(prompt.messages)) for prompt in self._prompts()]
+            conversations, queries = zip(
+                *(each for each in asked for _ in range(pool["gold_PN"].shape[1])), strict=True
+            )
             model = Judge.load(self.folder / judge / "reward" / "model")
             scores = model.score(tokenizer, conversations, queries, responses)
             return {"proxy_PN": np.asarray(scores).reshape(pool["gold_PN"].shape)}
