@@ -90,9 +90,13 @@ class KVCache:
     def advance(self, num_tokens: int) -> None:
         self.length += num_tokens
 
-    def keep(self, rows: Tensor) -> None:
-        """Keep only these batch rows, in this order: finished sequences leave, a beam that forks appears twice."""
-        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+    def keep(self, rows: Tensor, first: int = 0) -> None:
+        """Keep only these batch rows, in this order: finished sequences leave, a beam that forks appears twice.
+
+        Of the columns those from `first` on stay.
+        """
+        self.keys, self.values = (part[:, :, :, first:].index_select(1, rows) for part in (self.keys, self.values))
+        self.length -= first
 
     def join(self, other: Self, capacity: int) -> Self:
         """The rows of both, ending at the same column: what is shorter moves to the right."""

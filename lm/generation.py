@@ -157,7 +157,10 @@ class Batch:
         """Only the sequences at these places stay, in this order."""
         self.rows = [self.rows[place] for place in stay.tolist()]
         self.first_real_B, self.logits_BV = self.first_real_B[stay], self.logits_BV[stay]
-        self.cache.keep(stay)
+        # Columns that are padding to all would stay for as long as others enter.
+        first = int(self.first_real_B.min())
+        self.cache.keep(stay, first)
+        self.first_real_B = self.first_real_B - first
         self.memory = None if self.memory is None else self.memory.keep(stay)
 
     def join(self, other: Self, num_new: int) -> Self:

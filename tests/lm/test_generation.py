@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from lm.attention import KVCache
 from lm.generation import Generated, generate
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
@@ -191,3 +192,21 @@ def test_prompts_without_room_are_refused(llama: LanguageModel) -> None:
 def test_impossible_choices_are_refused(values: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Choice(**values)  # type: ignore[arg-type]
+
+
+def test_the_cache_does_not_grow_with_the_number_of_sequences(
+    decoder: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capacities: list[int] = []
+    join = KVCache.join
+
+    def watched(self: KVCache, other: KVCache, capacity: int) -> KVCache:
+        capacities.append(capacity)
+        return join(self, other, capacity)
+
+    monkeypatch.setattr(KVCache, "join", watched)
+    found = sample(decoder, PROMPTS * 20, range(120), max_rows=5)
+    assert found.responses[:6] == sample(decoder, PROMPTS, range(6), max_rows=1).responses
+    assert len(capacities) > 20
+    longest = max(map(len, PROMPTS)) + 14
+    assert max(capacities) <= longest + 14  # and room for those that enter last
