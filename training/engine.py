@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lm.model import checkpoint_activations, freeze_all_but_last
 from lm.source import ModelSource, materialise
+from training.compiled import drop_stale_lock
 from training.config import EngineConfig, OptimizerConfig
 from training.state import (
     SavedState,
@@ -267,6 +268,8 @@ def _make_accelerator(config: EngineConfig, max_grad_norm: float, micro_batch: i
         # Gradients lie in DDP's buckets themselves, not beside them.
         ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
         return Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[*handlers, ddp])
+    if on_cpu:
+        drop_stale_lock()
     settings = _deepspeed_config(config, max_grad_norm, micro_batch)
     if AcceleratorState._shared_state:  # the first engine of this process brought the plugin, with its own settings
         accelerator = Accelerator(kwargs_handlers=handlers)
