@@ -114,7 +114,8 @@ def test_steps_equal_adamw_by_hand(
         assert norm > OPTIMIZER.max_grad_norm, "this test is about clipped gradients"
     expected_weights = twin.state_dict()
     for name, weight in engine.full_weights().items():
-        torch.testing.assert_close(weight, expected_weights[name], atol=5e-6, rtol=1e-5, msg=name)
+        # Steps are of .01; one whose gradient is near 0 is as large, and shows how the gradient was rounded.
+        torch.testing.assert_close(weight, expected_weights[name], atol=2e-5, rtol=1e-5, msg=name)
 
 
 MUON = OPTIMIZER.model_copy(update={"kind": "muon"})
