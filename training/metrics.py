@@ -8,9 +8,6 @@ from typing import Any
 
 from accelerate.state import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 TENSORBOARD_FLUSH_SECONDS = 10  # a kill costs TensorBoard so much of the curves; metrics.jsonl has every step
 
@@ -53,9 +50,15 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path) -> None:
+        # Asked for by name only, so it need not be installed.
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
         self._writer = EventFileWriter(str(folder), flush_secs=TENSORBOARD_FLUSH_SECONDS)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
 

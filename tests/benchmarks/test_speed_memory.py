@@ -1,29 +1,39 @@
 """A stage's process beside its plan, at a tiny size."""
 
-from collections.abc import Iterator
+import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState
 
-from benchmarks.speed.memory import job_of, markdown, measure_case, planned
+from benchmarks.speed.environments import ROOT
+from benchmarks.speed.memory import job_of, markdown, planned
 
 TINY = ("model.vocab_size=2048", "model.width=128", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2",
         "model.mlp_width=256", "pretrain.row_tokens=32", "sft.row_tokens=32",
         "ppo.max_response_tokens=8")  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _own_precision() -> Iterator[None]:
-    AcceleratorState._reset_state()
-    yield
-    AcceleratorState._reset_state()
+def measured(case: str) -> dict[str, Any]:
+    """In a process of its own: this one may hold, free, all that the stage will ask for."""
+    code = (
+        "import json\nfrom benchmarks.speed.memory import measure_case\n"
+        f"print(json.dumps(measure_case({case!r}, {TINY!r})))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "MASTER_PORT")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.mark.parametrize("case", ["pretrain fp32", "ppo bf16"])
 def test_a_stage_is_run_and_planned(case: str) -> None:
     """How close they are is seen at a size that outweighs the libraries; here both are of the same order."""
-    found = measure_case(case, TINY)
+    found = measured(case)
     stage, precision = case.split()
     assert found["planned"] == planned(job_of(precision, TINY), stage).peak
     assert found["planned"] / 4 < found["grown"] < 4 * found["planned"]

@@ -247,15 +247,14 @@ def test_a_group_that_could_never_be_placed_is_refused_at_once(opened: list[Work
 
 
 def test_a_group_whose_place_stays_taken_is_refused(opened: list[WorkerGroup], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "PLACEMENT_SECONDS", 1.0)
     for group in opened:
         group.close()
     cores = os.cpu_count() or 1
-    with (
-        WorkerGroup(1),
-        pytest.raises(ValueError, match=rf"^{cores} workers with 1 CPU each found no place in 1 s; the cluster has"),
-    ):
-        WorkerGroup(cores)
+    says = rf"^{cores} workers with 1 CPU each found no place in 1 s; the cluster has"
+    with WorkerGroup(1), monkeypatch.context() as patch:
+        patch.setattr(group_module, "PLACEMENT_SECONDS", 1.0)
+        with pytest.raises(ValueError, match=says):
+            WorkerGroup(cores)
     # What was reserved for it is free again.
     with WorkerGroup(cores) as group:
         assert len(group.run("pids", os.getpid)) == cores

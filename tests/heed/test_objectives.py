@@ -188,5 +188,5 @@ def test_the_plan_counts_the_heads() -> None:
     assert "heads, one an objective" not in one["reward"].batch
     width = 32
     more = sum(three["reward"].memory.held.values()) - sum(one["reward"].memory.held.values())
-    assert more == 2 * width * (4 + 4 + 8)  # weights, DDP's buckets, two moments
+    assert more == 2 * width * (4 + 8)  # weights, two moments
     assert three["ppo"].memory.held["reward model"] - one["ppo"].memory.held["reward model"] == 2 * width * 4
