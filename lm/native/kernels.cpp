@@ -59,7 +59,7 @@ inline float exponential(float x) {
     return x < LOWEST ? 0.0f : series * power;
 }
 
-constexpr int64_t WORTH_THREADS = 1 << 14;  // numbers; below, waking threads takes longer than the work
+constexpr int64_t WORTH_THREADS = 1 << 18;  // numbers; below, waking a thread takes longer than it saves
 
 template <class X>
 inline float maximum(const X* x, int64_t count) {
