@@ -19,7 +19,7 @@ from benchmarks.gpu import ceiling
 from benchmarks.gpu.counts import decoded_bytes, planned_bytes, training_flops
 from benchmarks.gpu.device import describe, now, peak_bytes
 from benchmarks.gpu.rows import ROWS, TINY_ROWS, Generation, Iteration, Pretraining, Row
-from benchmarks.speed.own import ENGINE, NO_END, OPTIMIZER, OneRow, Timed
+from benchmarks.speed.own import ENGINE, NO_END, OPTIMIZER, OneRow, Timed, ppo_config
 from benchmarks.speed.protocol import Clock, Task
 from lm.generation import generate
 from lm.graphs import StepKind
@@ -28,12 +28,10 @@ from lm.sampling import Choice
 from lm.source import Fresh, materialise
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
-from ppo.config import PPOConfig
 from ppo.controller import PPOController, ScoreScale
 from ppo.roles import Roles
 from ppo.workers import ColocatedWorker, Parents
 from training.config import BatchConfig
-from training.data import DataConfig
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
 from training.objectives import StreamObjective
@@ -148,22 +146,8 @@ def measure_iteration(row: Row, sizes: Iteration, device: torch.device, folder: 
     write_models(folder, sizes)
     parents = Parents(folder / "policy", folder / "reward", ScoreScale(0.0, 1.0), None)
     num_iterations = row.warmup_steps + row.timed_steps
-    config = PPOConfig(
-        prompts=DataConfig(source="unread"),
-        num_iterations=num_iterations,
-        rollout_prompts=sizes.rollout,
-        num_epochs=1,
-        minibatch=BatchConfig(batch_size=sizes.minibatch, micro_batch_size=sizes.micro_batch),
-        max_response_tokens=sizes.response_tokens,
-        policy_optimizer=OPTIMIZER,
-        value_optimizer=OPTIMIZER,
-        kl_coef=0.05,
-        missing_end_penalty=0.0,
-        ptx_coef=0.0,
-        ptx_rows=0,
-        ema_decay=0.0,
-        save_every_iterations=num_iterations,
-    )
+    minibatch = BatchConfig(batch_size=sizes.minibatch, micro_batch_size=sizes.micro_batch)
+    config = ppo_config(num_iterations, sizes.rollout, minibatch, sizes.response_tokens)
     worker = Phased(ColocatedWorker(config, ENGINE, parents, 1), device)
     prompts = draw_prompts(sizes.rollout, sizes.prompt_tokens, sizes.model.vocab_size)
     controller = PPOController(config, cast(Roles, worker), prompts, parents.scale, num_pretraining_rows=0, seed=0)

@@ -20,7 +20,7 @@ import tokenizers
 import torch
 from torch import nn
 
-from benchmarks.speed.table import taken_on
+from benchmarks.speed.table import spread, taken_on
 from heed.job_file import load_job
 from lm.encoder import MaskedLanguageModel
 from lm.encoder_decoder import EncoderDecoder
@@ -200,7 +200,7 @@ def markdown(found: Mapping[str, Any]) -> str:
         rates = [(row["tokens"] / run["heed"], row["library_tokens"] / run["library"]) for run in row["runs"]]
         ours, alone = (median(side) for side in zip(*rates, strict=True))
         ratios = [heed / library for heed, library in rates]
-        lines.append(f"| {name} | {ours:,.0f} | {alone:,.0f} | {_spread(ratios, '.2f')} |")
+        lines.append(f"| {name} | {ours:,.0f} | {alone:,.0f} | {spread(ratios, '.2f')} |")
     lines += [
         "",
         f"| the demo's size, {BATCH_SIZE} rows of 97 | a step, ms | its data, ms | share, aim below {WAIT_AIM:.0%} |",
@@ -209,12 +209,8 @@ def markdown(found: Mapping[str, Any]) -> str:
     for name, runs in found["wait"].items():
         step, fetch = (1000 * median(run[part] for run in runs) for part in ("step", "fetch"))
         shares = [run["fetch"] / run["step"] for run in runs]
-        lines.append(f"| {name} | {step:.1f} | {fetch:.2f} | {_spread(shares, '.2%')} |")
+        lines.append(f"| {name} | {step:.1f} | {fetch:.2f} | {spread(shares, '.2%')} |")
     return "\n".join(lines)
-
-
-def _spread(values: list[float], form: str) -> str:
-    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.speed.own import OneRow, responses
-from benchmarks.speed.table import taken_on
+from benchmarks.speed.table import spread, taken_on
 from heed.job_file import load_job
 from lm.config import ModelConfig
 from lm.model import LanguageModel
@@ -178,8 +178,7 @@ def markdown(found: Mapping[str, Any]) -> str:
         ratios = [run["bare"] / run["heed"] for run in runs]
         heed, bare = (1000 * median(run[who] for run in runs) / TIMED_STEPS for who in ("heed", "bare"))
         rate = median(run["tokens"] / run["heed"] for run in runs)
-        spread = f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-        lines.append(f"| {name} | {heed:.1f} | {bare:.1f} | {rate:,.0f} | {spread} |")
+        lines.append(f"| {name} | {heed:.1f} | {bare:.1f} | {rate:,.0f} | {spread(ratios, '.3f')} |")
     return "\n".join(lines)
 
 

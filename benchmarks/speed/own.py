@@ -134,16 +134,15 @@ def measure_reward(task: Task, clock: Clock) -> str:
     return train(task, clock, source, RankingObjective(comparisons, "decoder"), len)
 
 
-def measure_ppo(task: Task, clock: Clock) -> str:
-    """Iterations of one worker that has all roles, in this process: policy, value function, reference, reward model."""
-    parents = Parents(task.path / "policy", task.path / "reward", ScoreScale(0.0, 1.0), None)
-    config = PPOConfig(
+def ppo_config(num_iterations: int, rollout_prompts: int, minibatch: BatchConfig, response_tokens: int) -> PPOConfig:
+    """One epoch with a KL penalty and nothing beside it, no checkpoint on the way; prompts are handed over."""
+    return PPOConfig(
         prompts=DataConfig(source="unread"),
-        num_iterations=task.num_steps,
-        rollout_prompts=task.batch,
+        num_iterations=num_iterations,
+        rollout_prompts=rollout_prompts,
         num_epochs=1,
-        minibatch=BatchConfig(batch_size=task.batch, micro_batch_size=task.micro_batch),
-        max_response_tokens=task.response_tokens,
+        minibatch=minibatch,
+        max_response_tokens=response_tokens,
         policy_optimizer=OPTIMIZER,
         value_optimizer=OPTIMIZER,
         kl_coef=0.05,
@@ -151,8 +150,15 @@ def measure_ppo(task: Task, clock: Clock) -> str:
         ptx_coef=0.0,
         ptx_rows=0,
         ema_decay=0.0,
-        save_every_iterations=task.num_steps,
+        save_every_iterations=num_iterations,
     )
+
+
+def measure_ppo(task: Task, clock: Clock) -> str:
+    """Iterations of one worker that has all roles, in this process: policy, value function, reference, reward model."""
+    parents = Parents(task.path / "policy", task.path / "reward", ScoreScale(0.0, 1.0), None)
+    batch = BatchConfig(batch_size=task.batch, micro_batch_size=task.micro_batch)
+    config = ppo_config(task.num_steps, task.batch, batch, task.response_tokens)
     worker = ColocatedWorker(config, ENGINE, parents, 1)
     controller = PPOController(config, worker, task.read("prompts"), parents.scale, num_pretraining_rows=0, seed=0)
     for iteration in range(task.num_steps):

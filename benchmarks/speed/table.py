@@ -1,6 +1,6 @@
 """The figures as a table in Markdown."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -79,6 +79,11 @@ def _readable(number: float) -> str:
 
 def _middle(runs: list[Mapping[str, Any]], seconds: str) -> float:
     return median(rate(run, seconds) for run in runs)
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """The median, with the lowest and the highest."""
+    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def write_between_markers(path: Path, name: str, text: str) -> None:

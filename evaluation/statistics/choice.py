@@ -12,6 +12,7 @@ import numpy as np
 
 from preferences.resampling import Floats
 
+NO_SPREAD = 1e-12  # a variance of nothing but rounding
 _MAX_STEPS = 200
 _MAX_CHANGE = 2.0  # a step's largest, in log-odds: Newton's overshoots far from the maximum
 _TOLERANCE = 1e-10

@@ -21,7 +21,6 @@ from preferences.intervals import LEVEL, UNKNOWN, Interval
 from preferences.resampling import Floats
 
 MIN_PROMPTS = 5  # for two coefficients and what they vary
-NO_SPREAD = 1e-12  # a variance of nothing but rounding
 _MAX_LOG_ODDS = 12.0  # a fit beyond it has no finite maximum
 
 
@@ -56,7 +55,7 @@ def length_controlled(pair: Comparisons) -> LengthControlled:
     shrunk = len(prior_VO) > 0
     if shrunk:
         covariance_KK = covariance_KK + np.linalg.inv(bread_KK)
-    if covariance_KK[0, 0] < NO_SPREAD:
+    if covariance_KK[0, 0] < choice.NO_SPREAD:
         return _unknown(len(prompts), "all prompts came out alike, so there is no spread to tell the fit's error from")
     half_K = stats.t.ppf((1 + LEVEL) / 2, len(prompts) - 1) * np.sqrt(np.diag(covariance_KK))
     mean, low, high = special.expit(beta_K[0] + half_K[0] * np.array([0.0, -1.0, 1.0])).tolist()

@@ -31,8 +31,6 @@ from preferences.resampling import Floats, percentiles, resampled_sums
 NUM_RESAMPLES = 1_000
 ALL_TIED = "every verdict is a tie, and ties alone tell nothing of strengths but that no policy is shown ahead"
 
-NO_SPREAD = 1e-12  # a variance of nothing but rounding
-
 Model = Literal["bradley_terry", "davidson"]
 
 
@@ -205,7 +203,7 @@ def _halves(covariance_PP: Floats, from_anchor_PP: Floats, num_prompts: int) -> 
     if num_prompts == 1:
         return np.full(len(variance_P), math.nan)
     half_P = stats.t.ppf((1 + LEVEL) / 2, num_prompts - 1) * np.sqrt(variance_P.clip(0))
-    return np.where((variance_P > NO_SPREAD) | is_anchor_P, half_P, math.nan)
+    return np.where((variance_P > choice.NO_SPREAD) | is_anchor_P, half_P, math.nan)
 
 
 def _surely_better(theta_P: Floats, covariance_PP: Floats, reached_PP: Truths, freedom: int) -> Truths:
@@ -215,7 +213,7 @@ def _surely_better(theta_P: Floats, covariance_PP: Floats, reached_PP: Truths, f
     variance_P = np.diag(covariance_PP)
     error_PP = np.sqrt((variance_P[:, None] + variance_P[None, :] - 2 * covariance_PP).clip(0))
     low_PP = theta_P[:, None] - theta_P[None, :] - _tukey(len(theta_P), freedom) * error_PP
-    return np.asarray((low_PP > 0) & (error_PP**2 > NO_SPREAD) & reached_PP & ~np.eye(len(theta_P), dtype=bool))
+    return np.asarray((low_PP > 0) & (error_PP**2 > choice.NO_SPREAD) & reached_PP & ~np.eye(len(theta_P), dtype=bool))
 
 
 @lru_cache

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.native.library import library
+from lm.native.build import kernels
 
 TYPES = (torch.float32, torch.bfloat16)
 _ARGUMENTS = {  # p pointer, b whether it is bf16, i integer, f float
@@ -28,11 +28,11 @@ _KINDS = {"p": c_void_p, "b": c_bool, "i": c_int64, "f": c_float}
 
 def runs(*tensors: Tensor) -> bool:
     """Whether the kernels take these: contiguous, in the CPU's memory, fp32 or bf16."""
-    return all(x.is_cpu and x.dtype in TYPES and x.is_contiguous() for x in tensors) and library() is not None
+    return all(x.is_cpu and x.dtype in TYPES and x.is_contiguous() for x in tensors) and kernels() is not None
 
 
 def _call(name: str, *arguments: Any) -> None:
-    function = getattr(library(), name)
+    function = getattr(kernels(), name)
     if function.argtypes is None:
         function.argtypes, function.restype = [_KINDS[letter] for letter in _ARGUMENTS[name]], None
     function(*arguments)

@@ -86,7 +86,7 @@ def test_the_count_is_what_autograd_saves(changes: dict[str, Any], kind: str) ->
 def test_fused_attention_keeps_no_table_of_weights(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     # PyTorch's fused kernel for a CPU saves what the one for a GPU does, where heads are views as they are there.
     monkeypatch.setattr(block, "attend", fused)
-    monkeypatch.setattr(ops, "library", lambda: None)
+    monkeypatch.setattr(ops, "kernels", lambda: None)
     config = ModelConfig.model_validate(changes)
     model = LanguageModel(config)
     initialise(model, seed=0)

@@ -60,7 +60,7 @@ def taped(step: Step, _device: torch.device) -> tuple[Tensor, Step]:
 def _recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "taped":
         monkeypatch.setattr(graphs, "record", taped)
-        monkeypatch.setattr(ops, "library", lambda: None)  # a tape hears of PyTorch's operations only
+        monkeypatch.setattr(ops, "kernels", lambda: None)  # a tape hears of PyTorch's operations only
 
 
 @pytest.fixture(autouse=True)

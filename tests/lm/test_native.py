@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lm.block import RMSNorm
 from lm.heads import split_heads
-from lm.native import library, ops
+from lm.native import build, ops
 from lm.positions import rotary_tables
 from lm.sampling import Choice
 
-pytestmark = pytest.mark.skipif(library.library() is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(build.kernels() is None, reason="needs a C++ compiler")
 
 TYPES = [torch.float32, torch.bfloat16]
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 2e-6}, torch.bfloat16: {"rtol": 8e-3, "atol": 1e-3}}
@@ -190,13 +190,13 @@ def test_other_types_and_layouts_take_pytorch_s_way() -> None:
 
 
 def test_compiling_is_done_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = library.compiled(tmp_path / "kept")
+    made = build.compiled(tmp_path / "kept")
     assert ctypes.CDLL(str(made)).rms_norm
     assert list((tmp_path / "kept").iterdir()) == [made]
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert library.compiled(tmp_path / "kept") == made
+    assert build.compiled(tmp_path / "kept") == made
     with pytest.raises(FileNotFoundError, match="no-such-compiler"):
-        library.compiled(tmp_path / "other")
+        build.compiled(tmp_path / "other")
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
@@ -206,7 +206,7 @@ def test_without_a_compiler_the_work_goes_on_and_says_why(
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.warns(RuntimeWarning, match="slower"):
-        assert library.library.__wrapped__() is None
-    monkeypatch.setattr(ops, "library", lambda: None)
+        assert build.kernels.__wrapped__() is None
+    monkeypatch.setattr(ops, "kernels", lambda: None)
     assert not ops.runs(torch.ones(2))
     torch.testing.assert_close(RMSNorm(2, 0.0)(torch.ones(1, 2)), torch.ones(1, 2))

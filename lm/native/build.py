@@ -21,7 +21,7 @@ COMPILERS = ("c++", "g++", "clang++")
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def kernels() -> ctypes.CDLL | None:
     """The kernels; None, with a warning that says why, where they cannot be compiled: PyTorch's passes serve then."""
     try:
         return ctypes.CDLL(str(compiled(cache_folder())))
