@@ -5,6 +5,7 @@ Shape letters: B running rows, P prompt tokens, T new tokens, S key tokens, V vo
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Self
 
@@ -12,15 +13,15 @@ import torch
 from torch import Tensor
 
 from lm.attention import KVCache, Memory
+from lm.decoding import Steps, decoding_steps
 from lm.encoder_decoder import EncoderDecoder
-from lm.graphs import FixedSteps, StepKind, fixed_steps
+from lm.graphs import StepKind
 from lm.laid_out import laid_out
 from lm.model import LanguageModel
 from lm.padding import pad_left, pad_right
 from lm.sampling import Choice, draw_uniforms
 
 LEAVE_BELOW = 0.8  # share of rows that still run at which the others leave and waiting ones enter
-LEAVE_BELOW_FIXED = 0.5  # the same of fixed steps, which are recorded anew each time
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ def generate(
 
     For several samples of a prompt give it several times, side by side: where they enter together it is read once.
     An encoder-decoder reads a source for each response, and its prompts are what its decoder begins with. Every
-    sequence draws from its own seed, so a sample does not depend on its batch mates beyond rounding. Steps of "fixed"
-    shape are recorded and replayed on a GPU; "auto" does so where it can (`lm.graphs`).
+    sequence draws from its own seed, so a sample does not depend on its batch mates beyond rounding. Steps are "auto":
+    the fastest that the model and its device allow; or of the kind asked for (`lm.decoding`).
     Errors: ValueError for an empty prompt or one that leaves no room in the model's context, for sources that are
-    missing, empty, longer than the context, or given to a model that reads none, and for fixed steps of one that does.
+    missing, empty, longer than the context, or given to a model that reads none, and for steps that it cannot take.
     """
     if not prompts or len(seeds) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts with {len(seeds)} seeds; at least one prompt and a seed for each")
@@ -72,10 +73,10 @@ def generate(
     uniforms_NR = torch.from_numpy(draw_uniforms(seeds, max_new_tokens)).to(model.head.weight.device)
     result = Generated([[] for _ in prompts], [False] * len(prompts), [[] for _ in prompts])
     waiting = deque(range(len(prompts)))
-    fixed = fixed_steps(model, steps)
-    leave_below = LEAVE_BELOW if fixed is None else LEAVE_BELOW_FIXED
+    taken = decoding_steps(model, steps)
+    leave_below = LEAVE_BELOW if taken is None else taken.leave_below
     batch: Batch | None = None
-    with laid_out(model, min(max_rows, len(prompts))):
+    with laid_out(model, min(max_rows, len(prompts))) if taken is None else nullcontext():
         while batch is not None or waiting:
             running = 0 if batch is None else len(batch.rows)
             if waiting and running <= leave_below * max_rows:
@@ -97,14 +98,16 @@ def generate(
             over = [result.finished[row] or len(result.responses[row]) == max_new_tokens for row in batch.rows]
             running = over.count(False)
             if not running:
-                batch, fixed = None, fixed_steps(model, steps)  # and no recording that holds the cache
+                batch = None
+                if taken is not None:
+                    taken.forget()
                 continue
             # Leaving copies the cache, so rows that are over idle until enough of them can leave together.
             if running <= leave_below * len(over):
                 stay = torch.tensor([place for place, done in enumerate(over) if not done], device=tokens_B.device)
                 batch.keep(stay)
                 tokens_B = tokens_B[stay]
-            batch.feed(model, tokens_B, fixed)
+            batch.feed(model, tokens_B, taken)
     return result
 
 
@@ -145,12 +148,12 @@ class Batch:
         batch.rows = rows
         return batch
 
-    def feed(self, model: LanguageModel | EncoderDecoder, tokens_B: Tensor, fixed: FixedSteps | None = None) -> None:
+    def feed(self, model: LanguageModel | EncoderDecoder, tokens_B: Tensor, steps: Steps | None = None) -> None:
         """One more token for every sequence."""
-        if fixed is None:
+        if steps is None:
             self._read(model, tokens_B[:, None])
         else:
-            self.logits_BV = fixed.next_logits(tokens_B, self.first_real_B, self.cache)
+            self.logits_BV = steps.next_logits(tokens_B, self.first_real_B, self.cache)
             self.cache.advance(1)
 
     def keep(self, stay: Tensor) -> None:

@@ -24,7 +24,7 @@ from lm.model import LanguageModel
 # Columns that a recorded step reads are a multiple of it: more columns are read for nothing, fewer are recorded often.
 COLUMNS = 64
 
-StepKind = Literal["auto", "eager", "fixed"]
+StepKind = Literal["auto", "eager", "fixed", "native"]
 Step = Callable[[], Tensor]
 
 
@@ -66,8 +66,14 @@ def fixed_step(model: LanguageModel, tokens_B: Tensor, first_real_B: Tensor, cac
 class FixedSteps:
     """Steps of one batch at a time, recorded where its cache is new or the recorded columns are full."""
 
+    leave_below = 0.5  # each time rows leave, a step is recorded anew
+
     def __init__(self, model: LanguageModel) -> None:
         self.model, self.num_recordings = model, 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Hold no recording, and with it no cache."""
         self._keys = self._tokens_B = self._column_1 = torch.empty(0)
         self._columns = 0
         self._replay: Step | None = None

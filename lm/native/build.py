@@ -1,4 +1,4 @@
-"""kernels.cpp compiled for this machine's CPU when it is first needed, and kept for the next process."""
+"""The C++ beside this file, compiled for this machine's CPU when it is first needed, and kept for the next process."""
 
 import ctypes
 import functools
@@ -11,7 +11,9 @@ import tempfile
 import warnings
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+FOLDER = Path(__file__).parent
+SOURCES = (FOLDER / "kernels.cpp", FOLDER / "decoder.cpp")
+HEADERS = (FOLDER / "numbers.h",)
 # Sums may be taken in vectors only where the source says so; nothing is assumed about infinities and NaN.
 FLAGS = (
     "-std=c++20", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
@@ -37,18 +39,19 @@ def cache_folder() -> Path:
 
 
 def compiled(folder: Path) -> Path:
-    """The shared library of this source, these flags and this CPU in `folder`, compiled unless it is there.
+    """The shared library of these sources, these flags and this CPU in `folder`, compiled unless it is there.
 
     Processes that compile at the same time do so each for itself, and the last one's file stays.
     Errors: OSError without a compiler or a folder to write to, CalledProcessError with the compiler's words.
     """
-    key = hashlib.sha256("\0".join([SOURCE.read_text(encoding="utf-8"), *FLAGS, _cpu()]).encode()).hexdigest()
+    texts = [path.read_text(encoding="utf-8") for path in (*HEADERS, *SOURCES)]
+    key = hashlib.sha256("\0".join([*texts, *FLAGS, _cpu()]).encode()).hexdigest()
     target = folder / f"kernels-{key[:16]}.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as own:
             made = Path(own) / target.name
-            command = [_compiler(), *FLAGS, str(SOURCE), "-o", str(made)]
+            command = [_compiler(), *FLAGS, *map(str, SOURCES), "-o", str(made)]
             subprocess.run(command, check=True, capture_output=True, text=True)
             made.replace(target)
     return target

@@ -6,27 +6,14 @@
 // V vocabulary.
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <vector>
 
+#include "numbers.h"
+
 namespace {
-
-struct bf16 {
-    uint16_t bits;
-};
-
-inline float wide(float x) { return x; }
-inline float wide(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
-
-inline void put(float& to, float x) { to = x; }
-inline void put(bf16& to, float x) {  // to the nearest, ties to even
-    const uint32_t bits = std::bit_cast<uint32_t>(x);
-    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    to.bits = static_cast<uint16_t>(x != x ? 0x7fc0 : rounded);
-}
 
 // Calls f with the pointer as what it points to; `is_bf16` else fp32.
 template <class F>
@@ -36,27 +23,6 @@ void typed(const void* data, bool is_bf16, F f) {
 template <class F>
 void typed(void* data, bool is_bf16, F f) {
     is_bf16 ? f(static_cast<bf16*>(data)) : f(static_cast<float*>(data));
-}
-
-// e^x to within 2 units in the last place, without branches, so that loops over it vectorise; 0 below the smallest
-// normal number. x = n ln 2 + r with |r| <= ln(2) / 2, and e^r by its series.
-inline float exponential(float x) {
-    constexpr float LOWEST = -87.3f, HIGHEST = 88.3f, LOG2_E = 1.44269504f;
-    constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;  // n times the first is exact
-    constexpr float TO_INTEGER = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    const float clamped = x < LOWEST ? LOWEST : x > HIGHEST ? HIGHEST : x;  // NaN stays
-    const float n = (clamped * LOG2_E + TO_INTEGER) - TO_INTEGER;
-    const float r = (clamped - n * LN2_HIGH) - n * LN2_LOW;
-    float series = 1.0f / 5040;
-    series = series * r + 1.0f / 720;
-    series = series * r + 1.0f / 120;
-    series = series * r + 1.0f / 24;
-    series = series * r + 1.0f / 6;
-    series = series * r + 0.5f;
-    series = series * r + 1.0f;
-    series = series * r + 1.0f;
-    const float power = std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
-    return x < LOWEST ? 0.0f : series * power;
 }
 
 constexpr int64_t WORTH_THREADS = 1 << 18;  // numbers; below, waking a thread takes longer than it saves

@@ -1,0 +1,177 @@
+"""How generation takes its steps, one token of every sequence at a time: by PyTorch, as a recorded graph on a GPU, or in
+one call on a CPU with a matrix unit (lm/native/decoder.cpp).
+
+Shape letters: B sequences, D model width, L layers, G key-value heads, C columns of the cache, H head dim, V vocabulary.
+"""
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p, pointer
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lm.attention import KVCache
+from lm.encoder_decoder import EncoderDecoder
+from lm.graphs import StepKind, fixed_steps
+from lm.model import LanguageModel
+from lm.native.build import kernels
+
+HEAD_DIMS = (32, 64, 96, 128, 256)
+ACTIVATIONS = {"swiglu": 0, "relu2": 1, "gelu_tanh": 2, "relu": 3}
+PANEL = 32  # numbers that the unit reads at once: widths are multiples of it
+
+
+class Steps(Protocol):
+    """Steps of one batch at a time. `leave_below` is the share of rows still running at which the others leave."""
+
+    @property
+    def leave_below(self) -> float: ...
+
+    def next_logits(self, tokens_B: Tensor, first_real_B: Tensor, cache: KVCache) -> Tensor:
+        """Logits [B, V] of what follows the tokens, which the next call may overwrite.
+
+        Keys and values of the tokens are in the cache's next column; to advance it is the caller's.
+        """
+
+    def forget(self) -> None:
+        """The batch is over: nothing of it is held."""
+
+
+def decoding_steps(model: LanguageModel | EncoderDecoder, kind: StepKind) -> Steps | None:
+    """None = eager steps. "auto" is the fastest kind that the model and its device allow.
+
+    Errors: ValueError for a kind that they do not.
+    """
+    if kind not in ("auto", "native"):
+        return fixed_steps(model, kind)
+    missing = what_native_steps_miss(model)
+    if isinstance(model, LanguageModel) and not missing:
+        return NativeSteps(model)
+    if kind == "native":
+        raise ValueError(f'steps is "native", which needs {missing}; "auto" or "eager" was expected')
+    return fixed_steps(model, kind)
+
+
+def what_native_steps_miss(model: LanguageModel | EncoderDecoder) -> str:
+    """Empty where the native step computes what the model's own modules would."""
+    if not isinstance(model, LanguageModel):
+        return "a decoder"
+    config, weight = model.config, model.head.weight
+    if not weight.is_cpu or weight.dtype != torch.bfloat16 or torch.is_autocast_enabled("cpu"):
+        return "bf16 weights on a CPU"
+    sums_over = (config.width, config.num_heads * config.head_dim, config.mlp_width)
+    if config.head_dim not in HEAD_DIMS or any(width % PANEL for width in sums_over):
+        return f"head_dim of {HEAD_DIMS} and widths that are multiples of {PANEL}"
+    if config.norm_place != "pre" or config.mlp not in ACTIVATIONS:
+        return f'norm_place "pre" and mlp of {list(ACTIVATIONS)}'
+    library = kernels()
+    if library is None or not library.decoder_runs():
+        return "a compiler and a CPU with AMX"
+    return ""
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("attention_norm", "attention_norm_bias", "qkv", "qkv_bias")),
+        *((name, c_void_p) for name in ("query_norm", "key_norm", "out", "out_bias", "mlp_norm", "mlp_norm_bias")),
+        *((name, c_void_p) for name in ("up", "up_bias", "down", "down_bias")),
+        ("window", c_int64),
+    )
+
+
+class _Decoder(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("width", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "vocab_size")),
+        *((name, c_int64) for name in ("num_layers", "activation", "norm_is_rms")),
+        ("eps", c_double),
+        ("layers", POINTER(_Layer)),
+        *((name, c_void_p) for name in ("norm", "norm_bias", "head")),
+    )
+
+
+class _Step(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("num_rows", "capacity", "column")),
+        *((name, c_void_p) for name in ("first", "x", "keys", "values", "logits", "cos", "sin", "scratch")),
+    )
+
+
+class NativeSteps:
+    """Steps of a decoder with all its weights put into the order of the CPU's matrix unit: a copy, made here.
+
+    The weights must not change afterwards. Numbers are rounded to bf16 where the model's own modules round them.
+    """
+
+    leave_below = 0.8  # leaving copies the cache
+
+    def __init__(self, model: LanguageModel) -> None:
+        library = kernels()
+        assert library is not None
+        self._library, self._stack, self._config = library, model.decoder, model.config
+        self._kept: list[Tensor] = []  # what the structures point to
+        config = model.config
+        layers = [self._layer(block, config.window(number)) for number, block in enumerate(model.decoder.blocks)]
+        norm, norm_bias = self._norm(model.decoder.norm)
+        self._decoder = _Decoder(
+            config.width, config.num_heads, config.num_kv_heads, config.head_dim, config.mlp_width, config.vocab_size,
+            config.num_layers, ACTIVATIONS[config.mlp], config.norm == "rms", config.norm_eps,
+            (_Layer * len(layers))(*layers), norm, norm_bias, self._weight(model.head),
+        )  # fmt: skip
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def next_logits(self, tokens_B: Tensor, first_real_B: Tensor, cache: KVCache) -> Tensor:
+        config, stack, B = self._config, self._stack, len(tokens_B)
+        # A sequence that is over may idle past the end of the context; nothing reads what it is given.
+        positions_B1 = (cache.length - first_real_B).clamp(0, config.context_tokens - 1)[:, None]
+        x_B1D = stack.embed(tokens_B[:, None], positions_B1).contiguous()
+        rotary = stack.rotary(positions_B1, x_B1D.dtype)
+        logits_BV = x_B1D.new_empty(B, config.vocab_size)
+        cos, sin = (None, None) if rotary is None else (table.data_ptr() for table in rotary)
+        step = _Step(
+            B, cache.capacity, cache.length, first_real_B.data_ptr(), x_B1D.data_ptr(), cache.keys.data_ptr(),
+            cache.values.data_ptr(), logits_BV.data_ptr(), cos, sin, self._scratch_for(B),
+        )  # fmt: skip
+        self._library.decode(byref(self._decoder), byref(step))
+        return logits_BV
+
+    def forget(self) -> None:
+        """Nothing of a batch is held but the scratch, which has no shape."""
+
+    def _scratch_for(self, num_rows: int) -> int:
+        scratch_bytes = self._library.scratch_bytes
+        scratch_bytes.argtypes, scratch_bytes.restype = [c_void_p, c_int64], c_int64
+        needed = scratch_bytes(byref(self._decoder), num_rows)
+        if needed > len(self._scratch):
+            self._scratch = torch.zeros(needed, dtype=torch.uint8)
+        return self._scratch.data_ptr()
+
+    def _layer(self, block: nn.Module, window: int) -> _Layer:
+        attention, mlp = block.attention, block.mlp
+        return _Layer(
+            *self._norm(block.attention_norm), self._weight(attention.qkv), self._vector(attention.qkv.bias),
+            *(self._norm(norm)[0] for norm in (attention.query_norm, attention.key_norm)),
+            self._weight(attention.out), self._vector(attention.out.bias),
+            *self._norm(block.mlp_norm), self._weight(mlp.up), self._vector(mlp.up.bias),
+            self._weight(mlp.down), self._vector(mlp.down.bias), window,
+        )  # fmt: skip
+
+    def _norm(self, norm: nn.Module | None) -> tuple[int | None, int | None]:
+        return self._vector(getattr(norm, "weight", None)), self._vector(getattr(norm, "bias", None))
+
+    def _vector(self, numbers: Tensor | None) -> int | None:
+        return None if numbers is None else self._keep(numbers.detach().float().contiguous())
+
+    def _weight(self, linear: nn.Linear) -> int:
+        """The weight [F, D] in panels."""
+        weight_bytes, put_weight = self._library.weight_bytes, self._library.put_weight
+        weight_bytes.argtypes, weight_bytes.restype = [c_int64, c_int64], c_int64
+        put_weight.argtypes, put_weight.restype = [c_void_p, c_int64, c_int64, c_void_p], None
+        weight = linear.weight.detach().contiguous()
+        panels = torch.empty(weight_bytes(*weight.shape), dtype=torch.uint8)
+        put_weight(weight.data_ptr(), *weight.shape, panels.data_ptr())
+        return self._keep(panels)
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._kept.append(tensor)
+        return tensor.data_ptr()

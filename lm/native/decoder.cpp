@@ -1,0 +1,465 @@
+// One decoding step of a whole transformer by a CPU with a matrix unit (Intel AMX): every sequence reads one token. All
+// threads take the same phases, each on a share of its own, and meet at a barrier between them, so nothing is started or
+// handed over within a step; weights and the key-value cache pass through memory once. lm/decoding.py says when it runs.
+//
+// Products: a tile is 16 rows of 16 pairs of bf16, 1 KiB. The unit multiplies a tile [16 rows, 16 pairs of k] by one
+// [16 pairs of k, 16 columns] and adds to 16 x 16 fp32. A panel is 32 rows (or columns) of an operand: its tiles follow
+// each other along k, two for every 32 k. Weights are put into panels once; what they multiply is written into panels by
+// whoever computes it, and its rows are numbers of sequences.
+//
+// Shape letters: B sequences, D width, N heads, G key-value heads, H head dim, E = (N + 2G) H, M MLP width,
+// C columns of the cache, V vocabulary.
+
+#include <cstdint>
+
+struct Layer {
+    const float *attention_norm, *attention_norm_bias;
+    const char* qkv;
+    const float *qkv_bias, *query_norm, *key_norm;
+    const char* out;
+    const float *out_bias, *mlp_norm, *mlp_norm_bias;
+    const char* up;
+    const float* up_bias;
+    const char* down;
+    const float* down_bias;
+    int64_t window;  // tokens back that it sees, its own included; 0 = all
+};
+
+enum Activation : int64_t { SWIGLU, RELU2, GELU_TANH, RELU };
+
+struct Decoder {
+    int64_t D, N, G, H, M, V, num_layers, activation, norm_is_rms;
+    double eps;
+    const Layer* layers;
+    const float *norm, *norm_bias;
+    const char* head;
+};
+
+// x [B, D] is what the blocks begin with, and is written over; cos and sin [B, H] turn queries and keys, or are null.
+// keys and values [layers, B, G, C, H]: the step writes column `column` and reads from first_B[b] up to it.
+struct Step {
+    int64_t B, C, column;
+    const int64_t* first_B;
+    uint16_t *x, *keys, *values, *logits;
+    const uint16_t *cos, *sin;
+    char* scratch;
+};
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+
+#include <immintrin.h>
+#include <omp.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "numbers.h"
+
+namespace {
+
+constexpr int64_t SIDE = 16, PANEL = 32, TILE = 1024, PAIR = 2 * TILE;
+constexpr int64_t LINE = 64;  // bytes that memory hands over at once: 32 bf16
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t panel_bytes(int64_t rows, int64_t K) { return ceil_div(rows, PANEL) * ceil_div(K, PANEL) * PAIR; }
+
+// 32 numbers in fp32: the first 16, and the others.
+struct Wide {
+    __m512 low, high;
+};
+
+inline Wide load(const uint16_t* from) {
+    const auto widen = [](__m256i half) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)); };
+    return {widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))),
+            widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 16)))};
+}
+inline Wide load(const float* from) { return {_mm512_loadu_ps(from), _mm512_loadu_ps(from + 16)}; }
+inline Wide load_or_zero(const float* from) { return from ? load(from) : Wide{_mm512_setzero_ps(), _mm512_setzero_ps()}; }
+inline __m512i rounded(Wide x) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(x.high, x.low)); }
+inline void store(void* to, Wide x) { _mm512_storeu_si512(to, rounded(x)); }
+inline Wide operator+(Wide a, Wide b) { return {a.low + b.low, a.high + b.high}; }
+inline Wide operator-(Wide a, Wide b) { return {a.low - b.low, a.high - b.high}; }
+inline Wide operator*(Wide a, Wide b) { return {a.low * b.low, a.high * b.high}; }
+inline Wide all(float x) { return {_mm512_set1_ps(x), _mm512_set1_ps(x)}; }
+inline float sum(Wide x) { return _mm512_reduce_add_ps(x.low + x.high); }
+
+template <class F>
+inline Wide each(Wide x, F f) {
+    alignas(LINE) float numbers[32];
+    _mm512_store_ps(numbers, x.low);
+    _mm512_store_ps(numbers + 16, x.high);
+#pragma omp simd
+    for (int i = 0; i < 32; ++i) numbers[i] = f(numbers[i]);
+    return load(numbers);
+}
+
+// Where panels of K columns keep 32 numbers of a row, from column k on.
+inline char* place(char* panels, int64_t K, int64_t row, int64_t k) {
+    return panels + (row / PANEL * (K / PANEL) + k / PANEL) * PAIR + row % PANEL / SIDE * TILE + row % SIDE * LINE;
+}
+
+// Threads that meet spin for as long as a phase may take, then let others have the core.
+class Barrier {
+  public:
+    explicit Barrier(int threads) : threads(threads) {}
+    void wait() {
+        constexpr int SPINS = 2000;  // some 50 microseconds
+        const int now = round.load(std::memory_order_relaxed);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+            arrived.store(0, std::memory_order_relaxed);
+            round.store(now + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; round.load(std::memory_order_acquire) == now; ++spins)
+            spins < SPINS ? _mm_pause() : static_cast<void>(sched_yield());
+    }
+
+  private:
+    const int threads;
+    alignas(LINE) std::atomic<int> arrived{0};
+    alignas(LINE) std::atomic<int> round{0};
+};
+
+struct Share {
+    int64_t begin, end;
+};
+inline Share share(int64_t count, int64_t thread, int64_t threads) {
+    return {count * thread / threads, count * (thread + 1) / threads};
+}
+
+void configure() {
+    struct alignas(LINE) {
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    asm volatile("" ::"r"(&config) : "memory");  // gcc 12 believes that the next line reads 8 bytes
+    _tile_loadconfig(&config);
+}
+
+// sums [32, 32] = a panel of rows times a panel of columns; `next` is brought nearer meanwhile.
+inline void multiply(const char* rows, const char* columns, int64_t steps, float* sums, const char* next) {
+    constexpr int STRIDE = PANEL * sizeof(float);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t s = 0; s < steps; ++s, rows += PAIR, columns += PAIR, next += PAIR) {
+        for (int64_t q = 0; q < PAIR; q += LINE) _mm_prefetch(next + q, _MM_HINT_T0);
+        _tile_loadd(4, rows, LINE);
+        _tile_loadd(5, rows + TILE, LINE);
+        _tile_loadd(6, columns, LINE);
+        _tile_loadd(7, columns + TILE, LINE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums, STRIDE);
+    _tile_stored(1, sums + SIDE, STRIDE);
+    _tile_stored(2, sums + SIDE * PANEL, STRIDE);
+    _tile_stored(3, sums + SIDE * PANEL + SIDE, STRIDE);
+}
+
+// y = x Wᵀ + bias for this thread's columns of y [B, columns]; put(row, column, 32 numbers of which so many are real).
+template <class Put>
+inline void product(const char* x, int64_t B, int64_t K, const char* weight, const float* bias, int64_t columns,
+                    Share panels, Put put) {
+    const int64_t steps = K / PANEL;
+    alignas(LINE) float sums[PANEL * PANEL];
+    for (int64_t p = panels.begin; p < panels.end; ++p) {
+        const char* panel = weight + p * steps * PAIR;
+        const int64_t column = p * PANEL, real = std::min(PANEL, columns - column);
+        alignas(LINE) float offsets[PANEL] = {};
+        if (bias) std::copy(bias + column, bias + column + real, offsets);
+        const Wide offset = load(offsets);
+        for (int64_t row = 0; row < B; row += PANEL) {
+            multiply(x + row / PANEL * steps * PAIR, panel, steps, sums, panel + (row ? 0 : steps * PAIR));
+            for (int64_t r = row; r < std::min(B, row + PANEL); ++r) put(r, column, load(sums + (r - row) * PANEL) + offset, real);
+        }
+    }
+}
+
+inline void store_some(uint16_t* to, Wide x, int64_t real) {
+    if (real == PANEL)
+        store(to, x);
+    else
+        _mm512_mask_storeu_epi16(to, (1u << real) - 1, rounded(x));
+}
+
+// A row's norm, into panels of D columns.
+void norm(const Decoder& model, const uint16_t* x, const float* weight, const float* bias, int64_t row, char* panels) {
+    const int64_t D = model.D;
+    const float count = static_cast<float>(D);
+    Wide total = all(0), squares = all(0);
+    float mean = 0;
+    if (!model.norm_is_rms) {
+        for (int64_t k = 0; k < D; k += PANEL) total = total + load(x + k);
+        mean = sum(total) / count;
+    }
+    for (int64_t k = 0; k < D; k += PANEL) {
+        const Wide part = load(x + k) - all(mean);
+        squares = squares + part * part;
+    }
+    const Wide scale = all(1 / std::sqrt(sum(squares) / count + static_cast<float>(model.eps)));
+    for (int64_t k = 0; k < D; k += PANEL)
+        store(place(panels, D, row, k), (load(x + k) - all(mean)) * scale * load(weight + k) + load_or_zero(bias ? bias + k : nullptr));
+}
+
+// A query or key [H] as attention wants it: normed where there is a weight, turned where there are tables.
+void turn(const Decoder& model, const uint16_t* from, const float* weight, const uint16_t* cos, const uint16_t* sin,
+          uint16_t* to) {
+    const int64_t H = model.H, half = H / 2;
+    auto* out = reinterpret_cast<bf16*>(to);
+    std::copy(from, from + H, to);
+    if (weight) {
+        float squares = 0;
+        for (int64_t i = 0; i < H; ++i) squares += wide(out[i]) * wide(out[i]);
+        const float scale = 1 / std::sqrt(squares / static_cast<float>(H) + static_cast<float>(model.eps));
+        for (int64_t i = 0; i < H; ++i) put(out[i], wide(out[i]) * scale * weight[i]);
+    }
+    if (!cos) return;
+    const auto* c = reinterpret_cast<const bf16*>(cos);
+    const auto* s = reinterpret_cast<const bf16*>(sin);
+#pragma omp simd
+    for (int64_t i = 0; i < half; ++i) {
+        const float low = wide(out[i]), high = wide(out[i + half]);
+        put(out[i], low * wide(c[i]) + high * wide(s[i]));
+        put(out[i + half], high * wide(c[i + half]) + low * wide(s[i + half]));
+    }
+}
+
+// The sums of 16 vectors, as one.
+inline __m512 sums_of(__m512 v[16]) {
+    for (int i = 0; i < 16; i += 2) v[i] = _mm512_unpacklo_ps(v[i], v[i + 1]) + _mm512_unpackhi_ps(v[i], v[i + 1]);
+    for (int i = 0; i < 16; i += 4) {
+        const __m512d a = _mm512_castps_pd(v[i]), b = _mm512_castps_pd(v[i + 2]);
+        v[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)) + _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+    }
+    const auto fold = [](__m512 a, __m512 b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); };
+    return fold(fold(v[0], v[4]), fold(v[8], v[12]));
+}
+
+inline void fetch(const uint16_t* row, int64_t H) {
+    for (int64_t i = 0; i < H; i += LINE / 2) _mm_prefetch(row + i, _MM_HINT_T0);
+}
+
+// softmax(q Kᵀ / √H) V of one query over `count` keys, into `to` [H]. Values are fetched while keys are read, and the
+// keys of `next`, with which the thread goes on, while values are. `scores` has room for `count` and 16 more.
+template <int LINES>
+void attend(const uint16_t* q, const uint16_t* keys, const uint16_t* values, int64_t count, const uint16_t* next,
+            float* scores, Wide to[LINES]) {
+    constexpr int64_t H = LINES * 32;
+    __m512bh query[LINES];
+    for (int i = 0; i < LINES; ++i) query[i] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(q + 32 * i));
+    const __m512 scale = _mm512_set1_ps(1 / std::sqrt(static_cast<float>(H)));
+    const __m512 lowest = _mm512_set1_ps(std::numeric_limits<float>::lowest());
+    __m512 tops = lowest;
+    for (int64_t s = 0; s < count; s += 16) {
+        __m512 dots[16];
+        for (int64_t j = 0; j < 16; ++j) {
+            const int64_t key = std::min(s + j, count - 1);
+            dots[j] = _mm512_setzero_ps();
+            for (int i = 0; i < LINES; ++i)
+                dots[j] = _mm512_dpbf16_ps(dots[j], reinterpret_cast<__m512bh>(_mm512_loadu_si512(keys + key * H + 32 * i)), query[i]);
+            fetch(values + key * H, H);
+        }
+        const __mmask16 real = count - s >= 16 ? 0xffff : static_cast<__mmask16>((1u << (count - s)) - 1);
+        const __m512 some = _mm512_mask_mov_ps(lowest, real, sums_of(dots) * scale);
+        _mm512_storeu_ps(scores + s, some);
+        tops = _mm512_max_ps(tops, some);
+    }
+    const float top = _mm512_reduce_max_ps(tops);
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int64_t s = 0; s < count; ++s) total += scores[s] = exponential(scores[s] - top);
+    for (int i = 0; i < LINES; ++i) to[i] = all(0);
+    for (int64_t s = 0; s < count; ++s) {
+        fetch(next + s * H, H);
+        const Wide weight = all(scores[s]);
+        for (int i = 0; i < LINES; ++i) to[i] = to[i] + weight * load(values + s * H + 32 * i);
+    }
+    for (int i = 0; i < LINES; ++i) to[i] = to[i] * all(1 / total);
+}
+
+// Attention of the sequences' key-value heads in `pairs` (b · G + g): new keys and values enter the cache, and every
+// query head's result the panels of N · H columns.
+template <int LINES>
+void attend_pairs(const Decoder& model, const Step& step, const Layer& layer, int64_t number, const uint16_t* qkv,
+                  Share pairs, std::vector<float>& scores, char* panels) {
+    const int64_t N = model.N, G = model.G, H = model.H, C = step.C, group = N / G, E = (N + 2 * G) * H;
+    const int64_t lowest = layer.window ? std::max<int64_t>(0, step.column + 1 - layer.window) : 0;
+    alignas(LINE) uint16_t q[LINES * 32];
+    for (int64_t pair = pairs.begin; pair < pairs.end; ++pair) {
+        const int64_t b = pair / G, g = pair % G;
+        const uint16_t* token = qkv + b * E;
+        const uint16_t* cos = step.cos ? step.cos + b * H : nullptr;
+        const uint16_t* sin = step.cos ? step.sin + b * H : nullptr;
+        const int64_t start = ((number * step.B + b) * G + g) * C;
+        const int64_t first = std::max(step.first_B[b], lowest), count = step.column + 1 - first;
+        uint16_t* keys = step.keys + start * H;
+        uint16_t* values = step.values + start * H;
+        turn(model, token + (N + g) * H, layer.key_norm, cos, sin, keys + step.column * H);
+        std::copy_n(token + (N + G + g) * H, H, values + step.column * H);
+        for (int64_t n = g * group; n < (g + 1) * group; ++n) {
+            turn(model, token + n * H, layer.query_norm, cos, sin, q);
+            Wide result[LINES];
+            const uint16_t* next = n + 1 < (g + 1) * group ? keys : keys + C * H;
+            attend<LINES>(q, keys + first * H, values + first * H, count, next + first * H, scores.data(), result);
+            for (int i = 0; i < LINES; ++i) store(place(panels, N * H, b, n * H + 32 * i), result[i]);
+        }
+    }
+}
+
+using AttendPairs = decltype(&attend_pairs<1>);
+
+AttendPairs attend_pairs_of(int64_t head_dim) {
+    switch (head_dim) {
+        case 32: return attend_pairs<1>;
+        case 64: return attend_pairs<2>;
+        case 96: return attend_pairs<3>;
+        case 128: return attend_pairs<4>;
+        case 256: return attend_pairs<8>;
+        default: return nullptr;
+    }
+}
+
+// A row of the MLP's activations, into panels of M columns.
+void activate(const Decoder& model, const uint16_t* up, int64_t row, char* panels) {
+    const int64_t M = model.M;
+    for (int64_t k = 0; k < M; k += PANEL) {
+        Wide x = load(up + k);
+        switch (model.activation) {
+            case SWIGLU:
+                x = each(x, [](float gate) { return gate / (1 + exponential(-gate)); }) * load(up + M + k);
+                break;
+            case GELU_TANH:
+                x = each(x, [](float v) { return v / (1 + exponential(-1.5957691216f * (v + 0.044715f * v * v * v))); });
+                break;
+            case RELU2:
+                x = each(x, [](float v) { return v > 0 ? v * v : 0.0f; });
+                break;
+            default:
+                x = each(x, [](float v) { return v > 0 ? v : 0.0f; });
+        }
+        store(place(panels, M, row, k), x);
+    }
+}
+
+// The scratch of a step: what all threads read and write.
+struct Scratch {
+    char *normed, *attended, *activated;  // panels
+    uint16_t *qkv, *up;                   // rows
+    int64_t bytes;
+
+    Scratch(const Decoder& model, int64_t B, char* memory) {
+        int64_t used = 0;
+        const auto take = [&](int64_t size) {
+            char* at = memory + used;
+            used += ceil_div(size, LINE) * LINE;
+            return at;
+        };
+        normed = take(panel_bytes(B, model.D));
+        attended = take(panel_bytes(B, model.N * model.H));
+        activated = take(panel_bytes(B, model.M));
+        qkv = reinterpret_cast<uint16_t*>(take(B * (model.N + 2 * model.G) * model.H * 2));
+        up = reinterpret_cast<uint16_t*>(take(B * model.M * (model.activation == SWIGLU ? 2 : 1) * 2));
+        bytes = used;
+    }
+};
+
+void run(const Decoder& model, const Step& step, int64_t thread, int64_t threads, Barrier& barrier) {
+    const int64_t B = step.B, D = model.D, heads = model.N * model.H, E = (model.N + 2 * model.G) * model.H;
+    const int64_t up_columns = model.M * (model.activation == SWIGLU ? 2 : 1);
+    const Scratch scratch(model, B, step.scratch);
+    const AttendPairs attend_some = attend_pairs_of(model.H);
+    const Share rows = share(B, thread, threads);
+    const auto columns = [&](int64_t count) { return share(ceil_div(count, PANEL), thread, threads); };
+    const auto into = [](uint16_t* to, int64_t width) {
+        return [=](int64_t row, int64_t column, Wide x, int64_t real) { store_some(to + row * width + column, x, real); };
+    };
+    // A branch's result is rounded before it is added, as everywhere else.
+    const auto add_to_stream = [&](int64_t row, int64_t column, Wide x, int64_t) {
+        uint16_t* at = step.x + row * D + column;
+        alignas(LINE) uint16_t branch[PANEL];
+        store(branch, x);
+        store(at, load(at) + load(branch));
+    };
+    std::vector<float> scores(step.C + SIDE);
+    configure();
+    for (int64_t number = 0; number < model.num_layers; ++number) {
+        const Layer& layer = model.layers[number];
+        for (int64_t b = rows.begin; b < rows.end; ++b)
+            norm(model, step.x + b * D, layer.attention_norm, layer.attention_norm_bias, b, scratch.normed);
+        barrier.wait();
+        product(scratch.normed, B, D, layer.qkv, layer.qkv_bias, E, columns(E), into(scratch.qkv, E));
+        barrier.wait();
+        attend_some(model, step, layer, number, scratch.qkv, share(B * model.G, thread, threads), scores, scratch.attended);
+        barrier.wait();
+        product(scratch.attended, B, heads, layer.out, layer.out_bias, D, columns(D), add_to_stream);
+        barrier.wait();
+        for (int64_t b = rows.begin; b < rows.end; ++b)
+            norm(model, step.x + b * D, layer.mlp_norm, layer.mlp_norm_bias, b, scratch.normed);
+        barrier.wait();
+        product(scratch.normed, B, D, layer.up, layer.up_bias, up_columns, columns(up_columns), into(scratch.up, up_columns));
+        barrier.wait();
+        for (int64_t b = rows.begin; b < rows.end; ++b) activate(model, scratch.up + b * up_columns, b, scratch.activated);
+        barrier.wait();
+        product(scratch.activated, B, model.M, layer.down, layer.down_bias, D, columns(D), add_to_stream);
+        barrier.wait();
+    }
+    for (int64_t b = rows.begin; b < rows.end; ++b)
+        norm(model, step.x + b * D, model.norm, model.norm_bias, b, scratch.normed);
+    barrier.wait();
+    product(scratch.normed, B, D, model.head, nullptr, model.V, columns(model.V), into(step.logits, model.V));
+    _tile_release();
+}
+
+}  // namespace
+
+extern "C" {
+
+// Whether this CPU has the unit and the system lets this process use it.
+bool decoder_runs() {
+    constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM of the tiles' state
+    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+
+// A weight [columns, K] in panels; K is a multiple of 32.
+int64_t weight_bytes(int64_t columns, int64_t K) { return panel_bytes(columns, K); }
+
+void put_weight(const uint16_t* weight, int64_t columns, int64_t K, char* panels) {
+#pragma omp parallel for
+    for (int64_t p = 0; p < ceil_div(columns, PANEL); ++p)
+        for (int64_t k = 0; k < K; k += PANEL)
+            for (int64_t column = p * PANEL; column < (p + 1) * PANEL; ++column) {
+                char* tile = panels + (p * (K / PANEL) + k / PANEL) * PAIR + column % PANEL / SIDE * TILE;
+                auto* to = reinterpret_cast<uint32_t*>(tile) + column % SIDE;
+                const auto* from = reinterpret_cast<const uint32_t*>(weight + column * K + k);
+                for (int64_t pair = 0; pair < SIDE; ++pair) to[pair * SIDE] = column < columns ? from[pair] : 0;
+            }
+}
+
+int64_t scratch_bytes(const Decoder* model, int64_t B) { return Scratch(*model, B, nullptr).bytes; }
+
+void decode(const Decoder* model, const Step* step) {
+    Barrier barrier(omp_get_max_threads());
+#pragma omp parallel
+    run(*model, *step, omp_get_thread_num(), omp_get_num_threads(), barrier);
+}
+
+}  // extern "C"
+
+#else
+
+extern "C" {
+bool decoder_runs() { return false; }
+}
+
+#endif
