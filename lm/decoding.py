@@ -119,15 +119,16 @@ class NativeSteps:
             (_Layer * len(layers))(*layers), norm, norm_bias, self._weight(model.head),
         )  # fmt: skip
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._tables: list[Tensor] = []
 
     def next_logits(self, tokens_B: Tensor, first_real_B: Tensor, cache: KVCache) -> Tensor:
         config, stack, B = self._config, self._stack, len(tokens_B)
         # A sequence that is over may idle past the end of the context; nothing reads what it is given.
         positions_B1 = (cache.length - first_real_B).clamp(0, config.context_tokens - 1)[:, None]
         x_B1D = stack.embed(tokens_B[:, None], positions_B1).contiguous()
-        rotary = stack.rotary(positions_B1, x_B1D.dtype)
+        turns = [table[positions_B1[:, 0]] for table in self._tables_for(cache.capacity)]
         logits_BV = x_B1D.new_empty(B, config.vocab_size)
-        cos, sin = (None, None) if rotary is None else (table.data_ptr() for table in rotary)
+        cos, sin = (turn.data_ptr() for turn in turns) if turns else (None, None)
         step = _Step(
             B, cache.capacity, cache.length, first_real_B.data_ptr(), x_B1D.data_ptr(), cache.keys.data_ptr(),
             cache.values.data_ptr(), logits_BV.data_ptr(), cos, sin, self._scratch_for(B),
@@ -137,6 +138,13 @@ class NativeSteps:
 
     def forget(self) -> None:
         """Nothing of a batch is held but the scratch, which has no shape."""
+
+    def _tables_for(self, capacity: int) -> list[Tensor]:
+        """cos and sin [C, H] of every position that a cache has room for; none where nothing is turned."""
+        if not self._tables or len(self._tables[0]) < capacity:
+            tables = self._stack.rotary(torch.arange(capacity)[None], torch.bfloat16)
+            self._tables = [table[0, :, 0] for table in tables or ()]
+        return self._tables
 
     def _scratch_for(self, num_rows: int) -> int:
         scratch_bytes = self._library.scratch_bytes

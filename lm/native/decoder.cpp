@@ -69,16 +69,24 @@ constexpr int64_t LINE = 64;  // bytes that memory hands over at once: 32 bf16
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t panel_bytes(int64_t rows, int64_t K) { return ceil_div(rows, PANEL) * ceil_div(K, PANEL) * PAIR; }
 
+inline __m512 load16(const uint16_t* from) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+inline void store16(uint16_t* to, __m512 x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+}
+inline __m512 round16(__m512 x) {
+    const __m512i bits = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
 // 32 numbers in fp32: the first 16, and the others.
 struct Wide {
     __m512 low, high;
 };
 
-inline Wide load(const uint16_t* from) {
-    const auto widen = [](__m256i half) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)); };
-    return {widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))),
-            widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 16)))};
-}
+inline Wide load(const uint16_t* from) { return {load16(from), load16(from + 16)}; }
 inline Wide load(const float* from) { return {_mm512_loadu_ps(from), _mm512_loadu_ps(from + 16)}; }
 inline Wide load_or_zero(const float* from) { return from ? load(from) : Wide{_mm512_setzero_ps(), _mm512_setzero_ps()}; }
 inline __m512i rounded(Wide x) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(x.high, x.low)); }
@@ -143,15 +151,15 @@ void configure() {
     _tile_loadconfig(&config);
 }
 
-// sums [32, 32] = a panel of rows times a panel of columns; `next` is brought nearer meanwhile.
+// sums [32, 32] = a panel of rows times a panel of columns; `next`, if any, is brought into the second cache meanwhile.
 inline void multiply(const char* rows, const char* columns, int64_t steps, float* sums, const char* next) {
     constexpr int STRIDE = PANEL * sizeof(float);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t s = 0; s < steps; ++s, rows += PAIR, columns += PAIR, next += PAIR) {
-        for (int64_t q = 0; q < PAIR; q += LINE) _mm_prefetch(next + q, _MM_HINT_T0);
+    for (int64_t s = 0; s < steps; ++s, rows += PAIR, columns += PAIR) {
+        for (int64_t q = 0; next && q < PAIR; q += LINE) _mm_prefetch(next + s * PAIR + q, _MM_HINT_T1);
         _tile_loadd(4, rows, LINE);
         _tile_loadd(5, rows + TILE, LINE);
         _tile_loadd(6, columns, LINE);
@@ -180,7 +188,7 @@ inline void product(const char* x, int64_t B, int64_t K, const char* weight, con
         if (bias) std::copy(bias + column, bias + column + real, offsets);
         const Wide offset = load(offsets);
         for (int64_t row = 0; row < B; row += PANEL) {
-            multiply(x + row / PANEL * steps * PAIR, panel, steps, sums, panel + (row ? 0 : steps * PAIR));
+            multiply(x + row / PANEL * steps * PAIR, panel, steps, sums, row ? nullptr : panel + steps * PAIR);
             for (int64_t r = row; r < std::min(B, row + PANEL); ++r) put(r, column, load(sums + (r - row) * PANEL) + offset, real);
         }
     }
@@ -216,22 +224,20 @@ void norm(const Decoder& model, const uint16_t* x, const float* weight, const fl
 void turn(const Decoder& model, const uint16_t* from, const float* weight, const uint16_t* cos, const uint16_t* sin,
           uint16_t* to) {
     const int64_t H = model.H, half = H / 2;
-    auto* out = reinterpret_cast<bf16*>(to);
-    std::copy(from, from + H, to);
+    float scale = 1;
     if (weight) {
-        float squares = 0;
-        for (int64_t i = 0; i < H; ++i) squares += wide(out[i]) * wide(out[i]);
-        const float scale = 1 / std::sqrt(squares / static_cast<float>(H) + static_cast<float>(model.eps));
-        for (int64_t i = 0; i < H; ++i) put(out[i], wide(out[i]) * scale * weight[i]);
+        Wide squares = all(0);
+        for (int64_t i = 0; i < H; i += PANEL) squares = squares + load(from + i) * load(from + i);
+        scale = 1 / std::sqrt(sum(squares) / static_cast<float>(H) + static_cast<float>(model.eps));
     }
-    if (!cos) return;
-    const auto* c = reinterpret_cast<const bf16*>(cos);
-    const auto* s = reinterpret_cast<const bf16*>(sin);
-#pragma omp simd
-    for (int64_t i = 0; i < half; ++i) {
-        const float low = wide(out[i]), high = wide(out[i + half]);
-        put(out[i], low * wide(c[i]) + high * wide(s[i]));
-        put(out[i + half], high * wide(c[i + half]) + low * wide(s[i + half]));
+    const auto normed = [&](int64_t i) {
+        const __m512 x = load16(from + i);
+        return weight ? round16(x * _mm512_set1_ps(scale) * _mm512_loadu_ps(weight + i)) : x;
+    };
+    for (int64_t i = 0; i < half; i += SIDE) {
+        const __m512 low = normed(i), high = normed(i + half);
+        store16(to + i, cos ? low * load16(cos + i) + high * load16(sin + i) : low);
+        store16(to + i + half, cos ? high * load16(cos + i + half) + low * load16(sin + i + half) : high);
     }
 }
 
