@@ -4,8 +4,7 @@ one call on a CPU with a matrix unit (lm/native/decoder.cpp).
 Shape letters: B sequences, D model width, L layers, G key-value heads, C columns of the cache, H head dim, V vocabulary.
 """
 
-import ctypes
-from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p, pointer
+from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
 from typing import Protocol
 
 import torch

@@ -53,7 +53,7 @@ ROWS = (
     Row("generation, 64 sequences", "generate", 64, "tokens", (TRANSFORMERS, VLLM), (4.0, 3.5), 1, 3),
     Row("generation, 128 sequences", "generate", 128, "tokens", (TRANSFORMERS, VLLM), (4.0, 3.5), 1, 3),
     Row("training step, 8 x 256 tokens", "train", 8, "tokens", (TRANSFORMERS,), (2.5,), 2, 6),
-    Row("PPO iteration, 64 prompts", "ppo", 64, "response tokens", (TRL,), (5.0,), 1, 2),
+    Row("PPO iteration, 64 prompts", "ppo", 64, "response tokens", (TRL,), (5.0,), 2, 3),
     Row("reward model, 8 comparisons of 4", "reward", 8, "comparisons", (TRL,), (2.0,), 1, 4),
     Row("SFT, 8 packed rows of 256", "sft", 8, "tokens", (TRL,), (1.5,), 2, 6),
 )
