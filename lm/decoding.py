@@ -1,16 +1,18 @@
-"""How generation takes its steps, one token of every sequence at a time: by PyTorch, as a recorded graph on a GPU, or in
-one call on a CPU with a matrix unit (lm/native/decoder.cpp).
+"""How generation takes its steps, one token of every sequence at a time: by the model's modules, as a recorded graph on
+a GPU, or in one call on a CPU with a matrix unit (lm/native/decoder.cpp).
 
-Shape letters: B sequences, D model width, L layers, G key-value heads, C columns of the cache, H head dim, V vocabulary.
+Shape letters: B sequences, D model width, F outputs of a product, C columns of the cache, H head dim, V vocabulary.
 """
 
-from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
-from typing import Protocol
+from ctypes import POINTER, Structure, byref, c_bool, c_double, c_int64, c_void_p
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lm.attention import KVCache
+from lm.block import Block
 from lm.encoder_decoder import EncoderDecoder
 from lm.graphs import StepKind, fixed_steps
 from lm.model import LanguageModel
@@ -64,10 +66,7 @@ def what_native_steps_miss(model: LanguageModel | EncoderDecoder) -> str:
         return f"head_dim of {HEAD_DIMS} and widths that are multiples of {PANEL}"
     if config.norm_place != "pre" or config.mlp not in ACTIVATIONS:
         return f'norm_place "pre" and mlp of {list(ACTIVATIONS)}'
-    library = kernels()
-    if library is None or not library.decoder_runs():
-        return "a compiler and a CPU with AMX"
-    return ""
+    return "" if _functions() is not None else "a compiler and a CPU with AMX"
 
 
 class _Layer(Structure):
@@ -96,8 +95,26 @@ class _Step(Structure):
     )
 
 
+@cache
+def _functions() -> Any:
+    """decoder.cpp's, with their types; None where it is not compiled or this CPU has no matrix unit."""
+    library = kernels()
+    if library is None or not _typed(library.decoder_runs, c_bool)():
+        return None
+    _typed(library.weight_bytes, c_int64, c_int64, c_int64)
+    _typed(library.put_weight, None, c_void_p, c_int64, c_int64, c_void_p)
+    _typed(library.scratch_bytes, c_int64, POINTER(_Decoder), c_int64)
+    _typed(library.decode, None, POINTER(_Decoder), POINTER(_Step))
+    return library
+
+
+def _typed(function: Any, result: Any, *arguments: Any) -> Any:
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
 class NativeSteps:
-    """Steps of a decoder with all its weights put into the order of the CPU's matrix unit: a copy, made here.
+    """Steps of a decoder, whose weights are put into the order of the CPU's matrix unit: a copy, made here.
 
     The weights must not change afterwards. Numbers are rounded to bf16 where the model's own modules round them.
     """
@@ -105,12 +122,11 @@ class NativeSteps:
     leave_below = 0.8  # leaving copies the cache
 
     def __init__(self, model: LanguageModel) -> None:
-        library = kernels()
-        assert library is not None
-        self._library, self._stack, self._config = library, model.decoder, model.config
+        self._library, self._stack, self._config = _functions(), model.decoder, model.config
         self._kept: list[Tensor] = []  # what the structures point to
         config = model.config
-        layers = [self._layer(block, config.window(number)) for number, block in enumerate(model.decoder.blocks)]
+        blocks = [block for block in model.decoder.blocks if isinstance(block, Block)]
+        layers = [self._layer(block, config.window(number)) for number, block in enumerate(blocks)]
         norm, norm_bias = self._norm(model.decoder.norm)
         self._decoder = _Decoder(
             config.width, config.num_heads, config.num_kv_heads, config.head_dim, config.mlp_width, config.vocab_size,
@@ -146,14 +162,12 @@ class NativeSteps:
         return self._tables
 
     def _scratch_for(self, num_rows: int) -> int:
-        scratch_bytes = self._library.scratch_bytes
-        scratch_bytes.argtypes, scratch_bytes.restype = [c_void_p, c_int64], c_int64
-        needed = scratch_bytes(byref(self._decoder), num_rows)
+        needed = self._library.scratch_bytes(byref(self._decoder), num_rows)
         if needed > len(self._scratch):
             self._scratch = torch.zeros(needed, dtype=torch.uint8)
         return self._scratch.data_ptr()
 
-    def _layer(self, block: nn.Module, window: int) -> _Layer:
+    def _layer(self, block: Block, window: int) -> _Layer:
         attention, mlp = block.attention, block.mlp
         return _Layer(
             *self._norm(block.attention_norm), self._weight(attention.qkv), self._vector(attention.qkv.bias),
@@ -171,12 +185,9 @@ class NativeSteps:
 
     def _weight(self, linear: nn.Linear) -> int:
         """The weight [F, D] in panels."""
-        weight_bytes, put_weight = self._library.weight_bytes, self._library.put_weight
-        weight_bytes.argtypes, weight_bytes.restype = [c_int64, c_int64], c_int64
-        put_weight.argtypes, put_weight.restype = [c_void_p, c_int64, c_int64, c_void_p], None
         weight = linear.weight.detach().contiguous()
-        panels = torch.empty(weight_bytes(*weight.shape), dtype=torch.uint8)
-        put_weight(weight.data_ptr(), *weight.shape, panels.data_ptr())
+        panels = torch.empty(self._library.weight_bytes(*weight.shape), dtype=torch.uint8)
+        self._library.put_weight(weight.data_ptr(), *weight.shape, panels.data_ptr())
         return self._keep(panels)
 
     def _keep(self, tensor: Tensor) -> int:

@@ -115,8 +115,7 @@ inline char* place(char* panels, int64_t K, int64_t row, int64_t k) {
 // Threads that meet spin for as long as a phase may take, then let others have the core.
 class Barrier {
   public:
-    explicit Barrier(int threads) : threads(threads) {}
-    void wait() {
+    void wait(int64_t threads) {
         constexpr int SPINS = 2000;  // some 50 microseconds
         const int now = round.load(std::memory_order_relaxed);
         if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
@@ -129,7 +128,6 @@ class Barrier {
     }
 
   private:
-    const int threads;
     alignas(LINE) std::atomic<int> arrived{0};
     alignas(LINE) std::atomic<int> round{0};
 };
@@ -403,26 +401,26 @@ void run(const Decoder& model, const Step& step, int64_t thread, int64_t threads
         const Layer& layer = model.layers[number];
         for (int64_t b = rows.begin; b < rows.end; ++b)
             norm(model, step.x + b * D, layer.attention_norm, layer.attention_norm_bias, b, scratch.normed);
-        barrier.wait();
+        barrier.wait(threads);
         product(scratch.normed, B, D, layer.qkv, layer.qkv_bias, E, columns(E), into(scratch.qkv, E));
-        barrier.wait();
+        barrier.wait(threads);
         attend_some(model, step, layer, number, scratch.qkv, share(B * model.G, thread, threads), scores, scratch.attended);
-        barrier.wait();
+        barrier.wait(threads);
         product(scratch.attended, B, heads, layer.out, layer.out_bias, D, columns(D), add_to_stream);
-        barrier.wait();
+        barrier.wait(threads);
         for (int64_t b = rows.begin; b < rows.end; ++b)
             norm(model, step.x + b * D, layer.mlp_norm, layer.mlp_norm_bias, b, scratch.normed);
-        barrier.wait();
+        barrier.wait(threads);
         product(scratch.normed, B, D, layer.up, layer.up_bias, up_columns, columns(up_columns), into(scratch.up, up_columns));
-        barrier.wait();
+        barrier.wait(threads);
         for (int64_t b = rows.begin; b < rows.end; ++b) activate(model, scratch.up + b * up_columns, b, scratch.activated);
-        barrier.wait();
+        barrier.wait(threads);
         product(scratch.activated, B, model.M, layer.down, layer.down_bias, D, columns(D), add_to_stream);
-        barrier.wait();
+        barrier.wait(threads);
     }
     for (int64_t b = rows.begin; b < rows.end; ++b)
         norm(model, step.x + b * D, model.norm, model.norm_bias, b, scratch.normed);
-    barrier.wait();
+    barrier.wait(threads);
     product(scratch.normed, B, D, model.head, nullptr, model.V, columns(model.V), into(step.logits, model.V));
     _tile_release();
 }
@@ -455,7 +453,7 @@ void put_weight(const uint16_t* weight, int64_t columns, int64_t K, char* panels
 int64_t scratch_bytes(const Decoder* model, int64_t B) { return Scratch(*model, B, nullptr).bytes; }
 
 void decode(const Decoder* model, const Step* step) {
-    Barrier barrier(omp_get_max_threads());
+    Barrier barrier;
 #pragma omp parallel
     run(*model, *step, omp_get_thread_num(), omp_get_num_threads(), barrier);
 }

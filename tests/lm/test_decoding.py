@@ -1,0 +1,164 @@
+"""The native decoding step against the model's own modules, in double precision and in bf16."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lm.config import ModelConfig
+from lm.decoding import NativeSteps, decoding_steps, what_native_steps_miss
+from lm.encoder_decoder import EncoderDecoder
+from lm.generation import Batch, generate
+from lm.logprobs import token_logprobs
+from lm.model import LanguageModel, initialise
+from lm.sampling import Choice
+
+SHAPE = {
+    "vocab_size": 100, "context_tokens": 64, "width": 64, "num_layers": 3, "num_heads": 2, "num_kv_heads": 2,
+    "head_dim": 32, "mlp_width": 96,
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "grouped heads": {"num_heads": 4},
+    "one key-value head": {"num_kv_heads": 1},
+    "normed queries": {"qk_norm": True},
+    "relu2": {"mlp": "relu2"},
+    "gpt-2": {"mlp": "gelu_tanh", "norm": "layer", "positions": "learned", "attention_bias": "all", "mlp_bias": True},
+    "sinusoidal": {"mlp": "relu", "attention_bias": "qkv", "positions": "sinusoidal"},
+    "windows": {"windows": (0, 4)},
+    "heads of 64": {"head_dim": 64},
+    "heads of 96": {"head_dim": 96},
+    "heads of 128": {"head_dim": 128},
+    "heads of 256": {"head_dim": 256},
+    "embeddings": {"embedding_scale": True, "embedding_norm": True},
+    "untied": {"tie_embeddings": False, "vocab_size": 203},
+}
+
+
+def drawn_model(**fields: Any) -> LanguageModel:
+    """In bf16, with norms and biases that are not those of a new model."""
+    model = LanguageModel(ModelConfig(**{**SHAPE, **fields}))
+    initialise(model, 0)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model.bfloat16().eval()
+
+
+needs_unit = pytest.mark.skipif(
+    bool(what_native_steps_miss(drawn_model())), reason="needs a C++ compiler and a CPU with AMX"
+)
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def ragged_prompts(count: int) -> list[list[int]]:
+    return [[(7 * row + 3 * place) % 90 for place in range(1 + (3 * row) % 7)] for row in range(count)]
+
+
+def started(model: LanguageModel, num_rows: int) -> Batch:
+    return Batch.start(model, list(range(num_rows)), ragged_prompts(num_rows), 12)
+
+
+@needs_unit
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+def test_steps_are_as_close_to_double_precision_as_the_modules_are(fields: dict[str, Any], num_rows: int) -> None:
+    model = drawn_model(**fields)
+    exact = copy.deepcopy(model).double()
+    native, eager, expected = started(model, num_rows), started(model, num_rows), started(exact, num_rows)
+    steps, generator = NativeSteps(model), torch.Generator().manual_seed(2)
+    for _ in range(10):
+        tokens_B = torch.randint(0, 90, (num_rows,), generator=generator)
+        native.feed(model, tokens_B, steps)
+        eager.feed(model, tokens_B)
+        expected.feed(exact, tokens_B)
+        errors = [(batch.logits_BV.double() - expected.logits_BV).square().mean().sqrt() for batch in (native, eager)]
+        assert errors[0] < 1.5 * errors[1] + 1e-3, errors
+    length = eager.cache.length
+    for ours, theirs in ((native.cache.keys, eager.cache.keys), (native.cache.values, eager.cache.values)):
+        torch.testing.assert_close(ours[0, :, :, :length], theirs[0, :, :, :length], rtol=0.02, atol=0.02)
+
+
+@needs_unit
+def test_steps_do_not_depend_on_threads_or_on_other_rows() -> None:
+    model, before, logits = drawn_model(num_heads=4), torch.get_num_threads(), []
+    try:
+        for threads, num_rows in ((1, 40), (2, 40), (3, 40), (2, 3)):
+            torch.set_num_threads(threads)
+            batch = Batch.start(model, list(range(num_rows)), [[row, 3, 7] for row in range(num_rows)], 12)
+            steps = NativeSteps(model)
+            for token in range(5):
+                batch.feed(model, torch.full((num_rows,), token), steps)
+            logits.append(batch.logits_BV)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+    assert torch.equal(logits[0][:3], logits[3])
+
+
+@needs_unit
+def test_generation_by_native_steps_reports_the_model_s_own_logprobs() -> None:
+    """Rows end at different lengths, leave, and others enter."""
+    model = drawn_model(mlp="relu2", num_heads=4)
+    prompts = ragged_prompts(23)
+    sampled = generate(
+        model, prompts, max_new_tokens=20, end_id=5, choice=Choice(), seeds=range(23), max_rows=6, steps="native"
+    )
+    lengths = {len(response) for response in sampled.responses}
+    assert len(lengths) > 3
+    assert any(sampled.finished)
+    for prompt, response, logprobs in zip(prompts, sampled.responses, sampled.logprobs, strict=True):
+        logits = model(torch.tensor([prompt + response]))[0, len(prompt) - 1 : -1]
+        expected = token_logprobs(logits, torch.tensor(response))
+        torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0.02, atol=0.06)
+
+
+@needs_unit
+def test_samples_are_those_of_eager_steps_but_for_rounding() -> None:
+    model, prompts = drawn_model(), ragged_prompts(64)
+    native, eager = (
+        generate(model, prompts, max_new_tokens=2, end_id=-1, choice=Choice(), seeds=range(64), steps=steps).responses
+        for steps in ("native", "eager")
+    )
+    assert sum(a == b for a, b in zip(native, eager, strict=True)) >= 60
+
+
+@needs_unit
+def test_auto_takes_native_steps_where_they_compute_the_same() -> None:
+    assert isinstance(decoding_steps(drawn_model(), "auto"), NativeSteps)
+    assert decoding_steps(drawn_model(), "eager") is None
+    for other in (drawn_model(norm_place="post"), drawn_model(mlp="gelu"), drawn_model().float()):
+        assert decoding_steps(other, "auto") is None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert decoding_steps(drawn_model(), "auto") is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"head_dim": 16}, "head_dim of .32, 64, 96, 128, 256."),
+        ({"mlp_width": 100}, "widths that are multiples of 32"),
+        ({"norm_place": "post"}, 'norm_place "pre"'),
+        ({"mlp": "gelu"}, "mlp of .'swiglu', 'relu2', 'gelu_tanh', 'relu'."),
+    ],
+)
+def test_asked_for_in_vain_native_steps_say_what_they_need(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decoding_steps(drawn_model(**fields), "native")
+
+
+def test_native_steps_need_bf16_and_a_decoder() -> None:
+    with pytest.raises(ValueError, match="bf16 weights on a CPU"):
+        decoding_steps(drawn_model().float(), "native")
+    sequence = EncoderDecoder(ModelConfig(**SHAPE, kind="encoder-decoder", num_encoder_layers=1))
+    with pytest.raises(ValueError, match="needs a decoder"):
+        decoding_steps(sequence, "native")
