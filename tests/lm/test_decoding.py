@@ -129,7 +129,7 @@ def test_samples_are_those_of_eager_steps_but_for_rounding() -> None:
         generate(model, prompts, max_new_tokens=2, end_id=-1, choice=Choice(), seeds=range(64), steps=steps).responses
         for steps in ("native", "eager")
     )
-    assert sum(a == b for a, b in zip(native, eager, strict=True)) >= 60
+    assert sum(a == b for a, b in zip(native, eager, strict=True)) >= 52
 
 
 @needs_unit
