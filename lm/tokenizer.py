@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -245,10 +246,25 @@ class Tokenizer:
 
     def encode_rendered(self, text: str) -> list[int]:
         """Tokens of what `render` gives: special where the template wrote them, spelled out in messages."""
-        tokens: list[int] = []
-        for index, piece in enumerate(_GUARDED.split(text)):
-            tokens += self.encode(piece) if index % 2 == 0 else self.encode_plain([self._specials[int(piece)]])[0]
-        return tokens
+        return self._encode_all([text])[0]
+
+    def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_rendered` of each, on all the library's threads."""
+        split = [_GUARDED.split(text) for text in texts]  # every other piece is a special token's number
+        written = [piece for pieces in split for piece in pieces[::2]]
+        encoded = (encoding.ids for encoding in self._bpe.encode_batch(written, add_special_tokens=False))
+        result = []
+        for pieces in split:
+            tokens = list(next(encoded))
+            for number in pieces[1::2]:
+                tokens += self._spelled_specials[int(number)]
+                tokens += next(encoded)
+            result.append(tokens)
+        return result
+
+    @cached_property
+    def _spelled_specials(self) -> list[list[int]]:
+        return self.encode_plain(self._specials)
 
     def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         """The conversation as the template writes it; names of special tokens inside messages are guarded."""
@@ -265,49 +281,67 @@ class Tokenizer:
 
     def encode_prompt(self, messages: Messages) -> list[int]:
         """Tokens up to where the assistant's next response begins."""
-        tokens, _, written = self._encode_turns(messages)
-        self._extend(tokens, self.render(messages, add_generation_prompt=True), written)
-        return tokens
+        pieces = self._pieces(messages)
+        pieces.append(_added(self.render(messages, add_generation_prompt=True), _written(pieces)))
+        return list(itertools.chain.from_iterable(self._encode_all([piece.text for piece in pieces])))
 
     def encode_conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
-        """Tokens, and for each whether it belongs to an assistant's response, up to and with its end token.
+        """`encode_conversations` of one."""
+        return self.encode_conversations([messages])[0]
 
-        The conversation is encoded piece by piece, so a prompt's tokens are always a prefix of the whole.
+    def encode_conversations(self, conversations: Sequence[Messages]) -> list[tuple[list[int], list[bool]]]:
+        """Tokens of each, and of each token whether an assistant's response has it, up to and with its end token.
+
+        A conversation is encoded piece by piece, so a prompt's tokens are always a prefix of the whole; many at a time
+        are encoded on all the library's threads.
         Errors: ValueError for a template whose rendering of a conversation does not extend that of its beginning.
         """
-        tokens, is_response, _ = self._encode_turns(messages)
-        return tokens, is_response
+        pieces = [self._pieces(messages) for messages in conversations]
+        encoded = iter(self._encode_all([piece.text for of_one in pieces for piece in of_one]))
+        return [self._joined(of_one, [next(encoded) for _ in of_one]) for of_one in pieces]
 
-    def _encode_turns(self, messages: Messages) -> tuple[list[int], list[bool], str]:
-        """Tokens, the response mask, and the text they spell."""
+    def _pieces(self, messages: Messages) -> list["_Piece"]:
+        """What the template writes, cut before and behind every response."""
+        pieces: list[_Piece] = []
+        for index, message in enumerate(messages):
+            speaks = message["role"] == "assistant"
+            if speaks:
+                pieces.append(_added(self.render(messages[:index], add_generation_prompt=True), _written(pieces)))
+            whole = self.render(messages[: index + 1], add_generation_prompt=False)
+            pieces.append(_added(whole, _written(pieces), speaks=speaks))
+        return pieces
+
+    def _joined(self, pieces: Sequence["_Piece"], encoded: Sequence[list[int]]) -> tuple[list[int], list[bool]]:
         tokens: list[int] = []
         is_response: list[bool] = []
-        written = ""
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant":
-                opening = self.render(messages[:index], add_generation_prompt=True)
-                self._extend(tokens, opening, written)
-                written = opening
-            start = len(tokens)
-            is_response += [False] * (start - len(is_response))
-            whole = self.render(messages[: index + 1], add_generation_prompt=False)
-            self._extend(tokens, whole, written)
-            written = whole
+        for piece, ids in zip(pieces, encoded, strict=True):
             # What a template writes after the end token, a line break say, is never sampled and must not count.
-            piece = tokens[start:]
-            ends = piece.index(self.end_id) + 1 if self.end_id in piece else len(piece)
-            speaks = message["role"] == "assistant"
-            is_response += [speaks and place < ends for place in range(len(piece))]
-        return tokens, is_response, written
+            end = ids.index(self.end_id) + 1 if piece.speaks and self.end_id in ids else len(ids)
+            tokens += ids
+            is_response += [piece.speaks] * end + [False] * (len(ids) - end)
+        return tokens, is_response
 
-    def _extend(self, tokens: list[int], text: str, written: str) -> None:
-        """Encode what `text` adds to `written`."""
-        if not text.startswith(written):
-            raise ValueError(
-                f"chat_template: the rendering {text!r} does not start with {written!r};"
-                " a template must only append when a message is added"
-            )
-        tokens.extend(self.encode_rendered(text[len(written) :]))
+
+@dataclass(frozen=True)
+class _Piece:
+    """Text that a template added to what it had written, `before` it; whether that is an assistant's response."""
+
+    before: str
+    text: str
+    speaks: bool
+
+
+def _written(pieces: Sequence[_Piece]) -> str:
+    return pieces[-1].before + pieces[-1].text if pieces else ""
+
+
+def _added(whole: str, before: str, *, speaks: bool = False) -> _Piece:
+    if not whole.startswith(before):
+        raise ValueError(
+            f"chat_template: the rendering {whole!r} does not start with {before!r};"
+            " a template must only append when a message is added"
+        )
+    return _Piece(before, whole[len(before) :], speaks)
 
 
 _TOKEN_FIELDS = ("pad_token", "eos_token", "sep_token", "bos_token", "cls_token", "mask_token")

@@ -16,6 +16,7 @@ from preferences.formats.merging import Found, collect_all
 from preferences.formats.registry import format_to_read
 from preferences.records import Message, Ranking
 from training.data import DataConfig, read_rows
+from training.packing import chunks
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,22 @@ def encode_scored(tokenizer: Tokenizer, messages: Messages) -> tuple[int, ...]:
 
     Samples of a policy end there, so nothing that a template writes after it is scored.
     """
-    tokens, is_response = tokenizer.encode_conversation(messages)
+    return _scored(*tokenizer.encode_conversation(messages))
+
+
+def _scored(tokens: Sequence[int], is_response: Sequence[bool]) -> tuple[int, ...]:
     return tuple(tokens[: len(tokens) - is_response[::-1].index(True)])
 
 
 def encode_response(tokenizer: Tokenizer, prompt: Sequence[Message], response: str) -> tuple[int, ...]:
     """`encode_scored` of the conversation in which the assistant gives this response."""
+    return encode_scored(tokenizer, answered(prompt, response))
+
+
+def answered(prompt: Sequence[Message], response: str) -> Messages:
+    """The conversation in which the assistant gives this response."""
     turns = [{"role": message.role, "content": message.content} for message in prompt]
-    return encode_scored(tokenizer, [*turns, {"role": "assistant", "content": response}])
+    return [*turns, {"role": "assistant", "content": response}]
 
 
 LabelerWeights = Mapping[tuple[str, str], float]  # by objective and labeler; 1 where it is not given
@@ -98,11 +107,18 @@ def encode_rankings(
     by_task: dict[str, list[Ranking]] = {}
     for ranking in rankings:
         by_task.setdefault(ranking.task_id, []).append(ranking)
-    return [_encode_task(tokenizer, judged, max_tokens, objectives, weights or {}) for judged in by_task.values()]
+    comparisons: list[Comparison] = []
+    for tasks in chunks(by_task.values()):
+        conversations = [answered(task[0].prompt, response) for task in tasks for response in task[0].responses]
+        encoded = iter(tokenizer.encode_conversations(conversations))
+        for judged in tasks:
+            sequences = tuple(_scored(*next(encoded)) for _ in judged[0].responses)
+            comparisons.append(_comparison(sequences, judged, max_tokens, objectives, weights or {}))
+    return comparisons
 
 
-def _encode_task(
-    tokenizer: Tokenizer,
+def _comparison(
+    sequences: tuple[tuple[int, ...], ...],
     judged: Sequence[Ranking],
     max_tokens: int,
     objectives: Sequence[str],
@@ -116,7 +132,6 @@ def _encode_task(
                     f"task {task.task_id!r}: field {field!r} differs between the rankings of {task.labeler!r} and"
                     f" {other.labeler!r}; rankings of one task are of the same responses by the same objective"
                 )
-    sequences = tuple(encode_response(tokenizer, task.prompt, response) for response in task.responses)
     longest = max(len(sequence) for sequence in sequences)
     if longest > max_tokens:
         raise ValueError(

@@ -20,7 +20,7 @@ from training.config import InitConfig, TrainingConfig
 from training.data import DataConfig, read_conversations
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import PackedObjective, PairsObjective
-from training.packing import pack
+from training.packing import chunks, pack
 from training.stage import StageContext, build_engine
 
 
@@ -94,8 +94,7 @@ def encode_demonstrations(
     Errors: ValueError naming file and line of one without a response, or too long; with `has_source`, of one in which
     nothing comes before the last response.
     """
-    for where, messages in read_conversations(sources):
-        tokens, is_response = tokenizer.encode_conversation(messages)
+    for where, tokens, is_response in encoded_conversations(tokenizer, sources):
         if not any(is_response):
             raise ValueError(f"{where}: sft.chat_template {tokenizer.chat_template!r} shows no assistant's response")
         parts = split_pair(tokens, is_response) if has_source else (tokens,)
@@ -107,6 +106,16 @@ def encode_demonstrations(
                 f"{where}: {what} {' and '.join(map(str, lengths))} tokens; sft.row_tokens allows {row_tokens}"
             )
         yield tokens, is_response
+
+
+def encoded_conversations(
+    tokenizer: Tokenizer, sources: Sequence[DataConfig]
+) -> Iterator[tuple[str, list[int], list[bool]]]:
+    """Each conversation's file and line with its tokens; many at a time are encoded, on all the tokenizer's threads."""
+    for chunk in chunks(read_conversations(sources)):
+        places, conversations = zip(*chunk, strict=True)
+        for where, encoded in zip(places, tokenizer.encode_conversations(conversations), strict=True):
+            yield where, *encoded
 
 
 def split_pair(tokens: Sequence[int], is_response: Sequence[bool]) -> tuple[Sequence[int], Sequence[int]]:
