@@ -2,5 +2,6 @@
 
 import os
 
-# Before PyTorch loads OpenMP: threads that spin while they wait stop whatever else the machine does (docs/log.md).
+# Before PyTorch loads OpenMP, as for workers (cluster/group.py): threads spin a moment while they wait, then sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")

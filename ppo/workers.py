@@ -240,11 +240,13 @@ class LearnerWorker(Rank):
 
     @torch.no_grad()
     def policy_logprobs(self, rollout: Rollout) -> Tensor:
-        return torch.cat([self._logprobs(self.policy.model, part).cpu() for part in self._parts(rollout)])
+        with self.policy.same_weights():
+            return torch.cat([self._logprobs(self.policy.model, part).cpu() for part in self._parts(rollout)])
 
     @torch.no_grad()
     def values(self, rollout: Rollout) -> Tensor:
-        return torch.cat([self._values(part).cpu() for part in self._parts(rollout)])
+        with self.value.same_weights():
+            return torch.cat([self._values(part).cpu() for part in self._parts(rollout)])
 
     def _values(self, rollout: Rollout) -> Tensor:
         return rollout.spread(
@@ -252,54 +254,59 @@ class LearnerWorker(Rank):
         )
 
     def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
-        config, size = self.config, self.config.minibatch.micro_batch_size
+        size = self.config.minibatch.micro_batch_size
         self.writer.check()
         self.policy.set_learning_rate(learning_rate)
         shares: dict[str, float] = {}
         starts = range(0, len(batch.rollout), size)
         ptx_size = -(-len(batch.ptx_rows) // max(1, len(starts)))  # pretraining rows ride along, spread evenly
-        for number, start in enumerate(starts):
-            ptx = slice(number * ptx_size, (number + 1) * ptx_size)
-            part = batch.rows(slice(start, start + size), ptx)
-            with self.policy.micro_batch(is_last=number == len(starts) - 1):
-                logprobs_BR = self._logprobs(self.policy.model, part.rollout)
-                loss, sums = policy_loss(
-                    logprobs_BR,
-                    part.logprobs_BR.to(self.device),
-                    part.advantages_BR.to(self.device),
-                    part.mask_BR.to(self.device),
-                    config.clip,
-                )
-                _add(shares, {"policy_loss": loss.detach(), **sums}, batch.num_tokens)
-                loss = loss / batch.num_tokens
-                if len(part.ptx_rows):
-                    assert self.stream is not None, "the controller draws rows of a stream only where there is one"
-                    rows = part.ptx_rows.numpy()
-                    ptx_sum, _ = self.stream.loss(self.policy.model, rows, self.device)
-                    num_ptx_tokens = batch.num_ptx_rows * self.stream.count(rows) // len(rows)
-                    _add(shares, {"ptx_loss": ptx_sum.detach()}, num_ptx_tokens)
-                    loss = loss + config.ptx_coef * ptx_sum / num_ptx_tokens
-                self.policy.backward(loss, step=update)
+        with self.policy.same_weights():
+            for number, start in enumerate(starts):
+                ptx = slice(number * ptx_size, (number + 1) * ptx_size)
+                part = batch.rows(slice(start, start + size), ptx)
+                with self.policy.micro_batch(is_last=number == len(starts) - 1):
+                    self.policy.backward(self._policy_loss(part, batch, shares), step=update)
         _, norm = self.policy.step()
         return {**shares, "policy_gradient_norm": norm / self.num_workers}
+
+    def _policy_loss(self, part: PolicyBatch, whole: PolicyBatch, shares: dict[str, float]) -> Tensor:
+        """The part's share of the whole minibatch's loss; what is reported of it is added to `shares`."""
+        loss, sums = policy_loss(
+            self._logprobs(self.policy.model, part.rollout),
+            part.logprobs_BR.to(self.device),
+            part.advantages_BR.to(self.device),
+            part.mask_BR.to(self.device),
+            self.config.clip,
+        )
+        _add(shares, {"policy_loss": loss.detach(), **sums}, whole.num_tokens)
+        loss = loss / whole.num_tokens
+        if not len(part.ptx_rows):
+            return loss
+        assert self.stream is not None, "the controller draws rows of a stream only where there is one"
+        rows = part.ptx_rows.numpy()
+        ptx_sum, _ = self.stream.loss(self.policy.model, rows, self.device)
+        num_ptx_tokens = whole.num_ptx_rows * self.stream.count(rows) // len(rows)
+        _add(shares, {"ptx_loss": ptx_sum.detach()}, num_ptx_tokens)
+        return loss + self.config.ptx_coef * ptx_sum / num_ptx_tokens
 
     def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> Mapping[str, float]:
         size = self.config.minibatch.micro_batch_size
         self.value.set_learning_rate(learning_rate)
         shares: dict[str, float] = {}
         starts = range(0, len(batch.rollout), size)
-        for number, start in enumerate(starts):
-            part = batch.rows(slice(start, start + size))
-            with self.value.micro_batch(is_last=number == len(starts) - 1):
-                loss, sums = value_loss(
-                    self._values(part.rollout),
-                    part.values_BR.to(self.device),
-                    part.returns_BR.to(self.device),
-                    part.mask_BR.to(self.device),
-                    self.config.value_clip,
-                )
-                _add(shares, {"value_loss": loss.detach(), **sums}, batch.num_tokens)
-                self.value.backward(loss / batch.num_tokens, step=update)
+        with self.value.same_weights():
+            for number, start in enumerate(starts):
+                part = batch.rows(slice(start, start + size))
+                with self.value.micro_batch(is_last=number == len(starts) - 1):
+                    loss, sums = value_loss(
+                        self._values(part.rollout),
+                        part.values_BR.to(self.device),
+                        part.returns_BR.to(self.device),
+                        part.mask_BR.to(self.device),
+                        self.config.value_clip,
+                    )
+                    _add(shares, {"value_loss": loss.detach(), **sums}, batch.num_tokens)
+                    self.value.backward(loss / batch.num_tokens, step=update)
         _, norm = self.value.step()
         return {**shares, "value_gradient_norm": norm / self.num_workers}
 

@@ -115,6 +115,13 @@ class Engine(Generic[AnyModule]):
         """Element-wise sum over all ranks."""
         return values if self.world_size == 1 else self._accelerator.reduce(values, reduction="sum")
 
+    def same_weights(self) -> contextlib.AbstractContextManager[object]:
+        """Around passes between which no weight changes: under autocast each weight is then rounded once, not in every
+        pass. Passes with and without gradients need one each.
+        """
+        # What autocast has rounded is dropped where the outermost context ends, also one that rounds nothing itself.
+        return torch.autocast(self.device.type, enabled=False)
+
     @contextlib.contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
         """Around the forward and backward of one micro-batch; `is_last` closes the global batch.

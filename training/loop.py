@@ -110,13 +110,14 @@ class TrainingLoop(Generic[AnyModule]):
         per_rank = self.num_micro_batches * batch.micro_batch_size
         mine = rows[engine.rank * per_rank : (engine.rank + 1) * per_rank]
         sums: dict[str, Tensor] = {}
-        for index in range(self.num_micro_batches):
-            micro = mine[index * batch.micro_batch_size : (index + 1) * batch.micro_batch_size]
-            with engine.micro_batch(is_last=index == self.num_micro_batches - 1):
-                loss, extra = self.training.loss(engine.model, micro, engine.device)
-                engine.backward(loss / count, step=step)
-            for name, value in extra.items():
-                sums[name] = sums.get(name, torch.zeros_like(value)) + value
+        with engine.same_weights():
+            for index in range(self.num_micro_batches):
+                micro = mine[index * batch.micro_batch_size : (index + 1) * batch.micro_batch_size]
+                with engine.micro_batch(is_last=index == self.num_micro_batches - 1):
+                    loss, extra = self.training.loss(engine.model, micro, engine.device)
+                    engine.backward(loss / count, step=step)
+                for name, value in extra.items():
+                    sums[name] = sums.get(name, torch.zeros_like(value)) + value
         loss_mean, norm = engine.step()
         seconds = time.monotonic() - started
         return {

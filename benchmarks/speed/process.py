@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.speed.environments import ROOT
 from cluster.group import WORKER_ENVIRONMENT
 
-PEER_ENVIRONMENT = {name: value for name, value in WORKER_ENVIRONMENT.items() if name != "OMP_WAIT_POLICY"}
+PEER_ENVIRONMENT = {name: value for name, value in WORKER_ENVIRONMENT.items() if name.startswith("MALLOC_")}
 TIMEOUT_SECONDS = 1800.0  # of a measuring process
 
 

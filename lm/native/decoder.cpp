@@ -112,11 +112,11 @@ inline char* place(char* panels, int64_t K, int64_t row, int64_t k) {
     return panels + (row / PANEL * (K / PANEL) + k / PANEL) * PAIR + row % PANEL / SIDE * TILE + row % SIDE * LINE;
 }
 
-// Threads that meet spin for as long as a phase may take, then let others have the core.
+// Threads that meet spin for longer than their shares differ, then let others have the core.
 class Barrier {
   public:
     void wait(int64_t threads) {
-        constexpr int SPINS = 2000;  // some 50 microseconds
+        constexpr int SPINS = 2000;  // some 20 microseconds
         const int now = round.load(std::memory_order_relaxed);
         if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
             arrived.store(0, std::memory_order_relaxed);
