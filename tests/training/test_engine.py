@@ -1,14 +1,17 @@
 """One rank: a step is AdamW by hand, and no split of a batch changes it."""
 
+import contextlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.config import ModelConfig
 from lm.model import LanguageModel
@@ -271,3 +274,38 @@ def test_more_blocks_than_there_are_are_refused(tiny_config: ModelConfig) -> Non
     optimizer = OPTIMIZER.model_copy(update={"trained_layers": 3})
     with pytest.raises(ValueError, match="3 blocks are to be trained; the model has 2"):
         Engine(fresh(tiny_config), optimizer, ONE_RANK, world_size=1, micro_batch=1)
+
+
+class Roundings(TorchDispatchMode):
+    """Counts how often fp32 numbers of a shape become bf16."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default and result.shape == self.shape:
+            self.count += result.dtype == torch.bfloat16
+        return result
+
+
+def test_an_update_rounds_each_weight_once_and_has_the_same_gradients(
+    ragged: PackedObjective, tiny_config: ModelConfig
+) -> None:
+    found = []
+    for context in (Engine.same_weights, lambda _: contextlib.nullcontext()):
+        config = EngineConfig(precision="bf16", trackers=())
+        engine = Engine(fresh(tiny_config), OPTIMIZER, config, world_size=1, micro_batch=1)
+        weight = engine.module.get_parameter("decoder.blocks.0.mlp.up.weight")
+        with context(engine), Roundings(weight.shape) as roundings:
+            accumulate(engine, ragged, micro=1)
+        found.append((roundings.count, [parameter.grad for parameter in engine.module.parameters()]))
+        engine.close()
+    (once, shared), (each, separate) = found
+    assert once == tiny_config.num_layers  # a weight of this shape in each
+    assert each == 4 * once
+    for ours, expected in zip(shared, separate, strict=True):
+        assert ours is not None
+        assert expected is not None
+        assert torch.equal(ours, expected)
