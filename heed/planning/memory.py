@@ -213,12 +213,17 @@ def training_memory(
     return Memory(states(counts, layout), phases)
 
 
-def sampling_phase(config: ModelConfig, layout: Layout, rows: int, row_tokens: int) -> dict[str, int]:
+def sampling_phase(
+    config: ModelConfig, layout: Layout, num_parameters: int, rows: int, row_tokens: int
+) -> dict[str, int]:
     """Generation of so many rows at once: the cache with the copy made when rows leave, fp32 logits and what is drawn
-    from them.
+    from them, and on a CPU in bf16 the weights once more, as its matrix unit reads them.
     """
     cache = cache_bytes_per_token(config, layout.compute_bytes) * rows * row_tokens
-    return {"key-value cache": int(CACHE_COPIES * cache), "logits": 12 * rows * config.vocab_size}
+    held = {"key-value cache": int(CACHE_COPIES * cache), "logits": 12 * rows * config.vocab_size}
+    if layout.is_bf16 and not layout.is_gpu:
+        held["weights as the CPU reads them"] = 2 * num_parameters
+    return held
 
 
 def ppo_memory(
@@ -254,7 +259,7 @@ def ppo_memory(
     }
     if not layout.is_gpu:
         held["copy of the average for checkpoints"] = 4 * P // layout.ranks
-    phases = {"generate": sampling_phase(config, layout, min(GENERATION_ROWS, rollout_rows), of.row_tokens)}
+    phases = {"generate": sampling_phase(config, layout, P, min(GENERATION_ROWS, rollout_rows), of.row_tokens)}
     for name, counts, numbers in (("policy", policy, num_logits), ("value", value, 0)):
         found = training_phases(config, counts, layout, of, numbers, num_micro_batches)
         phases |= {f"{name} {phase}": parts for phase, parts in found.items()}

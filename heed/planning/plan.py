@@ -215,7 +215,7 @@ class _Planner:
         c = self.layout.compute_bytes
         # The reference that samples are measured against; reward models of these stages stay in fp32.
         beside = {"reference": c * total, "reward model": 4 * total} if name == "compare" else {}
-        phases = {"generate": sampling_phase(self.model, self.layout, rows, row_tokens)}
+        phases = {"generate": sampling_phase(self.model, self.layout, total, rows, row_tokens)}
         if beside:
             logits = GENERATION_ROWS * response_tokens * self.model.vocab_size
             phases["measure"] = {**beside, "logits": (c + 8) * logits}
