@@ -138,6 +138,9 @@ class NativeSteps:
 
     def next_logits(self, tokens_B: Tensor, first_real_B: Tensor, cache: KVCache) -> Tensor:
         config, stack, B = self._config, self._stack, len(tokens_B)
+        assert cache.length < cache.capacity, f"the cache is full with {cache.length} tokens"
+        assert first_real_B.dtype == torch.int64
+        assert all(part.is_contiguous() for part in (cache.keys, cache.values, first_real_B))
         # A sequence that is over may idle past the end of the context; nothing reads what it is given.
         positions_B1 = (cache.length - first_real_B).clamp(0, config.context_tokens - 1)[:, None]
         x_B1D = stack.embed(tokens_B[:, None], positions_B1).contiguous()

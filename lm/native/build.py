@@ -13,7 +13,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 SOURCES = (FOLDER / "kernels.cpp", FOLDER / "decoder.cpp")
-HEADERS = (FOLDER / "numbers.h",)
+HEADERS = (FOLDER / "numbers.h", FOLDER / "tiles.h")
 # Sums may be taken in vectors only where the source says so; nothing is assumed about infinities and NaN.
 FLAGS = (
     "-std=c++20", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",

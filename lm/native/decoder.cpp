@@ -1,11 +1,6 @@
 // One decoding step of a whole transformer by a CPU with a matrix unit (Intel AMX): every sequence reads one token. All
-// threads take the same phases, each on a share of its own, and meet at a barrier between them, so nothing is started or
-// handed over within a step; weights and the key-value cache pass through memory once. lm/decoding.py says when it runs.
-//
-// Products: a tile is 16 rows of 16 pairs of bf16, 1 KiB. The unit multiplies a tile [16 rows, 16 pairs of k] by one
-// [16 pairs of k, 16 columns] and adds to 16 x 16 fp32. A panel is 32 rows (or columns) of an operand: its tiles follow
-// each other along k, two for every 32 k. Weights are put into panels once; what they multiply is written into panels by
-// whoever computes it, and its rows are numbers of sequences.
+// threads take the same phases, each on a share of its own, and meet at a barrier between them, so nothing is started
+// or handed over within a step; weights and the key-value cache pass through memory once. lm/decoding.py says when.
 //
 // Shape letters: B sequences, D width, N heads, G key-value heads, H head dim, E = (N + 2G) H, M MLP width,
 // C columns of the cache, V vocabulary.
@@ -47,7 +42,6 @@ struct Step {
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 
-#include <immintrin.h>
 #include <omp.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -60,57 +54,9 @@ struct Step {
 #include <vector>
 
 #include "numbers.h"
+#include "tiles.h"
 
 namespace {
-
-constexpr int64_t SIDE = 16, PANEL = 32, TILE = 1024, PAIR = 2 * TILE;
-constexpr int64_t LINE = 64;  // bytes that memory hands over at once: 32 bf16
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t panel_bytes(int64_t rows, int64_t K) { return ceil_div(rows, PANEL) * ceil_div(K, PANEL) * PAIR; }
-
-inline __m512 load16(const uint16_t* from) {
-    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-}
-inline void store16(uint16_t* to, __m512 x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
-}
-inline __m512 round16(__m512 x) {
-    const __m512i bits = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
-}
-
-// 32 numbers in fp32: the first 16, and the others.
-struct Wide {
-    __m512 low, high;
-};
-
-inline Wide load(const uint16_t* from) { return {load16(from), load16(from + 16)}; }
-inline Wide load(const float* from) { return {_mm512_loadu_ps(from), _mm512_loadu_ps(from + 16)}; }
-inline Wide load_or_zero(const float* from) { return from ? load(from) : Wide{_mm512_setzero_ps(), _mm512_setzero_ps()}; }
-inline __m512i rounded(Wide x) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(x.high, x.low)); }
-inline void store(void* to, Wide x) { _mm512_storeu_si512(to, rounded(x)); }
-inline Wide operator+(Wide a, Wide b) { return {a.low + b.low, a.high + b.high}; }
-inline Wide operator-(Wide a, Wide b) { return {a.low - b.low, a.high - b.high}; }
-inline Wide operator*(Wide a, Wide b) { return {a.low * b.low, a.high * b.high}; }
-inline Wide all(float x) { return {_mm512_set1_ps(x), _mm512_set1_ps(x)}; }
-inline float sum(Wide x) { return _mm512_reduce_add_ps(x.low + x.high); }
-
-template <class F>
-inline Wide each(Wide x, F f) {
-    alignas(LINE) float numbers[32];
-    _mm512_store_ps(numbers, x.low);
-    _mm512_store_ps(numbers + 16, x.high);
-#pragma omp simd
-    for (int i = 0; i < 32; ++i) numbers[i] = f(numbers[i]);
-    return load(numbers);
-}
-
-// Where panels of K columns keep 32 numbers of a row, from column k on.
-inline char* place(char* panels, int64_t K, int64_t row, int64_t k) {
-    return panels + (row / PANEL * (K / PANEL) + k / PANEL) * PAIR + row % PANEL / SIDE * TILE + row % SIDE * LINE;
-}
 
 // Threads that meet spin for longer than their shares differ, then let others have the core.
 class Barrier {
@@ -132,73 +78,6 @@ class Barrier {
     alignas(LINE) std::atomic<int> round{0};
 };
 
-struct Share {
-    int64_t begin, end;
-};
-inline Share share(int64_t count, int64_t thread, int64_t threads) {
-    return {count * thread / threads, count * (thread + 1) / threads};
-}
-
-void configure() {
-    struct alignas(LINE) {
-        uint8_t palette = 1, start = 0, reserved[14] = {};
-        uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    asm volatile("" ::"r"(&config) : "memory");  // gcc 12 believes that the next line reads 8 bytes
-    _tile_loadconfig(&config);
-}
-
-// sums [32, 32] = a panel of rows times a panel of columns; `next`, if any, is brought into the second cache meanwhile.
-inline void multiply(const char* rows, const char* columns, int64_t steps, float* sums, const char* next) {
-    constexpr int STRIDE = PANEL * sizeof(float);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t s = 0; s < steps; ++s, rows += PAIR, columns += PAIR) {
-        for (int64_t q = 0; next && q < PAIR; q += LINE) _mm_prefetch(next + s * PAIR + q, _MM_HINT_T1);
-        _tile_loadd(4, rows, LINE);
-        _tile_loadd(5, rows + TILE, LINE);
-        _tile_loadd(6, columns, LINE);
-        _tile_loadd(7, columns + TILE, LINE);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, sums, STRIDE);
-    _tile_stored(1, sums + SIDE, STRIDE);
-    _tile_stored(2, sums + SIDE * PANEL, STRIDE);
-    _tile_stored(3, sums + SIDE * PANEL + SIDE, STRIDE);
-}
-
-// y = x Wᵀ + bias for this thread's columns of y [B, columns]; put(row, column, 32 numbers of which so many are real).
-template <class Put>
-inline void product(const char* x, int64_t B, int64_t K, const char* weight, const float* bias, int64_t columns,
-                    Share panels, Put put) {
-    const int64_t steps = K / PANEL;
-    alignas(LINE) float sums[PANEL * PANEL];
-    for (int64_t p = panels.begin; p < panels.end; ++p) {
-        const char* panel = weight + p * steps * PAIR;
-        const int64_t column = p * PANEL, real = std::min(PANEL, columns - column);
-        alignas(LINE) float offsets[PANEL] = {};
-        if (bias) std::copy(bias + column, bias + column + real, offsets);
-        const Wide offset = load(offsets);
-        for (int64_t row = 0; row < B; row += PANEL) {
-            multiply(x + row / PANEL * steps * PAIR, panel, steps, sums, row ? nullptr : panel + steps * PAIR);
-            for (int64_t r = row; r < std::min(B, row + PANEL); ++r) put(r, column, load(sums + (r - row) * PANEL) + offset, real);
-        }
-    }
-}
-
-inline void store_some(uint16_t* to, Wide x, int64_t real) {
-    if (real == PANEL)
-        store(to, x);
-    else
-        _mm512_mask_storeu_epi16(to, (1u << real) - 1, rounded(x));
-}
-
 // A row's norm, into panels of D columns.
 void norm(const Decoder& model, const uint16_t* x, const float* weight, const float* bias, int64_t row, char* panels) {
     const int64_t D = model.D;
@@ -214,8 +93,10 @@ void norm(const Decoder& model, const uint16_t* x, const float* weight, const fl
         squares = squares + part * part;
     }
     const Wide scale = all(1 / std::sqrt(sum(squares) / count + static_cast<float>(model.eps)));
-    for (int64_t k = 0; k < D; k += PANEL)
-        store(place(panels, D, row, k), (load(x + k) - all(mean)) * scale * load(weight + k) + load_or_zero(bias ? bias + k : nullptr));
+    for (int64_t k = 0; k < D; k += PANEL) {
+        const Wide normed = (load(x + k) - all(mean)) * scale * load(weight + k);
+        store(place(panels, D, row, k), normed + load_or_zero(bias ? bias + k : nullptr));
+    }
 }
 
 // A query or key [H] as attention wants it: normed where there is a weight, turned where there are tables.
@@ -246,7 +127,9 @@ inline __m512 sums_of(__m512 v[16]) {
         const __m512d a = _mm512_castps_pd(v[i]), b = _mm512_castps_pd(v[i + 2]);
         v[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)) + _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
     }
-    const auto fold = [](__m512 a, __m512 b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); };
+    const auto fold = [](__m512 a, __m512 b) {
+        return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
+    };
     return fold(fold(v[0], v[4]), fold(v[8], v[12]));
 }
 
@@ -255,13 +138,14 @@ inline void fetch(const uint16_t* row, int64_t H) {
 }
 
 // softmax(q Kᵀ / √H) V of one query over `count` keys, into `to` [H]. Values are fetched while keys are read, and the
-// keys of `next`, with which the thread goes on, while values are. `scores` has room for `count` and 16 more.
+// keys of `next`, with which the thread goes on, while values are. `scores` has room for 16 more than `count`.
 template <int LINES>
 void attend(const uint16_t* q, const uint16_t* keys, const uint16_t* values, int64_t count, const uint16_t* next,
             float* scores, Wide to[LINES]) {
     constexpr int64_t H = LINES * 32;
+    const auto numbers = [](const uint16_t* from) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(from)); };
     __m512bh query[LINES];
-    for (int i = 0; i < LINES; ++i) query[i] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(q + 32 * i));
+    for (int i = 0; i < LINES; ++i) query[i] = numbers(q + 32 * i);
     const __m512 scale = _mm512_set1_ps(1 / std::sqrt(static_cast<float>(H)));
     const __m512 lowest = _mm512_set1_ps(std::numeric_limits<float>::lowest());
     __m512 tops = lowest;
@@ -271,7 +155,7 @@ void attend(const uint16_t* q, const uint16_t* keys, const uint16_t* values, int
             const int64_t key = std::min(s + j, count - 1);
             dots[j] = _mm512_setzero_ps();
             for (int i = 0; i < LINES; ++i)
-                dots[j] = _mm512_dpbf16_ps(dots[j], reinterpret_cast<__m512bh>(_mm512_loadu_si512(keys + key * H + 32 * i)), query[i]);
+                dots[j] = _mm512_dpbf16_ps(dots[j], numbers(keys + key * H + 32 * i), query[i]);
             fetch(values + key * H, H);
         }
         const __mmask16 real = count - s >= 16 ? 0xffff : static_cast<__mmask16>((1u << (count - s)) - 1);
@@ -344,7 +228,8 @@ void activate(const Decoder& model, const uint16_t* up, int64_t row, char* panel
                 x = each(x, [](float gate) { return gate / (1 + exponential(-gate)); }) * load(up + M + k);
                 break;
             case GELU_TANH:
-                x = each(x, [](float v) { return v / (1 + exponential(-1.5957691216f * (v + 0.044715f * v * v * v))); });
+                // x (1 + tanh(u)) / 2 = x sigmoid(2u), u = √(2/π) (x + 0.044715 x³)
+                x = each(x, [](float v) { return v / (1 + exponential(-1.5957691f * (v + 0.044715f * v * v * v))); });
                 break;
             case RELU2:
                 x = each(x, [](float v) { return v > 0 ? v * v : 0.0f; });
@@ -386,7 +271,9 @@ void run(const Decoder& model, const Step& step, int64_t thread, int64_t threads
     const Share rows = share(B, thread, threads);
     const auto columns = [&](int64_t count) { return share(ceil_div(count, PANEL), thread, threads); };
     const auto into = [](uint16_t* to, int64_t width) {
-        return [=](int64_t row, int64_t column, Wide x, int64_t real) { store_some(to + row * width + column, x, real); };
+        return [=](int64_t row, int64_t column, Wide x, int64_t real) {
+            store_some(to + row * width + column, x, real);
+        };
     };
     // A branch's result is rounded before it is added, as everywhere else.
     const auto add_to_stream = [&](int64_t row, int64_t column, Wide x, int64_t) {
@@ -404,16 +291,19 @@ void run(const Decoder& model, const Step& step, int64_t thread, int64_t threads
         barrier.wait(threads);
         product(scratch.normed, B, D, layer.qkv, layer.qkv_bias, E, columns(E), into(scratch.qkv, E));
         barrier.wait(threads);
-        attend_some(model, step, layer, number, scratch.qkv, share(B * model.G, thread, threads), scores, scratch.attended);
+        const Share pairs = share(B * model.G, thread, threads);
+        attend_some(model, step, layer, number, scratch.qkv, pairs, scores, scratch.attended);
         barrier.wait(threads);
         product(scratch.attended, B, heads, layer.out, layer.out_bias, D, columns(D), add_to_stream);
         barrier.wait(threads);
         for (int64_t b = rows.begin; b < rows.end; ++b)
             norm(model, step.x + b * D, layer.mlp_norm, layer.mlp_norm_bias, b, scratch.normed);
         barrier.wait(threads);
-        product(scratch.normed, B, D, layer.up, layer.up_bias, up_columns, columns(up_columns), into(scratch.up, up_columns));
+        const Share up_share = columns(up_columns);
+        product(scratch.normed, B, D, layer.up, layer.up_bias, up_columns, up_share, into(scratch.up, up_columns));
         barrier.wait(threads);
-        for (int64_t b = rows.begin; b < rows.end; ++b) activate(model, scratch.up + b * up_columns, b, scratch.activated);
+        for (int64_t b = rows.begin; b < rows.end; ++b)
+            activate(model, scratch.up + b * up_columns, b, scratch.activated);
         barrier.wait(threads);
         product(scratch.activated, B, model.M, layer.down, layer.down_bias, D, columns(D), add_to_stream);
         barrier.wait(threads);
