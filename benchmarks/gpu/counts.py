@@ -36,8 +36,8 @@ def planned_bytes(sizes: Pretraining | Generation | Iteration) -> int:
         return _planned_pretraining(sizes)
     if isinstance(sizes, Generation):
         tokens = sizes.prompt_tokens + sizes.response_tokens
-        weights = BF16_BYTES * count(sizes.model, OPTIMIZER).total
-        return weights + sum(sampling_phase(sizes.model, LAYOUT, sizes.batch, tokens).values())
+        total = count(sizes.model, OPTIMIZER).total
+        return BF16_BYTES * total + sum(sampling_phase(sizes.model, LAYOUT, total, sizes.batch, tokens).values())
     return _planned_iteration(sizes)
 
 
