@@ -281,8 +281,7 @@ class Tokenizer:
 
     def encode_prompt(self, messages: Messages) -> list[int]:
         """Tokens up to where the assistant's next response begins."""
-        pieces = self._pieces(messages)
-        pieces.append(_added(self.render(messages, add_generation_prompt=True), _written(pieces)))
+        pieces = self._pieces(messages, opens=True)
         return list(itertools.chain.from_iterable(self._encode_all([piece.text for piece in pieces])))
 
     def encode_conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
@@ -296,19 +295,20 @@ class Tokenizer:
         are encoded on all the library's threads.
         Errors: ValueError for a template whose rendering of a conversation does not extend that of its beginning.
         """
-        pieces = [self._pieces(messages) for messages in conversations]
+        pieces = [self._pieces(messages, opens=False) for messages in conversations]
         encoded = iter(self._encode_all([piece.text for of_one in pieces for piece in of_one]))
         return [self._joined(of_one, [next(encoded) for _ in of_one]) for of_one in pieces]
 
-    def _pieces(self, messages: Messages) -> list["_Piece"]:
-        """What the template writes, cut before and behind every response."""
+    def _pieces(self, messages: Messages, *, opens: bool) -> list["_Piece"]:
+        """What the template writes, cut before and behind every response; `opens` asks for the next response."""
         pieces: list[_Piece] = []
         for index, message in enumerate(messages):
-            speaks = message["role"] == "assistant"
-            if speaks:
+            if message["role"] == "assistant":
                 pieces.append(_added(self.render(messages[:index], add_generation_prompt=True), _written(pieces)))
-            whole = self.render(messages[: index + 1], add_generation_prompt=False)
-            pieces.append(_added(whole, _written(pieces), speaks=speaks))
+                whole = self.render(messages[: index + 1], add_generation_prompt=False)
+                pieces.append(_added(whole, _written(pieces), speaks=True))
+        if opens or not pieces or messages[-1]["role"] != "assistant":
+            pieces.append(_added(self.render(messages, add_generation_prompt=opens), _written(pieces)))
         return pieces
 
     def _joined(self, pieces: Sequence["_Piece"], encoded: Sequence[list[int]]) -> tuple[list[int], list[bool]]:
