@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 from scipy import stats
 
 from benchmarks.speed.environments import ROOT
@@ -215,6 +216,12 @@ def draw(works: Mapping[str, Mapping[str, Any]]) -> Figure:
             panel.plot(sizes, swept["scale"] * sizes ** swept["exponent"], color="#999999", linewidth=1)
             panel.set(xscale="log", yscale="log", xlabel=axis, title=f"{work}: exponent {swept['exponent']:.2f}")
             panel.title.set_fontsize(9)
+            panel.tick_params(labelsize=7)
+            panel.set_xticks(sizes, map(_short, sizes))
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            panel.yaxis.set_major_formatter("{x:g}")
+            for each in (panel.xaxis, panel.yaxis):
+                each.set_minor_locator(NullLocator())
         row[0].set_ylabel("seconds")
     return figure
 
