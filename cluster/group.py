@@ -15,23 +15,13 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.environment import WORKER_ENVIRONMENT
+
 log = logging.getLogger(__name__)
 
 PLACEMENT_SECONDS = 60.0
 LOSS_SECONDS = 15.0  # within which Ray tells of a lost node, to which its peers' broken connections point at once
 ECHO_SECONDS = 1.0  # what other ranks may still say when one has failed by itself
-
-# glibc hands large buffers back to the system at every free and pays for fresh pages at every allocation; training
-# allocates the same sizes again at once, so keeping them is worth up to a third of a small model's step.
-# Threads that wait for each other by spinning stop a machine that anyone else uses, and threads that sleep at once are
-# slow to wake: they spin for a quarter of a millisecond (GNU's OpenMP; others sleep), then sleep (docs/log.md).
-WORKER_ENVIRONMENT = {
-    "MALLOC_MMAP_THRESHOLD_": "8589934592",
-    "MALLOC_TRIM_THRESHOLD_": "17179869184",
-    "MALLOC_TOP_PAD_": "268435456",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": "10000",
-}
 
 
 class WorkerError(RuntimeError):

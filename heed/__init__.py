@@ -2,6 +2,7 @@
 
 import os
 
-# Before PyTorch loads OpenMP, as for workers (cluster/group.py): threads spin a moment while they wait, then sleep.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+from cluster.environment import WAITING
+
+# Before PyTorch loads OpenMP. What the user has set stays.
+os.environ.update({name: value for name, value in WAITING.items() if name not in os.environ})

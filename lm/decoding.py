@@ -20,6 +20,7 @@ from lm.native.build import kernels
 
 HEAD_DIMS = (32, 64, 96, 128, 256)
 ACTIVATIONS = {"swiglu": 0, "relu2": 1, "gelu_tanh": 2, "relu": 3}
+LEAVE_BELOW = 0.8  # share of rows that still run at which the others leave: leaving copies the cache
 PANEL = 32  # numbers that the unit reads at once: widths are multiples of it
 
 
@@ -119,7 +120,7 @@ class NativeSteps:
     The weights must not change afterwards. Numbers are rounded to bf16 where the model's own modules round them.
     """
 
-    leave_below = 0.8  # leaving copies the cache
+    leave_below = LEAVE_BELOW
 
     def __init__(self, model: LanguageModel) -> None:
         self._library, self._stack, self._config = _functions(), model.decoder, model.config

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from lm.attention import KVCache, Memory
-from lm.decoding import Steps, decoding_steps
+from lm.decoding import LEAVE_BELOW, Steps, decoding_steps
 from lm.encoder_decoder import EncoderDecoder
 from lm.graphs import StepKind
 from lm.laid_out import laid_out
 from lm.model import LanguageModel
 from lm.padding import pad_left, pad_right
 from lm.sampling import Choice, draw_uniforms
-
-LEAVE_BELOW = 0.8  # share of rows that still run at which the others leave and waiting ones enter
 
 
 @dataclass(frozen=True)

@@ -76,10 +76,10 @@ def _scored(tokens: Sequence[int], is_response: Sequence[bool]) -> tuple[int, ..
 
 def encode_response(tokenizer: Tokenizer, prompt: Sequence[Message], response: str) -> tuple[int, ...]:
     """`encode_scored` of the conversation in which the assistant gives this response."""
-    return encode_scored(tokenizer, answered(prompt, response))
+    return encode_scored(tokenizer, _answered(prompt, response))
 
 
-def answered(prompt: Sequence[Message], response: str) -> Messages:
+def _answered(prompt: Sequence[Message], response: str) -> Messages:
     """The conversation in which the assistant gives this response."""
     turns = [{"role": message.role, "content": message.content} for message in prompt]
     return [*turns, {"role": "assistant", "content": response}]
@@ -109,7 +109,7 @@ def encode_rankings(
         by_task.setdefault(ranking.task_id, []).append(ranking)
     comparisons: list[Comparison] = []
     for tasks in chunks(by_task.values()):
-        conversations = [answered(task[0].prompt, response) for task in tasks for response in task[0].responses]
+        conversations = [_answered(task[0].prompt, response) for task in tasks for response in task[0].responses]
         encoded = iter(tokenizer.encode_conversations(conversations))
         for judged in tasks:
             sequences = tuple(_scored(*next(encoded)) for _ in judged[0].responses)

@@ -12,12 +12,12 @@ from typing import Any
 
 from benchmarks.speed.environments import ROOT, NotInstalledError, python_of
 from benchmarks.speed.machine import describe
-from benchmarks.speed.process import PEER_ENVIRONMENT, run
+from benchmarks.speed.process import run
 from benchmarks.speed.protocol import Task, command
 from benchmarks.speed.rows import HEED, OWN_MODULE, ROWS, Row
 from benchmarks.speed.table import README, markdown, write_between_markers
 from benchmarks.speed.work import SHAPE, Sizes, write_work
-from cluster.group import WORKER_ENVIRONMENT
+from cluster.environment import ALLOCATOR, WORKER_ENVIRONMENT
 
 LOADED = "other processes want the cores: compare seconds that were computed, not those by the clock"
 RESULTS = ROOT / "benchmarks" / "speed" / "results.json"
@@ -79,11 +79,9 @@ def one_round(row: Row, task: Task, pythons: Mapping[str, Path], threads: int, *
         (peer.name, peer.module, pythons[peer.environment]) for peer in row.peers if peer.environment in pythons
     ]
     ordered = contenders[::-1] if reverse else contenders
+    given = {name: WORKER_ENVIRONMENT if name == HEED else ALLOCATOR for name, _, _ in ordered}
     return {
-        name: run(
-            command(str(python), module, task), threads, given=WORKER_ENVIRONMENT if name == HEED else PEER_ENVIRONMENT
-        )
-        for name, module, python in ordered
+        name: run(command(str(python), module, task), threads, given=given[name]) for name, module, python in ordered
     }
 
 

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.speed.environments import ROOT
-from cluster.group import WORKER_ENVIRONMENT
+from cluster.environment import WORKER_ENVIRONMENT
 
-PEER_ENVIRONMENT = {name: value for name, value in WORKER_ENVIRONMENT.items() if name.startswith("MALLOC_")}
 TIMEOUT_SECONDS = 1800.0  # of a measuring process
 
 

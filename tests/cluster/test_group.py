@@ -11,8 +11,8 @@ import ray
 from ray import cloudpickle
 
 from cluster import group as group_module
+from cluster.environment import WORKER_ENVIRONMENT
 from cluster.group import (
-    WORKER_ENVIRONMENT,
     WorkerError,
     WorkerGroup,
     WorkerLostError,
