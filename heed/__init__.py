@@ -4,5 +4,6 @@ import os
 
 from cluster.environment import WAITING
 
-# Before PyTorch loads OpenMP. What the user has set stays.
-os.environ.update({name: value for name, value in WAITING.items() if name not in os.environ})
+# Before PyTorch loads OpenMP. A count of spins would overrule the policy that a user has set.
+if not WAITING.keys() & os.environ.keys():
+    os.environ.update(WAITING)
