@@ -22,7 +22,7 @@ class Pass:
     """A forward pass of `rows` rows of `row_tokens` tokens under gradients.
 
     `compute_bytes` is 2 in bf16 and 4 in fp32; `stream_bytes` that of the residual stream, which autocast leaves in
-    fp32. `is_fused`: attention runs in one kernel, as on a GPU.
+    fp32. `is_fused`: attention runs in one kernel, as on a GPU; `is_tiled`: in ours, on a CPU with a matrix unit.
     """
 
     rows: int
@@ -31,6 +31,7 @@ class Pass:
     stream_bytes: int
     is_fused: bool
     has_dropout: bool
+    is_tiled: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -74,10 +75,11 @@ def _dropout(of: Pass, bytes_per_number: int) -> int:
 
 
 def _attention(config: ModelConfig, of: Pass) -> int:
-    """c·(2N + 2G)·H for Q, K, V and the product's output; on a CPU c·N·T more, a row of weights for every head.
+    """c·(2N + 2G)·H for Q, K, V and the product's output. Written out c·N·T more, a row of weights for every head; a
+    kernel keeps one fp32 number a head instead.
 
-    A fused kernel keeps Q, K and V as views of what they were cut from, and one fp32 number a head. Norms of queries
-    and keys keep that too, with one fp32 number each.
+    A fused one has Q, K and V as views of what they were cut from. Norms of queries and keys keep that too, with one
+    fp32 number each.
     """
     N, G, H, c = config.num_heads, config.num_kv_heads, config.head_dim, of.compute_bytes
     kept = 4 * (N + G) if config.qk_norm else 0
@@ -87,14 +89,18 @@ def _attention(config: ModelConfig, of: Pass) -> int:
     if of.is_fused:
         views = (N + 2 * G) * H + ((N + G) * H if turned else 0)
         return kept + c * (views + N * H) + 4 * N
-    return kept + c * (2 * N + 2 * G) * H + c * N * of.row_tokens
+    return kept + c * (2 * N + 2 * G) * H + _weights(config, of)
+
+
+def _weights(config: ModelConfig, of: Pass) -> int:
+    """A row of weights for every head, or ln Σ exp(scores)."""
+    return config.num_heads * (4 if of.is_fused or of.is_tiled else of.compute_bytes * of.row_tokens)
 
 
 def _cross(config: ModelConfig, of: Pass) -> int:
     """As self-attention, with keys and values from as many of an encoder's states, which are read once a layer."""
     N, G, H, c = config.num_heads, config.num_kv_heads, config.head_dim, of.compute_bytes
-    weights = 4 * N if of.is_fused else c * N * of.row_tokens
-    return c * (2 * N + 2 * G) * H + weights
+    return c * (2 * N + 2 * G) * H + _weights(config, of)
 
 
 def _mlp(config: ModelConfig, of: Pass) -> int:

@@ -5,11 +5,14 @@ Shape letters: B batch, T query tokens, S key tokens, N heads, G key-value heads
 
 import math
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from lm.native import ops
 
 
 def attention_mask(segments_BT: Tensor, *, causal: bool = True) -> Tensor:
@@ -39,15 +42,18 @@ def banded(
 def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
     """softmax(Q Kᵀ / √H) V, [B, N, T, H]; `mask_BTS` True = may attend, None = plainly causal (T = S).
 
-    On a GPU this is PyTorch's fused kernel, and on a CPU for a single query without gradients. Else the equation is
-    written out: on a CPU the kernel's backward takes up to four times as long at the lengths of small models, and
-    passes with and without gradients must round alike, for PPO divides the probabilities of one by those of the other.
+    On a GPU this is PyTorch's fused kernel, and on a CPU for a single query without gradients. Passes with and without
+    gradients must otherwise round alike, for PPO divides the probabilities of one by those of the other: a CPU with a
+    matrix unit has a kernel of ours in bf16, and elsewhere the equation is written out, since the backward of PyTorch's
+    kernel takes up to four times as long at the lengths of small models.
     """
     if q_BNTH.is_cuda or (q_BNTH.shape[2] == 1 and not q_BNTH.requires_grad):
         mask_B1TS = None if mask_BTS is None else mask_BTS[:, None]
         return F.scaled_dot_product_attention(
             q_BNTH, k_BGSH, v_BGSH, mask_B1TS, is_causal=mask_BTS is None, enable_gqa=True
         )
+    if ops.attends(q_BNTH, k_BGSH, v_BGSH):
+        return _Attend.apply(q_BNTH, k_BGSH, v_BGSH, mask_BTS)  # type: ignore[no-untyped-call]
     B, N, T, H = q_BNTH.shape
     G, S = k_BGSH.shape[1:3]
     if mask_BTS is None:
@@ -59,6 +65,22 @@ def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | No
     q, k, v = q_BNTH.reshape(B * G, rows, H), k_BGSH.reshape(B * G, S, H), v_BGSH.reshape(B * G, S, -1)
     weights = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=1 / math.sqrt(H)).softmax(dim=-1)
     return torch.bmm(weights, v).view(B, N, T, -1)
+
+
+class _Attend(torch.autograd.Function):
+    """By the CPU's kernel, which keeps no table of weights: the gradient computes them again."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, mask_BTS: Tensor | None) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        mask_BTS = None if mask_BTS is None else mask_BTS.contiguous()
+        y_BTNH, totals_BNT = ops.attend(q, k, v, mask_BTS)
+        ctx.save_for_backward(q, k, v, y_BTNH, totals_BNT, mask_BTS)  # type: ignore[arg-type]
+        return y_BTNH.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_BNTH: Tensor) -> tuple[Tensor | None, ...]:
+        return *ops.attend_backward(gradient_BNTH.transpose(1, 2).contiguous(), *ctx.saved_tensors), None
 
 
 class KVCache:

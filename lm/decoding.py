@@ -4,7 +4,7 @@ a GPU, or in one call on a CPU with a matrix unit (lm/native/decoder.cpp).
 Shape letters: B sequences, D model width, F outputs of a product, C columns of the cache, H head dim, V vocabulary.
 """
 
-from ctypes import POINTER, Structure, byref, c_bool, c_double, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
 from functools import cache
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from lm.block import Block
 from lm.encoder_decoder import EncoderDecoder
 from lm.graphs import StepKind, fixed_steps
 from lm.model import LanguageModel
-from lm.native.build import kernels
+from lm.native.build import has_matrix_unit, kernels
 
 HEAD_DIMS = (32, 64, 96, 128, 256)
 ACTIVATIONS = {"swiglu": 0, "relu2": 1, "gelu_tanh": 2, "relu": 3}
@@ -100,7 +100,7 @@ class _Step(Structure):
 def _functions() -> Any:
     """decoder.cpp's, with their types; None where it is not compiled or this CPU has no matrix unit."""
     library = kernels()
-    if library is None or not _typed(library.decoder_runs, c_bool)():
+    if library is None or not has_matrix_unit():
         return None
     _typed(library.weight_bytes, c_int64, c_int64, c_int64)
     _typed(library.put_weight, None, c_void_p, c_int64, c_int64, c_void_p)

@@ -14,6 +14,7 @@ from lm.activations import LOGIT_BYTES, Pass, block_bytes, ends_bytes
 from lm.config import ModelConfig
 from lm.inspection import cache_bytes_per_token
 from lm.model import ScalarModel, freeze_all_but_last
+from lm.native.build import has_matrix_unit
 from lm.source import skeleton
 from lm.weights import PRETRAINED
 from training.config import OptimizerConfig
@@ -127,7 +128,8 @@ def forward_pass(
     is_banded = any(0 < window < row_tokens for window in config.windows)
     has_mask = is_packed or is_banded or config.kind != "decoder"
     is_fused = layout.is_gpu and (not has_mask or config.num_kv_heads == config.num_heads)
-    return Pass(rows, row_tokens, layout.compute_bytes, layout.weight_bytes, is_fused, dropout > 0)
+    is_tiled = layout.is_bf16 and not layout.is_gpu and has_matrix_unit()  # as where this runs
+    return Pass(rows, row_tokens, layout.compute_bytes, layout.weight_bytes, is_fused, dropout > 0, is_tiled)
 
 
 def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layout) -> int:

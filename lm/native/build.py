@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = (FOLDER / "kernels.cpp", FOLDER / "decoder.cpp")
+SOURCES = (FOLDER / "kernels.cpp", FOLDER / "attention.cpp", FOLDER / "decoder.cpp")
 HEADERS = (FOLDER / "numbers.h", FOLDER / "tiles.h")
 # Sums may be taken in vectors only where the source says so; nothing is assumed about infinities and NaN.
 FLAGS = (
@@ -31,6 +31,16 @@ def kernels() -> ctypes.CDLL | None:
         cause = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
         warnings.warn(f"lm/native was not compiled, so work on a CPU is slower: {cause}", RuntimeWarning, stacklevel=2)
         return None
+
+
+@functools.cache
+def has_matrix_unit() -> bool:
+    """Whether kernels for a CPU's matrix unit (Intel AMX) run here: there is one, and the system lets it be used."""
+    library = kernels()
+    if library is None:
+        return False
+    library.matrix_unit_runs.restype = ctypes.c_bool
+    return bool(library.matrix_unit_runs())
 
 
 def cache_folder() -> Path:

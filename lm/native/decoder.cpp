@@ -320,7 +320,7 @@ void run(const Decoder& model, const Step& step, int64_t thread, int64_t threads
 extern "C" {
 
 // Whether this CPU has the unit and the system lets this process use it.
-bool decoder_runs() {
+bool matrix_unit_runs() {
     constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM of the tiles' state
     return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 }
@@ -353,7 +353,7 @@ void decode(const Decoder* model, const Step* step) {
 #else
 
 extern "C" {
-bool decoder_runs() { return false; }
+bool matrix_unit_runs() { return false; }
 }
 
 #endif

@@ -1,16 +1,17 @@
 """The kernels as functions of tensors. Each has a twin in PyTorch's own operations beside its caller.
 
-Shape letters: R rows, D width, M MLP width, B batch, T tokens, N heads, G key-value heads, H head dim,
+Shape letters: R rows, D width, M MLP width, B batch, T tokens, S keys, N heads, G key-value heads, H head dim,
 V vocabulary.
 """
 
+import math
 from ctypes import c_bool, c_float, c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lm.native.build import kernels
+from lm.native.build import has_matrix_unit, kernels
 
 TYPES = (torch.float32, torch.bfloat16)
 _ARGUMENTS = {  # p pointer, b whether it is bf16, i integer, f float
@@ -22,6 +23,8 @@ _ARGUMENTS = {  # p pointer, b whether it is bf16, i integer, f float
     "token_logprobs": "pbpppiif",
     "token_logprobs_backward": "ppbpppiif",
     "draw": "pbpfppii",
+    "attend": "ppppippiiiiiif",
+    "attend_backward": "pppppppipppiiiiiif",
 }
 _KINDS = {"p": c_void_p, "b": c_bool, "i": c_int64, "f": c_float}
 
@@ -114,6 +117,58 @@ def _split(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, q: Tensor, k: Tens
         "split_heads", qkv.data_ptr(), _is_bf16(qkv), cos, sin, q.data_ptr(), k.data_ptr(), v.data_ptr(), B, T, N,
         k.shape[1], H, back,
     )  # fmt: skip
+
+
+def attends(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor) -> bool:
+    """Whether `attend` takes these: bf16 in the memory of a CPU with a matrix unit, values as wide as keys."""
+    is_bf16 = all(x.is_cpu and x.dtype == torch.bfloat16 for x in (q_BNTH, k_BGSH, v_BGSH))
+    return is_bf16 and k_BGSH.shape == v_BGSH.shape and has_matrix_unit()
+
+
+def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> tuple[Tensor, Tensor]:
+    """softmax(Q Kᵀ / √H) V as [B, T, N, H], and each query's ln Σ exp(scores) [B, N, T] in fp32; all contiguous.
+
+    `mask_BTS` (or [1, T, S]) True = may attend; None = causal, T = S. Scores and their softmax are fp32.
+    """
+    B, N, T, H = q_BNTH.shape
+    y_BTNH, totals_BNT = q_BNTH.new_empty(B, T, N, H), torch.empty(B, N, T)
+    _call(
+        "attend", q_BNTH.data_ptr(), k_BGSH.data_ptr(), v_BGSH.data_ptr(), *_mask(mask_BTS), y_BTNH.data_ptr(),
+        totals_BNT.data_ptr(), *_attention_sizes(q_BNTH, k_BGSH),
+    )  # fmt: skip
+    return y_BTNH, totals_BNT
+
+
+def attend_backward(
+    gradient_BTNH: Tensor,
+    q_BNTH: Tensor,
+    k_BGSH: Tensor,
+    v_BGSH: Tensor,
+    y_BTNH: Tensor,
+    totals_BNT: Tensor,
+    mask_BTS: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, laid out like these."""
+    gradients = torch.empty_like(q_BNTH), torch.empty_like(k_BGSH), torch.empty_like(v_BGSH)
+    _call(
+        "attend_backward", gradient_BTNH.data_ptr(), q_BNTH.data_ptr(), k_BGSH.data_ptr(), v_BGSH.data_ptr(),
+        y_BTNH.data_ptr(), totals_BNT.data_ptr(), *_mask(mask_BTS), *(x.data_ptr() for x in gradients),
+        *_attention_sizes(q_BNTH, k_BGSH),
+    )  # fmt: skip
+    return gradients
+
+
+def _mask(mask_BTS: Tensor | None) -> tuple[int | None, int]:
+    """Where it lies, and how far one row's is from the next."""
+    if mask_BTS is None:
+        return None, 0
+    return mask_BTS.data_ptr(), mask_BTS[0].numel() if len(mask_BTS) > 1 else 0
+
+
+def _attention_sizes(q_BNTH: Tensor, k_BGSH: Tensor) -> tuple[int | float, ...]:
+    B, N, T, H = q_BNTH.shape
+    G, S = k_BGSH.shape[1:3]
+    return B, T, S, N, G, H, 1 / math.sqrt(H)
 
 
 def token_logprobs(logits_RV: Tensor, tokens_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

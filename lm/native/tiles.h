@@ -80,13 +80,23 @@ inline void configure() {
     _tile_loadconfig(&config);
 }
 
-// sums [32, 32] = a panel of rows times a panel of columns; `next`, if any, goes into the second cache meanwhile.
-inline void multiply(const char* rows, const char* columns, int64_t steps, float* sums, const char* next) {
-    constexpr int STRIDE = PANEL * sizeof(float);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+// sums [32, 32] = a panel of rows times a panel of columns, or += with `adds`; rows of sums lie `stride` numbers apart.
+// `next`, if any, goes into the second cache meanwhile.
+template <bool adds = false>
+inline void multiply(const char* rows, const char* columns, int64_t steps, float* sums, const char* next,
+                     int64_t stride = PANEL) {
+    const int64_t bytes = stride * static_cast<int64_t>(sizeof(float));
+    if constexpr (adds) {
+        _tile_loadd(0, sums, bytes);
+        _tile_loadd(1, sums + SIDE, bytes);
+        _tile_loadd(2, sums + SIDE * stride, bytes);
+        _tile_loadd(3, sums + SIDE * stride + SIDE, bytes);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
     for (int64_t s = 0; s < steps; ++s, rows += PAIR, columns += PAIR) {
         for (int64_t q = 0; next && q < PAIR; q += LINE) _mm_prefetch(next + s * PAIR + q, _MM_HINT_T1);
         _tile_loadd(4, rows, LINE);
@@ -98,10 +108,10 @@ inline void multiply(const char* rows, const char* columns, int64_t steps, float
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, sums, STRIDE);
-    _tile_stored(1, sums + SIDE, STRIDE);
-    _tile_stored(2, sums + SIDE * PANEL, STRIDE);
-    _tile_stored(3, sums + SIDE * PANEL + SIDE, STRIDE);
+    _tile_stored(0, sums, bytes);
+    _tile_stored(1, sums + SIDE, bytes);
+    _tile_stored(2, sums + SIDE * stride, bytes);
+    _tile_stored(3, sums + SIDE * stride + SIDE, bytes);
 }
 
 // y = x Wᵀ + bias for this thread's columns of y [B, columns]; put(row, column, 32 numbers of which so many are real).

@@ -1,0 +1,369 @@
+// Attention of whole rows and its gradient, by a CPU with a matrix unit (Intel AMX): softmax(scale · Q Kᵀ) V, a panel of
+// queries at a time, so that scores never leave a core's caches. lm/native/ops.py says what the functions compute.
+//
+// The gradient computes the weights again from the scores and each query's ln Σ exp (arXiv 2205.14135, appendix B.2):
+//     P = exp(scale · S - total),  dV = Pᵀ dY,  dS = P ∘ (dY Vᵀ - rowsum(dY ∘ Y)) · scale,  dQ = dS K,  dK = dSᵀ Q.
+//
+// Shape letters: B rows, T queries, S keys, N heads, G key-value heads, H head dim.
+
+#include <cstdint>
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "tiles.h"
+
+namespace {
+
+struct Attention {
+    int64_t B, T, S, N, G, H;
+    const bool* mask;     // [B or 1, T, S], true = may attend; null = causal
+    int64_t mask_stride;  // from one row's mask to the next; 0 where all have one
+    float scale;
+
+    int64_t depth() const { return ceil_div(H, PANEL); }  // panels that a head is wide
+    int64_t key_panels() const { return ceil_div(S, PANEL); }
+    int64_t query_panels() const { return ceil_div(T, PANEL); }
+
+    // Which of 32 keys a query sees, a bit each.
+    uint32_t seen(int64_t b, int64_t t, int64_t key) const {
+        if (t >= T) return 0;
+        const int64_t count = (mask ? S : t + 1 + S - T) - key;
+        const uint32_t real = count >= PANEL ? ~0u : count <= 0 ? 0u : (1u << count) - 1;
+        if (!mask) return real;
+        const __m256i bytes = _mm256_maskz_loadu_epi8(real, mask + b * mask_stride + t * S + key);
+        return _mm256_test_epi8_mask(bytes, bytes);
+    }
+
+    // Whether any query of a panel sees any key of another.
+    bool any(int64_t b, int64_t query, int64_t key) const {
+        for (int64_t t = query; t < std::min(T, query + PANEL); ++t)
+            if (seen(b, t, key)) return true;
+        return false;
+    }
+};
+
+struct Aligned {
+    void operator()(char* data) const { ::operator delete[](data, std::align_val_t(LINE)); }
+};
+using Buffer = std::unique_ptr<char[], Aligned>;
+Buffer buffer(int64_t bytes) { return Buffer(static_cast<char*>(::operator new[](bytes, std::align_val_t(LINE)))); }
+
+inline __mmask32 first(int64_t count) { return count >= PANEL ? ~0u : count <= 0 ? 0u : (1u << count) - 1; }
+
+// e^x of numbers that are 0 or less, or little more, to within 3e-6 of it.
+inline __m512 exponential(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-100.0f));
+    const __m512 n = _mm512_roundscale_ps(x * _mm512_set1_ps(1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 r = (x - n * _mm512_set1_ps(0.693359375f)) + n * _mm512_set1_ps(2.12194440e-4f);
+    __m512 series = _mm512_set1_ps(1.0f / 120);
+    for (const float coefficient : {1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+        series = series * r + _mm512_set1_ps(coefficient);
+    return _mm512_scalef_ps(series, n);
+}
+inline Wide exponential(Wide x) { return {exponential(x.low), exponential(x.high)}; }
+inline Wide only(uint32_t bits, Wide x) {
+    return {_mm512_maskz_mov_ps(static_cast<__mmask16>(bits), x.low),
+            _mm512_maskz_mov_ps(static_cast<__mmask16>(bits >> SIDE), x.high)};
+}
+
+// A matrix [count, width], whose rows lie `stride` numbers apart, in panels of its rows along its width; zeros behind.
+void put_rows(const uint16_t* from, int64_t stride, int64_t count, int64_t width, char* panels) {
+    const int64_t steps = ceil_div(width, PANEL);
+    for (int64_t r = 0; r < ceil_div(count, PANEL) * PANEL; ++r)
+        for (int64_t s = 0; s < steps; ++s) {
+            const __mmask32 real = r < count ? first(width - s * PANEL) : 0;
+            const __m512i numbers = _mm512_maskz_loadu_epi16(real, from + r * stride + s * PANEL);
+            _mm512_store_si512(place(panels, steps * PANEL, r, s * PANEL), numbers);
+        }
+}
+
+// The same matrix in panels of its columns along its rows, as the unit reads what it multiplies with.
+void put_columns(const uint16_t* from, int64_t stride, int64_t count, int64_t width, char* panels) {
+    alignas(LINE) static constexpr uint16_t EVEN_ODD[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                            8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i low = _mm512_load_si512(EVEN_ODD), high = _mm512_add_epi16(low, _mm512_set1_epi16(SIDE));
+    const int64_t steps = ceil_div(count, PANEL);
+    for (int64_t p = 0; p < ceil_div(width, PANEL); ++p)
+        for (int64_t r = 0; r < steps * PANEL; r += 2) {
+            const __mmask32 real = first(width - p * PANEL);
+            const uint16_t* at = from + r * stride + p * PANEL;
+            const __m512i even = _mm512_maskz_loadu_epi16(r < count ? real : 0, at);
+            const __m512i odd = _mm512_maskz_loadu_epi16(r + 1 < count ? real : 0, at + stride);
+            char* line = panels + (p * steps + r / PANEL) * PAIR + r % PANEL / 2 * LINE;
+            _mm512_store_si512(line, _mm512_permutex2var_epi16(even, low, odd));
+            _mm512_store_si512(line + TILE, _mm512_permutex2var_epi16(even, high, odd));
+        }
+}
+
+// Tiles of 16 x 16 pairs, each turned over: panels of rows become panels of columns of the transposed matrix, and back.
+void turn_tiles(const char* from, int64_t count, char* to) {
+    for (int64_t tile = 0; tile < count; ++tile, from += TILE, to += TILE) {
+        __m512i v[16], t[16];
+        for (int i = 0; i < 16; ++i) v[i] = _mm512_load_si512(from + i * LINE);
+        for (int i = 0; i < 16; i += 2) {
+            t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+            t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+        }
+        for (int i = 0; i < 16; i += 4)
+            for (int j = 0; j < 2; ++j) {
+                v[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+                v[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+            }
+        for (int j = 0; j < 4; ++j) {
+            t[j] = _mm512_shuffle_i32x4(v[j], v[j + 4], 0x88);
+            t[j + 4] = _mm512_shuffle_i32x4(v[j], v[j + 4], 0xdd);
+            t[j + 8] = _mm512_shuffle_i32x4(v[j + 8], v[j + 12], 0x88);
+            t[j + 12] = _mm512_shuffle_i32x4(v[j + 8], v[j + 12], 0xdd);
+        }
+        for (int j = 0; j < 4; ++j) {
+            _mm512_store_si512(to + j * LINE, _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88));
+            _mm512_store_si512(to + (j + 4) * LINE, _mm512_shuffle_i32x4(t[j + 4], t[j + 12], 0x88));
+            _mm512_store_si512(to + (j + 8) * LINE, _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd));
+            _mm512_store_si512(to + (j + 12) * LINE, _mm512_shuffle_i32x4(t[j + 4], t[j + 12], 0xdd));
+        }
+    }
+}
+
+// A matrix [count, H] in panels of the columns of its transpose.
+void put_transposed(const Attention& a, const uint16_t* from, int64_t count, char* rows, char* panels) {
+    put_rows(from, a.H, count, a.H, rows);
+    turn_tiles(rows, ceil_div(count, PANEL) * a.depth() * 2, panels);
+}
+
+void store_rounded(uint16_t* to, Wide x, int64_t count) { _mm512_mask_storeu_epi16(to, first(count), rounded(x)); }
+
+class Forward {
+  public:
+    explicit Forward(const Attention& attention)
+        : a(attention), depth(a.depth()), keys(a.key_panels()), rows(buffer(std::max(a.query_panels(), keys) * depth * PAIR)),
+          key_columns(buffer(keys * depth * PAIR)), values(buffer(keys * depth * PAIR)), weights(buffer(keys * PAIR)),
+          scores(buffer(keys * PANEL * PANEL * sizeof(float))), is_seen(keys) {}
+
+    // Keys and values [S, H] of the heads that follow.
+    void take(const uint16_t* k, const uint16_t* v) {
+        put_transposed(a, k, a.S, rows.get(), key_columns.get());
+        put_columns(v, a.H, a.S, a.H, values.get());
+    }
+
+    // y [T, ., H] of one head, whose rows lie N H numbers apart.
+    void run(int64_t b, const uint16_t* q, uint16_t* y, float* totals) {
+        put_rows(q, a.H, a.T, a.H, rows.get());
+        for (int64_t query = 0; query < a.T; query += PANEL) {
+            const int64_t num_rows = std::min(PANEL, a.T - query);
+            const int64_t end = score(b, query);
+            alignas(LINE) float sums[PANEL * PANEL];
+            float inverse[PANEL];
+            for (int64_t r = 0; r < num_rows; ++r) inverse[r] = weigh(b, query, r, end, totals);
+            for (int64_t p = 0; p < depth; ++p) {
+                multiply(weights.get(), values.get() + p * keys * PAIR, end, sums, nullptr);
+                for (int64_t r = 0; r < num_rows; ++r)
+                    store_rounded(y + (query + r) * a.N * a.H + p * PANEL, load(sums + r * PANEL) * all(inverse[r]),
+                                  a.H - p * PANEL);
+            }
+        }
+    }
+
+  private:
+    // A panel of queries times all keys that any of it sees; returns behind which panel of keys there are none.
+    int64_t score(int64_t b, int64_t query) {
+        int64_t end = 0;
+        for (int64_t j = 0; j < keys; ++j) {
+            is_seen[j] = a.any(b, query, j * PANEL);
+            if (!is_seen[j]) continue;
+            end = j + 1;
+            multiply(rows.get() + query / PANEL * depth * PAIR, key_columns.get() + j * depth * PAIR, depth,
+                     scores_of(0) + j * PANEL, nullptr, keys * PANEL);
+        }
+        return end;
+    }
+
+    // A query's weights, not yet divided by their sum; returns 1 / sum.
+    float weigh(int64_t b, int64_t query, int64_t r, int64_t end, float* totals) {
+        const float* own = scores_of(r);
+        Wide top = all(-std::numeric_limits<float>::infinity()), total = all(0);
+        for (int64_t j = 0; j < end; ++j) {
+            const uint32_t bits = is_seen[j] ? a.seen(b, query + r, j * PANEL) : 0;
+            const Wide x = load(own + j * PANEL);
+            top.low = _mm512_mask_max_ps(top.low, static_cast<__mmask16>(bits), top.low, x.low);
+            top.high = _mm512_mask_max_ps(top.high, static_cast<__mmask16>(bits >> SIDE), top.high, x.high);
+        }
+        const float highest = _mm512_reduce_max_ps(_mm512_max_ps(top.low, top.high));
+        for (int64_t j = 0; j < end; ++j) {
+            const uint32_t bits = is_seen[j] ? a.seen(b, query + r, j * PANEL) : 0;
+            const Wide weight = only(bits, exponential((load(own + j * PANEL) - all(highest)) * all(a.scale)));
+            total = total + weight;
+            store(place(weights.get(), keys * PANEL, r, j * PANEL), weight);
+        }
+        totals[query + r] = highest * a.scale + std::log(sum(total));
+        return 1 / sum(total);
+    }
+
+    float* scores_of(int64_t r) { return reinterpret_cast<float*>(scores.get()) + r * keys * PANEL; }
+
+    const Attention& a;
+    const int64_t depth, keys;
+    Buffer rows, key_columns, values, weights, scores;
+    std::vector<char> is_seen;
+};
+
+class Backward {
+  public:
+    explicit Backward(const Attention& attention)
+        : a(attention), depth(a.depth()), keys(a.key_panels()), queries(a.query_panels()),
+          rows(buffer(std::max(queries, keys) * depth * PAIR)), key_columns(buffer(keys * depth * PAIR)),
+          value_columns(buffer(keys * depth * PAIR)), key_rows(buffer(keys * depth * PAIR)),
+          query_columns(buffer(queries * depth * PAIR)), gradient_rows(buffer(queries * depth * PAIR)),
+          gradient_columns(buffer(queries * depth * PAIR)), slopes(buffer(keys * PAIR)),
+          key_sums(keys * PANEL * depth * PANEL), value_sums(keys * PANEL * depth * PANEL) {}
+
+    void take(const uint16_t* k, const uint16_t* v) {
+        put_transposed(a, k, a.S, rows.get(), key_columns.get());
+        put_transposed(a, v, a.S, rows.get(), value_columns.get());
+        put_columns(k, a.H, a.S, a.H, key_rows.get());
+        std::fill(key_sums.begin(), key_sums.end(), 0.0f);
+        std::fill(value_sums.begin(), value_sums.end(), 0.0f);
+    }
+
+    // The queries' gradient of one head; its share of the keys' and values' is added to theirs.
+    void run(int64_t b, const uint16_t* q, const uint16_t* y, const uint16_t* y_gradient, const float* totals,
+             uint16_t* q_gradient) {
+        put_rows(q, a.H, a.T, a.H, rows.get());
+        put_columns(q, a.H, a.T, a.H, query_columns.get());
+        put_rows(y_gradient, a.N * a.H, a.T, a.H, gradient_rows.get());
+        put_columns(y_gradient, a.N * a.H, a.T, a.H, gradient_columns.get());
+        for (int64_t query = 0; query < a.T; query += PANEL) {
+            const int64_t num_rows = std::min(PANEL, a.T - query);
+            float means[PANEL] = {}, own_totals[PANEL] = {};
+            for (int64_t r = 0; r < num_rows; ++r) {
+                const int64_t at = (query + r) * a.N * a.H;
+                for (int64_t h = 0; h < a.H; h += PANEL) {
+                    const __mmask32 real = first(a.H - h);
+                    means[r] += sum(wide(_mm512_maskz_loadu_epi16(real, y + at + h)) *
+                                    wide(_mm512_maskz_loadu_epi16(real, y_gradient + at + h)));
+                }
+                own_totals[r] = totals[query + r];
+            }
+            int64_t end = 0;
+            for (int64_t j = 0; j < keys; ++j) {
+                if (!a.any(b, query, j * PANEL)) {
+                    std::fill_n(slopes.get() + j * PAIR, PAIR, 0);
+                    continue;
+                }
+                end = j + 1;
+                block(b, query, j, means, own_totals);
+            }
+            alignas(LINE) float sums[PANEL * PANEL];
+            for (int64_t p = 0; p < depth; ++p) {
+                multiply(slopes.get(), key_rows.get() + p * keys * PAIR, end, sums, nullptr);
+                for (int64_t r = 0; r < num_rows; ++r)
+                    store_rounded(q_gradient + (query + r) * a.H + p * PANEL, load(sums + r * PANEL), a.H - p * PANEL);
+            }
+        }
+    }
+
+    void give(uint16_t* k_gradient, uint16_t* v_gradient) {
+        for (int64_t s = 0; s < a.S; ++s)
+            for (int64_t h = 0; h < a.H; h += PANEL) {
+                store_rounded(k_gradient + s * a.H + h, load(key_sums.data() + s * depth * PANEL + h), a.H - h);
+                store_rounded(v_gradient + s * a.H + h, load(value_sums.data() + s * depth * PANEL + h), a.H - h);
+            }
+    }
+
+  private:
+    static Wide wide(__m512i numbers) {
+        alignas(LINE) uint16_t stored[PANEL];
+        _mm512_store_si512(stored, numbers);
+        return load(stored);
+    }
+
+    // 32 queries with 32 keys.
+    void block(int64_t b, int64_t query, int64_t j, const float* means, const float* totals) {
+        alignas(LINE) float scores[PANEL * PANEL], products[PANEL * PANEL];
+        alignas(LINE) uint16_t weights[PANEL * PANEL], own_slopes[PANEL * PANEL];
+        const int64_t i = query / PANEL;
+        multiply(rows.get() + i * depth * PAIR, key_columns.get() + j * depth * PAIR, depth, scores, nullptr);
+        multiply(gradient_rows.get() + i * depth * PAIR, value_columns.get() + j * depth * PAIR, depth, products, nullptr);
+        for (int64_t r = 0; r < PANEL; ++r) {
+            const uint32_t bits = a.seen(b, query + r, j * PANEL);
+            const Wide weight = only(bits, exponential(load(scores + r * PANEL) * all(a.scale) - all(totals[r])));
+            const Wide slope = weight * (load(products + r * PANEL) - all(means[r])) * all(a.scale);
+            store(weights + r * PANEL, weight);
+            store(own_slopes + r * PANEL, slope);
+            store(place(slopes.get(), keys * PANEL, r, j * PANEL), slope);
+        }
+        add(weights, gradient_columns.get() + i * PAIR, value_sums.data() + j * PANEL * depth * PANEL);
+        add(own_slopes, query_columns.get() + i * PAIR, key_sums.data() + j * PANEL * depth * PANEL);
+    }
+
+    // sums [32 keys, H] += the transpose of [32 queries, 32 keys] times columns [32 queries, H].
+    void add(const uint16_t* numbers, const char* columns, float* sums) {
+        alignas(LINE) char pairs[PAIR], turned[PAIR];
+        put_columns(numbers, PANEL, PANEL, PANEL, pairs);
+        turn_tiles(pairs, 2, turned);
+        for (int64_t p = 0; p < depth; ++p)
+            multiply<true>(turned, columns + p * queries * PAIR, 1, sums + p * PANEL, nullptr, depth * PANEL);
+    }
+
+    const Attention& a;
+    const int64_t depth, keys, queries;
+    Buffer rows, key_columns, value_columns, key_rows, query_columns, gradient_rows, gradient_columns, slopes;
+    std::vector<float> key_sums, value_sums;
+};
+
+}  // namespace
+
+extern "C" {
+
+// Keys and values serve N / G heads each, which one thread takes one after the other: sums have one order.
+void attend(const uint16_t* q_BNTH, const uint16_t* k_BGSH, const uint16_t* v_BGSH, const bool* mask, int64_t mask_stride,
+            uint16_t* y_BTNH, float* totals_BNT, int64_t B, int64_t T, int64_t S, int64_t N, int64_t G, int64_t H,
+            float scale) {
+    const Attention a{B, T, S, N, G, H, mask, mask_stride, scale};
+#pragma omp parallel
+    {
+        configure();
+        Forward forward(a);
+#pragma omp for
+        for (int64_t bg = 0; bg < B * G; ++bg) {
+            const int64_t b = bg / G;
+            forward.take(k_BGSH + bg * S * H, v_BGSH + bg * S * H);
+            for (int64_t n = bg % G * (N / G); n < (bg % G + 1) * (N / G); ++n)
+                forward.run(b, q_BNTH + (b * N + n) * T * H, y_BTNH + (b * T * N + n) * H, totals_BNT + (b * N + n) * T);
+        }
+        _tile_release();
+    }
+}
+
+void attend_backward(const uint16_t* y_gradient_BTNH, const uint16_t* q_BNTH, const uint16_t* k_BGSH,
+                     const uint16_t* v_BGSH, const uint16_t* y_BTNH, const float* totals_BNT, const bool* mask,
+                     int64_t mask_stride, uint16_t* q_gradient, uint16_t* k_gradient, uint16_t* v_gradient, int64_t B,
+                     int64_t T, int64_t S, int64_t N, int64_t G, int64_t H, float scale) {
+    const Attention a{B, T, S, N, G, H, mask, mask_stride, scale};
+#pragma omp parallel
+    {
+        configure();
+        Backward backward(a);
+#pragma omp for
+        for (int64_t bg = 0; bg < B * G; ++bg) {
+            const int64_t b = bg / G;
+            backward.take(k_BGSH + bg * S * H, v_BGSH + bg * S * H);
+            for (int64_t n = bg % G * (N / G); n < (bg % G + 1) * (N / G); ++n) {
+                const int64_t at = (b * N + n) * T * H, rows = (b * T * N + n) * H;
+                backward.run(b, q_BNTH + at, y_BTNH + rows, y_gradient_BTNH + rows, totals_BNT + (b * N + n) * T,
+                             q_gradient + at);
+            }
+            backward.give(k_gradient + bg * S * H, v_gradient + bg * S * H);
+        }
+        _tile_release();
+    }
+}
+
+}  // extern "C"
+
+#endif

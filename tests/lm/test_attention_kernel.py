@@ -1,0 +1,114 @@
+"""Attention by the CPU's matrix unit against the equation in double precision."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lm.attention import attend, attention_mask
+from lm.native import ops
+from lm.native.build import has_matrix_unit
+
+pytestmark = pytest.mark.skipif(not has_matrix_unit(), reason="needs a compiler and a CPU with AMX")
+
+SEGMENTS = torch.tensor([[1] * 40 + [2] * 27 + [0] * 3, [1] * 3 + [2] * 1 + [3] * 66])
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, mask_BTS: Tensor | None) -> Tensor:
+    """[B, N, T, H]; heads that share keys and values see copies of them."""
+    shared = q.shape[1] // k.shape[1]
+    if mask_BTS is None:
+        mask_BTS = torch.ones(1, q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    scores = q @ k.repeat_interleave(shared, dim=1).transpose(2, 3) / math.sqrt(q.shape[3])
+    weights = scores.masked_fill(~mask_BTS[:, None], -math.inf).softmax(dim=-1)
+    return weights @ v.repeat_interleave(shared, dim=1)
+
+
+def drawn(B: int, T: int, S: int, N: int, G: int, H: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and a gradient of the result, in bf16."""
+    generator = torch.Generator().manual_seed(T * S + H)
+    shapes = (B, N, T, H), (B, G, S, H), (B, G, S, H), (B, N, T, H)
+    q, k, v, gradient = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    return q, k, v, gradient
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, mask: Tensor | None) -> None:
+    """Results and gradients are as near to the truth as bf16 numbers on the way let them be."""
+    narrow, wide = ([x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)] for dtype in (q.dtype, torch.float64))
+    assert ops.attends(*narrow)
+    found, expected = attend(*narrow, mask), written_out(*wide, mask)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
+    found.backward(gradient)
+    expected.backward(gradient.double())
+    for ours, theirs in zip(narrow, wide, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        error = (ours.grad.double() - theirs.grad).norm()
+        # Of a query that sees one key the true gradient is 0: what is left are roundings of what cancels.
+        assert error <= 1e-2 * theirs.grad.norm() + 2e-3 * gradient.double().norm()
+
+
+# Lengths below, at and beyond a panel of 32; head dims that fill no panel; shared keys and values.
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (3, 32, 32), (2, 37, 37), (1, 96, 96), (1, 257, 257)])
+@pytest.mark.parametrize("heads", [(4, 4, 64), (4, 2, 24), (3, 1, 80), (2, 2, 128)])
+def test_plainly_causal(sizes: tuple[int, int, int], heads: tuple[int, int, int]) -> None:
+    check(*drawn(*sizes, *heads), None)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_rows(causal: bool) -> None:
+    check(*drawn(2, 70, 70, 4, 2, 32), attention_mask(SEGMENTS, causal=causal))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_any_mask_and_keys_of_another_length(rows: int) -> None:
+    mask = torch.rand((rows, 33, 101), generator=torch.Generator().manual_seed(0)) < 0.3
+    mask[:, :, 5] = True  # somebody is seen by everyone
+    mask[:, 3:9, 40:] = False  # panels that nobody of some rows sees
+    mask[:, :, 64:96] = False
+    check(*drawn(3, 33, 101, 4, 4, 64), mask)
+
+
+def test_scores_far_apart_neither_overflow_nor_lose_the_rest() -> None:
+    q, k, v, gradient = drawn(1, 40, 40, 2, 2, 64)
+    inputs = [x.requires_grad_() for x in (30 * q, 30 * k, v)]
+    found = attend(*inputs, None)
+    torch.testing.assert_close(found.double(), written_out(*(x.double() for x in inputs), None), rtol=1e-2, atol=1e-2)
+    found.backward(gradient)
+    assert all(x.grad is not None and torch.isfinite(x.grad).all() for x in inputs)
+
+
+def test_views_are_taken_as_they_lie() -> None:
+    """As heads that are cut from one product's output, and keys from a cache with room left."""
+    q, k, v, gradient = drawn(2, 45, 45, 4, 2, 32)
+    roomy = torch.full((2, 2, 60, 32), math.nan, dtype=torch.bfloat16)
+    roomy[:, :, :45] = k
+    expected = attend(q, k, v, None)
+    turned = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(attend(turned, roomy[:, :, :45], v, None), expected)
+    check(turned, roomy[:, :, :45], v, gradient, None)
+
+
+def test_a_row_s_result_depends_on_nothing_beside_it() -> None:
+    """PPO divides probabilities of passes over batches of different size, with gradients and without."""
+    q, k, v, _ = drawn(3, 50, 50, 4, 2, 64)
+    together = attend(*(x.clone().requires_grad_() for x in (q, k, v)), None)
+    with torch.no_grad():
+        assert torch.equal(attend(q[1:2], k[1:2], v[1:2], None), together[1:2])
+    mask = torch.ones(1, 50, 50, dtype=torch.bool).tril()
+    assert torch.equal(attend(q, k, v, mask), together)
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    q, k, v, gradient = drawn(4, 64, 64, 4, 2, 32)
+    threads, found = torch.get_num_threads(), []
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        y = attend(*inputs, None)
+        y.backward(gradient)
+        found.append([y, *(x.grad for x in inputs)])
+    torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
