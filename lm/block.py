@@ -16,6 +16,7 @@ from torch.autograd.function import FunctionCtx
 from lm.attention import KVCache, Memory, attend
 from lm.config import ModelConfig
 from lm.heads import Rotary, split_heads
+from lm.linear import Linear
 from lm.native import ops
 from lm.positions import rotate
 
@@ -124,8 +125,8 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv = nn.Linear(config.width, rows, bias=config.attention_bias != "none")
-        self.out = nn.Linear(config.num_heads * config.head_dim, config.width, bias=config.attention_bias == "all")
+        self.qkv = Linear(config.width, rows, bias=config.attention_bias != "none")
+        self.out = Linear(config.num_heads * config.head_dim, config.width, bias=config.attention_bias == "all")
         self.query_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
@@ -159,9 +160,9 @@ class CrossAttention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         bias = config.attention_bias != "none"
-        self.query = nn.Linear(config.width, config.num_heads * config.head_dim, bias=bias)
-        self.key_value = nn.Linear(config.width, 2 * config.num_kv_heads * config.head_dim, bias=bias)
-        self.out = nn.Linear(config.num_heads * config.head_dim, config.width, bias=config.attention_bias == "all")
+        self.query = Linear(config.width, config.num_heads * config.head_dim, bias=bias)
+        self.key_value = Linear(config.width, 2 * config.num_kv_heads * config.head_dim, bias=bias)
+        self.out = Linear(config.num_heads * config.head_dim, config.width, bias=config.attention_bias == "all")
 
     def remember(self, states_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, S, H] of the encoder's states, computed once for all tokens that will look at them."""
@@ -196,8 +197,8 @@ class MLP(nn.Module):
         super().__init__()
         self.activation = _SwiGLU.apply if config.mlp == "swiglu" else ACTIVATIONS[config.mlp]
         rows = config.mlp_width * (2 if config.mlp == "swiglu" else 1)
-        self.up = nn.Linear(config.width, rows, bias=config.mlp_bias)
-        self.down = nn.Linear(config.mlp_width, config.width, bias=config.mlp_bias)
+        self.up = Linear(config.width, rows, bias=config.mlp_bias)
+        self.down = Linear(config.mlp_width, config.width, bias=config.mlp_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x_BTD)))

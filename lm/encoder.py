@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lm.block import ACTIVATIONS, make_norm
 from lm.config import ModelConfig
+from lm.linear import Linear
 from lm.logprobs import token_logprobs
 from lm.model import Stack
 
@@ -30,10 +31,10 @@ class MaskedLanguageModel(EncoderModel):
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
         super().__init__(config, dropout)
-        self.transform = nn.Linear(config.width, config.width)
+        self.transform = Linear(config.width, config.width)
         self.transform_norm = make_norm(config, config.width)
         self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[config.mlp]
-        self.head = nn.Linear(config.width, config.vocab_size)
+        self.head = Linear(config.width, config.vocab_size)
         self.tie()
 
     def tie(self) -> None:

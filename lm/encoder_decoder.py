@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lm.attention import Memory
 from lm.config import ModelConfig
+from lm.linear import Linear
 from lm.model import Stack
 
 
@@ -20,7 +21,7 @@ class EncoderDecoder(nn.Module):
         self.config = config
         self.encoder = Stack(config, dropout, causal=False)
         self.decoder = Stack(config, dropout, reads_memory=True, embedding=self.encoder.embedding)
-        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.head = Linear(config.width, config.vocab_size, bias=False)
         self.tie()
 
     def tie(self) -> None:

@@ -15,6 +15,7 @@ from lm.attention import KVCache, Memory, attention_mask, banded
 from lm.block import Block, compute_dtype, make_norm
 from lm.config import ModelConfig
 from lm.heads import Rotary
+from lm.linear import Linear
 from lm.positions import rotary_tables, sinusoids
 
 SCORE = "score"  # the label of a model that gives one number
@@ -126,7 +127,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.decoder = Stack(config, dropout)
-        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.head = Linear(config.width, config.vocab_size, bias=False)
         self.tie()
 
     def tie(self) -> None:

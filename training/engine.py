@@ -20,6 +20,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, Ini
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lm.linear import same_weights
 from lm.model import checkpoint_activations, freeze_all_but_last
 from lm.source import ModelSource, materialise
 from training.compiled import drop_stale_lock
@@ -115,12 +116,16 @@ class Engine(Generic[AnyModule]):
         """Element-wise sum over all ranks."""
         return values if self.world_size == 1 else self._accelerator.reduce(values, reduction="sum")
 
-    def same_weights(self) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def same_weights(self) -> Iterator[None]:
         """Around passes between which no weight changes: under autocast each weight is then rounded once, not in every
         pass. Passes with and without gradients need one each.
         """
-        # What autocast has rounded is dropped where the outermost context ends, also one that rounds nothing itself.
-        return torch.autocast(self.device.type, enabled=False)
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(same_weights())
+            # What autocast rounds is dropped where the outermost context ends, also one that rounds nothing itself.
+            contexts.enter_context(torch.autocast(self.device.type, enabled=False))
+            yield
 
     @contextlib.contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:

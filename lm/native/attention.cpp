@@ -12,10 +12,9 @@
 
 #include <cmath>
 #include <limits>
-#include <memory>
-#include <new>
 #include <vector>
 
+#include "panels.h"
 #include "tiles.h"
 
 namespace {
@@ -48,14 +47,6 @@ struct Attention {
     }
 };
 
-struct Aligned {
-    void operator()(char* data) const { ::operator delete[](data, std::align_val_t(LINE)); }
-};
-using Buffer = std::unique_ptr<char[], Aligned>;
-Buffer buffer(int64_t bytes) { return Buffer(static_cast<char*>(::operator new[](bytes, std::align_val_t(LINE)))); }
-
-inline __mmask32 first(int64_t count) { return count >= PANEL ? ~0u : count <= 0 ? 0u : (1u << count) - 1; }
-
 // e^x of numbers that are 0 or less, or little more, to within 3e-6 of it.
 inline __m512 exponential(__m512 x) {
     x = _mm512_max_ps(x, _mm512_set1_ps(-100.0f));
@@ -72,71 +63,11 @@ inline Wide only(uint32_t bits, Wide x) {
             _mm512_maskz_mov_ps(static_cast<__mmask16>(bits >> SIDE), x.high)};
 }
 
-// A matrix [count, width], whose rows lie `stride` numbers apart, in panels of its rows along its width; zeros behind.
-void put_rows(const uint16_t* from, int64_t stride, int64_t count, int64_t width, char* panels) {
-    const int64_t steps = ceil_div(width, PANEL);
-    for (int64_t r = 0; r < ceil_div(count, PANEL) * PANEL; ++r)
-        for (int64_t s = 0; s < steps; ++s) {
-            const __mmask32 real = r < count ? first(width - s * PANEL) : 0;
-            const __m512i numbers = _mm512_maskz_loadu_epi16(real, from + r * stride + s * PANEL);
-            _mm512_store_si512(place(panels, steps * PANEL, r, s * PANEL), numbers);
-        }
-}
-
-// The same matrix in panels of its columns along its rows, as the unit reads what it multiplies with.
-void put_columns(const uint16_t* from, int64_t stride, int64_t count, int64_t width, char* panels) {
-    alignas(LINE) static constexpr uint16_t EVEN_ODD[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                            8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const __m512i low = _mm512_load_si512(EVEN_ODD), high = _mm512_add_epi16(low, _mm512_set1_epi16(SIDE));
-    const int64_t steps = ceil_div(count, PANEL);
-    for (int64_t p = 0; p < ceil_div(width, PANEL); ++p)
-        for (int64_t r = 0; r < steps * PANEL; r += 2) {
-            const __mmask32 real = first(width - p * PANEL);
-            const uint16_t* at = from + r * stride + p * PANEL;
-            const __m512i even = _mm512_maskz_loadu_epi16(r < count ? real : 0, at);
-            const __m512i odd = _mm512_maskz_loadu_epi16(r + 1 < count ? real : 0, at + stride);
-            char* line = panels + (p * steps + r / PANEL) * PAIR + r % PANEL / 2 * LINE;
-            _mm512_store_si512(line, _mm512_permutex2var_epi16(even, low, odd));
-            _mm512_store_si512(line + TILE, _mm512_permutex2var_epi16(even, high, odd));
-        }
-}
-
-// Tiles of 16 x 16 pairs, each turned over: panels of rows become panels of columns of the transposed matrix, and back.
-void turn_tiles(const char* from, int64_t count, char* to) {
-    for (int64_t tile = 0; tile < count; ++tile, from += TILE, to += TILE) {
-        __m512i v[16], t[16];
-        for (int i = 0; i < 16; ++i) v[i] = _mm512_load_si512(from + i * LINE);
-        for (int i = 0; i < 16; i += 2) {
-            t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-            t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-        }
-        for (int i = 0; i < 16; i += 4)
-            for (int j = 0; j < 2; ++j) {
-                v[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-                v[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-            }
-        for (int j = 0; j < 4; ++j) {
-            t[j] = _mm512_shuffle_i32x4(v[j], v[j + 4], 0x88);
-            t[j + 4] = _mm512_shuffle_i32x4(v[j], v[j + 4], 0xdd);
-            t[j + 8] = _mm512_shuffle_i32x4(v[j + 8], v[j + 12], 0x88);
-            t[j + 12] = _mm512_shuffle_i32x4(v[j + 8], v[j + 12], 0xdd);
-        }
-        for (int j = 0; j < 4; ++j) {
-            _mm512_store_si512(to + j * LINE, _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88));
-            _mm512_store_si512(to + (j + 4) * LINE, _mm512_shuffle_i32x4(t[j + 4], t[j + 12], 0x88));
-            _mm512_store_si512(to + (j + 8) * LINE, _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd));
-            _mm512_store_si512(to + (j + 12) * LINE, _mm512_shuffle_i32x4(t[j + 4], t[j + 12], 0xdd));
-        }
-    }
-}
-
 // A matrix [count, H] in panels of the columns of its transpose.
 void put_transposed(const Attention& a, const uint16_t* from, int64_t count, char* rows, char* panels) {
     put_rows(from, a.H, count, a.H, rows);
     turn_tiles(rows, ceil_div(count, PANEL) * a.depth() * 2, panels);
 }
-
-void store_rounded(uint16_t* to, Wide x, int64_t count) { _mm512_mask_storeu_epi16(to, first(count), rounded(x)); }
 
 class Forward {
   public:
@@ -163,7 +94,7 @@ class Forward {
             for (int64_t p = 0; p < depth; ++p) {
                 multiply(weights.get(), values.get() + p * keys * PAIR, end, sums, nullptr);
                 for (int64_t r = 0; r < num_rows; ++r)
-                    store_rounded(y + (query + r) * a.N * a.H + p * PANEL, load(sums + r * PANEL) * all(inverse[r]),
+                    store_some(y + (query + r) * a.N * a.H + p * PANEL, load(sums + r * PANEL) * all(inverse[r]),
                                   a.H - p * PANEL);
             }
         }
@@ -262,7 +193,7 @@ class Backward {
             for (int64_t p = 0; p < depth; ++p) {
                 multiply(slopes.get(), key_rows.get() + p * keys * PAIR, end, sums, nullptr);
                 for (int64_t r = 0; r < num_rows; ++r)
-                    store_rounded(q_gradient + (query + r) * a.H + p * PANEL, load(sums + r * PANEL), a.H - p * PANEL);
+                    store_some(q_gradient + (query + r) * a.H + p * PANEL, load(sums + r * PANEL), a.H - p * PANEL);
             }
         }
     }
@@ -270,8 +201,8 @@ class Backward {
     void give(uint16_t* k_gradient, uint16_t* v_gradient) {
         for (int64_t s = 0; s < a.S; ++s)
             for (int64_t h = 0; h < a.H; h += PANEL) {
-                store_rounded(k_gradient + s * a.H + h, load(key_sums.data() + s * depth * PANEL + h), a.H - h);
-                store_rounded(v_gradient + s * a.H + h, load(value_sums.data() + s * depth * PANEL + h), a.H - h);
+                store_some(k_gradient + s * a.H + h, load(key_sums.data() + s * depth * PANEL + h), a.H - h);
+                store_some(v_gradient + s * a.H + h, load(value_sums.data() + s * depth * PANEL + h), a.H - h);
             }
     }
 

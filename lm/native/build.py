@@ -12,8 +12,8 @@ import warnings
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = (FOLDER / "kernels.cpp", FOLDER / "attention.cpp", FOLDER / "decoder.cpp")
-HEADERS = (FOLDER / "numbers.h", FOLDER / "tiles.h")
+SOURCES = tuple(FOLDER / f"{name}.cpp" for name in ("kernels", "attention", "products", "decoder"))
+HEADERS = tuple(FOLDER / f"{name}.h" for name in ("numbers", "tiles", "panels"))
 # Sums may be taken in vectors only where the source says so; nothing is assumed about infinities and NaN.
 FLAGS = (
     "-std=c++20", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",

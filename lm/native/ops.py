@@ -1,7 +1,7 @@
 """The kernels as functions of tensors. Each has a twin in PyTorch's own operations beside its caller.
 
 Shape letters: R rows, D width, M MLP width, B batch, T tokens, S keys, N heads, G key-value heads, H head dim,
-V vocabulary.
+V vocabulary, F outputs of a product.
 """
 
 import math
@@ -23,6 +23,7 @@ _ARGUMENTS = {  # p pointer, b whether it is bf16, i integer, f float
     "token_logprobs": "pbpppiif",
     "token_logprobs_backward": "ppbpppiif",
     "draw": "pbpfppii",
+    "weight_gradient": "pppiii",
     "attend": "ppppippiiiiiif",
     "attend_backward": "pppppppipppiiiiiif",
 }
@@ -117,6 +118,19 @@ def _split(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, q: Tensor, k: Tens
         "split_heads", qkv.data_ptr(), _is_bf16(qkv), cos, sin, q.data_ptr(), k.data_ptr(), v.data_ptr(), B, T, N,
         k.shape[1], H, back,
     )  # fmt: skip
+
+
+def sums_gradients(weight_FD: Tensor) -> bool:
+    """Whether `weight_gradient` gives this weight's gradient as it is kept: fp32, on a CPU with a matrix unit."""
+    return weight_FD.is_cpu and weight_FD.dtype == torch.float32 and has_matrix_unit()
+
+
+def weight_gradient(gradient_RF: Tensor, x_RD: Tensor) -> Tensor:
+    """gradientᵀ x of contiguous bf16 numbers, [F, D] in fp32."""
+    (R, F), D = gradient_RF.shape, x_RD.shape[1]
+    out_FD = torch.empty(F, D)
+    _call("weight_gradient", gradient_RF.data_ptr(), x_RD.data_ptr(), out_FD.data_ptr(), R, F, D)
+    return out_FD
 
 
 def attends(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor) -> bool:

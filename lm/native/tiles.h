@@ -136,7 +136,7 @@ inline void product(const char* x, int64_t B, int64_t K, const char* weight, con
 
 // The first `real` of the numbers.
 inline void store_some(uint16_t* to, Wide x, int64_t real) {
-    if (real == PANEL)
+    if (real >= PANEL)
         store(to, x);
     else
         _mm512_mask_storeu_epi16(to, (1u << real) - 1, rounded(x));
