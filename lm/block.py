@@ -1,4 +1,4 @@
-"""What a transformer is stacked from: norms, attention to oneself and to a memory, the MLP, the block.
+"""What a transformer is stacked from: attention to oneself and to a memory, the MLP, the block.
 
 Shape letters: B batch, T query tokens, S key tokens, D model width, N heads, G key-value heads, H head dim,
 M MLP width.
@@ -18,60 +18,8 @@ from lm.config import ModelConfig
 from lm.heads import Rotary, split_heads
 from lm.linear import Linear
 from lm.native import ops
+from lm.norms import RMSNorm, Stream, add_norm, make_norm
 from lm.positions import rotate
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """What a matrix product with x gives: autocast's type where it is on."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight, computed in fp32 (arXiv 1910.07467, eq. 4)."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
-
-
-class _RMSNorm(torch.autograd.Function):
-    """PyTorch takes RMSNorm apart into eight passes over memory on a CPU; written out it needs half as many, and one in
-    a kernel.
-
-    With n = x / rms(x):  dx = (g·w - n · mean(g·w·n)) / rms(x),  dw = Σ g·n.
-    """
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        # What follows is a matrix product, so under autocast the result may as well come rounded for it.
-        dtype = compute_dtype(x)
-        if ops.runs(x, weight) and dtype in ops.TYPES:
-            y, inverse_rms = ops.rms_norm(x, weight, eps, dtype)
-        else:
-            wide = x.float()
-            inverse_rms = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1] + eps).rsqrt()
-            y = (wide * inverse_rms * weight).to(dtype)
-        ctx.save_for_backward(x, inverse_rms, weight)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, inverse_rms, weight = ctx.saved_tensors
-        gradient = gradient.contiguous()
-        if ops.runs(gradient, x, weight):
-            x_gradient, weight_gradient = ops.rms_norm_backward(gradient, x, weight, inverse_rms)
-            return x_gradient, weight_gradient.to(weight.dtype), None
-        normed, wide = x.float() * inverse_rms, gradient.float()
-        product = wide * normed
-        weight_gradient = product.sum(dim=tuple(range(product.dim() - 1)))
-        mean = (product @ weight.float()).unsqueeze(-1) / normed.shape[-1]
-        x_gradient = torch.addcmul(wide * weight, normed, mean, value=-1).mul_(inverse_rms)
-        return x_gradient.to(x.dtype), weight_gradient.to(weight.dtype), None
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -111,11 +59,6 @@ class _SquaredReLU(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (positive,) = ctx.saved_tensors
         return (gradient * positive).mul_(2)
-
-
-def make_norm(config: ModelConfig, width: int) -> nn.Module:
-    """The config's kind of norm over `width` numbers."""
-    return RMSNorm(width, config.norm_eps) if config.norm == "rms" else nn.LayerNorm(width, config.norm_eps)
 
 
 class Attention(nn.Module):
@@ -225,19 +168,25 @@ class Block(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
+        branch_BTD: Tensor | None,
         rotary: Rotary | None,
         mask_BTS: Tensor | None,
         cache: KVCache | None,
         layer: int,
         memory: Memory | None = None,
-    ) -> Tensor:
-        x_BTD = self._branch(x_BTD, self.attention_norm, lambda x: self.attention(x, rotary, mask_BTS, cache, layer))
+    ) -> Stream:
+        """The residual stream and the branch that is to be added to it next, as they come and as they go."""
+        stream = self._branch(
+            (x_BTD, branch_BTD), self.attention_norm, lambda x: self.attention(x, rotary, mask_BTS, cache, layer)
+        )
         if self.cross is not None and self.cross_norm is not None:
             cross = self.cross
-            x_BTD = self._branch(x_BTD, self.cross_norm, lambda x: cross(x, memory, layer))
-        return self._branch(x_BTD, self.mlp_norm, self.mlp)
+            stream = self._branch(stream, self.cross_norm, lambda x: cross(x, memory, layer))
+        return self._branch(stream, self.mlp_norm, self.mlp)
 
-    def _branch(self, x_BTD: Tensor, norm: nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
+    def _branch(self, stream: Stream, norm: nn.Module, run: Callable[[Tensor], Tensor]) -> Stream:
         if self.norms_first:
-            return x_BTD + self.dropout(branch(norm(x_BTD)))
-        return norm(x_BTD + self.dropout(branch(x_BTD)))
+            x_BTD, normed_BTD = add_norm(*stream, norm)
+            return x_BTD, self.dropout(run(normed_BTD))
+        x_BTD, _ = stream
+        return norm(x_BTD + self.dropout(run(x_BTD))), None

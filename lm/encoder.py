@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from lm.block import ACTIVATIONS, make_norm
+from lm.block import ACTIVATIONS
 from lm.config import ModelConfig
 from lm.linear import Linear
 from lm.logprobs import token_logprobs
 from lm.model import Stack
+from lm.norms import make_norm
 
 
 class EncoderModel(nn.Module):

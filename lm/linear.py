@@ -33,7 +33,7 @@ def same_weights() -> Iterator[None]:
 
 
 class Linear(nn.Linear):
-    """x Wᵀ + b. Under bf16 autocast, on a CPU with a matrix unit, the weight's fp32 gradient is not rounded on the way."""
+    """x Wᵀ + b. Under bf16 autocast, a CPU's matrix unit sums the weight's gradient in fp32, and it stays so."""
 
     def forward(self, x: Tensor) -> Tensor:
         learns = torch.is_grad_enabled() and self.weight.requires_grad

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lm.attention import KVCache, Memory, attention_mask, banded
-from lm.block import Block, compute_dtype, make_norm
+from lm.block import Block
 from lm.config import ModelConfig
 from lm.heads import Rotary
 from lm.linear import Linear
+from lm.norms import add_norm, compute_dtype, make_norm
 from lm.positions import rotary_tables, sinusoids
 
 SCORE = "score"  # the label of a model that gives one number
@@ -62,6 +63,7 @@ class Stack(nn.Module):
     ) -> Tensor:
         """Hidden states [B, T, D]. `mask_BTS`: True = may attend; None = causal, or everything for an encoder."""
         x_BTD = self.embed(tokens_BT, positions_BT, token_types_BT)
+        branch_BTD: Tensor | None = None
         rotary = self.rotary(positions_BT, compute_dtype(x_BTD))
         T = tokens_BT.shape[1]
         S = T + (cache.length if cache is not None else 0)
@@ -70,9 +72,11 @@ class Stack(nn.Module):
         recomputes = self.recomputes and torch.is_grad_enabled()
         masks = {window: banded(mask_BTS, window, T, S, tokens_BT.device) for window in self.config.windows}
         for layer, block in enumerate(self.blocks):
+            if recomputes and branch_BTD is not None:
+                x_BTD, branch_BTD = x_BTD + branch_BTD, None  # a block's input, all that is kept of it, is one tensor
             run = partial(checkpoint, block, use_reentrant=False) if recomputes else block
-            x_BTD = run(x_BTD, rotary, masks[self.config.window(layer)], cache, layer, memory)
-        return self.norm(x_BTD)
+            x_BTD, branch_BTD = run(x_BTD, branch_BTD, rotary, masks[self.config.window(layer)], cache, layer, memory)
+        return add_norm(x_BTD, branch_BTD, self.norm)[1]
 
     def embed(self, tokens_BT: Tensor, positions_BT: Tensor, token_types_BT: Tensor | None = None) -> Tensor:
         """Token embeddings [B, T, D], with what positions and token types (0 where not given) add to them."""

@@ -41,13 +41,23 @@ constexpr int64_t CHUNKS = 64;  // of rows, over which weight gradients are summ
 
 extern "C" {
 
-void rms_norm(const void* x_RD, bool x_bf16, const void* weight_D, bool weight_bf16, void* y_RD, bool y_bf16,
-              float* inverse_R, int64_t R, int64_t D, float eps) {
+// Where there is a branch, x and it are added first; the sum is of x's type, and what is normed.
+void rms_norm(const void* x_RD, bool x_bf16, const void* branch_RD, const void* weight_D, bool weight_bf16, void* sum_RD,
+              void* y_RD, bool y_bf16, float* inverse_R, int64_t R, int64_t D, float eps) {
     typed(x_RD, x_bf16, [&](auto* xs) { typed(weight_D, weight_bf16, [&](auto* weight) { typed(y_RD, y_bf16, [&](auto* ys) {
+        using X = std::remove_cvref_t<decltype(*xs)>;
+        auto* branches = static_cast<const std::remove_reference_t<decltype(*ys)>*>(branch_RD);
 #pragma omp parallel for if (R * D > WORTH_THREADS)
         for (int64_t r = 0; r < R; ++r) {
-            const auto* x = xs + r * D;
+            const X* x = xs + r * D;
             auto* y = ys + r * D;
+            if (branches) {
+                const auto* branch = branches + r * D;
+                X* sum = static_cast<X*>(sum_RD) + r * D;
+#pragma omp simd
+                for (int64_t j = 0; j < D; ++j) put(sum[j], wide(x[j]) + wide(branch[j]));
+                x = sum;
+            }
             float squares = 0;
 #pragma omp simd reduction(+ : squares)
             for (int64_t j = 0; j < D; ++j) squares += wide(x[j]) * wide(x[j]);
@@ -59,33 +69,52 @@ void rms_norm(const void* x_RD, bool x_bf16, const void* weight_D, bool weight_b
     }); }); });
 }
 
+// x is what was normed. Where x goes on beside its norm, `carried` is that way's gradient, added to the norm's; where x
+// was a sum, its branch has the same gradient in its own type.
 void rms_norm_backward(const void* gradient_RD, bool gradient_bf16, const void* x_RD, bool x_bf16, const void* weight_D,
-                       bool weight_bf16, const float* inverse_R, void* x_gradient_RD, float* weight_gradient_D,
-                       int64_t R, int64_t D) {
+                       bool weight_bf16, const float* inverse_R, const void* carried_RD, void* x_gradient_RD,
+                       void* branch_gradient_RD, float* weight_gradient_D, int64_t R, int64_t D) {
     std::vector<float> partial(CHUNKS * D);
     typed(gradient_RD, gradient_bf16, [&](auto* gs) { typed(x_RD, x_bf16, [&](auto* xs) {
-    typed(weight_D, weight_bf16, [&](auto* weight) { typed(x_gradient_RD, x_bf16, [&](auto* outs) {
+    typed(weight_D, weight_bf16, [&](auto* weight) {
+        using X = std::remove_cvref_t<decltype(*xs)>;
+        using Y = std::remove_cvref_t<decltype(*gs)>;
+        auto *outs = static_cast<X*>(x_gradient_RD);
+        auto *carrieds = static_cast<const X*>(carried_RD);
+        auto *branch_outs = static_cast<Y*>(branch_gradient_RD);
 #pragma omp parallel for if (R * D > WORTH_THREADS)
         for (int64_t chunk = 0; chunk < CHUNKS; ++chunk) {
             float* sums = partial.data() + chunk * D;
             for (int64_t r = chunk * R / CHUNKS; r < (chunk + 1) * R / CHUNKS; ++r) {
-                const auto* g = gs + r * D;
-                const auto* x = xs + r * D;
-                auto* out = outs + r * D;
+                const Y* g = gs + r * D;
+                const X* x = xs + r * D;
+                X* out = outs + r * D;
                 const float inverse = inverse_R[r];
                 float mean = 0;
 #pragma omp simd reduction(+ : mean)
                 for (int64_t j = 0; j < D; ++j) mean += wide(g[j]) * wide(weight[j]) * wide(x[j]);
                 mean *= inverse / static_cast<float>(D);
-#pragma omp simd
-                for (int64_t j = 0; j < D; ++j) {
+                const auto through = [&](int64_t j) {
                     const float normed = wide(x[j]) * inverse;
-                    put(out[j], (wide(g[j]) * wide(weight[j]) - normed * mean) * inverse);
                     sums[j] += wide(g[j]) * normed;
+                    return (wide(g[j]) * wide(weight[j]) - normed * mean) * inverse;
+                };
+                if (carrieds) {
+                    const X* carried = carrieds + r * D;
+#pragma omp simd
+                    for (int64_t j = 0; j < D; ++j) put(out[j], through(j) + wide(carried[j]));
+                } else {
+#pragma omp simd
+                    for (int64_t j = 0; j < D; ++j) put(out[j], through(j));
+                }
+                if (branch_outs) {
+                    Y* branch_out = branch_outs + r * D;
+#pragma omp simd
+                    for (int64_t j = 0; j < D; ++j) put(branch_out[j], wide(out[j]));
                 }
             }
         }
-    }); }); }); });
+    }); }); });
     std::fill(weight_gradient_D, weight_gradient_D + D, 0.0f);
     for (int64_t chunk = 0; chunk < CHUNKS; ++chunk)
         for (int64_t j = 0; j < D; ++j) weight_gradient_D[j] += partial[chunk * D + j];

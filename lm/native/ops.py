@@ -15,8 +15,8 @@ from lm.native.build import has_matrix_unit, kernels
 
 TYPES = (torch.float32, torch.bfloat16)
 _ARGUMENTS = {  # p pointer, b whether it is bf16, i integer, f float
-    "rms_norm": "pbpbpbpiif",
-    "rms_norm_backward": "pbpbpbpppii",
+    "rms_norm": "pbppbppbpiif",
+    "rms_norm_backward": "pbpbpbpppppii",
     "swiglu": "pbpii",
     "swiglu_backward": "ppbpii",
     "split_heads": "pbpppppiiiiib",
@@ -42,30 +42,52 @@ def _call(name: str, *arguments: Any) -> None:
     function(*arguments)
 
 
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
 def _is_bf16(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x / sqrt(mean(x²) + eps) · weight as `dtype`, and 1 / sqrt(...) [R] in fp32; leading dimensions are free."""
+    return _norm(x, None, weight_D, eps, x, dtype)
+
+
+def add_rms_norm(x: Tensor, branch: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x + branch, in x's type, and as `rms_norm` of it in the branch's type."""
+    total = torch.empty_like(x)
+    return total, *_norm(x, branch, weight_D, eps, total, branch.dtype)
+
+
+def _norm(
+    x: Tensor, branch: Tensor | None, weight_D: Tensor, eps: float, total: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     D = x.shape[-1]
     y, inverse_R = torch.empty_like(x, dtype=dtype), torch.empty(x.numel() // D)
     _call(
-        "rms_norm", x.data_ptr(), _is_bf16(x), weight_D.data_ptr(), _is_bf16(weight_D), y.data_ptr(), _is_bf16(y),
-        inverse_R.data_ptr(), len(inverse_R), D, eps,
+        "rms_norm", x.data_ptr(), _is_bf16(x), _address(branch), weight_D.data_ptr(), _is_bf16(weight_D),
+        total.data_ptr(), y.data_ptr(), _is_bf16(y), inverse_R.data_ptr(), len(inverse_R), D, eps,
     )  # fmt: skip
     return y, inverse_R
 
 
-def rms_norm_backward(gradient: Tensor, x: Tensor, weight_D: Tensor, inverse_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x, in its type, and of the weight, in fp32."""
+def rms_norm_backward(
+    gradient: Tensor, x: Tensor, weight_D: Tensor, inverse_R: Tensor, *, carried: Tensor | None, has_branch: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The gradients of what was normed, in its type, of the branch in it, if it has one, and of the weight, in fp32.
+
+    `carried` is what the sum's gradient would be without the norm.
+    """
     x_gradient, weight_gradient_D = torch.empty_like(x), torch.empty(weight_D.shape)
+    branch_gradient = torch.empty_like(gradient) if has_branch else None
     _call(
         "rms_norm_backward", gradient.data_ptr(), _is_bf16(gradient), x.data_ptr(), _is_bf16(x), weight_D.data_ptr(),
-        _is_bf16(weight_D), inverse_R.data_ptr(), x_gradient.data_ptr(), weight_gradient_D.data_ptr(), len(inverse_R),
-        x.shape[-1],
+        _is_bf16(weight_D), inverse_R.data_ptr(), _address(carried), x_gradient.data_ptr(), _address(branch_gradient),
+        weight_gradient_D.data_ptr(), len(inverse_R), x.shape[-1],
     )  # fmt: skip
-    return x_gradient, weight_gradient_D
+    return x_gradient, branch_gradient, weight_gradient_D
 
 
 def swiglu(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lm.block import RMSNorm, _SquaredReLU
+from lm.block import _SquaredReLU
 from lm.config import ModelConfig, exact_div
 from lm.encoder import SequenceClassifier
 from lm.encoder_decoder import EncoderDecoder
@@ -19,6 +19,7 @@ from lm.model import (
     initialise,
     segment_positions,
 )
+from lm.norms import RMSNorm
 
 
 def build(config: ModelConfig, seed: int = 0) -> LanguageModel:

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.block import RMSNorm
 from lm.heads import split_heads
 from lm.native import build, ops
+from lm.norms import RMSNorm
 from lm.positions import rotary_tables
 from lm.sampling import Choice
 
@@ -54,7 +54,7 @@ def test_rms_norm_and_its_gradients(shape: tuple[int, ...], dtype: torch.dtype, 
     x, gradient = drawn(*shape, dtype=dtype) * 3, drawn(*shape, dtype=out, seed=1)
     weight = drawn(shape[-1], dtype=torch.float32, seed=2)
     y, inverse = ops.rms_norm(x, weight, 1e-5, out)
-    x_gradient, weight_gradient = ops.rms_norm_backward(gradient, x, weight, inverse)
+    x_gradient, _, weight_gradient = ops.rms_norm_backward(gradient, x, weight, inverse, carried=None, has_branch=False)
     expected = differentiated(norm, gradient, x, weight)
     assert (y.dtype, x_gradient.dtype, weight_gradient.dtype) == (out, dtype, torch.float32)
     check(y, expected[0])
@@ -164,7 +164,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
         y, inverse = ops.rms_norm(x, weight, 1e-5, torch.float32)
         logprobs = ops.token_logprobs(x, torch.arange(1200) % 256, 1.0)
         return [
-            y, *ops.rms_norm_backward(x, y, weight, inverse), ops.swiglu(x), *logprobs,
+            y, *ops.rms_norm_backward(x, y, weight, inverse, carried=y, has_branch=True), ops.swiglu(x), *logprobs,
             *ops.draw(x, x[:, 0].sigmoid().contiguous(), 1.0),
         ]  # fmt: skip
 
