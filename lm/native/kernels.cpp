@@ -94,18 +94,17 @@ void rms_norm_backward(const void* gradient_RD, bool gradient_bf16, const void* 
 #pragma omp simd reduction(+ : mean)
                 for (int64_t j = 0; j < D; ++j) mean += wide(g[j]) * wide(weight[j]) * wide(x[j]);
                 mean *= inverse / static_cast<float>(D);
-                const auto through = [&](int64_t j) {
+#pragma omp simd
+                for (int64_t j = 0; j < D; ++j) {
                     const float normed = wide(x[j]) * inverse;
+                    put(out[j], (wide(g[j]) * wide(weight[j]) - normed * mean) * inverse);
                     sums[j] += wide(g[j]) * normed;
-                    return (wide(g[j]) * wide(weight[j]) - normed * mean) * inverse;
-                };
+                }
+                // Rounded as separate operations would.
                 if (carrieds) {
                     const X* carried = carrieds + r * D;
 #pragma omp simd
-                    for (int64_t j = 0; j < D; ++j) put(out[j], through(j) + wide(carried[j]));
-                } else {
-#pragma omp simd
-                    for (int64_t j = 0; j < D; ++j) put(out[j], through(j));
+                    for (int64_t j = 0; j < D; ++j) put(out[j], wide(out[j]) + wide(carried[j]));
                 }
                 if (branch_outs) {
                     Y* branch_out = branch_outs + r * D;

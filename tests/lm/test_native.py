@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lm.heads import split_heads
 from lm.native import build, ops
-from lm.norms import RMSNorm
+from lm.norms import RMSNorm, add_norm
 from lm.positions import rotary_tables
 from lm.sampling import Choice
 
@@ -60,6 +60,30 @@ def test_rms_norm_and_its_gradients(shape: tuple[int, ...], dtype: torch.dtype, 
     check(y, expected[0])
     check(x_gradient, expected[1])
     torch.testing.assert_close(weight_gradient.double(), expected[2], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 7, 33), (700, 400)])
+@pytest.mark.parametrize(
+    ("stream", "narrow"), [(torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2]
+)
+def test_a_stream_and_its_norm_are_what_they_are_apart(
+    shape: tuple[int, ...], stream: torch.dtype, narrow: torch.dtype
+) -> None:
+    """Bit for bit: the sum, its norm, and the gradients by way of both."""
+
+    def apart(x: Tensor, branch: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        total = x + branch
+        return total, norm(total)
+
+    def passed(add: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+        norm = RMSNorm(shape[-1], 1e-5)
+        x, branch = (drawn(*shape, dtype=dtype, seed=1).requires_grad_() for dtype in (stream, narrow))
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow == torch.bfloat16):
+            found = add(x, branch, norm)
+        gradients = [drawn(*shape, dtype=part.dtype, seed=2) for part in found]
+        return [*found, *torch.autograd.grad(found, [x, branch, norm.weight], gradients)]
+
+    assert all(torch.equal(a, b) for a, b in zip(passed(add_norm), passed(apart), strict=True))
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (3, 10), (2, 7, 66), (700, 800)])
