@@ -150,6 +150,8 @@ def sums_gradients(weight_FD: Tensor) -> bool:
 def weight_gradient(gradient_RF: Tensor, x_RD: Tensor) -> Tensor:
     """gradientᵀ x of contiguous bf16 numbers, [F, D] in fp32."""
     (R, F), D = gradient_RF.shape, x_RD.shape[1]
+    if not R:
+        return torch.zeros(F, D)
     out_FD = torch.empty(F, D)
     _call("weight_gradient", gradient_RF.data_ptr(), x_RD.data_ptr(), out_FD.data_ptr(), R, F, D)
     return out_FD

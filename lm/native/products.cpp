@@ -49,8 +49,10 @@ void weight_gradient(const uint16_t* gradient_RF, const uint16_t* x_RD, float* o
         for (int64_t d = 0; d < D; d += COLUMNS) {
             const int64_t num_columns = ceil_div(std::min(COLUMNS, D - d), PANEL);
 #pragma omp for
-            for (int64_t p = 0; p < num_columns; ++p)
-                put_columns(x_RD + d + p * PANEL, D, R, std::min(PANEL, D - d - p * PANEL), columns.get() + p * steps * PAIR);
+            for (int64_t p = 0; p < num_columns; ++p) {
+                const int64_t column = d + p * PANEL;
+                put_columns(x_RD + column, D, R, std::min(PANEL, D - column), columns.get() + p * steps * PAIR);
+            }
             for (int64_t begin = own.begin; begin < own.end; begin += BLOCK)
                 for (int64_t r = 0; r < R; r += DEPTH) {
                     const int64_t end = std::min(own.end, begin + BLOCK);

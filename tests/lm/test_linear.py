@@ -29,6 +29,14 @@ def test_the_gradient_of_a_weight(sizes: tuple[int, int, int]) -> None:
     torch.testing.assert_close(found[0].double(), gradient.double().T @ x.double(), rtol=1e-5, atol=1e-4)
 
 
+def test_no_tokens_no_gradient() -> None:
+    """As a head has it in a micro-batch of which no position counts."""
+    module = Linear(32, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        module(drawn(0, 32)).sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_a_linear_map_under_autocast(bias: bool, dtype: torch.dtype) -> None:
