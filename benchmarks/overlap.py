@@ -21,7 +21,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController, ScoreScale
-from ppo.workers import Parents
+from ppo.rank import Parents
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 

@@ -9,10 +9,14 @@ from torch import Tensor
 
 from cluster.group import Calls, WorkerGroup, together
 from lm.config import exact_div
+from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
+from ppo.generator import GeneratorWorker
+from ppo.learner import LearnerWorker
+from ppo.rank import Parents, Rank
 from ppo.roles import Sampling
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
-from ppo.workers import ColocatedWorker, GeneratorWorker, LearnerWorker, Parents, Rank, ScorerWorker
+from ppo.scorer import ScorerWorker
 from training.config import EngineConfig
 
 NAME = "ppo"  # under which a group keeps its workers

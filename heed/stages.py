@@ -22,7 +22,7 @@ from heed.measure import measure_reward_model
 from heed.progress import StageProgress
 from ppo.config import PPOConfig
 from ppo.controller import ScoreScale
-from ppo.workers import Parents, TokenStream
+from ppo.rank import Parents, TokenStream
 from preferences.store import LabelStore
 from pretrain.stage import PretrainConfig
 from reward.elsewhere import Elsewhere

@@ -54,6 +54,10 @@ def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | No
         )
     if ops.attends(q_BNTH, k_BGSH, v_BGSH):
         return _Attend.apply(q_BNTH, k_BGSH, v_BGSH, mask_BTS)  # type: ignore[no-untyped-call]
+    return _written_out(q_BNTH, k_BGSH, v_BGSH, mask_BTS)
+
+
+def _written_out(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
     B, N, T, H = q_BNTH.shape
     G, S = k_BGSH.shape[1:3]
     if mask_BTS is None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from lm.tokenizer import Tokenizer
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
+from ppo.rank import Parents
 from ppo.roles import Roles, Sampling
 from ppo.rollout import Rollout
-from ppo.workers import Parents
 from training.checkpoint import drop_unfinished, latest_checkpoint
 from training.data import Prompt
 from training.metrics import MetricsLog

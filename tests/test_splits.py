@@ -30,10 +30,11 @@ from lm.model import LanguageModel, ScalarModel, initialise
 from lm.source import Fresh, ModelSource, materialise
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, save_model
+from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
 from ppo.controller import ScoreScale
+from ppo.rank import Parents, TokenStream
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
-from ppo.workers import ColocatedWorker, Parents, TokenStream
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective
 from reward.comparisons import Comparison, Verdict
 from reward.learner import Beside, LearnerSource

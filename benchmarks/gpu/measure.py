@@ -28,9 +28,10 @@ from lm.sampling import Choice
 from lm.source import Fresh, materialise
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
+from ppo.colocated import ColocatedWorker
 from ppo.controller import PPOController, ScoreScale
+from ppo.rank import Parents
 from ppo.roles import Roles
-from ppo.workers import ColocatedWorker, Parents
 from training.config import BatchConfig
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop

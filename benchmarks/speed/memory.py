@@ -28,8 +28,9 @@ from heed.planning.memory import Memory
 from heed.planning.plan import Setting, make_plan
 from lm.model import LanguageModel
 from lm.weights import ModelFolder
+from ppo.colocated import ColocatedWorker
 from ppo.controller import PPOController, ScoreScale
-from ppo.workers import ColocatedWorker, Parents
+from ppo.rank import Parents
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
 from training.objectives import StreamObjective

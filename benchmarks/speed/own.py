@@ -14,9 +14,10 @@ from lm.model import LanguageModel, ScalarModel
 from lm.sampling import Choice
 from lm.source import ModelSource
 from lm.weights import ModelFolder, load_language_model
+from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
 from ppo.controller import PPOController, ScoreScale
-from ppo.workers import ColocatedWorker, Parents
+from ppo.rank import Parents
 from reward.comparisons import Comparison, Verdict
 from reward.learner import Beside, LearnerSource
 from reward.objective import RankingObjective

@@ -14,7 +14,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import read_config, save_model
 from ppo.config import PPOConfig
 from ppo.controller import ScoreScale
-from ppo.workers import Parents, TokenStream
+from ppo.rank import Parents, TokenStream
 from training.config import BatchConfig, OptimizerConfig
 from training.data import DataConfig
 from training.packing import write_token_stream

@@ -10,10 +10,11 @@ import torch
 from lm.source import materialise
 from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
+from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
 from ppo.controller import PPOController, ScoreScale
+from ppo.rank import Parents
 from ppo.value import value_source
-from ppo.workers import ColocatedWorker, Parents
 from training.config import EngineConfig
 
 ENGINE = EngineConfig(precision="fp32", trackers=())

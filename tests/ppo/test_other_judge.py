@@ -11,9 +11,10 @@ import torch
 from lm.source import materialise
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, save_model
+from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.workers import ColocatedWorker, Parents
+from ppo.rank import Parents
 from reward.scoring import load_network
 from reward.stage import network_source
 from training.config import EngineConfig

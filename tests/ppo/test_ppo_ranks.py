@@ -10,10 +10,11 @@ from torch import Tensor
 
 from cluster.group import WorkerGroup, disconnect
 from cluster.ppo_group import ColocatedGroup
+from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
+from ppo.rank import Parents
 from ppo.roles import Roles
-from ppo.workers import ColocatedWorker, Parents
 from training.config import BatchConfig, EngineConfig
 from training.packing import stream_rows
 

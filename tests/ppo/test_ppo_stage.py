@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 
 from lm.tokenizer import Tokenizer
 from ppo import stage
+from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
+from ppo.rank import Parents
 from ppo.rollout import Rollout
-from ppo.workers import ColocatedWorker, Parents
 from training.config import EngineConfig
 from training.data import Prompt
 from training.stage import StageContext

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
 from ppo.controller import PPOController, ScoreScale
-from ppo.workers import ColocatedWorker, Parents
+from ppo.rank import Parents
 from reward.elsewhere import FunctionReward
 from training.config import EngineConfig
 from training.data import DataConfig

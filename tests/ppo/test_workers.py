@@ -14,10 +14,11 @@ from torch import Tensor
 
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, load_scalar_model
+from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
+from ppo.rank import Parents
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
-from ppo.workers import ColocatedWorker, Parents
 from reward.scoring import Judge
 from training.config import EngineConfig
 from training.packing import stream_rows

@@ -1,0 +1,209 @@
+"""A rank that trains the policy and the value function.
+
+Shape letters: B responses, R response tokens.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lm.model import LanguageModel, ScalarModel
+from lm.weights import ModelFolder, save_model
+from ppo.algorithm import policy_loss, value_loss
+from ppo.config import PPOConfig
+from ppo.rank import Parents, Rank, SentWeights, checksum_of
+from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from ppo.value import value_source
+from training.config import EngineConfig
+from training.engine import Engine
+from training.objectives import StreamObjective
+from training.packing import stream_rows
+from training.state import SavedState, state_of, tensor_slots
+
+
+class LearnerWorker(Rank):
+    """Trains the policy and the value function, and keeps the policy's moving average.
+
+    Figures that updates return are shares of a mean: they add up over ranks.
+    """
+
+    def __init__(self, config: PPOConfig, engine_config: EngineConfig, parents: Parents, num_workers: int) -> None:
+        super().__init__(config, engine_config, parents, num_workers)
+        policy = ModelFolder(parents.sft, LanguageModel)
+        value = value_source(parents.sft, parents.reward, config.objective_weights, parents.scale)
+        micro = config.minibatch.micro_batch_size
+        self.policy: Engine[LanguageModel] = Engine(
+            policy, config.policy_optimizer, engine_config, world_size=num_workers, micro_batch=micro
+        )
+        self.value: Engine[ScalarModel] = Engine(
+            value, config.value_optimizer, engine_config, world_size=num_workers, micro_batch=micro
+        )
+        self.average = _copies(self.policy.full_weights())
+        self.writer = self.policy.checkpoint_writer()
+        stream = parents.pretraining
+        self.stream = StreamObjective(stream_rows(stream.path, stream.row_tokens)) if stream else None
+
+    @torch.no_grad()
+    def policy_logprobs(self, rollout: Rollout) -> Tensor:
+        with self.policy.same_weights():
+            return torch.cat([self._logprobs(self.policy.model, part).cpu() for part in self._parts(rollout)])
+
+    @torch.no_grad()
+    def values(self, rollout: Rollout) -> Tensor:
+        with self.value.same_weights():
+            return torch.cat([self._values(part).cpu() for part in self._parts(rollout)])
+
+    def _values(self, rollout: Rollout) -> Tensor:
+        return rollout.spread(
+            self.value.model(rollout.tokens_BT.to(self.device), None, rollout.states_BT.to(self.device)).float()
+        )
+
+    def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
+        size = self.config.minibatch.micro_batch_size
+        self.writer.check()
+        self.policy.set_learning_rate(learning_rate)
+        shares: dict[str, float] = {}
+        starts = range(0, len(batch.rollout), size)
+        ptx_size = -(-len(batch.ptx_rows) // max(1, len(starts)))  # pretraining rows ride along, spread evenly
+        with self.policy.same_weights():
+            for number, start in enumerate(starts):
+                ptx = slice(number * ptx_size, (number + 1) * ptx_size)
+                part = batch.rows(slice(start, start + size), ptx)
+                with self.policy.micro_batch(is_last=number == len(starts) - 1):
+                    self.policy.backward(self._policy_loss(part, batch, shares), step=update)
+        _, norm = self.policy.step()
+        return {**shares, "policy_gradient_norm": norm / self.num_workers}
+
+    def _policy_loss(self, part: PolicyBatch, whole: PolicyBatch, shares: dict[str, float]) -> Tensor:
+        """The part's share of the whole minibatch's loss; what is reported of it is added to `shares`."""
+        loss, sums = policy_loss(
+            self._logprobs(self.policy.model, part.rollout),
+            part.logprobs_BR.to(self.device),
+            part.advantages_BR.to(self.device),
+            part.mask_BR.to(self.device),
+            self.config.clip,
+        )
+        _add(shares, {"policy_loss": loss.detach(), **sums}, whole.num_tokens)
+        loss = loss / whole.num_tokens
+        if not len(part.ptx_rows):
+            return loss
+        assert self.stream is not None, "the controller draws rows of a stream only where there is one"
+        rows = part.ptx_rows.numpy()
+        ptx_sum, _ = self.stream.loss(self.policy.model, rows, self.device)
+        num_ptx_tokens = whole.num_ptx_rows * self.stream.count(rows) // len(rows)
+        _add(shares, {"ptx_loss": ptx_sum.detach()}, num_ptx_tokens)
+        return loss + self.config.ptx_coef * ptx_sum / num_ptx_tokens
+
+    def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> Mapping[str, float]:
+        size = self.config.minibatch.micro_batch_size
+        self.value.set_learning_rate(learning_rate)
+        shares: dict[str, float] = {}
+        starts = range(0, len(batch.rollout), size)
+        with self.value.same_weights():
+            for number, start in enumerate(starts):
+                part = batch.rows(slice(start, start + size))
+                with self.value.micro_batch(is_last=number == len(starts) - 1):
+                    loss, sums = value_loss(
+                        self._values(part.rollout),
+                        part.values_BR.to(self.device),
+                        part.returns_BR.to(self.device),
+                        part.mask_BR.to(self.device),
+                        self.config.value_clip,
+                    )
+                    _add(shares, {"value_loss": loss.detach(), **sums}, batch.num_tokens)
+                    self.value.backward(loss / batch.num_tokens, step=update)
+        _, norm = self.value.step()
+        return {**shares, "value_gradient_norm": norm / self.num_workers}
+
+    def send(self) -> SentWeights:
+        """The policy's weights as a generator holds them; a collective call."""
+        return self._as_generated(self.policy.full_weights())
+
+    def advance_and_send(self) -> SentWeights:
+        """As `send`, and the moving average takes a step towards the weights, which are gathered once for both."""
+        weights = self.policy.full_weights()
+        for name, average in _distinct(self.average).items():
+            average.lerp_(weights[name].to(average.dtype), 1 - self.config.ema_decay)
+        return self._as_generated(weights)
+
+    def broadcast_weights(self) -> None:
+        """`send` by `broadcast`, from the rank that has it."""
+        self._broadcast(self.send())
+
+    def advance_and_broadcast(self) -> None:
+        """`advance_and_send` by `broadcast`, from the rank that has it."""
+        self._broadcast(self.advance_and_send())
+
+    def _broadcast(self, sent: SentWeights) -> None:
+        if self.policy.is_main:
+            self.broadcast.send(sent.weights, sent.checksum)
+
+    def _as_generated(self, weights: Mapping[str, Tensor]) -> SentWeights:
+        rounded = {name: tensor.to(self._compute_dtype) for name, tensor in weights.items()}
+        return SentWeights(rounded, checksum_of(rounded))
+
+    def save(
+        self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]
+    ) -> None:
+        average = [
+            slot.share(self.policy.rank, self.num_workers) for slot in tensor_slots(_distinct(self.average).items())
+        ]
+        models = {"policy": self.policy.state(), "value": self.value.state(), "average": state_of(average)}
+        self.writer.save(checkpoints, iteration, models, progress, files)
+
+    def finish_saving(self) -> None:
+        self.writer.wait()
+
+    def load(self, folder: Path) -> None:
+        self.policy.load(folder / "policy")
+        self.value.load(folder / "value")
+        held = SavedState(folder / "average")
+        for slot in tensor_slots(_distinct(self.average).items()):
+            slot.restore(held)
+
+    def keep_policy(self, folder: Path) -> None:
+        weights = self.policy.full_weights(on_main_alone=True)
+        if self.policy.is_main:
+            aside = folder.with_name(f".writing-{folder.name}")
+            for left_over in (aside, folder):
+                shutil.rmtree(left_over, ignore_errors=True)
+            save_model(aside, self.policy.module, weights, self.tokenizer)
+            aside.rename(folder)
+        self.policy.barrier()
+
+    def export_policy(self, folder: Path) -> None:
+        weights = self.policy.full_weights(on_main_alone=True)
+        if self.policy.is_main:
+            final = weights if self.config.final_weights == "last" else self.average
+            save_model(folder / "model", self.policy.module, final, self.tokenizer)
+            save_model(folder / "model_ema", self.policy.module, self.average, self.tokenizer)
+        self.policy.barrier()
+
+    def close(self) -> None:
+        self.policy.close()
+        self.value.close()
+
+
+def _add(shares: dict[str, float], sums: Mapping[str, Tensor], count: int) -> None:
+    for name, value in sums.items():
+        shares[name] = shares.get(name, 0.0) + float(value) / count
+
+
+def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of each tensor; tied weights are one, by all their names."""
+    copied: dict[int, Tensor] = {}
+    for tensor in weights.values():
+        if tensor.data_ptr() not in copied:
+            copied[tensor.data_ptr()] = tensor.clone()
+    return {name: copied[tensor.data_ptr()] for name, tensor in weights.items()}
+
+
+def _distinct(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each tensor by the first of its names."""
+    first: dict[int, str] = {}
+    for name, tensor in weights.items():
+        first.setdefault(id(tensor), name)
+    return {name: weights[name] for name in first.values()}

@@ -1,0 +1,90 @@
+"""What every rank of PPO knows, whichever roles it has.
+
+Shape letters: B responses, T tokens, R response tokens, C counted positions, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lm.logprobs import token_logprobs
+from lm.tokenizer import Tokenizer
+from ppo.broadcast import WeightBroadcast
+from ppo.config import PPOConfig
+from ppo.controller import ScoreScale
+from ppo.rollout import Rollout
+from reward.elsewhere import Elsewhere
+from training.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """A file of tokens, cut into rows."""
+
+    path: Path
+    row_tokens: int
+
+
+@dataclass(frozen=True)
+class Parents:
+    """Where the models come from, and the pretraining stream that PPO-ptx mixes in, if it does."""
+
+    sft: Path
+    reward: Path | Elsewhere
+    scale: ScoreScale
+    pretraining: TokenStream | None
+
+
+@dataclass(frozen=True)
+class SentWeights:
+    """Weights on their way, and the sum of their bit patterns."""
+
+    weights: Mapping[str, Tensor]
+    checksum: int
+
+
+class Rank:
+    """What every rank of PPO knows. Batches it is given are its own shard; counts in them are global."""
+
+    def __init__(self, config: PPOConfig, engine_config: EngineConfig, parents: Parents, num_workers: int) -> None:
+        self.config, self.engine_config, self.parents, self.num_workers = config, engine_config, parents, num_workers
+        self.tokenizer = Tokenizer.load(parents.sft)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        # Under ZeRO the learner's weights are bf16 themselves; without it autocast rounds them at each use. The frozen
+        # models round where the learner does, so that the KL to the reference starts at exactly 0.
+        self._bf16 = engine_config.resolved_precision() == "bf16"
+        self._autocast = self._bf16 and engine_config.zero_stage == 0
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self._bf16 else torch.float32
+
+    def _parts(self, rollout: Rollout) -> list[Rollout]:
+        size = self.config.minibatch.micro_batch_size
+        return [rollout.rows(slice(start, start + size)) for start in range(0, len(rollout), size)]
+
+    def _logprobs(self, model: nn.Module, rollout: Rollout) -> Tensor:
+        """log π of the response tokens [B, R] at the sampling temperature."""
+        logits_CV = model(rollout.tokens_BT.to(self.device), None, rollout.states_BT.to(self.device))
+        targets_C = rollout.response_BR[rollout.response_mask_BR].to(self.device)
+        return rollout.spread(token_logprobs(logits_CV, targets_C, self.config.temperature))
+
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def open_broadcast(self, host: str, port: int, rank: int, num_ranks: int) -> None:
+        """Take part in the broadcasts of weights; a collective call of the sender and all receivers."""
+        seconds = self.engine_config.collective_timeout_seconds
+        self.broadcast = WeightBroadcast(host, port, rank, num_ranks, device=self.device, timeout_seconds=seconds)
+
+    def close(self) -> None:
+        """Release memory."""
+
+
+def checksum_of(weights: Mapping[str, Tensor]) -> int:
+    """Sum of the bit patterns of all weights."""
+    integers = {2: torch.int16, 4: torch.int32}
+    return sum(int(t.contiguous().view(integers[t.element_size()]).sum(dtype=torch.int64)) for t in weights.values())
