@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cluster.group import WorkerError, WorkerGroup, WorkerLostError, disconnect
 from cluster.ppo_group import ColocatedGroup, DisaggregatedGroup
-from ppo import generator
+from ppo import generator, learner
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.rank import Parents
@@ -126,7 +126,7 @@ def _wait_for(path: Path) -> None:
 
 def _confuse() -> None:
     """From now on this process takes every set of weights for another one."""
-    generator.checksum_of = lambda _weights: -1
+    generator.checksum_of = learner.checksum_of = lambda _weights: -1
 
 
 def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(
