@@ -88,7 +88,7 @@ def _attention(config: ModelConfig, of: Pass) -> int:
     turned = config.positions == "rotary" or config.qk_norm
     if of.is_fused:
         views = (N + 2 * G) * H + ((N + G) * H if turned else 0)
-        return kept + c * (views + N * H) + 4 * N
+        return kept + c * (views + N * H) + _weights(config, of)
     return kept + c * (2 * N + 2 * G) * H + _weights(config, of)
 
 

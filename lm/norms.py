@@ -55,9 +55,7 @@ class _RMSNorm(torch.autograd.Function):
         x, inverse_rms, weight = ctx.saved_tensors
         gradient = gradient.contiguous()
         if ops.runs(gradient, x, weight):
-            x_gradient, _, weight_gradient = ops.rms_norm_backward(
-                gradient, x, weight, inverse_rms, carried=None, has_branch=False
-            )
+            x_gradient, _, weight_gradient = ops.rms_norm_backward(gradient, x, weight, inverse_rms)
             return x_gradient, weight_gradient.to(weight.dtype), None
         normed, wide = x.float() * inverse_rms, gradient.float()
         product = wide * normed

@@ -121,10 +121,8 @@ class Engine(Generic[AnyModule]):
         """Around passes between which no weight changes: under autocast each weight is then rounded once, not in every
         pass. Passes with and without gradients need one each.
         """
-        with contextlib.ExitStack() as contexts:
-            contexts.enter_context(same_weights())
-            # What autocast rounds is dropped where the outermost context ends, also one that rounds nothing itself.
-            contexts.enter_context(torch.autocast(self.device.type, enabled=False))
+        # What autocast rounds is dropped where the outermost context ends, also one that rounds nothing itself.
+        with same_weights(), torch.autocast(self.device.type, enabled=False):
             yield
 
     @contextlib.contextmanager

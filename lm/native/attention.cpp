@@ -32,8 +32,7 @@ struct Attention {
     // Which of 32 keys a query sees, a bit each.
     uint32_t seen(int64_t b, int64_t t, int64_t key) const {
         if (t >= T) return 0;
-        const int64_t count = (mask ? S : t + 1 + S - T) - key;
-        const uint32_t real = count >= PANEL ? ~0u : count <= 0 ? 0u : (1u << count) - 1;
+        const uint32_t real = first((mask ? S : t + 1 + S - T) - key);
         if (!mask) return real;
         const __m256i bytes = _mm256_maskz_loadu_epi8(real, mask + b * mask_stride + t * S + key);
         return _mm256_test_epi8_mask(bytes, bytes);
@@ -95,7 +94,7 @@ class Forward {
                 multiply(weights.get(), values.get() + p * keys * PAIR, end, sums, nullptr);
                 for (int64_t r = 0; r < num_rows; ++r)
                     store_some(y + (query + r) * a.N * a.H + p * PANEL, load(sums + r * PANEL) * all(inverse[r]),
-                                  a.H - p * PANEL);
+                               a.H - p * PANEL);
             }
         }
     }
@@ -173,11 +172,8 @@ class Backward {
             float means[PANEL] = {}, own_totals[PANEL] = {};
             for (int64_t r = 0; r < num_rows; ++r) {
                 const int64_t at = (query + r) * a.N * a.H;
-                for (int64_t h = 0; h < a.H; h += PANEL) {
-                    const __mmask32 real = first(a.H - h);
-                    means[r] += sum(wide(_mm512_maskz_loadu_epi16(real, y + at + h)) *
-                                    wide(_mm512_maskz_loadu_epi16(real, y_gradient + at + h)));
-                }
+                for (int64_t h = 0; h < a.H; h += PANEL)
+                    means[r] += sum(load_some(y + at + h, a.H - h) * load_some(y_gradient + at + h, a.H - h));
                 own_totals[r] = totals[query + r];
             }
             int64_t end = 0;
@@ -207,12 +203,6 @@ class Backward {
     }
 
   private:
-    static Wide wide(__m512i numbers) {
-        alignas(LINE) uint16_t stored[PANEL];
-        _mm512_store_si512(stored, numbers);
-        return load(stored);
-    }
-
     // 32 queries with 32 keys.
     void block(int64_t b, int64_t query, int64_t j, const float* means, const float* totals) {
         alignas(LINE) float scores[PANEL * PANEL], products[PANEL * PANEL];
@@ -247,28 +237,34 @@ class Backward {
     std::vector<float> key_sums, value_sums;
 };
 
+// Every pair of a row and a key-value head, with the N / G heads that it serves, which one thread takes one after the
+// other, so that sums have one order: f(worker, b, bg, first head, behind the last).
+template <class Worker, class F>
+void by_group(const Attention& a, F f) {
+    const int64_t shared = a.N / a.G;
+#pragma omp parallel
+    {
+        configure();
+        Worker worker(a);
+#pragma omp for
+        for (int64_t bg = 0; bg < a.B * a.G; ++bg) f(worker, bg / a.G, bg, bg % a.G * shared, (bg % a.G + 1) * shared);
+        _tile_release();
+    }
+}
+
 }  // namespace
 
 extern "C" {
 
-// Keys and values serve N / G heads each, which one thread takes one after the other: sums have one order.
 void attend(const uint16_t* q_BNTH, const uint16_t* k_BGSH, const uint16_t* v_BGSH, const bool* mask, int64_t mask_stride,
             uint16_t* y_BTNH, float* totals_BNT, int64_t B, int64_t T, int64_t S, int64_t N, int64_t G, int64_t H,
             float scale) {
     const Attention a{B, T, S, N, G, H, mask, mask_stride, scale};
-#pragma omp parallel
-    {
-        configure();
-        Forward forward(a);
-#pragma omp for
-        for (int64_t bg = 0; bg < B * G; ++bg) {
-            const int64_t b = bg / G;
-            forward.take(k_BGSH + bg * S * H, v_BGSH + bg * S * H);
-            for (int64_t n = bg % G * (N / G); n < (bg % G + 1) * (N / G); ++n)
-                forward.run(b, q_BNTH + (b * N + n) * T * H, y_BTNH + (b * T * N + n) * H, totals_BNT + (b * N + n) * T);
-        }
-        _tile_release();
-    }
+    by_group<Forward>(a, [&](Forward& forward, int64_t b, int64_t bg, int64_t begin, int64_t end) {
+        forward.take(k_BGSH + bg * S * H, v_BGSH + bg * S * H);
+        for (int64_t n = begin; n < end; ++n)
+            forward.run(b, q_BNTH + (b * N + n) * T * H, y_BTNH + (b * T * N + n) * H, totals_BNT + (b * N + n) * T);
+    });
 }
 
 void attend_backward(const uint16_t* y_gradient_BTNH, const uint16_t* q_BNTH, const uint16_t* k_BGSH,
@@ -276,23 +272,15 @@ void attend_backward(const uint16_t* y_gradient_BTNH, const uint16_t* q_BNTH, co
                      int64_t mask_stride, uint16_t* q_gradient, uint16_t* k_gradient, uint16_t* v_gradient, int64_t B,
                      int64_t T, int64_t S, int64_t N, int64_t G, int64_t H, float scale) {
     const Attention a{B, T, S, N, G, H, mask, mask_stride, scale};
-#pragma omp parallel
-    {
-        configure();
-        Backward backward(a);
-#pragma omp for
-        for (int64_t bg = 0; bg < B * G; ++bg) {
-            const int64_t b = bg / G;
-            backward.take(k_BGSH + bg * S * H, v_BGSH + bg * S * H);
-            for (int64_t n = bg % G * (N / G); n < (bg % G + 1) * (N / G); ++n) {
-                const int64_t at = (b * N + n) * T * H, rows = (b * T * N + n) * H;
-                backward.run(b, q_BNTH + at, y_BTNH + rows, y_gradient_BTNH + rows, totals_BNT + (b * N + n) * T,
-                             q_gradient + at);
-            }
-            backward.give(k_gradient + bg * S * H, v_gradient + bg * S * H);
+    by_group<Backward>(a, [&](Backward& backward, int64_t b, int64_t bg, int64_t begin, int64_t end) {
+        backward.take(k_BGSH + bg * S * H, v_BGSH + bg * S * H);
+        for (int64_t n = begin; n < end; ++n) {
+            const int64_t at = (b * N + n) * T * H, rows = (b * T * N + n) * H;
+            backward.run(b, q_BNTH + at, y_BTNH + rows, y_gradient_BTNH + rows, totals_BNT + (b * N + n) * T,
+                         q_gradient + at);
         }
-        _tile_release();
-    }
+        backward.give(k_gradient + bg * S * H, v_gradient + bg * S * H);
+    });
 }
 
 }  // extern "C"

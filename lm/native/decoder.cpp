@@ -54,6 +54,7 @@ struct Step {
 #include <vector>
 
 #include "numbers.h"
+#include "panels.h"
 #include "tiles.h"
 
 namespace {
@@ -329,15 +330,16 @@ bool matrix_unit_runs() {
 int64_t weight_bytes(int64_t columns, int64_t K) { return panel_bytes(columns, K); }
 
 void put_weight(const uint16_t* weight, int64_t columns, int64_t K, char* panels) {
-#pragma omp parallel for
-    for (int64_t p = 0; p < ceil_div(columns, PANEL); ++p)
-        for (int64_t k = 0; k < K; k += PANEL)
-            for (int64_t column = p * PANEL; column < (p + 1) * PANEL; ++column) {
-                char* tile = panels + (p * (K / PANEL) + k / PANEL) * PAIR + column % PANEL / SIDE * TILE;
-                auto* to = reinterpret_cast<uint32_t*>(tile) + column % SIDE;
-                const auto* from = reinterpret_cast<const uint32_t*>(weight + column * K + k);
-                for (int64_t pair = 0; pair < SIDE; ++pair) to[pair * SIDE] = column < columns ? from[pair] : 0;
-            }
+    const int64_t bytes = panel_bytes(PANEL, K);
+#pragma omp parallel
+    {
+        const Buffer rows = buffer(bytes);
+#pragma omp for
+        for (int64_t p = 0; p < ceil_div(columns, PANEL); ++p) {
+            put_rows(weight + p * PANEL * K, K, std::min(PANEL, columns - p * PANEL), K, rows.get());
+            turn_tiles(rows.get(), bytes / TILE, panels + p * bytes);
+        }
+    }
 }
 
 int64_t scratch_bytes(const Decoder* model, int64_t B) { return Scratch(*model, B, nullptr).bytes; }

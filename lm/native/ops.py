@@ -74,7 +74,13 @@ def _norm(
 
 
 def rms_norm_backward(
-    gradient: Tensor, x: Tensor, weight_D: Tensor, inverse_R: Tensor, *, carried: Tensor | None, has_branch: bool
+    gradient: Tensor,
+    x: Tensor,
+    weight_D: Tensor,
+    inverse_R: Tensor,
+    *,
+    carried: Tensor | None = None,
+    has_branch: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The gradients of what was normed, in its type, of the branch in it, if it has one, and of the weight, in fp32.
 

@@ -14,9 +14,6 @@ struct Aligned {
 using Buffer = std::unique_ptr<char[], Aligned>;
 inline Buffer buffer(int64_t bytes) { return Buffer(static_cast<char*>(::operator new[](bytes, std::align_val_t(LINE)))); }
 
-// The first so many of 32.
-inline __mmask32 first(int64_t count) { return count >= PANEL ? ~0u : count <= 0 ? 0u : (1u << count) - 1; }
-
 // A matrix [count, width], whose rows lie `stride` numbers apart, in panels of its rows along its width; zeros behind.
 inline void put_rows(const uint16_t* from, int64_t stride, int64_t count, int64_t width, char* panels) {
     const int64_t steps = ceil_div(width, PANEL);

@@ -134,10 +134,15 @@ inline void product(const char* x, int64_t B, int64_t K, const char* weight, con
     }
 }
 
-// The first `real` of the numbers.
+// The first so many of 32, a bit each.
+inline __mmask32 first(int64_t count) { return count >= PANEL ? ~0u : count <= 0 ? 0u : (1u << count) - 1; }
+
+// The first `real` of the numbers; zeros for the others.
+inline Wide load_some(const uint16_t* from, int64_t real) {
+    alignas(LINE) uint16_t numbers[PANEL];
+    _mm512_store_si512(numbers, _mm512_maskz_loadu_epi16(first(real), from));
+    return load(numbers);
+}
 inline void store_some(uint16_t* to, Wide x, int64_t real) {
-    if (real >= PANEL)
-        store(to, x);
-    else
-        _mm512_mask_storeu_epi16(to, (1u << real) - 1, rounded(x));
+    _mm512_mask_storeu_epi16(to, first(real), rounded(x));
 }

@@ -54,7 +54,7 @@ def test_rms_norm_and_its_gradients(shape: tuple[int, ...], dtype: torch.dtype, 
     x, gradient = drawn(*shape, dtype=dtype) * 3, drawn(*shape, dtype=out, seed=1)
     weight = drawn(shape[-1], dtype=torch.float32, seed=2)
     y, inverse = ops.rms_norm(x, weight, 1e-5, out)
-    x_gradient, _, weight_gradient = ops.rms_norm_backward(gradient, x, weight, inverse, carried=None, has_branch=False)
+    x_gradient, _, weight_gradient = ops.rms_norm_backward(gradient, x, weight, inverse)
     expected = differentiated(norm, gradient, x, weight)
     assert (y.dtype, x_gradient.dtype, weight_gradient.dtype) == (out, dtype, torch.float32)
     check(y, expected[0])
