@@ -53,14 +53,7 @@ class Rank:
         self.config, self.engine_config, self.parents, self.num_workers = config, engine_config, parents, num_workers
         self.tokenizer = Tokenizer.load(parents.sft)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        # Under ZeRO the learner's weights are bf16 themselves; without it autocast rounds them at each use. The frozen
-        # models round where the learner does, so that the KL to the reference starts at exactly 0.
-        self._bf16 = engine_config.resolved_precision() == "bf16"
-        self._autocast = self._bf16 and engine_config.zero_stage == 0
-
-    @property
-    def _compute_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self._bf16 else torch.float32
+        self._compute_dtype = torch.bfloat16 if engine_config.resolved_precision() == "bf16" else torch.float32
 
     def _parts(self, rollout: Rollout) -> list[Rollout]:
         size = self.config.minibatch.micro_batch_size

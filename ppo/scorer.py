@@ -38,6 +38,13 @@ class ScorerWorker(Rank):
             self._frozen(self.judge.network)
         self._failure = ""
 
+    @property
+    def _autocast(self) -> bool:
+        """Under ZeRO the learner's weights are bf16 themselves; without it autocast rounds them at each use. The frozen
+        models round where the learner does, so that the KL to the reference starts at exactly 0.
+        """
+        return self._compute_dtype == torch.bfloat16 and self.engine_config.zero_stage == 0
+
     def _frozen(self, model: AnyModel) -> AnyModel:
         dtype = torch.float32 if self._autocast else self._compute_dtype
         model = model.to(self.device, dtype).eval().requires_grad_(False)
