@@ -15,6 +15,7 @@ from evaluation.best_of_n import best_of_n_expected, best_of_n_kl
 from evaluation.diversity import distinct_n
 from evaluation.sampling import Sample
 from evaluation.statistics.means import bootstrap_mean, win_rate
+from evaluation.statistics.score_interval import share_interval
 from training.config import Config
 from training.data import DataConfig, Prompt
 
@@ -58,7 +59,7 @@ def compare_policies(
             name: _figures(samples, gold_PS[name], prompts, pass_mark, seed) for name, samples in policies.items()
         },
         "pairs": {
-            f"{first}/{second}": {"win_rate": win_rate(gold_PS[first], gold_PS[second], seed=seed).as_dict()}
+            f"{first}/{second}": {"win_rate": win_rate(gold_PS[first], gold_PS[second]).as_dict()}
             for first, second in permutations(policies, 2)
         },
     }
@@ -81,7 +82,7 @@ def _figures(
     firsts = [sample.response for sample in samples[:: gold_PS.shape[1]]]
     return {
         "gold_score": _mean(gold_PS, seed),
-        "pass_share": _mean((gold_PS > pass_mark).astype(float), seed),
+        "pass_share": share_interval((gold_PS > pass_mark).mean(axis=1)).as_dict(),
         "kl_nats": _mean(ratio_PS, seed),
         "proxy_score": _mean(proxy_PS, seed),
         "distinct_2": distinct_n(firsts, 2),

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from evaluation.sampling import sequence_logprobs
-from evaluation.statistics.means import NUM_RESAMPLES, bootstrap_mean
+from evaluation.statistics.means import NUM_RESAMPLES
+from evaluation.statistics.score_interval import share_interval
 from lm.generation import generate
 from lm.model import LanguageModel
 from lm.sampling import Choice
@@ -80,7 +81,7 @@ def evaluate_few_shot(folder: Path, examples: Sequence[Example], num_shots: int,
     rows = few_shot_rows(folder, examples, num_shots, seed=seed)
     lengths = np.array(rows.num_tokens, dtype=np.float64)
     nats = bootstrap_ratio(np.array(rows.nats), lengths, seed=seed, num_resamples=NUM_RESAMPLES, level=LEVEL)
-    return FewShot(num_shots, len(examples), bootstrap_mean(rows.right, seed=seed), Interval(*nats))
+    return FewShot(num_shots, len(examples), share_interval(np.array(rows.right)), Interval(*nats))
 
 
 def few_shot_rows(folder: Path, examples: Sequence[Example], num_shots: int, *, seed: int) -> FewShotRows:

@@ -1,7 +1,8 @@
 """Collecting preferences: K samples of the SFT policy a prompt, put to labelers through the label store's door."""
 
+import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +32,37 @@ class CollectConfig(Config):
     instructions_version: str = "1"
 
 
-def make_tasks(batch: str, prompts: Sequence[Prompt], samples: Sequence[Sample], source: str) -> list[Task]:
-    """One task a prompt; a prompt whose samples are all the same text has nothing to rank and is left out."""
+def make_tasks(
+    batch: str, prompts: Sequence[Prompt], samples: Sequence[Sample], source: str, *, taken: Container[str] = ()
+) -> list[Task]:
+    """One task per prompt. A prompt whose samples are all the same text has nothing to rank and is left out.
+
+    A task's id is a function of what the task shows. The order of the responses and the scripted labelers' noise are
+    drawn from it, so policies that differ only by rounding, and sample the same texts, get the same labels. `taken` are
+    the ids of other batches' tasks: asking about the same texts once more needs another id, which names the batch.
+    """
     by_prompt: dict[str, list[str]] = {}
     for sample in samples:
         by_prompt.setdefault(sample.prompt_id, []).append(sample.response)
-    return [
-        Task(
-            task_id=f"{batch}/{prompt.prompt_id}",
-            prompt=tuple(Message(**message) for message in prompt.messages),
-            responses=tuple(by_prompt[prompt.prompt_id]),
-            sources=(source,) * len(by_prompt[prompt.prompt_id]),
+    tasks = []
+    for prompt in prompts:
+        responses = by_prompt[prompt.prompt_id]
+        if len(set(responses)) == 1:
+            continue
+        task_id = f"{prompt.prompt_id}/{_digest(prompt.messages, responses)}"
+        tasks.append(
+            Task(
+                task_id=f"{task_id}/{batch}" if task_id in taken else task_id,
+                prompt=tuple(Message(**message) for message in prompt.messages),
+                responses=tuple(responses),
+                sources=(source,) * len(responses),
+            )
         )
-        for prompt in prompts
-        if len(set(by_prompt[prompt.prompt_id])) > 1
-    ]
+    return tasks
+
+
+def _digest(*content: object) -> str:
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=6).hexdigest()
 
 
 def label(

@@ -115,6 +115,12 @@ class JobConfig(Config):
         section = getattr(self, stage)
         return next((field for field in SUBSTITUTES.get((stage, parent), ()) if getattr(section, field)), "")
 
+    @property
+    def reward_stage_scores_policy(self) -> bool:
+        """Whether the rankings that the reward stage scores are samples of the policy that PPO starts from."""
+        judged_here = "reward" in self.parents("ppo") and "collect" in self.parents("reward")
+        return judged_here and "sft" in self.parents("ppo")
+
     def _check_parents(self, stage: str) -> None:
         """A stage starts from one place: the stage before it, or a model named in its section."""
         for parent in self.parents(stage):

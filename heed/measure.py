@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from evaluation.statistics.means import bootstrap_mean
+import numpy as np
+
+from evaluation.statistics.score_interval import share_interval
 from heed.collect import label_truth
 from playground.world import World
 from preferences.records import Ranking
@@ -29,8 +31,8 @@ def measure_reward_model(folder: Path, config: RewardConfig, world: World, seed:
         judge = Judge.load(folder / "model")
         sides = [[encode_scored(judge.tokenizer, pair[side]) for pair in pairs] for side in (0, 1)]
         better, worse = (judge.score_sequences(side) for side in sides)
-        right = [float(b > w) + 0.5 * (b == w) for b, w in zip(better, worse, strict=True)]
-        measured["human_pairs_accuracy"] = {**bootstrap_mean(right, seed=seed).as_dict(), "num_pairs": len(pairs)}
+        right = np.array([float(b > w) + 0.5 * (b == w) for b, w in zip(better, worse, strict=True)])
+        measured["human_pairs_accuracy"] = {**share_interval(right).as_dict(), "num_pairs": len(pairs)}
     return measured
 
 

@@ -56,8 +56,10 @@ def run_collect(run: Run, config: CollectConfig, progress: StageProgress) -> Non
     )
     samples = sample_everywhere(run, "collect", "sft", spec, prompts, progress)
     batch = json.loads((folder / "inputs.json").read_text(encoding="utf-8"))["fingerprint"][:12]
-    tasks = make_tasks(batch, prompts, samples, "sft")
     with LabelStore(run.folder / "labels.sqlite") as store:
+        others = [other for other in store.batches() if other != batch]
+        taken = {stored.task.task_id for other in others for stored in store.tasks(other)}
+        tasks = make_tasks(batch, prompts, samples, "sft", taken=taken)
         rankings = label(
             store, run.world, tasks, config, batch=batch, seed=seed,
             on_progress=lambda state: progress.update(state.num_tasks - state.num_open, state.num_tasks, "labeled"),
@@ -106,13 +108,15 @@ def score_scale(
     config: PPOConfig,
     progress: StageProgress,
 ) -> ScoreScale:
-    """Mean and spread of the SFT policy's scores: the reward stage's, or, where rewards come from anywhere else or are
-    a sum over objectives, measured on one sample a prompt. Those scores are kept until the stage is done, so a run that
-    goes on has the same.
+    """Mean and standard deviation of the scores of the starting policy's own samples: the units of PPO's scores.
 
-    Errors: ValueError for a reward that gives every sample the same score; RuntimeError where too many fail.
+    Where [collect] sampled that policy, the reward stage has measured them. Else they are measured here, on one sample
+    per prompt: published rankings hold responses of other policies, whose scores may lie elsewhere. The samples are
+    kept until the stage is done, so a run that resumes has the same scale.
+
+    Raises: ValueError for a reward that gives every sample the same score; RuntimeError where too many fail.
     """
-    if "reward" in run.job.parents("ppo") and not config.objective_weights:
+    if run.job.reward_stage_scores_policy and not config.objective_weights:
         where, scores = str(run.stage_folder("reward") / "results.json"), read_results(run.stage_folder("reward"))
         scale = ScoreScale(scores["sample_score_mean"], scores["sample_score_std"])
     else:

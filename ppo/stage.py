@@ -51,7 +51,8 @@ def run(context: StageContext, config: PPOConfig, roles: Roles, parents: Parents
     log.close()
     roles.finish_saving()
     roles.export_policy(context.folder)
-    context.write_results({"num_iterations": config.num_iterations, "final_kl_coef": controller.kl.coef})
+    scale = {"score_scale_mean": parents.scale.mean, "score_scale_std": parents.scale.std}
+    context.write_results({"num_iterations": config.num_iterations, "final_kl_coef": controller.kl.coef, **scale})
 
 
 def kept_policy(folder: Path, iteration: int) -> Path:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
+NUM_RESAMPLES = 2_000  # enough for two digits of an interval's ends
 MAX_CLUSTERS = 2_000  # more than these are put together in blocks, at random, and blocks are resampled
 
 _INDICES_PER_CHUNK = 1_000_000  # bounds the memory of a resampling at about 20 MB

@@ -18,7 +18,7 @@ class Config(BaseModel):
 
 
 class EngineConfig(Config):
-    """How the work is computed and sharded. `precision = "auto"` is bf16 where matrix units for it exist.
+    """How the work is computed and sharded. `precision = "auto"` is bf16 where the hardware multiplies it faster.
 
     `offload` names what waits in the CPU's memory while the device computes: the optimizer's states, with the fp32
     weights that it moves, and the parameters' shards. `checkpoint_activations` keeps of each block its input alone and
@@ -45,12 +45,13 @@ class EngineConfig(Config):
     def resolved_precision(self) -> Precision:
         if self.precision != "auto":
             return self.precision
-        return "bf16" if torch.cuda.is_available() or cpu_has_bf16_matrix_units() else "fp32"
+        return "bf16" if torch.cuda.is_available() or cpu_multiplies_bf16() else "fp32"
 
 
-def cpu_has_bf16_matrix_units() -> bool:
-    """Whether bf16 products are fast here: without AMX they are slower than fp32."""
-    return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU multiplies bf16 itself (AMX, AVX-512 BF16); without that, bf16 is slower than fp32."""
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
 
 
 class OptimizerConfig(Config):

@@ -5,14 +5,14 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
-from training.config import cpu_has_bf16_matrix_units
+import torch
 
 
 def describe() -> dict[str, str | int | bool]:
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count() or 1,
-        "amx_bf16": cpu_has_bf16_matrix_units(),
+        "amx_bf16": bool(torch.cpu.get_capabilities().get("amx_bf16", False)),
         "python": platform.python_version(),
         "torch": version("torch"),
     }

@@ -113,7 +113,7 @@ def measures_of_scores(
     """The measures of given scores, a response each in canonical order, by task; `too_long` are tasks without."""
     rankings = [ranking for ranking in judged.rankings if ranking.task_id in scores]
     pairs, num_tied = scored_pairs(judged.tasks, rankings, scores)
-    agreement = pairwise_agreement(rankings, seed=seed)
+    agreement = pairwise_agreement(rankings)
     return RewardMeasures(
         form=judged.form,
         num_tasks=len(scores),

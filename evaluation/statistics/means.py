@@ -1,4 +1,4 @@
-"""Means and win rates with honest intervals: prompts are resampled, not rows, and comparisons stay paired."""
+"""Means and win rates with honest intervals: over prompts, not rows, and comparisons stay paired."""
 
 import math
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import numpy.typing as npt
 
+from evaluation.statistics.score_interval import score_interval
 from preferences.intervals import LEVEL, Interval, without_nan
 from preferences.resampling import Floats, bootstrap_ratio
 
@@ -58,21 +59,14 @@ def bootstrap_mean(
     return Interval(*bootstrap_ratio(sums, counts, seed=seed, num_resamples=num_resamples, level=level))
 
 
-def win_rate(
-    scores_a: npt.ArrayLike,
-    scores_b: npt.ArrayLike,
-    *,
-    seed: int,
-    num_resamples: int = NUM_RESAMPLES,
-    level: float = LEVEL,
-) -> WinRate:
-    """How often a sample of A outscores a sample of B on the same prompt, with an interval over prompts.
+def win_rate(scores_a: npt.ArrayLike, scores_b: npt.ArrayLike) -> WinRate:
+    """How often a sample of A outscores a sample of B on the same prompt, with the 95% score interval over prompts.
 
     `scores_a` is [prompts, samples] or [prompts], `scores_b` too, with the same prompts in the same order and any
     number of samples; higher is better. Win 1, tie 0.5, loss 0; all sample pairs of a prompt are averaged, then
-    prompts are averaged and resampled. A NaN score (a scorer that failed) is masked and counted, never a loss.
+    prompts are averaged. A NaN score (a scorer that failed) is masked and counted, never a loss.
 
-    Swapping A and B gives one minus the rate and, for the same seed, the mirrored interval.
+    Swapping A and B gives one minus the rate and the mirrored interval.
     Raises ValueError for other shapes or no prompts.
     """
     a_PA, b_PB = _by_prompt(scores_a, "scores_a"), _by_prompt(scores_b, "scores_b")
@@ -82,8 +76,7 @@ def win_rate(
     used_P = rates_P[~np.isnan(rates_P)]
     mean = low = high = math.nan
     if len(used_P) > 0:
-        ones_P = np.ones_like(used_P)
-        mean, low, high = bootstrap_ratio(used_P, ones_P, seed=seed, num_resamples=num_resamples, level=level)
+        mean, (low, high) = float(used_P.mean()), score_interval(used_P)
     return WinRate(
         mean,
         low,

@@ -6,21 +6,19 @@ from itertools import combinations
 
 import numpy as np
 
-from preferences.intervals import LEVEL, Ints, Share
-from preferences.records import Message, Ranking
-from preferences.resampling import Floats, bootstrap_ratio
+from preferences.intervals import Ints, Share, Tally, clustered_shares
+from preferences.records import Ranking
+from preferences.resampling import Floats
 from preferences.statistics.panel import prompt_numbers
-
-NUM_RESAMPLES = 2_000
 
 TrueScores = Mapping[str, Sequence[float]] | Callable[[str], Sequence[float]]
 
 
-def pairwise_agreement(rankings: Sequence[Ranking], *, seed: int = 0) -> Share:
+def pairwise_agreement(rankings: Sequence[Ranking]) -> Share:
     """Between labelers: the share of response pairs that two labelers of one task order the same.
 
-    Counts each pair of responses for each pair of labelers, where neither labeler ties it. The interval resamples
-    prompts. Rankings of the same task must be of the same responses: ValueError otherwise, naming the task.
+    Counts each pair of responses for each pair of labelers, where neither labeler ties it. The interval is
+    over prompts. Rankings of the same task must be of the same responses: ValueError otherwise, naming the task.
     """
     by_task: dict[str, list[Ranking]] = {}
     for ranking in rankings:
@@ -36,14 +34,14 @@ def pairwise_agreement(rankings: Sequence[Ranking], *, seed: int = 0) -> Share:
             if first.labeler != second.labeler
         ]
         counts.append((sum(same for same, _ in pairs), sum(compared for _, compared in pairs)))
-    return bootstrapped_share(*_columns(counts), _prompts_of(rankings), seed=seed)
+    return _share(rankings, counts)
 
 
-def accuracy_against(rankings: Sequence[Ranking], scores: TrueScores, *, seed: int = 0) -> Share:
+def accuracy_against(rankings: Sequence[Ranking], scores: TrueScores) -> Share:
     """Against the truth: the share of response pairs that a ranking orders as the true scores do.
 
     `scores` gives a task's true scores by its id, in canonical order, higher is better. Pairs tied in the ranking or
-    in the scores are left out. The interval resamples prompts. Raises ValueError, naming the task, for scores that are
+    in the scores are left out. The interval is over prompts. Raises ValueError, naming the task, for scores that are
     missing, not finite, or not one per response.
     """
     by_task: dict[str, list[tuple[int, int]]] = {}
@@ -52,7 +50,7 @@ def accuracy_against(rankings: Sequence[Ranking], scores: TrueScores, *, seed: i
         worse_is_higher = [-score for score in true_scores]
         by_task.setdefault(ranking.task_id, []).append(_same_and_compared(ranking.ranks, worse_is_higher))
     counts = [(sum(s for s, _ in pairs), sum(c for _, c in pairs)) for pairs in by_task.values()]
-    return bootstrapped_share(*_columns(counts), _prompts_of(rankings), seed=seed)
+    return _share(rankings, counts)
 
 
 def _scores_of(ranking: Ranking, scores: TrueScores) -> Sequence[float]:
@@ -80,27 +78,31 @@ def _same_and_compared(first: Sequence[float], second: Sequence[float]) -> tuple
     return same, compared
 
 
-def _prompts_of(rankings: Sequence[Ranking]) -> Ints:
-    """The number of each task's prompt, tasks in the order of their first ranking."""
-    prompts: dict[str, tuple[Message, ...]] = {}
+def _share(rankings: Sequence[Ranking], counts: Sequence[tuple[int, int]]) -> Share:
+    """`counts` are each task's (right, compared), tasks in the order of their first ranking."""
+    tasks: dict[str, Ranking] = {}
     for ranking in rankings:
-        prompts.setdefault(ranking.task_id, ranking.prompt)
-    return prompt_numbers(list(prompts.values()))
-
-
-def _columns(counts: Sequence[tuple[int, int]]) -> tuple[Floats, Floats]:
+        tasks.setdefault(ranking.task_id, ranking)
     table = np.array(counts, dtype=np.float64).reshape(-1, 2)
-    return table[:, 0], table[:, 1]
+    prompt_T = prompt_numbers([ranking.prompt for ranking in tasks.values()])
+    responses_T = np.array([len(ranking.responses) for ranking in tasks.values()], dtype=np.int64)
+    return share_of_tasks(table[:, 0], table[:, 1], prompt_T, responses_T)
 
 
-def bootstrapped_share(right_T: Floats, compared_T: Floats, prompt_T: Ints, *, seed: int) -> Share:
-    """The share right of all compared, given by task, with an interval that resamples prompts (`prompt_numbers`)."""
-    # Tasks without a comparable pair say nothing, and would make empty resamples possible.
-    used_T = compared_T > 0
-    if not used_T.any():
-        return Share(math.nan, math.nan, math.nan, num_pairs=0, num_tasks=0)
-    _, cluster_T = np.unique(prompt_T[used_T], return_inverse=True)
-    right_C = np.bincount(cluster_T, right_T[used_T]).astype(np.float64)
-    compared_C = np.bincount(cluster_T, compared_T[used_T]).astype(np.float64)
-    mean, low, high = bootstrap_ratio(right_C, compared_C, seed=seed, num_resamples=NUM_RESAMPLES, level=LEVEL)
-    return Share(mean, low, high, num_pairs=int(compared_T.sum()), num_tasks=int(used_T.sum()))
+def share_of_tasks(right_T: Floats, compared_T: Floats, prompt_T: Ints, responses_T: Ints) -> Share:
+    """The share right of all compared, given by task, with the interval of `clustered_shares` over prompts.
+
+    A comparison is of two of a task's `responses_T` responses; several labelers may compare the same two.
+    """
+    num_pairs_T = responses_T * (responses_T - 1) / 2
+    tally = Tally(
+        group_R=np.zeros(len(right_T), dtype=np.int64),
+        task_R=np.arange(len(right_T)),
+        prompt_R=prompt_T,
+        right_R=right_T,
+        compared_R=compared_T,
+        pairs_R=np.minimum(compared_T, num_pairs_T),
+        responses_R=responses_T,
+    )
+    (share,) = clustered_shares(tally, 1)
+    return share

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from preferences.intervals import LEVEL, Ints
-from preferences.resampling import Floats, percentiles, resampled_sums
-from preferences.statistics.agreement import NUM_RESAMPLES
+from preferences.resampling import NUM_RESAMPLES, Floats, percentiles, resampled_sums
 from preferences.statistics.panel import PairCounts, Panel
 
 MAX_VALUES = 21  # of ratings, as from 0 to 10 in halves; each pair of values has a table's column

@@ -15,7 +15,7 @@ import numpy as np
 from preferences.intervals import Share, plain
 from preferences.records import Judgment, Task
 from preferences.standing import standing
-from preferences.statistics.agreement import bootstrapped_share
+from preferences.statistics.agreement import share_of_tasks
 from preferences.statistics.alpha import Alpha, ranking_alpha, rating_alpha
 from preferences.statistics.counts import LabelerCount, labeler_counts
 from preferences.statistics.disagreements import Disagreement, disagreements
@@ -104,6 +104,7 @@ def summary(
     num_pairs = int((np.abs(signs_JP) <= 1).sum())
     words_J, rate_J = words_per_minute(panel)
     first, first_by_labeler = shown_first(panel)
+    responses_T = np.array([len(task.responses) for task in panel.tasks], dtype=np.int64)
     pace_by_labeler = paces(panel, rate_J, threshold=too_fast_words_per_minute)
     return LabelReport(
         num_tasks=len(tasks),
@@ -111,7 +112,7 @@ def summary(
         num_skips=len(stands.skips),
         num_adjudications=len(stands.adjudications),
         tie_share=float((signs_JP == 0).sum() / num_pairs) if num_pairs else math.nan,
-        agreement=bootstrapped_share(*agreement_counts(ordinary), panel.prompt_T, seed=seed),
+        agreement=share_of_tasks(*agreement_counts(ordinary), panel.prompt_T, responses_T),
         alpha=ranking_alpha(count_pairs(ordinary, pair_signs(ordinary.ranks_JK)), panel.prompt_T, seed=seed),
         rating_alpha=rating_alpha(ordinary, seed=seed),
         shown_first=first,

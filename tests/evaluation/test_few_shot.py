@@ -64,6 +64,10 @@ def test_what_was_learned_is_answered_right(tmp_path: Path, tokenizer: Tokenizer
     unlike = Example("row 6", EXAMPLES[6].prompt, "a dozen")
     found = evaluate_few_shot(tmp_path, [*EXAMPLES[:6], unlike], 0, seed=0)
     assert found.exact_match.mean == pytest.approx(6 / 7)
+    none = evaluate_few_shot(tmp_path, [Example(e.where, e.prompt, "a dozen") for e in EXAMPLES], 0, seed=0)
+    # Wilson's upper end for 0 of 7 is z² / (7 + z²): none right of seven is no proof that none ever would be.
+    expected = (0.0, 0.0, 1.959964**2 / (7 + 1.959964**2))
+    assert (none.exact_match.mean, none.exact_match.low, none.exact_match.high) == pytest.approx(expected)
     assert evaluate_few_shot(tmp_path, EXAMPLES, 0, seed=0).nats.mean < 0.7
 
 

@@ -4,6 +4,7 @@ import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import tomli_w
 import torch
 
 from cluster.group import connect, disconnect
+from evaluation.sampling import SamplingSpec, sample_policy
 from heed import recovery
 from heed.job_file import load_job
 from heed.pipeline import run_job
@@ -19,6 +21,8 @@ from lm.model import LanguageModel, ScalarModel
 from lm.source import materialise
 from lm.tokenizer import Tokenizer
 from lm.weights import NewHead, load_language_model, load_model, save_model
+from training.data import DataConfig, read_prompts
+from training.seeds import derive_seed
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
@@ -96,6 +100,44 @@ def test_stages_run_alone_from_directories(tmp_path: Path, model_folder: Path, e
     assert not torch.equal(policy.head.weight, tuned.head.weight)
     lineage = json.loads((done / "ppo" / "lineage.json").read_text())
     assert {str(run / "sft" / "model"), str(judged / "reward" / "model")} <= set(lineage["data"])
+
+
+@pytest.mark.usefixtures("workers")
+def test_published_rankings_do_not_set_the_scale_of_scores(tmp_path: Path, model_folder: Path) -> None:
+    """PPO's scores are in units of the starting policy's own samples, not of what a published file holds."""
+    demonstrations = rows(
+        tmp_path / "d.jsonl", [{"prompt": f"Where is dog {i}?", "completion": "Far."} for i in range(24)]
+    )
+    rankings = [
+        {
+            "task_id": f"t{i}", "prompt": [{"role": "user", "content": f"Where is dog {i}?"}],
+            "responses": ["Far", "Far far far far far far", "Far!"], "ranks": [3, 1, 2], "labeler": "ann",
+        }
+        for i in range(24)
+    ]  # fmt: skip
+    prompts = rows(tmp_path / "prompts.jsonl", [{"prompt": f"Where is cat {i}?"} for i in range(16)])
+    start = {"init_from": str(model_folder)}
+    reward = {"rankings": rows(tmp_path / "r.jsonl", rankings), "demonstrations": [demonstrations], **start}
+    ppo = {**start, "prompts": prompts, "num_iterations": 1, "ptx_coef": 0.0, "ptx_rows": 0}
+    job = load_job(job_of(tmp_path, "reward", "ppo", reward=reward, ppo=ppo))
+    assert not job.reward_stage_scores_policy
+    run = run_job(job, tmp_path / "runs")
+    published, found = (json.loads((run / stage / "results.json").read_text()) for stage in ("reward", "ppo"))
+    assert job.ppo is not None
+    spec = SamplingSpec(
+        policy=model_folder, num_samples=1, max_response_tokens=job.ppo.max_response_tokens,
+        seed=derive_seed(job.seed, "ppo", "scale"), precision=job.engine.resolved_precision(),
+        reward=str(run / "reward" / "model"),
+    )  # fmt: skip
+    scores = [sample.score for sample in sample_policy(spec, read_prompts(DataConfig(**prompts)))]
+    assert found["score_scale_mean"] == pytest.approx(mean(scores), abs=1e-3)
+    assert found["score_scale_std"] == pytest.approx(stdev(scores), rel=1e-2)
+    assert found["score_scale_mean"] != pytest.approx(published["sample_score_mean"], abs=1e-2)
+
+
+def test_collected_rankings_set_the_scale_of_scores() -> None:
+    """[collect] samples the very policy that PPO starts from, so what the reward stage measured on them serves."""
+    assert load_job(DEBUG).reward_stage_scores_policy
 
 
 @pytest.mark.usefixtures("workers")

@@ -1,7 +1,5 @@
 """Splits by prompt; agreement between labelers and with the truth, against counts by hand."""
 
-import math
-
 import numpy as np
 import pytest
 
@@ -68,14 +66,23 @@ def test_agreement_by_hand():
     ]
     result = pairwise_agreement(rankings)
     assert (result.mean, result.num_pairs, result.num_tasks) == (4 / 5, 5, 2)
-    assert (result.low, result.high) == (2 / 3, 1.0)
+    assert result.low < 2 / 3  # of two prompts
+    assert result.high == pytest.approx(1.0)
 
 
 def test_three_labelers_make_three_comparisons():
     rankings = [ranked("t", "ann", 1, 2), ranked("t", "bob", 1, 2), ranked("t", "cy", 2, 1)]
     result = pairwise_agreement(rankings)
     assert (result.mean, result.num_pairs, result.num_tasks) == (1 / 3, 3, 1)
-    assert math.isnan(result.low)
+    assert result.low < 1 / 3 < result.high
+
+
+def test_labelers_who_always_agree_have_an_interval_with_a_width():
+    """Wilson's lower end for n of n is n / (n + z²); a pair of two responses counts as one."""
+    rankings = [ranked(f"t{task}", name, 1, 2) for task in range(20) for name in ("ann", "bob")]
+    agreement, accuracy = pairwise_agreement(rankings), accuracy_against(rankings, lambda _: [1.0, 0.0])
+    assert (agreement.mean, agreement.low, agreement.high) == pytest.approx((1.0, 20 / (20 + 1.959964**2), 1.0))
+    assert (accuracy.mean, accuracy.low, accuracy.high) == pytest.approx((1.0, 20 / (20 + 1.959964**2), 1.0))
 
 
 def test_agreement_without_overlap_is_unknown():

@@ -54,6 +54,23 @@ def test_precision_is_what_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
+    ("capabilities", "precision"),
+    [
+        ({"avx2": True, "avx512_f": True}, "fp32"),
+        ({"avx512_f": True, "avx512_bf16": True}, "bf16"),
+        ({"avx512_f": True, "avx512_bf16": True, "amx_bf16": True}, "bf16"),
+        ({}, "fp32"),
+    ],
+)
+def test_auto_is_bf16_where_the_cpu_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], precision: str
+) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: capabilities)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert EngineConfig().resolved_precision() == precision
+
+
+@pytest.mark.parametrize(
     ("offload", "zero_stage", "message"),
     [
         (("optimizer",), 0, r"offload of 'optimizer' with zero_stage 0; at least zero_stage 1 was expected"),
