@@ -125,11 +125,11 @@ def test_published_rankings_do_not_set_the_scale_of_scores(tmp_path: Path, model
     published, found = (json.loads((run / stage / "results.json").read_text()) for stage in ("reward", "ppo"))
     assert job.ppo is not None
     spec = SamplingSpec(
-        policy=model_folder, num_samples=1, max_response_tokens=job.ppo.max_response_tokens,
+        policy=model_folder, num_samples=1, temperature=1.0, max_response_tokens=job.ppo.max_response_tokens,
         seed=derive_seed(job.seed, "ppo", "scale"), precision=job.engine.resolved_precision(),
         reward=str(run / "reward" / "model"),
     )  # fmt: skip
-    scores = [sample.score for sample in sample_policy(spec, read_prompts(DataConfig(**prompts)))]
+    scores = [sample.score for sample in sample_policy(spec, read_prompts(DataConfig(source=prompts["source"])))]
     assert found["score_scale_mean"] == pytest.approx(mean(scores), abs=1e-3)
     assert found["score_scale_std"] == pytest.approx(stdev(scores), rel=1e-2)
     assert found["score_scale_mean"] != pytest.approx(published["sample_score_mean"], abs=1e-2)
