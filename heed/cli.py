@@ -12,7 +12,7 @@ from heed.jobs_cli import jobs_app, submit
 from heed.label_cli import label_app
 from heed.measures_cli import measure_app
 from heed.options import First, JobFile, Only, Overrides, RunsFolder, Weights, Workers, read_job, read_weights
-from heed.progress import console
+from heed.progress import console, results_console
 
 app = typer.Typer(
     name="heed",
@@ -144,7 +144,7 @@ def few_shot(
         found = evaluate_few_shot(model, rows, num_shots, seed=seed)
         intervals = [f"{i.mean:.3f} ({i.low:.3f} to {i.high:.3f})" for i in (found.exact_match, found.nats)]
         table.add_row(str(num_shots), str(found.num_examples), *intervals)
-    out.print(table)
+    results_console().print(table)
 
 
 @app.command()

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from heed.label_cli import tell
-from heed.progress import StageProgress, console
+from heed.progress import StageProgress, console, results_console
 
 if TYPE_CHECKING:
     from evaluation.answers import OnProgress
@@ -188,5 +187,5 @@ def _conclude(outcome: "Outcome", folder: Path) -> None:
     if not outcome.has_verdicts:
         console.print("no verdicts yet, so there is nothing to report")
         return
-    Console(highlight=False, markup=False).print(results_table(conclude(folder)))
+    results_console().print(results_table(conclude(folder)))
     console.print(str(folder / "report.html"), markup=False)

@@ -131,6 +131,11 @@ def sample_for_labelers(
         opened.add_tasks(tasks, batch=batch, num_labelers=labelers)
     judged = len({task.prompt for task in tasks})
     typer.echo(f"{len(tasks):,} tasks of {judged:,} prompts, chosen by {method}; in batch {batch!r} of {store}")
+    if judged < len(asked):
+        typer.echo(
+            f"{len(asked) - judged:,} of {len(asked):,} prompts are left out: the policies gave fewer than {responses}"
+            " different responses to each"
+        )
 
 
 @label_app.command("serve")

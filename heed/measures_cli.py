@@ -5,17 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from heed.options import Weights, read_weights
-from heed.progress import console
+from heed.progress import console, results_console
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 measure_app = typer.Typer(no_args_is_help=True, help="Measure policies and reward models.")
 
-out = Console(highlight=False)
 
 Seed = Annotated[int, typer.Option(min=0)]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Where all figures go, as JSON.", show_default=False)]
@@ -169,7 +167,7 @@ def _tell(shown: "Sequence[Any]", found: Any, json_file: Path | None) -> None:
     from preferences.intervals import plain
 
     for part in shown:
-        out.print(part)
+        results_console().print(part)
     if json_file is not None:
         json_file.write_text(json.dumps(plain(found), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         console.print(str(json_file))

@@ -3,6 +3,7 @@
 Stages that train write metrics.jsonl anyway, so the bar follows that file: nothing has to travel back from workers.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,15 @@ from rich.progress import (
 console = Console(stderr=True, highlight=False, soft_wrap=True)  # a message is one line at any width
 
 POLL_SECONDS = 0.5
+PIPE_COLUMNS = 1_000  # a table in a file or a pipe is as wide as it needs to be: no name is cut
+
+
+def results_console() -> Console:
+    """For what was asked for, on standard output. Messages go to `console`, standard error."""
+    width = None if sys.stdout.isatty() else PIPE_COLUMNS
+    return Console(highlight=False, markup=False, width=width)
+
+
 LINE_EVERY_SECONDS = 30.0
 
 

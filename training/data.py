@@ -40,7 +40,15 @@ def messages_field(where: str, row: Mapping[str, Any], *, ends_with: str) -> lis
         if ends_with == "assistant":
             turns.append({"role": "assistant", "content": text_field(where, row, "completion")})
         return turns
-    return checked_messages(where, row.get("messages"), "messages", ends_with=ends_with)
+    turns = checked_messages(where, row.get("messages"), "messages", ends_with=ends_with)
+    for index, message in enumerate(row["messages"]):
+        # OpenAI's fine-tuning files mark answers that are context alone. Learning them all the same would be silent.
+        if message.get("weight", 1) != 1:
+            raise ValueError(
+                f"{where}: field 'messages[{index}].weight' is {message['weight']!r}; SFT learns every answer of the"
+                " assistant alike, so 1 or no weight was expected"
+            )
+    return turns
 
 
 def read_texts(sources: Sequence[DataConfig]) -> Iterator[str]:

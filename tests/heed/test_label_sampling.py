@@ -122,3 +122,12 @@ def test_refusals(folder: Path, heed_label: Call) -> None:
         assert "Traceback" not in err
     with LabelStore(folder / "labels.sqlite") as store:
         assert store.batches() == []
+
+
+def test_prompts_that_are_left_out_are_counted(folder: Path, heed_label: Call) -> None:
+    """A cold policy says the same again to some prompts, which then have too few responses for a task."""
+    cold = ("--responses", "4", "--samples", "2", "--temperature", "0.12")
+    code, said, _ = heed_label(*arguments(folder, *cold))
+    num_tasks = int(said.split()[0])
+    assert (code, 0 < num_tasks < 6) == (0, True)
+    assert f"{6 - num_tasks} of 6 prompts are left out: the policies gave fewer than 4 different responses" in said

@@ -101,6 +101,10 @@ def test_a_gz_file_that_is_not_gzip_or_cut_short_is_named(tmp_path: Path) -> Non
         (say(("user", "q"), ("robot", "a")), r"field 'messages\[1\].role': system, user or assistant"),
         (say(("user", " "), ("assistant", "a")), r"messages\[0\]: field 'content' is empty"),
         ({"messages": [{"role": "assistant"}]}, r"messages\[0\]: field 'content' is missing"),
+        (
+            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}]},
+            r"field 'messages\[1\].weight' is 0; SFT learns every answer of the assistant alike",
+        ),
         (say(("assistant", "a"), ("user", "q")), r"field 'messages\[1\].role' is 'user'; .* the assistant's"),
         ({"prompt": "q"}, "field 'completion' is missing"),
         ({"prompt": "q", "completion": 4}, "field 'completion' is int"),
@@ -134,7 +138,7 @@ def test_bad_prompts(tmp_path: Path) -> None:
     ):
         read_prompts(twice)
     wrong_end = jsonl(tmp_path / "end.jsonl", say(("user", "q"), ("assistant", "a")))
-    with pytest.raises(ValueError, match=r"line 1: field 'messages\[1\].role' is 'assistant'; .* the user's"):
+    with pytest.raises(ValueError, match=r"field 'messages\[1\].role' is 'assistant'; .* the user's"):
         read_prompts(wrong_end)
     with pytest.raises(ValueError, match=r"none\.jsonl: no prompts; at least one was expected"):
         read_prompts(jsonl(tmp_path / "none.jsonl"))
