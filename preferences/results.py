@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Subquery, 
 from preferences.records import Judgment, Ranking, Task
 from preferences.rows import Values, as_judgment, as_task
 from preferences.schema import judgments, places, tasks
-from preferences.standing import ranking_of, standing
+from preferences.standing import held_back, ranking_of, standing
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,17 @@ def num_standing(connection: Connection, labeler: str) -> int:
 
 
 def rankings(connection: Connection, batch: str) -> list[Ranking]:
-    """What settles each task (`preferences.standing`), in the tasks' order of arrival, then by labeler name."""
+    """What settles each task (`preferences.standing`), in the tasks' order of arrival, then by labeler name.
+
+    Gold tasks and hidden repeats are left out: they measure labelers.
+    """
     settled: dict[str, list[Judgment]] = {}
     for act in standing(judgments_of(connection, batch)).settled:
         settled.setdefault(act.task_id, []).append(act)
     return [
         ranking_of(stored.task, act)
         for stored in stored_tasks(connection, batch)
+        if not held_back(stored.task)
         for act in sorted(settled.get(stored.task.task_id, []), key=lambda act: act.labeler)
     ]
 

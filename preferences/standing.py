@@ -65,6 +65,15 @@ def standing(judgments: Iterable[Judgment]) -> Standing:
     )
 
 
+def held_back(task: Task) -> str:
+    """Returns why the task's judgments are no training data, "" where they are.
+
+    Gold tasks and hidden repeats measure labelers. Their answers are known or were given before, so training on them
+    would count chosen, easy prompts and some opinions twice.
+    """
+    return "gold task" if task.gold_ranks else "hidden repeat" if task.repeat_of else ""
+
+
 def ranking_of(task: Task, answer: Judgment) -> Ranking:
     """An answer or an adjudication as what a reward model learns from."""
     return Ranking(

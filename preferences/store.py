@@ -223,8 +223,8 @@ class LabelStore:
             return results.judgments_of(connection, batch)
 
     def rankings(self, batch: str) -> list[Ranking]:
-        """What stands: each labeler's last answer, or of a task that was adjudicated that alone; in the tasks' order of
-        arrival, then by labeler name.
+        """What stands and is training data: each labeler's last answer, or of a task that was adjudicated that alone;
+        in the tasks' order of arrival, then by labeler name. Gold tasks and hidden repeats are left out.
         """
         with self._reader.begin() as connection:
             return results.rankings(connection, batch)

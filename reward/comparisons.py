@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pydantic import field_validator
 
 from lm.tokenizer import Messages, Tokenizer
-from preferences.formats.merging import Found, collect_all
+from preferences.formats.merging import Found, collect_all, note_held_back
 from preferences.formats.registry import format_to_read
 from preferences.records import Message, Ranking
 from training.data import DataConfig, read_rows
@@ -50,10 +50,17 @@ class RankingsConfig(DataConfig):
 
 
 def read_judgments(data: RankingsConfig) -> Found:
-    """Tasks, judgments, and what was odd about the rows. Errors: ValueError naming file, line and field."""
+    """Tasks, judgments, what was odd about the rows, and what is held back from training.
+
+    Errors: ValueError naming file, line and field.
+    """
     found = collect_all(format_to_read(data.format), read_rows(data))
     if not found.judgments:
         raise ValueError(f"{data.source}: no rankings; at least one was expected")
+    note_held_back(found)
+    if not found.rankings:
+        counts = ", ".join(f"{count:,} x {kind}" for kind, count in found.report.counts().items())
+        raise ValueError(f"{data.source}: no ranking to train on ({counts}); at least one was expected")
     return found
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from evaluation.measures.calibration import Calibration, ScoredPairs, by_category, calibration
 from evaluation.measures.rewardbench import RewardBenchScore, rewardbench_score
-from preferences.formats.merging import Found, collect_all
+from preferences.formats.merging import Found, collect_all, note_held_back
 from preferences.formats.registry import AUTO, format_to_read, sniff
 from preferences.intervals import Interval, Share
 from preferences.records import Ranking, Task
@@ -65,6 +65,7 @@ def read_judged(source: str, form: str = AUTO) -> Judgments:
     """
     name = sniff(read_source(source))[0].name if form == AUTO else form
     found: Found = collect_all(format_to_read(name), read_source(source))
+    note_held_back(found)
     rankings = tuple(found.rankings)
     if not rankings:
         raise ValueError(f"{source}: {found.report.num_rows} rows, none of which holds a ranking that stands")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from preferences.formats.parts import UNKNOWN, Format, Judged, Report, Row, Vote
 from preferences.records import Judgment, Ranking, Task
-from preferences.standing import ranking_of, standing
+from preferences.standing import held_back, ranking_of, standing
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Found:
 
     @property
     def rankings(self) -> list[Ranking]:
-        """Those that stand."""
+        """Those that stand and are training data; `note_held_back` counts the others."""
         return [ranking for _, ranking in standing_rankings(self.tasks.values(), self.judgments, Report())]
 
 
@@ -158,7 +158,10 @@ def _add_act(acts: list[Judgment], act: Judgment, where: str, report: Report) ->
 def standing_rankings(
     tasks: Iterable[Task], judgments: Iterable[Judgment], report: Report
 ) -> Iterator[tuple[Task, Ranking]]:
-    """The rankings that stand, in the order of the tasks. What does not stand is reported."""
+    """The rankings that stand and are training data, in the order of the tasks.
+
+    What does not stand is reported, and what is held back (`preferences.standing.held_back`).
+    """
     stands = standing(judgments)
     for act in stands.replaced:
         _say_fallen(report, act, "superseded", "was revised")
@@ -171,8 +174,25 @@ def standing_rankings(
         if act not in settled[act.task_id]:
             _say_fallen(report, act, "superseded", "the task was adjudicated")
     for task in tasks:
+        why = held_back(task)
         for act in settled.get(task.task_id, []):
-            yield task, ranking_of(task, act)
+            if why:
+                _say_held_back(report, act, why)
+            else:
+                yield task, ranking_of(task, act)
+
+
+def note_held_back(found: Found) -> None:
+    """Report, of an import that is trained on, the judgments that are left out because they measure labelers."""
+    kept = {task_id: held_back(task) for task_id, task in found.tasks.items()}
+    for act in standing(found.judgments).settled:
+        if kept[act.task_id]:
+            _say_held_back(found.report, act, kept[act.task_id])
+
+
+def _say_held_back(report: Report, act: Judgment, why: str) -> None:
+    where = f"task {act.task_id!r}, labeler {act.labeler!r}"
+    report.add(why, where, "it measures labelers and is no training data", "left out")
 
 
 def _say_fallen(report: Report, act: Judgment, kind: str, why: str) -> None:

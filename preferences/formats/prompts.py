@@ -7,6 +7,7 @@ from preferences.formats.merging import standing_rankings
 from preferences.formats.parts import Report, as_turns, is_sound_prompt
 from preferences.records import Judgment
 from preferences.results import StoredTask
+from preferences.standing import held_back
 
 
 def write_demonstrations(
@@ -30,10 +31,12 @@ def write_demonstrations(
 def write_prompts(
     stored: Sequence[StoredTask], _judgments: Sequence[Judgment], report: Report
 ) -> Iterator[dict[str, Any]]:
-    """{"prompt_id", "messages"}: every prompt once."""
+    """{"prompt_id", "messages"}: every prompt once, but those of gold tasks and repeats alone."""
     told = set[tuple[Any, ...]]()
     for one in stored:
         task = one.task
-        if task.prompt not in told and is_sound_prompt(f"task {task.task_id!r}", task.prompt, report):
+        if why := held_back(task):
+            report.add(why, f"task {task.task_id!r}", "it measures labelers and is no training data", "left out")
+        elif task.prompt not in told and is_sound_prompt(f"task {task.task_id!r}", task.prompt, report):
             told.add(task.prompt)
             yield {"prompt_id": task.task_id, "messages": as_turns(task.prompt)}

@@ -4,16 +4,18 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, HTTPException, Request
+from fastapi import APIRouter, Depends, HTTPException, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
+from preferences.formats.registry import FORMATS
 from preferences.page.forms import MAX_NOTE_CHARACTERS, MAX_RATING, MIN_RATING
 from preferences.page.labeling import Asked, Labeling, ShownForm
 from preferences.page.lead import LeadView
 from preferences.page.security import Attempts, TooManyTriesError, sign_in
 from preferences.people import Account, People
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Answer, Message, Task
+from preferences.standing import held_back
 
 CLIENT = "api"
 MAX_WHOLE = 2**53  # what every JSON reader takes
@@ -117,6 +119,13 @@ class NewTasks(Body):
     tasks: Annotated[list[NewTask], Field(min_length=1, max_length=MAX_TASKS_AT_ONCE)]
 
 
+class ExportBody(BaseModel):
+    """Rows of a format. `left_out` counts, by kind, what the format has no place for or what is no training data."""
+
+    rows: list[dict[str, Any]]
+    left_out: dict[str, int]
+
+
 class InvitationBody(Body):
     name: str
     role: Literal["lead", "labeler"]
@@ -127,6 +136,7 @@ class StateBody(Body):
     state: Literal["admitted", "closed"]
 
 
+ExportFormat = Annotated[str, Field(json_schema_extra={"enum": [form.name for form in FORMATS.values() if form.write]})]
 Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 
 
@@ -150,6 +160,7 @@ class Api:
         post("/tasks", summary="Add tasks (leads)", status_code=204)(self.add_tasks)
         post("/reopened/{task_id:path}", summary="A task to adjudicate (leads)")(self.reopened)
         get("/judgments/{batch:path}", summary="Every act on a batch (leads)")(self.judgments)
+        get("/export/{batch:path}", summary="A batch in a format, and what that leaves out (leads)")(self.export)
         get("/quality/{batch:path}", summary="Statistics of a batch (leads)")(self.quality)
         get("/people", summary="Accounts (leads)")(self.accounts)
         post("/invitations", summary="A one-time link (leads)")(self.invite)
@@ -256,7 +267,16 @@ class Api:
 
     def judgments(self, batch: str, bearer: Bearer) -> list[dict[str, Any]]:
         self._lead(bearer)
-        return [asdict(judgment) for judgment in self.labeling.store.judgments(batch)]
+        tasks = {stored.task.task_id: stored.task for stored in self.labeling.store.tasks(batch)}
+        return [
+            {**asdict(judgment), "held_back": held_back(tasks[judgment.task_id])}
+            for judgment in self.labeling.store.judgments(batch)
+        ]
+
+    def export(self, batch: str, bearer: Bearer, form: Annotated[ExportFormat, Query(alias="format")]) -> ExportBody:
+        self._lead(bearer)
+        found = self.lead.export(batch, form)
+        return ExportBody(rows=found.rows, left_out=found.report.counts())
 
     def quality(self, batch: str, bearer: Bearer) -> Mapping[str, Any]:
         self._lead(bearer)

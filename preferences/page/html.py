@@ -1,19 +1,21 @@
 """The pages: plain forms, post and redirect, nothing that needs JavaScript."""
 
+import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 from starlette.datastructures import FormData
 
+from preferences.formats.registry import FORMATS
 from preferences.page import forms
 from preferences.page.labeling import Asked, Labeling, RefusedError, seal
-from preferences.page.lead import EXPORTS, LeadView
+from preferences.page.lead import EXPORTS, Exported, LeadView
 from preferences.page.security import Attempts, TooManyTriesError, sign_in
 from preferences.page.text import to_html
 from preferences.people import Account, People, Role
@@ -71,7 +73,9 @@ class Pages:
         get("/lead/quality", response_class=HTMLResponse)(self.quality_page)
         get("/lead/task", response_class=HTMLResponse)(self.adjudicate_form)
         get("/lead/people", response_class=HTMLResponse)(self.people_page)
-        get("/lead/export")(self.export)
+        get("/lead/export", response_class=HTMLResponse)(self.export_page)
+        get("/lead/export/rows")(self.export_rows)
+        get("/lead/export/report")(self.export_report)
         post("/lead/invite")(self.invite)
         post("/lead/state")(self.set_state)
 
@@ -245,12 +249,28 @@ class Pages:
         asked = self.labeling.reopened(account, request.query_params.get("task", ""), token)
         return self._task_page(account, token, asked)
 
-    def export(self, request: Request) -> Response:
+    def export_page(self, request: Request) -> Response:
+        """What an export holds and what it leaves out, before anything is downloaded."""
+        account, token = self._lead(request)
+        batch, form, found = self._exported(request)
+        description = FORMATS[form].description
+        return self._page("export", account, token, batch=batch, form=form, description=description, found=found)
+
+    def export_rows(self, request: Request) -> Response:
         self._lead(request)
+        batch, form, found = self._exported(request)
+        response = _download(found.lines, f"{batch}.{form}.jsonl")
+        response.headers["Heed-Left-Out"] = json.dumps(found.report.counts())  # for those who download by a program
+        return response
+
+    def export_report(self, request: Request) -> Response:
+        self._lead(request)
+        batch, form, found = self._exported(request)
+        return _download(found.report_lines, f"{batch}.{form}.left-out.jsonl")
+
+    def _exported(self, request: Request) -> tuple[str, str, Exported]:
         batch, form = (request.query_params.get(name, "") for name in ("batch", "format"))
-        name = f"{quote(batch, safe='')}.{quote(form, safe='')}.jsonl"
-        headers = {"Content-Disposition": f"attachment; filename*=UTF-8''{name}"}
-        return StreamingResponse(self.lead.export(batch, form), media_type="application/jsonl", headers=headers)
+        return batch, form, self.lead.export(batch, form)
 
     def people_page(self, request: Request) -> Response:
         account, token = self._lead(request)
@@ -291,6 +311,11 @@ def _fields(form: FormData) -> forms.Fields:
     single = {name: value for name, value in form.multi_items() if isinstance(value, str)}
     several = {name: [str(value) for value in form.getlist(name)] for name in form if name.startswith(TICKED)}
     return forms.Fields(single, several)
+
+
+def _download(text: str, name: str) -> Response:
+    headers = {"Content-Disposition": f"attachment; filename*=UTF-8''{quote(name, safe='')}"}
+    return Response(text, media_type="application/jsonl", headers=headers)
 
 
 def _see(path: str) -> Response:

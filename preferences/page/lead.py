@@ -2,13 +2,13 @@
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
 
-from preferences.formats.parts import Report
+from preferences.formats.parts import Oddity, Report
 from preferences.formats.registry import format_to_write
 from preferences.records import Judgment
 from preferences.results import BatchCounts
@@ -18,6 +18,7 @@ from preferences.statistics.summary import LabelReport, summary
 from preferences.store import LabelStore
 
 EXPORTS = ("heed", "rankings", "trl", "hh")
+EXAMPLES_PER_KIND = 5  # of what an export leaves out, on the page; the report's file has all
 SHARES = {
     "agreement": "Agrees with the others",
     "gold_accuracy": "Agrees with gold tasks",
@@ -40,6 +41,33 @@ class Quality:
     newest: int
     report: LabelReport
     plots: list[tuple[str, Markup]]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A batch in a format, with what the format has no place for."""
+
+    rows: list[dict[str, Any]]
+    report: Report
+
+    @property
+    def lines(self) -> str:
+        """The rows as JSONL."""
+        return _as_lines(self.rows)
+
+    @property
+    def report_lines(self) -> str:
+        """Everything that was left out or changed, as JSONL."""
+        return _as_lines([dict(vars(oddity)) for oddity in self.report.oddities])
+
+    @property
+    def examples(self) -> Mapping[str, list[Oddity]]:
+        """Of each kind of oddity the first few, the most frequent kind first."""
+        found: dict[str, list[Oddity]] = {kind: [] for kind in self.report.counts()}
+        for oddity in self.report.oddities:
+            if len(found[oddity.kind]) < EXAMPLES_PER_KIND:
+                found[oddity.kind].append(oddity)
+        return found
 
 
 class LeadView:
@@ -78,14 +106,21 @@ class LeadView:
                 self._known[batch] = Quality(newest, report, plots_of(judgments, num_wanted, report))
             return self._known[batch]
 
-    def export(self, batch: str, form: str) -> Iterator[str]:
-        """A batch as JSONL. Raises ValueError for an unknown batch or format."""
+    def export(self, batch: str, form: str) -> Exported:
+        """A batch in a format. Raises ValueError for an unknown batch or format."""
         write = format_to_write(form).write
         assert write is not None, f"{form} is not written"
         stored = self.store.tasks(batch)
         if not stored:
             raise ValueError(f"batch {batch!r} is not in the store")
-        return (json.dumps(row) + "\n" for row in write(stored, self.store.judgments(batch), Report()))
+        report = Report()
+        rows = list(write(stored, self.store.judgments(batch), report))
+        report.num_rows = len(rows)
+        return Exported(rows, report)
+
+
+def _as_lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def plots_of(judgments: Sequence[Judgment], num_wanted: int, report: LabelReport) -> list[tuple[str, Markup]]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preferences.formats.exchange import export, store_found, write_rows
-from preferences.formats.merging import collect_all
+from preferences.formats.merging import collect_all, note_held_back
 from preferences.formats.parts import Report
 from preferences.formats.registry import FORMATS, format_to_read, format_to_write, sniff
 from preferences.records import Judgment, Message, Task, dense_ranks
@@ -232,6 +233,33 @@ def test_what_does_not_stand_is_not_written_and_said(
     assert [row["chosen"] for row in write(book.tasks("b"), book.judgments("b"), report)] == chosen
     assert report.counts() == counts
     assert {oddity.where for oddity in report.oddities} <= {"task 't', labeler 'ann'", "task 't', labeler 'bo'"}
+
+
+GOLD = Task("gold", (Message("user", "g"),), ("a", "b"), ("x", "y"), gold_ranks=(1, 2))
+AGAIN = replace(PAIR, task_id="again", repeat_of="t")
+
+
+@pytest.mark.parametrize("name", sorted(name for name, form in FORMATS.items() if form.write is not None))
+def test_what_measures_labelers_is_no_training_data(
+    name: str, new_store: Callable[[], LabelStore], tmp_path: Path
+) -> None:
+    """Gold tasks and hidden repeats are in no export but `heed`, which marks them; what is left out is counted."""
+    told = replace(act("ann", 0), ratings=(5.0, 2.0))
+    book = filled(new_store, [(task, "b", 1, [replace(told, task_id=task.task_id)]) for task in (PAIR, GOLD, AGAIN)])
+    report, num_rows = export(book, format_to_write(name), tmp_path / "out.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    if name == "heed":
+        assert [(bool(row["gold_ranks"]), row["repeat_of"]) for row in rows] == [(False, ""), (True, ""), (False, "t")]
+        assert [len(row["judgments"]) for row in rows] == [1, 1, 1]
+        assert report.counts() == {}
+        back = collect_all(format_to_read("heed"), [("row", row) for row in rows])
+        assert [ranking.task_id for ranking in back.rankings] == ["t"]
+        note_held_back(back)
+        report = back.report
+    else:
+        assert num_rows == len(rows) == 1
+    assert report.counts() == {"gold task": 1, "hidden repeat": 1}
+    assert [ranking.task_id for ranking in book.rankings("b")] == ["t"]
 
 
 @pytest.mark.parametrize(

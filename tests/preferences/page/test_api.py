@@ -66,6 +66,22 @@ def test_a_batch_from_tasks_to_labels(call):
     assert (report["num_answers"], report["num_adjudications"]) == (1, 1)
 
 
+def test_an_export_counts_what_it_leaves_out(call):
+    tasks = [new_task("t1"), new_task("g1", gold_ranks=[1, 2]), new_task("t2")]
+    call("eve", "POST", "/tasks", {"batch": "main", "tasks": tasks})
+    call("ann", "POST", "/instructions/read")
+    for ranks in ([1, 2], [1, 2], [1, 1]):
+        asked = call("ann", "POST", "/lease")[1]
+        call("ann", "POST", "/answers", {"form": asked["form"], "ranks": ranks, "ratings": [3, 4]})
+    status, found = call("eve", "GET", "/export/main?format=trl")
+    assert (status, len(found["rows"])) == (200, 1)
+    assert found["left_out"] == {"tie": 1, "gold task": 1}
+    assert [act["held_back"] for act in call("eve", "GET", "/judgments/main")[1]] == ["", "gold task", ""]
+    assert len(call("eve", "GET", "/export/main?format=heed")[1]["rows"]) == 3
+    assert call("eve", "GET", "/export/main?format=nothing")[0] == 409
+    assert call("ann", "GET", "/export/main?format=trl")[0] == 403
+
+
 def test_refusals_come_with_reasons(call):
     assert call("eve", "POST", "/tasks", {"batch": "main", "tasks": [new_task("t1")]})[0] == 204
     call("ann", "POST", "/instructions/read")

@@ -1,6 +1,8 @@
 """The pages as a browser without JavaScript sees them: forms, redirects, refusals."""
 
 import html.parser
+import json
+from dataclasses import replace
 
 import pytest
 from fastapi.testclient import TestClient
@@ -331,6 +333,30 @@ def test_a_lead_sees_progress_quality_and_adjudicates(world, visit):
     assert [(r.task_id, r.labeler) for r in world.store.rankings("main")] == [
         ("t1", "ann"), ("t1", "bob"), ("t2", "eve"),
     ]  # fmt: skip
+
+
+def test_an_export_says_what_it_leaves_out(world, visit):
+    world.add(make_task("t1", 2), make_task("t2", 2), replace(make_task("g1", 2), gold_ranks=(1, 2)))
+    world.add(replace(make_task("t1", 2), task_id="r1", repeat_of="t1"))
+    ann = visit("ann", PLAIN)
+    page = ann.get("/task")
+    while "Nothing to judge" not in page.text:
+        page = ann.post("/task/answer", data=form(page) | ranks(*((1, 1) if "t2: response" in page.text else (1, 2))))
+    eve = visit("eve", PLAIN)
+    page = eve.get("/lead/export?batch=main&format=trl")
+    for words in ("1 row.", "tie", "gold task", "hidden repeat", "responses 1 and 2 are tied; left out"):
+        assert words in page.text, words
+    rows = eve.get("/lead/export/rows?batch=main&format=trl")
+    assert "main.trl.jsonl" in rows.headers["content-disposition"]
+    assert json.loads(rows.headers["heed-left-out"]) == {"tie": 1, "gold task": 1, "hidden repeat": 1}
+    assert [json.loads(line)["prompt"][0]["content"] for line in rows.text.splitlines()] == ["Say t1"]
+    report = eve.get("/lead/export/report?batch=main&format=trl").text.splitlines()
+    assert [json.loads(line)["kind"] for line in report] == ["tie", "gold task", "hidden repeat"]
+    assert "Nothing was left out." in eve.get("/lead/export?batch=main&format=heed").text
+    for path in ("/lead/export", "/lead/export/rows", "/lead/export/report"):
+        assert ann.get(f"{path}?batch=main&format=trl").status_code == 403
+        assert eve.get(f"{path}?batch=main&format=nothing").status_code == 409
+        assert eve.get(f"{path}?batch=nothing&format=trl").status_code == 409
 
 
 def test_a_lead_invites_and_closes(world, visit):
