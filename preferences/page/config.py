@@ -4,7 +4,7 @@ import hashlib
 import json
 import tomllib
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -26,7 +26,7 @@ INSTRUCTIONS = """\
 You will see what somebody wrote to an assistant, and several responses in random order.
 
 1. **Read** the prompt and all responses to their end.
-2. **Rate** each response from 1 (very bad) to 7 (very good), and mark what is wrong with it.
+2. **Rate** each response from 1 (very bad) to 7 (very good), and mark what applies to it.
 3. **Rank** the responses: 1 is the best. Responses that you cannot tell apart share a rank.
 
 If you cannot judge a prompt, skip it and say why. If you made a mistake, take the answer back under *My answers*.
@@ -46,7 +46,8 @@ class Screening(BaseModel):
 class LabelingConfig(BaseModel):
     """The page. `batches` are offered in this order; an empty list means all that the store has, in order of arrival.
 
-    `flags` are offered of each response. `instructions` is Markdown.
+    `flags` are offered of each response. `instructions` is Markdown. `text_view` is how prompts and responses come
+    first: formatted as Markdown, or exactly as they were written; labelers can switch either way.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,6 +57,7 @@ class LabelingConfig(BaseModel):
     batches: tuple[str, ...] = ()
     flags: tuple[str, ...] = INSTRUCT_GPT_FLAGS
     asks_ratings: bool = True
+    text_view: Literal["formatted", "raw"] = "formatted"
     lease_seconds: float = Field(default=1_800.0, gt=0)
     screening: Screening | None = None
 

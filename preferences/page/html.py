@@ -9,7 +9,6 @@ from urllib.parse import quote
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
-from markupsafe import Markup
 from starlette.datastructures import FormData
 
 from preferences.formats.registry import FORMATS
@@ -17,7 +16,7 @@ from preferences.page import forms
 from preferences.page.labeling import Asked, Labeling, RefusedError, seal
 from preferences.page.lead import EXPORTS, Exported, LeadView
 from preferences.page.security import Attempts, TooManyTriesError, sign_in
-from preferences.page.text import to_html
+from preferences.page.text import show
 from preferences.people import Account, People, Role
 
 COOKIE = "heed_session"
@@ -32,7 +31,7 @@ TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-TEMPLATES.filters["markdown"] = lambda text: Markup(to_html(text))
+TEMPLATES.filters["shown"] = show
 TEMPLATES.filters["moment"] = lambda seconds: datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
 TEMPLATES.filters["quoted"] = lambda text: quote(text, safe="")
 

@@ -47,8 +47,13 @@
     } else if (letter >= 0 && letter < numResponses) {
       choose(letter);
     } else if (event.key.toUpperCase() === "M") {
-      const box = responses[chosen].querySelector("details");
+      const box = responses[chosen].querySelector("details.marks");
       if (box) { box.open = true; box.querySelector("input")?.focus(); }
+    } else if (event.key.toUpperCase() === "X") {
+      const texts = [...document.querySelectorAll("details.exact")];
+      const opens = texts.some((one) => !one.open);
+      texts.forEach((one) => { one.open = opens; });
+      said.textContent = opens ? "Exact texts" : "Formatted texts";
     } else if (event.key.toUpperCase() === "S") {
       const box = document.getElementById("skip-box");
       if (box) { box.open = true; document.getElementById("reason").focus(); }

@@ -179,10 +179,9 @@ def test_without_javascript(site):
 
 def test_a_lease_that_ran_out(site):
     opened = site([make_task("t1")], config=LabelingConfig(asks_ratings=False, lease_seconds=1))
-    ann, bob = opened.visit("ann"), opened.visit("bob")
-    while bob.locator(".message").count() == 0:
-        bob.wait_for_timeout(200)
-        bob.reload()
+    ann = opened.visit("ann")
+    while opened.store.lease("bob", seconds=60, batch="main") is None:
+        ann.wait_for_timeout(200)
     rank(ann, 1, 2, 3)
     store_it(ann)
     expect(ann.get_by_role("heading", name="Too late")).to_be_visible()
@@ -228,6 +227,98 @@ def test_hostile_text_does_nothing(site):
     assert said == []
 
 
+EVIL = (
+    "<script>document.title='hit'</script>",
+    "<img src=x onerror=alert(1)>",
+    "<svg onload=alert(1)>",
+    "javascript:alert(1)",
+    "</annotation></semantics></math><img src=x onerror=alert(1)>",
+    "</code></pre><script>alert(1)</script>",
+    "<mtext><table><mglyph><style><img src=x onerror=alert(1)></style></mglyph></table></mtext>",
+    "&lt;img src=x onerror=alert(1)&gt;",
+    "<annotation-xml encoding='text/html'><img src=x onerror=alert(1)></annotation-xml>",
+    "' onmouseover='alert(1)",
+    '" autofocus onfocus="alert(1)',
+    "<iframe src=javascript:alert(1)>",
+    "<a href=//evil.example>x</a>",
+    "\\href{javascript:alert(1)}{x}",
+    "\\style{x}{y}",
+    "{{7*7}}",
+)
+AROUND = (
+    "{}", "${}$", "$${}$$", "$\\text{{{}}}$", "\\({}\\)", "\\[\n{}\n\\]", "\\begin{{align}}{}\\end{{align}}", "`{}`",
+    "```html\n{}\n```", "```{}\ncode\n```", "```python\n'{}'\n```", "~~~js\n{}\n~~~", "> {}",
+    "| a |\n|---|\n| {} |", "# {}",
+)  # fmt: skip
+
+
+def test_hostile_formulas_and_code_do_nothing(site):
+    texts = ["\n\n".join(form.format(evil) for evil in EVIL) for form in AROUND]
+    tasks = [Task(f"t{n}", (Message("user", text),), (text, text + "."), ("x", "y")) for n, text in enumerate(texts)]
+    opened = site(tasks)
+    page = opened.visit("ann")
+    said, hosts = [], set()
+    page.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
+    page.on("console", lambda message: said.append(message.text))
+    page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
+    page.reload()
+    for number in range(len(texts)):
+        expect(page.get_by_text(f"You have judged {number} task")).to_be_visible()
+        evil = page.locator("main").locator("img, script, svg, iframe, a, style, mglyph, annotation-xml")
+        assert evil.count() == 0
+        found = page.evaluate(
+            "[...document.querySelectorAll('main *')].flatMap(e => [...e.attributes].map(a => a.name))"
+            ".filter(name => name.startsWith('on') || ['style', 'href', 'src', 'xlink:href'].includes(name))"
+        )
+        assert (found, said, page.title()) == ([], [], "Which response is best? · Labeling")
+        rank(page, 1, 2)
+        store_it(page)
+    expect(page.get_by_role("heading", name="Nothing to judge just now")).to_be_visible()
+    assert hosts == {opened.address.split("/")[2]}
+
+
+RICH = "The root:\n\n$$x = \\frac{-b}{2a}$$\n\n```python\ndef f(x):  # why\n    return '1'\n```\n\nin C:\\*temp, $f$"
+DEEP = "> " * 25 + "far down"
+
+
+@pytest.mark.parametrize("has_scripts", [True, False])
+def test_the_exact_text_is_one_click_away(site, has_scripts):
+    opened = site([Task("t1", (Message("user", RICH),), (DEEP, "  a\n\n\n  b\\_c"), ("x", "y"))])
+    page = opened.visit("ann", java_script_enabled=has_scripts)
+    formula = page.locator(".message.user math mfrac")
+    assert formula.bounding_box()["height"] > 20  # drawn as a fraction
+    assert page.locator(".message.user annotation").first.is_hidden()
+    expect(page.get_by_text("Formatting hides backslashes here")).to_be_visible()
+    expect(page.get_by_text("not formatted: its quotes or lists are nested too deeply")).to_be_visible()
+    assert page.locator(".response .text.raw").inner_text() == DEEP
+    exact = page.locator(".message.user .exact .raw")
+    assert exact.is_hidden()
+    page.get_by_text("Exact text of the user’s turn 1").click()
+    assert (exact.inner_text(), formula.is_visible()) == (RICH, False)
+    page.get_by_text("Exact text of response").click()
+    assert page.locator(".response .exact .raw").inner_text() == "  a\n\n\n  b\\_c"
+    if has_scripts:
+        page.keyboard.press("x")
+        assert formula.is_visible()
+        page.keyboard.press("x")
+        assert not formula.is_visible()
+
+
+def test_texts_may_come_exactly_first(site):
+    config = LabelingConfig(asks_ratings=False, text_view="raw")
+    page = site([Task("t1", (Message("user", RICH),), ("a", "b"), ("x", "y"))], config).visit("ann")
+    assert page.locator(".message.user .exact .raw").inner_text() == RICH
+    page.get_by_text("Exact text of the user’s turn 1").click()
+    assert page.locator(".message.user math").first.is_visible()
+
+
+@pytest.mark.parametrize(("num_responses", "rows"), [(2, [2]), (3, [3]), (4, [2, 2])])
+def test_four_responses_stand_two_by_two(site, num_responses, rows):
+    page = site([make_task("t1", num_responses)]).visit("ann", viewport={"width": 1280, "height": 800})
+    tops = [round(one.bounding_box()["y"]) for one in page.locator(".response").all()]
+    assert [tops.count(top) for top in sorted(set(tops))] == rows
+
+
 def test_a_narrow_screen_long_words_and_right_to_left(site):
     arabic = "مرحبا بالعالم، هذا نص من اليمين إلى اليسار"
     opened = site(
@@ -244,8 +335,10 @@ def test_a_narrow_screen_long_words_and_right_to_left(site):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_page_has_a_barrier_that_axe_knows(site, scheme):
+    code = "".join(f"```{name}\n{text}\n```\n\n" for name, text in CODE.items())
+    rich = Task("t3", (Message("user", RICH),), (code, DEEP, "__init__ and\u202e"), ("u", "v", "w"))
     opened = site(
-        [make_task("t1"), make_task("t2", gold_ranks=(1, 2, 3)), make_task("t3")],
+        [make_task("t1"), make_task("t2", gold_ranks=(1, 2, 3)), rich],
         config=RATED,
         num_labelers=3,
     )
@@ -258,11 +351,21 @@ def test_no_page_has_a_barrier_that_axe_knows(site, scheme):
     store_it(ann)  # without ratings: the page with what is wrong
     expect(ann.get_by_role("alert")).to_be_visible()
     found = {"task with errors": axe(ann)}
+    while ann.locator("math").count() == 0:
+        rank(ann, 1, 1, 2)
+        for letter in "ABC":
+            ann.get_by_role("radio", name=f"Rating of {letter}, 1 very bad to 7 very good: 4").check(force=True)
+        store_it(ann)
+        expect(ann.get_by_role("alert")).to_have_count(0)
+    found["formulas and code"] = axe(ann)
+    ann.keyboard.press("x")
+    found["exact texts"] = axe(ann)
     for path in ("/task", "/answers", "/instructions", "/lead"):  # the last one is refused
         ann.goto(opened.address + path)
         found[path] = axe(ann)
     eve = opened.visit("eve", "lead", color_scheme=scheme)
-    for path in ("/lead", "/lead/quality", "/lead/people", "/lead/task?task=t1", "/lead/task?task=none"):
+    paths = ["/lead", "/lead/quality", "/lead/people", "/lead/task?task=t1", "/lead/task?task=none"]
+    for path in (*paths, "/lead/export?batch=main&format=trl", "/lead/export?batch=main&format=heed"):
         eve.goto(opened.address + path)
         found[f"lead: {path}"] = axe(eve)
     stranger = opened.browser.new_context(color_scheme=scheme).new_page()
@@ -278,4 +381,13 @@ def axe(page: Page) -> list[str]:
     return [f"{v['id']}: {node['html'][:120]}" for v in violations for node in v["nodes"]]
 
 
+CODE = {
+    "python": "@dec\nclass A(B):\n    'doc'\n    def f(self, x: int = 0x1F) -> None:  # note\n        return f'{x}\n'",
+    "c": "#include <a.h>\nint main(void) { return 'c' + 1.5e3; } /* note */",
+    "html": "<!-- note --><p class='a'>&amp;</p>",
+    "diff": "--- a\n+++ b\n@@ -1 +1 @@\n-old\n+new",
+    "bash": "export A=$HOME; echo \"$A\" | grep -v 'x' # note",
+    "sql": "SELECT a, 'b' FROM t WHERE c = 1.5 -- note",
+    "json": '{"a": [1, true, null, "b"]}',
+}
 STANDARDS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
