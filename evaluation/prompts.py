@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from reading.fields import text_field
+from reading.fields import names, optional_text, text_field
 from training.data import DataConfig, Prompt, messages_field, read_rows
 
 CATEGORY_FIELDS = ("category", "kind", "dataset")  # what published sets of prompts call it
@@ -48,7 +48,7 @@ def asked_of(where: str, row: Mapping[str, Any]) -> list[dict[str, str]]:
     Errors: ValueError naming file, line and field.
     """
     if "messages" not in row and "prompt" not in row and "instruction" in row:
-        given = row.get("input") or ""
+        given = optional_text(where, row, "input")
         text = "\n\n".join([text_field(where, row, "instruction"), *([given] if given else [])])
         return [{"role": "user", "content": text}]
     if isinstance(row.get("prompt"), list) and "messages" not in row:
@@ -59,9 +59,9 @@ def asked_of(where: str, row: Mapping[str, Any]) -> list[dict[str, str]]:
 def category_of(where: str, row: Mapping[str, Any], field: str) -> str:
     """The category of a row as text, "" where it has none. Errors: ValueError where `field` is named and missing."""
     if field and row.get(field) is None:
-        raise ValueError(f"{where}: field {field!r} is missing, which was named as the category; found {sorted(row)}")
-    names = (field,) if field else CATEGORY_FIELDS
-    return next((str(row[name]) for name in names if isinstance(row.get(name), str | int)), "")
+        raise ValueError(f"{where}: field {field!r} is missing, which was named as the category; found {names(row)}")
+    fields = (field,) if field else CATEGORY_FIELDS
+    return next((str(row[name]) for name in fields if isinstance(row.get(name), str | int)), "")
 
 
 def conversation_key(messages: Iterable[Mapping[str, str]]) -> tuple[tuple[str, str], ...]:

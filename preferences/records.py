@@ -9,6 +9,9 @@ from typing import Any, Literal, Protocol
 
 MIN_RESPONSES = 2
 MAX_RESPONSES = 9
+MAX_LABELERS = 1_000  # of one task; each is a row of the store from the start
+MAX_REVISION = 10_000  # acts of one labeler on one task
+MAX_MILLISECONDS = 2**31 - 1  # nearly 25 days: the largest whole number of the store's column
 OVERALL = "overall"  # the objective of those who ask for one judgment of everything
 
 Flags = tuple[tuple[str, ...], ...]  # of each response, the flags it was given

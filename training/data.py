@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field
 
-from reading.fields import checked_messages, text_field
+from reading.fields import checked_messages, name_field, text_field
 from reading.rows import Rows, read_source
 from training.config import Config
 
@@ -78,12 +78,12 @@ def read_prompts(data: DataConfig) -> list[Prompt]:
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
     for index, (where, row) in enumerate(read_rows(data)):
-        prompt_id = str(row.get("prompt_id", index))
+        prompt_id = name_field(where, row, "prompt_id") or str(index)
         if prompt_id in seen:
             raise ValueError(f"{where}: prompt_id {prompt_id!r} is already that of {seen[prompt_id]}")
         seen[prompt_id] = where
         messages = messages_field(where, row, ends_with="user")
-        prompts.append(Prompt(prompt_id=prompt_id, messages=tuple(messages), kind=str(row.get("kind", ""))))
+        prompts.append(Prompt(prompt_id=prompt_id, messages=tuple(messages), kind=name_field(where, row, "kind")))
     if not prompts:
         raise ValueError(f"{data.source}: no prompts; at least one was expected")
     return prompts

@@ -1,5 +1,6 @@
 """Policies that are files of saved outputs: our own rows, AlpacaEval's model_outputs, a comparison's responses."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 from evaluation.answers import OnProgress
 from evaluation.prompts import asked_of, by_id, conversation_key, id_of
 from evaluation.verdicts import Response
-from reading.fields import any_text, number_field, text_field, whole_field
+from reading.fields import any_text, name_field, names, number_field, shown, text_field, whole_field
 from reading.rows import read_source
 from training.checkpoint import file_hash
 from training.data import Prompt
@@ -50,11 +51,11 @@ class SavedPolicy:
         found = _Found(name, prompts, allow_empty=allow_empty)
         writers: dict[str, str] = {}
         for where, row in read_source(file):
-            wrote = next((str(row[field]) for field in WRITER_FIELDS if row.get(field)), "")
+            wrote = next(filter(None, (name_field(where, row, field) for field in WRITER_FIELDS)), "")
             writers.setdefault(wrote, where)
             if not writer and len(writers) > 1:
-                names = " and ".join(repr(known) for known in writers)
-                raise ValueError(f"{where}: rows of {names} in one file; {name}={file}#WRITER chooses one of them")
+                both = " and ".join(repr(known) for known in writers)
+                raise ValueError(f"{where}: rows of {both} in one file; {name}={file}#WRITER chooses one of them")
             if wrote == writer or not writer:
                 # Parquet has every field in every row.
                 found.add(where, {name: value for name, value in row.items() if value is not None})
@@ -116,8 +117,8 @@ class _Found:
         asked = conversation_key(asked_of(where, row)) if any(name in row for name in ASKING_FIELDS) else None
         if "prompt_id" not in row:
             if asked is None:
-                names = ", ".join(("prompt_id", *ASKING_FIELDS))
-                raise ValueError(f"{where}: it names no prompt; one of {names} was expected, found {sorted(row)}")
+                wanted = ", ".join(("prompt_id", *ASKING_FIELDS))
+                raise ValueError(f"{where}: it names no prompt; one of {wanted} was expected, found {names(row)}")
             return self._by_asked.get(asked)
         prompt = self._by_id.get(id_of(where, row))
         if prompt is not None and asked is not None and asked != conversation_key(prompt.messages):
@@ -142,13 +143,13 @@ class _Found:
 def _flag(where: str, row: Mapping[str, Any], field: str) -> bool | None:
     value = row.get(field)
     if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{where}: field {field!r} is {value!r}; true or false was expected")
+        raise ValueError(f"{where}: field {field!r} is {shown(value)}; true or false was expected")
     return value
 
 
 def _log_ratio(where: str, row: Mapping[str, Any]) -> float:
     """NaN, in Parquet, is what was not measured, like a field that is not there."""
     value = row.get("log_ratio")
-    if value is None or value != value:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return float("nan")
     return number_field(where, row, "log_ratio")

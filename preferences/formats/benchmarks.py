@@ -17,7 +17,7 @@ from preferences.formats.parts import (
     user,
 )
 from preferences.records import OVERALL, Task
-from reading.fields import any_text, text_field, whole_field
+from reading.fields import any_text, name_field, text_field, whole_field
 
 
 def recognise_rewardbench(row: Row) -> str:
@@ -30,10 +30,10 @@ def read_rewardbench(where: str, row: Row, report: Report, objective: str) -> It
     prompt = user(any_text(where, row, "prompt"))
     responses, ranks = in_hash_order(any_text(where, row, "chosen"), any_text(where, row, "rejected"))
     subset = text_field(where, row, "subset")
-    models = tuple(str(row.get(name, UNKNOWN)) for name in ("chosen_model", "rejected_model"))
+    models = tuple(name_field(where, row, name) or UNKNOWN for name in ("chosen_model", "rejected_model"))
     sources = models if ranks == (1, 2) else models[::-1]
     # The same pair may count in several subsets, and then counts in each.
-    identity = f"{subset}/{row['id']}" if "id" in row else f"{subset}/{content_id('', prompt, responses, ())}"
+    identity = f"{subset}/{name_field(where, row, 'id') or content_id('', prompt, responses, ())}"
     task = Task(
         task_id=f"rewardbench/{identity}",
         prompt=prompt,

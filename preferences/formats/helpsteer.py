@@ -26,7 +26,7 @@ from preferences.formats.parts import (
 )
 from preferences.records import OVERALL, Judgment, Message, Task
 from preferences.results import StoredTask
-from reading.fields import any_messages, any_text, list_field, whole_field
+from reading.fields import any_messages, any_text, objects_field, whole_field
 
 MARK = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")  # between the turns of a HelpSteer2 prompt
 STRONGEST = 3
@@ -41,12 +41,9 @@ def read_3(where: str, row: Row, report: Report, objective: str) -> Iterator[Jud
     prompt = as_messages(any_messages(where, row.get("context"), "context"))
     overall = whole_field(where, row, "overall_preference", -STRONGEST, STRONGEST)
     votes = []
-    for index, said in enumerate(
-        list_field(where, row, "individual_preference") if row.get("individual_preference") else []
-    ):
+    given = row.get("individual_preference") is not None
+    for index, said in enumerate(objects_field(where, row, "individual_preference") if given else []):
         place = f"{where}: individual_preference[{index}]"
-        if not isinstance(said, dict):
-            raise ValueError(f"{place}: {type(said).__name__} found; an object was expected")
         score = whole_field(place, said, "score", -STRONGEST, STRONGEST)
         votes.append(_vote(f"annotator{index + 1}", score, as_note(rest(said, "score"))))
     task = _task(

@@ -24,7 +24,18 @@ from preferences.formats.parts import (
 )
 from preferences.records import OVERALL, Judgment, Task
 from preferences.results import StoredTask
-from reading.fields import any_messages, any_text, number_field, present, text_field, whole_field
+from reading.fields import (
+    any_messages,
+    any_text,
+    is_number,
+    name_field,
+    number_field,
+    optional_text,
+    present,
+    shown,
+    text_field,
+    whole_field,
+)
 
 ANNOTATORS = ("annotator1", "annotator2", "annotator3")
 PANDALM = {0: (1, 1), 1: (1, 2), 2: (2, 1)}  # 0 = tie, else the better one
@@ -40,10 +51,11 @@ def read_pandalm(where: str, row: Row, report: Report, objective: str) -> Iterat
     """`cmp_key` names both models; each of three annotators is a labeler."""
     prompt = user(_instruction(where, row, report))
     responses = tuple(_response(where, row, name, report) for name in ("response1", "response2"))
-    models = tuple(str(row.get("cmp_key", "")).split("_"))
+    models = tuple(optional_text(where, row, "cmp_key").split("_"))
     sources = models if len(models) == 2 else (UNKNOWN, UNKNOWN)
     votes = [Vote(name, PANDALM[whole_field(where, row, name, 0, 2)]) for name in ANNOTATORS]
-    identity = f"pandalm/{row['idx']}" if "idx" in row else content_id("pandalm", prompt, responses, sources)
+    number = name_field(where, row, "idx")
+    identity = f"pandalm/{number}" if number else content_id("pandalm", prompt, responses, sources)
     task = Task(
         task_id=identity,
         prompt=prompt,
@@ -58,7 +70,7 @@ def read_pandalm(where: str, row: Row, report: Report, objective: str) -> Iterat
 def _response(where: str, row: Row, field: str, report: Report) -> str:
     """In the published file a response "True" has become the JSON value true."""
     value = present(where, row, field)
-    if type(value) in (bool, int, float):
+    if type(value) is bool or is_number(value):
         report.add("response is no text", where, f"{field} is the JSON value {value!r}", "kept as its text")
         return str(value)
     return any_text(where, row, field)
@@ -66,7 +78,7 @@ def _response(where: str, row: Row, field: str, report: Report) -> str:
 
 def _instruction(where: str, row: Row, report: Report) -> str:
     """The instruction, and its input where there is one."""
-    instruction, given = any_text(where, row, "instruction"), row.get("input") or ""
+    instruction, given = any_text(where, row, "instruction"), optional_text(where, row, "input")
     if not instruction.strip() and given.strip():
         report.add("empty instruction", where, f"only an input, {given[:40]!r}", "the input is the prompt")
     return "\n\n".join(part for part in (instruction, given) if part.strip())
@@ -88,8 +100,9 @@ def read_alpacaeval(where: str, row: Row, report: Report, objective: str) -> Ite
         raise ValueError(f"{where}: field 'preference' is {preference}; a number from 1 to 2 was expected")
     prompt = user(_instruction(where, row, report))
     responses = (any_text(where, row, "output_1"), any_text(where, row, "output_2"))
-    sources = (str(row.get("generator_1") or UNKNOWN), str(row.get("generator_2") or UNKNOWN))
+    sources = tuple(name_field(where, row, name) or UNKNOWN for name in ("generator_1", "generator_2"))
     ratings = (2 - preference, preference - 1)
+    dataset = name_field(where, row, "dataset")
     read = ("instruction", "input", "output_1", "output_2", "generator_1", "generator_2", "dataset", "annotator")
     task = Task(
         task_id=content_id("alpacaeval", prompt, responses, sources),
@@ -97,10 +110,10 @@ def read_alpacaeval(where: str, row: Row, report: Report, objective: str) -> Ite
         responses=responses,
         sources=sources,
         objective=objective or OVERALL,
-        details={"dataset": row["dataset"]} if row.get("dataset") else {},
+        details={"dataset": dataset} if dataset else {},
     )
     note = as_note(rest(row, *read, "preference"))
-    vote = Vote(str(row.get("annotator") or UNKNOWN), ranks_of(ratings), ratings, note=note)
+    vote = Vote(name_field(where, row, "annotator") or UNKNOWN, ranks_of(ratings), ratings, note=note)
     yield from two_judged(where, report, task, [vote])
 
 
@@ -135,7 +148,7 @@ def read_arena(where: str, row: Row, report: Report, objective: str) -> Iterator
         sides = [side[: 2 * num_turns] for side in sides]
     winner = any_text(where, row, "winner")
     if winner not in WINNERS:
-        raise ValueError(f"{where}: field 'winner' is {winner!r}; one of {', '.join(WINNERS)} was expected")
+        raise ValueError(f"{where}: field 'winner' is {shown(winner)}; one of {', '.join(WINNERS)} was expected")
     if sides[0][:-1] != sides[1][:-1]:
         found = f"dialogues of {len(sides[0])} and {len(sides[1])} turns differ before the last reply"
         report.add("dialogues part early", where, found, "left out")
@@ -154,7 +167,7 @@ def read_arena(where: str, row: Row, report: Report, objective: str) -> Iterator
         details=rest(row, "model_a", "model_b", "winner", "judge", "conversation_a", "conversation_b", "tstamp"),
     )
     vote = Vote(
-        str(row.get("judge") or UNKNOWN),
+        name_field(where, row, "judge") or UNKNOWN,
         WINNERS[winner],
         flags=((BOTH_BAD,), (BOTH_BAD,)) if winner == "tie (bothbad)" else (),
         created_at=number_field(where, row, "tstamp") if row.get("tstamp") is not None else 0.0,

@@ -18,7 +18,16 @@ from preferences.formats.parts import (
     rest,
 )
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Message, Task, dense_ranks
-from reading.fields import any_text, list_field, object_field, text_field, whole_field
+from reading.fields import (
+    any_text,
+    name_field,
+    object_field,
+    objects_field,
+    optional_text,
+    shown,
+    text_field,
+    whole_field,
+)
 
 ROLES = {"prompter": "user", "assistant": "assistant"}
 PERSON = "person"
@@ -30,7 +39,10 @@ def recognise(row: Row) -> str:
 
 
 def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
-    tree = {"message_tree_id": text_field(where, row, "message_tree_id"), "tree_state": row.get("tree_state")}
+    tree = {
+        "message_tree_id": text_field(where, row, "message_tree_id"),
+        "tree_state": optional_text(where, row, "tree_state") or None,
+    }
     num_before = len(report.oddities)
     judged = list(_walk(where, object_field(where, row, "prompt"), (), tree, report, objective))
     if not judged and len(report.oddities) == num_before:
@@ -45,11 +57,9 @@ def _walk(
     place = f"{where}: message {text_field(where, message, 'message_id')}"
     role = any_text(place, message, "role")
     if role not in ROLES:
-        raise ValueError(f"{place}: field 'role' is {role!r}; prompter or assistant was expected")
+        raise ValueError(f"{place}: field 'role' is {shown(role)}; prompter or assistant was expected")
     path = (*path, Message(ROLES[role], any_text(place, message, "text")))
-    replies = list_field(place, message, "replies") if message.get("replies") else []
-    if not all(isinstance(reply, dict) for reply in replies):
-        raise ValueError(f"{place}: field 'replies': objects were expected")
+    replies = objects_field(place, message, "replies") if message.get("replies") is not None else []
     if role == "prompter" and len(replies) >= MIN_RESPONSES:
         yield from _siblings(place, message, replies, path, tree, report, objective)
     for reply in replies:
@@ -82,7 +92,7 @@ def _siblings(
         task_id=f"oasst/{parent['message_id']}",
         prompt=prompt,
         responses=tuple(any_text(place, reply, "text") for reply in ranked),
-        sources=tuple(_source(reply) for reply in ranked),
+        sources=tuple(_source(place, reply) for reply in ranked),
         objective=objective or OVERALL,
         details={**tree, "replies": [rest(reply, "text", "replies", "rank", "role") for reply in ranked]},
     )
@@ -90,5 +100,5 @@ def _siblings(
     yield Judged(place, task, (Vote(CONSENSUS, ranks),))
 
 
-def _source(reply: Row) -> str:
-    return str(reply.get("model_name") or "model") if reply.get("synthetic") else PERSON
+def _source(place: str, reply: Row) -> str:
+    return (name_field(place, reply, "model_name") or "model") if reply.get("synthetic") else PERSON

@@ -22,7 +22,17 @@ from preferences.formats.parts import (
     user,
 )
 from preferences.records import OVERALL, Task
-from reading.fields import any_text, list_field, number_field, object_field, text_field, whole_field
+from reading.fields import (
+    any_text,
+    name_field,
+    names,
+    number_field,
+    object_field,
+    objects_field,
+    optional_text,
+    text_field,
+    whole_field,
+)
 
 
 def recognise_summaries(row: Row) -> str:
@@ -32,8 +42,8 @@ def recognise_summaries(row: Row) -> str:
 def read_summaries(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
     """`choice` is the better of two `summaries`, by `worker`; what else was said of the judgment is in its note."""
     info = object_field(where, row, "info")
-    summaries = list_field(where, row, "summaries")
-    if len(summaries) != 2 or not all(isinstance(summary, dict) for summary in summaries):
+    summaries = objects_field(where, row, "summaries")
+    if len(summaries) != 2:
         raise ValueError(f"{where}: field 'summaries' has {len(summaries)} entries; two objects were expected")
     places = [f"{where}: summaries[{index}]" for index in range(2)]
     choice = whole_field(where, row, "choice", 0, 1)
@@ -50,20 +60,20 @@ def read_summaries(where: str, row: Row, report: Report, objective: str) -> Iter
         objective=objective or OVERALL,
         details={"info": rest(info)},
     )
-    vote = Vote(row.get("worker") or UNKNOWN, (1, 2) if choice == 0 else (2, 1), note=said)
+    vote = Vote(name_field(where, row, "worker") or UNKNOWN, (1, 2) if choice == 0 else (2, 1), note=said)
     yield from two_judged(where, report, task, [vote])
 
 
 def _article(where: str, info: Row) -> str:
     place = f"{where}: info"
-    title = info.get("title") or ""
+    title = optional_text(place, info, "title")
     if info.get("post") is not None:
         post = any_text(place, info, "post").replace("\n\n", "\n")
-        return f"SUBREDDIT: r/{info.get('subreddit')}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
+        return f"SUBREDDIT: r/{text_field(place, info, 'subreddit')}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
     if info.get("article") is not None:
         article = any_text(place, info, "article").replace("\n\n", "\n")
         return f"TITLE: {title}\n\n{article}\n\nTL;DR:"
-    raise ValueError(f"{place}: neither 'post' nor 'article' is there; found {sorted(info)}")
+    raise ValueError(f"{place}: neither 'post' nor 'article' is there; found {names(info)}")
 
 
 def recognise_webgpt(row: Row) -> str:

@@ -12,7 +12,10 @@ from typing import Any
 from preferences.formats.merging import standing_rankings
 from preferences.formats.parts import UNKNOWN, Judged, Report, Row, Vote, as_messages, as_turns
 from preferences.records import (
+    MAX_LABELERS,
+    MAX_MILLISECONDS,
     MAX_RESPONSES,
+    MAX_REVISION,
     MIN_RESPONSES,
     OVERALL,
     Judgment,
@@ -21,10 +24,22 @@ from preferences.records import (
     dense_ranks,
 )
 from preferences.results import StoredTask
-from reading.fields import any_messages, any_text, checked_messages, list_field, number_field, text_field, whole_field
+from reading.fields import (
+    any_messages,
+    any_text,
+    checked_messages,
+    list_field,
+    number_field,
+    numbers_field,
+    objects_field,
+    shown,
+    text_field,
+    whole_field,
+)
+from reading.strict_json import parse_json
 
 KINDS = ("answer", "skip", "undo", "adjudication")
-MANY = 2**62
+MAX_FLAGS = 100  # of one response
 
 
 def recognise_heed(row: Row) -> str:
@@ -46,17 +61,14 @@ def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator
         details=_details(where, row),
     )
     judgments = []
-    for number, act in enumerate(list_field(where, row, "judgments")):
-        place = f"{where}: judgments[{number}]"
-        if not isinstance(act, dict):
-            raise ValueError(f"{place}: {type(act).__name__} found; an object was expected")
-        judgments.append(_judgment(place, act, task))
+    for number, act in enumerate(objects_field(where, row, "judgments")):
+        judgments.append(_judgment(f"{where}: judgments[{number}]", act, task))
     yield Judged(
         where,
         task,
         whole=tuple(judgments),
         batch=text_field(where, row, "batch"),
-        num_labelers=whole_field(where, row, "num_labelers", 1, MANY),
+        num_labelers=whole_field(where, row, "num_labelers", 1, MAX_LABELERS),
     )
 
 
@@ -99,37 +111,34 @@ def _judgment(where: str, act: Row, task: Task) -> Judgment:
     places = len(task.responses)
     kind = text_field(where, act, "kind")
     if kind not in KINDS:
-        raise ValueError(f"{where}: field 'kind' is {kind!r}; one of {', '.join(KINDS)} was expected")
-    ratings = list_field(where, act, "ratings")
+        raise ValueError(f"{where}: field 'kind' is {shown(kind)}; one of {', '.join(KINDS)} was expected")
+    ratings = numbers_field(where, act, "ratings")
     flags = list_field(where, act, "flags")
     order = list_field(where, act, "shown_order")
     for name, entries in (("ratings", ratings), ("flags", flags), ("shown_order", order)):
         if entries and len(entries) != places:
             raise ValueError(f"{where}: field {name!r} has {len(entries)} entries for {places} responses")
-    if order and sorted(order) != list(range(places)):
-        raise ValueError(f"{where}: field 'shown_order' is {order}; each of 0 to {places - 1} once was expected")
+    if order and {place for place in order if type(place) is int} != set(range(places)):
+        raise ValueError(f"{where}: field 'shown_order' is {shown(order)}; each of 0 to {places - 1} once was expected")
     return Judgment(
         task_id=task.task_id,
         labeler=text_field(where, act, "labeler"),
-        revision=whole_field(where, act, "revision", 0, MANY),
+        revision=whole_field(where, act, "revision", 0, MAX_REVISION),
         kind=kind,  # type: ignore[arg-type]
         ranks=_ranks(where, act, "ranks", places, may_be_empty=kind in ("skip", "undo")),
-        ratings=tuple(number_field(f"{where}: ratings", {str(i): r}, str(i)) for i, r in enumerate(ratings)),
-        flags=tuple(_texts(f"{where}: flags", {str(i): f}, str(i), 0, MANY) for i, f in enumerate(flags)),
+        ratings=ratings,
+        flags=tuple(_texts(f"{where}: flags", {str(i): f}, str(i), 0, MAX_FLAGS) for i, f in enumerate(flags)),
         note=any_text(where, act, "note"),
         shown_order=tuple(order),
         instructions_version=any_text(where, act, "instructions_version"),
-        milliseconds=whole_field(where, act, "milliseconds", 0, MANY),
+        milliseconds=whole_field(where, act, "milliseconds", 0, MAX_MILLISECONDS),
         client=any_text(where, act, "client"),
         created_at=number_field(where, act, "created_at"),
     )
 
 
 def _details(where: str, row: Row) -> dict[str, Any]:
-    try:
-        details = json.loads(any_text(where, row, "details"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: field 'details' is not JSON: {error.msg} at column {error.colno}") from None
+    details = parse_json(f"{where}: field 'details'", any_text(where, row, "details"))
     if not isinstance(details, dict):
         raise ValueError(f"{where}: field 'details' holds {type(details).__name__}; a JSON object was expected")
     return details
@@ -144,7 +153,7 @@ def read_rankings(where: str, row: Row, _report: Report, objective: str) -> Iter
     prompt = checked_messages(where, row.get("prompt"), "prompt", ends_with="user")
     responses = _texts(where, row, "responses", MIN_RESPONSES, MAX_RESPONSES)
     ranks = _ranks(where, row, "ranks", len(responses))
-    ratings = [number_field(f"{where}: ratings", {str(i): r}, str(i)) for i, r in enumerate(row.get("ratings") or [])]
+    ratings = numbers_field(where, row, "ratings") if row.get("ratings") is not None else ()
     if ratings and len(ratings) != len(responses):
         raise ValueError(f"{where}: field 'ratings' has {len(ratings)} entries for {len(responses)} responses")
     task = Task(
@@ -154,7 +163,7 @@ def read_rankings(where: str, row: Row, _report: Report, objective: str) -> Iter
         sources=(UNKNOWN,) * len(responses),
         objective=objective or (text_field(where, row, "objective") if row.get("objective") is not None else OVERALL),
     )
-    yield Judged(where, task, (Vote(text_field(where, row, "labeler"), ranks, tuple(ratings)),))
+    yield Judged(where, task, (Vote(text_field(where, row, "labeler"), ranks, ratings),))
 
 
 def write_rankings(
@@ -183,7 +192,7 @@ def _texts(where: str, row: Row, field: str, low: int, high: int) -> tuple[str, 
 def _ranks(where: str, row: Row, field: str, places: int, *, may_be_empty: bool = False) -> tuple[int, ...]:
     ranks = row.get(field)
     if not isinstance(ranks, list | tuple) or not all(type(rank) is int and rank >= 1 for rank in ranks):
-        raise ValueError(f"{where}: field {field!r} is {ranks!r}; a list of whole numbers from 1 was expected")
+        raise ValueError(f"{where}: field {field!r} is {shown(ranks)}; a list of whole numbers from 1 was expected")
     if len(ranks) != places and not (may_be_empty and not ranks):
         raise ValueError(f"{where}: field {field!r} has {len(ranks)} entries for {places} responses")
     return dense_ranks(ranks)

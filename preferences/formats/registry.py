@@ -5,6 +5,7 @@ from itertools import islice
 
 from preferences.formats import benchmarks, helpsteer, hh, judges, oasst, openai, own, prompts, trl, ultrafeedback
 from preferences.formats.parts import Format, Row
+from reading.fields import names
 from reading.rows import Rows
 
 AUTO = "auto"
@@ -67,4 +68,4 @@ def sniff(rows: Rows) -> tuple[Format, str]:
         if all(reasons):
             return form, f"its rows have {reasons[0]}"
     where, row = first[0]
-    raise ValueError(f"{where}: no known format has the fields {sorted(row)}; name one with --format")
+    raise ValueError(f"{where}: no known format has the fields {names(row)}; name one with --format")

@@ -82,8 +82,9 @@ def _sides(where: str, row: Row, report: Report) -> Sides | None:
     prompt: tuple[Message, ...] = ()
     if isinstance(given, list) and given:
         prompt = as_messages(any_messages(where, given, "prompt"))
-    elif isinstance(given, str) and len(turns[0]) == len(turns[1]) == 1:
-        prompt = user(given)
+    elif given is not None and given != []:
+        text = any_text(where, row, "prompt")
+        prompt = user(text) if len(turns[0]) == len(turns[1]) == 1 else ()
     if prompt and len(turns[0]) == len(turns[1]) == 1:
         turns = [(*prompt, *side) for side in turns]
     if turns[0][:-1] != turns[1][:-1] or not turns[0][:-1]:

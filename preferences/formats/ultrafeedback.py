@@ -21,7 +21,7 @@ from preferences.formats.parts import (
     user,
 )
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Task
-from reading.fields import any_text, list_field, object_field
+from reading.fields import any_text, as_number, object_field, objects_field, shown
 
 ASPECTS = ("instruction_following", "honesty", "truthfulness", "helpfulness")
 LABELER = "gpt-4"
@@ -34,13 +34,11 @@ def recognise(row: Row) -> str:
 
 def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
     prompt = user(any_text(where, row, "instruction"))
-    completions = list_field(where, row, "completions")
+    completions = objects_field(where, row, "completions")
     aspects = (objective,) if objective in ASPECTS else ASPECTS
     rated: list[tuple[dict[str, Any], float]] = []
     for index, completion in enumerate(completions):
         place = f"{where}: completions[{index}]"
-        if not isinstance(completion, dict):
-            raise ValueError(f"{place}: {type(completion).__name__} found; an object was expected")
         ratings = _ratings(place, completion, aspects, report)
         if ratings:
             rated.append((completion, fmean(ratings)))
@@ -74,15 +72,20 @@ def _ratings(place: str, completion: Row, aspects: tuple[str, ...], report: Repo
     found = []
     for aspect in aspects:
         annotation = object_field(f"{place}: annotations", annotations, aspect)
-        try:
-            found.append(float(annotation.get("Rating", "")))
-        except (TypeError, ValueError):
-            report.add("rating is no number", place, f"{aspect} is {annotation.get('Rating')!r}", "the others count")
+        rating = annotation.get("Rating")
+        number = as_number(rating)
+        if number is None:
+            report.add("rating is no number", place, f"{aspect} is {shown(rating)}", "the others count")
+        else:
+            found.append(number)
     return found
 
 
 def _check_overall(place: str, completion: Row, mean: float, report: Report) -> None:
-    overall = completion.get("overall_score")
-    if overall is not None and float(overall) >= HIGHEST and mean <= LOW:
-        found = f"overall_score is {overall}, but the ratings' mean is {mean:g}"
+    given = completion.get("overall_score")
+    overall = as_number(given)
+    if overall is None and given is not None:
+        raise ValueError(f"{place}: field 'overall_score' is {shown(given)}; a number was expected")
+    if overall is not None and overall >= HIGHEST and mean <= LOW:
+        found = f"overall_score is {given}, but the ratings' mean is {mean:g}"
         report.add("overall_score against ratings", place, found, "ranked by the ratings")

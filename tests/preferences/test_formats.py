@@ -491,7 +491,7 @@ def test_a_pair_of_two_subsets_of_rewardbench_counts_in_both() -> None:
         ("rewardbench", {"subset": ""}, "field 'subset' is empty"),
         ("llmbar", {"label": 0}, "field 'label' is 0; a whole number from 1 to 2 was expected"),
         ("rankings", {"ratings": [1]}, "field 'ratings' has 1 entries for 3 responses"),
-        ("heed", {"details": "{"}, "field 'details' is not JSON"),
+        ("heed", {"details": "{"}, "field 'details': not JSON"),
         ("heed", {"details": "[]"}, "field 'details' holds list; a JSON object was expected"),
         ("heed", {"batch": ""}, "field 'batch' is empty"),
         ("heed", {"num_labelers": 0}, "field 'num_labelers' is 0"),

@@ -1,0 +1,175 @@
+"""Bytes of a file, packed or not, as lines of JSON or as the rows of one JSON list, in bounded memory."""
+
+import codecs
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from reading.strict_json import DECODER, TOO_DEEP, NotPlainJSONError, parse_json, refuse_unsound
+
+MAX_ROW_BYTES = 32 * 2**20  # unpacked: a .gz of half a megabyte can hold a line of half a gigabyte
+CHUNK_BYTES = 2**16
+SPACES = " \t\n\r"  # JSON's
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def open_bytes(path: Path) -> IO[bytes]:
+    """The file's bytes, unpacked where it is a .gz."""
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def starts_a_list(path: Path) -> bool:
+    """Whether the first character that is not white space opens a list."""
+    with open_bytes(path) as file:
+        while chunk := read_part(path, file, CHUNK_BYTES):
+            if start := chunk.removeprefix(codecs.BOM_UTF8).lstrip():
+                return start.startswith(b"[")
+    return False
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    """(where, value) of every line that is not blank.
+
+    Line by line rather than through `datasets`, whose parser does not say which line is malformed.
+    Raises: ValueError naming file and line of what is not JSON or not UTF-8, or is longer than MAX_ROW_BYTES.
+    """
+    with open_bytes(path) as file:
+        number = 0
+        while line := _read_line(path, file, number + 1):
+            number += 1
+            where = f"{path}: line {number}"
+            if number == 1:
+                line = _without_mark(where, line)
+            if line.strip():
+                try:
+                    text = line.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"{where}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
+                yield where, parse_json(where, text)
+
+
+def _read_line(path: Path, file: IO[bytes], number: int) -> bytes:
+    try:
+        line = file.readline(MAX_ROW_BYTES + 1)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: line {number}: not a whole gzip file: {error}") from None
+    if len(line) > MAX_ROW_BYTES:
+        raise ValueError(f"{path}: line {number}: {_too_long('line')}")
+    return line
+
+
+def _too_long(what: str) -> str:
+    return f"this {what} is longer than {MAX_ROW_BYTES:,} bytes; rows of at most that size were expected"
+
+
+def read_part(path: Path, file: IO[bytes], size: int) -> bytes:
+    """Up to `size` bytes. Raises: ValueError naming a .gz file that is cut short or is none."""
+    try:
+        return file.read(size)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: not a whole gzip file: {error}") from None
+
+
+def _without_mark(where: str, start: bytes) -> bytes:
+    """The bytes without the mark that Excel and Windows put before UTF-8. Raises: ValueError for UTF-16's."""
+    if start.startswith(UTF16_MARKS):
+        raise ValueError(f"{where}: the file is UTF-16 by its first two bytes; save it as UTF-8")
+    return start.removeprefix(codecs.BOM_UTF8)
+
+
+def read_list(path: Path) -> Iterator[tuple[str, Any]]:
+    """(where, value) of every entry of the JSON list that the file is, one held at a time.
+
+    Raises: ValueError naming file and line of what is not JSON, else file and row.
+    """
+    with open_bytes(path) as file:
+        text, number = _Window(path, file), 0
+        assert text.take() == "[", f"{path} does not start a list"
+        ended = text.peek() == "]"
+        while not ended:
+            number += 1
+            where = f"{path}: row {number}"
+            yield where, text.value(where)
+            ended = text.peek() == "]"
+            if not ended and text.take() != ",":
+                raise text.not_json("Expecting ',' delimiter", -1)
+        text.take()
+        if text.peek():
+            raise text.not_json("Extra data")
+
+
+class _Window:
+    """The part of a file's text that is being parsed; `at` is the next character."""
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self._path, self._file = path, file
+        self._decode = codecs.getincrementaldecoder("utf-8")().decode
+        self._text, self._at = "", 0
+        self._line, self._column = 1, 1  # of the window's first character
+        self._is_new = True
+
+    def peek(self) -> str:
+        """The next character that is not white space; "" at the end."""
+        while True:
+            while self._at < len(self._text):
+                if self._text[self._at] not in SPACES:
+                    return self._text[self._at]
+                self._at += 1
+            if not self._more():
+                return ""
+
+    def take(self) -> str:
+        found = self.peek()
+        self._at += len(found)
+        return found
+
+    def value(self, where: str) -> Any:
+        """Parse the next value. What is cut off by the window's end is parsed again with twice as much."""
+        self.peek()
+        before = ("", -1)  # the last try's error: one that stays in its place is not about the window's end
+        while True:
+            try:
+                value, end = DECODER.raw_decode(self._text, self._at)
+                refuse_unsound(value, self._text[self._at : end])
+            except json.JSONDecodeError as error:
+                is_open = error.msg.startswith("Unterminated string")
+                if len(self._text) - self._at > MAX_ROW_BYTES:
+                    raise ValueError(f"{where}: {_too_long('row')}") from None
+                found = (error.msg, error.pos - self._at)
+                if (found == before and not is_open) or not self._more():
+                    raise self.not_json(error.msg, found[1]) from None
+                before = found
+            except NotPlainJSONError as error:
+                raise ValueError(f"{where}: {error}") from None
+            except RecursionError:
+                raise ValueError(f"{where}: {TOO_DEEP}") from None
+            else:
+                self._at = end
+                return value
+
+    def not_json(self, message: str, offset: int = 0) -> ValueError:
+        """What is wrong `offset` characters from here."""
+        line, column = self._place(self._at + offset)
+        return ValueError(f"{self._path}: line {line}: not JSON: {message} at column {column}")
+
+    def _place(self, at: int) -> tuple[int, int]:
+        newline = self._text.rfind("\n", 0, at)
+        column = at - newline if newline >= 0 else self._column + at
+        return self._line + self._text.count("\n", 0, at), column
+
+    def _more(self) -> bool:
+        """Drop what is parsed and read at least as much as is left; False at the end of the file."""
+        self._line, self._column = self._place(self._at)
+        self._text, self._at = self._text[self._at :], 0
+        chunk = read_part(self._path, self._file, max(CHUNK_BYTES, len(self._text)))
+        if self._is_new:
+            chunk, self._is_new = _without_mark(f"{self._path}: line 1", chunk), False
+        try:
+            self._text += self._decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            line = self._place(len(self._text))[0] + error.object.count(b"\n", 0, error.start)
+            raise ValueError(f"{self._path}: line {line}: not UTF-8: {error.reason}") from None
+        return bool(chunk)
