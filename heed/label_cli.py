@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -34,13 +36,14 @@ def import_labels(
     form: Annotated[str, typer.Option("--format", help="What the rows are; docs/labels.md lists them.")] = "auto",
     objective: Annotated[str, typer.Option(help="What was judged by, where the rows do not say: helpful, say.")] = "",
     strict: Strict = False,
-    check: Annotated[bool, typer.Option(help="Only read and report; nothing is stored.")] = False,
+    check: Annotated[
+        bool, typer.Option(help="Only read and report, as an import into an empty store, or into --store, would.")
+    ] = False,
     report: ReportFile = None,
     split: Annotated[str, typer.Option(help="Of a data set's folder or a hub id.")] = "train",
     subset: Annotated[str, typer.Option(help="Of a hub id that has several.")] = "",
 ) -> None:
-    """Bring judgments into a label store. The same import again changes nothing."""
-    from preferences.formats.exchange import store_found
+    """Bring judgments into a label store, all of a file or nothing. The same import again changes nothing."""
     from preferences.formats.registry import AUTO, format_to_read, sniff
     from reading.rows import read_source
 
@@ -62,10 +65,20 @@ def import_labels(
     tell(found.report, report)
     if not found.tasks:
         raise ValueError(f"{file}: {found.report.num_rows} rows, none of which holds a judgment; see above")
-    if not check:
-        with open_store(store) as opened:
-            store_found(opened, found, batch)
+    with console.status("checking" if check else "storing"):
+        _store(found, batch, store, only_check=check)
     typer.echo(_summary(found, "checked" if check else f"stored in {store}"))
+
+
+def _store(found: "Found", batch: str, store: str, *, only_check: bool) -> None:
+    """Store what was found. A check without a store is one against an empty store, which is thrown away."""
+    from preferences.formats.exchange import store_found
+
+    with ExitStack() as stack:
+        if only_check and (not store or ("://" not in store and not Path(store).exists())):
+            store = str(Path(stack.enter_context(TemporaryDirectory(prefix="heed-check-"))) / "empty.sqlite")
+            batch = batch or "check"  # which one it will be is not asked for before there is a store
+        store_found(stack.enter_context(open_store(store)), found, batch, only_check=only_check)
 
 
 @label_app.command("export")

@@ -4,7 +4,7 @@ An answer takes the labeler's place for good; a skip frees it; an undo takes the
 again. An adjudication, a lead's answer over those of others, needs none.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from sqlalchemy import Connection, insert, select
@@ -12,7 +12,7 @@ from sqlalchemy import Connection, insert, select
 from preferences import claims
 from preferences.claims import PlaceState
 from preferences.leasing import LeaseLostError
-from preferences.rows import Values, parts, refuse_other
+from preferences.rows import NOWHERE, Places, Values, named, parts, refuse_other
 from preferences.schema import judgments, tasks
 
 TAKES_BACK = ("answer", "skip")
@@ -27,21 +27,34 @@ def record(
     expires_at: float,
     *,
     made_elsewhere: bool = False,
+    files: Places = NOWHERE,
 ) -> None:
     """Store acts of one labeler, in order. What is stored already is accepted and not stored again.
 
     `expires_at` is the end of the leases that undoing gives. Acts that were made elsewhere may follow each other in any
-    order: there, an answer may have replaced another without an undo.
+    order: there, an answer may have replaced another without an undo, and what was taken back in the end needs no
+    place. `files` names where they come from.
 
     Raises ValueError for an unknown task and for an act that contradicts the stored one of its revision;
-    LeaseLostError where the task's places went to others.
+    LeaseLostError where the task's places went to others, which of acts made elsewhere is a ValueError too.
     """
+    movers = [row for row in rows if row["kind"] != "adjudication"]
+    if made_elsewhere:
+        movers = list({row["task_id"]: row for row in movers}.values())  # of each task the last one
+    moving = {(row["task_id"], row["revision"]) for row in movers}
     for part in parts(rows):
-        _record(connection, part, labeler, now, expires_at, made_elsewhere)
+        _record(connection, part, labeler, now, expires_at, made_elsewhere, moving, files)
 
 
 def _record(
-    connection: Connection, rows: Sequence[Values], labeler: str, now: float, expires_at: float, made_elsewhere: bool
+    connection: Connection,
+    rows: Sequence[Values],
+    labeler: str,
+    now: float,
+    expires_at: float,
+    made_elsewhere: bool,
+    moving: Set[tuple[str, int]],
+    files: Places,
 ) -> None:
     positions = _positions(connection, [row["task_id"] for row in rows], labeler)
     places = claims.lock(connection, sorted(set(positions.values())))
@@ -49,20 +62,22 @@ def _record(
     new: list[Values] = []
     moves: dict[int, tuple[str, int]] = {}  # position -> the last act that concerns the labeler's place, and which
     for row in rows:
-        position, where = positions[row["task_id"]], f"task {row['task_id']!r}, labeler {labeler!r}"
+        position, where = positions[row["task_id"]], named(files, row["task_id"], labeler, row["revision"])
         before = acts[position]
         if row["revision"] < len(before):
-            refuse_other(row, before[row["revision"]])
+            refuse_other(row, before[row["revision"]], where)
             continue
         if row["revision"] > len(before):
             raise ValueError(f"{where}: revision is {row['revision']}; {len(before)} acts are stored")
         if not made_elsewhere:
             _require_sequence(where, row["kind"], before)
-        if row["kind"] != "adjudication":
+        if (row["task_id"], row["revision"]) in moving:
             place = moves[position][1] if position in moves else _place(labeler, places[position], row["kind"], now)
             if place is not None:
                 moves[position] = (row["kind"], place)
-            elif row["kind"] != "skip":
+            elif made_elsewhere and row["kind"] == "answer":
+                raise ValueError(f"{where}: the task wants {len(places[position])} labelers, and others judged it")
+            elif row["kind"] != "skip" and not made_elsewhere:
                 raise LeaseLostError(f"{where}: the lease ran out and others took the task's places")
         columns = {name: value for name, value in row.items() if name != "task_id"}
         new.append(columns | {"task": position})

@@ -1,19 +1,53 @@
 """Between records and table rows: what a column holds, and what is refused before it gets there."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
 from preferences.leasing import Lease, canonical, display_order, require_fits
-from preferences.records import Answer, Judgment, Message, Task, dense_ranks
+from preferences.records import MAX_LABELERS, MAX_MILLISECONDS, Answer, Judgment, Message, Task, dense_ranks
 
 ROLES = ("system", "user", "assistant")
 KINDS = ("answer", "skip", "undo", "adjudication")
+NAMES = ("task_id", "objective", "repeat_of")  # a task's text columns
 COMPARED = ("kind", "ranks", "ratings", "flags", "note")  # what two acts of one revision must have in common
+MAX_NAME_CHARACTERS = 500  # PostgreSQL's indexes take 2,704 bytes, and a character is four at most
 _VARIABLES_PER_STATEMENT = 5_000  # SQLite takes 32,766
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_NO_NAME = re.compile(r"[\0\ud800-\udfff]")
 
 _T = TypeVar("_T")
 Values = dict[str, Any]
+Places = Mapping[tuple[str, str, int], str]  # file and line by (task, labeler, revision); ("task", "", 0) is the task
+NOWHERE: Places = {}  # of what comes from no file
+
+
+def named(places: Places, task_id: str, labeler: str = "", revision: int = 0) -> str:
+    """A task, and who judged it, as error messages name them; file and line come first where they are known."""
+    place = places.get((task_id, labeler, revision), "")
+    name = f"task {_short(task_id)}, labeler {_short(labeler)}" if labeler else f"task {_short(task_id)}"
+    return f"{place}: {name}" if place else name
+
+
+def _short(name: str) -> str:
+    return repr(name) if len(name) <= MAX_NAME_CHARACTERS // 2 else f"{name[: MAX_NAME_CHARACTERS // 4]!r}..."
+
+
+def require_name(where: str, field: str, text: str) -> None:
+    """Raise ValueError for what a text column of some database cannot hold: NUL, half a surrogate pair, too much."""
+    found = _NO_NAME.search(text)
+    if found:
+        raise ValueError(f"{where}: {field} contains the character {found.group()!r}, which no name may hold")
+    if len(text) > MAX_NAME_CHARACTERS:
+        raise ValueError(f"{where}: {field} has {len(text):,} characters; at most {MAX_NAME_CHARACTERS} were expected")
+
+
+def _require_text(where: str, field: str, texts: Sequence[str]) -> None:
+    """Raise ValueError for what no UTF-8 holds. NUL is kept: these columns are JSON, which escapes it."""
+    found = next((found for text in texts if (found := _SURROGATE.search(text))), None)
+    if found:
+        raise ValueError(f"{where}: {field} contains {found.group()!r}, half of a surrogate pair")
 
 
 def answer_row(lease: Lease, answer: Answer, kind: str) -> Values:
@@ -47,9 +81,18 @@ def _act_row(lease: Lease, kind: str, milliseconds: int) -> Values:
     }
 
 
-def judgment_row(judgment: Judgment, num_responses: int) -> Values:
+def judgment_row(judgment: Judgment, num_responses: int, places: Places = NOWHERE) -> Values:
     """A judgment made elsewhere. Raises ValueError, naming task, labeler and field, for one that cannot be."""
-    where = f"task {judgment.task_id!r}, labeler {judgment.labeler!r}, revision {judgment.revision}"
+    named_act = named(places, judgment.task_id, judgment.labeler, judgment.revision)
+    where = f"{named_act}, revision {judgment.revision}"
+    for field in ("labeler", "instructions_version", "client"):
+        require_name(where, field, getattr(judgment, field))
+    if not judgment.labeler:
+        raise ValueError(f"{where}: labeler is empty; a name was expected")
+    _require_text(where, "note", [judgment.note])
+    _require_text(where, "flags", [flag for flags in judgment.flags for flag in flags])
+    if judgment.milliseconds > MAX_MILLISECONDS:
+        raise ValueError(f"{where}: milliseconds is {judgment.milliseconds}; at most {MAX_MILLISECONDS} was expected")
     if judgment.kind not in KINDS:
         raise ValueError(f"{where}: kind is {judgment.kind!r}; one of {KINDS} was expected")
     if judgment.shown_order and sorted(judgment.shown_order) != list(range(num_responses)):
@@ -88,17 +131,21 @@ def as_judgment(row: Mapping[str, Any]) -> Judgment:
     )
 
 
-def task_row(task: Task, batch: str, quota: int) -> Values:
+def task_row(task: Task, batch: str, quota: int, places: Places = NOWHERE) -> Values:
     """A task's columns. Raises ValueError, naming task and field, for what a task cannot hold."""
-    where = f"task {task.task_id!r}"
-    if quota < 1:
-        raise ValueError(f"{where}: num_labelers is {quota}; at least 1 was expected")
+    where = named(places, task.task_id)
+    for field, name in (("batch", batch), *((field, getattr(task, field)) for field in NAMES)):
+        require_name(where, field, name)
+    if not 1 <= quota <= MAX_LABELERS:
+        raise ValueError(f"{where}: num_labelers is {quota}; 1 to {MAX_LABELERS:,} was expected")
     for turn, message in enumerate(task.prompt):
         if message.role not in ROLES or not isinstance(message.content, str):
             raise ValueError(f"{where}: prompt[{turn}] is {asdict(message)}; a role of {ROLES} and text were expected")
     for name, texts in (("responses", task.responses), ("sources", task.sources)):
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{where}: {name} is {texts!r}; strings were expected")
+        _require_text(where, name, texts)
+    _require_text(where, "prompt", [message.content for message in task.prompt])
     return {
         "task_id": task.task_id,
         "batch": batch,
@@ -127,21 +174,19 @@ def as_task(row: Mapping[str, Any]) -> Task:
     )
 
 
-def refuse_different(row: Values, stored: Values) -> None:
+def refuse_different(row: Values, stored: Values, places: Places = NOWHERE) -> None:
     """Raise ValueError, naming task and field, where an arriving task contradicts the stored one."""
     for field, value in row.items():
         if stored[field] != value:
-            raise ValueError(f"task {row['task_id']!r}: {field} is {value!r}, but the store has {stored[field]!r}")
+            where = named(places, row["task_id"])
+            raise ValueError(f"{where}: {field} is {value!r}, but the store has {stored[field]!r}")
 
 
-def refuse_other(row: Values, stored: Mapping[str, Any]) -> None:
+def refuse_other(row: Values, stored: Mapping[str, Any], where: str) -> None:
     """Raise ValueError where an act contradicts the stored one of the same task, labeler and revision."""
     for field in COMPARED:
         if stored[field] != row[field]:
-            raise ValueError(
-                f"task {row['task_id']!r}, labeler {stored['labeler']!r}: {field} {row[field]!r} differs from the"
-                f" stored {stored[field]!r}"
-            )
+            raise ValueError(f"{where}: {field} {row[field]!r} differs from the stored {stored[field]!r}")
 
 
 def messages(prompt: list[list[str]]) -> tuple[Message, ...]:

@@ -5,20 +5,21 @@ labelers than asked for. Any number of processes may use one store at a time; ea
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from sqlalchemy import Connection, func, insert, select
+from sqlalchemy import Connection, func, select
 
-from preferences import acts, claims, results
+from preferences import acts, claims, importing, results
 from preferences.database import open_engines
+from preferences.importing import Import, ImportRows, stored
 from preferences.leasing import Lease, display_order
 from preferences.records import Answer, Judgment, Ranking, ShownTask, Task
 from preferences.results import BatchCounts, Coverage, Progress, StoredTask
-from preferences.rows import Values, answer_row, empty_row, judgment_row, messages, parts, refuse_different, task_row
-from preferences.schema import judgments, places, tasks
+from preferences.rows import NOWHERE, Places, Values, answer_row, empty_row, messages, parts, task_row
+from preferences.schema import judgments, tasks
 
 UNDO_SECONDS = 3_600.0  # how long a task stays with the labeler who took an answer back
 
@@ -60,17 +61,7 @@ class LabelStore:
             raise ValueError(f"num_labelers has {len(quotas)} entries for {len(new_tasks)} tasks")
         wanted = [task_row(task, batch, quota) for task, quota in zip(new_tasks, quotas, strict=True)]
         with self._writer.begin() as connection:
-            known = _stored(connection, [name for row in wanted for name in (row["task_id"], row["repeat_of"]) if name])
-            missing: dict[str, Values] = {}
-            for row in wanted:
-                task_id, original = row["task_id"], row["repeat_of"]
-                if task_id in known or task_id in missing:
-                    refuse_different(row, known.get(task_id) or missing[task_id])
-                elif original and original not in known and original not in missing:
-                    raise ValueError(f"task {task_id!r}: repeat_of is {original!r}; an earlier task's id was expected")
-                else:
-                    missing[task_id] = row
-            _insert(connection, list(missing.values()), known)
+            importing.add(connection, wanted)
 
     # ---- leases ----
 
@@ -109,7 +100,7 @@ class LabelStore:
         with self._writer.begin() as connection:
             now, until = self._clock(), self._clock() + seconds
             claims.one_at_a_time(connection, labeler)
-            wanted = {row["position"] for row in _stored(connection, task_ids).values()}
+            wanted = {row["position"] for row in stored(connection, task_ids).values()}
             held = claims.held(connection, labeler, now, batch)
             granted = [place for place in held if place[0] in wanted]
             claims.hold(connection, labeler, granted, until)
@@ -170,10 +161,10 @@ class LabelStore:
         Raises ValueError for an unknown task.
         """
         with self._reader.begin() as connection:
-            stored = _stored(connection, [task_id])
-            if task_id not in stored:
+            found = stored(connection, [task_id])
+            if task_id not in found:
                 raise ValueError(f"task {task_id!r}: task_id is not in the store")
-            return _leases(connection, [stored[task_id]["position"]], labeler, self._clock())[0]
+            return _leases(connection, [found[task_id]["position"]], labeler, self._clock())[0]
 
     def _record(self, labeler: str, rows: Sequence[Values], client: str, instructions_version: str) -> None:
         with self._writer.begin() as connection:
@@ -189,21 +180,26 @@ class LabelStore:
     def import_judgments(self, batch: str, judgments: Sequence[Judgment]) -> None:
         """Store judgments of the batch's tasks that were made elsewhere, all or none; what is stored already is left.
 
-        Raises ValueError, naming task and labeler, for a task that the batch lacks and for a judgment that contradicts
-        a stored one; LeaseLostError for one more than the task wants.
+        Raises ValueError, naming task and labeler, for a task that the batch lacks, for a judgment that contradicts a
+        stored one, and for one more than the task wants.
         """
         with self._writer.begin() as connection:
-            now, known = self._clock(), results.task_rows(connection, batch)
-            by_labeler: dict[str, list[Values]] = {}
-            for judgment in sorted(judgments, key=lambda judgment: judgment.revision):
-                if judgment.task_id not in known:
-                    raise ValueError(
-                        f"task {judgment.task_id!r}, labeler {judgment.labeler!r}: batch {batch!r} has no such task"
-                    )
-                row = judgment_row(judgment, len(known[judgment.task_id]["responses"]))
-                by_labeler.setdefault(judgment.labeler, []).append(row)
-            for labeler, rows in by_labeler.items():
-                acts.record(connection, rows, labeler, now, now, made_elsewhere=True)
+            known = results.task_rows(connection, batch)
+            sizes = {task_id: len(row["responses"]) for task_id, row in known.items()}
+            importing.record(connection, importing.judgment_rows(batch, judgments, sizes), self._clock())
+
+    def import_all(self, coming: Sequence[Import], *, files: Places = NOWHERE, only_check: bool = False) -> None:
+        """Store tasks with judgments that were made elsewhere, all in one transaction; see `import_judgments`.
+
+        `files` names where they come from. `only_check` does the same and takes it back, so whatever an import would
+        refuse is refused.
+        Raises ValueError, naming file and line, for what contradicts the store or is malformed.
+        """
+        rows = [ImportRows.of(one, files) for one in coming]  # whatever needs no database, before the write lock
+        with self._writer.connect() as connection, connection.begin() as transaction:
+            importing.store_rows(connection, rows, files, self._clock())
+            if only_check:
+                transaction.rollback()
 
     # ---- results out ----
 
@@ -263,39 +259,6 @@ class LabelStore:
         """SHA-256 over what was judged and how; see `results.content_hash`."""
         with self._reader.begin() as connection:
             return results.content_hash(connection, batch)
-
-
-def _stored(connection: Connection, task_ids: Sequence[str]) -> dict[str, Values]:
-    found: dict[str, Values] = {}
-    for part in parts(task_ids):
-        for row in connection.execute(select(tasks).where(tasks.c.task_id.in_(part))).mappings():
-            found[row["task_id"]] = dict(row)
-    return found
-
-
-def _insert(connection: Connection, rows: Sequence[Values], known: Mapping[str, Values]) -> None:
-    """New tasks with their places."""
-    if not rows:
-        return
-    connection.execute(insert(tasks), rows)
-    positions = {name: row["position"] for name, row in known.items()}
-    positions |= {name: row["position"] for name, row in _stored(connection, [row["task_id"] for row in rows]).items()}
-    connection.execute(
-        insert(places),
-        [
-            {
-                "task": positions[row["task_id"]],
-                "place": place,
-                "batch": row["batch"],
-                "original": positions.get(row["repeat_of"], 0),
-                "labeler": None,
-                "expires_at": 0.0,
-                "is_done": False,
-            }
-            for row in rows
-            for place in range(row["num_labelers"])
-        ],
-    )
 
 
 def _leases(connection: Connection, positions: Sequence[int], labeler: str, expires_at: float) -> list[Lease]:

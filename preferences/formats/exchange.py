@@ -2,34 +2,45 @@
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from preferences.formats.merging import Found
 from preferences.formats.parts import Format, Report
-from preferences.records import Task
+from preferences.importing import Import
+from preferences.records import Judgment, Task
+from preferences.rows import named
 from preferences.store import LabelStore
 
 CONTAINERS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 
 
-def store_found(store: LabelStore, found: Found, batch: str) -> None:
-    """Put what was found into the store; again, it changes nothing. "" = the batches that the rows name.
+def store_found(store: LabelStore, found: Found, batch: str, *, only_check: bool = False) -> None:
+    """Put what was found into the store, all or nothing; a second time changes nothing.
 
-    Errors: ValueError for a task without a batch, and what the store refuses.
+    `batch` "" means the batches that the rows name. `only_check` raises the same and stores nothing.
+    Raises: ValueError naming file and line, for a task without a batch and for what the store refuses.
     """
     by_batch: dict[str, list[Task]] = {}
     for task_id, task in found.tasks.items():
         name = batch or found.batches[task_id]
         if not name:
-            raise ValueError(f"task {task_id!r} comes without a batch; a name for one was expected (--batch)")
+            where = named(found.places, task_id)
+            raise ValueError(f"{where} comes without a batch; a name for one was expected (--batch)")
         by_batch.setdefault(name, []).append(task)
-    for name, tasks in by_batch.items():
-        store.add_tasks(tasks, batch=name, num_labelers=[found.quotas[task.task_id] for task in tasks])
-        ids = {task.task_id for task in tasks}
-        store.import_judgments(name, [act for act in found.judgments if act.task_id in ids])
+    coming = [Import(name, tasks, *_of_tasks(found, tasks)) for name, tasks in by_batch.items()]
+    store.import_all(coming, files=found.places, only_check=only_check)
+
+
+def _of_tasks(found: Found, tasks: Sequence[Task]) -> tuple[list[int], list[Judgment]]:
+    """Quotas and judgments of the tasks."""
+    judged = (found.acts.get(task.task_id, {}) for task in tasks)
+    return (
+        [found.quotas[task.task_id] for task in tasks],
+        [act for by_labeler in judged for acts in by_labeler.values() for act in acts],
+    )
 
 
 def export(store: LabelStore, form: Format, path: Path, *, batch: str = "", strict: bool = False) -> tuple[Report, int]:

@@ -5,8 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from preferences.formats.parts import UNKNOWN, Format, Judged, Report, Row, Vote
-from preferences.records import Judgment, Ranking, Task
+from preferences.records import MAX_LABELERS, Judgment, Ranking, Task
+from preferences.rows import NOWHERE, named
 from preferences.standing import held_back, ranking_of, standing
+from reading.fields import shown
+
+UNFORESEEN = "not readable as"  # what the reader of a format ran into without foreseeing it
 
 
 @dataclass
@@ -14,7 +18,7 @@ class Found:
     """What an import found: tasks in order of appearance, their judgments, and what is to be told.
 
     `batches` are the batches that rows name themselves ("" = none), `quotas` how many labelers each task is for,
-    `places` file and line of each judgment, by task, labeler and revision.
+    `places` file and line of each judgment, by task, labeler and revision; of a task itself under ("task", "", 0).
     """
 
     report: Report
@@ -43,16 +47,14 @@ def collect(
     revision; another one of an unknown labeler is somebody else's. Errors: ValueError naming file, line and field, or,
     of a strict import, the first oddity.
     """
-    assert form.read is not None, f"{form.name} is not read"
     found = Found(Report(strict=strict))
-    first: dict[str, str] = {}  # task id -> where it was seen first
     yield found
     for where, row in rows:
         found.report.num_rows += 1
         num_before = len(found.report.oddities)
-        judged = list(form.read(where, row, found.report, objective))
+        judged = _read(form, where, row, found.report, objective)
         for one in judged:
-            _merge(found, one, form.name, first)
+            _merge(found, one, form.name)
         told = len(found.report.oddities) > num_before
         assert judged or told, f"{where}: the row left neither a task nor an oddity"
         yield found
@@ -63,35 +65,63 @@ def collect_all(form: Format, rows: Iterable[tuple[str, Row]]) -> Found:
     return deque(collect(form, rows), maxlen=1).pop()
 
 
-def _merge(found: Found, judged: Judged, name: str, first: dict[str, str]) -> None:
+def _read(form: Format, where: str, row: Row, report: Report, objective: str) -> list[Judged]:
+    """Read one row. Readers refuse malformed rows themselves; what they stumble over is reported with the row too.
+
+    Raises: ValueError naming file and line.
+    """
+    assert form.read is not None, f"{form.name} is not read"
+    try:
+        return list(form.read(where, row, report, objective))
+    except Exception as error:  # the last line of defence: a reader's mistake must not hide the row
+        if isinstance(error, ValueError) and str(error).startswith(where):
+            raise
+        raise ValueError(f"{where}: {UNFORESEEN} {form.name}: {type(error).__name__}: {error}") from error
+
+
+def _merge(found: Found, judged: Judged, name: str) -> None:
     task, task_id = judged.task, judged.task.task_id
-    if task_id in found.tasks:
-        _compare(found, judged, first[task_id])
+    is_known = task_id in found.tasks
+    if is_known:
+        _compare(found, judged, found.places[task_id, "", 0])
     else:
-        found.tasks[task_id], found.batches[task_id], first[task_id] = task, judged.batch, judged.where
+        found.tasks[task_id], found.batches[task_id] = task, judged.batch
+        found.places[task_id, "", 0] = judged.where
     by_labeler = found.acts.setdefault(task_id, {})
     for vote in judged.votes:
-        _add_vote(by_labeler, task_id, vote, name, judged.where, found.report)
+        act = _add_vote(by_labeler, task_id, vote, name, judged.where, found.report)
+        found.places.setdefault((task_id, act.labeler, act.revision), judged.where)
     for act in judged.whole:
         _add_act(by_labeler.setdefault(act.labeler, []), act, judged.where, found.report)
-    for act in (act for acts in by_labeler.values() for act in acts):
         found.places.setdefault((task_id, act.labeler, act.revision), judged.where)
+    if is_known and not judged.votes and not judged.whole:
+        found.report.add("row seen twice", judged.where, "the task is there already, and nobody judged it", "left out")
+    if len(by_labeler) > MAX_LABELERS:
+        raise ValueError(f"{judged.where}: {named(NOWHERE, task_id)}: judged by more than {MAX_LABELERS:,} labelers")
     found.quotas[task_id] = judged.num_labelers or max(len(by_labeler), 1)
 
 
 def _compare(found: Found, judged: Judged, first: str) -> None:
-    """Errors: ValueError where two rows give one id to different prompts or responses."""
+    """Errors: ValueError where two rows give one id to different prompts or responses, or contradict each other."""
     known, task = found.tasks[judged.task.task_id], judged.task
+    where = named(NOWHERE, task.task_id)
+    told = {"batch": judged.batch, "num_labelers": judged.num_labelers or found.quotas[task.task_id]}
+    before = {"batch": found.batches[task.task_id], "num_labelers": found.quotas[task.task_id]}
+    for name in ("gold_ranks", "repeat_of"):
+        told[name], before[name] = getattr(task, name), getattr(known, name)
+    for name, value in told.items():
+        if value != before[name]:
+            raise ValueError(f"{judged.where}: {where}: {name} is {shown(value)}, but {shown(before[name])} in {first}")
     for name in ("prompt", "responses"):
         if getattr(known, name) != getattr(task, name):
             raise ValueError(
-                f"{judged.where}: task {task.task_id!r}: field {name!r} differs from that in {first}; rankings of one"
+                f"{judged.where}: {where}: field {name!r} differs from that in {first}; rankings of one"
                 " task are of the same responses"
             )
     if known.objective != task.objective:
         raise ValueError(
-            f"{judged.where}: task {task.task_id!r}: objective {task.objective!r} differs from {known.objective!r} in"
-            f" {first}; what is judged by another objective is another task and needs an id of its own"
+            f"{judged.where}: {where}: objective {shown(task.objective)} differs from {shown(known.objective)}"
+            f" in {first}; what is judged by another objective is another task and needs an id of its own"
         )
     others = [name for name in ("sources", "details") if getattr(known, name) != getattr(task, name)]
     if others:
@@ -102,17 +132,18 @@ def _compare(found: Found, judged: Judged, first: str) -> None:
 
 def _add_vote(
     by_labeler: dict[str, list[Judgment]], task_id: str, vote: Vote, name: str, where: str, report: Report
-) -> None:
+) -> Judgment:
+    """The vote as a judgment: the one that is there already where the labeler said the same before."""
     labeler = vote.labeler
     if labeler == UNKNOWN:  # nobody says that the same one judged differently
         number = 1
-        while labeler in by_labeler and not _is_told(by_labeler[labeler], vote):
+        while labeler in by_labeler and not _told(by_labeler[labeler], vote):
             number += 1
             labeler = f"{UNKNOWN} {number}"
     acts = by_labeler.setdefault(labeler, [])
-    if _is_told(acts, vote):
+    if same := _told(acts, vote):
         report.add("row seen twice", where, f"{labeler} judged this task the same before", "counted once")
-        return
+        return same
     if labeler != vote.labeler:
         report.add("judged differently", where, "an unknown labeler judged this task before", f"kept as {labeler!r}")
     elif acts:
@@ -134,11 +165,12 @@ def _add_vote(
             created_at=vote.created_at,
         )
     )
+    return acts[-1]
 
 
-def _is_told(acts: Sequence[Judgment], vote: Vote) -> bool:
+def _told(acts: Sequence[Judgment], vote: Vote) -> Judgment | None:
     told = (vote.ranks, vote.ratings, vote.flags, vote.note, vote.created_at)
-    return any((act.ranks, act.ratings, act.flags, act.note, act.created_at) == told for act in acts)
+    return next((act for act in acts if (act.ranks, act.ratings, act.flags, act.note, act.created_at) == told), None)
 
 
 def _add_act(acts: list[Judgment], act: Judgment, where: str, report: Report) -> None:
@@ -150,7 +182,7 @@ def _add_act(acts: list[Judgment], act: Judgment, where: str, report: Report) ->
         report.add("row seen twice", where, f"revision {act.revision} of {act.labeler}", "counted once")
     else:
         raise ValueError(
-            f"{where}: task {act.task_id!r}, labeler {act.labeler!r}: revision {act.revision} is there twice and"
+            f"{where}: {named(NOWHERE, act.task_id, act.labeler)}: revision {act.revision} is there twice and"
             " differs; one judgment a revision was expected"
         )
 

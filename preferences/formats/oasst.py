@@ -32,6 +32,7 @@ from reading.fields import (
 ROLES = {"prompter": "user", "assistant": "assistant"}
 PERSON = "person"
 LAST_RANK = 10_000
+SHOWN_ID = 80  # characters
 
 
 def recognise(row: Row) -> str:
@@ -54,7 +55,7 @@ def _walk(
     where: str, message: dict[str, Any], path: tuple[Message, ...], tree: Row, report: Report, objective: str
 ) -> Iterator[Judged]:
     """The rankings of a message's replies, then of theirs."""
-    place = f"{where}: message {text_field(where, message, 'message_id')}"
+    place = f"{where}: message {text_field(where, message, 'message_id')[:SHOWN_ID]}"
     role = any_text(place, message, "role")
     if role not in ROLES:
         raise ValueError(f"{place}: field 'role' is {shown(role)}; prompter or assistant was expected")

@@ -68,4 +68,11 @@ def sniff(rows: Rows) -> tuple[Format, str]:
         if all(reasons):
             return form, f"its rows have {reasons[0]}"
     where, row = first[0]
+    for form in _ALL:
+        if form.recognise(row):
+            odd, other = next(placed for placed in first if not form.recognise(placed[1]))
+            raise ValueError(
+                f"{odd}: it is not of the format {form.name}, as {where} is: found {names(other)};"
+                " correct the row, or name the format with --format"
+            )
     raise ValueError(f"{where}: no known format has the fields {names(row)}; name one with --format")

@@ -2,6 +2,7 @@
 
 import json
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,116 +19,8 @@ def reply(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def aspects(*ratings: str) -> dict[str, Any]:
-    names = ("instruction_following", "honesty", "truthfulness", "helpfulness")
-    return {name: {"Rating": rating, "Rationale": "..."} for name, rating in zip(names, ratings, strict=True)}
-
-
-ROWS: dict[str, dict[str, Any]] = {
-    "heed": {
-        "task_id": "t1", "batch": "b", "num_labelers": 2, "prompt": [TURN], "responses": ["a", "b"],
-        "sources": ["x", "y"], "objective": "helpful", "gold_ranks": [1, 2], "repeat_of": "t0", "details": '{"n": 1}',
-        "judgments": [
-            {
-                "labeler": "ann", "revision": 0, "kind": "answer", "ranks": [2, 1], "ratings": [1, 6.5],
-                "flags": [["rude"], []], "note": "hm", "shown_order": [1, 0], "instructions_version": "3",
-                "milliseconds": 900, "client": "page", "created_at": 12.5,
-            }
-        ],
-    },
-    "rankings": {
-        "task_id": "t1", "prompt": [TURN], "responses": ["a", "b", "c"], "ranks": [5, 1, 5], "labeler": "ann",
-        "objective": "honest", "ratings": [2, 4, 2],
-    },
-    "hh": {
-        "chosen": "\n\nHuman: Which bird?\n\nAssistant: A crow.\n\nHuman: Sure?\n\nAssistant: Yes.",
-        "rejected": "\n\nHuman: Which bird?\n\nAssistant: A crow.\n\nHuman: Sure?\n\nAssistant:  No?\n",
-    },
-    "trl": {"prompt": [TURN], "chosen": [reply("A crow.")], "rejected": [reply("A cow.")], "margin": 2.0},
-    "openai": {
-        "info": {"id": "t3_x", "post": "One.\n\nTwo.", "title": "Birds", "subreddit": "crows", "article": None},
-        "summaries": [
-            {"text": " Crows.", "policy": "sup4", "note": "naive"}, {"text": " Birds.", "policy": "ref", "note": None},
-        ],
-        "choice": 1, "worker": "w7", "batch": "batch3", "split": "train", "extra": {"confidence": 8},
-    },
-    "webgpt": {
-        "question": {"dataset": "eli5", "id": "q", "full_text": "Which bird?"},
-        "quotes_0": {"title": ["Crow"], "extract": ["Crows."]}, "answer_0": "A crow [1].", "score_0": 0.25,
-        "tokens_0": {"prefix": [1], "completion": [2]},
-        "quotes_1": {"title": [], "extract": []}, "answer_1": "A cow.", "score_1": -0.25,
-        "tokens_1": {"prefix": [1], "completion": [3]},
-    },
-    "ultrafeedback": {
-        "source": "sharegpt", "instruction": "Which bird?", "models": ["m1", "m2", "m3"], "correct_answers": ["None"],
-        "incorrect_answers": ["None"],
-        "completions": [
-            {"model": "m1", "response": "A crow.", "principle": "honesty", "custom_system_prompt": "Be honest.",
-             "annotations": aspects("4", "5", "4", "5"), "critique": "Good.", "overall_score": 8},
-            {"model": "m2", "response": "A cow.", "principle": "honesty", "custom_system_prompt": "Be honest.",
-             "annotations": aspects("2", "1", "N/A", "1"), "critique": "Bad.", "overall_score": 10},
-            {"model": "m3", "response": "A rook.", "principle": "honesty", "custom_system_prompt": "Be honest.",
-             "annotations": aspects("5", "4", "4", "5"), "critique": "Good.", "overall_score": 7.5},
-        ],
-    },
-    "ultrafeedback_binarized": {
-        "prompt": "Which bird?", "prompt_id": "p1", "messages": [TURN, reply("A crow.")],
-        "chosen": [TURN, reply("A crow.")], "rejected": [TURN, reply("A cow.")], "score_chosen": 8.5,
-        "score_rejected": 3.0,
-    },
-    "helpsteer3": {
-        "domain": "general", "language": "english", "context": [TURN], "response1": "A crow.", "response2": "A cow.",
-        "overall_preference": -2,
-        "individual_preference": [
-            {"score": -3, "reasoning": "It is one.", "feedback1": "Right.", "feedback2": "Wrong."},
-            {"score": 0, "reasoning": "Both odd.", "feedback1": "", "feedback2": ""},
-        ],
-    },
-    "helpsteer2": {
-        "split": "train", "prompt": "Which bird?\n<extra_id_1>Assistant\nA crow.\n<extra_id_1>User\nSure?",
-        "response_1": "No.", "response_2": "Yes.", "preference_strength": 1, "preference_statement": "@2 is better.",
-        "preference_elaboration": "It is.",
-    },
-    "oasst": {
-        "message_tree_id": "m0", "tree_state": "ready_for_export",
-        "prompt": {
-            "message_id": "m0", "text": "Which bird?", "role": "prompter", "lang": "en",
-            "replies": [
-                {"message_id": "m1", "text": "A crow.", "role": "assistant", "rank": 1, "synthetic": False,
-                 "replies": [
-                     {"message_id": "m3", "text": "Sure?", "role": "prompter", "replies": [
-                         {"message_id": "m4", "text": "Yes.", "role": "assistant", "rank": 0, "synthetic": True,
-                          "model_name": "chip", "replies": []},
-                         {"message_id": "m5", "text": "No.", "role": "assistant", "replies": []},
-                         {"message_id": "m6", "text": "Maybe.", "role": "assistant", "rank": 1, "replies": []},
-                     ]},
-                     {"message_id": "m7", "text": "Which crow?", "role": "prompter", "replies": []},
-                 ]},
-                {"message_id": "m2", "text": "A rook.", "role": "assistant", "rank": 0, "synthetic": False,
-                 "replies": []},
-            ],
-        },
-    },
-    "pandalm": {
-        "idx": 4, "motivation_app": "Zoo", "cmp_key": "bloom-7b_opt-7b", "instruction": "Which bird?",
-        "input": "A picture.", "response1": "A crow.", "response2": True, "annotator1": 1, "annotator2": 0,
-        "annotator3": 2,
-    },
-    "alpacaeval": {
-        "instruction": "Which bird?", "output_1": "A crow.", "output_2": "A cow.", "generator_1": "m1",
-        "generator_2": "m2", "annotator": "gpt4", "preference": 1.25, "dataset": "zoo", "price": 0.5,
-    },
-    "rewardbench": {
-        "prompt": "Which bird?", "chosen": "A crow.", "chosen_model": "m1", "rejected": "A cow.",
-        "rejected_model": "m2", "subset": "alpacaeval-easy", "id": 30,
-    },
-    "llmbar": {"input": "Which bird?", "output_1": "A cow.", "output_2": "A crow.", "label": 2},
-    "arena": {
-        "question_id": "q1", "model_a": "m1", "model_b": "m2", "winner": "tie (bothbad)", "judge": "user_3",
-        "conversation_a": [TURN, reply("A crow.")], "conversation_b": [TURN, reply("A cow.")], "turn": 1,
-        "anony": True, "language": "English", "tstamp": 1682351591.5,
-    },
-}  # fmt: skip
+ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "format_rows.json").read_text())
+del ROWS["trl_text"]  # trl without a prompt of messages; TEXTS below has it
 
 
 def read(name: str, *rows: dict[str, Any], objective: str = "") -> Found:
