@@ -77,7 +77,8 @@ def _store(found: "Found", batch: str, store: str, *, only_check: bool) -> None:
     with ExitStack() as stack:
         if only_check and (not store or ("://" not in store and not Path(store).exists())):
             store = str(Path(stack.enter_context(TemporaryDirectory(prefix="heed-check-"))) / "empty.sqlite")
-            batch = batch or "check"  # which one it will be is not asked for before there is a store
+            if not all(found.batches.values()):  # the rows name none, and none is asked for before there is a store
+                batch = batch or "check"
         store_found(stack.enter_context(open_store(store)), found, batch, only_check=only_check)
 
 

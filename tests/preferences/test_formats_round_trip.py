@@ -21,6 +21,7 @@ from preferences.store import LabelStore
 from reading.rows import read_source
 
 TEXT = st.text(max_size=12)
+NAME = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)  # of text columns
 SOME_TEXT = st.text("abc 山\n\"'", min_size=1, max_size=6).filter(str.strip)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | TEXT | st.floats(allow_nan=False, allow_infinity=False),
@@ -38,7 +39,7 @@ def tasks(draw: st.DrawFn, task_id: str) -> Task:
         prompt=tuple(Message(role, text) for role, text in prompt),
         responses=tuple(draw(st.lists(TEXT, min_size=num, max_size=num))),
         sources=tuple(draw(st.lists(TEXT, min_size=num, max_size=num))),
-        objective=draw(TEXT),
+        objective=draw(NAME),
         gold_ranks=draw(st.just(()) | st.lists(st.integers(1, 4), min_size=num, max_size=num).map(dense_ranks)),
         details=draw(st.dictionaries(TEXT, JSON, max_size=2)),
     )
@@ -62,9 +63,9 @@ def acts(draw: st.DrawFn, task: Task, labeler: str, revision: int) -> Judgment:
         else (),
         note=draw(TEXT),
         shown_order=draw(st.just(()) | st.permutations(range(num)).map(tuple)),
-        instructions_version=draw(TEXT),
+        instructions_version=draw(NAME),
         milliseconds=draw(st.integers(0, 10**9)),
-        client=draw(TEXT),
+        client=draw(NAME),
         created_at=draw(st.floats(0, 4e9)),
     )
 
