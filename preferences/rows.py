@@ -54,6 +54,8 @@ def answer_row(lease: Lease, answer: Answer, kind: str) -> Values:
     """An answer's columns, in canonical order. Raises ValueError for an answer that does not fit the lease."""
     where = f"task {lease.task_id!r}, labeler {lease.labeler!r}"
     require_fits(where, answer, len(lease.order))
+    _require_text(where, "note", [answer.note])
+    _require_text(where, "flags", [flag for flags in answer.flags for flag in flags])
     expected = display_order(lease.task_id, lease.labeler, len(lease.order))
     assert lease.order == expected, f"{where}: order {lease.order}, but {expected} was shown"
     return _act_row(lease, kind, answer.milliseconds) | {
@@ -68,6 +70,7 @@ def empty_row(lease: Lease, kind: str, reason: str, milliseconds: int) -> Values
     """The columns of an act without a ranking: a skip, an undo."""
     if not reason:
         raise ValueError(f"task {lease.task_id!r}, labeler {lease.labeler!r}: note is empty; a reason was expected")
+    _require_text(f"task {lease.task_id!r}, labeler {lease.labeler!r}", "note", [reason])
     return _act_row(lease, kind, milliseconds) | {"ranks": [], "ratings": [], "flags": [], "note": reason}
 
 

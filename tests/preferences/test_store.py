@@ -35,7 +35,7 @@ def answer_like(lease, canonical, milliseconds=10):
 
 
 def test_tasks_come_out_as_they_went_in(store):
-    prompt = (Message("system", "a\x00b"), Message("user", "\ud800 é"))
+    prompt = (Message("system", "a\x00b"), Message("user", "\ufffe é😀"))
     hostile = Task("t", prompt, ("", "<b>'--"), ("base", "ppo"), "safe", details={"line": 7})
     store.add_tasks([hostile], batch="b", num_labelers=1)
     lease = store.lease("ann", seconds=60, batch="b")
