@@ -120,7 +120,7 @@ def test_the_id_of_a_row_depends_on_the_row_alone() -> None:
 
 
 def test_heed_gives_every_column_back() -> None:
-    found = read("heed", ROWS["heed"])
+    found = read("heed", ROWS["heed"] | {"gold_ranks": [1, 2], "repeat_of": "t0"})
     (task,), (act,) = found.tasks.values(), found.judgments
     assert (task.prompt, task.sources, task.objective, task.gold_ranks) == (ASKED, ("x", "y"), "helpful", (1, 2))
     assert (task.repeat_of, task.details, found.batches, found.quotas) == ("t0", {"n": 1}, {"t1": "b"}, {"t1": 2})
