@@ -62,6 +62,10 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
         tokenizer = self.policy.tokenizer
         return tokenizer.encode_rendered(text) if self.chat else tokenizer.encode_plain([text])[0]
 
+    def _people(self, text: str) -> str:
+        """What a task adds to a rendered conversation: names of special tokens in it are text."""
+        return self.policy.tokenizer.marked(text) if self.chat else text
+
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """log p(continuation | context), nats, and whether every token of it is the likeliest.
 
@@ -76,7 +80,7 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
         Behind nothing a continuation follows the token that begins texts.
         """
         kept = context.rstrip(" ")
-        whole = self.encode(context + continuation)
+        whole = self.encode(context + self._people(continuation))
         before = self.encode(kept)
         if not before:
             return [self.policy.tokenizer.start_id], whole
@@ -149,7 +153,9 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
         tokenizer = self.policy.tokenizer
         if add_generation_prompt:
             return tokenizer.render(chat_history, add_generation_prompt=True)
-        return tokenizer.render(chat_history[:-1], add_generation_prompt=True) + chat_history[-1]["content"]
+        return tokenizer.render(chat_history[:-1], add_generation_prompt=True) + self._people(
+            chat_history[-1]["content"]
+        )
 
     @property
     def tokenizer_name(self) -> str:

@@ -2,16 +2,20 @@
 
 import itertools
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
-from tokenizers import Encoding, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Encoding, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as BPE
+
+from lm.names import Names, Rendered, marked_throughout
+from lm.sections import Conversation, Section, SectionEncoder, Turn, encode_texts
 
 PAD, END, MASK = "<|pad|>", "<|end|>", "<|mask|>"
 ROLES = ("system", "user", "assistant")
@@ -38,10 +42,6 @@ CHAT_TEMPLATES = {
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 Messages = Sequence[Mapping[str, str]]
-
-# Unicode's noncharacters, which are never exchanged, around the number of a special token that a message names.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_GUARDED = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 
 
 class Tokenizer:
@@ -125,6 +125,10 @@ class Tokenizer:
         if not isinstance(template, str):
             raise ValueError(f"{config_path}: chat_template is {type(template).__name__}; a string was expected")
         bpe = BPE.from_file(str(vocabulary_path))
+        # Some files were saved as they last served: cutting texts off, or filling them up.
+        bpe.no_truncation()
+        bpe.no_padding()
+        _make_special(bpe, [name for name in names.values() if isinstance(name, str)])
         start, mask = names["cls_token"] or names["bos_token"] or "", names["mask_token"] or ""
         tokens = {"pad": names["pad_token"], "end": names["eos_token"], "start": start, "mask": mask}
         return cls(bpe, **tokens, chat_template=template)
@@ -163,7 +167,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of text as a template writes it: a special token's name is that token."""
-        return list(self._bpe.encode(text, add_special_tokens=False).ids)
+        return list(encode_texts(self._bpe, [text], finds_names=True)[0].ids)
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokens of people's text, on all the library's threads: a special token's name is spelled out."""
@@ -179,11 +183,7 @@ class Tokenizer:
         return [self._spelled_bytes(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
 
     def _encode_plain(self, texts: Sequence[str]) -> list[Encoding]:
-        self._bpe.encode_special_tokens = True
-        try:
-            return self._bpe.encode_batch(list(texts), add_special_tokens=False)
-        finally:
-            self._bpe.encode_special_tokens = False
+        return encode_texts(self._bpe, texts, finds_names=False)
 
     def _spelled_bytes(self, text: str, encoding: Encoding) -> list[int]:
         # A byte-level token may end inside a character, where offsets are silent, but its name has a character a byte.
@@ -227,50 +227,60 @@ class Tokenizer:
     def _template(self) -> jinja2.Template:
         # Templates of published models use these beside plain Jinja.
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
         )
         environment.globals["raise_exception"] = _refuse
+        environment.filters["tojson"] = _to_json
         return environment.from_string(self.chat_template)
 
     @cached_property
-    def _specials(self) -> list[str]:
-        """Names of the special tokens, the longest first."""
-        names = [token.content for token in self._bpe.get_added_tokens_decoder().values() if token.special]
-        return sorted(names, key=len, reverse=True)
-
-    def _guarded(self, content: str) -> str:
-        """A message's text in which the names of special tokens stand between two characters that no text has."""
-        for index, name in enumerate(self._specials):
-            content = content.replace(name, f"{_OPEN}{index}{_CLOSE}")
-        return content
-
-    def encode_rendered(self, text: str) -> list[int]:
-        """Tokens of what `render` gives: special where the template wrote them, spelled out in messages."""
-        return self._encode_all([text])[0]
-
-    def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode_rendered` of each, on all the library's threads."""
-        split = [_GUARDED.split(text) for text in texts]  # every other piece is a special token's number
-        written = [piece for pieces in split for piece in pieces[::2]]
-        encoded = (encoding.ids for encoding in self._bpe.encode_batch(written, add_special_tokens=False))
-        result = []
-        for pieces in split:
-            tokens = list(next(encoded))
-            for number in pieces[1::2]:
-                tokens += self._spelled_specials[int(number)]
-                tokens += next(encoded)
-            result.append(tokens)
-        return result
+    def _names(self) -> Names:
+        return Names(self._bpe)
 
     @cached_property
-    def _spelled_specials(self) -> list[list[int]]:
-        return self.encode_plain(self._specials)
+    def _sections(self) -> SectionEncoder:
+        return SectionEncoder(self._bpe)
 
     def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        """The conversation as the template writes it; names of special tokens inside messages are guarded."""
+        """The conversation as the template writes it, with marks around people's text that names a special token.
+
+        Errors: ValueError for a conversation that the template refuses, and where it cannot be told whether the
+        template or a message wrote a special token's name.
+        """
+        contents = [message["content"] for message in messages]
+        marked = [self._names.marked(content) for content in contents]
+        text = self._rendered(messages, marked, add_generation_prompt)
+        read = self._names.read(text) if marked != contents else None
+        plain = text if read is None else read.text
+        if read is not None and plain != self._rendered(messages, contents, add_generation_prompt):
+            raise ValueError(
+                f"chat_template {self.chat_template!r} looks into messages for names of special tokens, which are"
+                " text there; a template that writes messages as they are was expected"
+            )
+        if not all(content.strip() in plain for content in contents):
+            self._check_rewritten(messages, text, add_generation_prompt)
+        return text
+
+    def _check_rewritten(self, messages: Messages, text: str, add_generation_prompt: bool) -> None:
+        """What a template changes in a message must not become a special token's name.
+
+        Errors: ValueError where the special tokens are not those that it writes whatever the messages say.
+        """
+        marked = [marked_throughout(message["content"]) for message in messages]
+        whatever = self._names.read(self._rendered(messages, marked, add_generation_prompt))
+        if self._ids_of(whatever) != self._ids_of(self._names.read(text)):
+            raise ValueError(
+                f"chat_template {self.chat_template!r} makes the name of a special token out of a message's text"
+            )
+
+    @staticmethod
+    def _ids_of(rendered: Rendered) -> list[int]:
+        return [special.token_id for special in rendered.specials]
+
+    def _rendered(self, messages: Messages, contents: Sequence[str], add_generation_prompt: bool) -> str:
         try:
             return self._template.render(
-                messages=[{**message, "content": self._guarded(message["content"])} for message in messages],
+                messages=[{**message, "content": text} for message, text in zip(messages, contents, strict=True)],
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self.start,
                 eos_token=self.end,
@@ -279,10 +289,20 @@ class Tokenizer:
         except jinja2.TemplateError as error:
             raise ValueError(f"chat_template {self.chat_template!r}: {error}") from None
 
+    def marked(self, content: str) -> str:
+        """A message's text as `render` writes it, for `encode_rendered`: special tokens' names in it stay text."""
+        return self._names.marked(content)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Tokens of what `render` gives: special where the template wrote them, spelled out in messages."""
+        return self._encode_all([(text, [])])[0][0]
+
     def encode_prompt(self, messages: Messages) -> list[int]:
         """Tokens up to where the assistant's next response begins."""
-        pieces = self._pieces(messages, opens=True)
-        return list(itertools.chain.from_iterable(self._encode_all([piece.text for piece in pieces])))
+        text = self.render(messages, add_generation_prompt=True)
+        # A template may show earlier turns otherwise than it did when they were the last.
+        turns = [turn for before, whole in self._beginnings(messages) if (turn := _turn(text, before, whole))]
+        return self._encode_all([(text, turns)])[0][0]
 
     def encode_conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """`encode_conversations` of one."""
@@ -291,57 +311,95 @@ class Tokenizer:
     def encode_conversations(self, conversations: Sequence[Messages]) -> list[tuple[list[int], list[bool]]]:
         """Tokens of each, and of each token whether an assistant's response has it, up to and with its end token.
 
-        A conversation is encoded piece by piece, so a prompt's tokens are always a prefix of the whole; many at a time
-        are encoded on all the library's threads.
+        They are the tokens of the whole rendering, and a prompt's tokens are always a prefix of them (`lm.sections`
+        says how both can be). Many conversations at a time are encoded on all the library's threads.
         Errors: ValueError for a template whose rendering of a conversation does not extend that of its beginning.
         """
-        pieces = [self._pieces(messages, opens=False) for messages in conversations]
-        encoded = iter(self._encode_all([piece.text for of_one in pieces for piece in of_one]))
-        return [self._joined(of_one, [next(encoded) for _ in of_one]) for of_one in pieces]
+        return self._encode_all([self._with_turns(messages) for messages in conversations])
 
-    def _pieces(self, messages: Messages, *, opens: bool) -> list["_Piece"]:
-        """What the template writes, cut before and behind every response; `opens` asks for the next response."""
-        pieces: list[_Piece] = []
+    def _with_turns(self, messages: Messages) -> tuple[str, list[Turn]]:
+        beginnings = list(self._beginnings(messages))
+        if messages and messages[-1]["role"] == "assistant":
+            text = beginnings[-1][1]
+        else:
+            text = self.render(messages, add_generation_prompt=False)
+        turns: list[Turn] = []
+        for before, whole in beginnings:
+            turn = _turn(text, before, whole)
+            if turn is None:
+                wrong = before if not text.startswith(before) else whole
+                raise ValueError(
+                    f"chat_template: the rendering {text!r} does not start with {wrong!r};"
+                    " a template must only append when a message is added"
+                )
+            turns.append(turn)
+        return text, turns
+
+    def _beginnings(self, messages: Messages) -> Iterator[tuple[str, str]]:
+        """What the template writes before each response, and up to where the next message begins."""
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                pieces.append(_added(self.render(messages[:index], add_generation_prompt=True), _written(pieces)))
-                whole = self.render(messages[: index + 1], add_generation_prompt=False)
-                pieces.append(_added(whole, _written(pieces), speaks=True))
-        if opens or not pieces or messages[-1]["role"] != "assistant":
-            pieces.append(_added(self.render(messages, add_generation_prompt=opens), _written(pieces)))
-        return pieces
+                before = self.render(messages[:index], add_generation_prompt=True)
+                yield before, self.render(messages[: index + 1], add_generation_prompt=False)
 
-    def _joined(self, pieces: Sequence["_Piece"], encoded: Sequence[list[int]]) -> tuple[list[int], list[bool]]:
-        tokens: list[int] = []
-        is_response: list[bool] = []
-        for piece, ids in zip(pieces, encoded, strict=True):
-            # What a template writes after the end token, a line break say, is never sampled and must not count.
-            end = ids.index(self.end_id) + 1 if piece.speaks and self.end_id in ids else len(ids)
-            tokens += ids
-            is_response += [piece.speaks] * end + [False] * (len(ids) - end)
-        return tokens, is_response
+    def _encode_all(self, marked: Sequence[tuple[str, Sequence[Turn]]]) -> list[tuple[list[int], list[bool]]]:
+        """Tokens and marks of renderings whose turns are given in their characters, on all the library's threads."""
+        folded = self._names.is_folded
+        conversations = [self._cut(text, turns, finds_names=folded) for text, turns in marked]
+        known = self._sections.encode(section for of_one in conversations for section in of_one.sections())
 
+        def encoded(section: Section) -> Encoding:
+            if section not in known:
+                known.update(self._sections.encode([section]))
+            return known[section]
 
-@dataclass(frozen=True)
-class _Piece:
-    """Text that a template added to what it had written, `before` it; whether that is an assistant's response."""
+        if folded:
+            names_people = [of_one.names_people(encoded, self._names.is_special) for of_one in conversations]
+            for place, (text, turns) in enumerate(marked):
+                if names_people[place]:
+                    conversations[place] = self._cut(text, turns, finds_names=False)
+        return [conversation.tokens(encoded) for conversation in conversations]
 
-    before: str
-    text: str
-    speaks: bool
-
-
-def _written(pieces: Sequence[_Piece]) -> str:
-    return pieces[-1].before + pieces[-1].text if pieces else ""
+    def _cut(self, text: str, turns: Sequence[Turn], *, finds_names: bool) -> Conversation:
+        read = self._names.read(text, finds_late=not finds_names)
+        places = [Turn(read.at(turn.start), read.at(turn.stop)) for turn in turns] if read.regions else turns
+        return Conversation(read, places, self.end_id, finds_names=finds_names)
 
 
-def _added(whole: str, before: str, *, speaks: bool = False) -> _Piece:
-    if not whole.startswith(before):
-        raise ValueError(
-            f"chat_template: the rendering {whole!r} does not start with {before!r};"
-            " a template must only append when a message is added"
-        )
-    return _Piece(before, whole[len(before) :], speaks)
+def _turn(text: str, before: str, whole: str) -> Turn | None:
+    """Where a response stands in the text; None where the text does not start with what came up to it."""
+    if not (text.startswith(whole) and whole.startswith(before)):
+        return None
+    return Turn(len(before), len(whole))
+
+
+class GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}`, by which published templates show what the assistant says; its text is written as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own way
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """JSON as published templates mean it: Jinja's own would escape what HTML gives a meaning to."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _make_special(bpe: BPE, names: Iterable[str]) -> None:
+    """What a config names as the padding token, the end token, ..., is special even where tokenizer.json says nothing.
+
+    A name that the vocabulary does not have stays out: an id of its own would have no place in the model.
+    """
+    added = {token.content: token for token in bpe.get_added_tokens_decoder().values()}
+    for name in names:
+        token = added.get(name)
+        if bpe.token_to_id(name) is None or (token is not None and token.special):
+            continue
+        flags = {"lstrip", "rstrip", "single_word", "normalized"} if token is not None else set()
+        bpe.add_special_tokens([AddedToken(name, special=True, **{flag: getattr(token, flag) for flag in flags})])
 
 
 _TOKEN_FIELDS = ("pad_token", "eos_token", "sep_token", "bos_token", "cls_token", "mask_token")
