@@ -1,5 +1,6 @@
 """The labeling server: pages and API on one label store."""
 
+import logging
 import time
 from collections.abc import Callable
 from importlib.resources import files
@@ -12,15 +13,17 @@ from starlette.staticfiles import StaticFiles
 from preferences.leasing import LeaseLostError
 from preferences.page.api import Api
 from preferences.page.config import LabelingConfig
-from preferences.page.html import Pages, SignInNeededError
+from preferences.page.html import TOO_LATE, Pages, SignInNeededError
 from preferences.page.labeling import Labeling, RefusedError
 from preferences.page.lead import LeadView
 from preferences.page.security import Attempts, harden
+from preferences.page.unsaved import RETRY_SECONDS, STORE_AWAY, reason
 from preferences.people import People
 from preferences.store import LabelStore
 
+LOG = logging.getLogger(__name__)
 SIGN_INS, SIGN_IN_SECONDS = 8, 900.0  # failed ones, of one name or from one address
-TOO_LATE = "Your time on this task ran out and it went to others, so the answer was not stored. Here is the next one."
+AWAY = "The store cannot be reached or takes nothing just now. What was stored is safe; try again in a moment."
 
 
 def make_app(
@@ -52,6 +55,15 @@ def make_app(
     @app.exception_handler(LeaseLostError)
     def too_late(request: Request, error: LeaseLostError) -> Response:  # noqa: ARG001
         return problem(request, 409, "Too late", TOO_LATE)
+
+    def store_is_away(request: Request, error: Exception) -> Response:
+        LOG.error("the store is away: %s", reason(error))
+        response = problem(request, 503, "Not possible just now", AWAY)
+        response.headers["Retry-After"] = str(RETRY_SECONDS)
+        return response
+
+    for kind in STORE_AWAY:
+        app.add_exception_handler(kind, store_is_away)
 
     @app.exception_handler(ValueError)
     def contradicts(request: Request, error: ValueError) -> Response:

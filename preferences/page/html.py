@@ -1,7 +1,8 @@
 """The pages: plain forms, post and redirect, nothing that needs JavaScript."""
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -12,13 +13,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from starlette.datastructures import FormData
 
 from preferences.formats.registry import FORMATS
+from preferences.leasing import LeaseLostError
 from preferences.page import forms
 from preferences.page.labeling import Asked, Labeling, RefusedError, seal
 from preferences.page.lead import EXPORTS, Exported, LeadView
 from preferences.page.security import Attempts, TooManyTriesError, sign_in
 from preferences.page.text import show
+from preferences.page.unsaved import RETRY_SECONDS, STORE_AWAY, Memory, as_text, reason
 from preferences.people import Account, People, Role
 
+LOG = logging.getLogger(__name__)
 COOKIE = "heed_session"
 CLIENT = "page"
 EMPTY = forms.Fields({})
@@ -52,7 +56,7 @@ class Pages:
 
     def __init__(self, labeling: Labeling, people: People, lead: LeadView, attempts: Attempts) -> None:
         self.labeling, self.people, self.lead, self.attempts = labeling, people, lead, attempts
-        self.config = labeling.config
+        self.config, self.memory = labeling.config, Memory()
         self.router = APIRouter(include_in_schema=False)
         get, post = self.router.get, self.router.post
         get("/", response_class=HTMLResponse)(self.home)
@@ -118,9 +122,16 @@ class Pages:
 
     def message(self, request: Request, status: int, heading: str, text: str) -> Response:
         """A page that says what went wrong, to whoever is there."""
+        account, token = self._who(request)
+        return self._page("message", account, token, status, heading=heading, text=text, typed="")
+
+    def _who(self, request: Request) -> tuple[Account | None, str]:
+        """Who is there, for a page that has to be shown in any case: nobody, while the store is away."""
         token = request.cookies.get(COOKIE, "")
-        account = self.people.session(token) if token else None
-        return self._page("message", account, token, status, heading=heading, text=text)
+        try:
+            return (self.people.session(token) if token else None), token
+        except STORE_AWAY:
+            return None, token
 
     # ---- coming and going ----
 
@@ -151,13 +162,13 @@ class Pages:
     def welcome_form(self, code: str) -> Response:
         invitation = self.people.invitation(code)
         if invitation is None:
-            return self._page("message", None, "", 410, heading="This link is used up", text=USED_UP)
+            return self._page("message", None, "", 410, heading="This link is used up", text=USED_UP, typed="")
         return self._page("welcome", None, "", invitation=invitation, code=code)
 
     def welcome(self, code: str, request: Request) -> Response:
         accepted = self.people.accept(code)
         if accepted is None:
-            return self._page("message", None, "", 410, heading="This link is used up", text=USED_UP)
+            return self._page("message", None, "", 410, heading="This link is used up", text=USED_UP, typed="")
         account, key = accepted
         token = self.people.open_session(account.name)
         return _signed_in(self._page("key", account, token, key=key), token, request)
@@ -181,26 +192,43 @@ class Pages:
             return _see("/instructions")
         if not isinstance(asked, Asked):
             heading, text = WAITING[asked]
-            return self._page("message", account, token, heading=heading, text=text)
-        return self._task_page(account, token, asked)
+            return self._page("message", account, token, heading=heading, text=text, typed="")
+        unsaved = self.memory.put(token, account, asked)
+        return self._task_page(account, token, asked, unsaved or EMPTY, is_unsaved=unsaved is not None)
 
     def _task_page(
-        self, account: Account, token: str, asked: Asked, fields: forms.Fields = EMPTY, wrong: Sequence[str] = ()
+        self,
+        account: Account,
+        token: str,
+        asked: Asked,
+        fields: forms.Fields = EMPTY,
+        wrong: Sequence[str] = (),
+        *,
+        status: int = 200,
+        is_unsaved: bool = False,
     ) -> Response:
+        is_away = status >= 500  # then the store is asked for nothing
         return self._page(
             "task",
             account,
             token,
-            422 if wrong else 200,
+            422 if wrong else status,
             asked=asked,
             config=self.config,
             fields=fields,
             wrong=wrong,
-            num_done=self.labeling.store.num_standing(account.name),
+            is_unsaved=is_unsaved,
+            num_done=None if is_away else self.labeling.store.num_standing(account.name),
             ratings=range(forms.MIN_RATING, forms.MAX_RATING + 1),
         )
 
     def answer(self, request: Request, posted: Posted) -> Response:
+        return self._saved(request, posted, self._answer)
+
+    def skip(self, request: Request, posted: Posted) -> Response:
+        return self._saved(request, posted, self._skip)
+
+    def _answer(self, request: Request, posted: FormData) -> Response:
         account, token, fields = self._form(request, posted)
         form = forms.shown_form(fields)
         asked = self.labeling.shown_again(account, token, form)
@@ -208,16 +236,62 @@ class Pages:
         if answer is None:
             return self._task_page(account, token, asked, fields, wrong)
         self.labeling.answer(account, token, form, answer, CLIENT)
+        self.memory.stored(token, form)
         return _see("/lead/quality" if account.role == "lead" else "/task")
 
-    def skip(self, request: Request, posted: Posted) -> Response:
+    def _skip(self, request: Request, posted: FormData) -> Response:
         account, token, fields = self._form(request, posted)
         form, reason = forms.shown_form(fields), fields.text("reason").strip()
         if not reason:
             asked = self.labeling.shown_again(account, token, form)
             return self._task_page(account, token, asked, fields, ["A skip needs a reason, so that the lead can help."])
         self.labeling.skip(account, token, form, reason[: forms.MAX_NOTE_CHARACTERS], CLIENT)
+        self.memory.stored(token, form)
         return _see("/task")
+
+    def _saved(self, request: Request, posted: FormData, act: Callable[[Request, FormData], Response]) -> Response:
+        """Do what a form asks for; where that is refused or fails, give back what was typed into it.
+
+        The one place that catches every error: whatever the cause, a labeler's work must not be lost with it.
+        """
+        try:
+            return act(request, posted)
+        except SignInNeededError:
+            return self._typed_page(request, posted, 401, "Your session has ended", SESSION_OVER)
+        except RefusedError as error:
+            return self._typed_page(request, posted, 403, "Not possible", str(error))
+        except LeaseLostError:
+            return self._typed_page(request, posted, 409, "Too late", TOO_LATE)
+        except ValueError as error:
+            return self._typed_page(request, posted, 409, "Not stored", str(error))
+        except STORE_AWAY as error:
+            LOG.error("an answer or a skip was not stored: %s", reason(error))
+            return self._unsaved_page(request, posted, 503)
+        except Exception:
+            LOG.exception("an answer or a skip was not stored")
+            return self._unsaved_page(request, posted, 500)
+
+    def _typed_page(self, request: Request, posted: FormData, status: int, heading: str, text: str) -> Response:
+        """Why nothing was stored and never will be of this form, and what it held, to be copied."""
+        account, token = self._who(request)
+        typed = as_text(_fields(posted))
+        if account is None and not typed:
+            raise SignInNeededError
+        return self._page("message", account, token, status, heading=heading, text=text, typed=typed)
+
+    def _unsaved_page(self, request: Request, posted: FormData, status: int) -> Response:
+        """The same form again, as it was filled in, to be sent again; without its texts where they are not known."""
+        token, fields = request.cookies.get(COOKIE, ""), _fields(posted)
+        form = forms.shown_form(fields)
+        shown = self.memory.failed(token, form, fields)
+        if shown is not None:
+            page = self._task_page(shown.account, token, shown.asked, fields, status=status, is_unsaved=True)
+        else:
+            values = [(name, value) for name, value in posted.multi_items() if isinstance(value, str)]
+            path, typed = request.url.path, as_text(fields)
+            page = self._page("unsaved", None, "", status, action=path, values=values, typed=typed)
+        page.headers["Retry-After"] = str(RETRY_SECONDS)
+        return page
 
     def answers(self, request: Request) -> Response:
         account, token = self._signed_in(request)
@@ -246,7 +320,8 @@ class Pages:
     def adjudicate_form(self, request: Request) -> Response:
         account, token = self._lead(request)
         asked = self.labeling.reopened(account, request.query_params.get("task", ""), token)
-        return self._task_page(account, token, asked)
+        unsaved = self.memory.put(token, account, asked)
+        return self._task_page(account, token, asked, unsaved or EMPTY, is_unsaved=unsaved is not None)
 
     def export_page(self, request: Request) -> Response:
         """What an export holds and what it leaves out, before anything is downloaded."""
@@ -297,6 +372,8 @@ class Pages:
 
 
 USED_UP = "One-time links work once and for a week. Ask the labeling lead for another."
+TOO_LATE = "Your time on this task ran out and it went to others, so the answer was not stored. Here is the next one."
+SESSION_OVER = "Nothing was stored. Sign in again and open the task; what you had entered is below, to be copied."
 WAITING = {
     "nothing open": ("Nothing to judge just now", "Thank you. All tasks are done or with others; look again later."),
     "screening": (

@@ -1,8 +1,35 @@
 // Shortcuts for those who want them; every page works without this file.
 "use strict";
+
+// What was typed into a task's form outlives a reload, the Back button and a server that is away: in this tab alone, and
+// until another task is shown. A form that the server has filled in is left as it is.
+function keepDraft() {
+  const form = document.getElementById("answer");
+  if (location.pathname === "/sign-in") sessionStorage.clear();
+  if (!form) return;
+  const key = `draft ${form.elements.task.value} ${form.elements.revision.value}`;
+  const said = () => [...form.elements].filter((one) => one.type === "radio" || one.type === "checkbox" || one.id === "note");
+  const isEmpty = said().every((one) => (one.id === "note" ? !one.value : !one.checked));
+  const draft = sessionStorage.getItem(key);
+  Object.keys(sessionStorage).filter((one) => one.startsWith("draft ") && one !== key).forEach((one) => sessionStorage.removeItem(one));
+  if (draft && isEmpty) {
+    const { ticked, note } = JSON.parse(draft);
+    said().forEach((one) => {
+      if (one.id === "note") one.value = note;
+      else one.checked = ticked.includes(`${one.name}=${one.value}`);
+    });
+    form.querySelectorAll("details.marks").forEach((box) => { box.open = box.querySelector("input:checked") !== null; });
+  }
+  form.addEventListener("input", () => {
+    const ticked = said().filter((one) => one.checked).map((one) => `${one.name}=${one.value}`);
+    sessionStorage.setItem(key, JSON.stringify({ ticked, note: form.elements.note.value }));
+  });
+}
+
 (() => {
   const form = document.getElementById("answer");
   document.getElementById("wrong")?.focus();
+  keepDraft();
   const keys = document.getElementById("keys");
   if (!form || !keys) return;
   const numResponses = Number(form.dataset.responses);
@@ -26,6 +53,7 @@
     const box = form.querySelector(`input[name="${name}_${chosen}"][value="${value}"]`);
     if (!box) return;
     box.checked = true;
+    box.dispatchEvent(new Event("input", { bubbles: true }));
     said.textContent = box.getAttribute("aria-label");
   }
 

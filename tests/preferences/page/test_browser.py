@@ -9,6 +9,7 @@ import pytest
 import uvicorn
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
+from sqlalchemy import event
 
 from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig
@@ -198,6 +199,79 @@ def test_a_double_click_stores_once_and_the_back_button_nothing_else(site):
     expect(page.locator(".message.user .text")).to_have_text("Say t2")
     assert page.locator("input[type=radio]:checked").count() == 0
     assert [as_shown(act) for act in opened.judgments()] == [[1, 2, 3]]
+
+
+def fill_in(page):
+    rank(page, 2, 1, 2)
+    page.get_by_text("Mark what applies to response B").click()
+    page.get_by_label("violent content").locator("visible=true").check()
+    page.get_by_label("Note to the lead").fill("so <close>\nthat")
+
+
+def require_filled_in(page):
+    found = page.locator("input:checked").evaluate_all("all => all.map(one => `${one.name}=${one.value}`)")
+    assert [one for one in found if "=on" not in one] == ["rank_0=2", "rank_1=1", "flags_1=violent content", "rank_2=2"]
+    assert page.get_by_label("Note to the lead").input_value() == "so <close>\nthat"
+
+
+@pytest.mark.parametrize("has_scripts", [True, False])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_failed_save_keeps_what_was_entered(site, has_scripts, scheme):
+    """SQLite may not grow for a while, as on a full disk."""
+    is_full = []
+
+    def limit(connection, _record, _proxy):
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+        connection.execute(f"PRAGMA max_page_count = {pages if is_full else 2**30}")
+
+    opened = site([make_task(f"t{n}", 3) for n in range(60)])
+    event.listen(opened.store._reader, "checkout", limit)
+    page = opened.visit("ann", java_script_enabled=has_scripts, color_scheme=scheme)
+    is_full.append(True)
+    alert = page.get_by_role("alert")
+    while True:
+        task = shown_task(page)
+        fill_in(page)
+        store_it(page)
+        page.wait_for_load_state()
+        if alert.count():
+            break
+        assert shown_task(page) != task
+    num_stored = len(opened.judgments())
+    expect(alert).to_contain_text("Not saved, and nothing was lost")
+    require_filled_in(page)
+    if has_scripts:
+        assert axe(page) == []
+    page.go_back()
+    assert shown_task(page) == task
+    require_filled_in(page)
+    assert len(opened.judgments()) == num_stored
+    is_full.clear()
+    page.get_by_role("button", name="Save again").click()
+    expect(page.get_by_text(f"You have judged {num_stored + 1} task")).to_be_visible()
+    assert shown_task(page) != task
+    assert page.locator("input[type=radio]:checked").count() == 0
+    assert as_shown(opened.judgments()[-1]) == [2, 1, 2]
+    assert opened.judgments()[-1].note.split("\r\n") == ["so <close>", "that"]
+
+
+def test_a_server_that_is_away_and_a_reload_lose_nothing(site):
+    opened = site([make_task("t1"), make_task("t2")])
+    page = opened.visit("ann")
+    fill_in(page)
+    page.reload()
+    require_filled_in(page)
+    page.context.set_offline(True)
+    store_it(page)
+    page.wait_for_url("chrome-error://**")
+    page.context.set_offline(False)
+    page.goto(f"{opened.address}/task")
+    require_filled_in(page)
+    store_it(page)
+    expect(page.locator(".message.user .text")).to_have_text("Say t2")
+    assert page.locator("input[type=radio]:checked").count() == 0
+    assert page.get_by_label("Note to the lead").input_value() == ""
+    assert [as_shown(act) for act in opened.judgments()] == [[2, 1, 2]]
 
 
 def test_taking_an_answer_back(site):

@@ -135,8 +135,19 @@ def test_a_lease_that_ran_out_and_went_to_another(world, visit):
     assert "Nothing to judge" in bob.get("/task").text
     world.clock.now += PLAIN.lease_seconds + 1
     assert "t1: response" in bob.get("/task").text
-    page = ann.post("/task/answer", data=fields | ranks(1, 2, 3))
+    page = ann.post("/task/answer", data=fields | ranks(1, 2, 3) | {"note": "so <close>", "flags_1": "hallucinates"})
     assert (page.status_code, "went to others" in page.text) == (409, True)
+    assert "Response B: rank 2, hallucinates\nResponse C: rank 3\nNote: so &lt;close&gt;" in page.text  # to be copied
+
+
+def test_a_session_that_ended_gives_back_what_was_entered(world, visit):
+    world.add(make_task("t1"))
+    ann = visit("ann", PLAIN)
+    fields = form(ann.get("/task")) | ranks(1, 2, 3)
+    world.clock.now += 13 * 3_600
+    page = ann.post("/task/answer", data=fields)
+    assert (page.status_code, "Response C: rank 3" in page.text, "Sign in" in page.text) == (401, True, True)
+    assert world.store.judgments("main") == []
 
 
 def test_skipping_and_taking_back(world, visit):
