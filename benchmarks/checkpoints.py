@@ -57,7 +57,7 @@ class Watched(Engine[LanguageModel]):
     def checkpoint_writer(self) -> CheckpointWriter:
         config = self.config
         self.writer = self.kind(
-            self.rank, self.world_size, config.keep_checkpoints, config.collective_timeout_seconds, self.barrier
+            self.rank, self.world_size, config.keep_checkpoints, config.collective_timeout_seconds, self.gather
         )
         return self.writer
 

@@ -63,7 +63,11 @@ class _Worker:
     def __init__(self, rank: int, num_workers: int, num_threads: int) -> None:
         import torch
 
+        from cluster import notices
+        from training.notices import speak_through
+
         torch.set_num_threads(num_threads)
+        speak_through(notices.send)
         self.rank = rank
         self.objects: dict[str, Any] = {}
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(num_workers))

@@ -78,6 +78,9 @@ class ColocatedGroup:
     def finish_saving(self) -> None:
         self.learners.call_all("finish_saving")
 
+    def changed_files(self, folder: Path, sha256: Mapping[str, str]) -> list[str]:
+        return [name for names in self.learners.call_all("changed_files", folder, sha256) for name in names]
+
     def load(self, folder: Path) -> None:
         self.learners.call_all("load", folder)
 

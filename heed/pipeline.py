@@ -18,7 +18,7 @@ from heed.job import JobConfig
 from heed.job_run import SAMPLES, Run, sources_in
 from heed.lineage import LINEAGE, Inputs, finished_with, outputs_hash, started_with, write_lineage
 from heed.preflight import check_data
-from heed.progress import console, follow
+from heed.progress import console, follow, print_notice
 from heed.recovery import Workers, run_to_end
 from heed.stages import STAGES, Stage
 from lm.hub import model_directory
@@ -26,6 +26,7 @@ from lm.tokenizer import TOKENIZER_FILES
 from pretrain.stage import prepare_tokenizer
 from reward.elsewhere import FunctionReward
 from training.checkpoint import file_hash, folder_hash
+from training.notices import speak_through
 from training.stage import write_json
 
 
@@ -38,6 +39,7 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
     folder = runs / job.name
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
+    speak_through(print_notice)
     with ExitStack() as closing:
         closing.enter_context(hold(folder))
         if os.environ.get("RAY_ADDRESS"):

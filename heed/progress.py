@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -75,14 +76,20 @@ class StageProgress:
 
 @contextmanager
 def follow(stage: str, folder: Path) -> Iterator[StageProgress]:
-    """Show a stage's progress, from its metrics.jsonl as long as it writes one."""
-    from training.metrics import read_metrics  # brings torch, without which a command that only prints starts at once
+    """Show a stage's progress, from its metrics.jsonl as long as it writes one, and what its workers report."""
+    from cluster.notices import receive  # brings Ray and torch, without which a command that only prints starts at once
+    from training.metrics import read_metrics
 
     progress = StageProgress(stage)
     stop = threading.Event()
 
+    def pass_on() -> None:
+        for notice in receive():
+            print_notice(notice)
+
     def poll() -> None:
         while not stop.wait(POLL_SECONDS):
+            pass_on()
             lines = read_metrics(folder / "metrics.jsonl")
             if lines:
                 progress.update(lines[-1]["step"], lines[-1]["num_steps"], _figures(lines[-1]))
@@ -94,7 +101,13 @@ def follow(stage: str, folder: Path) -> Iterator[StageProgress]:
     finally:
         stop.set()
         thread.join()
+        pass_on()
         progress.close()
+
+
+def print_notice(notice: str) -> None:
+    """A line of `training.notices` on the console."""
+    console.print(escape(notice))
 
 
 def _figures(line: dict[str, Any]) -> str:

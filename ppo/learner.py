@@ -17,6 +17,7 @@ from ppo.config import PPOConfig
 from ppo.rank import Parents, Rank, SentWeights, checksum_of
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from ppo.value import value_source
+from training.checkpoint import changed_files, share_of_files, step_of
 from training.config import EngineConfig
 from training.engine import Engine
 from training.objectives import StreamObjective
@@ -63,7 +64,6 @@ class LearnerWorker(Rank):
 
     def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
         size = self.config.minibatch.micro_batch_size
-        self.writer.check()
         self.policy.set_learning_rate(learning_rate)
         shares: dict[str, float] = {}
         starts = range(0, len(batch.rollout), size)
@@ -157,7 +157,12 @@ class LearnerWorker(Rank):
     def finish_saving(self) -> None:
         self.writer.wait()
 
+    def changed_files(self, folder: Path, sha256: Mapping[str, str]) -> list[str]:
+        """Of the files of a checkpoint those that do not verify; a rank reads its share."""
+        return changed_files(folder, share_of_files(sha256, self.policy.rank, self.num_workers))
+
     def load(self, folder: Path) -> None:
+        self.writer.sound_step = step_of(folder)
         self.policy.load(folder / "policy")
         self.value.load(folder / "value")
         held = SavedState(folder / "average")

@@ -11,9 +11,10 @@ from ppo.controller import PPOController
 from ppo.rank import Parents
 from ppo.roles import Roles, Sampling
 from ppo.rollout import Rollout
-from training.checkpoint import drop_unfinished, latest_checkpoint
+from training.checkpoint import drop_unfinished, find_resumption
 from training.data import Prompt
 from training.metrics import MetricsLog
+from training.notices import say
 from training.packing import stream_rows
 from training.stage import StageContext
 from training.writer import PROGRESS
@@ -70,17 +71,24 @@ def _save(roles: Roles, checkpoints: Path, controller: PPOController, done: int)
 
 
 def _resume(context: StageContext, controller: PPOController) -> int:
-    """Load the newest sound checkpoint; returns the iteration to start at."""
-    drop_unfinished(context.folder / "checkpoints")
-    found = latest_checkpoint(context.folder / "checkpoints")
-    if found is None:
+    """Load the newest sound checkpoint; returns the iteration to start at. The learners verify the files.
+
+    Raises:
+        ValueError: there are checkpoints, and all of them are damaged.
+    """
+    checkpoints = context.folder / "checkpoints"
+    drop_unfinished(checkpoints)
+    found = find_resumption(checkpoints, "ppo", controller.roles.changed_files)
+    for notice in found.notices("ppo", controller.config.num_iterations, "iteration"):
+        say(notice)
+    if not found.name:
         return 0
-    folder, iteration = found
+    folder = checkpoints / found.name
     controller.roles.load(folder)
     controller.kl.coef = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))["kl_coef"]
     for path in folder.glob("rollout-*.safetensors"):
         controller.in_flight[int(path.stem.removeprefix("rollout-"))] = _held(Rollout.load(path))
-    return iteration
+    return found.step
 
 
 def _held(rollout: Rollout) -> Sampling:

@@ -1,16 +1,19 @@
-"""Checkpoints that are whole or absent: written aside, hashed, synced, renamed, verified before an older one goes."""
+"""Checkpoints that are whole or absent: written aside, hashed, synced, read back, renamed before an older one goes."""
 
 import hashlib
 import json
-import logging
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-log = logging.getLogger(__name__)
-
 MANIFEST = "manifest.json"
+NUM_SHOWN = 5  # damaged files that a message names
+
+# Names of those files of a checkpoint folder whose SHA-256 is not the given one.
+Check = Callable[[Path, Mapping[str, str]], Sequence[str]]
 
 
 def file_hash(path: Path) -> str:
@@ -21,8 +24,7 @@ def file_hash(path: Path) -> str:
 
 def folder_hashes(folder: Path) -> dict[str, str]:
     """SHA-256 of every file below `folder` but the manifest, by relative path."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    return {str(path.relative_to(folder)): file_hash(path) for path in files}
+    return {name: file_hash(folder / name) for name in _names(folder)}
 
 
 def folder_hash(folder: Path) -> str:
@@ -38,11 +40,19 @@ def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:06d}"
 
 
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
 def begin_checkpoint(checkpoints: Path, step: int) -> Path:
-    """An empty folder to write step `step` into."""
+    """An empty folder to write step `step` into.
+
+    Only `checkpoints` itself is created: a run folder that is away must not be there when it comes back.
+    """
+    checkpoints.mkdir(exist_ok=True)
     drop_unfinished(checkpoints)
     folder = writing_folder(checkpoints, step)
-    folder.mkdir(parents=True)
+    folder.mkdir()
     return folder
 
 
@@ -55,47 +65,143 @@ def drop_unfinished(checkpoints: Path) -> None:
 def commit_checkpoint(writing: Path, step: int, hashes: Mapping[str, str], keep: int) -> Path:
     """Turn a fully written folder into `step-NNNNNN`, then drop all but the newest `keep` checkpoints.
 
-    `hashes` are the files' SHA-256 as those who wrote them know them; the new folder is read again before one goes.
+    `hashes` are the files' SHA-256; those who call have read the files back. May be called again where it failed.
     """
     checkpoints = writing.parent
-    manifest = {"step": step, "sha256": dict(sorted(hashes.items()))}
-    (writing / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    for path in writing.rglob("*"):
-        sync(path)
     final = step_folder(checkpoints, step)
-    shutil.rmtree(final, ignore_errors=True)
-    writing.rename(final)
+    if not (final / MANIFEST).is_file() or writing.is_dir():
+        manifest = {"step": step, "sha256": dict(sorted(hashes.items()))}
+        (writing / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        for path in writing.rglob("*"):
+            sync(path)
+        shutil.rmtree(final, ignore_errors=True)
+        writing.rename(final)
     sync(checkpoints)
-    assert _damage(final) is None, f"checkpoint {final} does not verify right after it was written: {_damage(final)}"
-    for old in _step_folders(checkpoints)[keep:]:
+    found = read_manifest(final)
+    assert found.sha256 == hashes, f"checkpoint {final} does not verify right after it was written: {found.damage}"
+    # Checkpoints of later steps are damaged ones that this run has passed over.
+    newest_first = [folder for folder in step_folders(checkpoints) if step_of(folder) <= step]
+    later = [folder for folder in step_folders(checkpoints) if step_of(folder) > step]
+    for old in (*later, *newest_first[keep:]):
         shutil.rmtree(old)
     return final
 
 
-def latest_checkpoint(checkpoints: Path) -> tuple[Path, int] | None:
-    """The newest checkpoint that verifies, and its step; a damaged one is passed over with a warning."""
-    for folder in _step_folders(checkpoints):
-        damage = _damage(folder)
-        if damage is None:
-            return folder, int(folder.name.removeprefix("step-"))
-        log.warning("checkpoint %s is damaged and passed over: %s", folder, damage)
-    return None
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint folder should hold, by relative path; `damage` says why it cannot, "" where all files are
+    there.
+    """
+
+    folder: Path
+    sha256: Mapping[str, str]
+    damage: str
 
 
-def _step_folders(checkpoints: Path) -> list[Path]:
-    """Newest first."""
-    return sorted(checkpoints.glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")), reverse=True)
-
-
-def _damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest, and whether the folder holds the files that it names; their contents are not read."""
     try:
-        expected = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
-    except (OSError, ValueError, KeyError) as error:
-        return f"no readable manifest ({error})"
-    found = folder_hashes(folder)
-    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    return f"files changed, missing or added: {', '.join(wrong[:5])}" if wrong else None
+        expected = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"])
+        found = set(_names(folder))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Manifest(folder, {}, f"no readable manifest ({error})")
+    return Manifest(folder, expected, _described(expected.keys() ^ found))
+
+
+def changed_files(folder: Path, sha256: Mapping[str, str]) -> list[str]:
+    """Names of the files whose SHA-256 is not the given one, or that cannot be read."""
+    return [name for name, expected in sha256.items() if _hash_or_cause(folder / name) != expected]
+
+
+def _hash_or_cause(path: Path) -> str:
+    try:
+        return file_hash(path)
+    except OSError as error:
+        return str(error)
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where a stage resumes: the newest sound checkpoint, or "" and step 0. `damaged` are newer ones, passed over, by
+    name and with what is wrong.
+    """
+
+    step: int
+    name: str
+    damaged: Mapping[str, str]
+
+    def notices(self, stage: str, num_steps: int, unit: str = "step") -> list[str]:
+        """What the user should know, a line each."""
+        passed = [f"{stage}: checkpoint {name} is damaged and passed over: {d}" for name, d in self.damaged.items()]
+        if not self.name:
+            return [f"{stage}: starts from {unit} 0 of {num_steps} (no checkpoint yet)"]
+        return [*passed, f"{stage}: resumes from {unit} {self.step} of {num_steps} (checkpoints/{self.name})"]
+
+
+def find_resumption(checkpoints: Path, stage: str, check: Check = changed_files) -> Resumption:
+    """The newest checkpoint that verifies; `check` reads the files, on several machines where there are some.
+
+    Raises:
+        ValueError: there are checkpoints and none verifies, or the folder cannot be read: training again from step 0
+            costs what the user must decide.
+    """
+    return choose_sound(checkpoints, stage, [read_manifest(folder) for folder in step_folders(checkpoints)], check)
+
+
+def choose_sound(checkpoints: Path, stage: str, newest_first: Sequence[Manifest], check: Check) -> Resumption:
+    """As `find_resumption`, of manifests that were read before."""
+    damaged: dict[str, str] = {}
+    for manifest in newest_first:
+        damage = manifest.damage or _described(check(manifest.folder, manifest.sha256))
+        if not damage:
+            return Resumption(step_of(manifest.folder), manifest.folder.name, damaged)
+        damaged[manifest.folder.name] = damage
+    if damaged:
+        told = "; ".join(f"{name}: {damage}" for name, damage in damaged.items())
+        raise ValueError(
+            f"{checkpoints}: every checkpoint of {stage} is damaged ({told}); restore one, or run again with"
+            f" --from {stage}, which starts the stage from step 0"
+        )
+    return Resumption(0, "", {})
+
+
+def latest_checkpoint(checkpoints: Path) -> tuple[Path, int] | None:
+    """The newest checkpoint that verifies, and its step; None where none was written. Raises as `find_resumption`."""
+    found = find_resumption(checkpoints, "the stage")
+    return (checkpoints / found.name, found.step) if found.name else None
+
+
+def share_of_files(sha256: Mapping[str, str], rank: int, num_ranks: int) -> dict[str, str]:
+    """The files that one of several ranks verifies; together they verify all."""
+    return dict(sorted(sha256.items())[rank::num_ranks])
+
+
+def step_folders(checkpoints: Path) -> list[Path]:
+    """Newest first; [] where the folder does not exist.
+
+    Raises:
+        ValueError: the folder exists and cannot be read, so nobody knows what is in it.
+    """
+    try:
+        names = os.listdir(checkpoints)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ValueError(f"{checkpoints}: the folder of checkpoints cannot be read: {error.strerror}") from None
+    return sorted((checkpoints / name for name in names if re.fullmatch(r"step-\d+", name)), key=step_of, reverse=True)
+
+
+def _names(folder: Path) -> list[str]:
+    """Relative paths of the files below `folder`, without the manifest."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return sorted(str(path.relative_to(folder)) for path in files)
+
+
+def _described(names: Sequence[str] | set[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
+    return f"files changed, missing or added: {', '.join(sorted(names)[:NUM_SHOWN])}{more}"
 
 
 def sync(path: Path) -> None:

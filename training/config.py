@@ -31,6 +31,8 @@ class EngineConfig(Config):
     checkpoint_activations: bool = False
     collective_timeout_seconds: float = Field(default=1800.0, gt=0)
     keep_checkpoints: int = Field(default=2, ge=1)  # should the newest be damaged
+    max_failed_saves: int = Field(default=3, ge=1)  # checkpoints in a row that cannot be written before a run stops
+    max_skipped_steps: int = Field(default=10, ge=0)  # steps in a row without a finite gradient before a run stops
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
 
     @model_validator(mode="after")

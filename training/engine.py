@@ -116,6 +116,14 @@ class Engine(Generic[AnyModule]):
         """Element-wise sum over all ranks."""
         return values if self.world_size == 1 else self._accelerator.reduce(values, reduction="sum")
 
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank gives, by rank; a collective call."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(values, value)
+        return values
+
     @contextlib.contextmanager
     def same_weights(self) -> Iterator[None]:
         """Around passes between which no weight changes: under autocast each weight is then rounded once, not in every
@@ -238,7 +246,12 @@ class Engine(Generic[AnyModule]):
         """This rank's; one serves all engines of a process."""
         config = self.config
         return CheckpointWriter(
-            self.rank, self.world_size, config.keep_checkpoints, config.collective_timeout_seconds, self.barrier
+            self.rank,
+            self.world_size,
+            config.keep_checkpoints,
+            config.collective_timeout_seconds,
+            self.gather,
+            config.max_failed_saves,
         )
 
     def close(self) -> None:

@@ -9,10 +9,19 @@ from typing import Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from training.checkpoint import drop_unfinished, latest_checkpoint, step_folder
+from training.checkpoint import (
+    changed_files,
+    choose_sound,
+    drop_unfinished,
+    read_manifest,
+    share_of_files,
+    step_folder,
+    step_folders,
+)
 from training.config import BatchConfig, TrainingConfig
 from training.engine import Engine
 from training.metrics import MetricsLog
+from training.notices import say
 from training.packing import DataOrder, IntArray
 from training.seeds import derive_seed, seed_step
 
@@ -79,10 +88,12 @@ class TrainingLoop(Generic[AnyModule]):
     def run(self) -> dict[str, float]:
         """Train to the end. Returns the held-out figures of the final weights, `loss` among them."""
         first_step = self._resume()
-        log, heldout = None, dict[str, float]() if self.config.num_steps else self.evaluate()
+        # The last step has a checkpoint too: what a stage does after its training may be lost as well.
+        log, heldout = None, dict[str, float]() if first_step < self.config.num_steps else self.evaluate()
         if self.engine.is_main:
             log = MetricsLog(self.folder, self.engine.config.trackers, resume_step=first_step)
         with self.engine.checkpoint_writer() as writer:
+            writer.sound_step = first_step or None
             for step in range(first_step, self.config.num_steps):
                 figures = {**self._step(step), "checkpoint_seconds": writer.seconds_waited()}
                 done = step + 1
@@ -91,8 +102,7 @@ class TrainingLoop(Generic[AnyModule]):
                     figures |= {f"heldout_{name}": value for name, value in heldout.items()}
                 if log is not None:
                     log.log(done, self.config.num_steps, figures)
-                writer.check()
-                if done % self.config.save_every_steps == 0 and done < self.config.num_steps:
+                if done % self.config.save_every_steps == 0 or done == self.config.num_steps:
                     writer.save(self.checkpoints, done, {MODEL: self.engine.state()})
         if log is not None:
             log.close()
@@ -159,13 +169,26 @@ class TrainingLoop(Generic[AnyModule]):
         return self.folder / "checkpoints"
 
     def _resume(self) -> int:
-        """Load the newest sound checkpoint; returns the step to start at. The main rank looks for all."""
-        step = 0
-        if self.engine.is_main:
+        """Load the newest sound checkpoint; returns the step to start at.
+
+        Rank 0 reads what should be there, and each rank verifies its share of the files.
+        Raises:
+            ValueError: there are checkpoints, and all of them are damaged.
+        """
+        engine, stage = self.engine, self.config.stage
+        manifests = []
+        if engine.is_main:
             drop_unfinished(self.checkpoints)
-            found = latest_checkpoint(self.checkpoints)
-            step = found[1] if found else 0
-        step = int(self.engine.sum_over_ranks(torch.tensor(step, device=self.engine.device)))
-        if step > 0:
-            self.engine.load(step_folder(self.checkpoints, step) / MODEL)
-        return step
+            manifests = [read_manifest(folder) for folder in step_folders(self.checkpoints)]
+        found = choose_sound(self.checkpoints, stage, engine.gather(manifests)[0], self._changed_files)
+        if engine.is_main:
+            for notice in found.notices(stage, self.config.num_steps):
+                say(notice)
+        if found.step:
+            engine.load(step_folder(self.checkpoints, found.step) / MODEL)
+        return found.step
+
+    def _changed_files(self, folder: Path, sha256: Mapping[str, str]) -> list[str]:
+        """As `changed_files`, the files shared out among the ranks; a collective call."""
+        mine = share_of_files(sha256, self.engine.rank, self.engine.world_size)
+        return [name for names in self.engine.gather(changed_files(folder, mine)) for name in names]

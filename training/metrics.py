@@ -1,6 +1,8 @@
 """One object a step in metrics.jsonl, mirrored to TensorBoard and the trackers that Accelerate knows."""
 
 import json
+import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,11 +11,17 @@ from typing import Any
 from accelerate.state import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+from training.failures import cause_of
+from training.notices import say
+
 TENSORBOARD_FLUSH_SECONDS = 10  # a kill costs TensorBoard so much of the curves; metrics.jsonl has every step
 
 
 class MetricsLog:
-    """Append-only; on resume, what lies at or past the resumed step is cut off and written anew."""
+    """Append-only; on resume, what lies at or past the resumed step is cut off and written again.
+
+    A write that fails, on a full disk say, ends no training: lines wait in memory until one can be written.
+    """
 
     def __init__(self, folder: Path, trackers: Sequence[str], *, resume_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -23,25 +31,67 @@ class MetricsLog:
         aside = self.path.with_suffix(".writing")
         aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         aside.replace(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
-        self._trackers = [_make_tracker(name, folder) for name in trackers]
+        self._file = self.path.open("ab", buffering=0)
+        self._whole_bytes = self.path.stat().st_size  # what lies behind them is part of a line that failed
+        self._waiting: list[tuple[int, bytes]] = []  # step and line
+        self._trackers = {name: _make_tracker(name, folder) for name in trackers}
+        self._folder = folder
         self._started = time.monotonic()
 
     def log(self, step: int, num_steps: int, values: Mapping[str, float]) -> None:
-        """Write the figures of a finished step (1 .. num_steps)."""
-        line = {"step": step, "num_steps": num_steps, **values, "seconds": time.monotonic() - self._started}
-        self._write(line)
-        for tracker in self._trackers:
-            tracker.log(dict(values), step=step)
+        """Write the figures of a finished step (1 .. num_steps); those that are not finite are left out."""
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        self._write({"step": step, "num_steps": num_steps, **finite, "seconds": time.monotonic() - self._started})
+        for name in self._trackers:
+            self._track(name, step, finite)
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._waiting.append((line["step"], f"{json.dumps(line)}\n".encode()))
+        try:
+            self._write_waiting()
+        except OSError as error:
+            if len(self._waiting) == 1:
+                say(f"{self.path}: {cause_of(error)}. The run continues; its lines are written when that is possible")
+
+    def _write_waiting(self) -> None:
+        """All lines that wait, in order; what a failed write left of one is cut off."""
+        while self._waiting:
+            line = self._waiting[0][1]
+            try:
+                written = self._file.write(line)
+                if written != len(line):
+                    self._file.write(line[written:])  # says why it is not all
+            except OSError:
+                os.ftruncate(self._file.fileno(), self._whole_bytes)
+                raise
+            self._whole_bytes += len(line)
+            del self._waiting[0]
+
+    def _track(self, name: str, step: int, values: Mapping[str, float]) -> None:
+        """Pass the figures on; a tracker that fails begins again with the next step, and the user is told."""
+        try:
+            if self._trackers[name] is None:
+                self._trackers[name] = _make_tracker(name, self._folder)
+                say(f"{name}: has figures again from step {step}; metrics.jsonl has all")
+            self._trackers[name].log(dict(values), step=step)
+        except Exception as error:  # of any tracker's own kind
+            if self._trackers[name] is not None:
+                say(f"{name}: {cause_of(error)}; it lacks figures before and after step {step}. The run continues")
+            self._trackers[name] = None
 
     def close(self) -> None:
+        try:
+            self._write_waiting()
+        except OSError as error:
+            steps = [step for step, _ in self._waiting]
+            say(f"{self.path}: {cause_of(error)}; the lines of steps {steps[0]} to {steps[-1]} are lost")
         self._file.close()
-        for tracker in self._trackers:
-            tracker.finish()
+        for name, tracker in self._trackers.items():
+            try:
+                if tracker is not None:
+                    tracker.finish()
+            except Exception as error:
+                say(f"{name}: {cause_of(error)}; its last figures are lost, metrics.jsonl has all")
 
 
 class TensorBoard:

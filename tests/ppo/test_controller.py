@@ -17,6 +17,7 @@ from ppo.config import PPOConfig
 from ppo.controller import PPOController, ScoreScale
 from ppo.roles import Sampling
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from training.checkpoint import changed_files
 
 GOOD, R = 1, 4  # the other token is 0
 SCALE = ScoreScale(0.5, 0.25)
@@ -103,6 +104,9 @@ class ToyRoles:
 
     def finish_saving(self) -> None:
         pass
+
+    def changed_files(self, folder: Path, sha256: Mapping[str, str]) -> list[str]:
+        return changed_files(folder, sha256)
 
     def load(self, folder: Path) -> None:
         odds, value, updates = json.loads((folder / "toy.json").read_text())

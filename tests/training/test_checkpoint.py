@@ -2,14 +2,26 @@
 
 import hashlib
 import json
-import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 import training.checkpoint as checkpoint_module
-from training.checkpoint import begin_checkpoint, commit_checkpoint, folder_hash, folder_hashes, latest_checkpoint
+from training.checkpoint import (
+    begin_checkpoint,
+    changed_files,
+    choose_sound,
+    commit_checkpoint,
+    find_resumption,
+    folder_hash,
+    folder_hashes,
+    latest_checkpoint,
+    read_manifest,
+    share_of_files,
+    step_folders,
+)
 
 
 def write(folder: Path, step: int, keep: int = 2) -> Path:
@@ -79,17 +91,16 @@ def cut_the_manifest(final: Path) -> None:
         (cut_the_manifest, "manifest"),
     ],
 )
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: object, name: str
-) -> None:
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path, damage: object, name: str) -> None:
     write(tmp_path, 3)
     final = write(tmp_path, 6)
     assert callable(damage)
     damage(final)
-    with caplog.at_level(logging.WARNING):
-        assert latest_checkpoint(tmp_path) == (tmp_path / "step-000003", 3)
-    assert "step-000006 is damaged and passed over" in caplog.text
-    assert name in caplog.text
+    found = find_resumption(tmp_path, "sft")
+    first, second = found.notices("sft", 9)
+    assert first.startswith("sft: checkpoint step-000006 is damaged and passed over: ")
+    assert name in first
+    assert second == "sft: resumes from step 3 of 9 (checkpoints/step-000003)"
     # Training goes on from step 3 and comes to 6 again.
     write(tmp_path, 6)
     assert latest_checkpoint(tmp_path) == (final, 6)
@@ -112,8 +123,8 @@ def test_an_interrupted_write_leaves_the_old_checkpoint_usable(tmp_path: Path) -
     assert list(again.iterdir()) == []
 
 
-@pytest.mark.parametrize("broken", ["folder_hashes", "sync", "_damage"])
-def test_the_old_one_goes_only_after_the_new_one_verifies(
+@pytest.mark.parametrize("broken", ["sync", "read_manifest"])
+def test_the_old_one_goes_only_after_the_new_one_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     write(tmp_path, 3, keep=1)
@@ -150,6 +161,67 @@ def test_what_lies_on_disk_at_every_point_of_a_commit_is_usable(
     monkeypatch.setattr(Path, "rename", watch(Path.rename))
     write(tmp_path, 6, keep=1)
     assert seen == [3, 3, 6]  # clear step-6, rename, drop step-3
+
+
+DAMAGES = [flip_a_bit, truncate, add_a_file, lose_a_file, lose_the_manifest, cut_the_manifest]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_where_every_checkpoint_is_damaged_the_user_decides(tmp_path: Path, damage: object) -> None:
+    assert callable(damage)
+    for step in (3, 6):
+        damage(write(tmp_path, step))
+    (tmp_path / ".writing-000009").mkdir()  # an unfinished one is no damage, and no checkpoint
+    with pytest.raises(ValueError, match=r"every checkpoint of sft is damaged.*--from sft") as told:
+        find_resumption(tmp_path, "sft")
+    assert str(tmp_path) in str(told.value)
+    assert "step-000003" in str(told.value)
+    assert "step-000006" in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_an_unfinished_write_alone_is_no_damage(tmp_path: Path) -> None:
+    begin_checkpoint(tmp_path, 3)
+    found = find_resumption(tmp_path, "sft")
+    assert found.notices("sft", 9) == ["sft: starts from step 0 of 9 (no checkpoint yet)"]
+
+
+def test_checkpoints_that_cannot_be_read_are_not_taken_for_none(tmp_path: Path) -> None:
+    """A file in the folder's place, since the tests may run as root, who may read all folders."""
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(ValueError, match=r"checkpoints: the folder of checkpoints cannot be read: Not a directory"):
+        find_resumption(tmp_path / "checkpoints", "sft")
+    (tmp_path / "step-000003").touch()
+    with pytest.raises(ValueError, match=r"every checkpoint of sft is damaged"):
+        find_resumption(tmp_path, "sft")
+
+
+def test_several_ranks_verify_every_file_once_and_agree(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    lose_a_file(write(tmp_path, 6))
+    flip_a_bit(write(tmp_path, 9, keep=3))
+    for num_ranks in (1, 2, 3):
+        read: list[str] = []
+
+        def check(folder: Path, sha256: Mapping[str, str]) -> list[str]:
+            changed = []
+            for rank in range(num_ranks):  # noqa: B023 - called before the next one
+                share = share_of_files(sha256, rank, num_ranks)  # noqa: B023
+                read.extend(share)  # noqa: B023
+                changed += changed_files(folder, share)
+            return changed
+
+        found = choose_sound(tmp_path, "sft", [read_manifest(folder) for folder in step_folders(tmp_path)], check)
+        assert found.name == "step-000003"
+        assert list(found.damaged) == ["step-000009", "step-000006"]
+        assert sorted(read) == sorted(["inner/weights.bin", "loop.json"] * 2)  # of steps 9 and 3; 6 lacks a file
+
+
+def test_damaged_checkpoints_of_later_steps_take_no_sound_ones_place(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    flip_a_bit(write(tmp_path, 8))
+    write(tmp_path, 5, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
 
 
 def test_steps_of_seven_digits_are_the_newest(tmp_path: Path) -> None:

@@ -1,7 +1,12 @@
 """The training loop: a killed run resumes and ends with the weights of the run nobody touched, bit for bit."""
 
-from collections.abc import Mapping
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,10 +18,12 @@ from lm.model import LanguageModel
 from lm.source import Fresh, materialise
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import Engine
+from training.failures import CheckpointError
 from training.loop import LoopConfig, TrainingLoop
 from training.metrics import read_metrics
 from training.objectives import StreamObjective
 from training.packing import IntArray
+from training.writer import CheckpointWriter
 
 OPTIMIZER = OptimizerConfig(learning_rate=0.01, schedule="cosine", warmup_steps=2, weight_decay=0.1)
 NUM_STEPS, SAVE_EVERY = 6, 3
@@ -27,27 +34,53 @@ class KilledError(Exception):
 
 
 class Mortal(StreamObjective):
-    """Dies at its n-th forward pass."""
+    """Dies at its n-th forward pass; before some passes something happens."""
 
-    def __init__(self, rows: np.ndarray, passes: int) -> None:
+    def __init__(self, rows: np.ndarray, passes: int, events: Mapping[int, Callable[[], object]]) -> None:
         super().__init__(rows)
-        self.passes = passes
+        self.passes, self.events, self.num_done = passes, events, 0
 
     def loss(self, model: LanguageModel, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
         if self.passes == 0:
             raise KilledError
         self.passes -= 1
+        self.events.get(self.num_done, lambda: None)()
+        self.num_done += 1
         return super().loss(model, rows, device)
 
 
-def run(folder: Path, config: ModelConfig, *, passes: int = -1, keep: int = 1) -> dict[str, Tensor]:
+class Impatient(Engine[LanguageModel]):
+    """Tries a failed write again for a moment only."""
+
+    def checkpoint_writer(self) -> CheckpointWriter:
+        writer = super().checkpoint_writer()
+        writer.retry_seconds = 0.3
+        return writer
+
+
+def make(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    passes: int = -1,
+    keep: int = 1,
+    save_every: int = SAVE_EVERY,
+    events: Mapping[int, Callable[[], object]] = MappingProxyType({}),
+    trackers: tuple[Literal["tensorboard"], ...] = (),
+) -> tuple[Engine[LanguageModel], TrainingLoop[LanguageModel]]:
     """Two micro-batches a step, dropout on."""
     source = Fresh(lambda: LanguageModel(config, dropout=0.3), seed=4)
-    engine_config = EngineConfig(precision="fp32", trackers=(), keep_checkpoints=keep)
-    engine = Engine(source, OPTIMIZER, engine_config, world_size=1, micro_batch=2)
+    engine_config = EngineConfig(precision="fp32", trackers=trackers, keep_checkpoints=keep)
+    engine = Impatient(source, OPTIMIZER, engine_config, world_size=1, micro_batch=2)
     rows = np.random.default_rng(0).integers(0, 288, (10, 9)).astype(np.int32)
-    loop_config = LoopConfig("test", 17, NUM_STEPS, BatchConfig(batch_size=4, micro_batch_size=2), SAVE_EVERY, 2)
-    loop = TrainingLoop(engine, loop_config, Mortal(rows[:7], passes), StreamObjective(rows[7:]), folder)
+    loop_config = LoopConfig("test", 17, NUM_STEPS, BatchConfig(batch_size=4, micro_batch_size=2), save_every, 2)
+    training, heldout = Mortal(rows[:7], passes, events), StreamObjective(rows[7:])
+    return engine, TrainingLoop(engine, loop_config, training, heldout, folder)
+
+
+def run(folder: Path, config: ModelConfig, **options: Any) -> dict[str, Tensor]:
+    """As `make`, to the end; the weights."""
+    engine, loop = make(folder, config, **options)
     try:
         loop.run()
         return {name: weight.clone() for name, weight in engine.full_weights().items()}
@@ -83,23 +116,133 @@ def test_a_killed_run_resumes_bit_for_bit(
     assert losses(tmp_path) == untouched[1]
 
 
+def damage_file(checkpoint: Path, damage: str) -> None:
+    path = checkpoint / "model" / "rank-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    if damage == "bit flipped":
+        content[-3] ^= 4
+    path.write_bytes(content[: -3 if damage == "truncated" else None])
+
+
 @pytest.mark.parametrize("damage", ["bit flipped", "truncated"])
 def test_a_damaged_checkpoint_costs_time_and_nothing_else(
     tmp_path: Path,
     tiny_config: ModelConfig,
     untouched: tuple[dict[str, Tensor], dict[int, tuple[float, float, float]]],
     damage: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with pytest.raises(KilledError):
-        run(tmp_path, tiny_config, passes=9)
-    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
-    path = checkpoint / "model" / "rank-00000.safetensors"
-    content = bytearray(path.read_bytes())
-    if damage == "bit flipped":
-        content[-3] ^= 4
-    path.write_bytes(content[: -3 if damage == "truncated" else None])
+    run(tmp_path, tiny_config, keep=2)
+    assert "test: starts from step 0 of 6 (no checkpoint yet)" in caplog.text
+    damage_file(tmp_path / "checkpoints" / "step-000006", damage)
     weights = run(tmp_path, tiny_config, keep=2)
     assert all(torch.equal(weight, untouched[0][name]) for name, weight in weights.items())
+    assert losses(tmp_path) == untouched[1]
+    assert (
+        "test: checkpoint step-000006 is damaged and passed over: files changed, missing or added:"
+        " model/rank-00000.safetensors" in caplog.text
+    )
+    assert "test: resumes from step 3 of 6 (checkpoints/step-000003)" in caplog.text
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_step_0(
+    tmp_path: Path, tiny_config: ModelConfig
+) -> None:
+    run(tmp_path, tiny_config, keep=2)
+    for step in (3, 6):
+        damage_file(tmp_path / "checkpoints" / f"step-{step:06d}", "truncated")
+    with pytest.raises(ValueError, match=r"every checkpoint of test is damaged .*--from test"):
+        run(tmp_path, tiny_config, keep=2)
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]  # nothing was cut off
+
+
+def test_a_finished_run_is_measured_again_and_not_trained(
+    tmp_path: Path,
+    tiny_config: ModelConfig,
+    untouched: tuple[dict[str, Tensor], dict[int, tuple[float, float, float]]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Lost in what a stage does after its training."""
+    run(tmp_path, tiny_config)
+    engine, loop = make(tmp_path, tiny_config, passes=0)
+    heldout = loop.run()
+    assert "test: resumes from step 6 of 6" in caplog.text
+    assert all(torch.equal(weight, untouched[0][name]) for name, weight in engine.full_weights().items())
+    assert heldout["loss"] == read_metrics(tmp_path / "metrics.jsonl")[-1]["heldout_loss"]
+    engine.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own of 2 MiB."""
+    mount = shutil.which("mount")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if mount is None or os.geteuid() != 0:
+        pytest.skip("only root mounts file systems")
+    done = subprocess.run([mount, "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(disk: Path) -> None:
+    with (disk / "ballast").open("wb", buffering=0) as ballast:
+        with pytest.raises(OSError, match="No space left"):  # noqa: PT012
+            while True:
+                ballast.write(bytes(4096))
+
+
+Event = Callable[[], object]
+
+
+@pytest.mark.parametrize("trackers", [(), ("tensorboard",)], ids=["alone", "tensorboard"])
+def test_a_disk_that_is_full_for_a_while_changes_no_bit(
+    small_disk: Path,
+    tiny_config: ModelConfig,
+    untouched: tuple[dict[str, Tensor], dict[int, tuple[float, float, float]]],
+    caplog: pytest.LogCaptureFixture,
+    trackers: tuple[Literal["tensorboard"], ...],
+) -> None:
+    folder = small_disk / "sft"
+    events: dict[int, Event] = {4: lambda: fill(small_disk), 8: (small_disk / "ballast").unlink}
+    weights = run(folder, tiny_config, events=events, save_every=1, trackers=trackers)
+    assert all(torch.equal(weight, untouched[0][name]) for name, weight in weights.items())
+    assert losses(folder) == untouched[1]
+    assert "No space left on device (ENOSPC)" in caplog.text
+    assert "continues without this checkpoint" in caplog.text
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000006"]
+
+
+def test_a_disk_that_stays_full_stops_the_run_and_costs_no_bit(
+    small_disk: Path,
+    tiny_config: ModelConfig,
+    untouched: tuple[dict[str, Tensor], dict[int, tuple[float, float, float]]],
+) -> None:
+    folder = small_disk / "sft"
+    with pytest.raises(CheckpointError, match=r"step-00000.*ENOSPC.*free space there and run the same command") as told:
+        run(folder, tiny_config, events={2: lambda: fill(small_disk)}, save_every=1)
+    assert "\n" not in str(told.value)
+    (small_disk / "ballast").unlink()
+    weights = run(folder, tiny_config, save_every=1)
+    assert all(torch.equal(weight, untouched[0][name]) for name, weight in weights.items())
+    assert losses(folder) == untouched[1]
+
+
+def test_a_folder_that_is_moved_away_and_back_changes_no_bit(
+    tmp_path: Path,
+    tiny_config: ModelConfig,
+    untouched: tuple[dict[str, Tensor], dict[int, tuple[float, float, float]]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder, away = tmp_path / "sft", tmp_path / "away"
+    events: dict[int, Event] = {4: lambda: folder.rename(away), 8: lambda: away.rename(folder)}
+    weights = run(folder, tiny_config, events=events, save_every=1)
+    assert all(torch.equal(weight, untouched[0][name]) for name, weight in weights.items())
+    assert losses(folder) == untouched[1]
+    assert "No such file or directory (ENOENT)" in caplog.text
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000006"]
 
 
 def test_the_log_holds_every_step_and_the_schedule(

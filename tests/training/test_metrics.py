@@ -1,5 +1,9 @@
 """The metrics log across kills and resumes."""
 
+import math
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -59,3 +63,51 @@ def test_tensorboard_events_lie_in_the_run_directory(folder: Path) -> None:
     accumulator = EventAccumulator(str(events))
     accumulator.Reload()
     assert [(event.step, event.value) for event in accumulator.Scalars("loss")] == [(1, 3.25)]
+
+
+@contextmanager
+def no_file_past(num_bytes: int) -> Iterator[None]:
+    """As on a full disk: writing begins and then fails."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_lines_that_cannot_be_written_wait_for_their_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = MetricsLog(tmp_path, (), resume_step=0)
+    log.log(1, 6, {"loss": 0.5})
+    with no_file_past(log.path.stat().st_size + 20):  # a line is begun and cut off
+        for step in (2, 3):
+            log.log(step, 6, {"loss": 0.5})
+        assert [line["step"] for line in read_metrics(log.path)] == [1]
+        assert log.path.read_text().endswith("\n")
+    log.log(4, 6, {"loss": 0.5})
+    assert [line["step"] for line in read_metrics(log.path)] == [1, 2, 3, 4]
+    assert caplog.text.count("metrics.jsonl: File too large (EFBIG). The run continues") == 1
+    with no_file_past(log.path.stat().st_size):
+        for step in (5, 6):
+            log.log(step, 6, {"loss": 0.5})
+        log.close()
+    assert "the lines of steps 5 to 6 are lost" in caplog.text
+
+
+def test_a_tracker_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = MetricsLog(tmp_path, ("tensorboard",), resume_step=0)
+    log._trackers["tensorboard"].finish()  # what follows is refused
+    for step in (1, 2):
+        log.log(step, 2, {"loss": 0.5})
+    log.close()
+    assert [line["step"] for line in read_metrics(log.path)] == [1, 2]
+    assert "tensorboard: OSError: Writer is closed; it lacks figures before and after step 1" in caplog.text
+    assert "tensorboard: has figures again from step 2" in caplog.text
+
+
+def test_figures_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, (), resume_step=0)
+    log.log(1, 1, {"loss": math.nan, "gradient_norm": math.inf, "learning_rate": 0.1})
+    log.close()
+    (line,) = read_metrics(log.path)
+    assert set(line) == {"step", "num_steps", "learning_rate", "seconds"}

@@ -97,6 +97,10 @@ def rank_program(folder: Path) -> None:
         if must_resume:
             # This run finds the checkpoint of step 2 and does step 3 again, as after a kill.
             assert (folder / name / "checkpoints" / "step-000002" / "manifest.json").is_file()
+            torch.distributed.barrier()
+            if rank == 0:
+                shutil.rmtree(folder / name / "checkpoints" / "step-000003")
+            torch.distributed.barrier()
             again = train(folder / name, *case, world_size, 1, precision)
             torch.save(again, folder / f"{name}-rank-{rank}-again.pt")
     torch.distributed.destroy_process_group()
@@ -122,6 +126,11 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> OneRank:
     return {n: (folder / str(n), train(folder / str(n), 0, n, (), world_size=1, micro_batch=4)) for n in (None, 1)}
 
 
+def copy_without_last(run: Path, folder: Path) -> None:
+    """The checkpoints of a run but for the last, so that a step is left to do."""
+    shutil.copytree(run / "checkpoints", folder / "checkpoints", ignore=shutil.ignore_patterns("step-000003"))
+
+
 @pytest.fixture(scope="module")
 def two_ranks(
     tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[..., None], one_rank: OneRank
@@ -129,7 +138,7 @@ def two_ranks(
     """The folder of all runs of two ranks, some of which go on from the checkpoint of the run of one."""
     folder = tmp_path_factory.mktemp("two_ranks")
     for zero in range(4):
-        shutil.copytree(one_rank[None][0] / "checkpoints", folder / f"one-to-two-{zero}" / "checkpoints")
+        copy_without_last(one_rank[None][0], folder / f"one-to-two-{zero}")
     start_two_ranks(__file__, folder)
     return folder
 
@@ -142,11 +151,11 @@ def two_to_one(
     folder = tmp_path_factory.mktemp("two_to_one")
     saved = {zero: two_ranks / name_of(zero, None, ("optimizer",) if zero == 2 else ()) for zero in range(4)}
     for zero in (1, 2, 3):
-        shutil.copytree(saved[zero] / "checkpoints", folder / f"two-to-one-{zero}" / "checkpoints")
+        copy_without_last(saved[zero], folder / f"two-to-one-{zero}")
     start_two_ranks(__file__, folder, num_ranks=1)
     found = {f"{zero} to {zero}": torch.load(folder / f"two-to-one-{zero}-rank-0.pt") for zero in (1, 2, 3)}
     for zero in (0, 3):  # here no other ZeRO stage can be left again
-        shutil.copytree(saved[zero] / "checkpoints", folder / f"two-to-one-{zero}-0" / "checkpoints")
+        copy_without_last(saved[zero], folder / f"two-to-one-{zero}-0")
         found[f"{zero} to 0"] = train(folder / f"two-to-one-{zero}-0", 0, None, (), world_size=1, micro_batch=2)
         assert len(curve(folder / f"two-to-one-{zero}-0")) == 1, "two of three steps were not taken from the checkpoint"
     return found

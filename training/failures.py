@@ -1,0 +1,51 @@
+"""Failures with a known cause, which a user reads as one line."""
+
+import errno
+import os
+import re
+
+
+class RunError(RuntimeError):
+    """A run cannot continue. The message is one line: what failed, why, and what to do."""
+
+
+class CheckpointError(RunError):
+    """Checkpoints cannot be written; the message says where, why, and how to continue."""
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there",
+    errno.EFBIG: "raise the limit on the size of files",
+    errno.ENOENT: "bring the folder back",
+    errno.EROFS: "make the folder writable",
+    errno.EACCES: "make the folder writable",
+    errno.EPERM: "make the folder writable",
+    errno.ESTALE: "mount the folder again",
+    errno.EIO: "check the disk",
+}
+
+
+def system_error(error: BaseException) -> int | None:
+    """The number of the operating system's error behind an exception, or None.
+
+    safetensors is written in Rust, whose errors have the number in their text alone.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
+
+
+def cause_of(error: BaseException) -> str:
+    """The cause in one line: "No space left on device (ENOSPC)"."""
+    number = system_error(error)
+    if number is None:
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    name = getattr(error, "filename", None)
+    return f"{os.strerror(number)} ({errno.errorcode.get(number, number)}){f': {name}' if name else ''}"
+
+
+def remedy_of(error: BaseException) -> str:
+    """What the user can do about it, as an imperative."""
+    return _REMEDIES.get(system_error(error) or 0, "mend the cause")

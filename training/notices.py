@@ -1,0 +1,26 @@
+"""What a user should hear while a run works: where it resumes, what was passed over, what could not be saved.
+
+A worker's log reaches nobody, so the process that starts one says where notices go (`cluster.notices`); in a process of
+its own they are log messages.
+"""
+
+import logging
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+Speaker = Callable[[str], None]
+_speakers: list[Speaker] = []
+
+
+def say(notice: str) -> None:
+    """Report one line to the user. Any thread may call it."""
+    if _speakers:
+        _speakers[-1](notice)
+    else:
+        log.warning("%s", notice)
+
+
+def speak_through(speaker: Speaker) -> None:
+    """From now on notices of this process go to `speaker`."""
+    _speakers.append(speaker)
