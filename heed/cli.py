@@ -216,13 +216,21 @@ def inspect_attention(
 
 
 def main() -> None:
-    """Entry point: what the user can mend is told in one line, without a traceback."""
+    """Entry point: what the user can mend, and failures with a known cause, are one line without a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         app()
     except ValueError as error:
         console.print(f"[bold red]error:[/] {_escape(str(error))}")
         raise SystemExit(2) from None
+    except (RuntimeError, OSError) as error:
+        from training.failures import in_one_line
+
+        message = in_one_line(error)
+        if not message:
+            raise
+        console.print(f"[bold red]error:[/] {_escape(message)}")
+        raise SystemExit(1) from None
 
 
 def _escape(text: str) -> str:

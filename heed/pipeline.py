@@ -25,7 +25,8 @@ from lm.hub import model_directory
 from lm.tokenizer import TOKENIZER_FILES
 from pretrain.stage import prepare_tokenizer
 from reward.elsewhere import FunctionReward
-from training.checkpoint import file_hash, folder_hash
+from training.checkpoint import file_hash, folder_hash, step_folders
+from training.metrics import read_metrics
 from training.notices import speak_through
 from training.stage import write_json
 
@@ -37,7 +38,10 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
     Errors: ValueError for what the user can mend, before any training where it can be known.
     """
     folder = runs / job.name
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--runs {runs}: {folder} cannot be created: {error.strerror}") from None
     started = time.monotonic()
     speak_through(print_notice)
     with ExitStack() as closing:
@@ -78,11 +82,25 @@ def _run_stages(run: Run, first: str, only: str) -> None:
         _open_folder(run, stage, inputs, forced)
         begun = time.monotonic()
         config = run.resolve(getattr(run.job, stage.name))
-        with follow(stage.name, folder) as progress:
-            run_to_end(stage.name, folder, partial(stage.run, run, config, progress), run.group.abandon)
+        try:
+            with follow(stage.name, folder) as progress:
+                run_to_end(stage.name, folder, partial(stage.run, run, config, progress), run.group.abandon)
+        except KeyboardInterrupt:
+            console.print(f"{stage.name}: stopped{_last_step(folder)}; the same command continues")
+            raise
         write_lineage(folder, inputs, time.monotonic() - begun)
         shutil.rmtree(folder / SAMPLES, ignore_errors=True)  # parts of what the stage has made of them
         console.print(f"{stage.name}: done in {time.monotonic() - begun:.0f} s")
+
+
+def _last_step(folder: Path) -> str:
+    """ " at step 85 of 112", and where it will resume; "" for a stage without steps."""
+    lines = read_metrics(folder / "metrics.jsonl")
+    if not lines:
+        return ""
+    saved = [found.name for found in step_folders(folder / "checkpoints")]
+    where = f" (its newest checkpoint is {saved[0]})" if saved else " (no checkpoint yet)"
+    return f" at step {lines[-1]['step']} of {lines[-1]['num_steps']}{where}"
 
 
 def _require_parents(run: Run, stage: Stage) -> None:

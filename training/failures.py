@@ -49,3 +49,23 @@ def cause_of(error: BaseException) -> str:
 def remedy_of(error: BaseException) -> str:
     """What the user can do about it, as an imperative."""
     return _REMEDIES.get(system_error(error) or 0, "mend the cause")
+
+
+# What is wrong with the disk, not with Heed; a file that is missing may be either.
+_OF_THE_DISK = frozenset(_REMEDIES) - {errno.ENOENT}
+
+
+def in_one_line(error: BaseException) -> str:
+    """What a user should read in place of a traceback; "" where the cause is not known.
+
+    Looks at what the error was raised from, too: a worker's failure reaches the driver inside another one.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, RunError):
+            return str(found)
+        if system_error(found) in _OF_THE_DISK:
+            stage = "" if found is error else f"{str(error).partition(':')[0]}: "
+            return f"{stage}{cause_of(found)}; {remedy_of(found)} and run the same command again"
+        found = found.__cause__
+    return ""

@@ -188,10 +188,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> None:
-    with (disk / "ballast").open("wb", buffering=0) as ballast:
-        with pytest.raises(OSError, match="No space left"):  # noqa: PT012
-            while True:
-                ballast.write(bytes(4096))
+    ballast = (disk / "ballast").open("wb", buffering=0)
+    with ballast, pytest.raises(OSError, match="No space left"):  # noqa: PT012
+        while True:
+            ballast.write(bytes(4096))
 
 
 Event = Callable[[], object]
