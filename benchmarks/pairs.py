@@ -20,12 +20,14 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from heed.collect import label_truth
 from heed.job_file import load_job
+from lm.dropout import sequence_keys
 from lm.source import skeleton
 from lm.tokenizer import Tokenizer
 from playground.world import World
@@ -78,9 +80,12 @@ class ShuffledPairs:
     def num_tokens(self, rows: IntArray) -> int:
         return sum(len(sequence) for row in rows for sequence in self.pairs[row][:2])
 
-    def loss(self, model: RewardLearner, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def loss(
+        self, model: RewardLearner, rows: IntArray, device: torch.device, seed: int = 0
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         first, second, targets = zip(*(self.pairs[row] for row in rows), strict=True)
-        scores, _, _ = model(*read_by([*first, *second], self.kind, device))
+        keys = sequence_keys(seed, np.concatenate([2 * rows, 2 * rows + 1])[:, None], device)
+        scores, _, _ = model(*read_by([*first, *second], self.kind, device), sequence_keys_BT=keys)
         difference = (scores[: len(rows)] - scores[len(rows) :]).squeeze(1)
         target = torch.tensor(targets, device=device)
         return F.binary_cross_entropy_with_logits(difference, target, reduction="sum"), {}

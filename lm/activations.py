@@ -52,14 +52,14 @@ def ends_bytes(config: ModelConfig, of: Pass) -> int:
     """
     kept = 2 * config.head_dim * of.compute_bytes if config.positions == "rotary" else 0
     kept += _norm(config, of) if config.embedding_norm else 0
-    kept += _dropout(of, of.stream_bytes) * config.width
+    kept += _dropout(of)
     kept += _norm(config, of) if config.norm_place == "pre" else 0
     return of.num_tokens * (kept + config.width * of.compute_bytes)
 
 
 def _branch(config: ModelConfig, of: Pass) -> int:
     """Bytes a token of what surrounds a branch: its norm, its first product's input, its dropout."""
-    return _norm(config, of) + config.width * (of.compute_bytes + _dropout(of, of.compute_bytes))
+    return _norm(config, of) + config.width * of.compute_bytes + _dropout(of)
 
 
 def _norm(config: ModelConfig, of: Pass) -> int:
@@ -67,11 +67,9 @@ def _norm(config: ModelConfig, of: Pass) -> int:
     return of.stream_bytes * config.width + (4 if config.norm == "rms" else 8)
 
 
-def _dropout(of: Pass, bytes_per_number: int) -> int:
-    """A number of the input's type on a CPU; a boolean in the fused kernel."""
-    if not of.has_dropout:
-        return 0
-    return 1 if of.is_fused else bytes_per_number
+def _dropout(of: Pass) -> int:
+    """A token's key of 64 bits; the gradient draws the mask again."""
+    return 8 if of.has_dropout else 0
 
 
 def _attention(config: ModelConfig, of: Pass) -> int:

@@ -15,6 +15,7 @@ from torch.autograd.function import FunctionCtx
 
 from lm.attention import KVCache, Memory, attend
 from lm.config import ModelConfig
+from lm.dropout import Dropout
 from lm.heads import Rotary, split_heads
 from lm.linear import Linear
 from lm.native import ops
@@ -147,6 +148,9 @@ class MLP(nn.Module):
         return self.down(self.activation(self.up(x_BTD)))
 
 
+BRANCHES = 3  # at most, of a block: each is a site of dropout of its own
+
+
 class Block(nn.Module):
     """Attention, with `reads_memory` attention to an encoder, then the MLP: branches beside the residual stream, each
     with its norm and dropout.
@@ -163,7 +167,7 @@ class Block(nn.Module):
         self.cross = CrossAttention(config) if reads_memory else None
         self.mlp_norm = make_norm(config, config.width)
         self.mlp = MLP(config)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(
         self,
@@ -174,19 +178,29 @@ class Block(nn.Module):
         cache: KVCache | None,
         layer: int,
         memory: Memory | None = None,
+        keys_BT: Tensor | None = None,
     ) -> Stream:
-        """The residual stream and the branch that is to be added to it next, as they come and as they go."""
+        """The residual stream and the branch that is to be added to it next, as they come and as they go.
+
+        `keys_BT` are the tokens' keys for dropout (`lm.dropout`).
+        """
+
+        def drop(branch_BTD: Tensor, number: int) -> Tensor:
+            return self.dropout(branch_BTD, keys_BT, 1 + BRANCHES * layer + number)
+
         stream = self._branch(
-            (x_BTD, branch_BTD), self.attention_norm, lambda x: self.attention(x, rotary, mask_BTS, cache, layer)
+            (x_BTD, branch_BTD),
+            self.attention_norm,
+            lambda x: drop(self.attention(x, rotary, mask_BTS, cache, layer), 0),
         )
         if self.cross is not None and self.cross_norm is not None:
             cross = self.cross
-            stream = self._branch(stream, self.cross_norm, lambda x: cross(x, memory, layer))
-        return self._branch(stream, self.mlp_norm, self.mlp)
+            stream = self._branch(stream, self.cross_norm, lambda x: drop(cross(x, memory, layer), 1))
+        return self._branch(stream, self.mlp_norm, lambda x: drop(self.mlp(x), 2))
 
     def _branch(self, stream: Stream, norm: nn.Module, run: Callable[[Tensor], Tensor]) -> Stream:
         if self.norms_first:
             x_BTD, normed_BTD = add_norm(*stream, norm)
-            return x_BTD, self.dropout(run(normed_BTD))
+            return x_BTD, run(normed_BTD)
         x_BTD, _ = stream
-        return norm(x_BTD + self.dropout(run(x_BTD))), None
+        return norm(x_BTD + run(x_BTD)), None

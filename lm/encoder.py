@@ -7,13 +7,15 @@ padding must be given it. `token_types_BT` is 0 where not given.
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from lm.block import ACTIVATIONS
 from lm.config import ModelConfig
+from lm.dropout import Dropout, token_keys
 from lm.linear import Linear
 from lm.logprobs import token_logprobs
-from lm.model import Stack
+from lm.model import HEAD, Stack
 from lm.norms import make_norm
 
 
@@ -25,6 +27,18 @@ class EncoderModel(nn.Module):
         super().__init__()
         self.config = config
         self.encoder = Stack(config, dropout, causal=False)
+
+    def hidden(
+        self,
+        tokens_BT: Tensor,
+        segments_BT: Tensor | None,
+        token_types_BT: Tensor | None,
+        sequence_keys_BT: Tensor | None,
+    ) -> Tensor:
+        """The encoder's states [B, T, D]."""
+        return self.encoder.hidden(
+            tokens_BT, segments_BT, token_types_BT=token_types_BT, sequence_keys_BT=sequence_keys_BT
+        )
 
 
 class MaskedLanguageModel(EncoderModel):
@@ -49,11 +63,18 @@ class MaskedLanguageModel(EncoderModel):
         segments_BT: Tensor | None = None,
         selected_BT: Tensor | None = None,
         token_types_BT: Tensor | None = None,
+        sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
         """Logits [C, V] of the positions that `selected_BT` marks True, row by row; [B, T, V] where it is None."""
-        hidden_BTD = self.encoder.hidden(tokens_BT, segments_BT, token_types_BT=token_types_BT)
+        hidden_BTD = self.hidden(tokens_BT, segments_BT, token_types_BT, sequence_keys_BT)
         chosen = hidden_BTD if selected_BT is None else hidden_BTD[selected_BT]
         return self.head(self.transform_norm(self.activation(self.transform(chosen))))
+
+
+def _head_keys(sequence_keys_BT: Tensor, tokens_BT: Tensor) -> Tensor:
+    """Keys for a head's dropout [B, T], by the tokens' places in their rows."""
+    places_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand(tokens_BT.shape)
+    return token_keys(sequence_keys_BT[:, : tokens_BT.shape[1]], places_BT, HEAD)
 
 
 class SequenceClassifier(EncoderModel):
@@ -63,16 +84,21 @@ class SequenceClassifier(EncoderModel):
         super().__init__(config, dropout)
         self.labels = tuple(labels)
         self.pooler = nn.Linear(config.width, config.width)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.classifier = nn.Linear(config.width, len(self.labels))
 
     def forward(
-        self, tokens_BT: Tensor, segments_BT: Tensor | None = None, token_types_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        segments_BT: Tensor | None = None,
+        token_types_BT: Tensor | None = None,
+        sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, K] in fp32."""
-        hidden_BTD = self.encoder.hidden(tokens_BT, segments_BT, token_types_BT=token_types_BT)
+        hidden_BTD = self.hidden(tokens_BT, segments_BT, token_types_BT, sequence_keys_BT)
         pooled_BD = self.pooler(hidden_BTD[:, 0]).tanh()
-        return self.classifier(self.dropout(pooled_BD)).float()
+        first = None if sequence_keys_BT is None else _head_keys(sequence_keys_BT, tokens_BT[:, :1])[:, 0]
+        return self.classifier(self.dropout(pooled_BD, first, 0)).float()
 
 
 class TokenClassifier(EncoderModel):
@@ -81,15 +107,20 @@ class TokenClassifier(EncoderModel):
     def __init__(self, config: ModelConfig, labels: Sequence[str], dropout: float = 0.0) -> None:
         super().__init__(config, dropout)
         self.labels = tuple(labels)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.classifier = nn.Linear(config.width, len(self.labels))
 
     def forward(
-        self, tokens_BT: Tensor, segments_BT: Tensor | None = None, token_types_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        segments_BT: Tensor | None = None,
+        token_types_BT: Tensor | None = None,
+        sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, T, K] in fp32."""
-        hidden_BTD = self.encoder.hidden(tokens_BT, segments_BT, token_types_BT=token_types_BT)
-        return self.classifier(self.dropout(hidden_BTD)).float()
+        hidden_BTD = self.hidden(tokens_BT, segments_BT, token_types_BT, sequence_keys_BT)
+        keys_BT = None if sequence_keys_BT is None else _head_keys(sequence_keys_BT, tokens_BT)
+        return self.classifier(self.dropout(hidden_BTD, keys_BT, 0)).float()
 
 
 class SpanPredictor(EncoderModel):
@@ -100,10 +131,14 @@ class SpanPredictor(EncoderModel):
         self.ends = nn.Linear(config.width, 2)
 
     def forward(
-        self, tokens_BT: Tensor, segments_BT: Tensor | None = None, token_types_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        segments_BT: Tensor | None = None,
+        token_types_BT: Tensor | None = None,
+        sequence_keys_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logits [B, T] of the first and of the last token of the answer, in fp32."""
-        hidden_BTD = self.encoder.hidden(tokens_BT, segments_BT, token_types_BT=token_types_BT)
+        hidden_BTD = self.hidden(tokens_BT, segments_BT, token_types_BT, sequence_keys_BT)
         first_BT, last_BT = self.ends(hidden_BTD).float().unbind(dim=-1)
         return first_BT, last_BT
 

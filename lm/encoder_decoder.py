@@ -30,10 +30,14 @@ class EncoderDecoder(nn.Module):
         if self.config.tie_embeddings:
             self.head.weight = self.encoder.embedding.weight
 
-    def read(self, sources_BS: Tensor, segments_BS: Tensor | None = None) -> Memory:
+    def read(
+        self, sources_BS: Tensor, segments_BS: Tensor | None = None, sequence_keys_B1: Tensor | None = None
+    ) -> Memory:
         """What the decoder sees of the sources; `segments_BS` is 1 for tokens and 0 for padding."""
         real_BS = torch.ones_like(sources_BS, dtype=torch.bool) if segments_BS is None else segments_BS > 0
-        return self.decoder.remember(self.encoder.hidden(sources_BS, segments_BS), real_BS)
+        return self.decoder.remember(
+            self.encoder.hidden(sources_BS, segments_BS, sequence_keys_BT=sequence_keys_B1), real_BS
+        )
 
     def forward(
         self,
@@ -41,11 +45,12 @@ class EncoderDecoder(nn.Module):
         targets_BT: Tensor,
         source_segments_BS: Tensor | None = None,
         selected_BT: Tensor | None = None,
+        sequence_keys_B1: Tensor | None = None,
     ) -> Tensor:
         """Teacher forcing: logits [B, T, V] of what follows each target token, or [C, V] of those selected.
 
-        Targets begin with a start token and are padded on the right.
+        Targets begin with a start token and are padded on the right. A pair has one key for dropout (`lm.dropout`).
         """
-        memory = self.read(sources_BS, source_segments_BS)
-        hidden_BTD = self.decoder.hidden(targets_BT, None, memory)
+        memory = self.read(sources_BS, source_segments_BS, sequence_keys_B1)
+        hidden_BTD = self.decoder.hidden(targets_BT, None, memory, sequence_keys_BT=sequence_keys_B1)
         return self.head(hidden_BTD if selected_BT is None else hidden_BTD[selected_BT])

@@ -14,11 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from lm.attention import KVCache, Memory, attention_mask, banded
 from lm.block import Block
 from lm.config import ModelConfig
+from lm.dropout import Dropout, token_keys
 from lm.heads import Rotary
 from lm.linear import Linear
 from lm.norms import add_norm, compute_dtype, make_norm
 from lm.positions import rotary_tables, sinusoids
 
+ENCODES, DECODES, HEAD = 0, 1, 2  # parts of a model, whose dropout differs at equal positions
 SCORE = "score"  # the label of a model that gives one number
 
 
@@ -46,7 +48,7 @@ class Stack(nn.Module):
         self.positions = nn.Embedding(config.context_tokens, config.width) if learned else None
         self.token_types = nn.Embedding(config.token_types, config.width) if config.token_types else None
         self.embedding_norm = make_norm(config, config.width) if config.embedding_norm else nn.Identity()
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         num_layers = config.num_layers if causal or not config.num_encoder_layers else config.num_encoder_layers
         self.blocks = nn.ModuleList(Block(config, dropout, reads_memory=reads_memory) for _ in range(num_layers))
         # With norms last the final block's own norm is the last one.
@@ -60,9 +62,16 @@ class Stack(nn.Module):
         cache: KVCache | None = None,
         memory: Memory | None = None,
         token_types_BT: Tensor | None = None,
+        sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [B, T, D]. `mask_BTS`: True = may attend; None = causal, or everything for an encoder."""
-        x_BTD = self.embed(tokens_BT, positions_BT, token_types_BT)
+        """Hidden states [B, T, D]. `mask_BTS`: True = may attend; None = causal, or everything for an encoder.
+
+        `sequence_keys_BT` (or [B, 1]) are needed in training with dropout (`lm.dropout`).
+        """
+        keys_BT = None
+        if sequence_keys_BT is not None and self.dropout.is_active:
+            keys_BT = token_keys(sequence_keys_BT, positions_BT, DECODES if self.causal else ENCODES)
+        x_BTD = self.embed(tokens_BT, positions_BT, token_types_BT, keys_BT)
         branch_BTD: Tensor | None = None
         rotary = self.rotary(positions_BT, compute_dtype(x_BTD))
         T = tokens_BT.shape[1]
@@ -75,10 +84,17 @@ class Stack(nn.Module):
             if recomputes and branch_BTD is not None:
                 x_BTD, branch_BTD = x_BTD + branch_BTD, None  # a block's input, all that is kept of it, is one tensor
             run = partial(checkpoint, block, use_reentrant=False) if recomputes else block
-            x_BTD, branch_BTD = run(x_BTD, branch_BTD, rotary, masks[self.config.window(layer)], cache, layer, memory)
+            mask = masks[self.config.window(layer)]
+            x_BTD, branch_BTD = run(x_BTD, branch_BTD, rotary, mask, cache, layer, memory, keys_BT)
         return add_norm(x_BTD, branch_BTD, self.norm)[1]
 
-    def embed(self, tokens_BT: Tensor, positions_BT: Tensor, token_types_BT: Tensor | None = None) -> Tensor:
+    def embed(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        token_types_BT: Tensor | None = None,
+        keys_BT: Tensor | None = None,
+    ) -> Tensor:
         """Token embeddings [B, T, D], with what positions and token types (0 where not given) add to them."""
         x_BTD = self.embedding(tokens_BT)
         if self.config.embedding_scale:
@@ -89,7 +105,7 @@ class Stack(nn.Module):
             x_BTD = x_BTD + sinusoids(positions_BT, self.config.width).to(x_BTD.dtype)
         if self.token_types is not None:
             x_BTD = x_BTD + self.token_types(torch.zeros_like(tokens_BT) if token_types_BT is None else token_types_BT)
-        return self.dropout(self.embedding_norm(x_BTD))
+        return self.dropout(self.embedding_norm(x_BTD), keys_BT, 0)
 
     def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotary | None:
         config = self.config
@@ -103,19 +119,21 @@ class Stack(nn.Module):
         segments_BT: Tensor | None,
         memory: Memory | None = None,
         token_types_BT: Tensor | None = None,
+        sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
         """Hidden states of whole rows. `segments_BT` numbers the sequences packed in a row from 1; 0 = padding.
 
         Positions restart at 0 in every segment and no token attends across segments, so a packed row gives each of
         its sequences what it would get alone. None means one sequence a row; padding on the right is harmless to a
-        decoder, and none may be there for an encoder.
+        decoder, and none may be there for an encoder. `sequence_keys_BT` as for `forward`.
         """
         T = tokens_BT.shape[1]
         if segments_BT is None:
             positions_BT = torch.arange(T, device=tokens_BT.device).expand(tokens_BT.shape)
-            return self(tokens_BT, positions_BT, None, None, memory, token_types_BT)
+            return self(tokens_BT, positions_BT, None, None, memory, token_types_BT, sequence_keys_BT)
         mask_BTS = attention_mask(segments_BT, causal=self.causal)
-        return self(tokens_BT, segment_positions(segments_BT), mask_BTS, None, memory, token_types_BT)
+        positions_BT = segment_positions(segments_BT)
+        return self(tokens_BT, positions_BT, mask_BTS, None, memory, token_types_BT, sequence_keys_BT)
 
     def remember(self, states_BSD: Tensor, real_BS: Tensor) -> Memory:
         """An encoder's states as this decoder's blocks look at them; `real_BS` is False at padding."""
@@ -140,10 +158,14 @@ class LanguageModel(nn.Module):
             self.head.weight = self.decoder.embedding.weight
 
     def forward(
-        self, tokens_BT: Tensor, segments_BT: Tensor | None = None, selected_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        segments_BT: Tensor | None = None,
+        selected_BT: Tensor | None = None,
+        sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
         """Logits [C, V] of the positions that `selected_BT` marks True, row by row; [B, T, V] where it is None."""
-        hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT)
+        hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT)
         return self.head(hidden_BTD if selected_BT is None else hidden_BTD[selected_BT])
 
 
@@ -164,13 +186,17 @@ class ScalarModel(nn.Module):
         self.bias: Tensor
 
     def forward(
-        self, tokens_BT: Tensor, segments_BT: Tensor | None = None, selected_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        segments_BT: Tensor | None = None,
+        selected_BT: Tensor | None = None,
+        sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
         """Scores [C] of the positions that `selected_BT` marks True, row by row; [B, T] where it is None.
 
         With several labels they are the last dimension of both.
         """
-        hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT)
+        hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT)
         selected = hidden_BTD if selected_BT is None else hidden_BTD[selected_BT]
         return self.score(selected).squeeze(-1).float() + self.bias
 

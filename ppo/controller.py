@@ -16,6 +16,7 @@ from ppo.algorithm import KLController, generalised_advantages, importance_weigh
 from ppo.config import PPOConfig
 from ppo.roles import Roles, Sampling
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from training.failures import RunError
 from training.packing import DataOrder
 from training.seeds import derive_seed
 
@@ -166,10 +167,7 @@ class PPOController:
                 update,
             )
             if number == 0:
-                assert policy["ratio_error"] < MAX_FIRST_RATIO_ERROR, (
-                    f"iteration {iteration}: |ratio - 1| is {policy['ratio_error']:.4f} on the first minibatch, where"
-                    f" the policy has not moved; at most {MAX_FIRST_RATIO_ERROR} is rounding"
-                )
+                _require_same_policy(policy["ratio_error"], iteration)
             collected.append({**policy, **value})
         return {name: float(np.mean([figures[name] for figures in collected])) for name in collected[0]}
 
@@ -181,6 +179,16 @@ class PPOController:
             rows = torch.randperm(num_responses, generator=torch.Generator().manual_seed(seed))
             batches.extend(rows.split(self.config.minibatch.batch_size))
         return batches
+
+
+def _require_same_policy(ratio_error: float, iteration: int) -> None:
+    """Raises RunError where the first update does not find the policy that gave the log-probabilities."""
+    if not ratio_error < MAX_FIRST_RATIO_ERROR:
+        raise RunError(
+            f"ppo: iteration {iteration + 1}: |ratio - 1| is {ratio_error:.4f} on the first minibatch, where the policy"
+            f" has not moved; at most {MAX_FIRST_RATIO_ERROR} is rounding. The passes with and without gradients"
+            ' disagree: try engine.precision = "fp32"; if that does not help, this is a defect of Heed'
+        )
 
 
 def _explained(values_C: Tensor, returns_C: Tensor) -> float:

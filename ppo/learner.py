@@ -6,6 +6,7 @@ Shape letters: B responses, R response tokens.
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from ppo.value import value_source
 from training.checkpoint import changed_files, share_of_files, step_of
 from training.config import EngineConfig
 from training.engine import Engine
+from training.notices import say
 from training.objectives import StreamObjective
 from training.packing import stream_rows
 from training.state import SavedState, state_of, tensor_slots
@@ -73,8 +75,9 @@ class LearnerWorker(Rank):
                 ptx = slice(number * ptx_size, (number + 1) * ptx_size)
                 part = batch.rows(slice(start, start + size), ptx)
                 with self.policy.micro_batch(is_last=number == len(starts) - 1):
-                    self.policy.backward(self._policy_loss(part, batch, shares), step=update)
+                    self.policy.backward(self._policy_loss(part, batch, shares))
         _, norm = self.policy.step()
+        self._say_skipped("policy", self.policy, update)
         return {**shares, "policy_gradient_norm": norm / self.num_workers}
 
     def _policy_loss(self, part: PolicyBatch, whole: PolicyBatch, shares: dict[str, float]) -> Tensor:
@@ -114,9 +117,14 @@ class LearnerWorker(Rank):
                         self.config.value_clip,
                     )
                     _add(shares, {"value_loss": loss.detach(), **sums}, batch.num_tokens)
-                    self.value.backward(loss / batch.num_tokens, step=update)
+                    self.value.backward(loss / batch.num_tokens)
         _, norm = self.value.step()
+        self._say_skipped("value", self.value, update)
         return {**shares, "value_gradient_norm": norm / self.num_workers}
+
+    def _say_skipped(self, role: str, engine: Engine[Any], update: int) -> None:
+        if engine.has_skipped and engine.is_main:
+            say(f"ppo: update {update + 1} of the {role} is skipped: its gradient is not finite")
 
     def send(self) -> SentWeights:
         """The policy's weights as a generator holds them; a collective call."""

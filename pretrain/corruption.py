@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lm.dropout import sequence_keys
 from lm.encoder import MaskedLanguageModel, masked_tokens_loss
 from lm.encoder_decoder import EncoderDecoder
 from lm.tokenizer import Tokenizer
@@ -112,10 +113,11 @@ class MaskedObjective:
         return tokens.to(device), selected.to(device), words.to(device)
 
     def loss(
-        self, model: MaskedLanguageModel, rows: IntArray, device: torch.device
+        self, model: MaskedLanguageModel, rows: IntArray, device: torch.device, seed: int = 0
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         tokens_BT, selected_BT, words_C = self.batch(rows, device)
-        logits_CV = model(tokens_BT, selected_BT=selected_BT)
+        keys_B1 = sequence_keys(seed, rows[:, None], device)
+        logits_CV = model(tokens_BT, selected_BT=selected_BT, sequence_keys_BT=keys_B1)
         return masked_tokens_loss(logits_CV, words_C), {"accuracy": (logits_CV.argmax(dim=-1) == words_C).sum()}
 
     def _rows(self, rows: IntArray) -> IntArray:
@@ -147,6 +149,9 @@ class DenoisingObjective:
         ]
         return sources, targets_BT.tolist()
 
-    def loss(self, model: EncoderDecoder, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def loss(
+        self, model: EncoderDecoder, rows: IntArray, device: torch.device, seed: int = 0
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         sources, targets = self.batch(rows)
-        return teacher_forcing_loss(model, sources, targets, self.words.end_id, device), {}
+        keys_B1 = sequence_keys(seed, rows[:, None], device)
+        return teacher_forcing_loss(model, sources, targets, self.words.end_id, device, keys_B1), {}

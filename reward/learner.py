@@ -51,9 +51,9 @@ class RewardLearner(nn.Module):
         self.nu = nn.Parameter(torch.zeros(len(beside.log_nu))) if beside.log_nu else None
         self.rating = nn.Parameter(torch.zeros(len(beside.rating_std))) if beside.rating_std else None
 
-    def forward(self, *read: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, *read: Tensor | None, sequence_keys_BT: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Scores [sequences, objectives]; log ν and the scale of ratings, [objectives] or empty where not learned."""
-        scores = scores_of(self.network, read)
+        scores = scores_of(self.network, read, sequence_keys_BT)
         log_nu = scale = scores.new_zeros(0)
         if self.nu is not None:
             log_nu = scores.new_tensor(self.beside.log_nu) + self.gain * self.nu.float()

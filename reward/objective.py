@@ -6,14 +6,18 @@ objectives.
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lm.dropout import sequence_keys
 from reward.comparisons import Comparison
 from reward.learner import RewardLearner
 from reward.loss import davidson_loss, ranking_loss, rating_loss
 from reward.scoring import read_by
 from training.packing import IntArray
+
+MAX_RESPONSES = 1 << 20  # to one prompt; numbers of sequences are spaced by it
 
 
 class RankingObjective:
@@ -46,9 +50,17 @@ class RankingObjective:
     def num_tokens(self, rows: IntArray) -> int:
         return sum(len(sequence) for row in rows for sequence in self.comparisons[row].sequences)
 
-    def loss(self, model: RewardLearner, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def loss(
+        self, model: RewardLearner, rows: IntArray, device: torch.device, seed: int = 0
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         chosen = [self.comparisons[row] for row in rows]
-        scores_NO, log_nu_O, scale_O = model(*read_by([s for c in chosen for s in c.sequences], self.kind, device))
+        read = read_by([s for c in chosen for s in c.sequences], self.kind, device)
+        # A comparison's row and the place in it name a sequence, whatever else is in the batch.
+        numbers_N = [
+            row * MAX_RESPONSES + k for row, c in zip(rows, chosen, strict=True) for k in range(len(c.sequences))
+        ]
+        keys_N1 = sequence_keys(seed, np.array(numbers_N)[:, None], device)
+        scores_NO, log_nu_O, scale_O = model(*read, sequence_keys_BT=keys_N1)
         objective_N = torch.tensor([[c.objective] for c in chosen for _ in c.sequences], device=device)
         scores_N = scores_NO.gather(1, objective_N).squeeze(1)
         lengths = torch.tensor([len(c.sequences) for c in chosen], device=device)

@@ -56,9 +56,9 @@ def read_by(sequences: Sequence[Sequence[int]], kind: str, device: torch.device)
     return tokens_BT, None, last_tokens(segments_BT)
 
 
-def scores_of(network: nn.Module, read: Sequence[Tensor | None]) -> Tensor:
-    """Scores [B, O] of what `read_by` gives."""
-    scores: Tensor = network(*read)
+def scores_of(network: nn.Module, read: Sequence[Tensor | None], sequence_keys_BT: Tensor | None = None) -> Tensor:
+    """Scores [B, O] of what `read_by` gives; the sequences' keys [B, 1] are for dropout (`lm.dropout`)."""
+    scores: Tensor = network(*read, sequence_keys_BT=sequence_keys_BT)
     return scores if scores.dim() == 2 else scores[:, None]
 
 

@@ -96,7 +96,7 @@ CONVERSATIONS = [
 PACKED = pack(CONVERSATIONS, 12, PAD)
 ALONE = [pack([conversation], 12, PAD) for conversation in CONVERSATIONS]
 PARTS = ([getattr(rows, part) for rows in ALONE] for part in ("tokens", "segments", "counted"))
-UNPACKED = PackedRows(*(np.concatenate(part) for part in PARTS))
+UNPACKED = PackedRows(*(np.concatenate(part) for part in PARTS), np.arange(len(CONVERSATIONS))[:, None])
 PAIRS = [(tokens(source), tokens(target)) for source, target in zip(range(1, 9), [6, 1, 9, 2, 2, 7, 3, 1], strict=True)]
 OBJECTIVES = ("helpful", "harmless")
 COMPARISONS = [  # two of eight are of the second objective
@@ -240,6 +240,19 @@ CASES = {
 }
 
 
+# With dropout no plain loop is the judge, but the whole batch on one rank, and for both ways to pack the packed one.
+DROPOUT = "-dropout"
+DROPPING: dict[str, ModelSource[Any]] = {
+    "stream": Fresh(lambda: LanguageModel(DECODER, 0.1), 1),
+    "packed": Fresh(lambda: LanguageModel(DECODER, 0.1), 1),
+    "unpacked": Fresh(lambda: LanguageModel(DECODER, 0.1), 1),
+    "pairs": Fresh(lambda: EncoderDecoder(BOTH, 0.1), 3),
+    "ranking": LearnerSource(Fresh(lambda: ScalarModel(DECODER, 0.1, OBJECTIVES), 4), Beside(LOG_NU, RATING_STD)),
+    "encoder-ranking": LearnerSource(Fresh(lambda: SequenceClassifier(ENCODER, ["score"], 0.1), 5), Beside()),
+}
+CASES |= {name + DROPOUT: replace(CASES[name], source=source) for name, source in DROPPING.items()}
+
+
 # --- PPO: a rollout with unequal responses, of which some failed to be scored -----------------------------------------
 
 PROMPTS, RESPONSES = [tokens(n) for n in (3, 9, 1, 4, 2, 7, 5, 6)], [tokens(n) for n in (5, 1, 6, 2, 4, 6, 1, 3)]
@@ -327,7 +340,7 @@ def draw_splits() -> list[Split]:
     """The whole batch on one rank, and for 1, 2 and 4 ranks other splits; a stage meets every ZeRO stage once."""
     generator, splits = np.random.default_rng(6), []
     for place, name in enumerate([*CASES, "ppo"]):
-        num_rows = 16 if name == "unpacked" else NUM_ROWS
+        num_rows = 16 if name.startswith("unpacked") else NUM_ROWS
         splits.append(Split(name, 1, num_rows, EngineConfig(precision="fp32", trackers=())))
         zero_stages = np.roll(range(4), place - 1).tolist()
         for num_ranks, zero_stage in zip((1, 2, 2, 4), zero_stages, strict=True):
@@ -475,7 +488,10 @@ def descend(source: ModelSource[Any], mean: Callable[[Any], Tensor], max_grad_no
     return [*losses, float(mean(model).detach())], norms, model.state_dict()
 
 
-@pytest.mark.parametrize("split", [split for split in SPLITS if split.name != "ppo"], ids=str)
+PLAIN = [split for split in SPLITS if split.name != "ppo" and not split.name.endswith(DROPOUT)]
+
+
+@pytest.mark.parametrize("split", PLAIN, ids=str)
 def test_a_split_changes_nothing(folder: Path, split: Split) -> None:
     case = CASES[split.name]
     losses, norms, weights = descend(case.source, case.mean, case.max_grad_norm)
@@ -484,6 +500,20 @@ def test_a_split_changes_nothing(folder: Path, split: Split) -> None:
         assert found["losses"] == pytest.approx(losses, rel=2e-6)
         assert found["norms"] == pytest.approx(norms, rel=1e-5)
         assert_same_weights(found["weights"], weights)
+
+
+@pytest.mark.parametrize("split", [split for split in SPLITS if split.name.endswith(DROPOUT)], ids=str)
+def test_a_split_changes_nothing_with_dropout(folder: Path, split: Split) -> None:
+    judge = split.name.removeprefix("un")
+    whole = next(other for other in SPLITS if other.name == judge)
+    without = next(other for other in SPLITS if other.name == judge.removesuffix(DROPOUT))
+    expected = torch.load(folder / f"{whole}-rank-0.pt")
+    assert expected["losses"][0] != pytest.approx(torch.load(folder / f"{without}-rank-0.pt")["losses"][0], rel=1e-3)
+    for rank in range(split.num_ranks):
+        found = torch.load(folder / f"{split}-rank-{rank}.pt")
+        assert found["losses"] == pytest.approx(expected["losses"], rel=2e-6)
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        assert_same_weights(found["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize("split", [split for split in SPLITS if split.name == "ranking"], ids=str)

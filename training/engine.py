@@ -25,6 +25,7 @@ from lm.model import checkpoint_activations, freeze_all_but_last
 from lm.source import ModelSource, materialise
 from training.compiled import drop_stale_lock
 from training.config import EngineConfig, OptimizerConfig
+from training.failures import RunError
 from training.state import (
     SavedState,
     Slot,
@@ -88,6 +89,7 @@ class Engine(Generic[AnyModule]):
             self.model.data_parallel_group.set_timeout(timedelta(seconds=config.collective_timeout_seconds))
         self._loss_sum = torch.zeros((), device=self.device)
         self._is_last = True
+        self._skipped_in_row = 0
 
     def _replicated(self, model: nn.Module) -> Any:
         """The whole model on every rank, under autocast in bf16, by DDP where there are others to agree with.
@@ -145,36 +147,45 @@ class Engine(Generic[AnyModule]):
         with self._accelerator.no_sync(self.model) if waits else contextlib.nullcontext():
             yield
 
-    def backward(self, loss: Tensor, *, step: int) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Add the gradients of this rank's share of the loss; inside `micro_batch`.
 
         `loss` is this micro-batch's sum divided by the count of the whole global batch, so shares add up over
         micro-batches and ranks however the batch is split. Backends average over ranks; the factor undoes that.
-        Errors: RuntimeError on every rank if any rank's loss is not finite, before weights are touched.
+        Where any rank's loss is not finite, no rank's gradient is, and all of them skip the step.
         """
         self._loss_sum += loss.detach()
-        if self._is_last:
-            self._require_finite(step)
+        if self._is_last and not self._is_finite_everywhere():
+            loss = loss * math.nan  # also what has a finite gradient; DeepSpeed steps inside the backward
         self._accelerator.backward(loss * self.world_size)
 
     def step(self) -> tuple[float, float]:
         """Clip, update the weights, clear the gradients. Returns the global loss and gradient norm.
 
-        Errors: RuntimeError on every rank if the gradient is not finite.
+        Where one of them is not finite the step is skipped: no weight and no state of the optimizer changes. All ranks
+        agree, since both are global.
+        Raises:
+            RunError: more steps in a row were skipped than `max_skipped_steps` allows.
         """
         loss = float(self.sum_over_ranks(self._loss_sum.clone()))
         self._loss_sum.zero_()
         if self.config.zero_stage > 0:  # DeepSpeed has stepped in the last backward, with the rate set before it
-            norm = float(self.model.get_global_grad_norm() or 0.0)
-            self._require_finite_norm(norm, "the last checkpoint is sound")
+            norm = float(self.model.get_global_grad_norm() or 0.0)  # infinite where it has not
+            self._count_skipped(loss, norm)
             return loss, norm
         parameters = self.module.parameters()
         norm = float(self._accelerator.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm))
-        self._require_finite_norm(norm, "no weight was changed")
         for optimizer in self._optimizers:
-            optimizer.step()
+            if math.isfinite(norm):
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        self._count_skipped(loss, norm)
         return loss, norm
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether the last step was skipped."""
+        return self._skipped_in_row > 0
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Before a step's first backward: DeepSpeed steps inside the last one."""
@@ -182,19 +193,20 @@ class Engine(Generic[AnyModule]):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
 
-    def _require_finite(self, step: int) -> None:
-        bad = (~torch.isfinite(self._loss_sum)).float()
-        num_bad = int(self.sum_over_ranks(bad))
-        if num_bad:
-            raise RuntimeError(
-                f"step {step}: the loss is not finite on {num_bad} of {self.world_size} ranks"
-                f" (rank {self.rank}: {float(self._loss_sum)}); no weight was changed"
-            )
+    def _is_finite_everywhere(self) -> bool:
+        """Whether every rank's loss is finite; a collective call."""
+        return not int(self.sum_over_ranks((~torch.isfinite(self._loss_sum)).float()))
 
-    def _require_finite_norm(self, norm: float, remains: str) -> None:
-        """A finite loss may have a gradient that is not; the norm is global, so all ranks agree."""
-        if not math.isfinite(norm):
-            raise RuntimeError(f"the gradient is not finite (norm {norm}, rank {self.rank}); {remains}")
+    def _count_skipped(self, loss: float, norm: float) -> None:
+        """Raises RunError after too many steps without a finite gradient."""
+        self._skipped_in_row = 0 if math.isfinite(norm) else self._skipped_in_row + 1
+        allowed = self.config.max_skipped_steps
+        if self._skipped_in_row > allowed:
+            raise RunError(
+                f"{self._skipped_in_row} steps in a row had no finite gradient (the last: loss {loss}, norm {norm});"
+                f" engine.max_skipped_steps allows {allowed}. No weight was changed; a lower learning_rate, or"
+                ' engine.precision = "fp32", may help'
+            )
 
     def full_weights(self, *, on_main_alone: bool = False) -> dict[str, Tensor]:
         """The whole state dict in fp32 on every rank's device; with `on_main_alone`, under ZeRO, in the main rank's CPU

@@ -23,7 +23,7 @@ from training.engine import Engine
 from training.metrics import MetricsLog
 from training.notices import say
 from training.packing import DataOrder, IntArray
-from training.seeds import derive_seed, seed_step
+from training.seeds import derive_seed
 
 MODEL = "model"  # the folder of its state in a checkpoint
 
@@ -46,10 +46,13 @@ class Objective(Protocol[Model_contra]):
         """Tokens that a forward pass of these rows sees, for the rate."""
         ...
 
-    def loss(self, model: Model_contra, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def loss(
+        self, model: Model_contra, rows: IntArray, device: torch.device, seed: int = 0
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The loss summed over `count(rows)` units, and further sums to report, each over the same units.
 
-        One that is over units of its own is two numbers: the sum, and what to divide it by.
+        A sum with its own denominator is two numbers: the sum and the denominator. `seed` is the step's: dropout's
+        masks are a function of it, the row and the place in it, and are not needed outside training.
         """
         ...
 
@@ -114,7 +117,7 @@ class TrainingLoop(Generic[AnyModule]):
         rate = engine.optimizer_config.rate(step, self.config.num_steps)
         engine.set_learning_rate(rate)
         engine.model.train()
-        seed_step(self.config.seed, self.config.stage, step, engine.rank)
+        seed = derive_seed(self.config.seed, self.config.stage, "dropout", step)
         rows = self.order.batch(step)
         count = self.training.count(rows)
         per_rank = self.num_micro_batches * batch.micro_batch_size
@@ -124,18 +127,21 @@ class TrainingLoop(Generic[AnyModule]):
             for index in range(self.num_micro_batches):
                 micro = mine[index * batch.micro_batch_size : (index + 1) * batch.micro_batch_size]
                 with engine.micro_batch(is_last=index == self.num_micro_batches - 1):
-                    loss, extra = self.training.loss(engine.model, micro, engine.device)
-                    engine.backward(loss / count, step=step)
+                    loss, extra = self.training.loss(engine.model, micro, engine.device, seed)
+                    engine.backward(loss / count)
                 for name, value in extra.items():
                     sums[name] = sums.get(name, torch.zeros_like(value)) + value
         loss_mean, norm = engine.step()
         seconds = time.monotonic() - started
+        if engine.has_skipped and engine.is_main:
+            say(f"{self.config.stage}: step {step + 1} is skipped: its loss is {loss_mean}, its gradient norm {norm}")
         return {
             "loss": loss_mean,
             **self._means(sums, count),
             "gradient_norm": norm,
             "learning_rate": rate,
             "tokens_per_second": self.training.num_tokens(rows) / seconds,
+            **({"skipped": 1.0} if engine.has_skipped else {}),
         }
 
     def _means(self, sums: Mapping[str, Tensor], count: int) -> dict[str, float]:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lm.dropout import sequence_keys
 from lm.encoder_decoder import EncoderDecoder
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
@@ -36,9 +37,12 @@ class StreamObjective:
         """Tokens [B, T]."""
         return torch.from_numpy(self.rows_BT[rows].astype(np.int64)).to(device)
 
-    def loss(self, model: LanguageModel, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def loss(
+        self, model: LanguageModel, rows: IntArray, device: torch.device, seed: int = 0
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         tokens_BT = self.batch(rows, device)
-        return -token_logprobs(model(tokens_BT[:, :-1]), tokens_BT[:, 1:]).sum(), {}
+        logits_BTV = model(tokens_BT[:, :-1], sequence_keys_BT=sequence_keys(seed, rows[:, None], device))
+        return -token_logprobs(logits_BTV, tokens_BT[:, 1:]).sum(), {}
 
 
 class PackedObjective:
@@ -62,9 +66,12 @@ class PackedObjective:
         tokens_BT, segments_BT, counted_BT = (torch.from_numpy(part[rows]).to(device) for part in parts)
         return tokens_BT, segments_BT, counted_BT
 
-    def loss(self, model: LanguageModel, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def loss(
+        self, model: LanguageModel, rows: IntArray, device: torch.device, seed: int = 0
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         tokens_BT, segments_BT, counted_BT = self.batch(rows, device)
-        logits_CV = model(tokens_BT[:, :-1], segments_BT[:, :-1], counted_BT[:, 1:])
+        keys_BT = sequence_keys(seed, self.rows.sequence_of_tokens(rows), device)
+        logits_CV = model(tokens_BT[:, :-1], segments_BT[:, :-1], counted_BT[:, 1:], keys_BT[:, :-1])
         return -token_logprobs(logits_CV, tokens_BT[:, 1:][counted_BT[:, 1:]]).sum(), {}
 
 
@@ -83,9 +90,12 @@ class PairsObjective:
     def num_tokens(self, rows: IntArray) -> int:
         return sum(len(source) + len(target) for source, target in (self.pairs[row] for row in rows))
 
-    def loss(self, model: EncoderDecoder, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def loss(
+        self, model: EncoderDecoder, rows: IntArray, device: torch.device, seed: int = 0
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         sources, targets = zip(*(self.pairs[row] for row in rows), strict=True)
-        return teacher_forcing_loss(model, sources, targets, self.end_id, device), {}
+        keys_B1 = sequence_keys(seed, rows[:, None], device)
+        return teacher_forcing_loss(model, sources, targets, self.end_id, device, keys_B1), {}
 
 
 def teacher_forcing_loss(
@@ -94,13 +104,14 @@ def teacher_forcing_loss(
     targets: Sequence[Sequence[int]],
     end_id: int,
     device: torch.device,
+    sequence_keys_B1: Tensor,
 ) -> Tensor:
     """-Σ log p(token | tokens before it, its source), nats, over all targets; decoders begin with the end token, as
-    BART's do.
+    BART's do. The pairs' keys are for dropout (`lm.dropout`).
     """
     sources_BS, source_segments_BS = pad_right(sources, device)
     given_BT, segments_BT = pad_right([[end_id, *target[:-1]] for target in targets], device)
     targets_BT, _ = pad_right(targets, device)
     real_BT = segments_BT > 0
-    logits_CV = model(sources_BS, given_BT, source_segments_BS, real_BT)
+    logits_CV = model(sources_BS, given_BT, source_segments_BS, real_BT, sequence_keys_B1)
     return -token_logprobs(logits_CV, targets_BT[real_BT]).sum()

@@ -24,15 +24,22 @@ class PackedRows:
     """Rows of packed sequences, [B, T] each.
 
     `segments` numbers the sequences of a row from 1; 0 = padding. `counted` marks True the tokens whose prediction
-    counts in the loss: a token at t is predicted from the one at t - 1 of the same sequence.
+    counts in the loss: a token at t is predicted from the one at t - 1 of the same sequence. `numbers` [B, S] says
+    which sequence a row's first, second, ... is, so that a sequence is known wherever it is packed; -1 = none.
     """
 
     tokens: IntArray
     segments: IntArray
     counted: NDArray[np.bool_]
+    numbers: IntArray
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def sequence_of_tokens(self, rows: IntArray) -> IntArray:
+        """The number of each token's sequence, [B, T], of some rows; at padding any."""
+        found: IntArray = np.take_along_axis(self.numbers[rows], np.maximum(self.segments[rows] - 1, 0), axis=1)
+        return found
 
 
 def pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], row_tokens: int, pad_id: int) -> PackedRows:
@@ -63,23 +70,29 @@ def pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], row_tokens: 
             open_rows[free - length] = []
             insort(rooms, free - length)
         open_rows[free - length].append(row)
-    return _lay_out([[sequences[index] for index in row] for row in rows], row_tokens, pad_id)
+    return _lay_out(sequences, rows, row_tokens, pad_id)
 
 
 def _lay_out(
-    rows: Sequence[Sequence[tuple[Sequence[int], Sequence[bool]]]], row_tokens: int, pad_id: int
+    sequences: Sequence[tuple[Sequence[int], Sequence[bool]]],
+    rows: Sequence[Sequence[int]],
+    row_tokens: int,
+    pad_id: int,
 ) -> PackedRows:
+    """Rows of the sequences whose numbers they name."""
     tokens = np.full((len(rows), row_tokens), pad_id, dtype=np.int64)
     segments = np.zeros_like(tokens)
     counted = np.zeros(tokens.shape, dtype=np.bool_)
-    for row, sequences in enumerate(rows):
+    numbers = np.full((len(rows), max(map(len, rows), default=1)), -1, dtype=np.int64)
+    for row, indices in enumerate(rows):
         start = 0
-        for number, (ids, is_counted) in enumerate(sequences, start=1):
+        numbers[row, : len(indices)] = indices
+        for number, (ids, is_counted) in enumerate((sequences[index] for index in indices), start=1):
             end = start + len(ids)
             tokens[row, start:end], segments[row, start:end], counted[row, start:end] = ids, number, is_counted
             counted[row, start] = False  # nothing in its own sequence predicts a first token
             start = end
-    return PackedRows(tokens, segments, counted)
+    return PackedRows(tokens, segments, counted, numbers)
 
 
 def write_token_stream(texts: Iterable[list[int]], end_id: int, path: Path) -> int:

@@ -2,15 +2,8 @@
 
 import hashlib
 
-import torch
-
 
 def derive_seed(seed: int, *names: str | int) -> int:
     """A 63-bit seed for one purpose: `derive_seed(run_seed, "ppo", step, rank)`."""
     text = "/".join(str(part) for part in (seed, *names))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def seed_step(seed: int, stage: str, step: int, rank: int) -> None:
-    """Point torch's global generator, which dropout draws from, at this step: a resumed run draws the same."""
-    torch.manual_seed(derive_seed(seed, stage, "step", step, rank))

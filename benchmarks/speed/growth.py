@@ -85,7 +85,7 @@ def training_step(point: Point, rounds: int, clock: Callable[[], float]) -> list
     def step() -> None:
         with engine.micro_batch(is_last=True):
             loss, _ = objective.loss(engine.model, rows, engine.device)
-            engine.backward(loss / objective.count(rows), step=0)
+            engine.backward(loss / objective.count(rows))
         engine.step()
 
     seconds = timed(step, rounds, clock)

@@ -134,7 +134,8 @@ def fetchers() -> Iterator[tuple[str, Any, Fresh[Any], Callable[[IntArray], Any]
     stream = StreamObjective(rows_BT)
     yield "pretraining", stream, fresh(lambda: LanguageModel(shape)), lambda rows: stream.batch(rows, CPU)
     segments_BT = np.broadcast_to(np.arange(97) // 33 + 1, rows_BT.shape).astype(np.int64)
-    packed = PackedObjective(PackedRows(rows_BT.astype(np.int64), segments_BT, segments_BT > 1))
+    numbers_BS = np.arange(3 * len(rows_BT)).reshape(-1, 3)
+    packed = PackedObjective(PackedRows(rows_BT.astype(np.int64), segments_BT, segments_BT > 1, numbers_BS))
     yield "SFT", packed, fresh(lambda: LanguageModel(shape)), lambda rows: packed.batch(rows, CPU)
     masked = MaskedObjective(rows_BT, words)
     yield "masked words", masked, fresh(lambda: MaskedLanguageModel(encoder)), lambda rows: masked.batch(rows, CPU)
@@ -165,7 +166,7 @@ def wait(rounds: int, num_steps: int, clock: Clock) -> dict[str, Any]:
             count = objective.count(rows)
             with engine.micro_batch(is_last=True):
                 loss, _ = objective.loss(engine.model, rows, engine.device)
-                engine.backward(loss / count, step=step)
+                engine.backward(loss / count)
             engine.step()
             objective.num_tokens(rows)
 

@@ -30,10 +30,14 @@ from training.engine import Engine, make_optimizers
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import PackedObjective, StreamObjective
 from training.packing import IntArray, pack
+from training.seeds import derive_seed
 
 AIM = 0.9
 WARMUP_STEPS, TIMED_STEPS = 10, 40  # of a round's pairs; both loops warm up in the first round alone
 NUM_ROWS = 512
+
+
+STAGE = "overhead"  # of which both loops' seeds are
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class BareLoop:
                 group["lr"] = optimizer_config.rate(step, self.num_steps)
         is_bf16 = self.work.engine.resolved_precision() == "bf16"
         with torch.autocast(self.device.type, torch.bfloat16) if is_bf16 else nullcontext():
-            loss, _ = objective.loss(self.model, rows, self.device)
+            loss, _ = objective.loss(self.model, rows, self.device, derive_seed(0, STAGE, "dropout", step))
         loss = loss / objective.count(rows)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), optimizer_config.max_grad_norm)
@@ -111,8 +115,10 @@ class Turns:
     def num_tokens(self, rows: IntArray) -> int:
         return self.work.objective.num_tokens(rows)
 
-    def loss(self, model: LanguageModel, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
-        return self.work.objective.loss(model, rows, device)
+    def loss(
+        self, model: LanguageModel, rows: IntArray, device: torch.device, seed: int = 0
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return self.work.objective.loss(model, rows, device, seed)
 
 
 def take_turns(work: Work, num_steps: int, clock: Callable[[], float], folder: Path) -> tuple[Turns, dict[str, Tensor]]:
@@ -121,7 +127,7 @@ def take_turns(work: Work, num_steps: int, clock: Callable[[], float], folder: P
     engine = Engine(work.source(), work.optimizer, work.engine, world_size=1, micro_batch=work.batch_size)
     batch = BatchConfig(batch_size=work.batch_size, micro_batch_size=work.batch_size)
     never = num_steps + 2
-    config = LoopConfig("overhead", 0, num_steps + 1, batch, save_every_steps=never, evaluate_every_steps=never)
+    config = LoopConfig(STAGE, 0, num_steps + 1, batch, save_every_steps=never, evaluate_every_steps=never)
     TrainingLoop(engine, config, turns, OneRow(work.objective), folder).run()
     weights = {name: weight.clone() for name, weight in engine.full_weights().items()}
     engine.close()

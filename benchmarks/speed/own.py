@@ -73,8 +73,10 @@ class Timed:
     def num_tokens(self, rows: IntArray) -> int:
         return self.objective.num_tokens(rows)
 
-    def loss(self, model: Any, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
-        return self.objective.loss(model, rows, device)
+    def loss(
+        self, model: Any, rows: IntArray, device: torch.device, seed: int = 0
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return self.objective.loss(model, rows, device, seed)
 
 
 def train(
@@ -107,8 +109,10 @@ class OneRow:
     def num_tokens(self, rows: IntArray) -> int:
         return self.objective.num_tokens(rows)
 
-    def loss(self, model: Any, rows: IntArray, device: torch.device) -> tuple[Tensor, Mapping[str, Tensor]]:
-        return self.objective.loss(model, rows, device)
+    def loss(
+        self, model: Any, rows: IntArray, device: torch.device, seed: int = 0
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return self.objective.loss(model, rows, device, seed)
 
 
 def measure_training(task: Task, clock: Clock) -> str:

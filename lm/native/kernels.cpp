@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -35,6 +36,7 @@ inline float maximum(const X* x, int64_t count) {
     return top;
 }
 
+constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15ull;  // the step of a counter, 2^64 / phi
 constexpr int64_t CHUNKS = 64;  // of rows, over which weight gradients are summed; fixed, so that sums are too
 
 }  // namespace
@@ -117,6 +119,37 @@ void rms_norm_backward(const void* gradient_RD, bool gradient_bf16, const void* 
     std::fill(weight_gradient_D, weight_gradient_D + D, 0.0f);
     for (int64_t chunk = 0; chunk < CHUNKS; ++chunk)
         for (int64_t j = 0; j < D; ++j) weight_gradient_D[j] += partial[chunk * D + j];
+}
+
+// A row's key starts a counter; SplitMix64's finaliser of it decides about four columns, 16 bits each.
+void dropout(const void* x_RD, bool is_bf16, const int64_t* keys_R, void* y_RD, int64_t R, int64_t D, int64_t threshold,
+             float scale) {
+    typed(x_RD, is_bf16, [&](auto* xs) {
+        using X = std::remove_cvref_t<decltype(*xs)>;
+        const int16_t first_kept = static_cast<int16_t>(threshold - (1 << 15));
+#pragma omp parallel for if (R * D > WORTH_THREADS)
+        for (int64_t r = 0; r < R; ++r) {
+            const X* x = xs + r * D;
+            X* y = static_cast<X*>(y_RD) + r * D;
+            uint64_t words[64];
+            int16_t bits[256];
+            for (int64_t start = 0; start < D; start += 256) {
+                const uint64_t first = static_cast<uint64_t>(keys_R[r]) + (start / 4 + 1) * GOLDEN;
+#pragma omp simd
+                for (int64_t g = 0; g < 64; ++g) {
+                    uint64_t z = first + g * GOLDEN;
+                    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+                    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+                    words[g] = z ^ (z >> 31);
+                }
+                std::memcpy(bits, words, sizeof bits);
+                const int64_t count = std::min<int64_t>(256, D - start);
+#pragma omp simd
+                for (int64_t j = 0; j < count; ++j)
+                    put(y[start + j], bits[j] < first_kept ? 0.0f : wide(x[start + j]) * scale);
+            }
+        }
+    });
 }
 
 void swiglu(const void* x_R2M, bool is_bf16, void* y_RM, int64_t R, int64_t M) {

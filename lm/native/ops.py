@@ -24,6 +24,7 @@ _ARGUMENTS = {  # p pointer, b whether it is bf16, i integer, f float
     "token_logprobs_backward": "ppbpppiif",
     "draw": "pbpfppii",
     "weight_gradient": "pppiii",
+    "dropout": "pbppiiif",
     "attend": "ppppippiiiiiif",
     "attend_backward": "pppppppipppiiiiiif",
 }
@@ -117,6 +118,15 @@ def swiglu_backward(gradient: Tensor, x: Tensor) -> Tensor:
         M,
     )
     return x_gradient
+
+
+def dropout(x: Tensor, keys: Tensor, threshold: int, scale: float) -> Tensor:
+    """x · scale, and 0 where the 16 bits that `keys`, one a row, draw for a column lie below the threshold."""
+    y, D = torch.empty_like(x), x.shape[-1]
+    _call(
+        "dropout", x.data_ptr(), _is_bf16(x), keys.data_ptr(), y.data_ptr(), keys.numel(), D, threshold, scale
+    )  # fmt: skip
+    return y
 
 
 def split_heads(

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor
 from lm import block
 from lm.activations import Pass, block_bytes, ends_bytes
 from lm.config import ModelConfig
+from lm.dropout import sequence_keys
 from lm.encoder_decoder import EncoderDecoder
 from lm.model import LanguageModel, initialise
 from lm.native import ops
@@ -28,7 +30,7 @@ GPT2 = {
 }  # fmt: skip
 
 
-def kept_bytes(model: torch.nn.Module, *arguments: Any, autocast: bool = False) -> int:
+def kept_bytes(model: torch.nn.Module, *arguments: Any, autocast: bool = False, **keywords: Any) -> int:
     """Bytes of the storages that a forward pass saves for its backward, parameters left out."""
     held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     storages: dict[int, Any] = {}
@@ -41,7 +43,7 @@ def kept_bytes(model: torch.nn.Module, *arguments: Any, autocast: bool = False) 
 
     precision = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), precision:
-        model(*arguments)
+        model(*arguments, **keywords)
     tokens = arguments[0].untyped_storage().data_ptr()
     weights = model_bytes_in_bf16(model) if autocast else 0
     return sum(s.nbytes() for at, s in storages.items() if at not in held and at != tokens) - weights
@@ -80,7 +82,8 @@ def test_the_count_is_what_autograd_saves(changes: dict[str, Any], kind: str) ->
     c, s = (4 if kind in ("fp32", "dropout") else 2), (2 if kind == "bf16" else 4)
     is_tiled = c == 2 and has_matrix_unit()
     of = Pass(ROWS, TOKENS, c, s, is_fused=False, has_dropout=kind == "dropout", is_tiled=is_tiled)
-    found = kept_bytes(model, tokens_BT, autocast=kind == "autocast")
+    keys = sequence_keys(0, np.arange(ROWS)[:, None], tokens_BT.device)
+    found = kept_bytes(model, tokens_BT, autocast=kind == "autocast", sequence_keys_BT=keys)
     assert planned_bytes(config, of) == pytest.approx(found, rel=0.02)
 
 

@@ -2,12 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lm.block import _SquaredReLU
 from lm.config import ModelConfig, exact_div
+from lm.dropout import sequence_keys
 from lm.encoder import SequenceClassifier
 from lm.encoder_decoder import EncoderDecoder
 from lm.model import (
@@ -203,8 +205,11 @@ def test_dropout_acts_in_training_only(tiny_config: ModelConfig) -> None:
     initialise(model, 0)
     tokens = torch.tensor([[1, 2, 3, 4]])
     torch.testing.assert_close(model.eval()(tokens), build(tiny_config)(tokens))
-    torch.manual_seed(0)
-    assert not torch.allclose(model.train()(tokens), build(tiny_config)(tokens), atol=1e-3)
+    keys = sequence_keys(0, np.array([[0]]), torch.device("cpu"))
+    dropped = model.train()(tokens, sequence_keys_BT=keys)
+    assert not torch.allclose(dropped, build(tiny_config)(tokens), atol=1e-3)
+    with pytest.raises(AssertionError, match="none were given"):
+        model(tokens)
 
 
 def test_bf16_autocast_stays_near_fp32(tiny_config: ModelConfig) -> None:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lm.config import ModelConfig
+from lm.dropout import sequence_keys
 from lm.encoder import MaskedLanguageModel
 from lm.encoder_decoder import EncoderDecoder
 from lm.model import LanguageModel, checkpoint_activations, freeze_all_but_last, initialise
@@ -16,6 +18,8 @@ SHAPE = {
     "mlp_width": 24,
 }  # fmt: skip
 TOKENS = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(1))
+CPU = torch.device("cpu")
+KEYS = {"decoder": "sequence_keys_BT", "encoder": "sequence_keys_BT", "encoder-decoder": "sequence_keys_B1"}
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "decoder": (lambda: LanguageModel(ModelConfig(**SHAPE), 0.3), (TOKENS,)),
     "encoder": (lambda: MaskedLanguageModel(ModelConfig(kind="encoder", mlp="gelu", **SHAPE), 0.3), (TOKENS,)),
@@ -37,8 +41,7 @@ def gradients(name: str, trained_layers: int, recomputes: bool) -> tuple[Tensor,
     for module in model.modules():
         if type(module).__name__ == "Block":
             module.attention.register_forward_pre_hook(lambda *_: passes.append(1))
-    torch.manual_seed(3)
-    loss = model(*inputs).square().sum()
+    loss = model(*inputs, **{KEYS[name]: sequence_keys(3, np.arange(2)[:, None], CPU)}).square().sum()
     loss.backward()
     return loss.detach(), [parameter.grad for parameter in model.parameters()], len(passes)
 

@@ -18,6 +18,7 @@ from lm.model import LanguageModel
 from lm.source import Fresh, materialise
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
+from training.failures import RunError
 from training.objectives import PackedObjective
 from training.packing import pack
 
@@ -63,7 +64,7 @@ def accumulate(engine: Engine[LanguageModel], objective: PackedObjective, micro:
     for start in range(0, 4, micro):
         with engine.micro_batch(is_last=start + micro == 4):
             loss, _ = objective.loss(engine.model, rows[start : start + micro], engine.device)
-            engine.backward(loss / count, step=0)
+            engine.backward(loss / count)
 
 
 def plain_loss(model: LanguageModel, objective: PackedObjective) -> Tensor:
@@ -222,30 +223,66 @@ def test_gradients_start_anew_in_every_step(engine: Engine[LanguageModel], ragge
     assert again == pytest.approx(first, rel=1e-6)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_stops_before_a_weight_changes(
-    engine: Engine[LanguageModel], ragged: PackedObjective, bad: float
-) -> None:
-    before = {name: weight.clone() for name, weight in engine.full_weights().items()}
-    with engine.micro_batch(is_last=False):
-        loss, _ = ragged.loss(engine.model, np.arange(2), engine.device)
-        engine.backward(loss * bad, step=4)
-    loss, _ = ragged.loss(engine.model, np.arange(2), engine.device)
-    message = r"step 4: the loss is not finite on 1 of 1 ranks .*no weight was changed"
-    with pytest.raises(RuntimeError, match=message), engine.micro_batch(is_last=True):
-        engine.backward(loss, step=4)
-    assert all(torch.equal(weight, before[name]) for name, weight in engine.full_weights().items())
+def state_of_all(engine: Engine[LanguageModel]) -> dict[str, Tensor]:
+    return {name: fragment.values.clone() for name, fragment in engine.state().items()}
 
 
-def test_a_gradient_that_is_not_finite_stops_before_a_weight_changes(engine: Engine[LanguageModel]) -> None:
+def lose_finiteness(engine: Engine[LanguageModel]) -> None:
     """√0 is finite and its slope is not: the loss alone does not show it."""
-    before = {name: weight.clone() for name, weight in engine.full_weights().items()}
     hidden = engine.model(torch.tensor([[1, 2, 3]]))
     with engine.micro_batch(is_last=True):
-        engine.backward((hidden - hidden.detach()).square().sum().sqrt(), step=0)
-    with pytest.raises(RuntimeError, match=r"gradient.* not finite"):
+        engine.backward((hidden - hidden.detach()).square().sum().sqrt())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_whose_loss_is_not_finite_is_skipped(
+    engine: Engine[LanguageModel], ragged: PackedObjective, bad: float
+) -> None:
+    """Though its gradient is finite."""
+    accumulate(engine, ragged, micro=2)
+    engine.step()
+    before = state_of_all(engine)
+    with engine.micro_batch(is_last=False):
+        loss, _ = ragged.loss(engine.model, np.arange(2), engine.device)
+        engine.backward(loss + bad)
+    with engine.micro_batch(is_last=True):
+        loss, _ = ragged.loss(engine.model, np.arange(2), engine.device)
+        engine.backward(loss)
+    assert not math.isfinite(engine.step()[0])
+    assert engine.has_skipped
+    after = state_of_all(engine)
+    assert all(torch.equal(values, before[name]) for name, values in after.items())
+    accumulate(engine, ragged, micro=2)  # nothing of it is left
+    _, norm = engine.step()
+    assert math.isfinite(norm)
+    assert not engine.has_skipped
+
+
+def test_a_step_whose_gradient_is_not_finite_is_skipped(engine: Engine[LanguageModel], ragged: PackedObjective) -> None:
+    accumulate(engine, ragged, micro=2)
+    engine.step()
+    before = state_of_all(engine)
+    lose_finiteness(engine)
+    loss, norm = engine.step()
+    assert math.isfinite(loss)
+    assert not math.isfinite(norm)
+    assert engine.has_skipped
+    assert all(torch.equal(values, before[name]) for name, values in state_of_all(engine).items())
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(engine: Engine[LanguageModel], ragged: PackedObjective) -> None:
+    allowed = engine.config.max_skipped_steps
+    for _ in range(allowed):
+        lose_finiteness(engine)
         engine.step()
-    assert all(torch.equal(weight, before[name]) for name, weight in engine.full_weights().items())
+    accumulate(engine, ragged, micro=2)  # one good step, and counting begins again
+    engine.step()
+    for _ in range(allowed):
+        lose_finiteness(engine)
+        engine.step()
+    lose_finiteness(engine)
+    with pytest.raises(RunError, match=rf"{allowed + 1} steps in a row had no finite gradient .*max_skipped_steps"):
+        engine.step()
 
 
 def test_a_wrong_world_size_is_noticed(tiny_config: ModelConfig) -> None:

@@ -60,7 +60,7 @@ def train(
             for number in range(MICRO_BATCHES):
                 with engine.micro_batch(is_last=number == MICRO_BATCHES - 1):
                     loss, _ = objective.loss(engine.model, np.arange(ROWS), engine.device)
-                    engine.backward(loss / 1000, step=step)
+                    engine.backward(loss / 1000)
             engine.step()
         writer.wait()
         engine.barrier()

@@ -1,0 +1,107 @@
+"""Dropout whose masks depend on what is dropped, never on how a batch is split.
+
+A mask is a function of (seed of the step, sequence, place in the sequence, site in the model, column). Nothing is drawn
+in order, so micro-batches, ranks, padding, packing and recomputation all drop the same numbers, on a CPU as on a GPU.
+It is a counter-based generator as in Salmon et al. (Random123, 2011): the finaliser of SplitMix64 (Steele et al. 2014)
+over a counter; 64 bits decide about four columns.
+
+Shape letters: B rows, T tokens, D width, G groups of four columns.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lm.native import ops
+
+LEVELS = 1 << 16  # a column is dropped where its 16 bits lie below rate · LEVELS
+GROUP = 4  # columns that share 64 bits
+
+
+def _signed(number: int) -> int:
+    """Its lowest 64 bits, as PyTorch's integers have them."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+GOLDEN = _signed(0x9E3779B97F4A7C15)  # the counter's step, 2⁶⁴ / φ
+FIRST, SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+
+
+def mix(z: Tensor) -> Tensor:
+    """SplitMix64's finaliser, a bijection of 64 bits; `>>` of PyTorch keeps the sign, which the masks cut off."""
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * FIRST
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * SECOND
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
+
+
+def sequence_keys(seed: int, numbers: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Keys of sequences by their number in the data set, in the numbers' shape.
+
+    A model takes them as [B, 1], one sequence per row, or as [B, T], that of each token, where rows are packed.
+    """
+    return mix(seed + (torch.from_numpy(np.asarray(numbers, dtype=np.int64)).to(device) + 1) * GOLDEN)
+
+
+def token_keys(keys_BT: Tensor, positions_BT: Tensor, part: int) -> Tensor:
+    """Keys of tokens [B, T] from those of their sequences and their positions there. `part` tells apart the parts of a
+    model that see the same positions.
+    """
+    return mix(mix(keys_BT + _signed(part * GOLDEN)) + (positions_BT + 1) * GOLDEN)
+
+
+class Dropout(nn.Module):
+    """x / (1 - rate) where it is kept, else 0; x itself outside training. The rate is rounded to 1 / 65,536."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.threshold = min(round(rate * LEVELS), LEVELS - 1)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it drops anything now."""
+        return self.training and self.threshold > 0
+
+    def forward(self, x: Tensor, keys: Tensor | None, site: int) -> Tensor:
+        """`keys` has x's dimensions but for the last; `site` numbers what is dropped of the same token."""
+        if not self.is_active:
+            return x
+        assert keys is not None, "dropout draws its masks from the sequences' keys, and none were given"
+        site_keys = mix(keys + _signed(site * GOLDEN)).expand(x.shape[:-1]).contiguous()
+        return _Dropout.apply(x, site_keys, self.threshold)  # type: ignore[no-untyped-call]
+
+    def extra_repr(self) -> str:
+        return f"rate={self.threshold / LEVELS:g}"
+
+
+class _Dropout(torch.autograd.Function):
+    """Keeps the keys alone for the gradient, which draws the mask again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keys: Tensor, threshold: int) -> Tensor:
+        ctx.save_for_backward(keys)
+        ctx.threshold = threshold
+        return drop(x, keys, threshold)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (keys,) = ctx.saved_tensors
+        return drop(gradient, keys, ctx.threshold), None, None
+
+
+def drop(x: Tensor, keys: Tensor, threshold: int) -> Tensor:
+    """x with some columns 0 and the others scaled, so that the expectation stays."""
+    scale = LEVELS / (LEVELS - threshold)
+    x = x.contiguous()
+    if ops.runs(x):
+        return ops.dropout(x, keys, threshold, scale)
+    return torch.where(kept(keys, x.shape[-1], threshold), x * scale, 0.0).to(x.dtype)
+
+
+def kept(keys: Tensor, width: int, threshold: int) -> Tensor:
+    """True = kept, [..., D]."""
+    counter_G = (torch.arange(-(-width // GROUP), device=keys.device) + 1) * GOLDEN
+    bits = mix(keys[..., None] + counter_G).view(torch.int16)[..., :width]
+    return bits >= threshold - LEVELS // 2  # 16 bits as a signed number: uniform from -32,768 on
