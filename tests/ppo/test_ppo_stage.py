@@ -91,6 +91,30 @@ def test_a_killed_run_ends_as_the_run_nobody_touched(
     assert checkpoints == ["step-000002", "step-000003"]
 
 
+def cut_the_policy(checkpoint: Path) -> None:
+    (path,) = (checkpoint / "policy").iterdir()
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def test_damaged_checkpoints_are_passed_over_aloud_and_never_for_nothing(
+    run: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "whole"
+    run(folder, ColocatedWorker)
+    assert "ppo: starts from iteration 0 of 3 (no checkpoint yet)" in caplog.text
+    weights = (folder / "model" / "model.safetensors").read_bytes()
+    cut_the_policy(folder / "checkpoints" / "step-000003")
+    run(folder, ColocatedWorker)
+    assert "ppo: checkpoint step-000003 is damaged and passed over: files changed" in caplog.text
+    assert "policy/rank-00000.safetensors" in caplog.text
+    assert "ppo: resumes from iteration 2 of 3 (checkpoints/step-000002)" in caplog.text
+    assert (folder / "model" / "model.safetensors").read_bytes() == weights
+    for name in ("step-000002", "step-000003"):
+        cut_the_policy(folder / "checkpoints" / name)
+    with pytest.raises(ValueError, match=r"every checkpoint of ppo is damaged .*--from ppo"):
+        run(folder, ColocatedWorker)
+
+
 def test_policies_along_the_way_are_kept(run: Callable[..., None], tmp_path: Path) -> None:
     with pytest.raises(Killed):
         run(tmp_path / "killed", Mortal, keep_policies_every=1)

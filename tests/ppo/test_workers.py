@@ -348,3 +348,23 @@ def test_save_and_load_continue_bit_for_bit(
     ours, theirs = weights_of(resumed), weights_of(whole)
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     assert not torch.equal(saved["policy.head.weight"], ours["policy.head.weight"])
+
+
+def test_an_update_without_a_finite_gradient_is_skipped(
+    start: Start, prompts: Prompts, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = start()
+    rollout = worker.generate(prompts, range(16))
+    old_BR, mask_BR = worker.policy_logprobs(rollout), rollout.response_mask_BR
+    advantages_BR = torch.ones_like(old_BR)
+    advantages_BR[3] = torch.nan
+    before = {name: weight.clone() for name, weight in worker.policy.full_weights().items()}
+    num_tokens = int(mask_BR.sum())
+    for rows in (slice(0, 8), slice(8, 16)):
+        batch = PolicyBatch(
+            rollout.rows(rows), old_BR[rows], advantages_BR[rows], mask_BR[rows], num_tokens, torch.arange(0), 0
+        )
+        worker.update_policy(batch, 1e-3, 4)
+        is_same = all(torch.equal(weight, before[name]) for name, weight in worker.policy.full_weights().items())
+        assert is_same == (rows.start == 0)
+    assert caplog.text.count("ppo: update 5 of the policy is skipped: its gradient is not finite") == 1

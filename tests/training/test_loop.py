@@ -40,16 +40,15 @@ class Mortal(StreamObjective):
         super().__init__(rows)
         self.passes, self.events, self.num_done = passes, events, 0
 
-
-def loss(
-    self, model: LanguageModel, rows: IntArray, device: torch.device, seed: int = 0
-) -> tuple[Tensor, Mapping[str, Tensor]]:
-    if self.passes == 0:
-        raise KilledError
-    self.passes -= 1
-    self.events.get(self.num_done, lambda: None)()
-    self.num_done += 1
-    return super().loss(model, rows, device, seed)
+    def loss(
+        self, model: LanguageModel, rows: IntArray, device: torch.device, seed: int = 0
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        if self.passes == 0:
+            raise KilledError
+        self.passes -= 1
+        self.events.get(self.num_done, lambda: None)()
+        self.num_done += 1
+        return super().loss(model, rows, device, seed)
 
 
 class Impatient(Engine[LanguageModel]):
