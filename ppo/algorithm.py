@@ -19,7 +19,7 @@ def token_rewards(
     r_t = -kl_coef · (log π - log π_ref) at every token, plus the response's score at its last token.
     KL is the unclamped sum of the log ratios (k1), exactly what the reward subtracts.
     """
-    log_ratio_BR = (logprobs_BR - ref_logprobs_BR) * mask_BR
+    log_ratio_BR = _counted(logprobs_BR - ref_logprobs_BR, mask_BR)
     last_BR = mask_BR & (mask_BR.cumsum(dim=1) == mask_BR.sum(dim=1, keepdim=True))
     assert bool((last_BR.sum(dim=1) == mask_BR.any(dim=1)).all()), "a score must sit on exactly one token a response"
     rewards_BR = torch.where(last_BR, scores_B[:, None], 0.0) - kl_coef * log_ratio_BR
@@ -33,7 +33,7 @@ def generalised_advantages(
 
     δ_t = r_t + γ V_{t+1} - V_t;  A_t = δ_t + γ λ A_{t+1};  return_t = A_t + V_t.
     """
-    values_BR = values_BR * mask_BR
+    values_BR, rewards_BR = _counted(values_BR, mask_BR), _counted(rewards_BR, mask_BR)
     advantages_BR = torch.zeros_like(rewards_BR)
     following_B = torch.zeros_like(rewards_BR[:, 0])
     next_value_B = torch.zeros_like(following_B)
@@ -42,11 +42,12 @@ def generalised_advantages(
         following_B = (delta_B + discount * gae_lambda * following_B) * mask_BR[:, t]
         advantages_BR[:, t] = following_B
         next_value_B = values_BR[:, t]
-    return advantages_BR, (advantages_BR + values_BR) * mask_BR
+    return advantages_BR, _counted(advantages_BR + values_BR, mask_BR)
 
 
 def whiten(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """(x - mean) / std over the counted tokens; 0 elsewhere."""
+    """(x - mean) / std over the counted tokens, of which there is one at least; 0 elsewhere."""
+    assert bool(mask_BR.any()), f"none of {mask_BR.numel()} tokens is counted; one at least was expected"
     counted = values_BR[mask_BR]
     return torch.where(mask_BR, (values_BR - counted.mean()) / (counted.std(correction=0) + 1e-8), 0.0)
 
@@ -76,6 +77,7 @@ def importance_weights(
     Figures: mean and largest weight before the cap (a mean far from 1 says that the policies are far apart), the share
     of tokens that it cuts, and the effective sample share (Σw)² / (n Σw²) of what is left.
     """
+    assert bool(mask_BR.any()), f"none of {mask_BR.numel()} tokens is counted; one at least was expected"
     ratio_C = (logprobs_BR - behaviour_logprobs_BR)[mask_BR].exp()
     weight_C = ratio_C.clamp(max=cap)
     figures = {
@@ -94,7 +96,8 @@ def policy_loss(
 
     ρ = π / π_old, the policy before the iteration's updates. `approx_kl` is Σ (ρ - 1 - log ρ), never negative (k3).
     """
-    log_ratio_BR = (logprobs_BR - old_logprobs_BR) * mask_BR
+    log_ratio_BR = _counted(logprobs_BR - old_logprobs_BR, mask_BR)
+    advantages_BR = _counted(advantages_BR, mask_BR)
     ratio_BR = log_ratio_BR.exp()
     clipped_BR = ratio_BR.clamp(1 - clip, 1 + clip)
     gain_BR = torch.minimum(ratio_BR * advantages_BR, clipped_BR * advantages_BR)
@@ -102,20 +105,30 @@ def policy_loss(
         figures = {
             "clip_share": ((ratio_BR - 1).abs() > clip)[mask_BR].float().sum(),
             "approx_kl": (ratio_BR - 1 - log_ratio_BR).sum(),
-            "ratio_error": ((ratio_BR - 1).abs() * mask_BR).sum(),
+            "ratio_error": (ratio_BR - 1).abs().sum(),
         }
-    return -(gain_BR * mask_BR).sum(), figures
+    return -gain_BR.sum(), figures
 
 
 def value_loss(
     values_BR: Tensor, old_values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor, clip: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """½ Σ max((V - G)², (clip(V, V_old ± c) - G)²) over counted tokens, and sums to report. Lower is better."""
+    values_BR, old_values_BR = _counted(values_BR, mask_BR), _counted(old_values_BR, mask_BR)
+    returns_BR = _counted(returns_BR, mask_BR)
     clipped_BR = old_values_BR + (values_BR - old_values_BR).clamp(-clip, clip)
     error_BR = torch.maximum((values_BR - returns_BR) ** 2, (clipped_BR - returns_BR) ** 2)
     with torch.no_grad():
-        figures = {"value_error": (((values_BR - returns_BR) ** 2) * mask_BR).sum()}
-    return 0.5 * (error_BR * mask_BR).sum(), figures
+        figures = {"value_error": ((values_BR - returns_BR) ** 2).sum()}
+    return 0.5 * error_BR.sum(), figures
+
+
+def _counted(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
+    """The values of counted tokens, and 0 elsewhere, whatever is there: a product would make NaN of 0 times infinity.
+
+    Taken before anything is computed of them, so that no gradient of what is not counted is NaN either.
+    """
+    return torch.where(mask_BR, values_BR, 0.0)
 
 
 @dataclass

@@ -73,7 +73,7 @@ class ScorerWorker(Rank):
         sequences = judge.sequences(self.tokenizer, conversations, prompts, responses)
         network, size = judge.network, self.config.minibatch.micro_batch_size
         fitting = [row for row, tokens in enumerate(sequences) if judge.fits(tokens)]
-        room, too_long = network.config.context_tokens, [len(row) for row in sequences if not judge.fits(row)]
+        room, too_long = judge.room_tokens, [len(row) for row in sequences if not judge.fits(row)]
         self._failure = f"it has {too_long[0]} tokens; the reward model reads {room}" if too_long else ""
         scores_BO = torch.full((len(sequences), len(network.labels)), math.nan)
         with self._precision():

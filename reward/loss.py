@@ -16,12 +16,12 @@ def ranking_loss(scores_BK: Tensor, ranks_BK: Tensor) -> tuple[Tensor, Tensor]:
     InstructGPT's -1/C(K,2) · Σ log σ(s_w - s_l) (arXiv 2203.02155, eq. 1): all pairs of one prompt are one batch
     element, and each completion takes one forward pass.
     accuracy = share of the untied pairs that the scores order like the ranks; ½ where all are tied.
+    A comparison of one response has no pairs, and a loss of 0.
     """
     difference_BP, ahead_BP, real_BP = _pairs(scores_BK, ranks_BK)
     target_BP = (ahead_BP + 1) / 2
     loss_BP = F.binary_cross_entropy_with_logits(difference_BP, target_BP.to(difference_BP.dtype), reduction="none")
-    loss_B = (loss_BP * real_BP).sum(dim=1) / real_BP.sum(dim=1)
-    return loss_B, _accuracy(difference_BP, ahead_BP, real_BP)
+    return _mean(loss_BP, real_BP), _accuracy(difference_BP, ahead_BP, real_BP)
 
 
 def davidson_loss(scores_BK: Tensor, ranks_BK: Tensor, log_nu_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,8 +35,7 @@ def davidson_loss(scores_BK: Tensor, ranks_BK: Tensor, log_nu_B: Tensor) -> tupl
     """
     difference_BP, ahead_BP, real_BP = _pairs(scores_BK, ranks_BK)
     loss_BP = -davidson_log_likelihood(difference_BP, ahead_BP, log_nu_B[:, None])
-    loss_B = (loss_BP * real_BP).sum(dim=1) / real_BP.sum(dim=1)
-    return loss_B, _accuracy(difference_BP, ahead_BP, real_BP)
+    return _mean(loss_BP, real_BP), _accuracy(difference_BP, ahead_BP, real_BP)
 
 
 def davidson_log_likelihood(difference_P: Tensor, ahead_P: Tensor, log_nu: Tensor) -> Tensor:
@@ -72,9 +71,16 @@ def _pairs(scores_BK: Tensor, ranks_BK: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """Of every pair i < j of places [B, P]: s_i - s_j, the sign of i's lead (0 = a tie), and True = no padding."""
     K = scores_BK.shape[1]
     first, second = torch.triu_indices(K, K, offset=1, device=scores_BK.device)
-    difference_BP = scores_BK[:, first] - scores_BK[:, second]
+    real_BP = (ranks_BK[:, first] > 0) & (ranks_BK[:, second] > 0)
+    # Whatever is computed of padding stays out of the sums and of the gradient, be it NaN.
+    difference_BP = torch.where(real_BP, scores_BK[:, first] - scores_BK[:, second], 0.0)
     ahead_BP = (ranks_BK[:, second] - ranks_BK[:, first]).sign()
-    return difference_BP, ahead_BP, (ranks_BK[:, first] > 0) & (ranks_BK[:, second] > 0)
+    return difference_BP, ahead_BP, real_BP
+
+
+def _mean(loss_BP: Tensor, real_BP: Tensor) -> Tensor:
+    """Over each comparison's pairs; 0 where it has none."""
+    return (loss_BP * real_BP).sum(dim=1) / real_BP.sum(dim=1).clamp(min=1)
 
 
 def _accuracy(difference_BP: Tensor, ahead_BP: Tensor, real_BP: Tensor) -> Tensor:

@@ -129,11 +129,7 @@ class Judge:
         Reward models learn from whole texts, the end token behind them, so one that was cut off is scored with it too.
         """
         if self.tokenizer == tokenizer:
-            end_id = tokenizer.end_id
-            return [
-                [*prompt, *response, *([] if end_id in response[-1:] else [end_id])]
-                for prompt, response in zip(prompts, responses, strict=True)
-            ]
+            return [self._closed(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         texts = [tokenizer.decode(response).strip() for response in responses]
         pairs = zip(conversations, texts, strict=True)
         turns = ([*messages, {"role": "assistant", "content": text}] for messages, text in pairs)
@@ -163,6 +159,27 @@ class Judge:
         scores: list[float] = (head_scores(self.network, sequences) * weights_O).sum(dim=1).tolist()
         return scores
 
+    def _closed(self, prompt: Sequence[int], response: Sequence[int]) -> list[int]:
+        """A prompt and its response with the end token behind it.
+
+        In a policy's full context there is no place for one more. Where the network reads it all the same nothing
+        changes; where it has no such position, the last token that was sampled makes room, since a text without its
+        end is nothing that a reward model has seen.
+        """
+        end_id = self.tokenizer.end_id
+        if end_id in response[-1:]:
+            return [*prompt, *response]
+        is_full = len(response) > 1 and len(prompt) + len(response) == self.room_tokens
+        return [*prompt, *(response[:-1] if is_full else response), end_id]
+
+    @property
+    def room_tokens(self) -> int:
+        """How many tokens it reads: a context, and behind it the end token of a text that fills the context. Positions
+        that are looked up in a table end with the context.
+        """
+        config = self.network.config
+        return config.context_tokens + (config.positions != "learned")
+
     def fits(self, tokens: Sequence[int]) -> bool:
-        """Whether the network's context holds so many."""
-        return len(tokens) <= self.network.config.context_tokens
+        """Whether the network reads so many."""
+        return len(tokens) <= self.room_tokens

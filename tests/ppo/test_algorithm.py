@@ -255,3 +255,41 @@ def test_adaptive_kl_coefficient(ppo_config: Callable[..., PPOConfig], kl_nats: 
     assert controller.coef == pytest.approx(0.5 * factor)
     controller.update(kl_nats, 50)
     assert controller.coef == pytest.approx(0.5 * factor**2)
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+def test_what_stands_at_padding_reaches_no_sum_and_no_gradient(junk: float) -> None:
+    """0 times infinity is NaN, so what is not counted is left out, not multiplied by 0."""
+    mask = ragged_mask([2, 0, 4], 4)
+    scores = torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64)
+
+    def everything(elsewhere: float) -> tuple[list[Tensor], list[Tensor]]:
+        inputs = [torch.where(mask, noise(3, 4, seed=seed), elsewhere).requires_grad_() for seed in range(6)]
+        logprobs, old_logprobs, ref_logprobs, values, old_values, returns = inputs
+        with torch.no_grad():
+            rewards, kl = token_rewards(scores, logprobs, ref_logprobs, mask, 0.1)
+            advantages, targets = generalised_advantages(rewards, values, mask, 1.0, 0.95)
+            white, (weights, figures) = whiten(advantages, mask), importance_weights(logprobs, old_logprobs, mask, 2.0)
+        policy, policy_figures = policy_loss(logprobs, old_logprobs, white + torch.where(mask, 0, elsewhere), mask, 0.2)
+        value, value_figures = value_loss(values, old_values, returns, mask, 0.2)
+        (policy + value).backward()  # type: ignore[no-untyped-call]
+        found = [rewards, kl, advantages, targets, white, weights, policy, value, *policy_figures.values()]
+        found += [*value_figures.values(), torch.tensor(list(figures.values()))]
+        gradients = [tensor.grad for tensor in inputs if tensor.grad is not None]
+        return [tensor.detach() for tensor in found], gradients
+
+    for found, expected in zip(everything(junk), everything(0.0), strict=True):
+        assert len(found) == len(expected) > 0
+        for one, other in zip(found, expected, strict=True):
+            assert one.isfinite().all()
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_batch_of_which_nothing_is_counted_is_refused() -> None:
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    for compute in (
+        lambda: whiten(torch.ones(2, 3), nothing),
+        lambda: importance_weights(torch.zeros(2, 3), torch.zeros(2, 3), nothing, 2.0),
+    ):
+        with pytest.raises(AssertionError, match="none of 6 tokens is counted"):
+            compute()

@@ -104,6 +104,19 @@ def test_frozen_matrices_in_bf16_give_the_bits_that_autocast_gives(start: Start,
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
+def test_responses_that_fill_the_context_have_the_scores_that_a_judge_gives_them(start: Start) -> None:
+    worker = start(max_response_tokens=4)
+    assert isinstance(worker.judge, Judge)
+    prompts = [[row, *range(20, 79)] for row in range(5, 21)]  # 60 tokens of a context of 64
+    rollout = worker.generate(prompts, range(16))
+    written, responses = rollout.token_lists()
+    assert any(len(response) == 4 and response[-1] != worker.tokenizer.end_id for response in responses)
+    scores = worker.scores(rollout)
+    assert bool(scores.isfinite().all())
+    expected = Judge.load(worker.parents.reward).score(worker.tokenizer, [], written, responses)
+    torch.testing.assert_close(scores[:, 0], torch.tensor(expected), atol=1e-5, rtol=0)
+
+
 def test_the_average_of_tied_weights_is_held_once(start: Start, tmp_path: Path) -> None:
     worker = start()
     assert worker.average["head.weight"] is worker.average["decoder.embedding.weight"]

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reward.loss import davidson_loss, ranking_loss, rating_loss
+
+Loss = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def softplus(x: float) -> float:
@@ -160,3 +163,18 @@ def test_ratings_by_hand_and_whatever_a_labeler_adds_to_all() -> None:
     assert not gradient[2].any()
     # Its gradient for a score is -a · (error of the response less the mean error) / K.
     assert gradient[0].tolist() == pytest.approx([3 * 1 / 3, -3 * 1 / 3, 0.0], abs=1e-6)
+
+
+@pytest.mark.parametrize("loss_of", [ranking_loss, lambda s, r: davidson_loss(s, r, torch.zeros(len(s)))])
+def test_a_comparison_of_one_response_has_no_loss_and_padding_is_not_computed_with(loss_of: Loss) -> None:
+    scores = torch.tensor([[1.0, math.nan, math.inf], [0.5, -0.5, -math.inf]], requires_grad=True)
+    loss, accuracy = loss_of(scores, torch.tensor([[1, 0, 0], [1, 2, 0]]))
+    alone, _ = loss_of(torch.tensor([[0.5, -0.5]]), torch.tensor([[1, 2]]))
+    assert loss.tolist() == [0.0, pytest.approx(float(alone))]
+    assert accuracy.tolist() == [0.5, 1.0]
+    loss.sum().backward()  # type: ignore[no-untyped-call]
+    assert scores.grad is not None
+    assert scores.grad.isfinite().all()
+    assert scores.grad[0].tolist() == [0.0, 0.0, 0.0]
+    single, _ = loss_of(torch.tensor([[1.0]]), torch.tensor([[1]]))
+    assert single.tolist() == [0.0]
