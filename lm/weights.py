@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lm.config import ModelConfig
-from lm.encoder import MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier
+from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier
 from lm.encoder_decoder import EncoderDecoder
 from lm.families import FAMILIES, Family, Stored, expect, family_of
 from lm.model import SCORE, LanguageModel, ScalarModel, draw_tensor
@@ -37,6 +37,7 @@ Model = (
     | SequenceClassifier
     | TokenClassifier
     | SpanPredictor
+    | EncoderModel
     | EncoderDecoder
 )
 AnyModel = TypeVar("AnyModel", bound=Model)
@@ -48,8 +49,12 @@ PURPOSES: dict[type[nn.Module], str] = {
     SequenceClassifier: "sequence",
     TokenClassifier: "token",
     SpanPredictor: "span",
+    EncoderModel: "body",
     EncoderDecoder: "translate",
 }
+
+# BERT as it was pretrained: a second head beside the masked words', which is left out.
+_READ_AS = {"BertForPreTraining": "BertForMaskedLM"}
 
 # What a shape of each kind is pretrained as.
 PRETRAINED: dict[str, type[LanguageModel | MaskedLanguageModel | EncoderDecoder]] = {
@@ -64,7 +69,8 @@ MAX_SHARD = "5GB"
 # frequencies, BERT's position numbers), second copies of tied tensors, and heads for another purpose.
 _COMPUTED = r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$|final_logits_bias$"
 _COPIES = r"^lm_head\.weight$|^cls\.predictions\.(decoder\.|bias$)|\.embed_tokens\.weight$"
-_OTHER_HEADS = r"^cls\.seq_relationship\.|^bert\.pooler\."
+_OTHER_HEADS = r"^cls\.seq_relationship\.|^(bert\.)?pooler\."
+_BODY = re.compile(r"^(transformer|bert)\.")
 _LEFT_OUT = re.compile("|".join((_COMPUTED, _COPIES, _OTHER_HEADS)))
 # BERT's published checkpoints name the norms' parameters as TensorFlow did.
 _OLD_NAMES = {"gamma": "weight", "beta": "bias"}
@@ -186,7 +192,7 @@ def purpose_of(folder: Path) -> str:
         purpose
         for family in FAMILIES
         for purpose, name in family.classes.items()
-        if family.model_type == raw.get("model_type") and raw.get("architectures") == [name]
+        if family.model_type == raw.get("model_type") and _architectures(raw) == [name]
     ]
     if not found:
         raise ValueError(
@@ -194,6 +200,12 @@ def purpose_of(folder: Path) -> str:
             f" {', '.join(family.model_type for family in FAMILIES)} was expected"
         )
     return found[0]
+
+
+def _architectures(raw: Mapping[str, Any]) -> Any:
+    """The field of config.json, in the names that families know."""
+    found = raw.get("architectures")
+    return [_READ_AS.get(name, name) for name in found] if isinstance(found, list) else found
 
 
 def _labels(path: Path, raw: Mapping[str, Any]) -> tuple[str, ...]:
@@ -274,7 +286,8 @@ def _modern(name: str) -> str:
 class Reader:
     """A checkpoint's tensors under our names, read one at a time.
 
-    The published GPT-2 was saved without its head, and so without the prefix `transformer.` before each name.
+    The published GPT-2 was saved without its head, and so without the prefix `transformer.` before each name; of BERT
+    a body alone lacks `bert.` in the same way.
     """
 
     def __init__(self, checkpoint: Checkpoint, family: Family, model: nn.Module) -> None:
@@ -302,7 +315,7 @@ class Reader:
         place = self._family.stored(self._config, ours)
         if self._has_prefix:
             return place
-        return replace(place, parts={name.removeprefix("transformer."): rows for name, rows in place.parts.items()})
+        return replace(place, parts={_BODY.sub("", name): rows for name, rows in place.parts.items()})
 
     def _holds(self, place: Stored) -> bool:
         return place.parts.keys() <= self._checkpoint.names
@@ -388,7 +401,7 @@ def read_config(folder: Path, purpose: str) -> tuple[ModelConfig, Family, dict[s
         known = [family.model_type for family in FAMILIES]
         raise ValueError(f"{path}: model_type is {raw.get('model_type')!r}; one of {known} was expected")
     expected = [family.classes[purpose]] if purpose in family.classes else None
-    if raw.get("architectures") != expected or expected is None:
+    if _architectures(raw) != expected or expected is None:
         wanted = expected or f"a family with a model for the purpose {purpose!r}"
         raise ValueError(f"{path}: architectures is {raw.get('architectures')}; {wanted} was expected")
     try:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from lm.encoder import MaskedLanguageModel, SequenceClassifier
+from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
 from lm.model import SCORE, LanguageModel, ScalarModel
 from lm.source import ModelSource, skeleton
 from lm.tokenizer import Tokenizer
@@ -103,8 +103,9 @@ def network_source(
     purpose = purpose_of(folder)
     if purpose == "language":
         return NewHead(folder, LanguageModel, lambda shape: ScalarModel(shape, dropout, labels), seed)
-    if purpose == "masked":
-        return NewHead(folder, MaskedLanguageModel, lambda shape: SequenceClassifier(shape, labels, dropout), seed)
+    if purpose in ("masked", "body"):
+        kind = MaskedLanguageModel if purpose == "masked" else EncoderModel
+        return NewHead(folder, kind, lambda shape: SequenceClassifier(shape, labels, dropout), seed)
     trained = network_folder(folder, dropout)
     found = skeleton(trained.build).labels
     if found != tuple(labels):

@@ -19,12 +19,17 @@ from lm.families.rotary import RotaryFamily
 
 __all__ = ["FAMILIES", "Family", "Stored", "expect", "family_of"]
 
+_MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096}
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+
 FAMILIES: tuple[Family, ...] = (
-    RotaryFamily("llama", "Llama", attention_bias="flag", mlp_bias_flag=True),
-    RotaryFamily("arcee", "Arcee", mlp="relu2", attention_bias="flag", mlp_bias_flag=True),
-    RotaryFamily("mistral", "Mistral", windows="all"),
-    RotaryFamily("qwen2", "Qwen2", attention_bias="qkv", windows="by layer"),
-    RotaryFamily("qwen3", "Qwen3", attention_bias="flag", windows="by layer", qk_norm=True),
+    RotaryFamily("llama", "Llama", attention_bias="flag", mlp_bias_flag=True, even_heads=True),
+    RotaryFamily("arcee", "Arcee", mlp="relu2", attention_bias="flag", mlp_bias_flag=True, even_heads=True),
+    RotaryFamily("mistral", "Mistral", windows="all", defaults=_MISTRAL),
+    RotaryFamily("qwen2", "Qwen2", attention_bias="qkv", windows="by layer", defaults=_QWEN),
+    RotaryFamily(
+        "qwen3", "Qwen3", attention_bias="flag", windows="by layer", qk_norm=True, defaults={**_QWEN, "head_dim": 128}
+    ),
     GPT2Family(),
     BertFamily(),
     BartFamily(),

@@ -13,6 +13,7 @@ class BertFamily:
 
     model_type = "bert"
     classes: ClassVar = {
+        "body": "BertModel",
         "masked": "BertForMaskedLM",
         "sequence": "BertForSequenceClassification",
         "token": "BertForTokenClassification",

@@ -1,7 +1,7 @@
 """Llama, and what grew from it: Arcee, Mistral, Qwen2, Qwen3."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from lm.config import ModelConfig
@@ -40,8 +40,8 @@ def rope_from_hf(raw: Mapping[str, Any]) -> Fields:
     kind = rope.get("rope_type", rope.get("type", "default"))
     expect({"rope_type": kind}, "rope_type", "default", *_ROPE_FIELDS_OF)
     expect(rope, "partial_rotary_factor", 1.0)
-    for field in ("attention_factor", "mscale", "mscale_all_dim"):
-        expect(rope, field, None)
+    for name in ("attention_factor", "mscale", "mscale_all_dim"):
+        expect(rope, name, None)
     expect(rope, "truncate", True)
     if kind == "default":
         return {"rope_theta": rope["rope_theta"]}
@@ -57,6 +57,8 @@ class RotaryFamily:
 
     `attention_bias`: the family's products have biases on "none", on "qkv", or on "all" where its flag says so.
     `windows`: no layer looks back a limited way, all of them do, or those that `layer_types` names.
+    `even_heads`: the library refuses a width that is not a multiple of the heads, even where `head_dim` is given.
+    `defaults`: what the library takes for a field that config.json leaves out; null is another thing.
     """
 
     model_type: str
@@ -66,6 +68,8 @@ class RotaryFamily:
     mlp_bias_flag: bool = False
     windows: Literal["none", "all", "by layer"] = "none"
     qk_norm: bool = False
+    even_heads: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def classes(self) -> Mapping[str, str]:
@@ -79,6 +83,9 @@ class RotaryFamily:
         return {"swiglu": "silu", "relu2": "relu2"}[self.mlp]
 
     def to_hf(self, config: ModelConfig) -> Fields:
+        """Errors: ValueError for a width that the library refuses."""
+        if self.even_heads and config.width % config.num_heads:
+            raise ValueError(f"a width of {config.width} is not a multiple of {config.num_heads} heads")
         fields = {
             "vocab_size": config.vocab_size,
             "max_position_embeddings": config.context_tokens,
@@ -111,6 +118,7 @@ class RotaryFamily:
         return fields
 
     def from_hf(self, raw: Mapping[str, Any]) -> Fields:
+        raw = {**self.defaults, **raw}
         expect(raw, "hidden_act", self.hidden_act)
         if not self.mlp_bias_flag:
             expect(raw, "mlp_bias", False)

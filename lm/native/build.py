@@ -44,8 +44,16 @@ def has_matrix_unit() -> bool:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept between processes: $XDG_CACHE_HOME/heed, by default ~/.cache/heed."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heed"
+    """Where compiled kernels are kept between processes: $XDG_CACHE_HOME/heed, by default ~/.cache/heed.
+
+    Raises: FileNotFoundError where there is neither, as for a user without HOME and without an entry in passwd.
+    """
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "heed"
+    try:
+        return Path.home() / ".cache" / "heed"
+    except RuntimeError:
+        raise FileNotFoundError("there is no home folder to keep it in; set HOME or XDG_CACHE_HOME") from None
 
 
 def compiled(folder: Path) -> Path:

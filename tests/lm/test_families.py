@@ -1,5 +1,6 @@
 """Parity with `transformers`: every family, in odd shapes, both ways, with every head that it has."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ from safetensors.torch import save_file
 
 from benchmarks.parity import CASES, CONTEXT, TOKENS, measure, our_logits, shuffled, their_logits
 from lm.config import ModelConfig, RopeScaling
+from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
 from lm.families import FAMILIES, family_of
 from lm.model import LanguageModel, ScalarModel, initialise
+from lm.source import materialise
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model, load_model, load_scalar_model, save_model
+from lm.weights import load_any, load_language_model, load_model, load_scalar_model, save_model
+from reward.stage import network_source
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
 
@@ -159,3 +163,79 @@ def test_the_published_table_measures_what_is_tested_here(tokenizer: Tokenizer, 
     assert 0 <= found.writing < 1e-4
     assert found.same_tokens == found.num_tokens
     assert (found.num_tokens == 0) == (family == "bert")
+
+
+def wide(**changes: Any) -> ModelConfig:
+    """A width of 18 under 5 heads of 4, as the rotary families spell it."""
+    shape = {"vocab_size": 288, "context_tokens": CONTEXT, "num_layers": 2, "num_kv_heads": 5, "mlp_width": 24}
+    return ModelConfig.model_validate({**shape, "width": 18, "num_heads": 5, "head_dim": 4, **changes})
+
+
+@torch.no_grad()
+def test_a_width_that_llama_refuses_is_written_as_what_transformers_loads(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Llama and Arcee want a width that is a multiple of the heads; Mistral, the same model otherwise, does not."""
+    model = shuffled(LanguageModel(wide()))
+    save_model(tmp_path, model, model.state_dict(), tokenizer)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(theirs).__name__ == "MistralForCausalLM"
+    torch.testing.assert_close(theirs(TOKENS).logits, model(TOKENS), **EXACT)
+    with pytest.raises(Exception, match="not a multiple of the number of attention"):
+        transformers.LlamaConfig(hidden_size=18, num_attention_heads=5, head_dim=4)
+    assert family_of(wide(width=20), "language").model_type == "llama"
+    assert family_of(wide(width=20, mlp="relu2"), "language").model_type == "arcee"
+    assert family_of(wide(mlp="relu2"), "language").model_type == "heed"  # no published family is left
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [
+        ("Mistral", ("sliding_window", "num_key_value_heads")),
+        ("Qwen2", ("sliding_window", "max_window_layers", "num_key_value_heads")),
+        ("Qwen3", ("sliding_window", "max_window_layers", "num_key_value_heads", "head_dim")),
+        ("Llama", ("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias", "tie_word_embeddings")),
+    ],
+)
+def test_what_config_json_leaves_out_is_what_the_library_takes_for_it(name: str, left_out: tuple[str, ...]) -> None:
+    kind = getattr(transformers, f"{name}Config")
+    given = {
+        "vocab_size": 288, "max_position_embeddings": CONTEXT, "hidden_size": 64, "num_attention_heads": 32,
+        "num_hidden_layers": 30, "intermediate_size": 48, "rms_norm_eps": 1e-5, "use_sliding_window": True,
+    }  # fmt: skip
+    family = next(family for family in FAMILIES if family.model_type == name.lower())
+    assert not set(left_out) & set(given)
+    brief = ModelConfig.model_validate(family.from_hf(given))
+    full = ModelConfig.model_validate(family.from_hf(kind(**given).to_dict()))
+    assert brief == full
+    if name != "Llama":
+        assert max(brief.windows) == 4096
+        none = ModelConfig.model_validate(family.from_hf({**given, "sliding_window": None}))
+        assert none.windows == (0,)
+
+
+@torch.no_grad()
+def test_berts_body_alone_is_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """As all-MiniLM-L6-v2 is published: without a head, and without `bert.` before each name."""
+    theirs = shuffled(transformers.BertModel(CASES["bert, masked words"].config()))
+    theirs.save_pretrained(tmp_path)
+    segments = torch.ones_like(TOKENS)
+    segments[0, 30:] = 0
+    expected = theirs(TOKENS, attention_mask=segments)
+    assert type(load_any(tmp_path)) is EncoderModel
+    network = materialise(network_source(tmp_path, 0.0, 4)).eval()
+    assert isinstance(network, SequenceClassifier)
+    hidden = network.encoder.hidden(TOKENS, segments)
+    torch.testing.assert_close(hidden[segments > 0], expected.last_hidden_state[segments > 0], **EXACT)
+    torch.testing.assert_close(network.pooler(hidden[:, 0]).tanh(), expected.pooler_output, **EXACT)
+    save_model(tmp_path / "scores", network, network.state_dict(), tokenizer)
+    scores = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "scores").eval()
+    torch.testing.assert_close(scores(TOKENS, attention_mask=segments).logits, network(TOKENS, segments), **EXACT)
+
+
+@torch.no_grad()
+def test_bert_as_it_was_pretrained_finds_masked_words(tmp_path: Path) -> None:
+    theirs = shuffled(transformers.BertForPreTraining(CASES["bert, masked words"].config()))
+    theirs.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["BertForPreTraining"]
+    ours = load_any(tmp_path)
+    assert isinstance(ours, MaskedLanguageModel)
+    torch.testing.assert_close(ours.eval()(TOKENS), theirs(TOKENS).prediction_logits, **EXACT)
