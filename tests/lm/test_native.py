@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import pwd
 from collections.abc import Callable
 from pathlib import Path
 
@@ -234,3 +235,18 @@ def test_without_a_compiler_the_work_goes_on_and_says_why(
     monkeypatch.setattr(ops, "kernels", lambda: None)
     assert not ops.runs(torch.ones(2))
     torch.testing.assert_close(RMSNorm(2, 0.0)(torch.ones(1, 2)), torch.ones(1, 2))
+
+
+def test_without_a_home_the_work_goes_on_and_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user may have neither HOME nor an entry in passwd."""
+
+    def no_entry(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    with pytest.raises(RuntimeError):
+        Path.home()
+    with pytest.warns(RuntimeWarning, match=r"slower: there is no home folder .* set HOME or XDG_CACHE_HOME"):
+        assert build.kernels.__wrapped__() is None
