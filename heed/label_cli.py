@@ -1,8 +1,8 @@
 """Command lines for labels: in and out of a store, and the labeling server."""
 
 import json
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from preferences.choosing import Method
     from preferences.formats.merging import Found
     from preferences.formats.parts import Oddity, Report
+    from preferences.page.config import LabelingConfig
+    from preferences.people import People
     from preferences.store import LabelStore
 
 label_app = typer.Typer(no_args_is_help=True, help="Labels: published and own, in and out of the store.")
@@ -24,6 +26,8 @@ SHOWN_A_KIND = 10  # oddities that are told one by one; a report file has them a
 STATUS_ROWS = 500
 
 Store = Annotated[str, typer.Option(help="The label store: a file's path, or a database's URL.", show_default=False)]
+LabelToml = Annotated[Path | None, typer.Option(help="TOML: title, instructions, batches, flags; docs/labels.md.")]
+PublicUrl = Annotated[str, typer.Option(help="How people reach the server: https://labels.example.org, say.")]
 Strict = Annotated[bool, typer.Option(help="Refuse the first oddity, instead of reporting it and going on.")]
 ReportFile = Annotated[Path | None, typer.Option("--report", help="Where every oddity goes, as JSONL.")]
 
@@ -92,10 +96,12 @@ def export_labels(
     report: ReportFile = None,
 ) -> None:
     """Write judgments out of a label store."""
+    from preferences.database import require_store
     from preferences.formats.exchange import export
     from preferences.formats.registry import format_to_write
 
     chosen = format_to_write(form)
+    require_store(store)
     with open_store(store) as opened, console.status("writing"):
         told, num_rows = export(opened, chosen, out, batch=batch, strict=strict)
     tell(told, report)
@@ -155,36 +161,88 @@ def sample_for_labelers(
 @label_app.command("serve")
 def serve_labels(
     store: Store,
-    config: Annotated[
-        Path | None, typer.Option(help="TOML: title, instructions, batches, flags; docs/labels.md.")
-    ] = None,
+    config: LabelToml = None,
     host: Annotated[
         str, typer.Option(help="Where to listen. Beyond this machine, put a TLS proxy before it.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65_535)] = 8100,
+    public_url: PublicUrl = "",
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(help="Address or network of a proxy whose X-Forwarded headers are believed; may repeat."),
+    ] = None,
+    trusted_host: Annotated[
+        list[str] | None, typer.Option(help="A further name that the server answers to; may repeat.")
+    ] = None,
 ) -> None:
-    """Serve the labeling page and its API. The first start prints a one-time link for a lead."""
-    from preferences.page.config import LabelingConfig
+    """Serve the labeling page and its API. Where nobody leads yet, it prints a one-time link for a lead."""
     from preferences.page.serve import serve
 
-    told = LabelingConfig.load(config) if config is not None else LabelingConfig()
+    told = _labeling_config(config, public_url, trusted_proxy or [], trusted_host or [])
     serve(store, told, host=host, port=port, announce=typer.echo)
 
 
 @label_app.command("invite")
 def invite_labeler(
-    name: Annotated[str, typer.Argument(help="It stands beside the judgments.")],
+    name: Annotated[str, typer.Argument(help="It stands next to the judgments.")],
     store: Store,
     lead: Annotated[bool, typer.Option("--lead", help="Somebody who leads, instead of a labeler.")] = False,
+    config: LabelToml = None,
+    public_url: PublicUrl = "",
 ) -> None:
-    """A one-time link for somebody new, or for who lost their key. It goes behind the server's address."""
+    """Make a one-time link for somebody new, or for somebody who lost their key. An older link of theirs is void."""
+    server = _labeling_config(config, public_url, [], []).server
+    with _people(store) as people:
+        link = server.link(people.invite(name, "lead" if lead else "labeler"))
+    typer.echo(f"Send this to {name}. It opens once, within a week, and shows the key to sign in with:\n{link}")
+    if not server.public_url:
+        console.print("The address is that of a server on this machine; --public-url says another.", markup=False)
+
+
+@label_app.command("links")
+def list_links(store: Store) -> None:
+    """List one-time links that nobody has used yet."""
+    from datetime import UTC, datetime
+
+    with _people(store) as people:
+        links = people.links()
+    for link in links:
+        until = datetime.fromtimestamp(link.expires_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        typer.echo(f"{link.name}: {link.role}, until {until}, invited by {link.invited_by or 'unknown'}")
+    if not links:
+        console.print("no link is waiting to be used")
+
+
+@label_app.command("revoke")
+def revoke_link(name: Annotated[str, typer.Argument(help="Whose one-time link.")], store: Store) -> None:
+    """Void the one-time link of somebody who has not used it. An account is closed on the page of people."""
+    with _people(store) as people:
+        people.revoke(name)
+    typer.echo(f"the link of {name} no longer works")
+
+
+@contextmanager
+def _people(store: str) -> "Iterator[People]":
+    from preferences.database import require_store
     from preferences.people import People
 
+    require_store(store)
     people = People(store)
     try:
-        typer.echo(f"/welcome/{people.invite(name, 'lead' if lead else 'labeler')}")
+        yield people
     finally:
         people.close()
+
+
+def _labeling_config(
+    path: Path | None, public_url: str, proxies: Sequence[str], hosts: Sequence[str]
+) -> "LabelingConfig":
+    """The file's configuration with what the command line says of the server instead."""
+    from preferences.page.config import LabelingConfig
+
+    told = LabelingConfig.load(path) if path is not None else LabelingConfig()
+    options = {"public_url": public_url, "trusted_proxies": tuple(proxies), "trusted_hosts": tuple(hosts)}
+    return told.with_server({name: value for name, value in options.items() if value})
 
 
 def open_store(url_or_path: str) -> "LabelStore":

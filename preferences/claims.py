@@ -109,6 +109,13 @@ def free(connection: Connection, chosen: Iterable[Place]) -> None:
     _update(connection, chosen, labeler=None, expires_at=0.0, is_done=False)
 
 
+def free_all(connection: Connection, labeler: str) -> None:
+    """Others may take all that the labeler holds; what they are done with stays theirs."""
+    one_at_a_time(connection, labeler)
+    holds = update(places).where(places.c.labeler == labeler, ~places.c.is_done)
+    connection.execute(holds.values(labeler=None, expires_at=0.0))
+
+
 def lock(connection: Connection, positions: Sequence[int]) -> dict[int, list[PlaceState]]:
     """All places of these tasks, by task; nobody else changes them before this transaction ends."""
     statement = select(places.c.task, places.c.place, places.c.labeler, places.c.expires_at, places.c.is_done)

@@ -1,13 +1,16 @@
 """How the label store's database is opened: a SQLite file, or PostgreSQL by its URL."""
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import DBAPIError
 
 BUSY_TIMEOUT_MILLISECONDS = 30_000
 POOL_SIZE = 8
+MAX_CHECKED_BYTES = 2 * 2**30  # read whole at each start, some seconds
 _BEGIN = "heed_begin"
 _MIGRATING = 7_243_001  # the advisory lock of who migrates; any number that is Heed's own
 FIRST_REVISION = "0001"  # of stores that are older than the migrations
@@ -19,19 +22,73 @@ def open_engines(url_or_path: str | Path) -> tuple[Engine, Engine]:
     On SQLite the writer's transactions start with BEGIN IMMEDIATE: a deferred transaction that turns from reading to
     writing is refused with SQLITE_BUSY at once, whatever the busy_timeout.
 
-    Raises ValueError for another database, and for one that a newer Heed has migrated.
+    Raises ValueError for another database, for one that cannot be opened, and for one that a newer Heed has migrated.
     """
     url = _database_url(url_or_path)
     if url.get_backend_name() == "postgresql":
-        engine = create_engine(url, pool_size=POOL_SIZE, pool_pre_ping=True)
-        migrate(engine)
+        engine = create_engine(url, pool_size=POOL_SIZE, pool_pre_ping=True, hide_parameters=True)
+        _open(engine)
         return engine, engine
-    reader = create_engine(url, pool_size=POOL_SIZE)
+    assert url.database is not None, "a SQLite store has a path"
+    Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+    reader = create_engine(url, pool_size=POOL_SIZE, hide_parameters=True)  # labels and names stay out of logs
     event.listen(reader, "connect", _configure_connection)
     event.listen(reader, "begin", _begin)
     writer = reader.execution_options(**{_BEGIN: "IMMEDIATE"})
-    migrate(writer)
+    _open(writer)
     return reader, writer
+
+
+def _open(engine: Engine) -> None:
+    """Migrate, for the first time that anything is asked of the database."""
+    try:
+        migrate(engine)
+    except DBAPIError as error:
+        engine.dispose()
+        reason = str(error.orig).strip().partition("\n")[0]
+        raise ValueError(f"label store {engine.url.render_as_string()} cannot be opened: {reason}") from error
+
+
+def require_store(url_or_path: str | Path) -> None:
+    """Raises ValueError where a file that should hold a label store is missing or damaged; makes nothing."""
+    path = store_file(url_or_path)
+    if path is None:
+        return
+    if not path.is_file():
+        raise ValueError(f"label store {str(path)!r}: there is no such file")
+    _require_sound(path)
+
+
+def create_or_check(url_or_path: str | Path) -> str:
+    """As `require_store`, but a store that is missing is to be made: returns a sentence that says so, else ""."""
+    path = store_file(url_or_path)
+    if path is None or path.exists():
+        require_store(url_or_path)
+        return ""
+    return f"created a new label store at {path}"
+
+
+def store_file(url_or_path: str | Path) -> Path | None:
+    """The file of a SQLite store; None for a database server's."""
+    url = _database_url(url_or_path)
+    return Path(url.database or "") if url.get_backend_name() == "sqlite" else None
+
+
+def _require_sound(path: Path) -> None:
+    """Raises ValueError for a file that is no SQLite database, or whose pages are damaged."""
+    if path.stat().st_size > MAX_CHECKED_BYTES:
+        return  # it would take minutes; SQLite's own shell does it: PRAGMA quick_check
+    try:
+        with closing(sqlite3.connect(path, timeout=BUSY_TIMEOUT_MILLISECONDS / 1_000)) as connection:
+            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.OperationalError as error:
+        raise ValueError(f"label store {str(path)!r} cannot be read: {error}") from error
+    except sqlite3.DatabaseError as error:
+        found = str(error)
+    if found != "ok":
+        raise ValueError(
+            f"label store {str(path)!r} is damaged: {found}; a backup of it was expected".replace("\n", " ")
+        )
 
 
 def migrate(engine: Engine) -> None:
@@ -75,7 +132,6 @@ def _database_url(url_or_path: str | Path) -> URL:
         )
     if not url.database or url.database == ":memory:":
         raise ValueError("label store: a database in memory would lose its labels; a file path was expected")
-    Path(url.database).parent.mkdir(parents=True, exist_ok=True)
     return url
 
 

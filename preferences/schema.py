@@ -3,6 +3,7 @@
 tasks      one row a task, in order of arrival; the content never changes
 places     one row a labeler that a task wants: free, leased or done; what is leased is found here alone
 judgments  one row an act of a labeler, append-only: triggers refuse UPDATE and DELETE
+people_acts  one row an act on people or on what they made (an invitation, an export), append-only likewise
 """
 
 from sqlalchemy import (
@@ -114,9 +115,20 @@ invitations = Table(
     "invitations",
     metadata,
     Column("code_hash", String, primary_key=True),
-    Column("name", String, nullable=False),
+    Column("name", String, nullable=False, unique=True),  # a newer link voids the older one
     Column("role", String, nullable=False),
     Column("expires_at", Float, nullable=False),
+    Column("invited_by", String, nullable=False),  # a lead, "command line" or "server"
+)
+
+people_acts = Table(
+    "people_acts",
+    metadata,
+    Column("act_id", Integer, primary_key=True),
+    Column("actor", String, nullable=False),
+    Column("act", String, nullable=False),  # invited, revoked, joined, closed, admitted, exported, read
+    Column("subject", String, nullable=False),  # a name, or a batch
+    Column("created_at", Float, nullable=False),
 )
 
 instructions = Table(

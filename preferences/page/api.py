@@ -5,14 +5,16 @@ from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from preferences.formats.registry import FORMATS
+from preferences.page.attempts import Attempts, sign_in
 from preferences.page.forms import MAX_NOTE_CHARACTERS, MAX_RATING, MIN_RATING
 from preferences.page.labeling import Asked, Labeling, ShownForm
 from preferences.page.lead import LeadView
-from preferences.page.security import Attempts, TooManyTriesError, sign_in
+from preferences.page.security import MAX_SIGN_IN_BYTES, MAX_TASKS_BYTES, unstorable_in
 from preferences.people import Account, People
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, OVERALL, Answer, Message, Task
 from preferences.standing import held_back
@@ -20,25 +22,33 @@ from preferences.standing import held_back
 CLIENT = "api"
 MAX_WHOLE = 2**53  # what every JSON reader takes
 MAX_TASKS_AT_ONCE = 1_000
+MAX_FLAGS = 1_000  # of one response, before they are compared with those that can be given
 
 Number = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
 Rank = Annotated[int, Field(ge=1, le=MAX_RESPONSES)]
 Rating = Annotated[float, Field(ge=MIN_RATING, le=MAX_RATING)]
-# A lone surrogate can come as "\ud800" in JSON and go nowhere; PostgreSQL's names hold no NUL.
+# `Body` refuses what cannot be stored; the pattern says so in the description.
 Text = Annotated[str, Field(pattern="^[^\\x00]*$")]
 Name = Annotated[str, Field(min_length=1, max_length=512, pattern="^[^\\x00]*$")]
-Note = Annotated[str, Field(max_length=MAX_NOTE_CHARACTERS)]
+Note = Annotated[str, Field(max_length=MAX_NOTE_CHARACTERS, pattern="^[^\\x00]*$")]
 
 
 class Body(BaseModel):
-    """What a request says; unknown fields are refused."""
+    """What a request says; unknown fields are refused, and texts that no database holds."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_storable(cls, said: Any) -> Any:
+        if unstorable_in(said):
+            raise ValueError("a text contains NUL or a lone surrogate, which cannot be stored")
+        return said
+
 
 class Credentials(Body):
-    name: str
-    key: str
+    name: Text
+    key: Text
 
 
 class Session(BaseModel):
@@ -53,7 +63,7 @@ class Form(Body):
     task_id: Name
     revision: Number
     shown_at: Number
-    seal: str
+    seal: Text
 
     def shown(self) -> ShownForm:
         return ShownForm(self.task_id, self.revision, self.shown_at, self.seal)
@@ -87,13 +97,13 @@ class AnswerBody(Body):
     form: Form
     ranks: Annotated[list[Rank], Field(min_length=MIN_RESPONSES, max_length=MAX_RESPONSES)]
     ratings: Annotated[list[Rating], Field(max_length=MAX_RESPONSES)] = []
-    flags: Annotated[list[list[str]], Field(max_length=MAX_RESPONSES)] = []
+    flags: Annotated[list[Annotated[list[Text], Field(max_length=MAX_FLAGS)]], Field(max_length=MAX_RESPONSES)] = []
     note: Note = ""
 
 
 class SkipBody(Body):
     form: Form
-    reason: Annotated[str, Field(min_length=1, max_length=MAX_NOTE_CHARACTERS)]
+    reason: Annotated[str, Field(min_length=1, max_length=MAX_NOTE_CHARACTERS, pattern="^[^\\x00]*$")]
 
 
 class UndoBody(Body):
@@ -127,12 +137,16 @@ class ExportBody(BaseModel):
 
 
 class InvitationBody(Body):
-    name: str
+    name: Text
     role: Literal["lead", "labeler"]
 
 
+class RevocationBody(Body):
+    name: Text
+
+
 class StateBody(Body):
-    name: str
+    name: Text
     state: Literal["admitted", "closed"]
 
 
@@ -147,7 +161,7 @@ class Api:
         self.labeling, self.people, self.lead, self.attempts = labeling, people, lead, attempts
         self.router = APIRouter(prefix="/api", responses=ERRORS)
         get, post = self.router.get, self.router.post
-        post("/session", summary="Sign in")(self.sign_in)
+        post("/session", summary="Sign in", max_body_size=MAX_SIGN_IN_BYTES)(self.sign_in)
         post("/session/end", summary="Sign out", status_code=204)(self.sign_out)
         get("/instructions", summary="What labelers are told")(self.instructions)
         post("/instructions/read", summary="Say that they are read", status_code=204)(self.read_instructions)
@@ -157,13 +171,16 @@ class Api:
         post("/undos", summary="Take an answer or a skip back", status_code=204)(self.undo)
         get("/history", summary="One's own last acts")(self.history)
         get("/batches", summary="How far all batches are (leads)")(self.batches)
-        post("/tasks", summary="Add tasks (leads)", status_code=204)(self.add_tasks)
+        post("/tasks", summary="Add tasks (leads)", status_code=204, max_body_size=MAX_TASKS_BYTES)(self.add_tasks)
         post("/reopened/{task_id:path}", summary="A task to adjudicate (leads)")(self.reopened)
         get("/judgments/{batch:path}", summary="Every act on a batch (leads)")(self.judgments)
         get("/export/{batch:path}", summary="A batch in a format, and what that leaves out (leads)")(self.export)
         get("/quality/{batch:path}", summary="Statistics of a batch (leads)")(self.quality)
         get("/people", summary="Accounts (leads)")(self.accounts)
-        post("/invitations", summary="A one-time link (leads)")(self.invite)
+        get("/invitations", summary="One-time links that can still be used (leads)")(self.invitations)
+        post("/invitations", summary="A one-time link; it voids an older one of the name (leads)")(self.invite)
+        post("/invitations/revoked", summary="Void the link of a name (leads)", status_code=204)(self.revoke)
+        get("/acts", summary="What was done to people and taken out of the store (leads)")(self.acts)
         post("/people/state", summary="Admit somebody or close an account (leads)", status_code=204)(self.set_state)
 
     def _signed_in(self, bearer: HTTPAuthorizationCredentials | None) -> tuple[Account, str]:
@@ -183,10 +200,7 @@ class Api:
     # ---- coming and going ----
 
     def sign_in(self, body: Credentials, request: Request) -> Session:
-        try:
-            token = sign_in(self.people, self.attempts, request, body.name, body.key)
-        except TooManyTriesError as error:
-            raise HTTPException(429, str(error), {"Retry-After": str(error.wait_seconds)}) from error
+        token = sign_in(self.people, self.attempts, request, body.name, body.key)
         account = self.people.session(token) if token else None
         if token is None or account is None:
             raise HTTPException(403, "name and key do not go together")
@@ -218,10 +232,12 @@ class Api:
         account, token = self._signed_in(bearer)
         config = self.labeling.config
         if config.asks_ratings != bool(body.ratings):
-            raise HTTPException(422, f"ratings: {'one a response' if config.asks_ratings else 'none'} expected")
+            raise _invalid("ratings", f"{'one per response' if config.asks_ratings else 'none'} expected")
         unknown = {flag for flags in body.flags for flag in flags} - set(config.flags)
         if unknown:
-            raise HTTPException(422, f"flags: {sorted(unknown)[0]!r} is not among those that can be given")
+            raise _invalid("flags", f"{sorted(unknown)[0]!r} is not among those that can be given")
+        if any(len(flags) != len(set(flags)) for flags in body.flags):
+            raise _invalid("flags", "each flag once per response expected")
         flags = tuple(tuple(marked) for marked in body.flags)
         answer = Answer(tuple(body.ranks), 0, tuple(body.ratings), flags, body.note)
         self.labeling.answer(account, token, body.form.shown(), answer, CLIENT)
@@ -266,7 +282,9 @@ class Api:
         return self._as_body(self.labeling.reopened(account, task_id, token))
 
     def judgments(self, batch: str, bearer: Bearer) -> list[dict[str, Any]]:
-        self._lead(bearer)
+        account, _ = self._lead(bearer)
+        self._require_batch(batch)
+        self.people.note(account.name, "exported", f"{batch} (judgments)")
         tasks = {stored.task.task_id: stored.task for stored in self.labeling.store.tasks(batch)}
         return [
             {**asdict(judgment), "held_back": held_back(tasks[judgment.task_id])}
@@ -274,27 +292,47 @@ class Api:
         ]
 
     def export(self, batch: str, bearer: Bearer, form: Annotated[ExportFormat, Query(alias="format")]) -> ExportBody:
-        self._lead(bearer)
+        account, _ = self._lead(bearer)
+        self._require_batch(batch)
         found = self.lead.export(batch, form)
+        self.people.note(account.name, "exported", f"{batch} ({form})")
         return ExportBody(rows=found.rows, left_out=found.report.counts())
 
     def quality(self, batch: str, bearer: Bearer) -> Mapping[str, Any]:
         self._lead(bearer)
+        self._require_batch(batch)
         return self.lead.report(batch).as_dict()
+
+    def _require_batch(self, batch: str) -> None:
+        if batch not in self.labeling.store.batches():
+            raise HTTPException(404, f"batch {batch!r} is not in the store")
 
     def accounts(self, bearer: Bearer) -> list[dict[str, Any]]:
         self._lead(bearer)
         return [asdict(account) for account in self.people.accounts()]
 
-    def invite(self, body: InvitationBody, request: Request, bearer: Bearer) -> dict[str, str]:
+    def invitations(self, bearer: Bearer) -> list[dict[str, Any]]:
         self._lead(bearer)
-        return {"link": f"{request.base_url}welcome/{self.people.invite(body.name, body.role)}"}
+        return [asdict(link) for link in self.people.links()]
+
+    def invite(self, body: InvitationBody, bearer: Bearer) -> dict[str, str]:
+        account, _ = self._lead(bearer)
+        code = self.people.invite(body.name, body.role, by=account.name)
+        return {"link": self.labeling.config.server.link(code)}
+
+    def revoke(self, body: RevocationBody, bearer: Bearer) -> None:
+        account, _ = self._lead(bearer)
+        self.people.revoke(body.name, by=account.name)
+
+    def acts(self, bearer: Bearer) -> list[dict[str, Any]]:
+        self._lead(bearer)
+        return [asdict(act) for act in self.people.acts()]
 
     def set_state(self, body: StateBody, bearer: Bearer) -> None:
         account, _ = self._lead(bearer)
         if body.name == account.name:
             raise HTTPException(403, "nobody closes their own account; another lead can")
-        self.people.set_state(body.name, body.state)
+        self.people.set_state(body.name, body.state, by=account.name)
 
     def _as_body(self, asked: Asked) -> AskedTask:
         shown, config = asked.lease.shown, self.labeling.config
@@ -308,13 +346,22 @@ class Api:
         )
 
 
+def _invalid(field: str, expected: str) -> RequestValidationError:
+    """What is wrong with a field, in the form of all other 422s."""
+    return RequestValidationError([{"type": "value_error", "loc": ("body", field), "msg": f"{field}: {expected}"}])
+
+
 class Problem(BaseModel):
     detail: str
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": Problem, "description": "Cannot be read: no UTF-8, a NUL character in the address, another host"},
     401: {"model": Problem, "description": "No session"},
     403: {"model": Problem, "description": "Not for this session"},
+    404: {"model": Problem, "description": "No such address, or no such batch"},
     409: {"model": Problem, "description": "Contradicts what is stored, or came too late"},
+    413: {"model": Problem, "description": "Too long"},
     429: {"model": Problem, "description": "Too many tries"},
+    503: {"model": Problem, "description": "Busy; the same request may be sent again"},
 }

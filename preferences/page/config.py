@@ -1,12 +1,15 @@
 """What a labeling lead configures: what is asked, of whom, for how long."""
 
 import hashlib
+import ipaddress
 import json
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 # What InstructGPT's labelers marked beside a rank (arXiv 2203.02155, table 3), but for the overall quality.
 INSTRUCT_GPT_FLAGS = (
@@ -43,6 +46,69 @@ class Screening(BaseModel):
     min_accuracy: float = Field(default=0.7, gt=0, le=1)  # share of the gold answers' untied pairs
 
 
+DEFAULT_URL = "http://127.0.0.1:8100"
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+class ServerConfig(BaseModel):
+    """How the server is reached, and how long it waits for whom."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    public_url: str = Field(default="", description="How people reach the server; links are made of it. No path.")
+    trusted_proxies: tuple[str, ...] = Field(
+        default=(), description="Addresses and networks whose X-Forwarded-For and X-Forwarded-Proto are believed."
+    )
+    trusted_hosts: tuple[str, ...] = Field(
+        default=(), description="Names in the Host header that are answered, besides that of public_url and loopback."
+    )
+    header_seconds: float = Field(default=10.0, gt=0, description="In which a request's headers must have come.")
+    body_seconds: float = Field(default=60.0, gt=0, description="In which a request's body must have come.")
+    reading_seconds: float = Field(default=60.0, gt=0, description="How long a client may leave an answer unread.")
+    keep_alive_seconds: int = Field(default=15, gt=0, description="How long a connection may idle between requests.")
+    max_connections: int = Field(default=1_000, ge=1, description="Open at once; the idlest makes room for another.")
+
+    @field_validator("public_url")
+    @classmethod
+    def _is_origin(cls, url: str) -> str:
+        found = urlsplit(url)
+        is_whole = found.scheme in ("http", "https") and found.hostname and not found.username
+        if url and (not is_whole or found.path.strip("/") or found.query or found.fragment or found.port == 0):
+            raise ValueError(f"{url!r} was given; https://labels.example.org, say, without a path was expected")
+        return url.rstrip("/")
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _are_networks(cls, proxies: tuple[str, ...]) -> tuple[str, ...]:
+        for proxy in proxies:
+            ipaddress.ip_network(proxy)  # raises ValueError with what is wrong
+        return proxies
+
+    @field_validator("trusted_hosts")
+    @classmethod
+    def _are_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if not host or "/" in host or host.count(":") == 1 or "*" in host.removeprefix("*."):
+                raise ValueError(f"{host!r} was given; a name without scheme and port, or *.example.org, was expected")
+        return hosts
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """What the Host header may name; anything where neither hosts nor a public URL are configured."""
+        if not self.trusted_hosts and not self.public_url:
+            return ("*",)
+        public = urlsplit(self.public_url).hostname
+        return tuple(dict.fromkeys((*self.trusted_hosts, *((public,) if public else ()), *LOOPBACK_HOSTS)))
+
+    @property
+    def is_https(self) -> bool:
+        return self.public_url.startswith("https://")
+
+    def link(self, code: str) -> str:
+        """A one-time link; never made of what a request says of its host."""
+        return f"{self.public_url or DEFAULT_URL}/welcome/{code}"
+
+
 class LabelingConfig(BaseModel):
     """The page. `batches` are offered in this order; an empty list means all that the store has, in order of arrival.
 
@@ -60,6 +126,7 @@ class LabelingConfig(BaseModel):
     text_view: Literal["formatted", "raw"] = "formatted"
     lease_seconds: float = Field(default=1_800.0, gt=0)
     screening: Screening | None = None
+    server: ServerConfig = ServerConfig()
 
     @property
     def version(self) -> str:
@@ -75,5 +142,16 @@ class LabelingConfig(BaseModel):
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: {error}") from error
         except ValidationError as error:
-            places = ("; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()),)
-            raise ValueError(f"{path}: {places[0]}") from error
+            raise ValueError(f"{path}: {_wrong(error)}") from error
+
+    def with_server(self, options: Mapping[str, object]) -> Self:
+        """The same with other values of the server's. Raises ValueError naming each option that is wrong."""
+        try:
+            server = ServerConfig.model_validate(self.server.model_dump() | dict(options))
+        except ValidationError as error:
+            raise ValueError(f"server: {_wrong(error)}") from error
+        return self.model_copy(update={"server": server})
+
+
+def _wrong(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())

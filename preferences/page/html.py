@@ -1,5 +1,6 @@
 """The pages: plain forms, post and redirect, nothing that needs JavaScript."""
 
+import hmac
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -7,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import quote
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from starlette.datastructures import FormData
@@ -17,10 +18,10 @@ from preferences.leasing import LeaseLostError
 from preferences.page import forms
 from preferences.page.labeling import Asked, Labeling, RefusedError, seal
 from preferences.page.lead import EXPORTS, Exported, LeadView
-from preferences.page.security import Attempts, TooManyTriesError, sign_in
+from preferences.page.security import is_storable
 from preferences.page.text import show
 from preferences.page.unsaved import RETRY_SECONDS, STORE_AWAY, Memory, as_text, reason
-from preferences.people import Account, People, Role
+from preferences.people import Account, People
 
 LOG = logging.getLogger(__name__)
 COOKIE = "heed_session"
@@ -41,7 +42,12 @@ TEMPLATES.filters["quoted"] = lambda text: quote(text, safe="")
 
 
 async def _posted(request: Request) -> FormData:
-    return await request.form()
+    """A form's fields, no files. Raises HTTPException for texts that no database holds."""
+    posted = await request.form(max_files=0)
+    for name, value in posted.multi_items():
+        if not is_storable(name) or not isinstance(value, str) or not is_storable(value):
+            raise HTTPException(400, "A field of the form contains a character that cannot be stored.")
+    return posted
 
 
 Posted = Annotated[FormData, Depends(_posted)]
@@ -54,17 +60,12 @@ class SignInNeededError(Exception):
 class Pages:
     """The routes of the page."""
 
-    def __init__(self, labeling: Labeling, people: People, lead: LeadView, attempts: Attempts) -> None:
-        self.labeling, self.people, self.lead, self.attempts = labeling, people, lead, attempts
+    def __init__(self, labeling: Labeling, people: People, lead: LeadView) -> None:
+        self.labeling, self.people, self.lead = labeling, people, lead
         self.config, self.memory = labeling.config, Memory()
         self.router = APIRouter(include_in_schema=False)
         get, post = self.router.get, self.router.post
         get("/", response_class=HTMLResponse)(self.home)
-        get("/sign-in", response_class=HTMLResponse)(self.sign_in_form)
-        post("/sign-in")(self.sign_in)
-        post("/sign-out")(self.sign_out)
-        get("/welcome/{code}", response_class=HTMLResponse)(self.welcome_form)
-        post("/welcome/{code}")(self.welcome)
         get("/instructions", response_class=HTMLResponse)(self.instructions)
         post("/instructions")(self.read_instructions)
         get("/task", response_class=HTMLResponse)(self.task)
@@ -75,12 +76,9 @@ class Pages:
         get("/lead", response_class=HTMLResponse)(self.lead_page)
         get("/lead/quality", response_class=HTMLResponse)(self.quality_page)
         get("/lead/task", response_class=HTMLResponse)(self.adjudicate_form)
-        get("/lead/people", response_class=HTMLResponse)(self.people_page)
         get("/lead/export", response_class=HTMLResponse)(self.export_page)
         get("/lead/export/rows")(self.export_rows)
         get("/lead/export/report")(self.export_report)
-        post("/lead/invite")(self.invite)
-        post("/lead/state")(self.set_state)
 
     # ---- who is there ----
 
@@ -100,9 +98,17 @@ class Pages:
     def _form(self, request: Request, posted: FormData) -> tuple[Account, str, forms.Fields]:
         """A posted form of somebody who is signed in. Raises RefusedError where it was not made for this session."""
         account, token = self._signed_in(request)
-        fields = _fields(posted)
-        if fields.text("csrf") != seal(token, "form"):
+        fields = fields_of(posted)
+        expected = seal(token, "form").encode()
+        if not hmac.compare_digest(expected, fields.text("csrf").encode("utf-8", "replace")):
             raise RefusedError("this form was not given to this session; open the page again")
+        return account, token, fields
+
+    def _lead_form(self, request: Request, posted: FormData) -> tuple[Account, str, forms.Fields]:
+        """As `_form`, of a lead."""
+        account, token, fields = self._form(request, posted)
+        if account.role != "lead":
+            raise RefusedError("this page is for leads")
         return account, token, fields
 
     def _page(self, template: str, account: Account | None, token: str, status: int = 200, **values: Any) -> Response:
@@ -118,7 +124,7 @@ class Pages:
 
     def home(self, request: Request) -> Response:
         account, _ = self._signed_in(request)
-        return _see("/lead" if account.role == "lead" else "/task")
+        return see("/lead" if account.role == "lead" else "/task")
 
     def message(self, request: Request, status: int, heading: str, text: str) -> Response:
         """A page that says what went wrong, to whoever is there."""
@@ -133,46 +139,6 @@ class Pages:
         except STORE_AWAY:
             return None, token
 
-    # ---- coming and going ----
-
-    def sign_in_form(self) -> Response:
-        return self._page("sign_in", None, "", wrong="", name="")
-
-    def sign_in(self, request: Request, posted: Posted) -> Response:
-        fields = _fields(posted)
-        name, key = fields.text("name").strip(), fields.text("key").strip()
-        try:
-            token = sign_in(self.people, self.attempts, request, name, key)
-        except TooManyTriesError as error:
-            wrong = f"Too many tries; try again in {error.wait_seconds} seconds."
-            page = self._page("sign_in", None, "", 429, wrong=wrong, name=name)
-            page.headers["Retry-After"] = str(error.wait_seconds)
-            return page
-        if token is None:
-            return self._page("sign_in", None, "", 403, wrong="Name and key do not go together.", name=name)
-        return _signed_in(_see("/"), token, request)
-
-    def sign_out(self, request: Request, posted: Posted) -> Response:
-        _, token, _ = self._form(request, posted)
-        self.people.sign_out(token)
-        response = _see("/sign-in")
-        response.delete_cookie(COOKIE)
-        return response
-
-    def welcome_form(self, code: str) -> Response:
-        invitation = self.people.invitation(code)
-        if invitation is None:
-            return self._page("message", None, "", 410, heading="This link is used up", text=USED_UP, typed="")
-        return self._page("welcome", None, "", invitation=invitation, code=code)
-
-    def welcome(self, code: str, request: Request) -> Response:
-        accepted = self.people.accept(code)
-        if accepted is None:
-            return self._page("message", None, "", 410, heading="This link is used up", text=USED_UP, typed="")
-        account, key = accepted
-        token = self.people.open_session(account.name)
-        return _signed_in(self._page("key", account, token, key=key), token, request)
-
     # ---- labeling ----
 
     def instructions(self, request: Request) -> Response:
@@ -183,13 +149,15 @@ class Pages:
     def read_instructions(self, request: Request, posted: Posted) -> Response:
         account, _, _ = self._form(request, posted)
         self.people.has_read(account.name, self.config.version)
-        return _see("/")
+        return see("/")
 
     def task(self, request: Request) -> Response:
         account, token = self._signed_in(request)
+        if account.role == "lead":
+            return self._page("message", account, token, 403, heading="Leads do not label", text=LEADS_DO_NOT_LABEL, typed="")
         asked = self.labeling.next_task(account, token)
         if asked == "instructions":
-            return _see("/instructions")
+            return see("/instructions")
         if not isinstance(asked, Asked):
             heading, text = WAITING[asked]
             return self._page("message", account, token, heading=heading, text=text, typed="")
@@ -237,7 +205,7 @@ class Pages:
             return self._task_page(account, token, asked, fields, wrong)
         self.labeling.answer(account, token, form, answer, CLIENT)
         self.memory.stored(token, form)
-        return _see("/lead/quality" if account.role == "lead" else "/task")
+        return see("/lead/quality" if account.role == "lead" else "/task")
 
     def _skip(self, request: Request, posted: FormData) -> Response:
         account, token, fields = self._form(request, posted)
@@ -247,7 +215,7 @@ class Pages:
             return self._task_page(account, token, asked, fields, ["A skip needs a reason, so that the lead can help."])
         self.labeling.skip(account, token, form, reason[: forms.MAX_NOTE_CHARACTERS], CLIENT)
         self.memory.stored(token, form)
-        return _see("/task")
+        return see("/task")
 
     def _saved(self, request: Request, posted: FormData, act: Callable[[Request, FormData], Response]) -> Response:
         """Do what a form asks for; where that is refused or fails, give back what was typed into it.
@@ -274,14 +242,14 @@ class Pages:
     def _typed_page(self, request: Request, posted: FormData, status: int, heading: str, text: str) -> Response:
         """Why nothing was stored and never will be of this form, and what it held, to be copied."""
         account, token = self._who(request)
-        typed = as_text(_fields(posted))
+        typed = as_text(fields_of(posted))
         if account is None and not typed:
             raise SignInNeededError
         return self._page("message", account, token, status, heading=heading, text=text, typed=typed)
 
     def _unsaved_page(self, request: Request, posted: FormData, status: int) -> Response:
         """The same form again, as it was filled in, to be sent again; without its texts where they are not known."""
-        token, fields = request.cookies.get(COOKIE, ""), _fields(posted)
+        token, fields = request.cookies.get(COOKIE, ""), fields_of(posted)
         form = forms.shown_form(fields)
         shown = self.memory.failed(token, form, fields)
         if shown is not None:
@@ -305,7 +273,7 @@ class Pages:
         if revision is None:
             raise RefusedError("the form names no answer")
         self.labeling.undo(account, fields.text("task"), revision, CLIENT)
-        return _see("/task")
+        return see("/task")
 
     # ---- leading ----
 
@@ -331,8 +299,9 @@ class Pages:
         return self._page("export", account, token, batch=batch, form=form, description=description, found=found)
 
     def export_rows(self, request: Request) -> Response:
-        self._lead(request)
+        account, _ = self._lead(request)
         batch, form, found = self._exported(request)
+        self.people.note(account.name, "exported", f"{batch} ({form})")
         response = _download(found.lines, f"{batch}.{form}.jsonl")
         response.headers["Heed-Left-Out"] = json.dumps(found.report.counts())  # for those who download by a program
         return response
@@ -346,34 +315,13 @@ class Pages:
         batch, form = (request.query_params.get(name, "") for name in ("batch", "format"))
         return batch, form, self.lead.export(batch, form)
 
-    def people_page(self, request: Request) -> Response:
-        account, token = self._lead(request)
-        return self._page("people", account, token, accounts=self.people.accounts(), link="", wrong="")
 
-    def invite(self, request: Request, posted: Posted) -> Response:
-        account, token, fields = self._form(request, posted)
-        self._lead(request)
-        link, wrong = "", ""
-        try:
-            role: Role = "lead" if fields.text("role") == "lead" else "labeler"
-            link = f"{request.base_url}welcome/{self.people.invite(fields.text('name').strip(), role)}"
-        except ValueError as error:
-            wrong = str(error)
-        people = self.people.accounts()
-        return self._page("people", account, token, 422 if wrong else 200, accounts=people, link=link, wrong=wrong)
-
-    def set_state(self, request: Request, posted: Posted) -> Response:
-        account, _, fields = self._form(request, posted)
-        self._lead(request)
-        if fields.text("name") == account.name:
-            raise RefusedError("nobody closes their own account; another lead can")
-        self.people.set_state(fields.text("name"), "closed" if fields.text("state") == "closed" else "admitted")
-        return _see("/lead/people")
-
-
-USED_UP = "One-time links work once and for a week. Ask the labeling lead for another."
 TOO_LATE = "Your time on this task ran out and it went to others, so the answer was not stored. Here is the next one."
 SESSION_OVER = "Nothing was stored. Sign in again and open the task; what you had entered is below, to be copied."
+LEADS_DO_NOT_LABEL = (
+    "Leads adjudicate, under Quality: their answer stands over those of labelers. To label as well, invite yourself"
+    " under another name as a labeler."
+)
 WAITING = {
     "nothing open": ("Nothing to judge just now", "Thank you. All tasks are done or with others; look again later."),
     "screening": (
@@ -383,9 +331,10 @@ WAITING = {
 }
 
 
-def _fields(form: FormData) -> forms.Fields:
+def fields_of(form: FormData) -> forms.Fields:
     single = {name: value for name, value in form.multi_items() if isinstance(value, str)}
-    several = {name: [str(value) for value in form.getlist(name)] for name in form if name.startswith(TICKED)}
+    ticked = {name: dict.fromkeys(map(str, form.getlist(name))) for name in form if name.startswith(TICKED)}
+    several = {name: list(values) for name, values in ticked.items()}  # a box that is sent twice is ticked once
     return forms.Fields(single, several)
 
 
@@ -394,10 +343,5 @@ def _download(text: str, name: str) -> Response:
     return Response(text, media_type="application/jsonl", headers=headers)
 
 
-def _see(path: str) -> Response:
+def see(path: str) -> Response:
     return RedirectResponse(path, 303)
-
-
-def _signed_in(response: Response, token: str, request: Request) -> Response:
-    response.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=request.url.scheme == "https")
-    return response

@@ -73,7 +73,7 @@ class Labeling:
                 return self._asked(lease, session)
             if not screened(self.store, account.name, self.config.screening):
                 return "screening"
-            self.people.set_state(account.name, "admitted")
+            self.people.admit_screened(account.name)
         for batch in self.batches():
             lease = self._lease(account, batch)
             if lease is not None:
@@ -122,8 +122,15 @@ class Labeling:
         self.store.skip(lease, reason, milliseconds, client=client, instructions_version=self.config.version)
 
     def undo(self, account: Account, task_id: str, revision: int, client: str) -> None:
-        """Take the labeler's own last act on a task back. Raises what `LabelStore.undo` raises."""
-        lease = replace(self.store.reopened(account.name, task_id), revision=revision)
+        """Take the labeler's own last act on a task back. Raises what `LabelStore.undo` raises.
+
+        A task that is not there, and one that the labeler did nothing on, are refused in the same words: which ids
+        exist is not for labelers to find out.
+        """
+        lease = self.store.acted_on(account.name, task_id)
+        if lease is None:
+            raise RefusedError("there is nothing of yours to take back on this task")
+        lease = replace(lease, revision=revision)
         self.store.undo(lease, "taken back", client=client, instructions_version=self.config.version)
 
     def _held(self, account: Account, session: str, form: ShownForm) -> tuple[Lease, int]:

@@ -1,14 +1,10 @@
-"""What every answer of the page carries, and how often somebody may try to sign in."""
+"""What every request has to be before a route sees it, and what every answer of the server carries."""
 
-import threading
-import time
-from collections import deque
-from collections.abc import Awaitable, Callable
+from urllib.parse import unquote_to_bytes
 
-from starlette.requests import Request
-from starlette.responses import Response
-
-from preferences.people import People
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # Nothing is loaded from elsewhere, nothing is framed, and no script stands in the page itself.
 HEADERS = {
@@ -21,66 +17,61 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
-MAX_BODY_BYTES = 4_000_000
+MAX_BODY_BYTES = 1_000_000
+MAX_TASKS_BYTES = 4_000_000  # tasks that a lead adds
+MAX_SIGN_IN_BYTES = 16_000  # what may come without a session
 
 
-async def harden(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-    """Middleware: refuse what another site's page sends and what is too long; set the headers."""
-    if request.method not in ("GET", "HEAD"):
-        if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-            return Response("refused: this came from another site's page", 403)
-        if int(request.headers.get("content-length") or 0) > MAX_BODY_BYTES:
-            return Response(f"refused: more than {MAX_BODY_BYTES} bytes", 413)
-    response = await call_next(request)
-    for name, value in HEADERS.items():
-        response.headers.setdefault(name, value)
-    if not request.url.path.startswith("/static/"):
-        response.headers.setdefault("Cache-Control", "no-store")
-    return response
+class Harden:
+    """ASGI middleware: refuses what another site's page sends and what no address holds; sets the headers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+
+        async def send_hardened(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+                if not scope["path"].startswith("/static/"):
+                    headers.setdefault("Cache-Control", "no-store")
+                if message["status"] == 413:
+                    headers["Connection"] = "close"  # else the server would read the rest, to throw it away
+            await send(message)
+
+        refused = _refusal(scope)
+        return await (refused or self.app)(scope, receive, send_hardened)
 
 
-class TooManyTriesError(Exception):
-    """Sign-ins failed too often; `wait_seconds` have to pass."""
-
-    def __init__(self, wait_seconds: int) -> None:
-        super().__init__(f"too many tries; again in {wait_seconds} seconds")
-        self.wait_seconds = wait_seconds
-
-
-class Attempts:
-    """Failed sign-ins by name and by address: at most `limit` of each within `seconds`."""
-
-    def __init__(self, limit: int, seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.limit, self.seconds, self._clock = limit, seconds, clock
-        self._failed: dict[str, deque[float]] = {}
-        self._lock = threading.Lock()
-
-    def wait_seconds(self, *keys: str) -> int:
-        """How long until one may try again under all these keys; 0 = now."""
-        with self._lock:
-            return max(self._wait(key) for key in keys)
-
-    def note_failure(self, *keys: str) -> None:
-        with self._lock:
-            now = self._clock()
-            for key in [key for key, times in self._failed.items() if times[-1] <= now - self.seconds]:
-                del self._failed[key]  # nobody's guesses pile up here
-            for key in keys:
-                self._failed.setdefault(key, deque(maxlen=self.limit)).append(now)
-
-    def _wait(self, key: str) -> int:
-        times = self._failed.get(key, deque())
-        remaining = times[0] + self.seconds - self._clock() if len(times) == self.limit else 0.0
-        return max(0, int(remaining) + 1) if remaining > 0 else 0
+def _refusal(scope: Scope) -> PlainTextResponse | None:
+    site = Headers(scope=scope).get("sec-fetch-site", "same-origin")
+    if scope["method"] not in ("GET", "HEAD") and site not in ("same-origin", "none"):
+        return PlainTextResponse("refused: this came from another site's page", 403)
+    asked = (scope["path"].encode("utf-8", "surrogateescape"), unquote_to_bytes(scope["query_string"]))
+    if any(b"\0" in part for part in asked):
+        return PlainTextResponse("refused: the address contains a NUL character", 400)
+    return None
 
 
-def sign_in(people: People, attempts: Attempts, request: Request, name: str, key: str) -> str | None:
-    """A session's token; None where name and key do not go together. Raises TooManyTriesError."""
-    keys = (f"name {name}", f"address {request.client.host if request.client else ''}")
-    wait_seconds = attempts.wait_seconds(*keys)
-    if wait_seconds:
-        raise TooManyTriesError(wait_seconds)
-    token = people.sign_in(name, key)
-    if token is None:
-        attempts.note_failure(*keys)
-    return token
+def is_storable(text: str) -> bool:
+    """Whether every database holds the text: PostgreSQL takes no NUL, and UTF-8 has no lone surrogates."""
+    return "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def unstorable_in(value: object) -> bool:
+    """Whether a text that cannot be stored is anywhere in a JSON value."""
+    waiting = [value]  # a loop, since JSON may be nested deeper than Python's stack
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, str):
+            if not is_storable(found):
+                return True
+        elif isinstance(found, dict):
+            waiting += [*found.keys(), *found.values()]
+        elif isinstance(found, list | tuple):
+            waiting += found
+    return False

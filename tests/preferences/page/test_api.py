@@ -97,7 +97,7 @@ def test_refusals_come_with_reasons(call):
     assert call("eve", "POST", "/lease")[0] == 403
     status, body = call("eve", "POST", "/tasks", {"batch": "main", "tasks": [new_task("t1", num_labelers=3)]})
     assert (status, "num_labelers is 3" in body["detail"]) == (409, True)
-    assert call("eve", "GET", "/quality/nothing")[0] == 409
+    assert call("eve", "GET", "/quality/nothing")[0] == 404
     assert call("eve", "POST", "/people/state", {"name": "eve", "state": "closed"})[0] == 403
 
 

@@ -2,14 +2,15 @@
 
 import html.parser
 import json
+import time
 from dataclasses import replace
 
 import pytest
 from fastapi.testclient import TestClient
 
 from preferences.page.app import make_app
+from preferences.page.attempts import PER_NAME_AND_ADDRESS, Attempts, TooManyTriesError
 from preferences.page.config import LabelingConfig, Screening
-from preferences.page.security import Attempts
 from preferences.records import Message, Task
 
 PLAIN = LabelingConfig(asks_ratings=False)
@@ -227,15 +228,13 @@ def test_guessing_is_slowed_down(world):
 
 
 def test_attempts_are_forgotten_in_time():
-    now = [0.0]
-    attempts = Attempts(2, 10.0, clock=lambda: now[0])
-    attempts.note_failure("a", "b")
-    now[0] = 4.0
-    attempts.note_failure("a")
-    assert attempts.wait_seconds("a") == 7
-    assert attempts.wait_seconds("b") == 0
-    now[0] = 10.5
-    assert attempts.wait_seconds("a", "b") == 0
+    attempts = Attempts(1)
+    for _ in range(PER_NAME_AND_ADDRESS):
+        attempts.reserve_sign_in("ann", "192.0.2.1")
+    with pytest.raises(TooManyTriesError) as refused:
+        attempts.reserve_sign_in("ann", "192.0.2.1")
+    time.sleep(refused.value.wait_seconds)
+    attempts.reserve_sign_in("ann", "192.0.2.1")
 
 
 def test_a_one_time_link(world):
