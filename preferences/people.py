@@ -234,10 +234,10 @@ class People:
 
         It takes as long for a name that has no account. Raises BusyError.
         """
-        row = None
-        if is_name(name):
-            with self._reader.begin() as connection:
-                row = connection.execute(select(accounts).where(accounts.c.name == name)).one_or_none()
+        if not is_name(name):
+            return None
+        with self._reader.begin() as connection:
+            row = connection.execute(select(accounts).where(accounts.c.name == name)).one_or_none()
         if not self._hasher.verify(row.key_hash if row is not None else "", key):
             return None
         return self._open_session(name)

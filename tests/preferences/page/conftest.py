@@ -17,8 +17,9 @@ import uvicorn
 from fastapi.testclient import TestClient
 
 from preferences.page.app import make_app
-from preferences.page.config import LabelingConfig
+from preferences.page.config import LabelingConfig, ServerConfig
 from preferences.page.http_door import HttpDoor
+from preferences.page.serve import server_settings
 from preferences.people import People, Role
 from preferences.records import Answer, Labeler, ShownTask, Skip, Task
 from preferences.store import LabelStore
@@ -196,6 +197,25 @@ class Running:
         with httpx.Client(base_url=f"{self.address}/api", timeout=60) as client:
             token = client.post("/session", json={"name": name, "key": self.keys[name]}).json()["token"]
             return client.get(path, headers={"Authorization": f"Bearer {token}"}).json()
+
+
+@pytest.fixture
+def serve_app() -> Callable[[Any, ServerConfig], tuple[str, Callable[[], None]]]:
+    """Serves an application as `serve` does, in a thread of this process; gives its address and what stops it."""
+
+    def run(app: Any, config: ServerConfig) -> tuple[str, Callable[[], None]]:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=2_048)
+        server = uvicorn.Server(server_settings(app, config))
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+
+        def stop() -> None:
+            server.should_exit = True
+            thread.join()
+
+        return f"http://127.0.0.1:{listener.getsockname()[1]}", stop
+
+    return run
 
 
 @pytest.fixture(scope="session")
