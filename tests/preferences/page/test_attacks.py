@@ -299,8 +299,8 @@ def test_guesses_sent_at_once_do_not_pass_the_limit(site, monkeypatch):
 
     with ThreadPoolExecutor(30) as pool:
         codes = list(pool.map(guess, range(60)))
-    assert len(verified) == PER_NAME_AND_ADDRESS
-    assert sorted(set(codes)) == [403, 429]
+    assert len(verified) == codes.count(403) <= PER_NAME_AND_ADDRESS  # fewer where the machine was too busy for some
+    assert set(codes) - {503} == {403, 429}
 
 
 def test_nobody_locks_a_name_out_from_elsewhere(site):
@@ -643,14 +643,23 @@ def test_idle_connections_are_closed_and_slow_readers_too(site):
         connection.sendall(b"GET /sign-in HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         while part := connection.recv(100_000):
             assert b"500" not in part[:20]
+    task = Task("big", (Message("user", "?"),), ("a" * 12_000_000, "b"), ("x", "y"))  # more than the kernels' buffers
+    opened.store.add_tasks([task], batch="big", num_labelers=1)
+    cookie = opened.visit("eve").cookies["heed_session"]
     with connect(opened) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
-        with contextlib.suppress(ConnectionError):  # asks on and on, and never reads
-            started = time.monotonic()
-            connection.settimeout(20)
-            while time.monotonic() - started < 20:
-                connection.sendall(b"GET /static/page.css HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 100)
-        assert time.monotonic() - started < 15
+        lines = (
+            "GET /lead/export/rows?batch=big&format=heed HTTP/1.1",
+            "Host: 127.0.0.1",
+            f"Cookie: heed_session={cookie}",
+        )
+        connection.sendall("\r\n".join((*lines, "", "")).encode())
+        assert received(connection).startswith(b"HTTP/1.1 200 ")
+        time.sleep(8)
+        num_bytes = 0
+        with contextlib.suppress(ConnectionError):
+            while part := connection.recv(1_000_000):
+                num_bytes += len(part)
+        assert num_bytes < 12_000_000  # what the kernels' buffers held
 
 
 def test_more_connections_than_there_may_be_make_room(site):
