@@ -31,7 +31,7 @@ def open_engines(url_or_path: str | Path) -> tuple[Engine, Engine]:
         return engine, engine
     assert url.database is not None, "a SQLite store has a path"
     Path(url.database).parent.mkdir(parents=True, exist_ok=True)
-    reader = create_engine(url, pool_size=POOL_SIZE, hide_parameters=True)  # labels and names stay out of logs
+    reader = create_engine(url, pool_size=POOL_SIZE, hide_parameters=True)  # labels stay out of logs
     event.listen(reader, "connect", _configure_connection)
     event.listen(reader, "begin", _begin)
     writer = reader.execution_options(**{_BEGIN: "IMMEDIATE"})

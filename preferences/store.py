@@ -169,10 +169,10 @@ class LabelStore:
     def acted_on(self, labeler: str, task_id: str) -> Lease | None:
         """As `reopened`, for a task that the labeler did something on; None for any other."""
         with self._reader.begin() as connection:
-            stored = _stored(connection, [task_id])
-            if task_id not in stored:
+            found = stored(connection, [task_id])
+            if task_id not in found:
                 return None
-            lease = _leases(connection, [stored[task_id]["position"]], labeler, self._clock())[0]
+            lease = _leases(connection, [found[task_id]["position"]], labeler, self._clock())[0]
         return lease if lease.revision > 0 else None
 
     def _record(self, labeler: str, rows: Sequence[Values], client: str, instructions_version: str) -> None:

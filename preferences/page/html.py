@@ -154,7 +154,9 @@ class Pages:
     def task(self, request: Request) -> Response:
         account, token = self._signed_in(request)
         if account.role == "lead":
-            return self._page("message", account, token, 403, heading="Leads do not label", text=LEADS_DO_NOT_LABEL, typed="")
+            return self._page(
+                "message", account, token, 403, heading="Leads do not label", text=LEADS_DO_NOT_LABEL, typed=""
+            )
         asked = self.labeling.next_task(account, token)
         if asked == "instructions":
             return see("/instructions")
