@@ -179,6 +179,8 @@ class CheckpointWriter:
             return
         self._num_failed += 1
         self._cause = next(filter(None, causes))
+        if self.rank == 0:
+            shutil.rmtree(write.folder, ignore_errors=True)  # the parts of those that did not fail
         if self.rank == 0 and not causes[0]:  # its own failure was reported at once
             say(f"{self._cause}. The run continues without this checkpoint")
 

@@ -1,10 +1,11 @@
 """Checkpoints are written behind training's back: what is saved is what was there, and no failure goes unheard."""
 
+import errno
 import json
 import re
 import resource
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -232,3 +233,55 @@ def test_a_damaged_part_sends_training_to_the_checkpoint_before(tmp_path: Path, 
     found = find_resumption(tmp_path, "sft")
     assert found.name == "step-000001"
     assert found.damaged == {"step-000002": "files changed, missing or added: model/rank-00000.safetensors"}
+
+
+class Gathering:
+    """What every rank gives, by rank, for ranks that are threads."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.barrier, self.given = threading.Barrier(num_ranks, timeout=30), [""] * num_ranks
+
+    def of(self, rank: int) -> Callable[[str], list[str]]:
+        def gather(value: str) -> list[str]:
+            self.given[rank] = value
+            self.barrier.wait()
+            found = list(self.given)
+            self.barrier.wait()
+            return found
+
+        return gather
+
+
+def test_ranks_agree_on_what_became_of_a_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk of one rank is full for steps 2 to 4; the other one's part of them is written, and removed."""
+    original, gathering = writer_module.write_state, Gathering(2)
+
+    def write(state: State, path: Path) -> None:
+        original(state, path)
+        if path.name == "rank-00001.safetensors" and path.parts[-3] > ".writing-000001":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(writer_module, "write_state", write)
+    stopped: list[str] = []
+
+    def run(rank: int) -> None:
+        writer = CheckpointWriter(rank, 2, 2, 60.0, gathering.of(rank), 3, retry_seconds=0.2)
+        try:
+            for step in range(1, 9):
+                writer.save(tmp_path, step, part(float(rank), offset=rank))
+        except CheckpointError as error:
+            stopped.append(str(error))
+
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60)
+    assert len(stopped) == 2
+    assert stopped[0] == stopped[1]
+    assert re.search(r"^3 checkpoints .*step-000004, rank 1: No space left .*ENOSPC.*resumes from step 1$", stopped[0])
+    assert caplog.text.count("continues without this checkpoint") == 3  # the main rank speaks for both
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    assert read(tmp_path / "step-000001", 2) == [0.0, 1.0]
