@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import tenacity
 import tomli_w
 
 from cluster.group import disconnect, require_cluster
@@ -18,7 +19,7 @@ from heed.job import JobConfig
 from heed.job_run import SAMPLES, Run, sources_in
 from heed.lineage import LINEAGE, Inputs, finished_with, outputs_hash, started_with, write_lineage
 from heed.preflight import check_data
-from heed.progress import console, follow, print_notice
+from heed.progress import StageProgress, console, follow, print_notice
 from heed.recovery import Workers, run_to_end
 from heed.stages import STAGES, Stage
 from lm.hub import model_directory
@@ -26,9 +27,12 @@ from lm.tokenizer import TOKENIZER_FILES
 from pretrain.stage import prepare_tokenizer
 from reward.elsewhere import FunctionReward
 from training.checkpoint import file_hash, folder_hash, step_folders
+from training.failures import RunError
 from training.metrics import read_metrics
 from training.notices import speak_through
 from training.stage import write_json
+
+FOLDER_SECONDS = 30.0  # for which a stage waits where its folder is away
 
 
 def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> Path:
@@ -84,13 +88,31 @@ def _run_stages(run: Run, first: str, only: str) -> None:
         config = run.resolve(getattr(run.job, stage.name))
         try:
             with follow(stage.name, folder) as progress:
-                run_to_end(stage.name, folder, partial(stage.run, run, config, progress), run.group.abandon)
+                run_to_end(stage.name, folder, partial(_run_stage, run, stage, config, progress), run.group.abandon)
         except KeyboardInterrupt:
             console.print(f"{stage.name}: stopped{_last_step(folder)}; the same command continues")
             raise
         write_lineage(folder, inputs, time.monotonic() - begun)
         shutil.rmtree(folder / SAMPLES, ignore_errors=True)  # parts of what the stage has made of them
         console.print(f"{stage.name}: done in {time.monotonic() - begun:.0f} s")
+
+
+def _run_stage(run: Run, stage: Stage, config: Any, progress: StageProgress) -> None:
+    """Once its folder is there: without it the stage would begin again from nothing, beside what it has saved.
+
+    Raises:
+        RunError: the folder stays away, as a file system does that is no longer mounted.
+    """
+    folder = run.stage_folder(stage.name)
+    is_there = tenacity.Retrying(
+        retry=tenacity.retry_if_result(lambda found: not found),
+        stop=tenacity.stop_after_delay(FOLDER_SECONDS),
+        wait=tenacity.wait_fixed(0.5),
+        retry_error_callback=lambda _: False,
+    )((folder / "inputs.json").is_file)
+    if not is_there:
+        raise RunError(f"{folder} is missing; bring the folder back and run the same command again")
+    stage.run(run, config, progress)
 
 
 def _last_step(folder: Path) -> str:

@@ -4,10 +4,19 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 
+import heed.pipeline as pipeline_module
+from heed.job_file import load_job
+from heed.job_run import Run
+from heed.progress import StageProgress
+from heed.stages import Stage
+from training.failures import RunError
+
+DEBUG_JOB = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
 SAVED = ("--set", "pretrain.save_every_steps=2", "--set", "pretrain.num_steps=40")
 
 
@@ -64,3 +73,24 @@ def test_a_run_says_where_it_stopped_and_resumes_and_what_it_passed_over(
     said = interrupted(3, ("--from", "pretrain"))
     assert "pretrain: starts from step 0 of 40 (no checkpoint yet)" in said
     assert (tmp_path / "debug" / "replaced" / "pretrain-1" / "checkpoints").is_dir()
+
+
+def test_a_stage_waits_for_its_folder_and_does_not_begin_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a worker was lost together with the file system."""
+    workers: Any = None  # are not asked for
+    run, seen = Run(load_job(DEBUG_JOB), tmp_path, None, workers), list[bool]()
+    folder, away = tmp_path / "sft", tmp_path / "away"
+    stage = Stage("sft", (), lambda *_: seen.append((folder / "inputs.json").is_file()))
+    away.mkdir()
+    (away / "inputs.json").touch()
+    Timer(1.0, lambda: away.rename(folder)).start()
+    pipeline_module._run_stage(run, stage, None, StageProgress("sft"))
+    assert seen == [True]
+    folder.rename(away)
+    monkeypatch.setattr(pipeline_module, "FOLDER_SECONDS", 0.2)
+    with pytest.raises(RunError, match=r"sft is missing; bring the folder back and run the same command again"):
+        pipeline_module._run_stage(run, stage, None, StageProgress("sft"))
+    assert seen == [True]
+    assert not folder.exists()

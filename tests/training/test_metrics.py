@@ -101,7 +101,7 @@ def test_a_tracker_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCapt
         log.log(step, 2, {"loss": 0.5})
     log.close()
     assert [line["step"] for line in read_metrics(log.path)] == [1, 2]
-    assert "tensorboard: OSError: Writer is closed; it lacks figures before and after step 1" in caplog.text
+    assert "tensorboard: ValueError: write to closed file; it lacks figures before and after step 1" in caplog.text
     assert "tensorboard: has figures again from step 2" in caplog.text
 
 
