@@ -2,34 +2,44 @@
 
 import logging
 import os
-import socket
+import secrets
 import time
-import traceback
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.config import ClusterConfig
 from cluster.environment import WORKER_ENVIRONMENT
+from cluster.failures import MEMORY_ADVICE, Failure, ran_out_of_memory
+from cluster.heartbeat import close_heartbeats, open_heartbeats
+from cluster.places import (
+    Bundle,
+    NoPlaceError,
+    choose_bundle,
+    cluster_gpus,
+    living_nodes,
+    nodes_of,
+    place,
+    require_cores,
+    require_machine,
+    require_places,
+)
+from cluster.vigil import Vigil
+from cluster.worker import _Worker
 
 log = logging.getLogger(__name__)
 
-PLACEMENT_SECONDS = 60.0
 LOSS_SECONDS = 15.0  # within which Ray tells of a lost node, to which its peers' broken connections point at once
 ECHO_SECONDS = 1.0  # what other ranks may still say when one has failed by itself
 
 
 class WorkerError(RuntimeError):
     """A call failed on some rank; the message holds the first cause: stage, rank, exception, its traceback."""
-
-
-class NoPlaceError(ValueError):
-    """The cluster has no room for a group of this size."""
 
 
 class WorkerLostError(WorkerError):
@@ -39,82 +49,29 @@ class WorkerLostError(WorkerError):
 def connect(num_workers: int) -> None:
     """Join the cluster that RAY_ADDRESS names, or start one in this process for `num_workers` workers.
 
-    Errors: ValueError where this machine has fewer cores than workers.
+    Raises: ValueError where this machine has fewer cores than workers.
     """
     if ray.is_initialized():
         return
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=False, logging_level=logging.WARNING)
         return
-    cores = os.cpu_count() or 1
-    if num_workers > cores:
-        raise ValueError(f"workers is {num_workers}; this machine has {cores} cores and each worker needs one")
+    require_cores(num_workers)
+    # A local cluster has a token by default, and Ray warns of that at each start. Its setting against the warning
+    # works only before Ray is imported, when nobody knows yet which cluster is meant.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     # "local": a head that somebody started on this machine is not joined unless RAY_ADDRESS names it.
-    ray.init("local", num_cpus=cores, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+    ray.init(
+        "local",
+        num_cpus=os.cpu_count() or 1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+    )
 
 
 def disconnect() -> None:
     ray.shutdown()
-
-
-class _Worker:
-    """One rank. Functions run in it see the rank environment that `torch.distributed` and Accelerate read."""
-
-    def __init__(self, rank: int, num_workers: int, num_threads: int) -> None:
-        import torch
-
-        from cluster import notices
-        from training.notices import speak_through
-
-        torch.set_num_threads(num_threads)
-        speak_through(notices.send)
-        self.rank = rank
-        self.objects: dict[str, Any] = {}
-        os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(num_workers))
-
-    def address(self) -> tuple[str, int]:
-        """This node's address and a free port, for the group's rendezvous."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
-
-    def join(self, host: str, port: int) -> None:
-        os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
-
-    def run(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        return self._guarded(lambda: function(*args))
-
-    def build(self, name: str, factory: Callable[..., Any], args: Sequence[Any]) -> Any:
-        def make() -> None:
-            self.objects[name] = factory(*args)
-
-        return self._guarded(make)
-
-    def call(self, name: str, method: str, args: Sequence[Any]) -> Any:
-        return self._guarded(lambda: getattr(self.objects[name], method)(*args))
-
-    def offer(self, name: str, method: str) -> Any:
-        """Call a method, and put what rank 0 returns where others can fetch it."""
-
-        def put() -> list[Any]:
-            value = getattr(self.objects[name], method)()
-            return [ray.put(value)] if self.rank == 0 else []
-
-        return self._guarded(put)
-
-    def receive(self, name: str, method: str, value: Any) -> Any:
-        """Ray has fetched the value."""
-        return self._guarded(lambda: getattr(self.objects[name], method)(value))
-
-    def drop(self, name: str) -> Any:
-        return self._guarded(lambda: self.objects.pop(name).close())
-
-    def _guarded(self, work: Callable[[], Any]) -> tuple[bool, float, Any]:
-        """(ok, when it failed, result or description): the driver must learn which rank failed first."""
-        try:
-            return True, 0.0, work()
-        except Exception as error:
-            return False, time.time(), (error, traceback.format_exc())
 
 
 @dataclass(frozen=True)
@@ -126,61 +83,143 @@ class Calls:
     references: tuple[Any, ...]
 
     def __call__(self) -> list[Any]:
-        return self.group._gather(self.phase, self.references)
+        return wait_all(self)[0]
 
 
-def together(*started: Calls) -> None:
-    """Wait for calls on several groups whose ranks wait for each other.
+def wait_all(*started: Calls) -> list[list[Any]]:
+    """Wait for calls on several groups whose ranks may wait for each other. Returns the results of each, by rank.
 
-    Errors: those of whichever group fails first, though the others hang.
+    A rank that is silent for too long, or calls that make no progress at all, are given up as lost.
+
+    Raises: what the first rank to fail raised, and WorkerLostError for a lost one; the groups that fail are closed, and
+    ranks that hang because of it are not waited for.
     """
-    owner = {reference: calls for calls in started for reference in calls.references}
-    pending = list(owner)
+    places = {ref: (calls, rank) for calls in started for rank, ref in enumerate(calls.references)}
+    names = {ref: calls.group.names[rank] for ref, (calls, rank) in places.items()}
+    first = started[0].group
+    vigil = Vigil(first.heartbeats, first.limits, list(names.values()))
+    results: dict[Any, Any] = {}
+    pending = list(places)
     while pending:
-        ready, pending = ray.wait(pending)
+        ready, pending = ray.wait(pending, timeout=vigil.poll_seconds)
         for reference in ready:
-            if _has_failed(reference):
-                owner[reference]()
-    for calls in started:
-        calls()
+            calls, rank = places[reference]
+            results[reference] = calls.group._result(calls, rank, pending)
+        if not ready:
+            vigil.look([names[reference] for reference in pending])
+            _require_life(vigil, [(places[reference], names[reference]) for reference in pending])
+    return [[results[reference] for reference in calls.references] for calls in started]
 
 
-def _has_failed(reference: Any) -> bool:
-    try:
-        ok, _, _ = ray.get(reference)
-    except ray.exceptions.RayError:
-        return True
-    return not ok
+def _require_life(vigil: Vigil, pending: Sequence[tuple[tuple[Calls, int], str]]) -> None:
+    """Raises: WorkerLostError naming the ranks that are silent, or where none makes progress all that are pending."""
+    silent = [place for place, name in pending if vigil.is_silent(name)]
+    if silent:
+        calls, _ = silent[0]
+        ranks = [rank for other, rank in silent if other is calls]
+        seconds = max(vigil.limit_of(name) for place, name in pending if place in silent)
+        _give_up(
+            calls,
+            ranks,
+            f"no sign of life for {seconds:g} s: its process is stopped, or its machine is out of reach"
+            " (cluster.silence_seconds)",
+            [other for (other, _), _ in pending],
+        )
+    calls, _ = pending[0][0]
+    ranks = [rank for (other, rank), _ in pending if other is calls]
+    if vigil.is_deaf:
+        close_heartbeats()
+        _give_up(
+            calls,
+            ranks,
+            "nothing can be heard of it, for the process that listens to all ranks is gone",
+            [other for (other, _), _ in pending],
+        )
+    if vigil.is_stalled:
+        _give_up(
+            calls,
+            ranks,
+            f"it hangs, without progress for {vigil.config.stall_seconds:g} s (cluster.stall_seconds)",
+            [other for (other, _), _ in pending],
+        )
+
+
+def _give_up(calls: Calls, ranks: Sequence[int], why: str, involved: Sequence[Calls]) -> NoReturn:
+    """End the groups that wait for each other, a stopped process included. Raises: WorkerLostError."""
+    for other in involved:
+        other.group.close()
+    raise WorkerLostError(
+        f"{calls.phase}: rank {', '.join(map(str, ranks))} of {calls.group.num_workers} was lost: {why}"
+    )
 
 
 class WorkerGroup:
     """`num_workers` ranks in one placement group. A cluster that is too small is refused at once, or, with
-    `waits_for_nodes`, after a while in which a lost node may come back.
+    `waits_for_nodes`, after the time in which a lost node may come back.
 
-    Errors: WorkerError from any call that fails on a rank; ValueErrors, which are the user's to mend, come as they are.
+    `bundle` is what each rank takes of its node; without one it is a core, and a GPU where there is one for each.
+
+    Raises: WorkerError from any call that fails on a rank; ValueErrors, which are the user's to mend, come as they are.
     """
 
-    def __init__(self, num_workers: int, *, waits_for_nodes: bool = False) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        config: ClusterConfig | None = None,
+        *,
+        bundle: Bundle | None = None,
+        waits_for_nodes: bool = False,
+    ) -> None:
         connect(num_workers)
-        self.num_workers = num_workers
-        bundle = _bundle(num_workers)
+        self.num_workers, self.config = num_workers, config or ClusterConfig()
+        bundle = bundle or choose_bundle(num_workers, cluster_gpus(), use_gpus=self.config.use_gpus)
         if not waits_for_nodes:
-            require_places(num_workers, bundle, _nodes())
-        self._placement = _place(num_workers, bundle)
-        threads = max(1, (os.cpu_count() or 1) // num_workers)
-        remote = ray.remote(_Worker).options(
-            num_cpus=bundle["CPU"],
-            num_gpus=bundle.get("GPU", 0.0),
-            runtime_env={"env_vars": {**WORKER_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}},
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement),
-        )
-        self._workers: list[Any] = [remote.remote(rank, num_workers, threads) for rank in range(num_workers)]
+            require_places(num_workers, bundle, living_nodes())
+        self.heartbeats = open_heartbeats()
+        self._placement = place(num_workers, bundle, self.config.wait_for_nodes_seconds)
+        group_name = secrets.token_hex(4)
+        self.names = [f"{group_name}/{rank}" for rank in range(num_workers)]
+        self._workers: list[Any] = self._start(bundle)
+        # Loading libraries is no piece of work that counts as progress.
+        longer = max(self.config.start_seconds, self.config.stall_seconds)
+        self.limits = self.config.model_copy(update={"stall_seconds": longer})
         try:
             host, port = self.free_address()
-            ray.get([worker.join.remote(host, port) for worker in self._workers])
-        except ray.exceptions.RayError as error:
+            self._gather("start", [worker.join.remote(host, port) for worker in self._workers])
+            self.limits = self.config
+        except WorkerError:
             self.close()
-            raise WorkerLostError(f"start: one of {num_workers} workers was lost: {error}") from error
+            raise
+
+    def _start(self, bundle: Bundle) -> list[Any]:
+        """One worker per bundle, those of one node with neighbouring ranks."""
+        nodes = nodes_of(self._placement)
+        first = {node: bundle_index for bundle_index, node in reversed(list(enumerate(nodes)))}
+        order = sorted(range(len(nodes)), key=lambda index: (first[nodes[index]], index))
+        # A process without a GPU of its own would see, and take, those of others.
+        hidden = {} if "GPU" in bundle else {"CUDA_VISIBLE_DEVICES": ""}
+        workers = []
+        for rank, index in enumerate(order):
+            remote = ray.remote(_Worker).options(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0.0),
+                runtime_env={"env_vars": {**WORKER_ENVIRONMENT, **hidden}},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._placement, placement_group_bundle_index=index
+                ),
+            )
+            num_on_node = nodes.count(nodes[index])
+            workers.append(
+                remote.remote(
+                    rank,
+                    self.num_workers,
+                    num_on_node,
+                    self.heartbeats,
+                    self.names[rank],
+                    self.config.beat_limit_seconds,
+                )
+            )
+        return workers
 
     def __enter__(self) -> Self:
         return self
@@ -219,8 +258,8 @@ class WorkerGroup:
 
     def free_address(self) -> tuple[str, int]:
         """The address of rank 0's node, and a port that is free there."""
-        host, port = ray.get(self._workers[0].address.remote())
-        return host, port
+        ((host, port),) = self._gather("start", [self._workers[0].address.remote()])
+        return str(host), int(port)
 
     def send(self, name: str, offer: str, *, to: "WorkerGroup", method: str) -> Callable[[], list[Any]]:
         """What the kept object's method `offer` returns on rank 0 goes to `method` of the same name's object on every
@@ -238,69 +277,72 @@ class WorkerGroup:
         self._gather(name, [worker.drop.remote(name) for worker in self._workers])
 
     def _gather(self, phase: str, calls: Sequence[Any]) -> list[Any]:
-        """All results, or the earliest failure; a rank stuck in a collective with a failed peer is not waited for."""
-        rank_of = {call: rank for rank, call in enumerate(calls)}
-        results: dict[int, Any] = {}
-        pending = list(calls)
-        while pending:
-            ready, pending = ray.wait(pending)
-            for call in ready:
-                rank = rank_of[call]
-                try:
-                    ok, when, result = ray.get(call)
-                except ray.exceptions.RayError as error:
-                    self.close()
-                    lost = f"{phase}: rank {rank} of {self.num_workers} was lost: {error}"
-                    raise WorkerLostError("\n".join(filter(None, (lost, _advice(error))))) from error
-                if not ok:
-                    self._fail(phase, rank, when, result, pending, rank_of)
-                results[rank] = result
-        return [results[rank] for rank in range(len(calls))]
+        """All results by rank, or the first cause of a failure."""
+        return Calls(self, phase, tuple(calls))()
+
+    def _result(self, calls: Calls, rank: int, pending: Sequence[Any]) -> Any:
+        """What a rank that is done returned.
+
+        Raises: WorkerLostError where it is gone, and the first cause where it failed; `pending` still run.
+        """
+        reply = self._reply(calls.phase, rank, calls.references[rank])
+        if isinstance(reply, Failure):
+            own = {reference: place for place, reference in enumerate(calls.references)}
+            self._fail(calls.phase, rank, reply, [reference for reference in pending if reference in own], own)
+        return reply
+
+    def _reply(self, phase: str, rank: int, reference: Any, heard: str = "") -> Any:
+        """The result of a call that is done, or its Failure.
+
+        Raises: WorkerLostError where the rank is gone, `heard` added; WorkerError where what it was given or gave
+        cannot be sent.
+        """
+        try:
+            ok, result = ray.get(reference)
+        except ray.exceptions.RayError as error:
+            self.close()
+            if isinstance(error, ray.exceptions.RayTaskError) or "its creation task" in str(error):
+                raise WorkerError(f"{phase}: rank {rank} of {self.num_workers}: {error}") from error
+            lost = f"{phase}: rank {rank} of {self.num_workers} was lost: {_first_lines(error)}"
+            raise WorkerLostError("\n".join(filter(None, (lost, _advice(error), heard)))) from error
+        assert ok or isinstance(result, Failure), f"a failed call gave {result!r}"
+        return result
 
     def _fail(
-        self,
-        phase: str,
-        rank: int,
-        when: float,
-        failure: tuple[Exception, str],
-        pending: Sequence[Any],
-        rank_of: Mapping[Any, int],
+        self, phase: str, rank: int, failure: Failure, waiting: Sequence[Any], rank_of: dict[Any, int]
     ) -> NoReturn:
         """Raise the first cause; the group is closed, its ranks may be stuck.
 
         A lost rank comes before any exception: its peers fail in their next collective, and may be heard first.
         """
-        failures, waiting = [(when, rank, failure)], list(pending)
-        patience = LOSS_SECONDS if _is_consequence(failure[0]) else ECHO_SECONDS
-        end = time.monotonic() + patience
+        failures = {rank: failure}
+        end = time.monotonic() + (LOSS_SECONDS if failure.kind == "echo" else ECHO_SECONDS)
         while waiting and (left := end - time.monotonic()) > 0:
-            ready, waiting = ray.wait(waiting, timeout=left)
+            ready, waiting = ray.wait(list(waiting), timeout=left)
             for call in ready:
-                try:
-                    ok, other_when, result = ray.get(call)
-                except ray.exceptions.RayError as loss:
-                    self.close()
-                    raise WorkerLostError(
-                        f"{phase}: rank {rank_of[call]} of {self.num_workers} was lost: {loss}\n"
-                        f"rank {rank}: {failure[0]!r}\n{failure[1]}"
-                    ) from loss
-                if not ok:
-                    failures.append((other_when, rank_of[call], result))
+                reply = self._reply(phase, rank_of[call], call, f"rank {rank}: {failure.text}\n{failure.trace}")
+                if isinstance(reply, Failure):
+                    failures[rank_of[call]] = reply
         self.close()
-        causes = [item for item in failures if not _is_consequence(item[2][0])]
-        _, first_rank, (error, trace) = min(causes or failures, key=lambda item: item[0])
-        if isinstance(error, ValueError):
-            raise error
-        message = f"{phase}: rank {first_rank} of {self.num_workers}: {error!r}\n{trace}"
+        causes = {place: found for place, found in failures.items() if found.kind != "echo"}
+        first_rank, first = min((causes or failures).items(), key=lambda item: item[1].at)
+        if first.kind == "mistake":
+            raise first.error
+        said = f"rank {first_rank}: {first.text}\n{first.trace}"
         if not causes and waiting:
             silent = ", ".join(str(rank_of[call]) for call in waiting)
             raise WorkerLostError(
-                f"{phase}: rank {silent} of {self.num_workers} hangs or is out of reach: the others waited for it, and"
-                f" it gives no answer\nrank {first_rank}: {error!r}\n{trace}"
+                f"{phase}: rank {silent} of {self.num_workers} was lost: it hangs or is out of reach, and the others"
+                f" waited for it in vain\n{said}"
             )
         if not causes:
-            raise WorkerLostError(f"{phase}: the connection between ranks was lost, and nobody says why\n{message}")
-        raise WorkerError(message + _advice(error)) from error
+            raise WorkerLostError(
+                f"{phase}: the connection between ranks was lost, and no rank reported a cause\n{said}"
+            )
+        message = f"{phase}: rank {first_rank} of {self.num_workers}: {first.text}\n{first.trace}"
+        if first.kind == "loss":
+            raise WorkerLostError(message) from first.error
+        raise WorkerError(message + (MEMORY_ADVICE if first.is_memory else "")) from first.error
 
     @property
     def is_open(self) -> bool:
@@ -314,79 +356,38 @@ class WorkerGroup:
         for worker in self._workers:
             ray.kill(worker, no_restart=True)
         self._workers = []
-        remove_placement_group(self._placement)
+        remove_placement_group(self._placement)  # ends processes that are stopped, too
+        self.heartbeats.forget.remote(self.names)
 
 
-def _is_consequence(error: Exception) -> bool:
-    """Whether a rank failed because a peer did not answer: its own failure is an echo of what became of that peer."""
-    words = (
-        "connection reset",
-        "connection closed",
-        "closed by peer",
-        "connection refused",
-        "broken pipe",
-        "timed out",
-    )
-    return isinstance(error, RuntimeError | OSError) and any(word in str(error).lower() for word in words)
+def _first_lines(error: Exception, limit: int = 4) -> str:
+    """Ray's own words for a loss, without the dump of its state that follows them."""
+    return "\n".join(str(error).strip().splitlines()[:limit])
 
 
 def _advice(error: Exception) -> str:
     """What to turn where memory ran out; the exception says how much was asked for."""
-    words = ("out of memory", "can't allocate memory", "running low on memory")
-    if not isinstance(error, MemoryError) and not any(word in str(error).lower() for word in words):
-        return ""
-    return (
-        "memory ran out: a smaller micro_batch_size, shorter rows (row_tokens, max_response_tokens),"
-        " engine.checkpoint_activations, a higher engine.zero_stage, engine.offload (on a GPU) or more workers take"
-        " less on a rank; `heed plan` counts it part by part"
-    )
+    return MEMORY_ADVICE if ran_out_of_memory(error) else ""
 
 
-def require_cluster(num_workers: int) -> None:
-    """Before anything is prepared. Errors: ValueError where the cluster could never hold the workers."""
-    connect(num_workers)
-    require_places(num_workers, _bundle(num_workers), _nodes())
+def require_room(num_ranks: int, *, use_gpus: bool) -> Bundle:
+    """What each of a job's ranks will take of its machine: of the cluster that RAY_ADDRESS names, or of this machine,
+    for which Ray need not run yet.
 
-
-def _nodes() -> list[Mapping[str, float]]:
-    """What each living node has, free or not."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
-def _bundle(num_workers: int) -> dict[str, float]:
-    """What a worker takes: a core, and a GPU where there is one for each."""
-    gpus = float(ray.cluster_resources().get("GPU", 0.0))
-    if 0 < gpus < num_workers:
-        log.warning("the cluster has %g GPUs for %d workers: all of them run on CPUs", gpus, num_workers)
-    return {"CPU": 1.0, **({"GPU": 1.0} if gpus >= num_workers else {})}
-
-
-def require_places(num_workers: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> None:
-    """A worker lies whole on one node; `nodes` are the resources of each, whether they are free now or not.
-
-    Errors: NoPlaceError, with what is asked and what there is, where the workers could never be placed.
+    Raises: ValueError where there could never be room for all ranks at once.
     """
-    room = [min(int(node.get(kind, 0.0) // amount) for kind, amount in bundle.items()) for node in nodes]
-    if sum(room) < num_workers:
-        kinds = Counter(_words({kind: node.get(kind, 0.0) for kind in bundle}) for node in nodes)
-        has = ", ".join(f"{number} x ({words})" for words, number in kinds.items())
-        raise NoPlaceError(
-            f"workers is {num_workers}, each with {_words(bundle)} of one node; the cluster's nodes are {has} and hold"
-            f" {sum(room)}"
-        )
+    if not os.environ.get("RAY_ADDRESS") and not ray.is_initialized():
+        return require_machine(num_ranks, use_gpus=use_gpus)
+    connect(num_ranks)
+    bundle = choose_bundle(num_ranks, cluster_gpus(), use_gpus=use_gpus)
+    require_places(num_ranks, bundle, living_nodes())
+    return bundle
 
 
-def _words(bundle: Mapping[str, float]) -> str:
-    return " and ".join(f"{amount:g} {kind}" for kind, amount in bundle.items())
-
-
-def _place(num_workers: int, bundle: Mapping[str, float]) -> PlacementGroup:
-    """Errors: NoPlaceError, with what the cluster has, where the group cannot be placed in time."""
-    group = placement_group([dict(bundle)] * num_workers, strategy="PACK")
-    if not group.wait(PLACEMENT_SECONDS):
-        remove_placement_group(group)
-        raise NoPlaceError(
-            f"{num_workers} workers with {_words(bundle)} each found no place in {PLACEMENT_SECONDS:.0f} s; the cluster"
-            f" has {ray.cluster_resources()}, free are {ray.available_resources()}"
-        )
-    return group
+def has_room(num_ranks: int, bundle: Bundle) -> bool:
+    """Whether the cluster's living nodes hold so many ranks."""
+    try:
+        require_places(num_ranks, bundle, living_nodes())
+    except NoPlaceError:
+        return False
+    return True

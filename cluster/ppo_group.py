@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.group import Calls, WorkerGroup, together
+from cluster.group import Calls, WorkerGroup, wait_all
 from lm.config import exact_div
 from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
@@ -136,7 +136,7 @@ class DisaggregatedGroup(ColocatedGroup):
             self._weights_arrived = self.learners.group.send(NAME, method, to=self.generators.group, method="receive")
             return
         sending = self.learners.start_all(method)
-        together(sending, self.generators.start_all("receive_broadcast"))
+        wait_all(sending, self.generators.start_all("receive_broadcast"))
 
     def _all_on_gpus(self) -> bool:
         return all(on_gpu for served in (self.learners, self.generators) for on_gpu in served.call_all("on_gpu"))
@@ -149,7 +149,7 @@ class DisaggregatedGroup(ColocatedGroup):
         receivers = self.generators.start(
             "open_broadcast", [(host, port, rank, num_ranks) for rank in range(1, num_ranks)]
         )
-        together(sender, receivers)
+        wait_all(sender, receivers)
 
     def close(self) -> None:
         self._weights_arrived()

@@ -14,6 +14,7 @@ from lm.generation import generate
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
 from lm.padding import pad_right
+from lm.progress import note_progress
 from lm.sampling import Choice
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import load_language_model
@@ -157,6 +158,7 @@ def sequence_logprobs(
     totals: list[float] = []
     device = model.head.weight.device
     for start in range(0, len(queries), BATCH):
+        note_progress()
         pairs = list(zip(queries[start : start + BATCH], responses[start : start + BATCH], strict=True))
         tokens_BT, _ = pad_right([[*query, *response] for query, response in pairs], device)
         states_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)

@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from cluster.config import ClusterConfig
 from evaluation.compare import CompareConfig
 from heed.collect import CollectConfig
 from lm.config import ModelConfig
@@ -60,6 +61,7 @@ class JobConfig(Config):
     workers: int = Field(ge=1)
     min_workers: int = Field(default=0, ge=0)  # with how few it may go on after a loss; 0 = no fewer than `workers`
     engine: EngineConfig
+    cluster: ClusterConfig = ClusterConfig()
     world: Annotated[PlaygroundSection | ReviewsSection, Field(discriminator="kind")] | None = None
     model: ModelConfig | None = None
     pretrain: PretrainConfig | None = None
@@ -177,15 +179,15 @@ class JobConfig(Config):
     @property
     def fewest_ranks(self) -> int:
         """How many processes a cluster must have room for, those beside the workers included."""
-        return self.world_sizes[-1] + self._ranks_beside
+        return self.world_sizes[-1] + self.ranks_beside
 
     @property
     def num_ranks(self) -> int:
         """All processes of the job, those beside the workers included."""
-        return self.workers + self._ranks_beside
+        return self.workers + self.ranks_beside
 
     @property
-    def _ranks_beside(self) -> int:
+    def ranks_beside(self) -> int:
         """PPO's generators and scorers, where they are no workers."""
         if self.ppo is None or self.ppo.placement == "colocated":
             return 0

@@ -36,7 +36,7 @@ def measure_run(
         raise ValueError(f"{folder / 'job.toml'}: the job has no [ppo]")
     if job.ppo.elsewhere is not None:
         raise ValueError(f"{folder / 'job.toml'}: the reward comes from no model; a reward model was expected as proxy")
-    run = Run(job, folder, job.open_world(), Workers(job.world_sizes, folder))
+    run = Run(job, folder, job.open_world(), Workers(job.world_sizes, folder, job.cluster))
     if prompts:
         source = DataConfig(source=prompts)
     elif job.compare is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import tenacity
 import tomli_w
 
-from cluster.group import disconnect, require_cluster
+from cluster.group import disconnect
 from heed.hold import hold
 from heed.job import JobConfig
 from heed.job_run import SAMPLES, Run, sources_in
@@ -50,10 +50,10 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
     speak_through(print_notice)
     with ExitStack() as closing:
         closing.enter_context(hold(folder))
+        workers = Workers(job.world_sizes, folder, job.cluster, job.ranks_beside)
         if os.environ.get("RAY_ADDRESS"):
             closing.callback(disconnect)
-            require_cluster(job.fewest_ranks)
-        workers = Workers(job.world_sizes, folder)
+        workers.check()
         closing.callback(workers.close)
         run = Run(job, folder, job.open_world(), workers)
         _write_job(job, folder / "job.toml")
@@ -85,6 +85,7 @@ def _run_stages(run: Run, first: str, only: str) -> None:
             continue
         _open_folder(run, stage, inputs, forced)
         begun = time.monotonic()
+        run.group.take_back()
         config = run.resolve(getattr(run.job, stage.name))
         try:
             with follow(stage.name, folder) as progress:

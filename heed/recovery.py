@@ -3,23 +3,28 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cluster.group import NoPlaceError, WorkerGroup, WorkerLostError, disconnect
+from cluster.config import ClusterConfig
+from cluster.group import WorkerGroup, WorkerLostError, disconnect, has_room, require_room
+from cluster.places import Bundle, NoPlaceError
 from cluster.shared_folder import require_shared
 from heed.progress import console
 
 # A stage that is lost so often without having saved anything new will not get further by another try.
 MAX_LOSSES_IN_PLACE = 5
 
+FEWER_SECONDS = 60.0  # for places of a smaller group: the processes of the last one may not have ended yet
+
 
 class Workers:
-    """A job's workers: started when a stage first needs them, and anew after a loss.
+    """A job's workers: started when a stage first needs them, and again after a loss.
 
     `sizes` are the numbers of workers that the job can do with, the largest first; it takes the first that the cluster
-    has room for. All of them must see the run's `folder`.
+    has room for. `num_beside` more ranks may run next to them. All of them must see the run's `folder`.
     """
 
-    def __init__(self, sizes: Sequence[int], folder: Path) -> None:
-        self.sizes, self.folder = sizes, folder
+    def __init__(self, sizes: Sequence[int], folder: Path, config: ClusterConfig, num_beside: int = 0) -> None:
+        self.sizes, self.folder, self.config, self.num_beside = sizes, folder, config, num_beside
+        self._bundle: Bundle | None = None
         self._group: WorkerGroup | None = None
         self._beside: dict[str, WorkerGroup] = {}
 
@@ -31,19 +36,44 @@ class Workers:
     def beside(self, name: str, size: int) -> WorkerGroup:
         """Another group, for roles that have workers of their own."""
         if name not in self._beside or not self._beside[name].is_open:
-            self._beside[name] = self._started(size, after_loss=name in self._beside)
+            self._beside[name] = self._started(size, self.config, after_loss=name in self._beside)
         return self._beside[name]
 
+    def check(self) -> None:
+        """Refuse a cluster, or without one this machine, that could never hold all of the job's ranks at once.
+
+        Which kind of place they take is decided here for the whole run: were it decided after a loss, a cluster that
+        misses a machine with GPUs would look like one of CPUs.
+
+        Raises: ValueError saying what is asked and what there is.
+        """
+        self._bundle = require_room(self.sizes[-1] + self.num_beside, use_gpus=self.config.use_gpus)
+
+    def take_back(self) -> None:
+        """Between stages: a job that had to go on with fewer workers takes machines that have come back."""
+        if self._group is None or not self._group.is_open or self._group.num_workers == self.sizes[0]:
+            return
+        assert self._bundle is not None
+        if has_room(self.sizes[0] + self.num_beside, self._bundle):
+            console.print(f"{self.sizes[0]} workers have a place again")
+            self.abandon()
+
     def _placed(self, *, after_loss: bool) -> WorkerGroup:
+        config = self.config
         for size in self.sizes[:-1]:
             try:
-                return self._started(size, after_loss=after_loss)
+                return self._started(size, config, after_loss=after_loss)
             except NoPlaceError as error:
                 console.print(f"{error}; trying fewer")
-        return self._started(self.sizes[-1], after_loss=after_loss)
+                # The wait is for the machines that are missing. Fewer workers have room now, or will not get it.
+                seconds = min(config.wait_for_nodes_seconds, FEWER_SECONDS)
+                config = config.model_copy(update={"wait_for_nodes_seconds": seconds})
+        return self._started(self.sizes[-1], config, after_loss=after_loss)
 
-    def _started(self, size: int, *, after_loss: bool) -> WorkerGroup:
-        group = WorkerGroup(size, waits_for_nodes=after_loss)
+    def _started(self, size: int, config: ClusterConfig, *, after_loss: bool) -> WorkerGroup:
+        if self._bundle is None:
+            self.check()
+        group = WorkerGroup(size, config, bundle=self._bundle, waits_for_nodes=after_loss)
         require_shared(group, self.folder)
         return group
 

@@ -19,6 +19,7 @@ from lm.graphs import StepKind
 from lm.laid_out import laid_out
 from lm.model import LanguageModel
 from lm.padding import pad_left, pad_right
+from lm.progress import note_progress
 from lm.sampling import Choice, draw_uniforms
 
 
@@ -84,6 +85,7 @@ def generate(
                 batch = fresh if batch is None else batch.join(fresh, max_new_tokens)
                 del fresh  # it would keep its cache for as long as the next ones run
             assert batch is not None
+            note_progress()
             places = torch.tensor([min(len(result.responses[row]), max_new_tokens - 1) for row in batch.rows])
             drawn_B = uniforms_NR[batch.rows, places.to(uniforms_NR.device)]
             tokens_B, logprobs_B = choice.draw(batch.logits_BV, drawn_B)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lm.model import LanguageModel, ScalarModel
+from lm.progress import note_progress
 from lm.weights import ModelFolder, save_model
 from ppo.algorithm import policy_loss, value_loss
 from ppo.config import PPOConfig
@@ -60,6 +61,7 @@ class LearnerWorker(Rank):
             return torch.cat([self._values(part).cpu() for part in self._parts(rollout)])
 
     def _values(self, rollout: Rollout) -> Tensor:
+        note_progress()
         return rollout.spread(
             self.value.model(rollout.tokens_BT.to(self.device), None, rollout.states_BT.to(self.device)).float()
         )

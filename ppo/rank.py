@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lm.logprobs import token_logprobs
+from lm.progress import note_progress
 from lm.tokenizer import Tokenizer
 from ppo.broadcast import WeightBroadcast
 from ppo.config import PPOConfig
@@ -61,6 +62,7 @@ class Rank:
 
     def _logprobs(self, model: nn.Module, rollout: Rollout) -> Tensor:
         """log π of the response tokens [B, R] at the sampling temperature."""
+        note_progress()
         logits_CV = model(rollout.tokens_BT.to(self.device), None, rollout.states_BT.to(self.device))
         targets_C = rollout.response_BR[rollout.response_mask_BR].to(self.device)
         return rollout.spread(token_logprobs(logits_CV, targets_C, self.config.temperature))

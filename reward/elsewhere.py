@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, SupportsFloat
 
+from lm.progress import note_progress
 from lm.tokenizer import Messages
 
 # Called with prompts (each a list of messages) and responses (texts); gives a number a response, None where it fails.
@@ -45,6 +46,7 @@ class FunctionReward:
 
     def score(self, conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
         """Where a call fails as a whole each response is tried alone, so that one bad response costs no other."""
+        note_progress()
         prompts = [[dict(message) for message in messages] for messages in conversations]
         try:
             values = list(self.function(prompts, list(responses)))
@@ -117,6 +119,7 @@ class HTTPReward:
         body = json.dumps({"prompts": prompts, "responses": list(responses)}).encode()
         failure = ""
         for attempt in range(self.num_retries + 1):
+            note_progress()
             if attempt:
                 time.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
             try:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lm.encoder import SequenceClassifier
 from lm.model import ScalarModel
 from lm.padding import last_tokens, pad_right
+from lm.progress import note_progress
 from lm.source import ModelSource, materialise, skeleton
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder, purpose_of
@@ -69,6 +70,7 @@ def head_scores(network: RewardNetwork, sequences: Sequence[Sequence[int]], batc
     order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
+        note_progress()
         found = sequence_scores(network, [sequences[index] for index in chosen], network.config.kind)
         scores_BO[chosen] = found.to(scores_BO)
     return scores_BO

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lm.progress import note_progress
+
 MANIFEST = "manifest.json"
 NUM_SHOWN = 5  # damaged files that a message names
 
@@ -18,6 +20,7 @@ Check = Callable[[Path, Mapping[str, str]], Sequence[str]]
 
 def file_hash(path: Path) -> str:
     """SHA-256 of a file, hexadecimal."""
+    note_progress()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import Field
 
+from lm.progress import note_progress
 from reading.fields import checked_messages, name_field, text_field
 from reading.rows import Rows, read_source
 from training.config import Config
@@ -55,6 +56,7 @@ def read_texts(sources: Sequence[DataConfig]) -> Iterator[str]:
     """The texts of all sources in order."""
     for data in sources:
         for where, row in read_rows(data):
+            note_progress()
             yield text_field(where, row, data.field)
 
 
@@ -62,6 +64,7 @@ def read_conversations(sources: Sequence[DataConfig]) -> Iterator[tuple[str, lis
     """(where, messages) of demonstrations, each ending with the assistant's response."""
     for data in sources:
         for where, row in read_rows(data):
+            note_progress()
             yield where, messages_field(where, row, ends_with="assistant")
 
 

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lm.linear import same_weights
 from lm.model import checkpoint_activations, freeze_all_but_last
+from lm.progress import note_progress
 from lm.source import ModelSource, materialise
 from training.compiled import drop_stale_lock
 from training.config import EngineConfig, OptimizerConfig
@@ -154,6 +155,7 @@ class Engine(Generic[AnyModule]):
         micro-batches and ranks however the batch is split. Backends average over ranks; the factor undoes that.
         Where any rank's loss is not finite, no rank's gradient is, and all of them skip the step.
         """
+        note_progress()
         self._loss_sum += loss.detach()
         if self._is_last and not self._is_finite_everywhere():
             loss = loss * math.nan  # also what has a finite gradient; DeepSpeed steps inside the backward

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lm.progress import note_progress
 from training.checkpoint import (
     changed_files,
     choose_sound,
@@ -164,6 +165,7 @@ class TrainingLoop(Generic[AnyModule]):
         # Every rank runs as many passes as the others, since ZeRO-3 gathers weights in each; a rank that has run out
         # of rows repeats the first one and does not count it.
         for start in range(0, len(everything), batch * engine.world_size):
+            note_progress()
             mine = everything[start + engine.rank * batch : start + (engine.rank + 1) * batch]
             loss, extra = self.heldout.loss(engine.model, mine if len(mine) else everything[:1], engine.device)
             for name, value in {"loss": loss, **extra}.items():

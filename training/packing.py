@@ -13,6 +13,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lm.progress import note_progress
+
 IntArray = NDArray[np.int64]
 Item = TypeVar("Item")
 
@@ -132,6 +134,7 @@ def chunks(texts: Iterable[Item], size: int = CHUNK_TEXTS) -> Iterator[list[Item
     for text in texts:
         chunk.append(text)
         if len(chunk) == size:
+            note_progress()
             yield chunk
             chunk = []
     if chunk:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster import group as group_module
 from cluster.local import LocalCluster
 from heed.job_file import load_job
 from heed.pipeline import run_job
@@ -18,7 +17,7 @@ from lm.weights import load_language_model
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
-LONGER = ("pretrain.num_steps=24", "pretrain.save_every_steps=4", "min_workers=1")
+LONGER = ("pretrain.num_steps=24", "pretrain.save_every_steps=4", "min_workers=1", "cluster.wait_for_nodes_seconds=3")
 
 
 def test_a_lost_node_leaves_one_worker_to_finish(
@@ -28,7 +27,6 @@ def test_a_lost_node_leaves_one_worker_to_finish(
     num_steps: Callable[[Path], int],
 ) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setattr(group_module, "PLACEMENT_SECONDS", 3.0)
     folder = tmp_path / "two" / "debug" / "pretrain"
 
     def strike(cluster: LocalCluster) -> None:

@@ -1,0 +1,39 @@
+"""What a job expects of the cluster, and how long it waits for it."""
+
+from pydantic import Field
+
+from training.config import Config
+
+
+class ClusterConfig(Config):
+    """[cluster]: how long the driver waits before it takes a rank for lost, and for machines that are missing.
+
+    None of it changes a result, so any of it may be changed between two runs of a job.
+    """
+
+    silence_seconds: float = Field(
+        default=60.0,
+        gt=0,
+        description="A rank is lost if it gives no sign of life for so long: stopped, or its machine out of reach.",
+    )
+    stall_seconds: float = Field(
+        default=1800.0,
+        gt=0,
+        description="A call is stuck if none of its ranks finishes a piece of work (token, micro-batch) for so long.",
+    )
+    start_seconds: float = Field(
+        default=600.0, gt=0, description="How long a worker process may take until its first sign of life."
+    )
+    wait_for_nodes_seconds: float = Field(
+        default=300.0,
+        ge=0,
+        description="How long to wait for places: for a lost machine to come back, or for another job to end.",
+    )
+    use_gpus: bool = Field(
+        default=True, description="False: every rank runs on a CPU, even where the cluster has GPUs."
+    )
+
+    @property
+    def beat_limit_seconds(self) -> float:
+        """The shortest time in which a worker must be heard of."""
+        return min(self.silence_seconds, self.stall_seconds)

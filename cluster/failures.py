@@ -1,0 +1,119 @@
+"""What went wrong on a rank, as the driver learns of it: an exception's kind, its words, itself if it can be sent."""
+
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Literal
+
+from ray import cloudpickle
+
+# mistake: the user's to mend. echo: a peer did not answer, so the cause is elsewhere. loss: this rank, its GPU or its
+# port is unusable; a new group may do better. error: the work itself failed, and would fail again.
+Kind = Literal["mistake", "echo", "loss", "error"]
+
+PEER_WORDS = (
+    "connection reset",
+    "connection closed",
+    "closed by peer",
+    "connection refused",
+    "broken pipe",
+    "timed out",
+)
+# Of torch, gloo and NCCL alone: an OSError with such words may be about anybody's server.
+NETWORK_WORDS = (
+    "no route to host",
+    "network is unreachable",
+    "host is unreachable",
+    "connection aborted",
+    "temporary failure in name resolution",
+    "name or service not known",
+    "nccl error",
+    "ncclremoteerror",
+    "ncclsystemerror",
+    "ncclinternalerror",
+)
+PORT_WORDS = ("eaddrinuse", "address already in use")
+DEVICE_WORDS = ("cuda error", "uncorrectable ecc", "hip error")
+MEMORY_WORDS = ("out of memory", "can't allocate memory", "running low on memory")
+
+
+class UnsentError(RuntimeError):
+    """Stands for an exception that could not be sent from its rank; the text is what it said there."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank's exception in plain values, which any driver can read."""
+
+    kind: Kind
+    at: float  # Unix seconds, by the rank's clock
+    text: str  # type and message
+    trace: str  # the rank's traceback
+    is_memory: bool  # memory ran out
+    pickled: bytes  # the exception itself; empty where it cannot be sent
+
+    @classmethod
+    def of(cls, error: Exception) -> "Failure":
+        trace = "".join(traceback.format_exception(error))
+        return cls(kind_of(error), time.time(), _text(error), trace, ran_out_of_memory(error), _pickled(error))
+
+    @property
+    def error(self) -> Exception:
+        """The exception, or what stands for it where this process cannot make it again."""
+        try:
+            found = cloudpickle.loads(self.pickled) if self.pickled else None
+        except Exception:  # its class may exist on the rank alone
+            found = None
+        if isinstance(found, Exception):
+            return found
+        return ValueError(self.text) if self.kind == "mistake" else UnsentError(self.text)
+
+
+def kind_of(error: Exception) -> Kind:
+    """What the driver should make of a rank's exception."""
+    from torch import AcceleratorError
+    from torch.distributed import DistError
+
+    words = str(error).lower()
+    if isinstance(error, ValueError):
+        return "mistake"
+    if not isinstance(error, RuntimeError | OSError) or ran_out_of_memory(error):
+        return "error"
+    if any(word in words for word in PORT_WORDS):
+        return "loss"
+    if isinstance(error, DistError) or any(word in words for word in PEER_WORDS):
+        return "echo"
+    if isinstance(error, RuntimeError) and any(word in words for word in NETWORK_WORDS):
+        return "echo"
+    if isinstance(error, AcceleratorError) or any(word in words for word in DEVICE_WORDS):
+        return "loss"
+    return "error"
+
+
+def ran_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, on the CPU or on a GPU."""
+    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in MEMORY_WORDS)
+
+
+MEMORY_ADVICE = (
+    "memory ran out: a smaller micro_batch_size, shorter rows (row_tokens, max_response_tokens),"
+    " engine.checkpoint_activations, a higher engine.zero_stage, engine.offload (on a GPU) or more workers take"
+    " less on a rank; `heed plan` counts it part by part"
+)
+
+
+def _text(error: Exception) -> str:
+    """As `repr`, which somebody else's class may fail to give."""
+    try:
+        return repr(error)
+    except Exception:
+        return type(error).__name__
+
+
+def _pickled(error: Exception) -> bytes:
+    """The exception as bytes from which it can be made again, tried here; empty where it cannot."""
+    try:
+        pickled: bytes = cloudpickle.dumps(error)
+        return pickled if type(cloudpickle.loads(pickled)) is type(error) else b""
+    except Exception:  # whatever its own class raises
+        return b""

@@ -1,0 +1,126 @@
+"""One rank: a process that keeps objects and does what the driver calls. It imports torch only once it gives beats."""
+
+import math
+import os
+import random
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from cluster.heartbeat import send_beats
+
+# Below the ports that systems give to outgoing connections (32768 and up), so that none of those takes it in the
+# minutes until the first process group binds it; above those that Ray gives to its own workers (10002 to 19999).
+RENDEZVOUS_PORTS = range(20_000, 32_000)
+PORT_TRIES = 100
+
+
+class _Worker:
+    """One rank. Functions run in it see the rank environment that `torch.distributed` and Accelerate read."""
+
+    def __init__(
+        self, rank: int, num_workers: int, num_on_node: int, heartbeats: Any, name: str, limit_seconds: float
+    ) -> None:
+        send_beats(heartbeats, name, limit_seconds)
+        threads = max(1, usable_cores() // num_on_node)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch loads
+        interface = interface_of(ray.util.get_node_ip_address())
+        if interface:
+            # Else gloo takes the address to which this machine's own name leads: on Debian that is 127.0.1.1.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        import torch
+
+        from cluster import notices
+        from training.notices import speak_through
+
+        torch.set_num_threads(threads)
+        speak_through(notices.send)
+        self.rank = rank
+        self.objects: dict[str, Any] = {}
+        os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(num_workers))
+
+    def address(self) -> tuple[bool, Any]:
+        """This node's address and a free port, for the group's rendezvous."""
+        return self._guarded(lambda: (ray.util.get_node_ip_address(), free_port()))
+
+    def join(self, host: str, port: int) -> tuple[bool, Any]:
+        return self._guarded(lambda: os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port)))
+
+    def run(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[bool, Any]:
+        return self._guarded(lambda: function(*args))
+
+    def build(self, name: str, factory: Callable[..., Any], args: Sequence[Any]) -> tuple[bool, Any]:
+        def make() -> None:
+            self.objects[name] = factory(*args)
+
+        return self._guarded(make)
+
+    def call(self, name: str, method: str, args: Sequence[Any]) -> tuple[bool, Any]:
+        return self._guarded(lambda: getattr(self.objects[name], method)(*args))
+
+    def offer(self, name: str, method: str) -> tuple[bool, Any]:
+        """Call a method, and put what rank 0 returns where others can fetch it."""
+
+        def put() -> list[Any]:
+            value = getattr(self.objects[name], method)()
+            return [ray.put(value)] if self.rank == 0 else []
+
+        return self._guarded(put)
+
+    def receive(self, name: str, method: str, value: Any) -> tuple[bool, Any]:
+        """Ray has fetched the value."""
+        return self._guarded(lambda: getattr(self.objects[name], method)(value))
+
+    def drop(self, name: str) -> tuple[bool, Any]:
+        return self._guarded(lambda: self.objects.pop(name).close())
+
+    def _guarded(self, work: Callable[[], Any]) -> tuple[bool, Any]:
+        """(True, result) or (False, Failure): the driver must learn which rank failed first, and of what."""
+        from cluster.failures import Failure
+
+        try:
+            return True, work()
+        except Exception as error:
+            return False, Failure.of(error)
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use, by its affinity and its container's limit, not those of the whole machine."""
+    cores = float(len(os.sched_getaffinity(0)))
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()  # microseconds of computing in so many by the clock
+        limit = cores if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):  # the first version of control groups, or none
+        limit = cores
+    try:
+        old_quota = int((cgroup / "cpu" / "cpu.cfs_quota_us").read_text())  # -1 for no limit
+        old_period = int((cgroup / "cpu" / "cpu.cfs_period_us").read_text())
+        limit = min(limit, old_quota / old_period) if old_quota > 0 else limit
+    except (OSError, ValueError):
+        pass
+    return max(1, math.floor(min(cores, limit)))
+
+
+def interface_of(address: str) -> str:
+    """The network interface that carries this address; "" where none does, as behind an address translation."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address == address for found in addresses):
+            return str(name)
+    return ""
+
+
+def free_port() -> int:
+    """A port of this machine on which nobody listens. Raises: OSError where none is found."""
+    for port in random.sample(RENDEZVOUS_PORTS, PORT_TRIES):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:  # somebody listens there
+                continue
+            return port
+    raise OSError(f"{PORT_TRIES} ports between {RENDEZVOUS_PORTS[0]} and {RENDEZVOUS_PORTS[-1]} are all taken")
