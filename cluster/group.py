@@ -22,6 +22,7 @@ from cluster.places import (
     NoPlaceError,
     choose_bundle,
     cluster_gpus,
+    hidden_gpus,
     living_nodes,
     nodes_of,
     place,
@@ -196,14 +197,12 @@ class WorkerGroup:
         nodes = nodes_of(self._placement)
         first = {node: bundle_index for bundle_index, node in reversed(list(enumerate(nodes)))}
         order = sorted(range(len(nodes)), key=lambda index: (first[nodes[index]], index))
-        # A process without a GPU of its own would see, and take, those of others.
-        hidden = {} if "GPU" in bundle else {"CUDA_VISIBLE_DEVICES": ""}
         workers = []
         for rank, index in enumerate(order):
             remote = ray.remote(_Worker).options(
                 num_cpus=bundle["CPU"],
                 num_gpus=bundle.get("GPU", 0.0),
-                runtime_env={"env_vars": {**WORKER_ENVIRONMENT, **hidden}},
+                runtime_env={"env_vars": {**WORKER_ENVIRONMENT, **hidden_gpus(bundle)}},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._placement, placement_group_bundle_index=index
                 ),

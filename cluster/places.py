@@ -33,6 +33,11 @@ def choose_bundle(num_ranks: int, num_gpus: float, *, use_gpus: bool) -> Bundle:
     return ON_GPU
 
 
+def hidden_gpus(bundle: Bundle) -> dict[str, str]:
+    """Environment of a process with this place: one without a GPU of its own would see, and take, those of others."""
+    return {} if "GPU" in bundle else {"CUDA_VISIBLE_DEVICES": ""}
+
+
 def cluster_gpus() -> float:
     """GPUs of all living nodes."""
     return float(ray.cluster_resources().get("GPU", 0.0))

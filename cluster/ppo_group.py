@@ -73,7 +73,9 @@ class ColocatedGroup:
     def save(
         self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]
     ) -> None:
-        self.learners.call_all("save", checkpoints, iteration, progress, files)
+        # Rank 0 alone writes whole files, which may be large: rollouts.
+        others: Sequence[Mapping[str, bytes]] = [{}] * (self.learners.group.num_workers - 1)
+        self.learners.call("save", [(checkpoints, iteration, progress, own) for own in (files, *others)])
 
     def finish_saving(self) -> None:
         self.learners.call_all("finish_saving")

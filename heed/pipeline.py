@@ -14,6 +14,7 @@ import tenacity
 import tomli_w
 
 from cluster.group import disconnect
+from cluster.precision import resolve_precision
 from heed.hold import hold
 from heed.job import JobConfig
 from heed.job_run import SAMPLES, Run, sources_in
@@ -53,8 +54,9 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
         workers = Workers(job.world_sizes, folder, job.cluster, job.ranks_beside)
         if os.environ.get("RAY_ADDRESS"):
             closing.callback(disconnect)
-        workers.check()
         closing.callback(workers.close)
+        engine = resolve_precision(job.engine, workers.check(), job.fewest_ranks, job.cluster.start_seconds)
+        job = job.model_copy(update={"engine": engine})
         run = Run(job, folder, job.open_world(), workers)
         _write_job(job, folder / "job.toml")
         _prepare_world(run)

@@ -39,15 +39,18 @@ class Workers:
             self._beside[name] = self._started(size, self.config, after_loss=name in self._beside)
         return self._beside[name]
 
-    def check(self) -> None:
+    def check(self) -> Bundle:
         """Refuse a cluster, or without one this machine, that could never hold all of the job's ranks at once.
 
         Which kind of place they take is decided here for the whole run: were it decided after a loss, a cluster that
         misses a machine with GPUs would look like one of CPUs.
 
+        Returns: what each rank takes of its machine.
+
         Raises: ValueError saying what is asked and what there is.
         """
         self._bundle = require_room(self.sizes[-1] + self.num_beside, use_gpus=self.config.use_gpus)
+        return self._bundle
 
     def take_back(self) -> None:
         """Between stages: a job that had to go on with fewer workers takes machines that have come back."""
@@ -71,9 +74,7 @@ class Workers:
         return self._started(self.sizes[-1], config, after_loss=after_loss)
 
     def _started(self, size: int, config: ClusterConfig, *, after_loss: bool) -> WorkerGroup:
-        if self._bundle is None:
-            self.check()
-        group = WorkerGroup(size, config, bundle=self._bundle, waits_for_nodes=after_loss)
+        group = WorkerGroup(size, config, bundle=self._bundle or self.check(), waits_for_nodes=after_loss)
         require_shared(group, self.folder)
         return group
 

@@ -114,7 +114,7 @@ class Rollout:
         """Some responses, in rows as narrow as the longest of them allows; R stays."""
         part = replace(self, **_rows_of(self, index))
         width = int((part.prompt_tokens_B + part.response_tokens_B).max())
-        return replace(part, tokens_BT=part.tokens_BT[:, :width])
+        return replace(part, tokens_BT=part.tokens_BT[:, :width].clone())
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,9 @@ class PolicyBatch:
     num_ptx_rows: int  # of all ranks
 
     def rows(self, index: slice, ptx: slice) -> Self:
-        return replace(self, **_rows_of(self, index), rollout=self.rollout.rows(index), ptx_rows=self.ptx_rows[ptx])
+        return replace(
+            self, **_rows_of(self, index), rollout=self.rollout.rows(index), ptx_rows=self.ptx_rows[ptx].clone()
+        )
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,9 @@ class ValueBatch:
 
 
 def _rows_of(batch: object, index: slice | Tensor) -> dict[str, Any]:
-    """The [B, ...] tensors of a dataclass, cut to some rows. Their names end with a suffix that starts with B."""
+    """The [B, ...] tensors of a dataclass, cut to some rows. Their names end with a suffix that starts with B.
+
+    They are copies: pickling a view sends the whole tensor that it looks into.
+    """
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}  # type: ignore[arg-type]
-    return {name: value[index] for name, value in values.items() if isinstance(value, Tensor) and "_B" in name}
+    return {name: value[index].clone() for name, value in values.items() if isinstance(value, Tensor) and "_B" in name}

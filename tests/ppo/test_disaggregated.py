@@ -3,6 +3,8 @@
 The reward is of two objectives, so that scores have two columns.
 """
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from cluster.config import ClusterConfig
 from cluster.group import WorkerError, WorkerGroup, WorkerLostError, disconnect
 from cluster.ppo_group import ColocatedGroup, DisaggregatedGroup
 from ppo import generator, learner
@@ -175,3 +178,22 @@ def test_a_lost_generator_is_named(config: PPOConfig, parents: Parents, prompts:
         ray.kill(generators._workers[0])
         with pytest.raises(WorkerLostError, match=r"ppo\.generate: rank 0 of 1 was lost"):
             roles.start_sampling(prompts, range(len(prompts)))()
+
+
+def test_a_generator_and_a_scorer_that_are_stopped_are_named(
+    config: PPOConfig, parents: Parents, prompts: list[list[int]]
+) -> None:
+    """Nobody waits for them in a collective, whose limit would find them."""
+    soon = ClusterConfig(silence_seconds=4)
+    seeds = range(len(prompts))
+    with WorkerGroup(1, soon) as learners, WorkerGroup(1, soon) as generators, WorkerGroup(1, soon) as scorers:
+        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
+        generator = generators.run("pid", os.getpid)[0]
+        rollout = roles.start_sampling(prompts, seeds)()
+        os.kill(scorers.run("pid", os.getpid)[0], signal.SIGSTOP)
+        with pytest.raises(WorkerLostError, match=r"^ppo\.scores: rank 0 of 1 was lost: no sign of life for 4 s"):
+            roles.scores(rollout)
+        sampling = roles.start_sampling(prompts, seeds)
+        os.kill(generator, signal.SIGSTOP)
+        with pytest.raises(WorkerLostError, match=r"^ppo\.generate: rank 0 of 1 was lost: no sign of life for 4 s"):
+            sampling()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ray import cloudpickle
 
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 
@@ -130,3 +131,40 @@ def test_rows_of_a_value_batch(rollout: Rollout) -> None:
     assert part.returns_BR.tolist() == [[30.5, 31.5, 32.5, 33.5]]
     assert part.mask_BR.tolist() == [[True, True, True, False]]
     assert part.num_tokens == 10
+
+
+def sent_bytes(num_ranks: int) -> int:
+    """What a driver pickles for one iteration of 1,024 responses: four passes over them, an update of each model."""
+    rows, prompt, response = 1024, 256, 256
+    tokens_BT = torch.zeros(rows, prompt + response, dtype=torch.int64)
+    lengths_B = torch.full((rows,), response)
+    mask_BR, table_BR = torch.ones(rows, response, dtype=torch.bool), torch.zeros(rows, response)
+    rollout = Rollout(tokens_BT, torch.full((rows,), prompt), lengths_B, torch.ones(rows, dtype=torch.bool), table_BR)
+    ptx_rows = torch.arange(rows)
+    policy = PolicyBatch(rollout, table_BR.clone(), table_BR.clone(), mask_BR, rows * response, ptx_rows, rows)
+    value = ValueBatch(rollout, table_BR.clone(), table_BR.clone(), mask_BR, rows * response)
+    total, share = 0, rows // num_ranks
+    for rank in range(num_ranks):
+        part = slice(rank * share, (rank + 1) * share)
+        total += 4 * len(cloudpickle.dumps(rollout.rows(part)))
+        total += len(cloudpickle.dumps(policy.rows(part, part))) + len(cloudpickle.dumps(value.rows(part)))
+    return total
+
+
+@pytest.mark.parametrize("num_ranks", [8, 512])
+def test_what_is_sent_to_all_ranks_together_is_the_batch_once(num_ranks: int) -> None:
+    """A view is pickled with the whole tensor that it looks into; slices sent to 512 ranks came to 512 batches."""
+    per_message_bytes = 4096  # names of classes and fields
+    assert sent_bytes(num_ranks) < 1.01 * sent_bytes(1) + 6 * num_ranks * per_message_bytes
+
+
+def test_one_of_eight_ranks_is_sent_an_eighth() -> None:
+    rows = Rollout(
+        torch.zeros(1024, 2048, dtype=torch.int64),
+        torch.full((1024,), 1024),
+        torch.full((1024,), 1024),
+        torch.ones(1024, dtype=torch.bool),
+        torch.zeros(1024, 1024),
+    )
+    share, whole = (len(cloudpickle.dumps(rows.rows(slice(0, size)))) for size in (128, 1024))
+    assert share == pytest.approx(whole / 8, rel=0.01)

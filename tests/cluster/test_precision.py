@@ -1,0 +1,28 @@
+"""`precision = "auto"` is what the machines that compute are fast at, whatever the driver's machine is."""
+
+from pathlib import Path
+
+import pytest
+
+from cluster.group import disconnect
+from cluster.local import LocalCluster
+from cluster.places import ON_CPU
+from cluster.precision import fast_precision, resolve_precision
+from training.config import EngineConfig
+
+
+def test_the_workers_machines_decide_and_not_the_drivers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    here = fast_precision(False)
+    other = {"bf16": "fp32", "fp32": "bf16"}[here]
+    with LocalCluster(num_nodes=1, cpus=1) as cluster:
+        for name, value in cluster.environment.items():
+            monkeypatch.setenv(name, value)
+        # The driver's machine has other units than the workers'.
+        monkeypatch.setattr("cluster.precision.cpu_multiplies_bf16", lambda: other == "bf16")
+        assert fast_precision(False) == other
+        try:
+            found = resolve_precision(EngineConfig(), ON_CPU, 1, 120.0)
+        finally:
+            disconnect()
+    assert found.precision == here
+    assert resolve_precision(EngineConfig(precision=other), ON_CPU, 1, 120.0).precision == other

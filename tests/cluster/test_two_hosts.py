@@ -1,0 +1,60 @@
+"""Ranks on two hosts: a host table that leads gloo astray, and a network that fails for half a minute."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = [sys.executable, str(Path(__file__).with_name("two_hosts.py"))]
+PARTITION_SECONDS = 30
+
+
+def drive(head: Any, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start the driver, which joins the head on its own host."""
+    process: subprocess.Popen[bytes] = head.run(
+        [*PROGRAM, *arguments], "driver.log", RAY_ADDRESS=f"{head.address}:6379"
+    )
+    return process
+
+
+def test_a_host_name_that_leads_to_127_0_1_1_keeps_no_ranks_apart(two_hosts: tuple[Any, Any]) -> None:
+    """gloo offers its peers the address of the host's own name: 127.0.1.1 on Debian, where they find themselves."""
+    head, node = two_hosts
+    head.start_head()
+    node.start_node(head)
+    process = drive(head, "sum", str(head.folder))
+    assert process.wait(timeout=240) == 0, head.said("driver.log")
+    said = head.said("driver.log")
+    # Each rank has the cores of its own host, which here are all of this machine's.
+    assert f", 21.0, {len(os.sched_getaffinity(0))})" in said
+    assert head.name in said
+    assert node.name in said
+
+
+@pytest.mark.parametrize("moment", ["placing", "step-000010"])
+def test_a_network_that_fails_for_half_a_minute_ends_no_run(
+    two_hosts: tuple[Any, Any], tmp_path: Path, moment: str
+) -> None:
+    """While a group starts, and while it works. Ray gives the node up; started again, it is taken back."""
+    head, node = two_hosts
+    head.start_head()
+    node.start_node(head)
+    process = drive(head, "count", str(tmp_path))
+    end = time.monotonic() + 180
+    while moment not in head.said("driver.log") and not (tmp_path / "checkpoints" / moment).exists():
+        assert process.poll() is None, head.said("driver.log")
+        assert time.monotonic() < end, head.said("driver.log")
+        time.sleep(0.1)
+    node.cut()
+    time.sleep(PARTITION_SECONDS)
+    node.mend()
+    assert process.wait(timeout=420) == 0, head.said("driver.log")
+    said = head.said("driver.log")
+    assert "done" in said
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 60
+    if moment != "placing":
+        assert "count: rank 1 of 2 was lost" in said or "count: goes on from" in said
