@@ -1,7 +1,5 @@
 """`precision = "auto"` is what the machines that compute are fast at, whatever the driver's machine is."""
 
-from pathlib import Path
-
 import pytest
 
 from cluster.group import disconnect
@@ -11,7 +9,7 @@ from cluster.precision import fast_precision, resolve_precision
 from training.config import EngineConfig
 
 
-def test_the_workers_machines_decide_and_not_the_drivers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_workers_machines_decide_and_not_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
     here = fast_precision(False)
     other = {"bf16": "fp32", "fp32": "bf16"}[here]
     with LocalCluster(num_nodes=1, cpus=1) as cluster:
