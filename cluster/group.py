@@ -338,10 +338,11 @@ class WorkerGroup:
             raise WorkerLostError(
                 f"{phase}: the connection between ranks was lost, and no rank reported a cause\n{said}"
             )
-        message = f"{phase}: rank {first_rank} of {self.num_workers}: {first.text}\n{first.trace}"
+        where = f"{phase}: rank {first_rank} of {self.num_workers}"
         if first.kind == "loss":
-            raise WorkerLostError(message) from first.error
-        raise WorkerError(message + (MEMORY_ADVICE if first.is_memory else "")) from first.error
+            raise WorkerLostError(f"{where} was lost: {first.text}\n{first.trace}") from first.error
+        advice = MEMORY_ADVICE if first.is_memory else ""
+        raise WorkerError(f"{where}: {first.text}\n{first.trace}{advice}") from first.error
 
     @property
     def is_open(self) -> bool:

@@ -4,6 +4,7 @@ import hashlib
 import os
 import shutil
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 import tenacity
 import tomli_w
 
-from cluster.group import disconnect
+from cluster.group import WorkerError, disconnect
 from cluster.precision import resolve_precision
 from heed.hold import hold
 from heed.job import JobConfig
@@ -28,7 +29,7 @@ from lm.tokenizer import TOKENIZER_FILES
 from pretrain.stage import prepare_tokenizer
 from reward.elsewhere import FunctionReward
 from training.checkpoint import file_hash, folder_hash, step_folders
-from training.failures import RunError
+from training.failures import RunError, in_one_line
 from training.metrics import read_metrics
 from training.notices import speak_through
 from training.stage import write_json
@@ -95,6 +96,12 @@ def _run_stages(run: Run, first: str, only: str) -> None:
         except KeyboardInterrupt:
             console.print(f"{stage.name}: stopped{_last_step(folder)}; the same command continues")
             raise
+        except WorkerError as error:
+            if in_one_line(error):
+                raise
+            log = run.folder / "failure.log"
+            log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+            raise RunError(f"{str(error).splitlines()[0]} (tracebacks: {log})") from error
         write_lineage(folder, inputs, time.monotonic() - begun)
         shutil.rmtree(folder / SAMPLES, ignore_errors=True)  # parts of what the stage has made of them
         console.print(f"{stage.name}: done in {time.monotonic() - begun:.0f} s")

@@ -26,6 +26,7 @@ from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier, Sp
 from lm.encoder_decoder import EncoderDecoder
 from lm.families import FAMILIES, Family, Stored, expect, family_of
 from lm.model import SCORE, LanguageModel, ScalarModel, draw_tensor
+from lm.progress import note_progress
 from lm.source import materialise, skeleton
 from lm.tokenizer import Tokenizer, read_json
 
@@ -303,6 +304,7 @@ class Reader:
 
     def read(self, ours: str, shape: Sequence[int]) -> Tensor:
         """One of our tensors in fp32, put together from its parts."""
+        note_progress()
         whole, start, place = torch.empty(*shape), 0, self._place(ours)
         for name in place.parts:
             part = self._checkpoint.tensor(name)

@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from lm.progress import note_progress
 from lm.tokenizer import Messages
 from lm.weights import load_language_model
 from ppo.config import PPOConfig
@@ -78,6 +79,7 @@ class ScorerWorker(Rank):
         scores_BO = torch.full((len(sequences), len(network.labels)), math.nan)
         with self._precision():
             for start in range(0, len(fitting), size):
+                note_progress()
                 rows = fitting[start : start + size]
                 found = sequence_scores(network, [sequences[row] for row in rows], network.config.kind)
                 scores_BO[rows] = found.float().cpu()

@@ -17,6 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lm.progress import note_progress
+
 WEIGHT, STEP = "weight", "step"  # kinds of what is kept of a parameter; the others have the optimizer's own names
 
 
@@ -62,6 +64,7 @@ class Slot:
                 yield f"{STEP}/{self.name}", Fragment(0, value.detach().view(1))
 
     def restore(self, saved: "SavedState") -> None:
+        note_progress()
         for kind in saved.kinds(self.name):
             key = f"{kind}/{self.name}"
             if kind == WEIGHT:
