@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DatabaseError, OperationalError
 
 BUSY_TIMEOUT_MILLISECONDS = 30_000
 POOL_SIZE = 8
@@ -43,8 +43,10 @@ def _open(engine: Engine) -> None:
     """Migrate, for the first time that anything is asked of the database."""
     try:
         migrate(engine)
-    except DBAPIError as error:
+    except DatabaseError as error:
         engine.dispose()
+        if type(error) not in (DatabaseError, OperationalError):
+            raise  # a mistake of ours, not of the database or its address
         reason = str(error.orig).strip().partition("\n")[0]
         raise ValueError(f"label store {engine.url.render_as_string()} cannot be opened: {reason}") from error
 

@@ -3,7 +3,7 @@
 from urllib.parse import unquote_to_bytes
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # Nothing is loaded from elsewhere, nothing is framed, and no script stands in the page itself.
@@ -47,14 +47,20 @@ class Harden:
         return await (refused or self.app)(scope, receive, send_hardened)
 
 
-def _refusal(scope: Scope) -> PlainTextResponse | None:
+def _refusal(scope: Scope) -> Response | None:
     site = Headers(scope=scope).get("sec-fetch-site", "same-origin")
     if scope["method"] not in ("GET", "HEAD") and site not in ("same-origin", "none"):
-        return PlainTextResponse("refused: this came from another site's page", 403)
-    asked = (scope["path"].encode("utf-8", "surrogateescape"), unquote_to_bytes(scope["query_string"]))
+        return _refused(scope, "refused: this came from another site's page", 403)
+    asked = (scope["path"].encode("utf-8", "replace"), unquote_to_bytes(scope["query_string"]))
     if any(b"\0" in part for part in asked):
-        return PlainTextResponse("refused: the address contains a NUL character", 400)
+        return _refused(scope, "refused: the address contains a NUL character", 400)
     return None
+
+
+def _refused(scope: Scope, text: str, status: int) -> Response:
+    if scope["path"].startswith("/api/"):
+        return JSONResponse({"detail": text}, status)
+    return PlainTextResponse(text, status)
 
 
 def is_storable(text: str) -> bool:

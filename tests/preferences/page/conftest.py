@@ -90,7 +90,7 @@ class Server:
 
     def start(self) -> None:
         command = [sys.executable, str(PROGRAM), self.url, str(self.port), str(self.config)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         log = self.log.open("ab")
         self.process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log)
         deadline = time.monotonic() + READY_SECONDS

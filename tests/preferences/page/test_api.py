@@ -4,11 +4,17 @@ import pytest
 import schemathesis
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
 from preferences.page.app import make_app
 from preferences.page.config import LabelingConfig
 
 CONFIG = LabelingConfig(flags=("rude",))
+AS_DESCRIBED = (status_code_conformance, content_type_conformance, response_schema_conformance)
 
 
 @pytest.fixture
@@ -115,7 +121,7 @@ def test_a_token_is_needed(world):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["ann", "eve"])
 def test_a_fuzzer_finds_no_server_error(world, name):
-    """schemathesis, from the API's own description; whoever is signed in, nothing is a 5xx."""
+    """schemathesis, from the API's own description; whoever is signed in, nothing is a 5xx, and all is as described."""
     app = make_app(world.store, world.people, CONFIG)
     token = world.people.open_session(name)
     schema = schemathesis.openapi.from_asgi("/api/openapi.json", app)
@@ -131,6 +137,7 @@ def test_a_fuzzer_finds_no_server_error(world, name):
             answer = case.call(headers={"Authorization": f"Bearer {token}"})
             tried.append((case.path, answer.status_code))
             assert answer.status_code < 500, (case.as_curl_command(), answer.text)
+            case.validate_response(answer, checks=AS_DESCRIBED)
 
         check()
     assert len({path for path, _ in tried}) > 12
