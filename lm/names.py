@@ -6,13 +6,12 @@ They are noncharacters of Unicode; where a message has them they are escaped, so
 """
 
 import re
-import unicodedata
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, models
 
 _OPEN, _CLOSE, _ESCAPE = MARKS = "\ufdd0\ufdd1\ufdd2"
 _MARK = re.compile(f"[{MARKS}]")
@@ -20,7 +19,6 @@ _ESCAPED = re.compile(f"{_ESCAPE}([0-2])")
 _REGION = f"{_OPEN}[^{_OPEN}{_CLOSE}]*{_CLOSE}"
 # White space as the `tokenizers` library strips it: Unicode's property, without four control characters of Python's.
 _SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-_WORD_KINDS = {"Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "Pc"}
 
 
 @dataclass(frozen=True)
@@ -69,16 +67,16 @@ class Names:
         return token_id in self._tokens and self._tokens[token_id].special
 
     @cached_property
-    def _fragments(self) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-        """Proper beginnings of special tokens' names, their proper ends, and all names in one text."""
+    def _fragments(self) -> tuple[set[str], set[str], str, int]:
+        """Proper beginnings of special tokens' names, their proper ends, all names as one text, the longest length."""
         heads = {name[:length] for name in self._special for length in range(1, len(name))}
         tails = {name[length:] for name in self._special for length in range(1, len(name))}
-        by_length = [tuple(sorted(found, key=len, reverse=True)) for found in (heads, tails)]
-        return by_length[0], by_length[1], "\n".join(self._special)
+        return heads, tails, "\n".join(self._special), max(map(len, self._special), default=0)
 
     @cached_property
     def _people(self) -> re.Pattern[str]:
-        return re.compile("|".join([*map(re.escape, _longest_first(self._special)), _MARK.pattern]))
+        # All alternatives begin with a letter of their own, so that most of a text is passed over at once.
+        return re.compile("|".join([*map(re.escape, _longest_first(self._special)), *MARKS]))
 
     @cached_property
     def _folded(self) -> list[str]:
@@ -102,18 +100,22 @@ class Names:
     def marked(self, content: str) -> str:
         """A message's text, with marks around what is, or at an edge might become, a special token's name."""
         spans = [match.span() for match in self._people.finditer(content)]
-        heads, tails, names = self._fragments
         kept = content.strip()
-        start = content.find(kept)
-        stop = start + len(kept)
         if kept:
-            if kept in names or (self.is_folded and self._folds(content)):
-                spans.append((start, stop))
-            if kept.endswith(heads):
-                spans.append((stop - len(next(head for head in heads if kept.endswith(head))), stop))
-            if kept.startswith(tails):
-                spans.append((start, start + len(next(tail for tail in tails if kept.startswith(tail)))))
+            start = content.find(kept)
+            spans += [(start + first, start + last) for first, last in self._risky_edges(kept)]
+            if self.is_folded and self._folds(content):
+                spans.append((start, start + len(kept)))
         return _with_regions(content, spans) if spans else content
+
+    def _risky_edges(self, kept: str) -> Iterator[tuple[int, int]]:
+        """What at the beginning and at the end of a text may be part of a name, with other text next to it."""
+        heads, tails, names, longest = self._fragments
+        if len(kept) < longest and kept in names:
+            yield 0, len(kept)
+        lengths = range(min(len(kept), longest), 0, -1)
+        yield from ((0, length) for length in lengths if kept[:length] in tails)
+        yield from ((len(kept) - length, len(kept)) for length in lengths if kept[-length:] in heads)
 
     def _folds(self, content: str) -> bool:
         assert self._normalizer is not None
@@ -189,10 +191,12 @@ def _longest_first(names: Sequence[str]) -> list[str]:
     return sorted(names, key=len, reverse=True)
 
 
+@cache
 def _is_word(character: str) -> bool:
-    """The library's `\\w`, which is not Python's: accents are in it, and numbers that are no digits are not."""
-    is_other = character in "\u200c\u200d" or "\u24b6" <= character <= "\u24e9"
-    return unicodedata.category(character) in _WORD_KINDS or is_other
+    """Whether a name next to it is inside a word, asked of the library: its Unicode is not Python's."""
+    asked = Tokenizer(models.BPE())
+    asked.add_tokens([AddedToken("a", single_word=True)])
+    return not asked.encode(f"{character}a").ids
 
 
 def _pattern(token: AddedToken) -> str:

@@ -76,7 +76,7 @@ def reaches_into_a_response(theirs: Any, messages: Messages) -> bool:
 def test_tokens_are_those_of_transformers(kind: str, template: str) -> None:
     ours, theirs = both(kind, template)
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=15, deadline=None)
     @given(messages=conversations(harmless))
     @example(messages=[{"role": "user", "content": " The fox? "}, {"role": "assistant", "content": "the dog."}])
     def equal(messages: Messages) -> None:
@@ -97,7 +97,7 @@ def test_tokens_are_those_of_transformers(kind: str, template: str) -> None:
 def test_marks_are_those_of_a_template_that_shows_them(kind: str) -> None:
     ours, theirs = both(kind, "generation")
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(messages=conversations(harmless))
     def equal(messages: Messages) -> None:
         assume(not reaches_into_a_response(theirs, messages))
@@ -119,7 +119,7 @@ def test_no_message_becomes_a_special_token(kind: str, template: str) -> None:
     ours, theirs = both(kind, template)
     special = {number for number, token in theirs.added_tokens_decoder.items() if token.special and number != UNKNOWN}
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=15, deadline=None)
     @given(messages=conversations(naming))
     @example(messages=said(f"a{END} b{START}", " <|im_end|>"))
     @example(messages=said("\ufdd0999\ufdd1", "\ufdd03\ufdd1"))
