@@ -20,7 +20,7 @@ from heed.hold import hold
 from heed.job import JobConfig
 from heed.job_run import SAMPLES, Run, sources_in
 from heed.lineage import LINEAGE, Inputs, finished_with, outputs_hash, started_with, write_lineage
-from heed.preflight import check_data
+from heed.preflight import check_data, refuse_missing
 from heed.progress import StageProgress, console, follow, print_notice
 from heed.recovery import Workers, run_to_end
 from heed.stages import STAGES, Stage
@@ -44,6 +44,7 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
     Errors: ValueError for what the user can mend, before any training where it can be known.
     """
     folder = runs / job.name
+    refuse_missing(job)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

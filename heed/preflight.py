@@ -1,15 +1,28 @@
 """What can be known to be wrong before any training starts is found here: rows that do not parse, prompts too long."""
 
+from pathlib import Path
+
+from heed.job import JobConfig
 from heed.job_run import Run
 from heed.progress import console
+from heed.submission import named_paths
 from lm.source import skeleton
 from lm.tokenizer import Tokenizer
+from reading.rows import LOADERS
 from reward.comparisons import encode_rankings, read_judgments
 from reward.elsewhere import FunctionReward
 from reward.scoring import labels_of, weights_by_label
 from reward.stage import ODDITIES, RewardConfig, network_source, split_of
 from sft.stage import SFTConfig, encode_demonstrations
 from training.data import read_prompts, read_texts
+
+
+def refuse_missing(job: JobConfig) -> None:
+    """Raise ValueError, naming the job's field, where a data file that it names is not here."""
+    for field, name in named_paths(job.model_dump()):
+        is_file = field.endswith(".source") and Path(name.removesuffix(".gz")).suffix in LOADERS
+        if is_file and not Path(name).exists():
+            raise ValueError(f"{field}: {name}: no such file")
 
 
 def check_data(run: Run) -> None:

@@ -114,7 +114,7 @@ def score_scale(
     per prompt: published rankings hold responses of other policies, whose scores may lie elsewhere. The samples are
     kept until the stage is done, so a run that resumes has the same scale.
 
-    Raises: ValueError for a reward that gives every sample the same score; RuntimeError where too many fail.
+    Raises: ValueError for a reward that gives every sample the same score, and where too many fail.
     """
     if run.job.reward_stage_scores_policy and not config.objective_weights:
         where, scores = str(run.stage_folder("reward") / "results.json"), read_results(run.stage_folder("reward"))
@@ -137,7 +137,7 @@ def score_scale(
         num_failed = len(samples) - len(found)
         if len(found) < 2 or num_failed > config.max_failed_share * len(samples):
             rmtree(run.stage_folder("ppo") / SAMPLES / "scale")  # so that the next try asks again
-            raise RuntimeError(
+            raise ValueError(
                 f"{num_failed} of {len(samples)} samples of the SFT policy have no finite score; ppo.max_failed_share"
                 f" allows {config.max_failed_share:.0%}, and two scores are needed at least."
                 f" The first: {next(sample.failure for sample in samples if not isfinite(sample.score))}"

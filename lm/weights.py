@@ -17,7 +17,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from pydantic import ValidationError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -258,7 +258,7 @@ class Checkpoint:
 
     def __enter__(self) -> Self:
         self._stack = ExitStack()
-        opened = [self._stack.enter_context(safe_open(str(path), framework="pt")) for path in self._files]
+        opened = [self._stack.enter_context(_opened(path)) for path in self._files]
         self._holder = {_modern(name): (file, name) for file in opened for name in file.keys()}  # noqa: SIM118
         return self
 
@@ -277,6 +277,14 @@ class Checkpoint:
         file, stored_name = self._holder[name]
         tensor: Tensor = file.get_tensor(stored_name)
         return tensor
+
+
+def _opened(path: Path) -> Any:
+    """Errors: ValueError naming a file that was cut short or is none of its kind; the library does not say which."""
+    try:
+        return safe_open(str(path), framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: incomplete or damaged: {error}; write or download it again") from None
 
 
 def _modern(name: str) -> str:

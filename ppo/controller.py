@@ -124,11 +124,11 @@ class PPOController:
         return range(iteration, min(iteration + size, self.config.num_iterations))
 
     def _require_scores(self, scores_B: Tensor) -> Tensor:
-        """True = scored. Errors: RuntimeError where too many scores failed."""
+        """True = scored. Raises: ValueError where too many scores failed."""
         scored_B = torch.isfinite(scores_B)
         failed = int((~scored_B).sum())
         if failed > self.config.max_failed_share * len(scores_B):
-            raise RuntimeError(
+            raise ValueError(
                 f"{failed} of {len(scores_B)} responses have no finite score;"
                 f" ppo.max_failed_share allows {self.config.max_failed_share:.0%}."
                 f" The first: {self.roles.first_failure() or 'it is infinite'}"

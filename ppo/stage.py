@@ -25,7 +25,7 @@ def run(context: StageContext, config: PPOConfig, roles: Roles, parents: Parents
 
     With `keep_policies_every` also `policies/NNNNNN/`: model directories of the policy along the way.
 
-    Errors: ValueError for a prompt that leaves no room for a response; RuntimeError where scores fail.
+    Errors: ValueError for a prompt that leaves no room for a response, and where too many scores fail.
     """
     tokenizer = Tokenizer.load(parents.sft)
     stream = parents.pretraining

@@ -11,7 +11,7 @@ from typing import IO, Any
 from reading.strict_json import DECODER, TOO_DEEP, NotPlainJSONError, parse_json, refuse_unsound
 
 MAX_ROW_BYTES = 32 * 2**20  # unpacked: a .gz of half a megabyte can hold a line of half a gigabyte
-CHUNK_BYTES = 2**16
+CHUNK_BYTES = 2**16  # longer than any escape or literal; see _Window.value
 SPACES = " \t\n\r"  # JSON's
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
@@ -94,8 +94,10 @@ def read_list(path: Path) -> Iterator[tuple[str, Any]]:
             where = f"{path}: row {number}"
             yield where, text.value(where)
             ended = text.peek() == "]"
-            if not ended and text.take() != ",":
-                raise text.not_json("Expecting ',' delimiter", -1)
+            if not ended and text.peek() != ",":
+                raise text.not_json("Expecting ',' delimiter")
+            if not ended:
+                text.take()
         text.take()
         if text.peek():
             raise text.not_json("Extra data")
@@ -129,7 +131,7 @@ class _Window:
     def value(self, where: str) -> Any:
         """Parse the next value. What is cut off by the window's end is parsed again with twice as much."""
         self.peek()
-        before = ("", -1)  # the last try's error: one that stays in its place is not about the window's end
+        before = ("", -1)  # the last try's error: one that stays in its place, CHUNK_BYTES later, is not about the end
         while True:
             try:
                 value, end = DECODER.raw_decode(self._text, self._at)
@@ -164,7 +166,8 @@ class _Window:
         """Drop what is parsed and read at least as much as is left; False at the end of the file."""
         self._line, self._column = self._place(self._at)
         self._text, self._at = self._text[self._at :], 0
-        chunk = read_part(self._path, self._file, max(CHUNK_BYTES, len(self._text)))
+        size = min(max(CHUNK_BYTES, len(self._text)), max(CHUNK_BYTES, MAX_ROW_BYTES - len(self._text) + 1))
+        chunk = read_part(self._path, self._file, size)
         if self._is_new:
             chunk, self._is_new = _without_mark(f"{self._path}: line 1", chunk), False
         try:

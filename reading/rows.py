@@ -53,7 +53,10 @@ def _load_files(kind: str, path: Path) -> Any:
 
     # utf-8-sig is UTF-8 whose first mark, which Windows writes, is no part of the text.
     options = {"sample_by": "paragraph", "encoding": "utf-8-sig"} if kind == "text" else {}
-    return datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
+    try:
+        return datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
+    except Exception as error:  # as while rows are read
+        raise ValueError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _load(source: str, split: str, subset: str) -> Any:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from evaluation.verdicts import Response, Side, Verdict
 from preferences.formats.merging import Found, collect_all
@@ -112,9 +112,16 @@ class _Wrote(NamedTuple):
 def _wrote(task: Task) -> list[_Wrote]:
     """Who wrote what; tasks of `heed compare` show a text of several policies once, and name them in their details."""
     policies = task.details.get("policies")
-    if not isinstance(policies, list) or len(policies) != len(task.responses):
+    if not _are_names(policies) or len(policies) != len(task.responses):
         policies = [[source] for source in task.sources]
-    return [_Wrote(str(policy), place) for place, names in enumerate(policies) for policy in names]
+    return [_Wrote(policy, place) for place, names in enumerate(policies) for policy in names]
+
+
+def _are_names(policies: Any) -> TypeGuard[list[list[str]]]:
+    """Whether details that are called `policies` are those of `heed compare`; other data may use the word too."""
+    return isinstance(policies, list) and all(
+        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in policies
+    )
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Jobs whose reward is no model, as a user runs them: a function from the example job, and a server that was asleep."""
 
 import json
+import shutil
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import tomli_w
 
 from cluster.group import connect, disconnect
 from heed import recovery
+from heed.cli import main
 from heed.job_file import load_job
 from heed.pipeline import run_job
 from heed.submission import named_paths
@@ -118,10 +120,10 @@ def test_a_server_that_was_asleep_stops_the_run_and_is_asked_again(
 ) -> None:
     url = f"http://127.0.0.1:{endpoint.server_port}/"
     job = load_job(ppo_job(tmp_path, model_folder, reward_url=url, reward_retries=0))
-    with pytest.raises(RuntimeError, match=r"16 of 16 samples .* The first: .* answered with status 400"):
+    with pytest.raises(ValueError, match=r"16 of 16 samples .* The first: .* answered with status 400"):
         run_job(job, tmp_path / "runs")
     endpoint.answers_left = 1  # the SFT policy's samples get their scores, the first rollout does not
-    with pytest.raises(RuntimeError, match=r"16 of 16 responses .* The first: .* answered with status 400"):
+    with pytest.raises(ValueError, match=r"16 of 16 responses .* The first: .* answered with status 400"):
         run_job(job, tmp_path / "runs")
     endpoint.answers_left, endpoint.num_asked = 100, 0
     run = run_job(job, tmp_path / "runs")
@@ -133,6 +135,54 @@ def test_a_server_that_was_asleep_stops_the_run_and_is_asked_again(
     before = (run / "ppo" / "lineage.json").stat().st_mtime_ns
     run_job(patient, tmp_path / "runs")  # patience with a server is no input: nothing is run again
     assert (run / "ppo" / "lineage.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("    return [{}[text] for text in responses]\n", "raised KeyError: "),
+        ("    return [1.0]\n", "gave 1 values for 16 responses"),
+        ("    pass\n", "gave NoneType for 16 responses"),
+    ],
+)
+def test_a_function_that_fails_is_told_by_its_own_file_and_line(
+    tmp_path: Path,
+    model_folder: Path,
+    body: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What `heed run` prints: the function, what became of it and where, nothing of Heed's own."""
+    rewards = tmp_path / "my_rewards.py"
+    rewards.write_text(f"def score(prompts, responses):\n{body}")
+    path = ppo_job(tmp_path, model_folder, reward_function=f"{rewards}:score")
+    monkeypatch.setattr("sys.argv", ["heed", "run", str(path), "--runs", str(tmp_path / "runs")])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    printed = "".join(capsys.readouterr().err.split("error: ")[1:]).replace("\n", " ")  # wherever lines were broken
+    words = " ".join(printed.split())
+    assert "16 of 16 samples of the SFT policy have no finite score" in words
+    assert said in words
+    assert f'my_rewards.py", line {2 if "raised" in said else 1}, in ' in words
+    assert "Traceback" not in words
+    assert "elsewhere.py" not in words
+
+
+def test_a_damaged_model_and_a_missing_file_are_named(tmp_path: Path, model_folder: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    (tmp_path / "rewards.py").write_text(
+        "def score(prompts, responses):\n    return [len(text) for text in responses]\n"
+    )
+    file = ppo_job(tmp_path, folder, reward_function=f"{tmp_path / 'rewards.py'}:score")
+    with pytest.raises(ValueError, match=rf"^{path}: incomplete or damaged: .*; write or download it again$"):
+        run_job(load_job(file), tmp_path / "runs")
+    with pytest.raises(ValueError, match=r"^ppo\.prompts\.source: nofile\.jsonl: no such file$"):
+        run_job(load_job(file, ["ppo.prompts.source=nofile.jsonl"]), tmp_path / "runs")
 
 
 def test_a_function_that_is_not_there_is_named_before_anything_runs(tmp_path: Path, model_folder: Path) -> None:

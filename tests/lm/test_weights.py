@@ -205,6 +205,14 @@ def test_a_missing_file_is_named(folder: Path, missing: str) -> None:
         load_language_model(folder)
 
 
+@pytest.mark.parametrize("num_bytes", [0, 5, 200, -1])
+def test_a_file_that_was_cut_short_is_named(folder: Path, num_bytes: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    with pytest.raises(ValueError, match=r"model\.safetensors: incomplete or damaged: .*; write or download it again"):
+        load_language_model(folder)
+
+
 def test_tensors_that_do_not_fit_are_named_with_their_shapes(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(16)

@@ -207,7 +207,7 @@ def test_a_failed_score_is_not_a_score_of_zero(start: Callable[..., PPOControlle
 
 def test_too_many_failed_scores_stop_the_run(start: Callable[..., PPOController]) -> None:
     roles = FailingScores(5)
-    with pytest.raises(RuntimeError, match=r"5 of 16 responses .* allows 25%. The first: the endpoint is asleep"):
+    with pytest.raises(ValueError, match=r"5 of 16 responses .* allows 25%. The first: the endpoint is asleep"):
         start(roles, max_failed_share=0.25).step(0)
     assert roles.policy_batches == []  # before any weight changed
     start(FailingScores(4), max_failed_share=0.25).step(0)

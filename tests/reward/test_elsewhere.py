@@ -20,6 +20,8 @@ ASKED = [[{"role": "user", "content": text}] for text in ("one?", "two?", "three
 TEXTS = ["a", "bb", "ccc"]
 
 FUNCTIONS = """
+import json
+
 calls = []
 
 def lengths(prompts, responses):
@@ -41,6 +43,18 @@ def short(prompts, responses):
 
 def words(prompts, responses):
     return ["1.0" for _ in responses]
+
+def nothing(prompts, responses):
+    print("nothing to say")
+
+def huge(prompts, responses):
+    return [10 ** 1000, [1, 2], float("inf")]
+
+def deep(prompts, responses):
+    return helper(responses[0])
+
+def helper(text):
+    return json.loads("{" + text)
 
 value = 3
 """
@@ -76,7 +90,12 @@ def test_one_bad_response_costs_no_other(rewards: Callable[[str], FunctionReward
     first, second, third = reward.score(ASKED, TEXTS)
     assert (first, third) == (Scored(1.0), Scored(3.0))
     assert math.isnan(second.score)
-    assert second.failure == "my_rewards:picky raised KeyError: 'no bb'"
+    line = 1 + FUNCTIONS.splitlines().index('        raise KeyError("no bb")')
+    assert second.failure.splitlines() == [
+        "my_rewards:picky raised KeyError: 'no bb'",
+        f'  File "{reward.file}", line {line}, in picky',
+        '    raise KeyError("no bb")',
+    ]
     assert calls_of(reward) == [3, 1, 1, 1]
 
 
@@ -86,13 +105,21 @@ def test_one_bad_response_costs_no_other(rewards: Callable[[str], FunctionReward
         ("some", ["gave None; a finite number was expected", "gave nan; a finite number was expected", ""]),
         ("short", ["gave 1 values for 3 responses"] * 3),
         ("words", ["gave '1.0'; a finite number was expected"] * 3),
+        ("nothing", ["gave NoneType for 3 responses"] * 3),
+        (
+            "huge",
+            [f"gave {what}; a finite number was expected" for what in ("an integer of 3322 bits", "[1, 2]", "inf")],
+        ),
     ],
 )
 def test_what_is_no_score_fails_and_says_so(
     rewards: Callable[[str], FunctionReward], name: str, failures: list[str]
 ) -> None:
     found = rewards(name).score(ASKED, TEXTS)
-    assert [scored.failure for scored in found] == [f"my_rewards:{name} {why}" if why else "" for why in failures]
+    line = 1 + FUNCTIONS.splitlines().index(f"def {name}(prompts, responses):")
+    place = f'\n  File "{Path.cwd() / "my_rewards.py"}", line {line}, in {name}'
+    expected = [f"my_rewards:{name} {why}{place}" if why else "" for why in failures]
+    assert [scored.failure for scored in found] == expected
     assert [math.isnan(scored.score) for scored in found] == [bool(why) for why in failures]
 
 
@@ -100,10 +127,11 @@ def test_what_is_no_score_fails_and_says_so(
     ("name", "words"),
     [
         (
-            "my_rewards:nothing",
-            r"reward function 'my_rewards:nothing': my_rewards has no function 'nothing'",
+            "my_rewards:missing",
+            r"reward function 'my_rewards:missing': my_rewards has no function 'missing'",
         ),
         ("my_rewards:value", "has no function 'value'"),
+        ("my_rewards:nothing_here", "has no function 'nothing_here'"),
         ("no_such_module:f", "reward function 'no_such_module': No module named 'no_such_module'"),
         ("nowhere.py:f", "nowhere.py: no such file"),
     ],
@@ -112,6 +140,41 @@ def test_a_function_that_is_not_there_is_named(rewards: Callable[[str], Function
     del rewards
     with pytest.raises(ValueError, match=words):
         _ = FunctionReward(name).function
+
+
+def test_the_users_own_lines_are_told_and_no_others(rewards: Callable[[str], FunctionReward]) -> None:
+    """Neither Heed's frames nor those of the library that raised."""
+    (scored,) = rewards("deep").score(ASKED[:1], TEXTS[:1])
+    first, *frames = scored.failure.splitlines()
+    assert first.startswith("my_rewards:deep raised JSONDecodeError: Expecting property name")
+    file = Path.cwd() / "my_rewards.py"
+    assert [line.strip() for line in frames if "^" not in line] == [
+        f'File "{file}", line {_line("    return helper(responses[0])")}, in deep',
+        "return helper(responses[0])",
+        f'File "{file}", line {_line("""    return json.loads("{" + text)""")}, in helper',
+        'return json.loads("{" + text)',
+    ]
+
+
+def _line(text: str) -> int:
+    return 1 + FUNCTIONS.splitlines().index(text)
+
+
+@pytest.mark.parametrize("name", ["broken.py:score", "broken:score"])
+def test_a_file_that_fails_on_import_says_so_every_time(
+    rewards: Callable[[str], FunctionReward], tmp_path: Path, name: str
+) -> None:
+    del rewards
+    (tmp_path / "broken.py").write_text("def score(prompts, responses):\n    return []\n\nWEIGHT = {}['w']\n")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"broken.*raised KeyError: 'w'\n.*broken\.py\", line 4, in <module>"):
+            FunctionReward(name).score(ASKED, TEXTS)
+    (tmp_path / "broken.py").write_text("import no_such_library\n")
+    with pytest.raises(ValueError, match="No module named 'no_such_library'"):
+        FunctionReward(name).score(ASKED, TEXTS)
+    (tmp_path / "broken.py").write_text("def score(prompts, responses)\n")
+    with pytest.raises(ValueError, match=r"SyntaxError: expected ':' \(broken\.py, line 1\)"):
+        FunctionReward(name).score(ASKED, TEXTS)
 
 
 class Endpoint(ThreadingHTTPServer):
