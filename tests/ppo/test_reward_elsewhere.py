@@ -60,7 +60,9 @@ def test_scores_are_the_functions_and_failures_are_masked(
             assert scores[row].isnan()
         else:
             assert float(scores[row]) == len(worker.tokenizer.decode(response).strip())
-    assert worker.first_failure().endswith("rewards.py:lengths gave None; a finite number was expected")
+    why, place = worker.first_failure().splitlines()
+    assert why.endswith("rewards.py:lengths gave None; a finite number was expected")
+    assert place.endswith('rewards.py", line 2, in lengths')
     assert not values.any()  # the mean of the rewards: nothing is known of a half-written response
     figures = [controller.step(iteration) for iteration in range(2)]
     assert [f["failed_scores"] for f in figures] == [2.0, 2.0]
