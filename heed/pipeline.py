@@ -101,7 +101,10 @@ def _run_stages(run: Run, first: str, only: str) -> None:
             if in_one_line(error):
                 raise
             log = run.folder / "failure.log"
-            log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+            try:
+                log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+            except OSError:  # the folder is part of the trouble
+                raise error from None
             raise RunError(f"{str(error).splitlines()[0]} (tracebacks: {log})") from error
         write_lineage(folder, inputs, time.monotonic() - begun)
         shutil.rmtree(folder / SAMPLES, ignore_errors=True)  # parts of what the stage has made of them

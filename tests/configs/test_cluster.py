@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
+from cluster.config import ClusterConfig
 from heed.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -55,8 +57,16 @@ def test_the_page_names_files_that_exist() -> None:
 def test_the_page_quotes_what_is_said() -> None:
     said = "".join(path.read_text() for folder in ("cluster", "heed") for path in (ROOT / folder).glob("*.py"))
     quoted = re.findall(r"^\| `([^`]+)` \|", DOCUMENTS["cluster.md"], re.MULTILINE)
-    assert len(quoted) == 6
-    assert [text for text in quoted if text.replace("60", "{PLACEMENT_SECONDS:.0f}") not in said] == []
+    assert len(quoted) >= 9
+    as_written = [text.replace("300", "{wait_seconds:.0f}").replace("60", "{seconds:g}") for text in quoted]
+    assert [text for text in as_written if text not in said] == []
+
+
+def test_the_page_shows_the_defaults_of_the_section_on_the_cluster() -> None:
+    shown = re.search(r"^```\n(\[cluster\]\n.*?)^```", DOCUMENTS["cluster.md"], re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    assert ClusterConfig.model_validate(tomllib.loads(shown[1])["cluster"]) == ClusterConfig()
+    assert len(tomllib.loads(shown[1])["cluster"]) == len(ClusterConfig.model_fields)
 
 
 def test_the_slurm_script_is_a_script() -> None:
