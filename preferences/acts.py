@@ -1,7 +1,7 @@
 """How acts of labelers are recorded: each appends one judgment, and moves the labeler's place of the task.
 
 An answer takes the labeler's place for good; a skip frees it; an undo takes the last act back and holds the place
-again. An adjudication, a lead's answer over those of others, needs none.
+again. An adjudication, a lead's answer over those of others, needs none, and neither does taking it back.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -71,7 +71,7 @@ def _record(
             raise ValueError(f"{where}: revision is {row['revision']}; {len(before)} acts are stored")
         if not made_elsewhere:
             _require_sequence(where, row["kind"], before)
-        if (row["task_id"], row["revision"]) in moving:
+        if (row["task_id"], row["revision"]) in moving and not _takes_adjudication_back(row["kind"], before):
             place = moves[position][1] if position in moves else _place(labeler, places[position], row["kind"], now)
             if place is not None:
                 moves[position] = (row["kind"], place)
@@ -87,7 +87,7 @@ def _record(
         of_kind = {kind: [(p, place) for p, (k, place) in moves.items() if k == kind] for kind in MOVES}
         claims.finish(connection, labeler, of_kind["answer"])
         claims.free(connection, of_kind["skip"])
-        claims.hold(connection, labeler, of_kind["undo"], expires_at)
+        claims.hold(connection, labeler, of_kind["undo"], now, expires_at)
 
 
 def _positions(connection: Connection, task_ids: Sequence[str], labeler: str) -> dict[str, int]:
@@ -112,9 +112,13 @@ def _acts_of(connection: Connection, labeler: str, positions: Sequence[int]) -> 
     return found
 
 
+def _takes_adjudication_back(kind: str, before: Sequence[Mapping[str, Any]]) -> bool:
+    return kind == "undo" and bool(before) and before[-1]["kind"] == "adjudication"
+
+
 def _require_sequence(where: str, kind: str, before: Sequence[Mapping[str, Any]]) -> None:
     last = before[-1]["kind"] if before else "undo"
-    if kind == "undo" and last not in TAKES_BACK:
+    if kind == "undo" and last not in (*TAKES_BACK, "adjudication"):
         raise ValueError(f"{where}: there is no answer or skip to take back")
     if kind in TAKES_BACK and last in TAKES_BACK:
         raise ValueError(f"{where}: judged already ({last}); it has to be taken back first")

@@ -89,14 +89,19 @@ def claim(
             first.setdefault(task, place)
         if not first:
             break
-        hold(connection, labeler, first.items(), expires_at)
+        hold(connection, labeler, first.items(), now, expires_at)
         claimed += first.items()
     return sorted(claimed)
 
 
-def hold(connection: Connection, labeler: str, chosen: Iterable[Place], expires_at: float) -> None:
-    """Give the labeler these places until then."""
-    _update(connection, chosen, labeler=labeler, expires_at=expires_at, is_done=False)
+def hold(connection: Connection, labeler: str, chosen: Iterable[Place], now: float, expires_at: float) -> None:
+    """Give the labeler these places, from now until `expires_at`."""
+    _update(connection, chosen, labeler=labeler, expires_at=expires_at, is_done=False, given_at=now)
+
+
+def renew(connection: Connection, chosen: Iterable[Place], expires_at: float) -> None:
+    """Let whoever holds these places hold them until then. When they were given stays: time counts from there."""
+    _update(connection, chosen, expires_at=expires_at)
 
 
 def finish(connection: Connection, labeler: str, chosen: Iterable[Place]) -> None:
@@ -106,7 +111,7 @@ def finish(connection: Connection, labeler: str, chosen: Iterable[Place]) -> Non
 
 def free(connection: Connection, chosen: Iterable[Place]) -> None:
     """Others may take these."""
-    _update(connection, chosen, labeler=None, expires_at=0.0, is_done=False)
+    _update(connection, chosen, labeler=None, expires_at=0.0, is_done=False, given_at=0.0)
 
 
 def free_all(connection: Connection, labeler: str) -> None:

@@ -123,6 +123,7 @@ def _insert(connection: Connection, rows: Sequence[Values], known: Mapping[str, 
                 "labeler": None,
                 "expires_at": 0.0,
                 "is_done": False,
+                "given_at": 0.0,
             }
             for row in rows
             for place in range(row["num_labelers"])

@@ -20,7 +20,8 @@ class LeaseLostError(RuntimeError):
 class Lease:
     """One task reserved for one labeler. `order[i]` is the canonical index of the response shown at place i.
 
-    `revision` is the number that the labeler's next act on the task will have.
+    `revision` is the number that the labeler's next act on the task will have. `handle` names the task to the labeler,
+    without saying which one it is. `given_at` is when they were given it under this lease, 0 where they hold none.
     """
 
     shown: ShownTask
@@ -28,6 +29,8 @@ class Lease:
     order: tuple[int, ...]
     expires_at: float  # seconds since the epoch
     revision: int = 0
+    handle: str = ""
+    given_at: float = 0.0  # seconds since the epoch
 
     @property
     def task_id(self) -> str:

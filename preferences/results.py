@@ -3,13 +3,13 @@
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Subquery, and_, case, func, select, true
 
-from preferences.records import Judgment, Ranking, Task
-from preferences.rows import Values, as_judgment, as_task
+from preferences.records import Judgment, Message, Ranking, Task
+from preferences.rows import Values, as_judgment, as_task, messages
 from preferences.schema import judgments, places, tasks
 from preferences.standing import held_back, ranking_of, standing
 
@@ -39,6 +39,16 @@ class StoredTask:
     task: Task
     batch: str
     num_labelers: int
+    handle: str = field(default="", compare=False)  # what labelers are shown instead of its id; each store has its own
+
+
+@dataclass(frozen=True)
+class PastAct:
+    """An act of a labeler, with what they may know of its task: the handle and the prompt."""
+
+    judgment: Judgment
+    handle: str
+    prompt: tuple[Message, ...]
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,10 @@ def task_rows(connection: Connection, batch: str) -> dict[str, Values]:
 
 def stored_tasks(connection: Connection, batch: str) -> list[StoredTask]:
     """In order of arrival."""
-    return [StoredTask(as_task(row), batch, row["num_labelers"]) for row in task_rows(connection, batch).values()]
+    return [
+        StoredTask(as_task(row), batch, row["num_labelers"], row["handle"])
+        for row in task_rows(connection, batch).values()
+    ]
 
 
 def judgments_of(connection: Connection, batch: str) -> list[Judgment]:
@@ -81,10 +94,11 @@ def judgments_of(connection: Connection, batch: str) -> list[Judgment]:
     return _as_judgments(connection.execute(statement).mappings())
 
 
-def history(connection: Connection, labeler: str, limit: int) -> list[Judgment]:
+def history(connection: Connection, labeler: str, limit: int) -> list[PastAct]:
     """The labeler's last acts, the newest first."""
-    statement = _acts().where(judgments.c.labeler == labeler).order_by(judgments.c.judgment_id.desc()).limit(limit)
-    return _as_judgments(connection.execute(statement).mappings())
+    statement = _acts(tasks.c.handle, tasks.c.prompt).where(judgments.c.labeler == labeler)
+    rows = connection.execute(statement.order_by(judgments.c.judgment_id.desc()).limit(limit)).mappings()
+    return [PastAct(as_judgment(dict(row)), row["handle"], messages(row["prompt"])) for row in rows]
 
 
 def num_standing(connection: Connection, labeler: str) -> int:
@@ -188,8 +202,8 @@ def content_hash(connection: Connection, batch: str) -> str:
     return digest.hexdigest()
 
 
-def _acts() -> Select[Any]:
-    return select(tasks.c.task_id, judgments).join(tasks, judgments.c.task == tasks.c.position)
+def _acts(*more: ColumnElement[Any]) -> Select[Any]:
+    return select(tasks.c.task_id, judgments, *more).join(tasks, judgments.c.task == tasks.c.position)
 
 
 def _as_judgments(rows: Iterable[RowMapping]) -> list[Judgment]:

@@ -6,6 +6,8 @@ judgments  one row an act of a labeler, append-only: triggers refuse UPDATE and 
 people_acts  one row an act on people or on what they made (an invitation, an export), append-only likewise
 """
 
+import secrets
+
 from sqlalchemy import (
     JSON,
     Boolean,
@@ -24,6 +26,12 @@ from sqlalchemy import (
 
 metadata = MetaData()
 
+
+def new_handle() -> str:
+    """A task's handle: random, so that it says nothing of the task, its batch or its place in it."""
+    return secrets.token_urlsafe(12)
+
+
 tasks = Table(
     "tasks",
     metadata,
@@ -38,6 +46,9 @@ tasks = Table(
     Column("gold_ranks", JSON, nullable=False),  # [] = no gold task
     Column("repeat_of", String, nullable=False),  # "" = no repeat
     Column("details", JSON, nullable=False),
+    # What labelers are shown instead of task_id, which may say what they must not know ("gold-7", "repeat of ...").
+    Column("handle", String, nullable=False, default=new_handle),
+    Index("tasks_by_handle", "handle", unique=True),
     Index("tasks_by_batch", "batch", "position"),
 )
 
@@ -51,6 +62,7 @@ places = Table(
     Column("labeler", String),  # who holds it or is done with it; NULL = nobody
     Column("expires_at", Float, nullable=False),  # of a lease, seconds since the epoch
     Column("is_done", Boolean, nullable=False),
+    Column("given_at", Float, nullable=False),  # when its labeler was first shown the task under this lease; 0 = not
     PrimaryKeyConstraint("task", "place"),
     Index(
         "places_open",

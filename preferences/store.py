@@ -17,9 +17,9 @@ from preferences.database import open_engines
 from preferences.importing import Import, ImportRows, stored
 from preferences.leasing import Lease, display_order
 from preferences.records import Answer, Judgment, Ranking, ShownTask, Task
-from preferences.results import BatchCounts, Coverage, Progress, StoredTask
+from preferences.results import BatchCounts, Coverage, PastAct, Progress, StoredTask
 from preferences.rows import NOWHERE, Places, Values, answer_row, empty_row, messages, parts, task_row
-from preferences.schema import judgments, tasks
+from preferences.schema import judgments, places, tasks
 
 UNDO_SECONDS = 3_600.0  # how long a task stays with the labeler who took an answer back
 
@@ -86,7 +86,7 @@ class LabelStore:
             now = self._clock()
             claims.one_at_a_time(connection, labeler)
             granted = claims.held(connection, labeler, now, batch)[:num_tasks]
-            claims.hold(connection, labeler, granted, now + seconds)
+            claims.renew(connection, granted, now + seconds)
             if len(granted) < num_tasks:
                 limit = num_tasks - len(granted)
                 granted += claims.claim(connection, labeler, now, now + seconds, batch=batch, limit=limit)
@@ -103,7 +103,7 @@ class LabelStore:
             wanted = {row["position"] for row in stored(connection, task_ids).values()}
             held = claims.held(connection, labeler, now, batch)
             granted = [place for place in held if place[0] in wanted]
-            claims.hold(connection, labeler, granted, until)
+            claims.renew(connection, granted, until)
             for part in parts(sorted(wanted)):
                 granted += claims.claim(connection, labeler, now, until, batch=batch, limit=len(part), positions=part)
             return _leases(connection, [task for task, _ in granted], labeler, until)
@@ -166,13 +166,21 @@ class LabelStore:
                 raise ValueError(f"task {task_id!r}: task_id is not in the store")
             return _leases(connection, [found[task_id]["position"]], labeler, self._clock())[0]
 
-    def acted_on(self, labeler: str, task_id: str) -> Lease | None:
-        """As `reopened`, for a task that the labeler did something on; None for any other."""
+    def by_handle(self, labeler: str, handle: str) -> Lease:
+        """As `reopened`, for what the labeler knows of the task. Raises ValueError for an unknown handle."""
         with self._reader.begin() as connection:
-            found = stored(connection, [task_id])
-            if task_id not in found:
+            position = connection.scalar(select(tasks.c.position).where(tasks.c.handle == handle))
+            if position is None:
+                raise ValueError("no task in the store has this handle")
+            return _leases(connection, [position], labeler, self._clock())[0]
+
+    def acted_on(self, labeler: str, handle: str) -> Lease | None:
+        """As `by_handle`, for a task that the labeler did something on; None for any other."""
+        with self._reader.begin() as connection:
+            position = connection.scalar(select(tasks.c.position).where(tasks.c.handle == handle))
+            if position is None:
                 return None
-            lease = _leases(connection, [found[task_id]["position"]], labeler, self._clock())[0]
+            lease = _leases(connection, [position], labeler, self._clock())[0]
         return lease if lease.revision > 0 else None
 
     def _record(self, labeler: str, rows: Sequence[Values], client: str, instructions_version: str) -> None:
@@ -234,7 +242,7 @@ class LabelStore:
         with self._reader.begin() as connection:
             return results.rankings(connection, batch)
 
-    def history(self, labeler: str, limit: int) -> list[Judgment]:
+    def history(self, labeler: str, limit: int) -> list[PastAct]:
         """The labeler's last acts, the newest first."""
         with self._reader.begin() as connection:
             return results.history(connection, labeler, limit)
@@ -273,13 +281,18 @@ class LabelStore:
 def _leases(connection: Connection, positions: Sequence[int], labeler: str, expires_at: float) -> list[Lease]:
     num_acts = select(func.count()).where(judgments.c.task == tasks.c.position, judgments.c.labeler == labeler)
     revision = num_acts.correlate(tasks).scalar_subquery()
-    wanted = select(tasks.c.task_id, tasks.c.prompt, tasks.c.responses, revision.label("revision"))
+    own = select(func.max(places.c.given_at)).where(
+        places.c.task == tasks.c.position, places.c.labeler == labeler, ~places.c.is_done
+    )
+    given_at = func.coalesce(own.correlate(tasks).scalar_subquery(), 0.0)
+    columns = (tasks.c.task_id, tasks.c.handle, tasks.c.prompt, tasks.c.responses)
+    wanted = select(*columns, revision.label("revision"), given_at.label("given_at"))
     leases = []
     for part in parts(positions):
         for row in connection.execute(wanted.where(tasks.c.position.in_(part)).order_by(tasks.c.position)):
             order = display_order(row.task_id, labeler, len(row.responses))
             shown = ShownTask(row.task_id, messages(row.prompt), tuple(row.responses[index] for index in order))
-            leases.append(Lease(shown, labeler, order, expires_at, row.revision))
+            leases.append(Lease(shown, labeler, order, expires_at, row.revision, row.handle, row.given_at))
     return leases
 
 

@@ -58,15 +58,15 @@ class Session(BaseModel):
 
 
 class Form(Body):
-    """What came with the task; it is given back unchanged."""
+    """What came with the task, which it names by a random handle; it is given back unchanged."""
 
-    task_id: Name
+    task: Name
     revision: Number
     shown_at: Number
     seal: Text
 
     def shown(self) -> ShownForm:
-        return ShownForm(self.task_id, self.revision, self.shown_at, self.seal)
+        return ShownForm(self.task, self.revision, self.shown_at, self.seal)
 
 
 class MessageBody(Body):
@@ -107,9 +107,11 @@ class SkipBody(Body):
 
 
 class UndoBody(Body):
-    """`revision` is the number of the undo itself: one more than that of what is taken back."""
+    """`task` is the handle that `/history` gives. `revision` is the number of the undo itself: one more than that of
+    what is taken back.
+    """
 
-    task_id: Name
+    task: Name
     revision: Number
 
 
@@ -248,11 +250,17 @@ class Api:
 
     def undo(self, body: UndoBody, bearer: Bearer) -> None:
         account, _ = self._signed_in(bearer)
-        self.labeling.undo(account, body.task_id, body.revision, CLIENT)
+        self.labeling.undo(account, body.task, body.revision, CLIENT)
 
     def history(self, bearer: Bearer) -> list[dict[str, Any]]:
         account, _ = self._signed_in(bearer)
-        return [{**asdict(act), "stands": stands} for act, stands in self.labeling.history(account)]
+        told = []
+        for act, stands in self.labeling.history(account):
+            judgment = asdict(act.judgment)
+            if account.role != "lead":  # an id may say what labelers must not know
+                del judgment["task_id"]
+            told.append({**judgment, "task": act.handle, "stands": stands})
+        return told
 
     # ---- leading ----
 

@@ -275,7 +275,7 @@ class Pages:
         if revision is None:
             raise RefusedError("the form names no answer")
         self.labeling.undo(account, fields.text("task"), revision, CLIENT)
-        return see("/task")
+        return see("/answers" if account.role == "lead" else "/task")
 
     # ---- leading ----
 

@@ -59,7 +59,7 @@ class HttpDoor:
         if "waiting" in asked:
             return str(asked["waiting"])
         prompt = tuple(Message(**message) for message in asked["prompt"])
-        said = self.labeler.judge(ShownTask(asked["form"]["task_id"], prompt, tuple(asked["responses"])))
+        said = self.labeler.judge(ShownTask(asked["form"]["task"], prompt, tuple(asked["responses"])))
         if isinstance(said, Answer):
             body = {"ranks": said.ranks, "ratings": said.ratings, "flags": said.flags, "note": said.note}
             self._call("POST", "/answers", {"form": asked["form"], **body})

@@ -7,14 +7,16 @@ were not given, and nothing can be learned from answering tasks of one's choice.
 import hashlib
 import hmac
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from preferences.leasing import Lease
 from preferences.page.config import LabelingConfig
 from preferences.people import Account, People
-from preferences.records import Answer, Judgment
+from preferences.records import Answer
+from preferences.results import PastAct
 from preferences.screening import screened
 from preferences.store import LabelStore
 
@@ -29,9 +31,12 @@ class RefusedError(ValueError):
 
 @dataclass(frozen=True)
 class ShownForm:
-    """What a form brings back of the task it was made for. `shown_at` is in milliseconds since the epoch."""
+    """What a form brings back of the task it was made for, which it names by its handle.
 
-    task_id: str
+    `shown_at` is in milliseconds since the epoch.
+    """
+
+    task: str
     revision: int
     shown_at: int
     seal: str
@@ -98,11 +103,10 @@ class Labeling:
         return self.store.lease(account.name, seconds=self.config.lease_seconds, batch=batch)
 
     def _asked(self, lease: Lease, session: str) -> Asked:
-        shown_at = int(self._clock() * 1000)
-        form = ShownForm(
-            lease.task_id, lease.revision, shown_at, seal(session, lease.task_id, lease.revision, shown_at)
-        )
-        return Asked(lease, form)
+        """A task with its form. Time counts from when the task was given, however often it is loaded again."""
+        shown_at = int((lease.given_at or self._clock()) * 1000)
+        proof = seal(session, lease.handle, lease.revision, shown_at)
+        return Asked(lease, ShownForm(lease.handle, lease.revision, shown_at, proof))
 
     # ---- being answered ----
 
@@ -114,40 +118,54 @@ class Labeling:
         lease, milliseconds = self._held(account, session, form)
         submit = self.store.adjudicate if account.role == "lead" else self.store.submit
         timed = replace(answer, milliseconds=milliseconds)
-        submit(lease, timed, client=client, instructions_version=self.config.version)
+        with _unnamed(account, lease):
+            submit(lease, timed, client=client, instructions_version=self.config.version)
 
     def skip(self, account: Account, session: str, form: ShownForm, reason: str, client: str) -> None:
         """Leave a task to others. Errors as for `answer`."""
         lease, milliseconds = self._held(account, session, form)
-        self.store.skip(lease, reason, milliseconds, client=client, instructions_version=self.config.version)
+        with _unnamed(account, lease):
+            self.store.skip(lease, reason, milliseconds, client=client, instructions_version=self.config.version)
 
-    def undo(self, account: Account, task_id: str, revision: int, client: str) -> None:
-        """Take the labeler's own last act on a task back. Raises what `LabelStore.undo` raises.
+    def undo(self, account: Account, task: str, revision: int, client: str) -> None:
+        """Take one's own last act on a task, named by its handle, back. Raises what `LabelStore.undo` raises.
 
-        A task that is not there, and one that the labeler did nothing on, are refused in the same words: which ids
-        exist is not for labelers to find out.
+        A task that is not there, and one that the labeler did nothing on, are refused in the same words.
         """
-        lease = self.store.acted_on(account.name, task_id)
+        lease = self.store.acted_on(account.name, task)
         if lease is None:
             raise RefusedError("there is nothing of yours to take back on this task")
         lease = replace(lease, revision=revision)
-        self.store.undo(lease, "taken back", client=client, instructions_version=self.config.version)
+        with _unnamed(account, lease):
+            self.store.undo(lease, "taken back", client=client, instructions_version=self.config.version)
 
     def _held(self, account: Account, session: str, form: ShownForm) -> tuple[Lease, int]:
-        expected = seal(session, form.task_id, form.revision, form.shown_at)
+        expected = seal(session, form.task, form.revision, form.shown_at)
         if not hmac.compare_digest(expected.encode(), form.seal.encode("utf-8", "replace")):
             raise RefusedError("this form was not given to this session; open the task again")
-        lease = replace(self.store.reopened(account.name, form.task_id), revision=form.revision)
-        return lease, max(0, int(self._clock() * 1000) - form.shown_at)
+        lease = replace(self.store.by_handle(account.name, form.task), revision=form.revision)
+        shown_at = int(lease.given_at * 1000) or form.shown_at
+        return lease, max(0, int(self._clock() * 1000) - shown_at)
 
     # ---- looking back ----
 
-    def history(self, account: Account) -> list[tuple[Judgment, bool]]:
+    def history(self, account: Account) -> list[tuple[PastAct, bool]]:
         """The labeler's last acts, the newest first, and whether each stands, so that it can be taken back."""
         seen: set[str] = set()
         found = []
         for act in self.store.history(account.name, NUM_HISTORY):
-            stands = act.task_id not in seen and act.kind in ("answer", "skip")
-            seen.add(act.task_id)
+            stands = act.handle not in seen and act.judgment.kind in ("answer", "skip", "adjudication")
+            seen.add(act.handle)
             found.append((act, stands))
         return found
+
+
+@contextmanager
+def _unnamed(account: Account, lease: Lease) -> Iterator[None]:
+    """Take a task's id out of what a labeler is told: it may say what they must not know."""
+    try:
+        yield
+    except ValueError as error:
+        if account.role == "lead":
+            raise
+        raise ValueError(str(error).replace(repr(lease.task_id), "at hand")) from error

@@ -42,7 +42,7 @@ class Memory:
 
     def put(self, session: str, account: Account, asked: Asked) -> Fields | None:
         """Remember a task that is shown; returns what could not be stored of it before."""
-        key = (session, asked.form.task_id, asked.form.revision)
+        key = (session, asked.form.task, asked.form.revision)
         with self._lock:
             known = self._shown.pop(key, None)
             unsaved = known.unsaved if known is not None else None
@@ -53,7 +53,7 @@ class Memory:
 
     def failed(self, session: str, form: ShownForm, fields: Fields) -> Shown | None:
         """Remember what could not be stored; None where this form was not made here."""
-        key = (session, form.task_id, form.revision)
+        key = (session, form.task, form.revision)
         with self._lock:
             known = self._shown.get(key)
             if known is None or known.asked.form.seal != form.seal:
@@ -64,7 +64,7 @@ class Memory:
     def stored(self, session: str, form: ShownForm) -> None:
         """Forget a task that was answered or skipped."""
         with self._lock:
-            self._shown.pop((session, form.task_id, form.revision), None)
+            self._shown.pop((session, form.task, form.revision), None)
 
 
 def as_text(fields: Fields) -> str:

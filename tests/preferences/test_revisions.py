@@ -77,7 +77,7 @@ def test_an_answer_taken_back_stays_and_stands_no_more(store):
     store.submit(again, Answer((1, 1), 20), **HOW)
     assert acts(store) == [("ann", 0, "answer"), ("ann", 1, "undo"), ("ann", 2, "answer")]
     assert [ranking.ranks for ranking in store.rankings("b")] == [(1, 1)]
-    assert [j.kind for j in store.history("ann", 2)] == ["answer", "undo"]
+    assert [act.judgment.kind for act in store.history("ann", 2)] == ["answer", "undo"]
 
 
 def test_the_place_is_kept_for_who_took_back_and_then_goes_to_others(store, clock):

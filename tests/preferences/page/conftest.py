@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,17 +135,19 @@ class ScriptedClock:
 
 @dataclass
 class TakingTime:
-    """A labeler whose judging takes the time that the answer says."""
+    """A labeler whose judging takes the time that the answer says. They know a task by its id, as known labelers do."""
 
     labeler: Labeler
     clock: ScriptedClock
+    store: LabelStore
 
     @property
     def name(self) -> str:
         return self.labeler.name
 
     def judge(self, shown: ShownTask) -> Answer | Skip:
-        said = self.labeler.judge(shown)
+        task_id = self.store.by_handle(self.name, shown.task_id).task_id
+        said = self.labeler.judge(replace(shown, task_id=task_id))
         self.clock.milliseconds += said.milliseconds
         return said
 
@@ -188,7 +190,7 @@ class Running:
 
     def door(self, labeler: Labeler) -> HttpDoor:
         """Signed in, the instructions read."""
-        door = HttpDoor(self.address, TakingTime(labeler, self.clock), self.keys[labeler.name])
+        door = HttpDoor(self.address, TakingTime(labeler, self.clock, self.store), self.keys[labeler.name])
         door.read_instructions()
         return door
 

@@ -49,7 +49,8 @@ def test_a_batch_from_tasks_to_labels(call):
     assert version == CONFIG.version
     assert call("ann", "POST", "/instructions/read")[0] == 204
     status, asked = call("ann", "POST", "/lease")
-    assert (status, asked["form"]["task_id"], sorted(asked["responses"])) == (200, "t1", ["a", "b"])
+    assert (status, asked["prompt"][0]["content"], sorted(asked["responses"])) == (200, "Say t1", ["a", "b"])
+    assert "t1" not in asked["form"].values()
     answer = {"form": asked["form"], "ranks": [2, 1], "ratings": [3, 6.5], "flags": [["rude"], []]}
     assert call("ann", "POST", "/answers", answer)[0] == 204
     assert call("ann", "POST", "/answers", answer)[0] == 204
@@ -57,7 +58,12 @@ def test_a_batch_from_tasks_to_labels(call):
     asked = call("ann", "POST", "/lease")[1]
     assert call("ann", "POST", "/skips", {"form": asked["form"], "reason": "unclear"})[0] == 204
     assert call("ann", "POST", "/lease") == (200, {"waiting": "nothing open"})
-    assert call("ann", "POST", "/undos", {"task_id": "t1", "revision": 1})[0] == 204
+    told = call("ann", "GET", "/history")[1]
+    assert [("task_id" in act, act["task"] == answer["form"]["task"]) for act in told] == [
+        (False, False),
+        (False, True),
+    ]
+    assert call("ann", "POST", "/undos", {"task": told[1]["task"], "revision": 1})[0] == 204
     assert [(act["kind"], act["stands"]) for act in call("ann", "GET", "/history")[1]] == [
         ("undo", False), ("skip", True), ("answer", False),
     ]  # fmt: skip
@@ -96,7 +102,7 @@ def test_refusals_come_with_reasons(call):
     for changed, status in (
         ({"ranks": [1]}, 422), ({"ranks": [1, 2, 3]}, 409), ({"ranks": [1, 0]}, 422), ({"ranks": ["1", "2"]}, 422),
         ({"ratings": []}, 422), ({"ratings": [1, 9]}, 422), ({"flags": [["odd"], []]}, 422), ({"more": 1}, 422),
-        ({"form": asked["form"] | {"task_id": "t2"}}, 403), ({"form": asked["form"] | {"seal": "x"}}, 403),
+        ({"form": asked["form"] | {"task": "t2"}}, 403), ({"form": asked["form"] | {"seal": "x"}}, 403),
     ):  # fmt: skip
         assert call("ann", "POST", "/answers", answer | changed)[0] == status, changed
     assert call("ann", "GET", "/judgments/main")[0] == 403

@@ -280,7 +280,7 @@ def test_taking_an_answer_back(site):
     rank(page, 1, 2, 3)
     store_it(page)
     page.get_by_role("link", name="My answers").click()
-    page.get_by_role("button", name="Take back the answer to t1").click()
+    page.get_by_role("button", name="Take back the answer to “Say t1”").click()
     expect(page.locator(".message.user .text")).to_have_text("Say t1")
     rank(page, 2, 2, 1)
     store_it(page)

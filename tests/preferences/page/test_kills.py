@@ -48,7 +48,7 @@ class Labeler(threading.Thread):
             except httpx.TransportError:
                 return None  # perhaps stored, perhaps not: nobody was told
             if answer.status_code == 204:
-                self.acknowledged[form["task_id"]] = ranks
+                self.acknowledged[form["task"]] = ranks
                 return None
             if answer.status_code < 500:
                 return self.surprises.append((answer.status_code, answer.text))
@@ -85,7 +85,9 @@ def put_under_load(url, server, strike):
         for labeler in labelers:
             labeler.join()
     assert [labeler.surprises for labeler in labelers] == [[]] * NUM_LABELERS
-    return {(task, labeler.name): ranks for labeler in labelers for task, ranks in labeler.acknowledged.items()}
+    with LabelStore(url) as store:
+        ids = {one.handle: one.task.task_id for one in store.tasks("main")}
+    return {(ids[task], labeler.name): ranks for labeler in labelers for task, ranks in labeler.acknowledged.items()}
 
 
 def require_all(url, acknowledged):

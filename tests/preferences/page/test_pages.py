@@ -266,7 +266,6 @@ def test_hostile_text_in_every_field(world, visit):
     )
     ann, eve = visit("ann", PLAIN), visit("eve", PLAIN)
     page = ann.get("/task")
-    assert form(page)["task"] == evil
     pages = [page, ann.post("/task/answer", data=form(page) | ranks(1, 2) | {"note": evil}), ann.get("/answers")]
     pages += [eve.get("/lead"), eve.get("/lead/quality", params={"batch": evil})]
     pages += [eve.get("/lead/task", params={"task": evil}), eve.get("/lead/task", params={"task": evil + "?"})]
@@ -382,6 +381,72 @@ def test_a_lead_configures_by_a_file(tmp_path):
     path.write_text("title = \n")
     with pytest.raises(ValueError, match=r"label.toml: .*line 1"):
         LabelingConfig.load(path)
+
+
+def test_time_counts_from_when_the_task_was_given(world, visit):
+    """However often it is loaded again; from the start, where the lease ran out and it was given again."""
+    world.add(make_task("t1", 2), make_task("t2", 2), make_task("t3", 2))
+    ann = visit("ann", PLAIN)
+    ann.get("/task")
+    world.clock.now += 300
+    page = ann.get("/task")
+    world.clock.now += 1
+    page = ann.post("/task/answer", data=form(page) | ranks(1, 2))
+    world.clock.now += 100_000  # the session is over as well
+    ann = visit("ann", PLAIN)
+    page = ann.get("/task")
+    world.clock.now += 2
+    page = ann.post("/task/answer", data=form(ann.get("/task")) | ranks(1, 2))
+    page = ann.post("/answers/undo", data=form(ann.get("/answers"), "/answers/undo"))
+    world.clock.now += 5
+    fields = form(ann.get("/task"))
+    ann.post("/task/answer", data=fields | ranks(1, 2))
+    times = [(act.task_id, act.kind, act.milliseconds) for act in world.store.judgments("main")]
+    assert times == [("t1", "answer", 301_000), ("t2", "answer", 2_000), ("t1", "undo", 0), ("t1", "answer", 5_000)]
+
+
+def test_labelers_are_shown_no_ids(world, visit):
+    """An id may say that a task is gold or a repeat; nothing that a labeler is sent holds one."""
+    gold = replace(make_task("gold-7", 2), prompt=(Message("user", "Say x"),), gold_ranks=(1, 2), responses=("a", "b"))
+    world.add(gold, replace(gold, task_id="repeat-of-gold-7", gold_ranks=(), repeat_of="gold-7"), batch="batch")
+    ann = visit("ann", PLAIN)
+    seen = []
+    for given in ((1, 2), (2, 1)):
+        page = ann.get("/task")
+        fields = form(page)
+        seen += [page, ann.post("/task/answer", data=fields | {"rank_0": "1"})]
+        seen.append(ann.post("/task/answer", data=fields | ranks(*given)))
+        seen.append(ann.post("/task/answer", data=fields | ranks(1, 1)))  # contradicts what is stored
+    assert seen[-1].status_code == 409
+    page = ann.get("/answers")
+    assert "Take back the answer to “Say x”" in page.text
+    seen += [page, ann.post("/answers/undo", data=form(page, "/answers/undo") | {"revision": "9"})]
+    assert seen[-1].status_code == 409
+    for page in seen:
+        assert "gold" not in page.text.replace("golden", ""), page.text
+        assert "repeat" not in page.text, page.text
+    handles = {one.handle for one in world.store.tasks("batch")}
+    assert len(handles) == 2
+    assert all(len(handle) >= 16 for handle in handles)
+
+
+def test_a_lead_takes_an_adjudication_back(world, visit):
+    world.add(make_task("t1", 2))
+    ann, eve = visit("ann", PLAIN), visit("eve", PLAIN)
+    ann.post("/task/answer", data=form(ann.get("/task")) | ranks(1, 2))
+    for name in ("eve", "eve"):  # twice: the second after it was taken back
+        page = eve.get("/lead/task", params={"task": "t1"})
+        eve.post("/task/answer", data=form(page) | ranks(1, 1))
+        assert [ranking.labeler for ranking in world.store.rankings("main")] == [name]
+        page = eve.get("/answers")
+        assert "Take back the adjudication of t1" in page.text
+        page = eve.post("/answers/undo", data=form(page, "/answers/undo"))
+        assert page.status_code == 200
+        assert [ranking.labeler for ranking in world.store.rankings("main")] == ["ann"]
+    kinds = [act.kind for act in world.store.judgments("main")]
+    assert kinds == ["answer", "adjudication", "undo", "adjudication", "undo"]
+    assert world.store.progress("main").num_judgments == 1
+    assert eve.get("/lead/quality").text.count("0 adjudications") == 1
 
 
 def test_answers_are_timed_by_the_server(world, visit):

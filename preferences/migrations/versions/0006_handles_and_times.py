@@ -1,0 +1,19 @@
+"""Tasks have random handles, which labelers are shown instead of names; places say when they were given.
+
+Revision ID: 0006
+"""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0006"
+down_revision = "0004"
+
+
+def upgrade() -> None:
+    op.add_column("tasks", sa.Column("handle", sa.String, nullable=False, server_default=""))
+    is_sqlite = op.get_bind().dialect.name == "sqlite"
+    random = "lower(hex(randomblob(12)))" if is_sqlite else "replace(gen_random_uuid()::text, '-', '')"
+    op.execute(f"UPDATE tasks SET handle = {random}")
+    op.create_index("tasks_by_handle", "tasks", ["handle"], unique=True)
+    op.add_column("places", sa.Column("given_at", sa.Float, nullable=False, server_default="0"))
