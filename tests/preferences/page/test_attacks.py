@@ -161,7 +161,8 @@ def test_screening_does_not_open_an_account_that_was_closed_meanwhile(site):
 def test_leases_of_a_closed_account_go_to_others(site):  # B7
     opened = site()
     ann = opened.call("ann")
-    first = ann.post("/api/lease").json()["form"]["task_id"]
+    handles = {one.handle: one.task.task_id for one in opened.store.tasks("main")}
+    first = handles[ann.post("/api/lease").json()["form"]["task"]]
     opened.people.set_state("ann", "closed")
     assert opened.store.batch_counts()[0].num_held == 0
     taken = [opened.store.lease(name, seconds=60, batch="main").task_id for name in ("bob", "cy")]
@@ -541,9 +542,9 @@ def test_texts_that_cannot_be_stored_in_json(site, text):
         (opened.client(), "/api/session", f'{{"name": "ann", "key": "x", "{text}": 1}}'),
         (ann, "/api/answers", f'{{"form": {sent}, "ranks": [1, 2], "note": "{text}"}}'),
         (ann, "/api/answers", f'{{"form": {sent}, "ranks": [1, 2], "flags": [["{text}"], []]}}'),
-        (ann, "/api/answers", f'{{"form": {sent.replace(asked["task_id"], text)}, "ranks": [1, 2]}}'),
+        (ann, "/api/answers", f'{{"form": {sent.replace(asked["task"], text)}, "ranks": [1, 2]}}'),
         (ann, "/api/skips", f'{{"form": {sent}, "reason": "{text}"}}'),
-        (ann, "/api/undos", f'{{"task_id": "{text}", "revision": 1}}'),
+        (ann, "/api/undos", f'{{"task": "{text}", "revision": 1}}'),
         (eve, "/api/people/state", f'{{"name": "{text}", "state": "closed"}}'),
         (eve, "/api/invitations", f'{{"name": "{text}", "role": "labeler"}}'),
         (eve, "/api/invitations/revoked", f'{{"name": "{text}"}}'),
@@ -734,12 +735,11 @@ def test_which_tasks_exist_is_not_for_labelers_to_find_out(site):
     ann, bob = opened.call("ann"), opened.call("bob")
     mine = ann.post("/api/lease").json()["form"]
     ann.post("/api/answers", json={"form": mine, "ranks": [1, 2]})
-    answers = [
-        bob.post("/api/undos", json={"task_id": name, "revision": 1}) for name in (mine["task_id"], "t4", "none")
-    ]
+    other = next(one.handle for one in opened.store.tasks("main") if one.task.task_id == "t4")
+    answers = [bob.post("/api/undos", json={"task": name, "revision": 1}) for name in (mine["task"], other, "none")]
     assert {(answer.status_code, answer.text) for answer in answers} == {(answers[0].status_code, answers[0].text)}
     assert answers[0].status_code == 403
-    assert ann.post("/api/undos", json={"task_id": mine["task_id"], "revision": 1}).status_code == 204
+    assert ann.post("/api/undos", json={"task": mine["task"], "revision": 1}).status_code == 204
 
 
 def test_unknown_batches_are_not_found(site):
