@@ -70,20 +70,28 @@ def import_labels(
     if not found.tasks:
         raise ValueError(f"{file}: {found.report.num_rows} rows, none of which holds a judgment; see above")
     with console.status("checking" if check else "storing"):
-        _store(found, batch, store, only_check=check)
+        _store(file, found, batch, store, only_check=check)
     typer.echo(_summary(found, "checked" if check else f"stored in {store}"))
 
 
-def _store(found: "Found", batch: str, store: str, *, only_check: bool) -> None:
+def _store(file: str, found: "Found", batch: str, store: str, *, only_check: bool) -> None:
     """Store what was found. A check without a store is one against an empty store, which is thrown away."""
+    from sqlalchemy.exc import DBAPIError
+
+    from preferences.database import store_file
     from preferences.formats.exchange import store_found
 
+    path = store_file(store) if store else None
     with ExitStack() as stack:
-        if only_check and (not store or ("://" not in store and not Path(store).exists())):
+        if only_check and (not store or (path is not None and not path.exists())):
             store = str(Path(stack.enter_context(TemporaryDirectory(prefix="heed-check-"))) / "empty.sqlite")
             if not all(found.batches.values()):  # the rows name none, and none is asked for before there is a store
                 batch = batch or "check"
-        store_found(stack.enter_context(open_store(store)), found, batch, only_check=only_check)
+        opened = stack.enter_context(open_store(store))
+        try:
+            store_found(opened, found, batch, only_check=only_check)
+        except DBAPIError as error:  # a full disk, a server that went away, a lock that others keep
+            raise ValueError(f"{file}: the database stored nothing of it: {error.orig}") from error
 
 
 @label_app.command("export")

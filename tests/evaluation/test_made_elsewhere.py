@@ -74,6 +74,23 @@ def test_who_judged_both_orders_counts_once(read: Read) -> None:
     assert len(found.responses) == 2
 
 
+@pytest.mark.parametrize("policies", [[1, 2], ["ab", "cd"], [["x"], [3]], [["x"]], {"a": 1}])
+def test_details_called_policies_may_be_something_else(read: Read, policies: Any) -> None:
+    """Only those that `heed compare` writes, a list of names per response, say who wrote what."""
+    act = {
+        "labeler": "ann", "revision": 0, "kind": "answer", "ranks": [1, 2], "ratings": [], "flags": [], "note": "",
+        "shown_order": [], "instructions_version": "", "milliseconds": 1, "client": "", "created_at": 1,
+    }  # fmt: skip
+    row = {
+        "task_id": "t", "batch": "b", "num_labelers": 1, "prompt": [{"role": "user", "content": "q"}],
+        "responses": ["a", "b"], "sources": ["old", "new"], "objective": "overall", "gold_ranks": [], "repeat_of": "",
+        "details": json.dumps({"policies": policies}),
+        "judgments": [act],
+    }  # fmt: skip
+    (verdict,) = read([row]).verdicts
+    assert (verdict.policy_a, verdict.policy_b, verdict.preference_a) == ("old", "new", 1.0)
+
+
 def battle(winner: str, a: str, b: str, **more: Any) -> dict[str, Any]:
     turns = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"I am {name}"}] for name in (a, b)]
     sides = {"conversation_a": turns[0], "conversation_b": turns[1]}

@@ -1,7 +1,9 @@
 """Imports into a store are all or nothing, by file and line, on SQLite and PostgreSQL."""
 
 import json
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
 from typer.testing import CliRunner
 
 from heed.label_cli import label_app
@@ -131,7 +135,25 @@ def test_a_check_writes_nothing(new_database: Callable[[], str], tmp_path: Path)
     assert import_file(file, "--check", "--store", url) == ""
     assert whole(url) == []
     assert import_file(file, "--check", "--store", str(tmp_path / "none.sqlite")) == ""
+    assert import_file(file, "--check", "--store", f"sqlite:///{tmp_path / 'none.sqlite'}") == ""
     assert not (tmp_path / "none.sqlite").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_store_as_it_was(sqlite_tables: Path, tmp_path: Path) -> None:
+    store = tmp_path / "labels.sqlite"
+    shutil.copy(sqlite_tables, store)
+    file = write(tmp_path / "labels.jsonl", *(heed(f"t{n}") for n in range(2_000)))
+
+    def limit(connection: sqlite3.Connection, _record: object) -> None:
+        connection.execute("PRAGMA max_page_count = 60")  # SQLite's own word for a disk that is full
+
+    event.listen(Engine, "connect", limit)
+    try:
+        refusal = import_file(file, "--store", str(store))
+    finally:
+        event.remove(Engine, "connect", limit)
+    assert refusal == f"{file}: the database stored nothing of it: database or disk is full"
+    assert whole(str(store)) == []
 
 
 KILLED = """
