@@ -1,28 +1,62 @@
-"""A Ray cluster of several nodes on this machine, whose nodes can be killed and replaced."""
+"""A Ray cluster of several nodes on this machine, whose nodes can be killed, cut off and replaced.
+
+Each node is a `ray start --block` of its own, as a supervisor would keep it. With a `Network` each is on a host with
+its own address; without one all share this machine's loopback.
+"""
 
 import os
+import secrets
+import shutil
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from ray.cluster_utils import Cluster
+from cluster.network import Network
 
 MARK = "HEED_LOCAL_CLUSTER"
+HEAD = "head"
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
+START_SECONDS = 60.0
+STORE_BYTES = 150 * 1024 * 1024
+
+
+def host_names(num_nodes: int) -> list[str]:
+    """The hosts that a cluster of so many nodes asks a network for: the head's, where drivers run too, comes first."""
+    return [HEAD, *(f"node-{number + 1}" for number in range(num_nodes))]
 
 
 class LocalCluster:
     """A head that runs no work, and `num_nodes` nodes of `cpus` cores each; a node's death is as a machine's.
 
-    Every process of it, and of those that join it with `environment`, carries a mark by which it is found.
+    Every process of it carries a mark in its environment by which it is found, and which names its node; so do those
+    that join it with `environment`.
     """
 
-    def __init__(self, num_nodes: int, cpus: int) -> None:
-        self.mark, self.cpus = f"{os.getpid()}-{id(self)}", cpus
-        os.environ[MARK] = self.mark  # nodes inherit it, and hand it on to the workers that they start
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        self.num_nodes, self._nodes = num_nodes, list[Any]()
-        self.fill()
+    def __init__(self, num_nodes: int, cpus: int, network: Network | None = None) -> None:
+        self.mark, self.cpus, self.network = f"{os.getpid()}-{secrets.token_hex(3)}", cpus, network
+        self.folder = Path(tempfile.mkdtemp(prefix="heed-ray-"))  # short: sockets lie in it
+        # A process that has imported Ray keeps the mode it found then, and must be able to join.
+        self._auth_mode = os.environ.get("RAY_AUTH_MODE", "disabled" if "ray" in sys.modules else "token")
+        if self._auth_mode == "token":
+            _ensure_token()
+        self._port, self._nodes = 6379 if network else _free_port(), dict[str, _Node]()
+        self.nodes = tuple(host_names(num_nodes)[1:])
+        try:
+            self._start(HEAD, ["--head", f"--port={self._port}", "--num-cpus=0", "--include-dashboard=false"])
+            self.wait()
+            self.fill()
+            self.wait()
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -30,57 +64,176 @@ class LocalCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._cluster.shutdown()
-        os.environ.pop(MARK, None)
+        self.close()
+
+    @property
+    def address(self) -> str:
+        return f"{self._address_of(HEAD)}:{self._port}"
 
     @property
     def environment(self) -> dict[str, str]:
         """What a driver's environment needs to join."""
-        return {"RAY_ADDRESS": self._cluster.address, MARK: self.mark}
+        return {"RAY_ADDRESS": self.address, **self._environment("driver")}
 
-    def kill_node_of(self, worker: int) -> None:
-        """SIGKILL to everything on the node where this rank runs; nothing where the rank has ended already."""
-        parent = _parent(worker)
-        for node in self._nodes:
-            if any(info.process.pid == parent for info in node.all_processes["raylet"]):
-                self._nodes.remove(node)
-                self._cluster.remove_node(node, allow_graceful=False)
-                return
+    def driver_command(self, arguments: Sequence[str]) -> list[str]:
+        """A driver's command as it runs on the head's host."""
+        return self.network.command(HEAD, arguments) if self.network else list(arguments)
 
     def fill(self) -> None:
-        """Start as many nodes as are missing."""
-        while len(self._nodes) < self.num_nodes:
-            self._nodes.append(self._cluster.add_node(num_cpus=self.cpus))
+        """Start every node that is not running again, as a supervisor would; what its last life left is killed first.
+
+        Returns at once: `is_whole` says when all have joined.
+        """
+        for name in self.nodes:
+            if name not in self._nodes or self._nodes[name].process.poll() is not None:
+                self.kill_node(name)
+                self._start(name, [f"--address={self.address}", f"--num-cpus={self.cpus}"])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every node runs and has joined."""
+        return all(name in self._nodes and self._nodes[name].has_joined for name in (HEAD, *self.nodes))
+
+    def wait(self) -> None:
+        """Until all that were started have joined. Raises: RuntimeError where one does not."""
+        end = time.monotonic() + START_SECONDS
+        for name, node in self._nodes.items():
+            while not node.has_joined:
+                if node.process.poll() is not None or time.monotonic() > end:
+                    raise RuntimeError(f"{name} of the local cluster did not start:\n{node.said[-2000:]}")
+                time.sleep(0.05)
+
+    def kill_node(self, name: str) -> None:
+        """SIGKILL to everything on a node; it stays away until `fill`."""
+        _kill_all(f"{MARK}={self.mark}/{name}\0")
+        if name in self._nodes:
+            self._nodes.pop(name).process.wait()
+
+    def kill_node_of(self, worker: int) -> str:
+        """As `kill_node`, for the node where this rank runs. Returns its name; "" where the rank has ended already."""
+        name = self.node_of(worker)
+        if name:
+            self.kill_node(name)
+        return name
+
+    def node_of(self, worker: int) -> str:
+        """The node where a rank runs; "" where it has ended already."""
+        marks = [name for name in self.nodes if _is_marked(worker, f"{MARK}={self.mark}/{name}\0")]
+        return marks[0] if marks else ""
+
+    def node_processes(self, name: str) -> list[int]:
+        """Process ids of everything on a node: Ray's own, and the ranks."""
+        return [pid for pid in _processes() if _is_marked(pid, f"{MARK}={self.mark}/{name}\0")]
 
     def worker_processes(self) -> list[int]:
         """Process ids of the ranks that work on it."""
-        return sorted(pid for pid in _processes() if self._is_rank(pid))
+        return sorted(pid for pid in _processes() if _is_rank(pid) and _is_marked(pid, f"{MARK}={self.mark}/"))
 
-    def _is_rank(self, pid: int) -> bool:
-        folder = Path(f"/proc/{pid}")
-        try:
-            return (
-                folder.joinpath("cmdline").read_bytes().startswith(b"ray::_Worker")
-                and f"{MARK}={self.mark}\0".encode() in folder.joinpath("environ").read_bytes()
-            )
-        except OSError:  # it ended while it was looked at, or is another user's
-            return False
+    def close(self) -> None:
+        """End every process of the cluster and of its drivers, and remove its folder."""
+        _kill_all(f"{MARK}={self.mark}/")
+        for node in self._nodes.values():
+            node.process.wait()
+        self._nodes.clear()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self, name: str, options: Sequence[str]) -> None:
+        # On one host the nodes' agents would ask for one port.
+        port = 52365 if self.network else _free_port()
+        command = [
+            *RAY, "start", "--block", f"--temp-dir={self.folder / name}", *options,
+             f"--node-ip-address={self._address_of(name)}", f"--object-store-memory={STORE_BYTES}",
+            f"--dashboard-agent-listen-port={port}", "--disable-usage-stats",
+        ]  # fmt: skip
+        placed = self.network.command(name, command) if self.network else command
+        self._nodes[name] = _Node(placed, {**os.environ, **self._environment(name)}, self.folder / f"{name}.log")
+
+    def _address_of(self, name: str) -> str:
+        """Without a network every node has its own loopback address: a driver joins the node that shares its own."""
+        return self.network.address(name) if self.network else f"127.0.0.{1 + (HEAD, *self.nodes).index(name)}"
+
+    def _environment(self, name: str) -> dict[str, str]:
+        """Nodes hand it on to the workers that they start."""
+        return {
+            MARK: f"{self.mark}/{name}",
+            "RAY_AUTH_MODE": self._auth_mode,
+            # Of hosts that share one name, that name leads to none.
+            **({"GLOO_SOCKET_IFNAME": "eth0"} if self.network else {}),
+        }
+
+
+class _Node:
+    """One `ray start --block`, and what it has said."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
+        self._log = log
+        with log.open("w") as output:  # a node that is started again begins a new log
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def has_joined(self) -> bool:
+        return self.process.poll() is None and "Ray runtime started" in self.said
+
+
+def _ensure_token() -> None:
+    """Make the user's token, as Ray does when it starts a cluster in a process: one address serves all users here."""
+    named = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if not named and not (Path.home() / ".ray" / "auth_token").exists():
+        command = [*RAY, "get-auth-token", "--generate"]
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
 
 
 def kill_process(pid: int) -> None:
     """SIGKILL; nothing where it has ended already."""
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
-def _parent(pid: int) -> int | None:
+def _kill_all(mark: str) -> None:
+    """SIGKILL to every process of that mark, and to those that they start meanwhile."""
+    end = time.monotonic() + START_SECONDS
+    while found := [pid for pid in _processes() if _is_marked(pid, mark) and not _is_dead(pid)]:
+        assert time.monotonic() < end, f"processes {found} do not die"
+        for pid in found:
+            kill_process(pid)
+        time.sleep(0.02)
+
+
+def _is_rank(pid: int) -> bool:
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::_Worker")
+    except OSError:  # it ended while it was looked at
+        return False
+
+
+def _is_marked(pid: int, mark: str) -> bool:
+    """Whether the process's environment holds the mark; False where it has ended, or is another user's."""
+    try:
+        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
-        return None
+        return False
+
+
+def _is_dead(pid: int) -> bool:
+    """Whether it is gone but for its parent's asking."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def _processes() -> list[int]:
     return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
