@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -79,12 +79,15 @@ class LocalCluster:
         """A driver's command as it runs on the head's host."""
         return self.network.command(HEAD, arguments) if self.network else list(arguments)
 
-    def fill(self) -> None:
-        """Start every node that is not running again, as a supervisor would; what its last life left is killed first.
+    def fill(self, absent: Collection[str] = ()) -> None:
+        """Start every node again that is not running, as a supervisor would, but for the absent; what is left of it
+        is killed first.
 
         Returns at once: `is_whole` says when all have joined.
         """
         for name in self.nodes:
+            if name in absent:
+                continue
             if name not in self._nodes or self._nodes[name].process.poll() is not None:
                 self.kill_node(name)
                 self._start(name, [f"--address={self.address}", f"--num-cpus={self.cpus}"])
@@ -196,10 +199,18 @@ def kill_process(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process runs, or is stopped; one that only waits for its parent to ask has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def _kill_all(mark: str) -> None:
     """SIGKILL to every process of that mark, and to those that they start meanwhile."""
     end = time.monotonic() + START_SECONDS
-    while found := [pid for pid in _processes() if _is_marked(pid, mark) and not _is_dead(pid)]:
+    while found := [pid for pid in _processes() if _is_marked(pid, mark) and is_alive(pid)]:
         assert time.monotonic() < end, f"processes {found} do not die"
         for pid in found:
             kill_process(pid)
@@ -219,14 +230,6 @@ def _is_marked(pid: int, mark: str) -> bool:
         return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False
-
-
-def _is_dead(pid: int) -> bool:
-    """Whether it is gone but for its parent's asking."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
 
 
 def _processes() -> list[int]:

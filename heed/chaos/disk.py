@@ -1,0 +1,62 @@
+"""A small disk of a campaign's own, which can be full: a tmpfs, so that no other process runs out of space."""
+
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+FILLER = ".filler"
+
+
+class SmallDisk:
+    """A mounted folder of limited size. Used as a context; what is on it is lost in the end.
+
+    Raises: OSError where this process may not mount anything.
+    """
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        _run("mount", "-t", "tmpfs", "-o", f"size={num_bytes},mode=700", "heed-chaos", str(folder))
+
+    def fill(self) -> None:
+        """Take all space that is free now; called again, what has become free since."""
+        with suppress(OSError), (self.folder / FILLER).open("ab", buffering=0) as file:
+            while file.write(bytes(1 << 16)):
+                pass
+
+    def free(self) -> None:
+        (self.folder / FILLER).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Unmount: at once where nobody uses it, else as soon as nobody does."""
+        try:
+            _run("umount", str(self.folder))
+        except OSError:
+            _run("umount", "--lazy", str(self.folder))
+        self.folder.rmdir()
+
+
+@contextmanager
+def small_disk(folder: Path, num_bytes: int) -> Iterator[SmallDisk]:
+    disk = SmallDisk(folder, num_bytes)
+    try:
+        yield disk
+    finally:
+        disk.close()
+
+
+def why_no_disk() -> str:
+    """Why this process cannot have one, in words for its user; "" where it can. One is made and removed."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="heed-probe-") as folder, small_disk(Path(folder) / "disk", 1 << 20):
+            return ""
+    except OSError as error:
+        return f"no disk of a limited size can be mounted ({error}); root may do it"
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
