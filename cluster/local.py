@@ -24,7 +24,7 @@ from cluster.network import Network
 MARK = "HEED_LOCAL_CLUSTER"
 HEAD = "head"
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 STORE_BYTES = 150 * 1024 * 1024
 
 
