@@ -168,7 +168,7 @@ def chaos(
 
     chosen = [kind.strip() for kind in kinds.split(",") if kind.strip()]
     result = run_chaos(job, override or [], runs, num_faults=faults, seed=seed, num_nodes=nodes, kinds=chosen)
-    out.print(summary(result), markup=False)
+    results_console().print(summary(result))
     if result.has_failed:
         raise typer.Exit(1)
 
