@@ -16,6 +16,7 @@ from typing import ClassVar
 from cluster.local import LocalCluster, is_alive, kill_process
 from cluster.network import Network
 from heed.chaos.disk import SmallDisk
+from heed.chaos.result import stage_of
 
 
 class Fault:
@@ -188,7 +189,7 @@ def make_fault(
 ) -> Fault:
     """A fault of that kind in what is there now: the `workers`, the run's `folder`, and the stage at work in it.
 
-    `chance` draws what it strikes and how long it lasts: the same number of draws whatever the kind.
+    `chance` draws what it strikes and how long it lasts.
     """
     worker, length, which = chance.choice(workers), chance.random(), chance.random()
     low, high = SECONDS.get(kind, (0.0, 0.0))
@@ -210,8 +211,9 @@ def make_fault(
             assert disk is not None, "only a disk of the campaign's own is filled"
             return DiskFull(disk, seconds)
         case "folder":
-            checkpoints = sorted(folder.glob("*/checkpoints"), key=lambda path: path.stat().st_mtime)
-            return FolderMissing(checkpoints[-1] if checkpoints and which < 0.5 else folder, seconds)
+            stage = folder / stage_of(folder)
+            there = [path for path in (folder, stage, stage / "checkpoints") if path.is_dir()] or [folder]
+            return FolderMissing(there[int(which * len(there))], seconds)
     raise AssertionError(f"no fault of kind {kind!r} strikes a cluster")
 
 
