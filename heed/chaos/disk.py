@@ -59,4 +59,4 @@ def why_no_disk() -> str:
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+        raise OSError(f"{' '.join(command)}: {' '.join(done.stderr.split())}")
