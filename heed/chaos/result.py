@@ -16,8 +16,8 @@ RECOVERED = "recovered"  # by the driver itself
 RESTARTED = "restarted"  # the driver was killed, or ended with a message of one line; the same command continued
 FAILED = "failed"  # the driver ended with a traceback, or stood still
 
-# What the driver says once for every loss that it recovers from.
-LOSS = re.compile(r"^\w+: (goes on|continues|resumes) from ", re.MULTILINE)
+# What `heed.recovery.run_to_end` says once for every loss that it recovers from.
+LOSS = re.compile(r"^\w+: goes on from ", re.MULTILINE)
 
 
 @dataclass(frozen=True)

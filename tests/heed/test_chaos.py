@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.group import WorkerLostError
 from cluster.network import why_no_network
 from heed.chaos.campaign import choose_kinds, run_chaos
 from heed.chaos.disk import small_disk, why_no_disk
@@ -28,6 +29,7 @@ from heed.chaos.result import (
 )
 from heed.chaos.schedule import Schedule
 from heed.job import STAGES
+from heed.recovery import run_to_end
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
@@ -169,6 +171,21 @@ def test_an_end_with_one_line_is_told_from_one_with_a_traceback(tmp_path: Path, 
     assert not driver.has_finished
     assert driver.num_losses == 0
     assert driver.last_line == ("error: disk full" if explained else "RuntimeError: surprise")
+
+
+def test_a_loss_is_counted_by_what_the_recovery_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = [WorkerLostError("rank 1 of 2 was lost"), WorkerLostError("rank 0 of 2 was lost")]
+
+    def work() -> None:
+        if losses:
+            raise losses.pop()
+
+    run_to_end("sft", tmp_path, work, lambda: None)
+    said = capsys.readouterr().err + "sft: resumes from step 3 of 5 (checkpoints/step-000003)\nsft: done in 2 s\n"
+    driver = Driver([sys.executable, "-c", f"print({said!r})"], {}, tmp_path / "driver.log")
+    driver.process.wait()
+    assert driver.num_losses == 2
+    assert driver.has_finished
 
 
 def test_the_stage_at_work_is_the_one_that_is_begun_and_not_finished(tmp_path: Path) -> None:
