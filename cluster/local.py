@@ -160,8 +160,6 @@ class LocalCluster:
         return {
             MARK: f"{self.mark}/{name}",
             "RAY_AUTH_MODE": self._auth_mode,
-            # Of hosts that share one name, that name leads to none.
-            **({"GLOO_SOCKET_IFNAME": "eth0"} if self.network else {}),
         }
 
 

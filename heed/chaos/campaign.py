@@ -30,7 +30,7 @@ from heed.progress import console
 FAULTS_PER_RUN = 6
 MIN_DISK_BYTES = 64 << 20
 # A campaign does not wait for half an hour until a hang is beyond doubt. None of it changes a result.
-LIMITS = ("engine.collective_timeout_seconds=20",)
+LIMITS = ("cluster.silence_seconds=15", "cluster.stall_seconds=60", "engine.collective_timeout_seconds=30")
 
 
 def run_chaos(
