@@ -291,6 +291,7 @@ Greedy tokens: our batch of ragged prompts, two of which run at a time, against 
 begin its targets.
 
 Made by `python -m benchmarks.parity docs/parity.md`; `tests/lm/test_families.py` holds every difference below 1e-4.
+`tests/lm/test_conversations.py` compares the tokens of conversations, in 17 kinds of vocabulary under 6 templates.
 """
 
 

@@ -67,8 +67,8 @@ def test_ratings_and_an_objective_are_read_as_collecting_writes_them(tmp_path: P
         ({"objective": ""}, "field 'objective' is empty"),
         ({"objective": 3}, "field 'objective' is int"),
         ({"ratings": [1, 2]}, "field 'ratings' has 2 entries for 3 responses"),
-        ({"ratings": [1, "2", 3]}, "ratings: field '1' is '2'; a number was expected"),
-        ({"ratings": [1, float("nan"), 3]}, "ratings: field '1' is nan; a number was expected"),
+        ({"ratings": [1, "2", 3]}, r"field 'ratings\[1\]' is '2'; a number was expected"),
+        ({"ratings": [1, float("nan"), 3]}, r"field 'ratings\[1\]' is nan; a number was expected"),
         ({"prompt": "Where?"}, "field 'prompt' is str"),
         (
             {"prompt": [{"role": "assistant", "content": "x"}]},
