@@ -28,6 +28,7 @@ from heed.job_file import load_job
 from heed.progress import console
 
 FAULTS_PER_RUN = 6
+MAX_EMPTY_ROUNDS = 5
 MIN_DISK_BYTES = 64 << 20
 # A campaign does not wait for half an hour until a hang is beyond doubt. None of it changes a result.
 LIMITS = ("cluster.silence_seconds=15", "cluster.stall_seconds=60", "engine.collective_timeout_seconds=30")
@@ -65,8 +66,13 @@ def run_chaos(
             campaign.disk = closing.enter_context(small_disk(runs / f"{job.name}-chaos-disk", size))
         begun = time.monotonic()
         schedule = Schedule(num_faults, seed, chosen, job.stages)
+        num_empty = 0
         while len(schedule):
+            num_before = len(schedule)
             campaign.run_round(schedule)
+            num_empty = num_empty + 1 if len(schedule) == num_before else 0
+            if num_empty == MAX_EMPTY_ROUNDS:
+                raise RuntimeError(f"{num_empty} runs in a row ended before a fault could strike: stages are too short")
         chaos_seconds = time.monotonic() - begun
     unused = {kind: why for kind, why in impossible.items() if not kinds}
     result = ChaosResult(

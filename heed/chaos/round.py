@@ -12,6 +12,7 @@ from heed.chaos.driver import Driver
 from heed.chaos.faults import Fault, make_fault
 from heed.chaos.result import FAILED, RECOVERED, RESTARTED, RIDDEN, Injected, pulse, stage_of, worse
 from heed.chaos.schedule import Planned
+from heed.lineage import LINEAGE
 
 LOOK_SECONDS = 0.05
 STUCK_SECONDS = 240.0  # a run that stands still for so long is given up, and the fault counted as failed
@@ -37,17 +38,19 @@ class Round:
         self._num_ends = 0
 
     def reach(self, planned: Planned, stage_seconds: float) -> bool:
-        """Wait for the moment of a fault; False where the run ends before. A stage that is over already is no reason
-        to wait: the fault strikes the one at work.
+        """Wait for the moment of a fault; False where the last stage ends before. A stage that is over already is no
+        reason to wait: the fault strikes the one at work.
         """
         self._wait_until(self._is_moving)
         due = self._stages[self._stages.index(planned.stage) :]
-        self._wait_until(lambda: stage_of(self._folder) in due and bool(self._cluster.worker_processes()))
+        self._wait_until(
+            lambda: self._is_done or (stage_of(self._folder) in due and bool(self._cluster.worker_processes()))
+        )
         if stage_of(self._folder) == planned.stage:
             end = time.monotonic() + planned.moment * stage_seconds
             self._wait_until(lambda: time.monotonic() >= end or stage_of(self._folder) != planned.stage)
-        self._wait_until(lambda: bool(self._cluster.worker_processes()))
-        return not self._driver.has_finished
+        self._wait_until(lambda: self._is_done or bool(self._cluster.worker_processes()))
+        return not self._is_done
 
     def strike(self, planned: Planned) -> Injected:
         """One fault, from its beginning until the run has got going again or has finished."""
@@ -143,6 +146,11 @@ class Round:
         last = self.faults[-1]
         outcome, message = worse((last.outcome, last.message), (outcome, message))
         self.faults[-1] = replace(last, outcome=outcome, message=message)
+
+    @property
+    def _is_done(self) -> bool:
+        """Whether all stages are finished, and at most the report is still being written."""
+        return self._driver.has_finished or (self._folder / self._stages[-1] / LINEAGE).exists()
 
     def _is_moving(self) -> bool:
         return pulse(self._folder) != self._before
