@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cluster.config import ClusterConfig
-from cluster.group import WorkerGroup, WorkerLostError, disconnect, has_room, require_room
+from cluster.group import WorkerError, WorkerGroup, WorkerLostError, disconnect, has_room, require_room
 from cluster.places import Bundle, NoPlaceError
 from cluster.shared_folder import require_shared
 from heed.progress import console
+from heed.storage import STORAGE_SECONDS, storage_trouble, wait_for_storage
+from training.failures import RunError
 
 # A stage that is lost so often without having saved anything new will not get further by another try.
 MAX_LOSSES_IN_PLACE = 5
@@ -91,28 +93,45 @@ class Workers:
 
 
 def run_to_end(stage: str, folder: Path, work: Callable[[], None], abandon: Callable[[], None]) -> None:
-    """`work()`, again after every loss of a worker: it finds in the stage's `folder` what was saved, and goes on.
+    """`work()`, again after every loss of a worker and every failure of the storage: it finds in the stage's `folder`
+    what was saved, and goes on. `abandon` ends what is left of the workers.
 
-    `abandon` ends what is left of the workers.
-
-    Errors: WorkerLostError after too many losses without progress; all others as they come.
+    Raises: WorkerLostError after too many losses without progress; RunError where the storage stays away, or fails too
+    often without progress; all others as they come.
     """
-    saved, num_losses = milestones(folder), 0
+    saved, num_failures = milestones(folder), 0
     while True:
         try:
             work()
             return
-        except WorkerLostError as loss:
+        except (WorkerError, OSError) as error:
+            trouble = "" if isinstance(error, WorkerLostError) else storage_trouble(error, folder)
+            if not isinstance(error, WorkerLostError) and not trouble:
+                raise
             abandon()
+            if trouble:
+                _await_storage(stage, folder, trouble, error)
             found = milestones(folder)
-            num_losses = num_losses + 1 if found == saved else 1
+            num_failures = num_failures + 1 if found == saved else 1
             saved = found
-            first_line = str(loss).split("\n")[0]
-            if num_losses == MAX_LOSSES_IN_PLACE:
-                raise WorkerLostError(
-                    f"{loss}\n{stage} lost workers {num_losses} times {_since(found)} and was given up"
-                ) from loss
-            console.print(f"{first_line}\n{stage}: goes on {_since(found)}")
+            if num_failures == MAX_LOSSES_IN_PLACE:
+                raise _given_up(stage, num_failures, found, error, trouble) from error
+            first_line = trouble or str(error).split("\n")[0]
+            console.print(f"{first_line}\n{stage}: goes on {_since(found)}", markup=False)
+
+
+def _await_storage(stage: str, folder: Path, trouble: str, error: Exception) -> None:
+    console.print(f"{stage}: {trouble}; waiting up to {STORAGE_SECONDS:.0f} s for the storage", markup=False)
+    if not wait_for_storage(folder, STORAGE_SECONDS):
+        raise RunError(
+            f"{stage}: {trouble}: {folder} is missing or full; mend that and run the same command again"
+        ) from error
+
+
+def _given_up(stage: str, number: int, found: list[str], error: Exception, trouble: str) -> RuntimeError:
+    if trouble:
+        return RunError(f"{stage}: {trouble}: {number} times {_since(found)}; mend that and run the same command again")
+    return WorkerLostError(f"{error}\n{stage} lost workers {number} times {_since(found)} and was given up")
 
 
 def milestones(folder: Path) -> list[str]:
