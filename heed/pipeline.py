@@ -24,6 +24,7 @@ from heed.preflight import check_data, refuse_missing
 from heed.progress import StageProgress, console, follow, print_notice
 from heed.recovery import Workers, run_to_end
 from heed.stages import STAGES, Stage
+from heed.storage import missing_in_one_line
 from lm.hub import model_directory
 from lm.tokenizer import TOKENIZER_FILES
 from pretrain.stage import prepare_tokenizer
@@ -52,6 +53,7 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
     started = time.monotonic()
     speak_through(print_notice)
     with ExitStack() as closing:
+        closing.enter_context(missing_in_one_line(folder))
         closing.enter_context(hold(folder))
         workers = Workers(job.world_sizes, folder, job.cluster, job.ranks_beside)
         if os.environ.get("RAY_ADDRESS"):
@@ -67,7 +69,8 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
         _run_stages(run, first, only)
     from heed.reports.report import write_report  # draws, which takes a second to import and is not needed before
 
-    write_report(folder)
+    with missing_in_one_line(folder):
+        write_report(folder)
     console.print(f"report: {folder / 'report.html'}  ({time.monotonic() - started:.0f} s)")
     return folder
 
@@ -93,7 +96,8 @@ def _run_stages(run: Run, first: str, only: str) -> None:
         config = run.resolve(getattr(run.job, stage.name))
         try:
             with follow(stage.name, folder) as progress:
-                run_to_end(stage.name, folder, partial(_run_stage, run, stage, config, progress), run.group.abandon)
+                work = partial(_run_stage, run, stage, config, progress, inputs, begun)
+                run_to_end(stage.name, folder, work, run.group.abandon)
         except KeyboardInterrupt:
             console.print(f"{stage.name}: stopped{_last_step(folder)}; the same command continues")
             raise
@@ -106,12 +110,11 @@ def _run_stages(run: Run, first: str, only: str) -> None:
             except OSError:  # the folder is part of the trouble
                 raise error from None
             raise RunError(f"{str(error).splitlines()[0]} (tracebacks: {log})") from error
-        write_lineage(folder, inputs, time.monotonic() - begun)
         shutil.rmtree(folder / SAMPLES, ignore_errors=True)  # parts of what the stage has made of them
         console.print(f"{stage.name}: done in {time.monotonic() - begun:.0f} s")
 
 
-def _run_stage(run: Run, stage: Stage, config: Any, progress: StageProgress) -> None:
+def _run_stage(run: Run, stage: Stage, config: Any, progress: StageProgress, inputs: Inputs, begun: float) -> None:
     """Once its folder is there: without it the stage would begin again from nothing, beside what it has saved.
 
     Raises:
@@ -127,6 +130,7 @@ def _run_stage(run: Run, stage: Stage, config: Any, progress: StageProgress) -> 
     if not is_there:
         raise RunError(f"{folder} is missing; bring the folder back and run the same command again")
     stage.run(run, config, progress)
+    write_lineage(folder, inputs, time.monotonic() - begun)
 
 
 def _last_step(folder: Path) -> str:

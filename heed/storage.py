@@ -3,6 +3,8 @@
 import errno
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import tenacity
@@ -42,6 +44,17 @@ def wait_for_storage(folder: Path, seconds: float = STORAGE_SECONDS) -> bool:
         retry_error_callback=lambda _: False,
     )(_is_usable, folder)
     return found
+
+
+@contextmanager
+def missing_in_one_line(run: Path) -> Iterator[None]:
+    """Between stages nothing waits for the storage. Raises: RunError where files of the run's folder are missing."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if str(run) not in str(error):
+            raise
+        raise RunError(f"{cause_of(error)}; bring the folder back and run the same command again") from error
 
 
 def _is_usable(folder: Path) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import heed.recovery as recovery_module
 from cluster.group import WorkerError
 from heed.recovery import MAX_LOSSES_IN_PLACE, run_to_end
-from heed.storage import storage_trouble, wait_for_storage
+from heed.storage import missing_in_one_line, storage_trouble, wait_for_storage
 from training.failures import CheckpointError, RunError
 
 
@@ -100,3 +100,11 @@ def test_a_folder_that_somebody_made_again_is_not_the_stages_own(tmp_path: Path)
     assert wait_for_storage(folder, 5.0)
     (folder / "inputs.json").unlink()
     assert not wait_for_storage(folder, 0.2)
+
+
+def test_between_stages_a_missing_folder_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"sft/inputs.json; bring the folder back and run the same command again$"):
+        with missing_in_one_line(tmp_path / "run"):
+            (tmp_path / "run" / "sft" / "inputs.json").write_text("{}")
+    with pytest.raises(FileNotFoundError), missing_in_one_line(tmp_path / "run"):
+        (tmp_path / "elsewhere" / "prompts.jsonl").read_text()
