@@ -103,8 +103,8 @@ def test_a_folder_that_somebody_made_again_is_not_the_stages_own(tmp_path: Path)
 
 
 def test_between_stages_a_missing_folder_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"sft/inputs.json; bring the folder back and run the same command again$"):
-        with missing_in_one_line(tmp_path / "run"):
-            (tmp_path / "run" / "sft" / "inputs.json").write_text("{}")
+    said = r"sft/inputs.json; bring the folder back and run the same command again$"
+    with pytest.raises(RunError, match=said), missing_in_one_line(tmp_path / "run"):
+        (tmp_path / "run" / "sft" / "inputs.json").write_text("{}")
     with pytest.raises(FileNotFoundError), missing_in_one_line(tmp_path / "run"):
         (tmp_path / "elsewhere" / "prompts.jsonl").read_text()
