@@ -97,7 +97,8 @@ def sample_everywhere(
     Each part is kept in the stage's folder as soon as it is there, so a stage that is begun again goes on.
     """
     folder = run.stage_folder(stage) / SAMPLES / phase
-    folder.mkdir(parents=True, exist_ok=True)
+    for part in (folder.parent, folder):  # the stage's own is there, or is away and must not be made again
+        part.mkdir(exist_ok=True)
     parts = [prompts[start : start + PROMPTS_AT_ONCE] for start in range(0, len(prompts), PROMPTS_AT_ONCE)]
     paths = [folder / f"{number:05d}.jsonl" for number in range(len(parts))]
     missing = [number for number, path in enumerate(paths) if not path.is_file()]

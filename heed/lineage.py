@@ -1,5 +1,6 @@
 """Which inputs made a stage's outputs, so that nothing is run twice and every number can be traced."""
 
+import errno
 import hashlib
 import json
 import os
@@ -35,10 +36,24 @@ class Inputs:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+_OUTPUTS = {"collect": "rankings.jsonl", "compare": "results.json", "world": "data", "tokenizer": "data"}
+
+
+def require_outputs(folder: Path, stage: str) -> None:
+    """Raises: FileNotFoundError for what a stage has written that is not there: its folder was away, and what was
+    written meanwhile lies elsewhere.
+    """
+    paths = [folder / _OUTPUTS.get(stage, "model"), folder / "results.json"]
+    if stage == "pretrain":
+        paths.append(folder / "data" / "ready")  # PPO reads these texts too
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
 def outputs_hash(folder: Path, stage: str) -> str:
     """One hash over what later stages read of this one."""
-    outputs = {"collect": "rankings.jsonl", "compare": "results.json", "world": "data", "tokenizer": "data"}
-    path = folder / outputs.get(stage, "model")
+    path = folder / _OUTPUTS.get(stage, "model")
     if path.is_file():
         return hashlib.sha256(path.read_bytes()).hexdigest()
     return folder_hash(path) if path.is_dir() else ""

@@ -19,7 +19,7 @@ from cluster.precision import resolve_precision
 from heed.hold import hold
 from heed.job import JobConfig
 from heed.job_run import SAMPLES, Run, sources_in
-from heed.lineage import LINEAGE, Inputs, finished_with, outputs_hash, started_with, write_lineage
+from heed.lineage import LINEAGE, Inputs, finished_with, outputs_hash, require_outputs, started_with, write_lineage
 from heed.preflight import check_data, refuse_missing
 from heed.progress import StageProgress, console, follow, print_notice
 from heed.recovery import Workers, run_to_end
@@ -130,6 +130,7 @@ def _run_stage(run: Run, stage: Stage, config: Any, progress: StageProgress, inp
     if not is_there:
         raise RunError(f"{folder} is missing; bring the folder back and run the same command again")
     stage.run(run, config, progress)
+    require_outputs(folder, stage.name)
     write_lineage(folder, inputs, time.monotonic() - begun)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import heed.recovery as recovery_module
 from cluster.group import WorkerError
+from heed.lineage import require_outputs
 from heed.recovery import MAX_LOSSES_IN_PLACE, run_to_end
 from heed.storage import missing_in_one_line, storage_trouble, wait_for_storage
 from training.failures import CheckpointError, RunError
@@ -108,3 +109,16 @@ def test_between_stages_a_missing_folder_is_one_line(tmp_path: Path) -> None:
         (tmp_path / "run" / "sft" / "inputs.json").write_text("{}")
     with pytest.raises(FileNotFoundError), missing_in_one_line(tmp_path / "run"):
         (tmp_path / "elsewhere" / "prompts.jsonl").read_text()
+
+
+def test_a_stage_whose_outputs_went_elsewhere_is_not_finished(tmp_path: Path) -> None:
+    folder = make_stage(tmp_path / "run")
+    (folder / "results.json").touch()
+    with pytest.raises(FileNotFoundError, match=r"rankings\.jsonl") as found:
+        require_outputs(folder, "collect")
+    assert storage_trouble(found.value, folder)
+    (folder / "rankings.jsonl").touch()
+    require_outputs(folder, "collect")
+    (folder / "model").mkdir()
+    with pytest.raises(FileNotFoundError, match="data/ready"):
+        require_outputs(folder, "pretrain")

@@ -111,3 +111,18 @@ def test_figures_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     log.close()
     (line,) = read_metrics(log.path)
     assert set(line) == {"step", "num_steps", "learning_rate", "seconds"}
+
+
+def test_a_folder_that_is_away_is_not_made_again(tmp_path: Path) -> None:
+    """What is written into a second folder would be lost when the first one comes back."""
+    folder = tmp_path / "sft"
+    log = MetricsLog(folder, ("tensorboard",), resume_step=0)
+    log.log(1, 3, {"loss": 1.0})
+    log._trackers["tensorboard"] = None  # as after a write that failed
+    folder.rename(tmp_path / "away")
+    log.log(2, 3, {"loss": 2.0})
+    assert not folder.exists()
+    (tmp_path / "away").rename(folder)
+    log.log(3, 3, {"loss": 3.0})
+    log.close()
+    assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3]
