@@ -109,7 +109,7 @@ def write_token_stream(texts: Iterable[list[int]], end_id: int, path: Path) -> i
             for ids in chunk:
                 tokens += ids
                 tokens.append(end_id)
-            np.array(tokens, dtype=np.int32).tofile(file)
+            file.write(np.array(tokens, dtype=np.int32).data)  # `tofile` fails without the system's reason
             total += len(tokens)
     return total
 

@@ -1,5 +1,7 @@
 """Packing, token streams, and the order of rows."""
 
+import errno
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,6 +112,18 @@ def test_a_thread_makes_the_next_item_while_one_is_used() -> None:
     assert next(found) == 1
     assert made.wait(timeout=60)
     assert list(found) == [2]
+
+
+def test_a_stream_that_cannot_be_written_says_why(tmp_path: Path) -> None:
+    """As on a full disk: writing begins, and fails with the system's own reason."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as found:
+            write_token_stream(([number] for number in range(100_000)), 1, tmp_path / "x.bin")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert found.value.errno == errno.EFBIG
 
 
 def test_a_stream_without_text_is_refused_by_name(tmp_path: Path) -> None:
