@@ -43,7 +43,8 @@ def require_outputs(folder: Path, stage: str) -> None:
     """Raises: FileNotFoundError for what a stage has written that is not there: its folder was away, and what was
     written meanwhile lies elsewhere.
     """
-    paths = [folder / _OUTPUTS.get(stage, "model"), folder / "results.json"]
+    # A folder that was made in its place meanwhile has no inputs.json.
+    paths = [folder / "inputs.json", folder / _OUTPUTS.get(stage, "model"), folder / "results.json"]
     if stage == "pretrain":
         paths.append(folder / "data" / "ready")  # PPO reads these texts too
     for path in paths:

@@ -122,3 +122,9 @@ def test_a_stage_whose_outputs_went_elsewhere_is_not_finished(tmp_path: Path) ->
     (folder / "model").mkdir()
     with pytest.raises(FileNotFoundError, match="data/ready"):
         require_outputs(folder, "pretrain")
+    (folder / "data").mkdir()
+    (folder / "data" / "ready").touch()
+    require_outputs(folder, "pretrain")
+    (folder / "inputs.json").unlink()  # as in a folder that was made in place of the stage's own
+    with pytest.raises(FileNotFoundError, match=r"inputs\.json"):
+        require_outputs(folder, "pretrain")
