@@ -32,7 +32,7 @@ from reward.elsewhere import FunctionReward
 from training.checkpoint import file_hash, folder_hash, step_folders
 from training.failures import RunError, in_one_line
 from training.metrics import read_metrics
-from training.notices import speak_through
+from training.notices import speaking_through
 from training.stage import write_json
 
 FOLDER_SECONDS = 30.0  # for which a stage waits where its folder is away
@@ -51,8 +51,8 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
     except OSError as error:
         raise ValueError(f"--runs {runs}: {folder} cannot be created: {error.strerror}") from None
     started = time.monotonic()
-    speak_through(print_notice)
     with ExitStack() as closing:
+        closing.enter_context(speaking_through(print_notice))
         closing.enter_context(missing_in_one_line(folder))
         closing.enter_context(hold(folder))
         workers = Workers(job.world_sizes, folder, job.cluster, job.ranks_beside)

@@ -5,7 +5,8 @@ its own they are log messages.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 log = logging.getLogger(__name__)
 
@@ -22,5 +23,15 @@ def say(notice: str) -> None:
 
 
 def speak_through(speaker: Speaker) -> None:
-    """From now on notices of this process go to `speaker`."""
+    """Sends this process's notices to `speaker` from now on."""
     _speakers.append(speaker)
+
+
+@contextmanager
+def speaking_through(speaker: Speaker) -> Iterator[None]:
+    """Sends this process's notices to `speaker` while the context is open."""
+    speak_through(speaker)
+    try:
+        yield
+    finally:
+        _speakers.remove(speaker)

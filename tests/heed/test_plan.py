@@ -276,12 +276,18 @@ def test_a_cluster_that_is_too_small_is_refused_before_anything_is_prepared(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    job = load_job(JOBS / "cluster" / "gpt3-175b-1024gpus.toml")
+    assert job.pretrain is not None
+    for data in (*job.pretrain.texts, *job.pretrain.heldout):
+        Path(data.source).parent.mkdir(parents=True, exist_ok=True)
+        Path(data.source).touch()
     connect(1)
     try:
         monkeypatch.setenv("RAY_ADDRESS", "auto")
         says = r"^workers is 1024, each with 1 CPU of one node; the cluster's nodes are 1 x \(\d+ CPU\) and hold \d+$"
         with pytest.raises(ValueError, match=says):
-            run_job(load_job(JOBS / "cluster" / "gpt3-175b-1024gpus.toml"), tmp_path)
+            run_job(job, tmp_path)
     finally:
         disconnect()
     assert not (tmp_path / "gpt3-175b-1024gpus" / "tokenizer").exists()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cluster.config import ClusterConfig
 from heed import pipeline
 from heed.job_file import load_job
 from heed.recovery import Workers
@@ -36,7 +37,7 @@ JOBS = Path(__file__).parents[2] / "configs" / "jobs"
 @pytest.fixture
 def _shared_workers(tmp_path: Path) -> Iterator[None]:
     """One group works for all arms: to start a worker takes longer than an arm of this size."""
-    workers = Workers((1,), tmp_path)
+    workers = Workers((1,), tmp_path, ClusterConfig())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         patch.setattr(workers, "close", lambda: None)

@@ -82,7 +82,7 @@ def test_a_submitted_job_is_a_run(submitted: Submitted, told: Callable[..., str]
 
 def test_a_followed_job_ends_the_command_as_it_ends(submitted: Submitted, told: Callable[..., str]) -> None:
     said = told("jobs", "logs", submitted.failing, "-f", code=2)
-    assert "error: /absent/prompts.jsonl: no such file" in said
+    assert "error: ppo.prompts.source: /absent/prompts.jsonl: no such file" in said
     assert f"{submitted.failing}: FAILED after" in said
 
 

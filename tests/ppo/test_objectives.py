@@ -96,7 +96,7 @@ def test_a_text_that_does_not_fit_fails_by_every_objective(start: Start, prompts
     rollout = worker.generate([too_long[:58], prompts[0]], [0, 1])
     worker.judge.network.config = worker.judge.network.config.model_copy(update={"context_tokens": 40})  # type: ignore[union-attr]
     assert worker.scores(rollout).isnan().tolist() == [[True, True], [False, False]]
-    assert "the reward model reads 40" in worker.first_failure()
+    assert "it has 65 tokens; the reward model reads 41" in worker.first_failure()
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_agreement_by_hand():
     result = pairwise_agreement(rankings)
     assert (result.mean, result.num_pairs, result.num_tasks) == (4 / 5, 5, 2)
     assert result.low < 2 / 3  # of two prompts
-    assert result.high == pytest.approx(1.0)
+    assert result.high == pytest.approx(1.0, abs=0.05)
 
 
 def test_three_labelers_make_three_comparisons():

@@ -39,12 +39,12 @@ def build(config: ModelConfig, **settings: Any) -> Engine[LanguageModel]:
     return Engine(Fresh(lambda: LanguageModel(config), seed=3), optimizer, engine_config, world_size=2, micro_batch=4)
 
 
-def step(engine: Engine[LanguageModel], objective: StreamObjective, number: int) -> float:
+def step(engine: Engine[LanguageModel], objective: StreamObjective) -> float:
     rows = np.arange(4) + 4 * engine.rank
     engine.set_learning_rate(engine.optimizer_config.learning_rate)
     with engine.micro_batch(is_last=True):
         loss, _ = objective.loss(engine.model, rows, engine.device)
-        engine.backward(loss / objective.count(np.arange(8)), step=number)
+        engine.backward(loss / objective.count(np.arange(8)))
     return engine.step()[0]
 
 
@@ -55,7 +55,7 @@ def stream(row_tokens: int) -> StreamObjective:
 def learn(precision: str, zero_stage: int) -> dict[str, Any]:
     """The loss of every step, and how many of the weights that are held have more digits than bf16."""
     engine = build(SMALL, precision=precision, zero_stage=zero_stage)
-    losses = [step(engine, stream(13), number) for number in range(NUM_STEPS)]
+    losses = [step(engine, stream(13)) for _ in range(NUM_STEPS)]
     weights = torch.cat([weight.flatten() for weight in engine.full_weights().values()])
     used = next(engine.module.parameters()).dtype
     engine.close()
@@ -65,8 +65,8 @@ def learn(precision: str, zero_stage: int) -> dict[str, Any]:
 def growth(zero_stage: int, recomputes: bool) -> int:
     """Bytes by which this process grows at most in a step."""
     engine = build(DEEP, precision="fp32", zero_stage=zero_stage, checkpoint_activations=recomputes)
-    step(engine, stream(129), 0)  # makes what stays: gradients, the optimizer's states, buffers
-    _, grown = peak_growth(lambda: step(engine, stream(129), 1))
+    step(engine, stream(129))  # makes what stays: gradients, the optimizer's states, buffers
+    _, grown = peak_growth(lambda: step(engine, stream(129)))
     engine.close()
     return grown
 

@@ -188,6 +188,9 @@ def test_an_older_store_keeps_one_link_per_name_and_nothing_of_closed_accounts(e
 
 
 BACK_TO_0004 = (
+    "DROP INDEX tasks_by_handle",
+    "ALTER TABLE tasks DROP COLUMN handle",
+    "ALTER TABLE places DROP COLUMN given_at",
     "DROP TABLE people_acts",
     "DROP TABLE invitations",
     "CREATE TABLE invitations (code_hash VARCHAR PRIMARY KEY, name VARCHAR NOT NULL, role VARCHAR NOT NULL,"
