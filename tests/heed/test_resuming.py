@@ -12,6 +12,7 @@ import pytest
 import heed.pipeline as pipeline_module
 from heed.job_file import load_job
 from heed.job_run import Run
+from heed.lineage import Inputs, finished_with
 from heed.progress import StageProgress
 from heed.stages import Stage
 from training.failures import RunError
@@ -82,15 +83,22 @@ def test_a_stage_waits_for_its_folder_and_does_not_begin_beside_it(
     workers: Any = None  # are not asked for
     run, seen = Run(load_job(DEBUG_JOB), tmp_path, None, workers), list[bool]()
     folder, away = tmp_path / "sft", tmp_path / "away"
-    stage = Stage("sft", (), lambda *_: seen.append((folder / "inputs.json").is_file()))
+
+    def work(*_: Any) -> None:
+        seen.append((folder / "inputs.json").is_file())
+        (folder / "model").mkdir()
+        (folder / "results.json").write_text("{}")
+
+    stage, inputs = Stage("sft", (), work), Inputs("sft", 0, {}, {}, {})
     away.mkdir()
     (away / "inputs.json").touch()
     Timer(1.0, lambda: away.rename(folder)).start()
-    pipeline_module._run_stage(run, stage, None, StageProgress("sft"))
+    pipeline_module._run_stage(run, stage, None, StageProgress("sft"), inputs, time.monotonic())
     assert seen == [True]
+    assert finished_with(folder, "sft") is not None
     folder.rename(away)
     monkeypatch.setattr(pipeline_module, "FOLDER_SECONDS", 0.2)
     with pytest.raises(RunError, match=r"sft is missing; bring the folder back and run the same command again"):
-        pipeline_module._run_stage(run, stage, None, StageProgress("sft"))
+        pipeline_module._run_stage(run, stage, None, StageProgress("sft"), inputs, time.monotonic())
     assert seen == [True]
     assert not folder.exists()

@@ -41,7 +41,7 @@ def _shared_workers(tmp_path: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         patch.setattr(workers, "close", lambda: None)
-        patch.setattr(pipeline, "Workers", lambda _sizes, _folder: workers)
+        patch.setattr(pipeline, "Workers", lambda *_: workers)
         yield
     workers.close()
 
