@@ -31,7 +31,12 @@ FAULTS_PER_RUN = 6
 MAX_EMPTY_ROUNDS = 5
 MIN_DISK_BYTES = 64 << 20
 # A campaign does not wait for half an hour until a hang is beyond doubt. None of it changes a result.
-LIMITS = ("cluster.silence_seconds=15", "cluster.stall_seconds=60", "engine.collective_timeout_seconds=30")
+LIMITS = (
+    "cluster.silence_seconds=15",
+    "cluster.stall_seconds=60",
+    "cluster.start_seconds=90",  # a worker that is stopped before its first heartbeat is missed by this alone
+    "engine.collective_timeout_seconds=30",
+)
 
 
 def run_chaos(

@@ -160,7 +160,7 @@ class Round:
         end = time.monotonic() + 4 * STUCK_SECONDS
         while not holds() and not self._driver.has_finished:
             self._keep_up()
-            if not self._driver.is_running:
+            if not self._driver.is_running and not self._driver.has_finished:
                 self._blame(*self._revive())
             if time.monotonic() > end:
                 raise RuntimeError(f"{self._driver.log}: the run does not come to its end: {self._driver.last_line}")
