@@ -24,6 +24,7 @@ from cluster.places import (
     cluster_gpus,
     hidden_gpus,
     living_nodes,
+    most_ranks_per_node,
     nodes_of,
     place,
     require_cores,
@@ -197,7 +198,7 @@ class WorkerGroup:
         nodes = nodes_of(self._placement)
         first = {node: bundle_index for bundle_index, node in reversed(list(enumerate(nodes)))}
         order = sorted(range(len(nodes)), key=lambda index: (first[nodes[index]], index))
-        workers = []
+        workers, per_node = [], most_ranks_per_node(self.num_workers, bundle)
         for rank, index in enumerate(order):
             remote = ray.remote(_Worker).options(
                 num_cpus=bundle["CPU"],
@@ -207,12 +208,11 @@ class WorkerGroup:
                     self._placement, placement_group_bundle_index=index
                 ),
             )
-            num_on_node = nodes.count(nodes[index])
             workers.append(
                 remote.remote(
                     rank,
                     self.num_workers,
-                    num_on_node,
+                    per_node,
                     self.heartbeats,
                     self.names[rank],
                     self.config.beat_limit_seconds,

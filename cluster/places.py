@@ -48,6 +48,16 @@ def living_nodes() -> list[Mapping[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
+def most_ranks_per_node(num_ranks: int, bundle: Bundle) -> int:
+    """How many of a group's ranks some node could hold: what the node's cores are divided by.
+
+    It does not depend on where the ranks are placed now. Sums of tensors are taken in an order that follows the number
+    of threads, so a group that is placed otherwise after a loss must have as many, or its bits would differ.
+    """
+    rooms = [min(int(node.get(kind, 0.0) // amount) for kind, amount in bundle.items()) for node in living_nodes()]
+    return max(1, min(num_ranks, max(rooms, default=1)))
+
+
 def require_places(num_workers: int, bundle: Bundle, nodes: Sequence[Mapping[str, float]]) -> None:
     """A worker lies whole on one node; `nodes` are the resources of each, whether they are free now or not.
 

@@ -11,7 +11,7 @@ import ray
 
 from cluster.config import ClusterConfig
 from cluster.group import WorkerGroup, disconnect, require_room
-from cluster.places import ON_CPU, ON_GPU, NoPlaceError, choose_bundle, require_machine
+from cluster.places import ON_CPU, ON_GPU, NoPlaceError, choose_bundle, most_ranks_per_node, require_machine
 from cluster.worker import usable_cores
 from heed.job_file import load_job
 from heed.pipeline import run_job
@@ -102,3 +102,12 @@ def test_threads_follow_affinity_and_the_containers_limit(tmp_path: Path) -> Non
     pinned = "import os; os.sched_setaffinity(0, {0}); from cluster.worker import usable_cores; print(usable_cores())"
     found = subprocess.run([sys.executable, "-c", pinned], capture_output=True, text=True, cwd=DEBUG.parents[2])
     assert found.stdout.strip() == "1", found.stderr
+
+
+def test_threads_do_not_depend_on_where_ranks_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that is placed otherwise after a loss sums in the same order: its bits are the same."""
+    nodes = [{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 1.0}]
+    monkeypatch.setattr("cluster.places.living_nodes", lambda: nodes)
+    assert [most_ranks_per_node(num, {"CPU": 1.0}) for num in (1, 2, 4)] == [1, 2, 2]
+    monkeypatch.setattr("cluster.places.living_nodes", lambda: [{"CPU": 128.0, "GPU": 8.0}] * 8)
+    assert most_ranks_per_node(64, {"CPU": 1.0, "GPU": 1.0}) == 8
