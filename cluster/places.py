@@ -48,14 +48,18 @@ def living_nodes() -> list[Mapping[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
+def _rooms(bundle: Bundle, nodes: Sequence[Mapping[str, float]]) -> list[int]:
+    """How many ranks each node could hold, if nothing else ran on it."""
+    return [min(int(node.get(kind, 0.0) // amount) for kind, amount in bundle.items()) for node in nodes]
+
+
 def most_ranks_per_node(num_ranks: int, bundle: Bundle) -> int:
     """How many of a group's ranks some node could hold: what the node's cores are divided by.
 
     It does not depend on where the ranks are placed now. Sums of tensors are taken in an order that follows the number
     of threads, so a group that is placed otherwise after a loss must have as many, or its bits would differ.
     """
-    rooms = [min(int(node.get(kind, 0.0) // amount) for kind, amount in bundle.items()) for node in living_nodes()]
-    return max(1, min(num_ranks, max(rooms, default=1)))
+    return max(1, min(num_ranks, max(_rooms(bundle, living_nodes()), default=1)))
 
 
 def require_places(num_workers: int, bundle: Bundle, nodes: Sequence[Mapping[str, float]]) -> None:
@@ -63,13 +67,13 @@ def require_places(num_workers: int, bundle: Bundle, nodes: Sequence[Mapping[str
 
     Raises: NoPlaceError, with what is asked and what there is, where the workers could never be placed.
     """
-    room = [min(int(node.get(kind, 0.0) // amount) for kind, amount in bundle.items()) for node in nodes]
-    if sum(room) < num_workers:
+    rooms = _rooms(bundle, nodes)
+    if sum(rooms) < num_workers:
         kinds = Counter(_words({kind: node.get(kind, 0.0) for kind in bundle}) for node in nodes)
         has = ", ".join(f"{number} x ({words})" for words, number in kinds.items())
         raise NoPlaceError(
             f"workers is {num_workers}, each with {_words(bundle)} of one node; the cluster's nodes are {has} and hold"
-            f" {sum(room)}"
+            f" {sum(rooms)}"
         )
 
 
