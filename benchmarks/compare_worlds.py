@@ -19,11 +19,11 @@ from evaluation.statistics.judges import labelers_agree
 from evaluation.statistics.length import length_controlled
 from evaluation.statistics.position import flips, position_bias
 from evaluation.statistics.ratings import Model, rate
-from evaluation.statistics.score_interval import score_interval
 from evaluation.statistics.win_rates import bootstrap_prompts, pair_win_rate, prompt_means
 from evaluation.verdicts import Comparisons, Verdict
-from preferences.intervals import Ints, wilson
-from preferences.resampling import Floats, percentiles, resampled_sums
+from intervals.interval import Ints, wilson
+from intervals.resampling import Floats, percentiles, resampled_sums
+from intervals.score import score_interval
 
 MAX_BOOTSTRAPPED = 200  # prompts: of more, 2,000 worlds take an hour
 

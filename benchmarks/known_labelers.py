@@ -8,7 +8,7 @@ to the last. An inattentive labeler answers unread, in under a second: in the or
 (`lazy_random`). An attentive one ties a whole task now and then.
 
 They see what people see, the texts in the order shown, so they answer through any door: `judged` is the shortest one,
-`preferences.door` goes to a store, `preferences.page.http_door` to a server. All that is drawn follows from (seed,
+`preferences.door` goes to a store, `labeling.http_door` to a server. All that is drawn follows from (seed,
 labeler, task) and (seed, response), so whoever asks gets the same answer.
 """
 

@@ -2,7 +2,7 @@
 
 Worlds whose labelers are known by construction (`benchmarks.known_labelers`) are drawn again and again, tasks and
 answers anew; every interval of `preferences.statistics.summary` is held against the truth (`benchmarks.label_truth`).
-The same labelers answer over HTTP in `tests/preferences/page/test_scripted_labelers.py`, and what they say is the same,
+The same labelers answer over HTTP in `tests/labeling/test_scripted_labelers.py`, and what they say is the same,
 so this counts for the door too. `tests/preferences/statistics/test_coverage.py` runs fewer worlds, docs/labels.md has
 the table of 2,000.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.known_labelers import Size, draw_world
 from benchmarks.label_truth import held_against_truth, is_covered
-from preferences.intervals import Tally, clustered_shares
+from intervals.interval import Tally, clustered_shares
 from preferences.statistics.alpha import Alpha
 from preferences.statistics.summary import summary
 

@@ -20,8 +20,8 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.known_labelers import CUTS, NUM_RESPONSES, NUM_WORDS, PACE_SPREAD, SHARED_TASTE, TRAITS, Traits
-from preferences.intervals import Interval, Share
-from preferences.resampling import Floats
+from intervals.interval import Interval, Share
+from intervals.resampling import Floats
 from preferences.statistics.alpha import Alpha
 from preferences.statistics.habits import TOO_FAST_WORDS_PER_MINUTE
 from preferences.statistics.summary import LabelReport

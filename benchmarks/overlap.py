@@ -14,13 +14,13 @@ import ray
 import torch
 
 from cluster.group import WorkerGroup, disconnect
-from cluster.ppo_group import DisaggregatedGroup
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, initialise
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController, ScoreScale
+from ppo.groups import DisaggregatedGroup
 from ppo.rank import Parents
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig

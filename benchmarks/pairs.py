@@ -25,12 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from heed.collect import label_truth
-from heed.job_file import load_job
+from jobs.job_file import load_job
 from lm.dropout import sequence_keys
 from lm.source import skeleton
 from lm.tokenizer import Tokenizer
-from playground.world import World
 from preferences.records import Ranking, dense_ranks
 from preferences.splits import split_rankings
 from preferences.statistics.agreement import accuracy_against
@@ -40,6 +38,7 @@ from reward.learner import Beside, LearnerSource, RewardLearner
 from reward.objective import RankingObjective
 from reward.scoring import read_by
 from reward.stage import network_source
+from stages.world import World, label_truth
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.loop import LoopConfig, Objective, TrainingLoop

@@ -11,14 +11,14 @@ import numpy as np
 
 from evaluation.sampling import sequence_logprobs
 from evaluation.statistics.means import NUM_RESAMPLES
-from evaluation.statistics.score_interval import share_interval
+from intervals.interval import LEVEL, Interval
+from intervals.resampling import bootstrap_ratio
+from intervals.score import share_interval
 from lm.generation import generate
 from lm.model import LanguageModel
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
-from preferences.intervals import LEVEL, Interval
-from preferences.resampling import bootstrap_ratio
 from reading.fields import text_field
 from training.data import DataConfig, read_rows
 from training.seeds import derive_seed

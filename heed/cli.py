@@ -12,7 +12,7 @@ from heed.jobs_cli import jobs_app, submit
 from heed.label_cli import label_app
 from heed.measures_cli import measure_app
 from heed.options import First, JobFile, Only, Overrides, RunsFolder, Weights, Workers, read_job, read_weights
-from heed.progress import console, results_console
+from stages.progress import console, results_console
 
 app = typer.Typer(
     name="heed",
@@ -43,7 +43,7 @@ def run(
 
     A run that was interrupted continues where it stopped.
     """
-    from heed.pipeline import run_job
+    from jobs.pipeline import run_job
 
     run_job(read_job(job, override, workers, first, only), runs, first=first, only=only)
 
@@ -71,7 +71,7 @@ def plan(
 
     Exit code 1: it does not fit.
     """
-    from heed.planning.tables import show_plan
+    from jobs.planning.tables import show_plan
 
     if not show_plan(out, job, override or [], gpu, nodes, gpus_per_node, price, share, rows):
         raise typer.Exit(1)
@@ -82,9 +82,9 @@ def report(
     folder: Annotated[Path, typer.Argument(help="A run folder, such as runs/demo, or that of a comparison.")],
 ) -> None:
     """Write report.html and report.json of a run or a comparison anew."""
-    from heed.comparison.report import write_comparison_report
-    from heed.comparison.report_folder import is_comparison
-    from heed.reports.report import write_report
+    from compare.report.folder import is_comparison
+    from compare.report.page import write_comparison_report
+    from reports.report import write_report
 
     if is_comparison(folder):
         write_comparison_report(folder)
@@ -163,8 +163,8 @@ def chaos(
 
     Exit code 1: outputs differ, or a run did not recover as documented.
     """
-    from heed.chaos.campaign import run_chaos
-    from heed.chaos.result import summary
+    from chaos.campaign import run_chaos
+    from chaos.result import summary
 
     chosen = [kind.strip() for kind in kinds.split(",") if kind.strip()]
     result = run_chaos(job, override or [], runs, num_faults=faults, seed=seed, num_nodes=nodes, kinds=chosen)
@@ -186,7 +186,7 @@ def study(
     """
     from importlib.resources import files
 
-    from heed.study.study import QUICK, run_study
+    from studies.study import QUICK, run_study
 
     job = Path(str(files("configs").joinpath("jobs", "debug.toml" if quick else "study.toml")))
     found = run_study(finding, job, runs, num_seeds=seeds, overrides=[*(QUICK if quick else ()), *(override or [])])

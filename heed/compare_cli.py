@@ -10,12 +10,12 @@ import typer
 from rich.markup import escape
 
 from heed.label_cli import tell
-from heed.progress import StageProgress, console, results_console
+from stages.progress import StageProgress, console, results_console
 
 if TYPE_CHECKING:
+    from compare.comparing import Outcome, Progress
+    from compare.folder import Settings
     from evaluation.answers import OnProgress
-    from heed.comparison.comparing import Outcome, Progress
-    from heed.comparison.folder import Settings
 
 LONGEST_NAME = 80
 ODDITIES = "oddities.jsonl"  # of a file of judgments, in the comparison's folder
@@ -65,10 +65,11 @@ def compare(
 
     A comparison that was interrupted goes on. The same command again asks people what they have said since.
     """
+    from compare.comparing import Compared, take_verdicts
+    from compare.comparing import compare as compare_policies
+    from compare.judges import Asking, Judging
     from evaluation.policies.policy import Sampling
-    from heed.comparison.comparing import Compared, take_verdicts
-    from heed.comparison.comparing import compare as compare_policies
-    from heed.comparison.judges import Asking, Judging
+    from jobs.worlds import open_world
     from training.data import DataConfig
 
     if verdicts and (policies or prompts or judge):
@@ -81,7 +82,7 @@ def compare(
         tell(report, folder / ODDITIES if report.oddities else None)
     else:
         asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
-        judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, seed)
+        judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, seed, open_world)
         data = DataConfig(source=prompts, split=split, subset=subset, max_rows=max_prompts)
         sampling = Sampling(num_samples, temperature, max_tokens, seed, "bf16" if bf16 else "fp32", reference)
         compared = Compared(policies or [], data, category, judge or [], sampling, judging, allow_empty)
@@ -105,13 +106,14 @@ def judge_again(
     cache: Cache = None,
 ) -> None:
     """Judge a comparison by further judges, without sampling again. What the others said stays."""
-    from heed.comparison.comparing import judge_again as judge_folder
-    from heed.comparison.folder import holding, read_judged, read_settings
-    from heed.comparison.judges import Asking, Judging, open_judges
+    from compare.comparing import judge_again as judge_folder
+    from compare.folder import holding, read_judged, read_settings
+    from compare.judges import Asking, Judging, open_judges
+    from jobs.worlds import open_world
 
     settings = read_settings(folder)
     asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
-    judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, settings["seed"])
+    judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, settings["seed"], open_world)
     prompts, _, _ = read_judged(folder)
     opened = open_judges(judges, judging, prompts, len(settings["policies"]))
     with holding(folder), _bars() as progress:
@@ -182,7 +184,7 @@ def _tell_people(outcome: "Outcome", judges: Sequence[str]) -> None:
 
 
 def _conclude(outcome: "Outcome", folder: Path) -> None:
-    from heed.comparison.results import conclude, results_table
+    from compare.results import conclude, results_table
 
     if not outcome.has_verdicts:
         console.print("no verdicts yet, so there is nothing to report")

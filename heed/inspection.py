@@ -7,7 +7,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from heed.job_file import read_toml, validated
+from jobs.job_file import read_toml, validated
 from lm.config import ModelConfig
 from lm.encoder_decoder import EncoderDecoder
 from lm.inspection import (

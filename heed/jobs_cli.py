@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from heed.options import First, JobFile, Only, Overrides, Workers, read_job, spell
-from heed.progress import console
+from stages.progress import console
 
 if TYPE_CHECKING:
     from cluster.jobs import ClusterJob, Jobs
@@ -39,8 +39,8 @@ def submit(
 
     The job is checked before anything is sent. Submitted again, a job that was stopped or lost continues.
     """
-    from heed.lineage import CODE_VERSION, code_version
-    from heed.submission import packed, run_command
+    from jobs.submission import packed, run_command
+    from stages.lineage import CODE_VERSION, code_version
 
     checked = read_job(job, override, workers, first, only)
     command = run_command(job, spell(override, workers, first, only), runs)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from heed.options import Weights, read_weights
-from heed.progress import console
+from stages.progress import console
 
 if TYPE_CHECKING:
+    from labeling.config import LabelingConfig
     from preferences.choosing import Method
     from preferences.formats.merging import Found
     from preferences.formats.parts import Oddity, Report
-    from preferences.page.config import LabelingConfig
     from preferences.people import People
     from preferences.store import LabelStore
 
@@ -134,7 +134,7 @@ def sample_for_labelers(
     seed: int = 0,
 ) -> None:
     """Put samples of policies before labelers. With reward models (--judge), those that they are least sure of."""
-    from heed.label_sampling import Choosing, sample_tasks
+    from collect.label_sampling import Choosing, sample_tasks
     from training.data import DataConfig, read_prompts
 
     asked = read_prompts(DataConfig(source=prompts))
@@ -184,7 +184,7 @@ def serve_labels(
     ] = None,
 ) -> None:
     """Serve the labeling page and its API. Where nobody leads yet, it prints a one-time link for a lead."""
-    from preferences.page.serve import serve
+    from labeling.serve import serve
 
     told = _labeling_config(config, public_url, trusted_proxy or [], trusted_host or [])
     serve(store, told, host=host, port=port, announce=typer.echo)
@@ -246,7 +246,7 @@ def _labeling_config(
     path: Path | None, public_url: str, proxies: Sequence[str], hosts: Sequence[str]
 ) -> "LabelingConfig":
     """The file's configuration with what the command line says of the server instead."""
-    from preferences.page.config import LabelingConfig
+    from labeling.config import LabelingConfig
 
     told = LabelingConfig.load(path) if path is not None else LabelingConfig()
     options = {"public_url": public_url, "trusted_proxies": tuple(proxies), "trusted_hosts": tuple(hosts)}

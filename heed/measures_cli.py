@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from heed.options import Weights, read_weights
-from heed.progress import console, results_console
+from stages.progress import console, results_console
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,7 +85,7 @@ def measure_over_optimisation(
 ) -> None:
     """Proxy and gold score against √KL, along PPO and of best-of-n; fits, optimum, and where to stop."""
     from heed.measures_tables import over_optimisation_tables
-    from heed.over_optimisation import measure_run
+    from studies.over_optimisation import measure_run
 
     with console.status("sampling") as status:
         found = measure_run(
@@ -164,7 +164,7 @@ def measure_harness(
 
 def _tell(shown: "Sequence[Any]", found: Any, json_file: Path | None) -> None:
     """Tables and words on the terminal, everything in the file."""
-    from preferences.intervals import plain
+    from intervals.interval import plain
 
     for part in shown:
         results_console().print(part)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from heed.job import JobConfig
+    from jobs.job import JobConfig
 
 JobFile = Annotated[Path | None, typer.Argument(help="The job file; the built-in demo where it is left out.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="ppo.kl_coef=0.05, say; may repeat.")]
@@ -22,8 +22,8 @@ RunsFolder = Annotated[Path, typer.Option("--runs", help="Where run folders lie.
 
 def read_job(path: Path | None, overrides: list[str] | None, workers: int, first: str, only: str) -> "JobConfig":
     """The checked job. Errors: ValueError for an unknown stage, and what `load_job` finds."""
-    from heed.job import STAGES
-    from heed.job_file import load_job
+    from jobs.job import STAGES
+    from jobs.job_file import load_job
 
     for option, stage in (("--from", first), ("--only", only)):
         if stage and stage not in STAGES:

@@ -4,7 +4,7 @@ import json
 import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,45 +23,8 @@ from playground.instructions import (
 )
 from playground.labelers import LabelerConfig, ScriptedLabeler, draw_labelers
 from playground.vocabulary import CATEGORIES
-from preferences.records import Labeler
 
 Turns = list[dict[str, str]]  # messages of role and content
-
-
-class World(Protocol):
-    """What the stages and the report need of a world."""
-
-    @property
-    def judge_names(self) -> tuple[str, ...]:
-        """Names of the judges that the report shows beside reward models: here the gold scorer's."""
-
-    def describe(self) -> str:
-        """One sentence on what the gold scorer measures."""
-
-    @property
-    def pass_mark(self) -> float:
-        """The gold score above which a response counts as good."""
-
-    def write_data(self, folder: Path, seed: int) -> None:
-        """Writes the JSONL files of every stage into the folder.
-
-        pretrain, pretrain_heldout: {"text"}; demonstrations, demonstrations_heldout: {"messages"};
-        collect_prompts, ppo_prompts, compare_prompts: {"prompt_id", "messages", "kind"}.
-        No prompt's text occurs twice, within or across the files.
-        """
-
-    def gold_scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        """Gold scores, higher is better. Stateless: they depend on the texts alone."""
-
-    def label_truth(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        """What the labelers would go by without noise, position bias and taste. Higher is better."""
-
-    def labelers(self, seed: int) -> Sequence[Labeler]:
-        """The scripted labelers; their judgments depend on the seed and on what is shown, not on call order."""
-
-    def judged_pairs(self) -> list[tuple[Turns, Turns]]:
-        """(better, worse) conversations in an order that people gave; empty where there are none."""
-
 
 DRAWS: dict[str, Callable[[random.Random], Request]] = {
     "story": draw_story,

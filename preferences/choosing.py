@@ -15,9 +15,9 @@ from typing import Literal
 
 import numpy as np
 
-from preferences.intervals import LEVEL, Interval
+from intervals.interval import LEVEL, Interval
+from intervals.resampling import NUM_RESAMPLES, Floats, percentiles, resampled_sums
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Task
-from preferences.resampling import NUM_RESAMPLES, Floats, percentiles, resampled_sums
 from preferences.statistics.panel import prompt_numbers
 
 MAX_SETS = 5_000  # of responses of one prompt; each has its probability

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -255,3 +256,47 @@ def chat_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
         yield server
         server.shutdown()
         thread.join()
+
+
+class Outline(HTMLParser):
+    """Tags, ids, references, comments and unclosed elements of a page that loads and runs nothing."""
+
+    VOID = frozenset({"meta", "br", "img", "link", "hr", "input"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.open: list[str] = []
+        self.comments: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            assert not name.startswith("on"), f"{tag} has the handler {name}"
+            assert name != "src", f"{tag} loads {value}"
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("href", "aria-labelledby"):
+                self.references.append((value or "").removeprefix("#"))
+            if name == "clip-path":
+                self.references.append((value or "")[5:-1])
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_comment(self, data: str) -> None:
+        self.comments.append(data)
+
+
+@pytest.fixture(scope="session")
+def read_page() -> Callable[[str], Outline]:
+    """Parses a page."""
+    return Outline

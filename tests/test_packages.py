@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from heed.lineage import CODE_VERSION
+from stages.lineage import CODE_VERSION
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

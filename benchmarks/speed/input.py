@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from benchmarks.speed.table import spread, taken_on
-from heed.job_file import load_job
+from jobs.job_file import load_job
 from lm.encoder import MaskedLanguageModel
 from lm.encoder_decoder import EncoderDecoder
 from lm.model import LanguageModel

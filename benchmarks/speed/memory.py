@@ -21,11 +21,11 @@ from benchmarks.speed.peak import peak_growth
 from benchmarks.speed.process import run
 from benchmarks.speed.table import taken_on
 from benchmarks.speed.work import Sizes, write_work
-from heed.job import JobConfig
-from heed.job_file import load_job
-from heed.planning.hardware import GIB, Hardware
-from heed.planning.memory import Memory
-from heed.planning.plan import Setting, make_plan
+from jobs.job import JobConfig
+from jobs.job_file import load_job
+from jobs.planning.hardware import GIB, Hardware
+from jobs.planning.memory import Memory
+from jobs.planning.plan import Setting, make_plan
 from lm.model import LanguageModel
 from lm.weights import ModelFolder
 from ppo.colocated import ColocatedWorker

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from scipy import stats
 from scipy.special import expit
 
-from preferences.intervals import LEVEL, UNKNOWN, Interval, Ints, Share, Tally, clustered_mean, clustered_shares
-from preferences.resampling import Floats
+from intervals.interval import LEVEL, UNKNOWN, Interval, Ints, Share, Tally, clustered_mean, clustered_shares
+from intervals.resampling import Floats
 
 NUM_BINS = 10
 NUM_DRAWS = 2_000

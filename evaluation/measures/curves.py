@@ -12,8 +12,8 @@ import numpy as np
 from scipy import stats
 
 from evaluation.best_of_n import best_of_n_expected, best_of_n_kl
-from preferences.intervals import LEVEL, Interval, clustered_mean
-from preferences.resampling import Floats
+from intervals.interval import LEVEL, Interval, clustered_mean
+from intervals.resampling import Floats
 
 Kind = Literal["rl", "best_of_n"]
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from evaluation.diversity import distinct_n, repetition
 from evaluation.verdicts import Response
-from preferences.intervals import UNKNOWN, Interval, clustered_mean
+from intervals.interval import UNKNOWN, Interval, clustered_mean
 
 BLEU_N = 4
 BLEU_EPSILON = 0.1  # matches counted where there are none

@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 
 from evaluation.measures.curves import Curve, expanded_level
-from preferences.intervals import UNKNOWN, Interval
-from preferences.resampling import Floats, percentiles, resampled_sums
+from intervals.interval import UNKNOWN, Interval
+from intervals.resampling import Floats, percentiles, resampled_sums
 
 Axis = Literal["kl", "proxy"]
 

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from evaluation.measures.drawing import Drawn, Policy
 from evaluation.sampling import BATCH
+from intervals.interval import Interval, clustered_mean
+from intervals.resampling import Floats
 from lm.model import LanguageModel
 from lm.padding import pad_right
-from preferences.intervals import Interval, clustered_mean
-from preferences.resampling import Floats
 
 LOGITS_AT_ONCE = 2**24  # of each model; bounds memory at some hundreds of MB, however large the vocabulary
 MAX_PREFIXES = 200_000  # of an exact KL

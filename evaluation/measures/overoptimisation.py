@@ -17,8 +17,8 @@ import numpy.typing as npt
 from scipy import stats
 
 from evaluation.measures.curves import Curve, Kind, expanded_level
-from preferences.intervals import LEVEL, Interval
-from preferences.resampling import Floats, percentiles, resampled_sums
+from intervals.interval import LEVEL, Interval
+from intervals.resampling import Floats, percentiles, resampled_sums
 
 NUM_RESAMPLES = 4_000
 MIN_POLICIES = 3  # at distances of their own: two would be met by any α and β

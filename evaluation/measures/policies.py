@@ -7,7 +7,7 @@ import numpy as np
 
 from evaluation.measures.diversity import Diversity, measure_diversity
 from evaluation.verdicts import Response
-from preferences.intervals import UNKNOWN, Interval, clustered_mean
+from intervals.interval import UNKNOWN, Interval, clustered_mean
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import numpy as np
 from scipy import stats
 
 from evaluation.measures.calibration import ScoredPairs
-from preferences.intervals import LEVEL, Interval
-from preferences.resampling import Floats
+from intervals.interval import LEVEL, Interval
+from intervals.resampling import Floats
 
 SECTIONS: Mapping[str, Mapping[str, int]] = {
     "Chat": {

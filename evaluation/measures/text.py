@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from evaluation.sampling import sequence_logprobs
+from intervals.resampling import Floats
 from lm.model import LanguageModel
 from lm.tokenizer import Tokenizer
-from preferences.resampling import Floats
 
 Window = tuple[list[int], list[int]]  # what is given, what is foretold
 

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import numpy.typing as npt
 
-from evaluation.statistics.score_interval import score_interval
-from preferences.intervals import LEVEL, Interval, without_nan
-from preferences.resampling import Floats, bootstrap_ratio
+from intervals.interval import LEVEL, Interval, without_nan
+from intervals.resampling import Floats, bootstrap_ratio
+from intervals.score import score_interval
 
 NUM_RESAMPLES = 10_000
 

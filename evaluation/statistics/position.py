@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from evaluation.statistics.results import Flips, PositionBias
-from evaluation.statistics.score_interval import score_interval
 from evaluation.verdicts import Comparisons, Verdict
-from preferences.intervals import Ints, Share
-from preferences.resampling import Floats
+from intervals.interval import Ints, Share
+from intervals.resampling import Floats
+from intervals.score import score_interval
 
 NO_ORDER = "no order is known in which responses were shown"
 ONE_ORDER = "no two policies were shown in both orders, so position cannot be told from strength"

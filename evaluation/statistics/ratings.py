@@ -22,11 +22,11 @@ from scipy import special, stats
 from evaluation.statistics import choice
 from evaluation.statistics.connections import Truths, islands_of, reaches
 from evaluation.statistics.results import Rating, Ratings
-from evaluation.statistics.score_interval import decided_interval
 from evaluation.statistics.win_rates import expanded_level
 from evaluation.verdicts import Comparisons
-from preferences.intervals import LEVEL, Interval, Ints
-from preferences.resampling import Floats, percentiles, resampled_sums
+from intervals.interval import LEVEL, Interval, Ints
+from intervals.resampling import Floats, percentiles, resampled_sums
+from intervals.score import decided_interval
 
 NUM_RESAMPLES = 1_000
 ALL_TIED = "every verdict is a tie, and ties alone tell nothing of strengths but that no policy is shown ahead"

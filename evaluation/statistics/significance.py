@@ -12,8 +12,8 @@ from scipy import optimize, stats
 
 from evaluation.statistics.results import Power
 from evaluation.statistics.win_rates import counts_of
-from preferences.intervals import Ints
-from preferences.resampling import Floats
+from intervals.interval import Ints
+from intervals.resampling import Floats
 
 ALPHA = 0.05
 POWER = 0.8

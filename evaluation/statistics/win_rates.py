@@ -12,10 +12,10 @@ import numpy as np
 from scipy import stats
 
 from evaluation.statistics.results import Counts, WinRate
-from evaluation.statistics.score_interval import score_interval
 from evaluation.verdicts import Comparisons
-from preferences.intervals import LEVEL, UNKNOWN, Interval, Ints, Z
-from preferences.resampling import Floats, bootstrap_ratio, percentiles
+from intervals.interval import LEVEL, UNKNOWN, Interval, Ints, Z
+from intervals.resampling import Floats, bootstrap_ratio, percentiles
+from intervals.score import score_interval
 
 NUM_RESAMPLES = 2_000
 

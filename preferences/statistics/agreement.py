@@ -6,9 +6,9 @@ from itertools import combinations
 
 import numpy as np
 
-from preferences.intervals import Ints, Share, Tally, clustered_shares
+from intervals.interval import Ints, Share, Tally, clustered_shares
+from intervals.resampling import Floats
 from preferences.records import Ranking
-from preferences.resampling import Floats
 from preferences.statistics.panel import prompt_numbers
 
 TrueScores = Mapping[str, Sequence[float]] | Callable[[str], Sequence[float]]

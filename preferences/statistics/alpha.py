@@ -18,8 +18,8 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from preferences.intervals import LEVEL, Ints
-from preferences.resampling import NUM_RESAMPLES, Floats, percentiles, resampled_sums
+from intervals.interval import LEVEL, Ints
+from intervals.resampling import NUM_RESAMPLES, Floats, percentiles, resampled_sums
 from preferences.statistics.panel import PairCounts, Panel
 
 MAX_VALUES = 21  # of ratings, as from 0 to 10 in halves; each pair of values has a table's column

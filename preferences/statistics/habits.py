@@ -10,7 +10,7 @@ from itertools import chain
 
 import numpy as np
 
-from preferences.intervals import (
+from intervals.interval import (
     Interval,
     Share,
     Tally,
@@ -19,8 +19,8 @@ from preferences.intervals import (
     difference_of_means,
     median_interval,
 )  # fmt: skip
+from intervals.resampling import Floats
 from preferences.records import Judgment, Task
-from preferences.resampling import Floats
 from preferences.statistics.panel import Panel
 
 # Adults read English non-fiction silently at 238 words a minute on average, most at 175 to 300 (Brysbaert 2019,

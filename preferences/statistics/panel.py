@@ -11,9 +11,9 @@ from itertools import chain, combinations
 import numpy as np
 import numpy.typing as npt
 
-from preferences.intervals import Ints
+from intervals.interval import Ints
+from intervals.resampling import Floats
 from preferences.records import MIN_RESPONSES, Judgment, Message, Task
-from preferences.resampling import Floats
 
 Signs = npt.NDArray[np.int8]
 

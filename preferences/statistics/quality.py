@@ -13,9 +13,9 @@ from typing import Literal
 
 import numpy as np
 
-from preferences.intervals import Interval, Ints, Share, Tally, clustered_mean, clustered_shares
+from intervals.interval import Interval, Ints, Share, Tally, clustered_mean, clustered_shares
+from intervals.resampling import Floats
 from preferences.records import Task
-from preferences.resampling import Floats
 from preferences.statistics.panel import Panel, Signs, count_pairs, padded, pair_signs
 
 Verdict = Literal["passed", "failed", "not yet"]

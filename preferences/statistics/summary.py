@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from preferences.intervals import Share, plain
+from intervals.interval import Share, plain
 from preferences.records import Judgment, Task
 from preferences.standing import standing
 from preferences.statistics.agreement import share_of_tasks

@@ -13,9 +13,9 @@ from cluster.config import ClusterConfig
 from cluster.group import WorkerGroup, disconnect, require_room
 from cluster.places import ON_CPU, ON_GPU, NoPlaceError, choose_bundle, most_ranks_per_node, require_machine
 from cluster.worker import usable_cores
-from heed.job_file import load_job
-from heed.pipeline import run_job
-from heed.recovery import Workers
+from jobs.job_file import load_job
+from jobs.pipeline import run_job
+from jobs.recovery import Workers
 
 DEBUG = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
 ON_CPUS = ClusterConfig(use_gpus=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 from cluster.config import ClusterConfig
 from cluster.group import WorkerGroup, connect
 from cluster.places import living_nodes
-from heed.recovery import Workers, run_to_end
+from jobs.recovery import Workers, run_to_end
 from lm.progress import note_progress
 
 CONFIG = ClusterConfig(silence_seconds=20, wait_for_nodes_seconds=240)

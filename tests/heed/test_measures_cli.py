@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from heed.cli import app
-from heed.over_optimisation import kept_policies
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, initialise
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
+from studies.over_optimisation import kept_policies
 
 WORDS = ["fox", "dog", "bird", "bush", "hand", "brown"]
 DEBUG_JOB = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"

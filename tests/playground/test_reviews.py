@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from playground.reviews import ReviewsConfig, ReviewsWorld
 from playground.reviews_judges import ReviewLabeler, SentimentClassifier
 from playground.reviews_text import Finder, LabeledText, cut, read_labeled, sentences_of, split_sentences, words_of
-from playground.world import World
 from preferences.records import Message, ShownTask
+from stages.world import World
 
 REAL = Path(__file__).parents[3] / "shared" / "data"
 FILES = (

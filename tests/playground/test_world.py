@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from playground.grammar import parse_text
 from playground.instructions import kind_of, read_prompt
-from playground.world import KIND_WEIGHTS, PlaygroundConfig, PlaygroundWorld, World
+from playground.world import KIND_WEIGHTS, PlaygroundConfig, PlaygroundWorld
+from stages.world import World
 
 SMALL = PlaygroundConfig(
     num_pretrain_texts=200,

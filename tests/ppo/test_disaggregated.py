@@ -17,10 +17,10 @@ from torch import Tensor
 
 from cluster.config import ClusterConfig
 from cluster.group import WorkerError, WorkerGroup, WorkerLostError, disconnect
-from cluster.ppo_group import ColocatedGroup, DisaggregatedGroup
 from ppo import generator, learner
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
+from ppo.groups import ColocatedGroup, DisaggregatedGroup
 from ppo.rank import Parents
 from ppo.roles import Roles
 from training.config import EngineConfig

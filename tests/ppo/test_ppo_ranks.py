@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cluster.group import WorkerGroup, disconnect
-from cluster.ppo_group import ColocatedGroup
 from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
+from ppo.groups import ColocatedGroup
 from ppo.rank import Parents
 from ppo.roles import Roles
 from training.config import BatchConfig, EngineConfig

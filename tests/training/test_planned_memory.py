@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks.speed.peak import peak_growth
-from heed.planning.memory import Layout, Memory, count, forward_pass, training_memory
+from jobs.planning.memory import Layout, Memory, count, forward_pass, training_memory
 from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import Fresh

@@ -12,7 +12,7 @@ from evaluation.diversity import distinct_n
 from evaluation.measures.diversity import distinct_at, identical_share, measure_diversity, self_bleu
 from evaluation.measures.policies import measure_policies
 from evaluation.verdicts import Response
-from preferences.intervals import plain
+from intervals.interval import plain
 
 WORDS = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l"]
 

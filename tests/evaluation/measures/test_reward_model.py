@@ -18,11 +18,11 @@ from evaluation.measures.reward_model import (
     scored_pairs,
 )
 from evaluation.measures.rewardbench import SECTIONS, rewardbench_score
+from intervals.interval import plain
 from lm.config import ModelConfig
 from lm.model import ScalarModel, initialise
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
-from preferences.intervals import plain
 from reward.comparisons import encode_response
 from reward.scoring import Judge
 

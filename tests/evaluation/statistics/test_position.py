@@ -8,8 +8,8 @@ from scipy import stats
 
 from benchmarks.compare_worlds import comparisons
 from evaluation.statistics.position import NO_ORDER, ONE_ORDER, flips, position_bias
-from evaluation.statistics.score_interval import score_interval
 from evaluation.verdicts import Verdict
+from intervals.score import score_interval
 
 
 def shown(rows):

@@ -9,7 +9,7 @@ import pytest
 
 from evaluation.statistics.summary import summarise
 from evaluation.verdicts import Verdict, read_verdicts, write_rows
-from preferences.intervals import plain
+from intervals.interval import plain
 
 POLICIES = ("base", "better", "same")
 WINS = {("base", "better"): 0.25, ("base", "same"): 0.5, ("better", "same"): 0.75}  # of the first

@@ -6,7 +6,6 @@ from scipy import stats
 
 from benchmarks.compare_worlds import comparisons
 from evaluation.statistics.results import Counts
-from evaluation.statistics.score_interval import score_interval
 from evaluation.statistics.win_rates import (
     bootstrap_labelers,
     bootstrap_prompts,
@@ -16,6 +15,7 @@ from evaluation.statistics.win_rates import (
     pair_win_rate,
     prompt_means,
 )
+from intervals.score import score_interval
 
 
 def pair(rows):

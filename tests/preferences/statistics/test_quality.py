@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from preferences.intervals import (
+from intervals.interval import (
     Share,
     Tally,
     clustered_mean,
@@ -17,8 +17,8 @@ from preferences.intervals import (
     median_interval,
     wilson,
 )  # fmt: skip
+from intervals.resampling import MAX_CLUSTERS, resampled_sums
 from preferences.records import Judgment, Message, Ranking, Task, dense_ranks
-from preferences.resampling import MAX_CLUSTERS, resampled_sums
 from preferences.statistics.agreement import pairwise_agreement
 from preferences.statistics.habits import flag_counts, num_words, paces, ratings_of, words_per_minute
 from preferences.statistics.panel import Panel

@@ -1,0 +1,193 @@
+"""A campaign of faults against a job: undisturbed first, then again and again under faults, compared every time.
+
+All runs are on a cluster of several nodes on this machine, each on a host of its own where network namespaces can be
+made. Faults strike one after another, each once the run has got going again after the one before.
+"""
+
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+
+from chaos.disk import SmallDisk, small_disk, why_no_disk
+from chaos.driver import Driver
+from chaos.faults import KINDS
+from chaos.result import ChaosResult, Injected, differing_stages
+from chaos.round import Round, wait_for_nodes
+from chaos.schedule import Schedule
+from cluster.local import LocalCluster, host_names
+from cluster.network import Network, why_no_network
+from jobs.job import JobConfig
+from jobs.job_file import load_job
+from stages.progress import console
+
+FAULTS_PER_RUN = 6
+MAX_EMPTY_ROUNDS = 5
+MIN_DISK_BYTES = 64 << 20
+# A campaign does not wait for half an hour until a hang is beyond doubt. None of it changes a result.
+LIMITS = (
+    "cluster.silence_seconds=15",
+    "cluster.stall_seconds=60",
+    "cluster.start_seconds=90",  # a worker that is stopped before its first heartbeat is missed by this alone
+    "engine.collective_timeout_seconds=30",
+)
+
+
+def run_chaos(
+    job_file: Path | None,
+    overrides: Sequence[str],
+    runs: Path,
+    *,
+    num_faults: int,
+    seed: int,
+    num_nodes: int,
+    kinds: Sequence[str] = (),
+) -> ChaosResult:
+    """Run the job undisturbed, then under faults of these kinds (default: all that this machine allows).
+
+    Raises: ValueError for a job that cannot run here, and for kinds that are unknown or impossible; RuntimeError where
+    the undisturbed run fails, or a run does not end whatever the operator does.
+    """
+    impossible = _impossible_kinds()
+    chosen = choose_kinds(kinds, impossible)
+    overrides = [*LIMITS, *overrides]
+    job = load_job(job_file, overrides)
+    runs.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as closing:
+        closing.enter_context(_ends_when_terminated())
+        network = closing.enter_context(Network(host_names(num_nodes))) if "partition" not in impossible else None
+        cpus = -(-job.num_ranks // num_nodes)
+        cluster = closing.enter_context(LocalCluster(num_nodes, cpus, network))
+        campaign = Campaign(job, job_file, overrides, runs, cluster)
+        calm_seconds = campaign.run_calm()
+        if "disk" in chosen:
+            size = max(MIN_DISK_BYTES, 4 * _size_of(campaign.calm))
+            campaign.disk = closing.enter_context(small_disk(runs / f"{job.name}-chaos-disk", size))
+        begun = time.monotonic()
+        schedule = Schedule(num_faults, seed, chosen, job.stages)
+        num_empty = 0
+        while len(schedule):
+            num_before = len(schedule)
+            campaign.run_round(schedule)
+            num_empty = num_empty + 1 if len(schedule) == num_before else 0
+            if num_empty == MAX_EMPTY_ROUNDS:
+                raise RuntimeError(f"{num_empty} runs in a row ended before a fault could strike: stages are too short")
+        chaos_seconds = time.monotonic() - begun
+    unused = {kind: why for kind, why in impossible.items() if not kinds}
+    result = ChaosResult(
+        tuple(campaign.faults), campaign.rounds, tuple(sorted(campaign.differing)), calm_seconds, chaos_seconds, unused
+    )
+    (runs / f"{job.name}-chaos.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+def choose_kinds(asked: Sequence[str], impossible: dict[str, str]) -> list[str]:
+    """The kinds to draw from. By default a frozen node stands in for a partition where there can be none.
+
+    Raises: ValueError for a kind that does not exist, or not here.
+    """
+    for kind in asked:
+        if kind not in KINDS:
+            raise ValueError(f"--kinds: {kind!r} is no kind of fault; some of {', '.join(KINDS)} were expected")
+        if kind in impossible:
+            raise ValueError(f"--kinds: {kind} is not possible here: {impossible[kind]}")
+    if asked:
+        return list(dict.fromkeys(asked))
+    stand_in = "freeze" if "partition" in impossible else "partition"
+    return [kind for kind in KINDS if kind not in impossible and kind not in {"partition", "freeze"} - {stand_in}]
+
+
+def _impossible_kinds() -> dict[str, str]:
+    why = {"partition": why_no_network(), "disk": why_no_disk()}
+    return {kind: reason for kind, reason in why.items() if reason}
+
+
+class Campaign:
+    """The runs of one campaign, and what became of the faults so far."""
+
+    def __init__(
+        self, job: JobConfig, job_file: Path | None, overrides: Sequence[str], runs: Path, cluster: LocalCluster
+    ) -> None:
+        self.job, self.runs, self.cluster = job, runs, cluster
+        self._job_file, self._overrides = job_file, overrides
+        self.disk: SmallDisk | None = None
+        self.faults, self.differing, self.rounds = list[Injected](), set[str](), 0
+        self.calm = runs / f"{job.name}-calm"
+        self._stage_seconds = dict[str, float]()
+
+    def run_calm(self) -> float:
+        """The run that the others are compared with. Returns how long it took."""
+        begun = time.monotonic()
+        driver = self._start(self.calm)
+        if driver.process.wait() != 0:
+            raise RuntimeError(f"{driver.log}: the undisturbed run ended with {driver.process.returncode}")
+        for stage in self.job.stages:
+            lineage = json.loads((self.calm / stage / "lineage.json").read_text(encoding="utf-8"))
+            self._stage_seconds[stage] = lineage["seconds"]
+        return time.monotonic() - begun
+
+    def run_round(self, schedule: Schedule) -> None:
+        """One run to its end, struck by the next faults of the schedule."""
+        self.rounds += 1
+        name = f"{self.job.name}-chaos-{self.rounds}"
+        folder = (self.disk.folder if self.disk else self.runs) / name
+        run = Round(folder, lambda: self._start(folder), cluster=self.cluster, disk=self.disk, stages=self.job.stages)
+        try:
+            self._strike_with(run, schedule)
+            run.finish()
+            self.differing |= set(differing_stages(self.calm, folder))
+        finally:
+            run.close()
+            self.faults += run.faults
+            if self.disk and folder.exists():
+                shutil.move(folder, self.runs / name)
+
+    def _strike_with(self, run: Round, schedule: Schedule) -> None:
+        plan = schedule.take(FAULTS_PER_RUN)
+        for planned in plan:
+            if not run.reach(planned, self._stage_seconds[planned.stage]):
+                break
+            fault = run.strike(planned)
+            noticed = f", noticed after {fault.noticed_seconds:.1f} s" if fault.noticed_seconds >= 0 else ""
+            message = f": {fault.message}" if fault.message else ""
+            number = len(self.faults) + len(run.faults)
+            console.print(
+                f"fault {number}: {fault.what} in {fault.stage}{noticed}, {fault.outcome}{message}", markup=False
+            )
+        schedule.give_back(plan[len(run.faults) :])
+
+    def _start(self, folder: Path) -> Driver:
+        """Once the cluster is whole, as an operator would."""
+        wait_for_nodes(self.cluster)
+        changed = [part for override in [*self._overrides, f"name={folder.name}"] for part in ("--set", override)]
+        job = [str(self._job_file)] if self._job_file else []
+        command = [sys.executable, "-c", "from heed.cli import main; main()", "run", *job, *changed]
+        return Driver(
+            self.cluster.driver_command([*command, "--runs", str(folder.parent)]),
+            self.cluster.environment,
+            self.runs / f"{folder.name}.log",
+        )
+
+
+def _size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@contextmanager
+def _ends_when_terminated() -> Iterator[None]:
+    """SIGTERM as Ctrl-C, so that namespaces, mounts and processes are removed then too."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

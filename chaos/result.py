@@ -1,0 +1,115 @@
+"""What a campaign found, and what it reads of a run folder to find it."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from jobs.job import STAGES
+from jobs.recovery import milestones
+from stages.lineage import LINEAGE, outputs_hash
+
+RIDDEN = "ridden through"  # no worker was given up
+RECOVERED = "recovered"  # by the driver itself
+RESTARTED = "restarted"  # the driver was killed, or ended with a message of one line; the same command continued
+FAILED = "failed"  # the driver ended with a traceback, or stood still
+
+# What `jobs.recovery.run_to_end` says once for every loss that it recovers from.
+LOSS = re.compile(r"^\w+: goes on from ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Injected:
+    """One fault and what became of it.
+
+    `noticed_seconds` is the time until the driver said that it lost workers, `recovered_seconds` until the run got
+    going again after the fault was over; -1 for what did not happen. `message` is the last line of a driver that ended.
+    """
+
+    kind: str
+    what: str
+    stage: str
+    outcome: str
+    noticed_seconds: float = -1.0
+    recovered_seconds: float = -1.0
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class ChaosResult:
+    """What became of a job under faults. `differing` are the stages whose outputs differ from the undisturbed run's,
+    `impossible` says for each kind that this machine does not allow why.
+    """
+
+    faults: tuple[Injected, ...]
+    rounds: int
+    differing: tuple[str, ...]
+    calm_seconds: float
+    chaos_seconds: float
+    impossible: dict[str, str]
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.differing) or any(fault.outcome == FAILED for fault in self.faults)
+
+
+def summary(result: ChaosResult) -> str:
+    """In a few lines: what struck and where, what became of it, how soon it was noticed, whether anything differs."""
+    faults, outcomes = result.faults, Counter(fault.outcome for fault in result.faults)
+    lines = [
+        f"{len(faults)} faults in {result.rounds} runs: {_counts([fault.kind for fault in faults])}",
+        f"by stage: {_counts([fault.stage for fault in faults])}",
+        "; ".join(f"{outcomes[name]} {name}" for name in (RIDDEN, RECOVERED, RESTARTED, FAILED) if outcomes[name]),
+    ]
+    for kind in dict.fromkeys(fault.kind for fault in faults):
+        noticed = [f.noticed_seconds for f in faults if f.kind == kind and f.noticed_seconds >= 0]
+        if noticed:
+            lines.append(
+                f"{kind}: {len(noticed)} losses noticed after {median(noticed):.1f} s (median),"
+                f" {max(noticed):.1f} s at most"
+            )
+    operator = [fault for fault in faults if fault.outcome == RESTARTED and fault.kind != "driver"]
+    lines += [f"operator restart after {fault.what} in {fault.stage}: {fault.message}" for fault in operator]
+    lines += [f"FAILED: {f.what} in {f.stage}: {f.message}" for f in faults if f.outcome == FAILED]
+    lines += [f"not possible here: {kind}: {why}" for kind, why in result.impossible.items()]
+    lines.append(
+        f"{result.calm_seconds:.0f} s undisturbed, {result.chaos_seconds / max(1, result.rounds):.0f} s per run under"
+        f" faults, {result.chaos_seconds / 60:.1f} min in all"
+    )
+    same = "every stage left the same bits" if not result.differing else f"differing: {', '.join(result.differing)}"
+    return "\n".join([*lines, same])
+
+
+def worse(one: tuple[str, str], other: tuple[str, str]) -> tuple[str, str]:
+    """Of two (outcome, message) the one that says more."""
+    order = (RIDDEN, RECOVERED, RESTARTED, FAILED)
+    return max(one, other, key=lambda found: order.index(found[0]))
+
+
+def _counts(names: Sequence[str]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in Counter(names).items())
+
+
+def stage_of(folder: Path) -> str:
+    """The stage that is at work in a run folder: begun, and not finished."""
+    begun = [stage for stage in STAGES if (folder / stage / "inputs.json").exists()]
+    return next((stage for stage in begun if not (folder / stage / LINEAGE).exists()), "start")
+
+
+def pulse(folder: Path) -> list[tuple[str, int]]:
+    """Something that changes with every step of a run: its stage, the sizes of its logs, and what it has saved."""
+    sizes = []
+    for path in folder.glob("*/metrics.jsonl"):
+        try:
+            sizes.append((str(path), path.stat().st_size))
+        except FileNotFoundError:  # the folder is away just now
+            continue
+    return [(stage_of(folder), 0), *sorted(sizes), *((stage, len(milestones(folder / stage))) for stage in STAGES)]
+
+
+def differing_stages(calm: Path, chaos: Path) -> list[str]:
+    """The stages whose outputs differ between two run folders."""
+    stages = [stage for stage in STAGES if (calm / stage).exists()]
+    return [stage for stage in stages if outputs_hash(calm / stage, stage) != outputs_hash(chaos / stage, stage)]

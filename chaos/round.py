@@ -1,0 +1,180 @@
+"""One run under faults: wait for the moment, strike, mend, and see the run get going again."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+from chaos.disk import SmallDisk
+from chaos.driver import Driver
+from chaos.faults import Fault, make_fault
+from chaos.result import FAILED, RECOVERED, RESTARTED, RIDDEN, Injected, pulse, stage_of, worse
+from chaos.schedule import Planned
+from cluster.local import LocalCluster
+from stages.lineage import LINEAGE
+
+LOOK_SECONDS = 0.05
+STUCK_SECONDS = 240.0  # a run that stands still for so long is given up, and the fault counted as failed
+MAX_ENDS = 5  # so often in a row may a driver end without getting anywhere
+
+
+class Round:
+    """One run under faults: its folder, its driver, and what became of the faults so far."""
+
+    def __init__(
+        self,
+        folder: Path,
+        start: Callable[[], Driver],
+        *,
+        cluster: LocalCluster,
+        disk: SmallDisk | None,
+        stages: Sequence[str],
+    ) -> None:
+        """`start` starts the run's driver, and starts it again where it left off."""
+        self._folder, self._start, self._cluster, self._disk, self._stages = folder, start, cluster, disk, stages
+        self.faults, self._driver = list[Injected](), start()
+        self._before = pulse(folder)  # as it was when it last stood still
+        self._num_ends = 0
+
+    def reach(self, planned: Planned, stage_seconds: float) -> bool:
+        """Wait for the moment of a fault; False where the last stage ends before. A stage that is over already is no
+        reason to wait: the fault strikes the one at work.
+        """
+        self._wait_until(self._is_moving)
+        due = self._stages[self._stages.index(planned.stage) :]
+        self._wait_until(
+            lambda: self._is_done or (stage_of(self._folder) in due and bool(self._cluster.worker_processes()))
+        )
+        if stage_of(self._folder) == planned.stage:
+            end = time.monotonic() + planned.moment * stage_seconds
+            self._wait_until(lambda: time.monotonic() >= end or stage_of(self._folder) != planned.stage)
+        self._wait_until(lambda: self._is_done or bool(self._cluster.worker_processes()))
+        return not self._is_done
+
+    def strike(self, planned: Planned) -> Injected:
+        """One fault, from its beginning until the run has got going again or has finished."""
+        stage, begun, losses = stage_of(self._folder), time.monotonic(), self._driver.num_losses
+        noticed = -1.0
+
+        def look() -> None:
+            nonlocal noticed
+            if noticed < 0 and not self._driver.was_killed and self._driver.num_losses > losses:
+                noticed = time.monotonic() - begun
+
+        what, is_unnoticed = self._endure(planned, look)
+        outcome, message = self._revive()
+        if is_unnoticed:
+            outcome, message = FAILED, f"not noticed in {STUCK_SECONDS:.0f} s"
+        self._before, moved = pulse(self._folder), time.monotonic()
+        stuck = moved + STUCK_SECONDS
+        while not self._is_moving() and not self._driver.has_finished:
+            look()
+            self._keep_up()
+            if not self._driver.is_running:
+                outcome, message = worse((outcome, message), self._revive())
+            elif time.monotonic() > stuck:
+                outcome, message = FAILED, f"stood still for {STUCK_SECONDS:.0f} s: {self._driver.last_line}"
+                self._driver.kill()
+                self._driver, stuck = self._start(), time.monotonic() + STUCK_SECONDS
+        look()
+        if outcome == RIDDEN and noticed >= 0:
+            outcome = RECOVERED
+        self.faults.append(Injected(planned.kind, what, stage, outcome, noticed, time.monotonic() - moved, message))
+        return self.faults[-1]
+
+    def _endure(self, planned: Planned, look: Callable[[], None]) -> tuple[str, bool]:
+        """The fault itself: strike, wait until it is over, mend. Returns what it was, and whether nobody noticed what
+        had to be.
+        """
+        if planned.kind == "driver":
+            self._driver.kill()
+            return "the driver killed", False
+        fault, end = self._make(planned), time.monotonic() + STUCK_SECONDS
+        due = min(time.monotonic() + fault.seconds, end)
+        try:
+            fault.strike()
+            while time.monotonic() < due and not fault.is_over and self._driver.is_running:
+                fault.keep_up()
+                look()
+                self._keep_up(fault.absent)
+        finally:
+            fault.mend()
+        return fault.what, time.monotonic() >= end
+
+    def _make(self, planned: Planned) -> Fault:
+        workers = self._cluster.worker_processes() or [0]
+        return make_fault(
+            planned.kind, Random(planned.seed), cluster=self._cluster, workers=workers, disk=self._disk,
+            folder=self._folder,
+        )  # fmt: skip
+
+    def finish(self) -> None:
+        """Wait until the run has come to its end."""
+        self._wait_until(lambda: False)
+
+    def close(self) -> None:
+        """End the driver if it still runs: the campaign has failed, or was stopped."""
+        if self._driver.is_running:
+            self._driver.kill()
+
+    def _revive(self) -> tuple[str, str]:
+        """Start a driver again that has ended early. Returns what that makes of the fault, and the driver's last line.
+
+        Raises: RuntimeError where it ends again and again.
+        """
+        driver = self._driver
+        if driver.is_running or driver.has_finished:
+            return RIDDEN, ""
+        if self._is_moving():
+            self._num_ends = 0
+        self._num_ends += 1
+        if self._num_ends > MAX_ENDS:
+            raise RuntimeError(f"{driver.log}: the run ended {self._num_ends} times in one place: {driver.last_line}")
+        self._driver = self._start()
+        if driver.was_killed:
+            return RESTARTED, ""
+        return (RESTARTED if driver.was_explained else FAILED), driver.last_line
+
+    def _blame(self, outcome: str, message: str) -> None:
+        """A driver ended early between two faults: the last one's doing.
+
+        Raises: RuntimeError where there was none.
+        """
+        if not self.faults:
+            raise RuntimeError(f"{self._driver.log}: the run ended before any fault: {message}")
+        last = self.faults[-1]
+        outcome, message = worse((last.outcome, last.message), (outcome, message))
+        self.faults[-1] = replace(last, outcome=outcome, message=message)
+
+    @property
+    def _is_done(self) -> bool:
+        """Whether all stages are finished, and at most the report is still being written."""
+        return self._driver.has_finished or (self._folder / self._stages[-1] / LINEAGE).exists()
+
+    def _is_moving(self) -> bool:
+        return pulse(self._folder) != self._before
+
+    def _wait_until(self, holds: Callable[[], bool]) -> None:
+        """Or until the driver has ended; one that ends early between faults is started again."""
+        end = time.monotonic() + 4 * STUCK_SECONDS
+        while not holds() and not self._driver.has_finished:
+            self._keep_up()
+            if not self._driver.is_running and not self._driver.has_finished:
+                self._blame(*self._revive())
+            if time.monotonic() > end:
+                raise RuntimeError(f"{self._driver.log}: the run does not come to its end: {self._driver.last_line}")
+
+    def _keep_up(self, absent: frozenset[str] = frozenset()) -> None:
+        self._cluster.fill(absent)
+        time.sleep(LOOK_SECONDS)
+
+
+def wait_for_nodes(cluster: LocalCluster) -> None:
+    """Until every node has joined. Raises: RuntimeError where one does not start again."""
+    end = time.monotonic() + STUCK_SECONDS
+    while not cluster.is_whole:
+        if time.monotonic() > end:
+            raise RuntimeError("the cluster's nodes do not start again")
+        cluster.fill()
+        time.sleep(LOOK_SECONDS)

@@ -1,0 +1,1 @@
+"""Stage 3: samples of the SFT policy, put to labelers."""

@@ -1,0 +1,125 @@
+"""Collecting preferences: K samples of the SFT policy a prompt, put to labelers through the label store's door."""
+
+import hashlib
+import json
+from collections.abc import Callable, Container, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from evaluation.sampling import Sample
+from preferences.door import answer_all
+from preferences.formats.own import ranking_row
+from preferences.records import MAX_RESPONSES, Message, Ranking, Task
+from preferences.results import Progress
+from preferences.statistics.agreement import accuracy_against, pairwise_agreement
+from preferences.store import LabelStore
+from stages.world import World, label_truth
+from training.config import Config
+from training.data import DataConfig, Prompt
+
+
+class CollectConfig(Config):
+    """`overlap_share` of the tasks go to `overlap_labelers` instead of one: what agreement is measured on."""
+
+    prompts: DataConfig
+    responses_per_prompt: int = Field(ge=2, le=MAX_RESPONSES)
+    max_response_tokens: int = Field(ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    overlap_share: float = Field(ge=0, le=1)
+    overlap_labelers: int = Field(default=2, ge=2)
+    instructions_version: str = "1"
+
+
+def make_tasks(
+    batch: str, prompts: Sequence[Prompt], samples: Sequence[Sample], source: str, *, taken: Container[str] = ()
+) -> list[Task]:
+    """One task per prompt. A prompt whose samples are all the same text has nothing to rank and is left out.
+
+    A task's id is a function of what the task shows. The order of the responses and the scripted labelers' noise are
+    drawn from it, so policies that differ only by rounding, and sample the same texts, get the same labels. `taken` are
+    the ids of other batches' tasks: asking about the same texts once more needs another id, which names the batch.
+    """
+    by_prompt: dict[str, list[str]] = {}
+    for sample in samples:
+        by_prompt.setdefault(sample.prompt_id, []).append(sample.response)
+    tasks = []
+    for prompt in prompts:
+        responses = by_prompt[prompt.prompt_id]
+        if len(set(responses)) == 1:
+            continue
+        task_id = f"{prompt.prompt_id}/{_digest(prompt.messages, responses)}"
+        tasks.append(
+            Task(
+                task_id=f"{task_id}/{batch}" if task_id in taken else task_id,
+                prompt=tuple(Message(**message) for message in prompt.messages),
+                responses=tuple(responses),
+                sources=(source,) * len(responses),
+            )
+        )
+    return tasks
+
+
+def _digest(*content: object) -> str:
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=6).hexdigest()
+
+
+def label(
+    store: LabelStore,
+    world: World,
+    tasks: Sequence[Task],
+    config: CollectConfig,
+    *,
+    batch: str,
+    seed: int,
+    on_progress: Callable[[Progress], None],
+) -> list[Ranking]:
+    """Put the tasks to the world's labelers; returns all rankings. Safe to call again after a kill.
+
+    Errors: ValueError where fewer labelers than a task wants leave tasks open.
+    """
+    num_overlapping = round(config.overlap_share * len(tasks))
+    quotas = [config.overlap_labelers if index < num_overlapping else 1 for index in range(len(tasks))]
+    store.add_tasks(tasks, batch=batch, num_labelers=quotas)
+    progress = answer_all(
+        store,
+        world.labelers(seed),
+        batch=batch,
+        client="scripted",
+        instructions_version=config.instructions_version,
+        on_progress=on_progress,
+    )
+    if progress.num_open:
+        raise ValueError(f"{progress.num_open} of {progress.num_tasks} tasks are open still: too few labelers")
+    return store.rankings(batch)
+
+
+def write_rankings(path: Path, rankings: Sequence[Ranking]) -> None:
+    """The JSONL that the reward stage reads."""
+    with path.open("w", encoding="utf-8") as file:
+        for ranking in rankings:
+            file.write(json.dumps(ranking_row(ranking)) + "\n")
+
+
+def collection_figures(
+    rankings: Sequence[Ranking], num_prompts: int, num_identical: int, world: World, responses_per_prompt: int
+) -> dict[str, Any]:
+    """What was collected, how far labelers agree, and how far they are right."""
+    truth = label_truth(rankings, world)
+    pairs = [
+        (first, second)
+        for ranking in rankings
+        for index, first in enumerate(ranking.ranks)
+        for second in ranking.ranks[index + 1 :]
+    ]
+    return {
+        "num_prompts": num_prompts,
+        "num_identical": num_identical,
+        "responses_per_prompt": responses_per_prompt,
+        "num_judgments": len(rankings),
+        "tie_share": sum(first == second for first, second in pairs) / len(pairs),
+        "agreement": pairwise_agreement(rankings).as_dict(),
+        "gold_accuracy": accuracy_against(rankings, truth).as_dict(),
+        "labelers": sorted({ranking.labeler for ranking in rankings}),
+    }

@@ -1,0 +1,230 @@
+"""Comparing policies: sample them, let judges say which response is better, and keep every row.
+
+A comparison that was interrupted goes on; one that is there already is judged by whom it has no verdicts of. People are
+asked again each time, for they may have said more.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from compare.folder import (
+    Settings,
+    holding,
+    read_judged,
+    read_settings,
+    refuse_other_settings,
+    sampled_before,
+    versions,
+    write_comparison,
+    write_verdicts,
+)
+from compare.judges import Judging, open_judges
+from evaluation.answers import OnProgress
+from evaluation.judges.judge import Judge, Pair, pairs_of, refuse_too_many_failures
+from evaluation.judges.made_elsewhere import read_verdict_file
+from evaluation.judges.people import PeopleJudge
+from evaluation.names import named_specs
+from evaluation.policies.local import LocalPolicy
+from evaluation.policies.policy import Policy, Sampling
+from evaluation.policies.remote import RemotePolicy
+from evaluation.policies.saved import SavedPolicy, is_saved
+from evaluation.prompts import read_compared_prompts
+from evaluation.verdicts import Response, Verdict, write_rows
+from preferences.formats.parts import Report
+from training.checkpoint import file_hash
+from training.data import DataConfig, Prompt
+
+MADE_ELSEWHERE = "made elsewhere"  # the kind of policies and judges that a file of judgments names
+
+Progress = Callable[[str], OnProgress]  # of the step by this name
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a comparison is of: specs of policies and judges as they were given, prompts, and how all are asked."""
+
+    policies: Sequence[str]
+    prompts: DataConfig
+    category: str
+    judges: Sequence[str]
+    sampling: Sampling
+    judging: Judging
+    allow_empty: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The settings with what came of them. Without `has_verdicts` there is no folder yet: people alone judge, nobody
+    has so far, and what they are to judge is in their label store.
+    """
+
+    settings: Settings
+    has_verdicts: bool
+
+
+def compare(compared: Compared, folder: Path, progress: Progress) -> Outcome:
+    """Compare in `folder`, or go on there.
+
+    Errors: ValueError for any input that is not as it should be, before anything is sampled; for a policy that does not
+    answer every prompt; for a judge that fails too often; where `folder` holds another comparison.
+    """
+    if len(compared.policies) < 2:
+        raise ValueError(f"{len(compared.policies)} policies; at least two to compare were expected")
+    if not compared.judges:
+        raise ValueError("--judge is missing; at least one judge was expected")
+    prompts = read_compared_prompts(compared.prompts, compared.category)
+    policies = open_policies(compared, prompts)
+    judges = open_judges(compared.judges, compared.judging, prompts, len(policies))
+    settings = _settings(compared, prompts, policies)
+    max_failed_share = compared.judging.asking.max_failed_share
+    with holding(folder) as aside:
+        if folder.exists():
+            refuse_other_settings(folder, read_settings(folder), settings)
+            return judge_again(folder, judges, max_failed_share, progress)
+        responses = _sample(policies, prompts, aside, progress)
+        settings["responses"] = {name: _counts(own) for name, own in responses.items()}
+        verdicts: list[Verdict] = []
+        for judge in judges:
+            entry, own = _judge(judge, pairs_of(prompts, responses), max_failed_share, progress)
+            settings["judges"].append(entry)
+            verdicts += own
+        if verdicts:
+            write_comparison(folder, settings, prompts, [row for own in responses.values() for row in own], verdicts)
+    return Outcome(settings, bool(verdicts))
+
+
+def judge_again(folder: Path, judges: Sequence[Judge], max_failed_share: float, progress: Progress) -> Outcome:
+    """Let judges judge a finished comparison, without sampling. A judge's verdicts take the place of those that the
+    folder has of its name; one that is as it was, and failed on nothing, is not asked again, unless it is people.
+
+    Errors: ValueError for a judge that fails too often, and for a folder that holds no comparison.
+    """
+    settings = read_settings(folder)
+    prompts, responses, verdicts = read_judged(folder)
+    pairs = pairs_of(prompts, responses)
+    by_judge: dict[str, list[Verdict]] = {entry["name"]: [] for entry in settings["judges"]}
+    for verdict in verdicts:
+        if verdict.judge in by_judge:  # else a run ended between writing it and naming its judge
+            by_judge[verdict.judge].append(verdict)
+    entries = {entry["name"]: entry for entry in settings["judges"]}
+    asked = [judge for judge in judges if _is_asked(judge, entries.get(judge.name, {}))]
+    for judge in asked:
+        entries[judge.name], by_judge[judge.name] = _judge(judge, pairs, max_failed_share, progress)
+    settings["judges"] = list(entries.values())
+    if asked:
+        write_verdicts(folder, settings, [verdict for own in by_judge.values() for verdict in own])
+    return Outcome(settings, has_verdicts=True)
+
+
+def take_verdicts(spec: str, form: str, folder: Path, *, category: str, seed: int) -> tuple[Outcome, Report]:
+    """A comparison of judgments that were made elsewhere, FILE or NAME=FILE; with what is odd about the file's rows.
+
+    Errors: those of `read_verdict_file`; ValueError where `folder` holds another comparison.
+    """
+    ((judge, source),) = named_specs([spec], "file")
+    found = read_verdict_file(source, form, judge=judge, category=category)
+    path = Path(source)
+    settings: Settings = {
+        "policies": [{"name": name, "kind": MADE_ELSEWHERE} for name in found.policies],
+        "prompts": {"num_prompts": len(found.prompts), "category": category},
+        "seed": seed,
+        "verdicts": {
+            "source": source,
+            "sha256": file_hash(path) if path.is_file() else "",
+            "format": found.format,
+            "oddities": found.report.counts(),
+            "num_same_policy": found.num_same_policy,
+            "num_unknown": found.num_unknown,
+            "num_again": found.num_again,
+        },
+        "responses": {name: _counts([row for row in found.responses if row.policy == name]) for name in found.policies},
+        "judges": [
+            {"name": name, "kind": MADE_ELSEWHERE} | _failed([row for row in found.verdicts if row.judge == name])
+            for name in found.judges
+        ],
+        "versions": versions(),
+    }
+    with holding(folder):
+        if folder.exists():
+            refuse_other_settings(folder, read_settings(folder), settings)
+            return Outcome(read_settings(folder), has_verdicts=True), found.report
+        write_comparison(folder, settings, found.prompts, found.responses, found.verdicts)
+    return Outcome(settings, has_verdicts=True), found.report
+
+
+def open_policies(compared: Compared, prompts: Sequence[Prompt]) -> list[Policy]:
+    """The policies of NAME=SPEC or SPEC. Errors: ValueError for whatever of one is not as it should be."""
+    policies: list[Policy] = []
+    for name, spec in named_specs(compared.policies, "policy"):
+        if spec.startswith(("http://", "https://")):
+            policies.append(RemotePolicy(name, prompts, compared.sampling, compared.judging.asking.asker(name, spec)))
+        elif is_saved(spec):
+            policies.append(SavedPolicy.open(name, spec, prompts, allow_empty=compared.allow_empty))
+        else:
+            policies.append(LocalPolicy.open(name, spec, prompts, compared.sampling))
+    return policies
+
+
+def _settings(compared: Compared, prompts: Sequence[Prompt], policies: Sequence[Policy]) -> Settings:
+    data = compared.prompts
+    path = Path(data.source)
+    return {
+        "policies": [policy.describe() for policy in policies],
+        "prompts": {
+            **data.model_dump(include={"source", "split", "subset", "max_rows"}),
+            "category": compared.category,
+            "sha256": file_hash(path) if path.is_file() else "",
+            "num_prompts": len(prompts),
+        },
+        "seed": compared.sampling.seed,
+        "responses": {},
+        "judges": [],
+        "versions": versions(),
+    }
+
+
+def _sample(
+    policies: Sequence[Policy], prompts: Sequence[Prompt], aside: Path, progress: Progress
+) -> dict[str, list[Response]]:
+    """Responses by policy; what was sampled before an interruption is read."""
+    responses: dict[str, list[Response]] = {}
+    for policy in policies:
+        path, found = sampled_before(aside, policy, prompts)
+        if not found:
+            found = policy.respond(progress(f"sample {policy.name}"))
+            write_rows(path, found)
+        responses[policy.name] = found
+    return responses
+
+
+def _is_asked(judge: Judge, known: Mapping[str, Any]) -> bool:
+    """Whether a judge has something to say that a folder's entry of its name does not hold."""
+    if known.get("kind") == MADE_ELSEWHERE:
+        raise ValueError(f"judge {judge.name!r} is called like that of judgments made elsewhere; NAME=SPEC names it")
+    is_as_it_was = known.items() >= judge.describe().items() and not known["num_failed"]
+    return isinstance(judge, PeopleJudge) or not is_as_it_was
+
+
+def _judge(
+    judge: Judge, pairs: Sequence[Pair], max_failed_share: float, progress: Progress
+) -> tuple[dict[str, Any], list[Verdict]]:
+    """A judge's entry in the settings, and its verdicts. Errors: ValueError where too many of them failed."""
+    verdicts = judge.judge(pairs, progress(f"judge {judge.name}"))
+    if isinstance(judge, PeopleJudge):  # that somebody skips a task is no fault
+        return judge.describe() | asdict(judge.put_tasks(pairs)) | _failed(verdicts), verdicts
+    refuse_too_many_failures(verdicts, max_failed_share)
+    return judge.describe() | _failed(verdicts), verdicts
+
+
+def _failed(verdicts: Sequence[Verdict]) -> dict[str, int]:
+    return {"num_verdicts": len(verdicts), "num_failed": sum(bool(verdict.failure) for verdict in verdicts)}
+
+
+def _counts(responses: Sequence[Response]) -> dict[str, int]:
+    return {
+        "num_responses": len(responses),
+        "num_empty": sum(not response.text.strip() for response in responses),
+        "num_unfinished": sum(response.finished is False for response in responses),
+    }

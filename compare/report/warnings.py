@@ -1,0 +1,138 @@
+"""What a reader should know before relying on a comparison, in words."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from compare.report.folder import ComparisonFolder
+from compare.report.words import listed, of, span
+from evaluation.statistics.results import JudgeSummary, PairSummary, Summary
+from evaluation.verdicts import Verdict
+from reports.words import Policy, number, percent
+
+FEW_PROMPTS = 100
+MANY_FLIPS = 0.2
+LEAST_AGREEMENT = 0.667  # below it Krippendorff would draw no conclusions (Content Analysis, 2004, ch. 11)
+UNEVEN_ORDER = 0.1  # from ½ of a pair's verdicts
+
+
+def warnings_of(folder: ComparisonFolder, summary: Summary, looks: Mapping[str, Policy]) -> tuple[str, ...]:
+    """Warnings, a sentence or two each, in order of the report's sections."""
+    found = [*_few_prompts(summary)]
+    for judge in summary.judges:
+        found += [*_labelers(folder, judge), *_lost(judge), *_order(folder, judge, looks), *_lengths(judge, looks)]
+    return (*found, *_agreement(summary), *_missing(folder))
+
+
+def _few_prompts(summary: Summary) -> list[str]:
+    if summary.num_prompts >= FEW_PROMPTS:
+        return []
+    return [f"Only {of(summary.num_prompts, 'prompt')}: differences that matter may well go unseen."]
+
+
+def _labelers(folder: ComparisonFolder, judge: JudgeSummary) -> list[str]:
+    names = {verdict.labeler for verdict in folder.verdicts if verdict.judge == judge.judge and not verdict.failure}
+    if len(names) == 1 and names != {judge.judge}:
+        return [f"All verdicts of the judge {judge.judge} are one labeler's; another may judge otherwise."]
+    if len(names) == 1 and len(folder.judges) == 1:
+        return [f"{judge.judge} is the only judge: no interval here shows what it gets wrong."]
+    apart = [pair for pair in judge.pairs if pair.different and pair.win_rate.over_labelers.low <= 0.5]
+    if apart:
+        rate = apart[0].win_rate
+        return [
+            f"With other labelers than these {number(rate.num_labelers)} of the judge {judge.judge} a difference might"
+            f" not show: the interval over labelers too is {span(rate.over_labelers.low, rate.over_labelers.high)}."
+        ]
+    return []
+
+
+def _lost(judge: JudgeSummary) -> list[str]:
+    """Failed verdicts, and prompts that a pair has no verdict on."""
+    found = []
+    if judge.num_failed:
+        share = judge.num_failed / (judge.num_failed + judge.num_verdicts)
+        found.append(
+            f"{of(judge.num_failed, 'verdict')} of the judge {judge.judge} failed ({percent(share)}); they count for"
+            " nobody."
+        )
+    missing = max((pair.num_prompts_missing for pair in judge.pairs), default=0)
+    if missing:
+        found.append(f"On up to {of(missing, 'prompt')} of a pair the judge {judge.judge} has no verdict that stands.")
+    return found
+
+
+def _order(folder: ComparisonFolder, judge: JudgeSummary, looks: Mapping[str, Policy]) -> list[str]:
+    found, bias = [], judge.position_bias
+    if bias.low > 0.5 or bias.high < 0.5:
+        which = "first" if bias.mean > 0.5 else "second"
+        often = bias.mean if bias.mean > 0.5 else 1 - bias.mean
+        found.append(
+            f"The judge {judge.judge} prefers the response shown {which}, {percent(often)} of the time"
+            f" ({span(bias.low, bias.high) if bias.mean > 0.5 else span(1 - bias.high, 1 - bias.low)})."
+        )
+        found += [text for pair in judge.pairs for text in _uneven(folder.verdicts, judge, pair, looks)]
+    changed = judge.flips.changed
+    if changed.mean > MANY_FLIPS:
+        found.append(
+            f"The judge {judge.judge} changes {percent(changed.mean)} of its verdicts"
+            f" ({span(changed.low, changed.high)}) when the order is turned."
+        )
+    return found
+
+
+def _uneven(
+    verdicts: Sequence[Verdict], judge: JudgeSummary, pair: PairSummary, looks: Mapping[str, Policy]
+) -> list[str]:
+    """A pair whose first policy was shown first much more, or much less, often than its second."""
+    firsts = Counter(
+        row.policy_a if row.first == "a" else row.policy_b
+        for row in verdicts
+        if row.judge == judge.judge and {row.policy_a, row.policy_b} == {pair.policy_a, pair.policy_b}
+        and row.first and not row.failure
+    )  # fmt: skip
+    if not firsts or abs(firsts[pair.policy_a] / firsts.total() - 0.5) <= UNEVEN_ORDER:
+        return []
+    share = percent(firsts[pair.policy_a] / firsts.total())
+    a, b = looks[pair.policy_a].title, looks[pair.policy_b].title
+    return [f"Beside {b}, {a} was shown first in {share} of these verdicts, which the bias turns into wins."]
+
+
+def _lengths(judge: JudgeSummary, looks: Mapping[str, Policy]) -> list[str]:
+    """Pairs whose difference is one of length."""
+    found = []
+    for pair in judge.pairs:
+        fitted = pair.length_controlled
+        if pair.different and not math.isnan(fitted.mean) and fitted.low <= 0.5:
+            a, b = looks[pair.policy_a].title, looks[pair.policy_b].title
+            found.append(
+                f"At equal length the judge {judge.judge} shows no preference for {a} over {b}: {percent(fitted.mean)}"
+                f" ({span(fitted.low, fitted.high)}), not {percent(pair.win_rate.mean)}."
+            )
+    return found
+
+
+def _agreement(summary: Summary) -> list[str]:
+    found = []
+    for judge in summary.judges:
+        alpha = judge.labelers.alpha.value
+        if judge.num_labelers > 1 and alpha < LEAST_AGREEMENT:
+            found.append(
+                f"The labelers of the judge {judge.judge} agree little: Krippendorff's α is {number(float(alpha))};"
+                f" {number(LEAST_AGREEMENT)} is the least to draw tentative conclusions on single prompts."
+            )
+    for entry in summary.agreement:
+        if entry.share.low <= 0.5:
+            found.append(
+                f"The judges {entry.judge_a} and {entry.judge_b} are not shown to agree more often than chance has it."
+            )
+    return found
+
+
+def _missing(folder: ComparisonFolder) -> list[str]:
+    """Prompts that a policy has no response to."""
+    answered = Counter(policy for policy, _ in {(row.policy, row.prompt_id) for row in folder.responses})
+    short = {name: len(folder.prompts) - answered[name] for name in folder.policies}
+    lacking = [f"{name} to {number(num)}" for name, num in short.items() if num]
+    if not lacking:
+        return []
+    return [f"Responses are missing, of {of(len(folder.prompts), 'prompt')}: {listed(lacking)}."]

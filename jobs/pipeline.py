@@ -1,0 +1,282 @@
+"""From a job to a finished run: which stages must run, in which order, and what each was made from."""
+
+import hashlib
+import os
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tenacity
+import tomli_w
+
+from cluster.group import WorkerError, disconnect
+from cluster.precision import resolve_precision
+from files.lock import hold
+from jobs.job import JobConfig
+from jobs.preflight import check_data, refuse_missing
+from jobs.recovery import Workers, run_to_end
+from jobs.run import SAMPLES, Run, sources_in
+from jobs.stages import STAGES, Stage
+from jobs.storage import missing_in_one_line
+from lm.hub import model_directory
+from lm.tokenizer import TOKENIZER_FILES
+from pretrain.stage import prepare_tokenizer
+from reward.elsewhere import FunctionReward
+from stages.lineage import LINEAGE, Inputs, finished_with, outputs_hash, require_outputs, started_with, write_lineage
+from stages.progress import StageProgress, console, follow, print_notice
+from training.checkpoint import file_hash, folder_hash, step_folders
+from training.failures import RunError, in_one_line
+from training.metrics import read_metrics
+from training.notices import speaking_through
+from training.stage import write_json
+
+FOLDER_SECONDS = 30.0  # for which a stage waits where its folder is away
+
+
+def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> Path:
+    """Run the stages that are not done, in order, and write the report. Returns the run folder.
+
+    `first` forces that stage and all after it; `only` runs one stage, if it must run, and no other.
+    Errors: ValueError for what the user can mend, before any training where it can be known.
+    """
+    folder = runs / job.name
+    refuse_missing(job)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--runs {runs}: {folder} cannot be created: {error.strerror}") from None
+    started = time.monotonic()
+    with ExitStack() as closing:
+        closing.enter_context(speaking_through(print_notice))
+        closing.enter_context(missing_in_one_line(folder))
+        closing.enter_context(hold(folder))
+        workers = Workers(job.world_sizes, folder, job.cluster, job.ranks_beside)
+        if os.environ.get("RAY_ADDRESS"):
+            closing.callback(disconnect)
+        closing.callback(workers.close)
+        engine = resolve_precision(job.engine, workers.check(), job.fewest_ranks, job.cluster.start_seconds)
+        job = job.model_copy(update={"engine": engine})
+        run = Run(job, folder, job.open_world(), workers)
+        _write_job(job, folder / "job.toml")
+        _prepare_world(run)
+        _prepare_tokenizer(run)
+        check_data(run)
+        _run_stages(run, first, only)
+    from reports.report import write_report  # draws, which takes a second to import and is not needed before
+
+    with missing_in_one_line(folder):
+        write_report(folder)
+    console.print(f"report: {folder / 'report.html'}  ({time.monotonic() - started:.0f} s)")
+    return folder
+
+
+def _run_stages(run: Run, first: str, only: str) -> None:
+    forced = False
+    for stage in STAGES:
+        if stage.name not in run.job.stages or (only and stage.name != only):
+            continue
+        forced = forced or stage.name == first
+        _require_parents(run, stage)
+        if only:
+            _say_stale_parents(run, stage)
+        inputs = _inputs(run, stage)
+        folder = run.stage_folder(stage.name)
+        finished = finished_with(folder, stage.name)
+        if not forced and finished is not None and finished[0] == inputs.fingerprint:
+            console.print(f"[dim]{stage.name}: unchanged, skipped")
+            continue
+        _open_folder(run, stage, inputs, forced)
+        begun = time.monotonic()
+        run.group.take_back()
+        config = run.resolve(getattr(run.job, stage.name))
+        try:
+            with follow(stage.name, folder) as progress:
+                work = partial(_run_stage, run, stage, config, progress, inputs, begun)
+                run_to_end(stage.name, folder, work, run.group.abandon)
+        except KeyboardInterrupt:
+            console.print(f"{stage.name}: stopped{_last_step(folder)}; the same command continues")
+            raise
+        except WorkerError as error:
+            if in_one_line(error):
+                raise
+            log = run.folder / "failure.log"
+            try:
+                log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+            except OSError:  # the folder is part of the trouble
+                raise error from None
+            raise RunError(f"{str(error).splitlines()[0]} (tracebacks: {log})") from error
+        shutil.rmtree(folder / SAMPLES, ignore_errors=True)  # parts of what the stage has made of them
+        console.print(f"{stage.name}: done in {time.monotonic() - begun:.0f} s")
+
+
+def _run_stage(run: Run, stage: Stage, config: Any, progress: StageProgress, inputs: Inputs, begun: float) -> None:
+    """Once its folder is there: without it the stage would begin again from nothing, beside what it has saved.
+
+    Raises:
+        RunError: the folder stays away, as a file system does that is no longer mounted.
+    """
+    folder = run.stage_folder(stage.name)
+    is_there = tenacity.Retrying(
+        retry=tenacity.retry_if_result(lambda found: not found),
+        stop=tenacity.stop_after_delay(FOLDER_SECONDS),
+        wait=tenacity.wait_fixed(0.5),
+        retry_error_callback=lambda _: False,
+    )((folder / "inputs.json").is_file)
+    if not is_there:
+        raise RunError(f"{folder} is missing; bring the folder back and run the same command again")
+    stage.run(run, config, progress)
+    require_outputs(folder, stage.name)
+    write_lineage(folder, inputs, time.monotonic() - begun)
+
+
+def _last_step(folder: Path) -> str:
+    """ " at step 85 of 112", and where it will resume; "" for a stage without steps."""
+    lines = read_metrics(folder / "metrics.jsonl")
+    if not lines:
+        return ""
+    saved = [found.name for found in step_folders(folder / "checkpoints")]
+    where = f" (its newest checkpoint is {saved[0]})" if saved else " (no checkpoint yet)"
+    return f" at step {lines[-1]['step']} of {lines[-1]['num_steps']}{where}"
+
+
+def _require_parents(run: Run, stage: Stage) -> None:
+    for parent in run.job.parents(stage.name):
+        if finished_with(run.stage_folder(parent), parent) is None:
+            raise ValueError(f"stage {stage.name} needs {parent}, which is not finished in {run.folder}")
+
+
+def _say_stale_parents(run: Run, stage: Stage) -> None:
+    """A stage that runs alone takes its parents as they are; where this job would make one anew, it says so."""
+    for parent in (other for other in STAGES if other.name in run.job.parents(stage.name)):
+        finished = finished_with(run.stage_folder(parent.name), parent.name)
+        grandparents = run.job.parents(parent.name)
+        is_known = all(finished_with(run.stage_folder(name), name) is not None for name in grandparents)
+        if finished is not None and is_known and finished[0] != _inputs(run, parent).fingerprint:
+            console.print(f"{parent.name}: made from other settings than this job's; {stage.name} takes it as it is")
+
+
+def _inputs(run: Run, stage: Stage) -> Inputs:
+    """What the stage would be made from now. How the work is split and logged changes no result and is left out."""
+    # TOML, in which a stage's config is kept, has no word for nothing.
+    sections = {
+        name: getattr(run.job, name).model_dump(mode="json", exclude_none=True)
+        for name in stage.sections
+        if getattr(run.job, name) is not None
+    }
+    config = {name: _without_layout(section) for name, section in sections.items()}
+    config["precision"] = run.job.engine.resolved_precision()
+    parents = {parent: outputs_hash(run.stage_folder(parent), parent) for parent in run.job.parents(stage.name)}
+    return Inputs(stage.name, run.job.seed, config, parents, _data_hashes(run, config))
+
+
+PLACEMENT = {"placement", "num_generators", "num_scorers", "weight_transport"}
+PATIENCE = {"reward_timeout_seconds", "reward_retries"}  # with somebody else's server
+LAYOUT = (
+    PLACEMENT | PATIENCE | {"micro_batch_size", "save_every_steps", "save_every_iterations", "evaluate_every_steps"}
+)
+
+
+def _without_layout(value: Any) -> Any:
+    """A dumped config without the keys that say how work is split and how often it is looked at."""
+    if isinstance(value, dict):
+        return {key: _without_layout(item) for key, item in value.items() if key not in LAYOUT}
+    return [_without_layout(item) for item in value] if isinstance(value, list) else value
+
+
+def _data_hashes(run: Run, config: Mapping[str, Any]) -> dict[str, str]:
+    """SHA-256 by name of what the config's sections read, of the model directory that one starts from, and of the file
+    in which its reward function is written.
+    """
+    found = {source: _source_hash(run.path_of(source)) for source in sources_in(dict(config))}
+    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for field in ("init_from", "reward_from"):
+            if section.get(field):
+                found[section[field]] = folder_hash(model_directory(section[field]))
+        if section.get("reward_function"):
+            found[section["reward_function"]] = file_hash(FunctionReward(section["reward_function"]).file)
+    return found
+
+
+def _source_hash(source: str) -> str:
+    """SHA-256 of a file or a folder; a hub id stands for itself."""
+    path = Path(source)
+    if path.is_dir():
+        return folder_hash(path)
+    return file_hash(path) if path.is_file() else hashlib.sha256(source.encode()).hexdigest()
+
+
+def _open_folder(run: Run, stage: Stage, inputs: Inputs, forced: bool) -> None:
+    """Continue an interrupted stage of the same inputs, on however many workers; else put it aside and start fresh."""
+    folder = run.stage_folder(stage.name)
+    interrupted = started_with(folder) == inputs.fingerprint and not (folder / LINEAGE).exists()
+    if folder.exists() and (forced or not interrupted):
+        _put_aside(run, folder)
+    folder.mkdir(exist_ok=True)
+    write_json(folder / "inputs.json", {"fingerprint": inputs.fingerprint})
+    config: dict[str, Any] = dict(inputs.config)
+    (folder / "config.toml").write_text(tomli_w.dumps({"seed": inputs.seed, **config}), encoding="utf-8")
+
+
+def _put_aside(run: Run, folder: Path) -> None:
+    """Nothing is deleted: a replaced stage moves to `replaced/`."""
+    target = run.folder / "replaced"
+    target.mkdir(exist_ok=True)
+    number = 1 + sum(1 for _ in target.glob(f"{folder.name}-*"))
+    folder.rename(target / f"{folder.name}-{number}")
+    console.print(f"{folder.name}: the earlier result is kept in {target / f'{folder.name}-{number}'}")
+
+
+def _prepare_world(run: Run) -> None:
+    """The world's data files."""
+    if run.job.world is None:
+        return
+    config = {"world": run.job.world.model_dump(mode="json")}
+    files = [value for value in config["world"].values() if isinstance(value, str) and Path(value).is_file()]
+    inputs = Inputs("world", run.job.seed, config, {}, {path: file_hash(Path(path)) for path in files})
+    _prepare(run, inputs, lambda folder: run.world.write_data(folder, run.job.seed))
+
+
+def _prepare_tokenizer(run: Run) -> None:
+    """The vocabulary, learned before any training so that every length can be checked."""
+    if run.job.pretrain is None:
+        return
+    assert run.job.model is not None
+    pretrain, model = run.resolve(run.job.pretrain), run.job.model
+    if pretrain.init_from:
+        config: dict[str, Any] = {key: getattr(pretrain, key) for key in ("init_from", "end_token", "pad_token")}
+        # Not the weights beside them, which may be large and are pretraining's own input.
+        files = [path for name in TOKENIZER_FILES if (path := model_directory(pretrain.init_from) / name).is_file()]
+        hashes = {str(path): file_hash(path) for path in files}
+    else:
+        texts = [text.model_dump() for text in run.job.pretrain.texts]  # unresolved: a run folder may be moved
+        shape = {"vocab_size": model.vocab_size, "kind": model.kind}
+        config = {"texts": texts, "tokenizer_texts": pretrain.tokenizer_texts, **shape}
+        hashes = _data_hashes(run, config)
+    inputs = Inputs("tokenizer", run.job.seed, config, {}, hashes)
+    _prepare(run, inputs, lambda folder: prepare_tokenizer(pretrain, model, folder))
+
+
+def _prepare(run: Run, inputs: Inputs, write: Callable[[Path], None]) -> None:
+    """Write `data/` of a step that needs no workers, unless it is there already."""
+    folder = run.stage_folder(inputs.stage)
+    finished = finished_with(folder, inputs.stage)
+    if finished is not None and finished[0] == inputs.fingerprint:
+        return
+    if folder.exists():
+        _put_aside(run, folder)
+    begun = time.monotonic()
+    (folder / "data").mkdir(parents=True)
+    write(folder / "data")
+    write_lineage(folder, inputs, time.monotonic() - begun)
+
+
+def _write_job(job: JobConfig, path: Path) -> None:
+    """The job as it was resolved, defaults included."""
+    values = job.model_dump(mode="json", exclude_none=True)  # TOML has no word for nothing
+    values["engine"]["precision"] = job.engine.resolved_precision()
+    path.write_text(tomli_w.dumps(values), encoding="utf-8")

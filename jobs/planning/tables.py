@@ -1,0 +1,133 @@
+"""A plan in words: tables for a terminal."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jobs.job_file import load_job
+from jobs.planning.hardware import GIB, hardware
+from jobs.planning.plan import Plan, Setting, StagePlan, make_plan, places
+
+# CUDA's context, NCCL's buffers and the gaps of an allocator are not counted; a tenth is what they commonly take.
+COMFORTABLE = 0.9
+
+
+def show_plan(
+    out: Console,
+    path: Path | None,
+    overrides: Sequence[str],
+    gpu: str,
+    num_nodes: int,
+    gpus_per_node: int,
+    price: float,
+    share_of_peak: float,
+    assumed_rows: int,
+) -> bool:
+    """Print the plan of a job file; whether it fits the hardware's memory.
+
+    Errors: ValueError for a job, a GPU or a number of nodes that will not do.
+    """
+    job = load_job(path, overrides, opens_models=False)
+    chosen = hardware(gpu, job.workers, job.engine.resolved_precision())
+    if price >= 0:
+        chosen = replace(chosen, dollars_per_hour=price)
+    nodes = places(num_nodes, gpus_per_node, job.num_ranks) if chosen.is_gpu else 1
+    plan = make_plan(job, Setting(chosen, share_of_peak, assumed_rows))
+    out.print(_heading(plan, nodes, gpus_per_node))
+    for stage in plan.stages:
+        out.print(f"\n[bold]{stage.name}[/]")
+        out.print(_batch_table(stage))
+        out.print(_memory_table(stage, chosen.memory_bytes))
+        for assumption in stage.assumptions:
+            out.print(f"  [dim]{escape(assumption)}")
+    out.print()
+    out.print(_summary(plan))
+    out.print(f"[dim]{_how(plan)}")
+    return plan.fits_memory
+
+
+def _heading(plan: Plan, nodes: int, gpus_per_node: int) -> str:
+    layout, chosen = plan.layout, plan.setting.hardware
+    where = f"{nodes} nodes x {gpus_per_node} {chosen.name}" if chosen.is_gpu else "this machine's CPU"
+    return (
+        f"{plan.job.name}: {layout.ranks} workers on {where}, ZeRO {layout.zero_stage},"
+        f" {'bf16' if layout.is_bf16 else 'fp32'}"
+    )
+
+
+def _batch_table(stage: StagePlan) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_row("  unit", stage.unit)
+    for name, number in stage.batch.items():
+        table.add_row(f"  {name}", f"{number:,}")
+    return table
+
+
+def _memory_table(stage: StagePlan, available: int) -> Table:
+    """What is held, then the phase that needs most beside it."""
+    memory = stage.memory
+    table = Table("  memory of a rank", "GiB", box=None, pad_edge=False)
+    table.columns[1].justify = "right"
+    for name, size in memory.held.items():
+        table.add_row(f"  {name}", _gib(size))
+    for name, size in memory.phases[memory.peak_phase].items():
+        table.add_row(f"  + {name} [dim]({memory.peak_phase})[/]", _gib(size))
+    others = [
+        f"{name} {_gib(sum(parts.values()))}" for name, parts in memory.phases.items() if name != memory.peak_phase
+    ]
+    table.add_row("  [bold]peak[/]", f"[bold]{_gib(memory.peak)}[/]")
+    table.add_row(f"  of {_gib(available)}", verdict(memory.peak, available))
+    if others:
+        table.add_row(f"  [dim]other phases: {', '.join(others)}[/]", "")
+    return table
+
+
+def verdict(peak: int, available: int) -> str:
+    """In a word, whether so many bytes fit."""
+    if peak > available:
+        return "[bold red]does not fit[/]"
+    return "[green]fits[/]" if peak <= COMFORTABLE * available else "[yellow]barely fits[/]"
+
+
+def _summary(plan: Plan) -> Table:
+    table = Table("stage", "steps", "a step", "in all", "dollars", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    hourly = plan.job.num_ranks * plan.setting.hardware.dollars_per_hour
+    for stage in plan.stages:
+        dollars = f"{stage.seconds / 3600 * hourly:,.0f}"
+        table.add_row(stage.name, f"{stage.num_steps:,}", _time(stage.seconds_per_step), _time(stage.seconds), dollars)
+    total = sum(stage.seconds for stage in plan.stages)
+    table.add_row("all", "", "", _time(total), f"{plan.dollars:,.0f}")
+    return table
+
+
+def _how(plan: Plan) -> str:
+    chosen, share = plan.setting.hardware, plan.setting.share_of_peak
+    rate = "measured just now" if not chosen.is_gpu else "dense bf16 peak"
+    return (
+        f"Times and costs are estimates: floating-point operations over {share:.0%} of {_rate(chosen.flops / 1e12)}"
+        f" TFLOP/s a rank ({rate}); sampling reads weights and cache at {share:.0%} of"
+        f" {_rate(chosen.bytes_per_second / 1e9)} GB/s. ${chosen.dollars_per_hour:.2f} an hour and rank (--price)."
+        " Loading, evaluation, checkpoints and waiting for the network are not counted. Memory leaves out what CUDA,"
+        " NCCL and Python take for themselves."
+    )
+
+
+def _rate(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.2f}" if size >= GIB else f"{size / GIB:.3f}"
+
+
+def _time(seconds: float) -> str:
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:.3g} s"

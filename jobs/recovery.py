@@ -1,0 +1,144 @@
+"""Losing workers and going on: a stage whose group lost a rank is begun again from its newest checkpoint."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cluster.config import ClusterConfig
+from cluster.group import WorkerError, WorkerGroup, WorkerLostError, disconnect, has_room, require_room
+from cluster.places import Bundle, NoPlaceError
+from cluster.shared_folder import require_shared
+from jobs.storage import STORAGE_SECONDS, storage_trouble, wait_for_storage
+from stages.progress import console
+from training.failures import RunError
+
+# A stage that is lost so often without having saved anything new will not get further by another try.
+MAX_LOSSES_IN_PLACE = 5
+
+FEWER_SECONDS = 60.0  # for places of a smaller group: the processes of the last one may not have ended yet
+
+
+class Workers:
+    """A job's workers: started when a stage first needs them, and again after a loss.
+
+    `sizes` are the numbers of workers that the job can do with, the largest first; it takes the first that the cluster
+    has room for. `num_beside` more ranks may run next to them. All of them must see the run's `folder`.
+    """
+
+    def __init__(self, sizes: Sequence[int], folder: Path, config: ClusterConfig, num_beside: int = 0) -> None:
+        self.sizes, self.folder, self.config, self.num_beside = sizes, folder, config, num_beside
+        self._bundle: Bundle | None = None
+        self._group: WorkerGroup | None = None
+        self._beside: dict[str, WorkerGroup] = {}
+
+    def __call__(self) -> WorkerGroup:
+        if self._group is None or not self._group.is_open:
+            self._group = self._placed(after_loss=self._group is not None)
+        return self._group
+
+    def beside(self, name: str, size: int) -> WorkerGroup:
+        """Another group, for roles that have workers of their own."""
+        if name not in self._beside or not self._beside[name].is_open:
+            self._beside[name] = self._started(size, self.config, after_loss=name in self._beside)
+        return self._beside[name]
+
+    def check(self) -> Bundle:
+        """Refuse a cluster, or without one this machine, that could never hold all of the job's ranks at once.
+
+        Which kind of place they take is decided here for the whole run: were it decided after a loss, a cluster that
+        misses a machine with GPUs would look like one of CPUs.
+
+        Returns: what each rank takes of its machine.
+
+        Raises: ValueError saying what is asked and what there is.
+        """
+        self._bundle = require_room(self.sizes[-1] + self.num_beside, use_gpus=self.config.use_gpus)
+        return self._bundle
+
+    def take_back(self) -> None:
+        """Between stages: a job that had to go on with fewer workers takes machines that have come back."""
+        if self._group is None or not self._group.is_open or self._group.num_workers == self.sizes[0]:
+            return
+        assert self._bundle is not None
+        if has_room(self.sizes[0] + self.num_beside, self._bundle):
+            console.print(f"{self.sizes[0]} workers have a place again")
+            self.abandon()
+
+    def _placed(self, *, after_loss: bool) -> WorkerGroup:
+        config = self.config
+        for size in self.sizes[:-1]:
+            try:
+                return self._started(size, config, after_loss=after_loss)
+            except NoPlaceError as error:
+                console.print(f"{error}; trying fewer")
+                # The wait is for the machines that are missing. Fewer workers have room now, or will not get it.
+                seconds = min(config.wait_for_nodes_seconds, FEWER_SECONDS)
+                config = config.model_copy(update={"wait_for_nodes_seconds": seconds})
+        return self._started(self.sizes[-1], config, after_loss=after_loss)
+
+    def _started(self, size: int, config: ClusterConfig, *, after_loss: bool) -> WorkerGroup:
+        group = WorkerGroup(size, config, bundle=self._bundle or self.check(), waits_for_nodes=after_loss)
+        require_shared(group, self.folder)
+        return group
+
+    def abandon(self) -> None:
+        """End all of them: where one group lost a rank, the others wait for what will not come."""
+        for group in (*self._beside.values(), *([self._group] if self._group is not None else [])):
+            group.close()
+
+    def close(self) -> None:
+        """End them, and leave the cluster."""
+        if self._group is not None:
+            self.abandon()
+            disconnect()
+
+
+def run_to_end(stage: str, folder: Path, work: Callable[[], None], abandon: Callable[[], None]) -> None:
+    """`work()`, again after every loss of a worker and every failure of the storage: it finds in the stage's `folder`
+    what was saved, and goes on. `abandon` ends what is left of the workers.
+
+    Raises: WorkerLostError after too many losses without progress; RunError where the storage stays away, or fails too
+    often without progress; all others as they come.
+    """
+    saved, num_failures = milestones(folder), 0
+    while True:
+        try:
+            work()
+            return
+        except (WorkerError, OSError) as error:
+            trouble = "" if isinstance(error, WorkerLostError) else storage_trouble(error, folder)
+            if not isinstance(error, WorkerLostError) and not trouble:
+                raise
+            abandon()
+            if trouble:
+                _await_storage(stage, folder, trouble, error)
+            found = milestones(folder)
+            num_failures = num_failures + 1 if found == saved else 1
+            saved = found
+            if num_failures == MAX_LOSSES_IN_PLACE:
+                raise _given_up(stage, num_failures, found, error, trouble) from error
+            first_line = trouble or str(error).split("\n")[0]
+            console.print(f"{first_line}\n{stage}: goes on {_since(found)}", markup=False)
+
+
+def _await_storage(stage: str, folder: Path, trouble: str, error: Exception) -> None:
+    console.print(f"{stage}: {trouble}; waiting up to {STORAGE_SECONDS:.0f} s for the storage", markup=False)
+    if not wait_for_storage(folder, STORAGE_SECONDS):
+        raise RunError(
+            f"{stage}: {trouble}: {folder} is missing or full; mend that and run the same command again"
+        ) from error
+
+
+def _given_up(stage: str, number: int, found: list[str], error: Exception, trouble: str) -> RuntimeError:
+    if trouble:
+        return RunError(f"{stage}: {trouble}: {number} times {_since(found)}; mend that and run the same command again")
+    return WorkerLostError(f"{error}\n{stage} lost workers {number} times {_since(found)} and was given up")
+
+
+def milestones(folder: Path) -> list[str]:
+    """What a stage has saved so far: its checkpoints, and the parts of its samples."""
+    found = [*folder.glob("checkpoints/step-*"), *folder.glob("samples/*/*.jsonl")]
+    return sorted(str(path.relative_to(folder)) for path in found)
+
+
+def _since(saved: list[str]) -> str:
+    return f"from {saved[-1]}" if saved else "from its start"

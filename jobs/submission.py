@@ -1,0 +1,105 @@
+"""A job on its way to a cluster: this code, the job file and the files that it names, in one folder.
+
+Left out: what the code needs. The cluster's machines are prepared with the pins of constraints.txt (docs/cluster.md);
+installing torch and compiling DeepSpeed's parts when a job starts would cost minutes a node and could fail late.
+"""
+
+import os
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from jobs.job import JobConfig
+from reading.rows import LOADERS
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = (
+    "lm", "reading", "intervals", "files", "training", "preferences", "playground", "reports", "labeling", "cluster",
+    "stages", "pretrain", "sft", "reward", "evaluation", "collect", "ppo", "compare", "jobs", "studies", "chaos",
+    "heed", "configs",
+)  # fmt: skip
+NAMING_FIELDS = ("source", "init_from", "reward_from")
+SHIPPED_MIB = 100  # the head keeps what is shipped in memory; more belongs on the shared folder
+
+
+def run_command(path: Path | None, options: Sequence[str], runs: Path) -> str:
+    """`heed run` with its options, as a shell command for the folder that `packed` makes.
+
+    Errors: ValueError for a runs folder that other machines cannot find.
+    """
+    if not runs.is_absolute():
+        raise ValueError(
+            f"--runs is {str(runs)!r}; an absolute path on storage that all machines of the cluster share was expected"
+        )
+    named = [path.name] if path else []
+    return shlex.join(["python", "-m", "heed", "run", *named, "--runs", str(runs), *options])
+
+
+@contextmanager
+def packed(path: Path | None, job: JobConfig) -> Iterator[Path]:
+    """A folder in which `heed run` finds everything where it is here; `job` was read from `path` (None: the demo).
+
+    Errors: ValueError for data that is missing, leads out of the current folder, or is too large to send.
+    """
+    names = list(_shipped(job))
+    with TemporaryDirectory(prefix="heed-submit-") as temporary:
+        folder = Path(temporary)
+        if path is not None:
+            shutil.copyfile(path, folder / path.name)
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            if Path(name).is_dir():
+                shutil.copytree(name, folder / name, dirs_exist_ok=True)
+            else:
+                shutil.copyfile(name, folder / name)
+        for package in PACKAGES:
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / package, folder / package, ignore=ignored, dirs_exist_ok=True)
+        yield folder
+
+
+def _shipped(job: JobConfig) -> Iterator[str]:
+    """The files and folders below the current one that the job names. Absolute paths are those of the cluster."""
+    room = SHIPPED_MIB * 2**20
+    for field, name in named_paths(job.model_dump()):
+        if Path(name).is_absolute():
+            continue
+        if not Path(name).exists():
+            if Path(name.removesuffix(".gz")).suffix in LOADERS:
+                raise ValueError(f"{field}: {name}: no such file")
+            continue  # a hub id, or what the run itself will write
+        if ".." in Path(name).parts:
+            raise ValueError(
+                f"{field} is {name!r}, which leads out of the current folder and cannot be shipped; a path below it, or"
+                " an absolute path on storage that all machines of the cluster share was expected"
+            )
+        room -= _num_bytes(Path(name))
+        if room < 0:
+            raise ValueError(
+                f"{field}: {name} makes more than {SHIPPED_MIB} MiB to ship; put it on storage that all machines of the"
+                " cluster share and name it by its absolute path"
+            )
+        yield name
+
+
+def named_paths(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """(field, value) of all that may name a file or a model in a dumped job."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in items:
+        field = f"{place}.{key}".removeprefix(".")
+        if isinstance(item, Path) or (key in NAMING_FIELDS and item):
+            yield field, str(item)
+        elif key == "reward_function" and ".py:" in item:
+            yield field, item.partition(":")[0]
+        else:
+            yield from named_paths(item, field)
+
+
+def _num_bytes(path: Path) -> int:
+    if path.is_file():
+        return path.stat().st_size
+    return sum(Path(folder, name).stat().st_size for folder, _, names in os.walk(path) for name in names)

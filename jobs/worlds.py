@@ -1,0 +1,25 @@
+"""The worlds that jobs name."""
+
+from pathlib import Path
+
+from jobs.job_file import load_job
+from playground.world import PlaygroundConfig, PlaygroundWorld
+from stages.world import World
+
+PLAYGROUND = "playground"
+
+
+def open_world(place: str) -> World:
+    """The world of a job file, or the playground by its name.
+
+    Raises: ValueError where `place` is neither, or the job has no world.
+    """
+    if place == PLAYGROUND:
+        return PlaygroundWorld(PlaygroundConfig())
+    path = Path(place)
+    if not place or not path.is_file():
+        raise ValueError(f"gold:{place}: gold:{PLAYGROUND}, or gold:JOB.toml of a job with a world")
+    world = load_job(path, []).open_world()
+    if world is None:
+        raise ValueError(f"{path} has no [world], so nothing scores its responses")
+    return world

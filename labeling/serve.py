@@ -1,0 +1,95 @@
+"""The labeling server as a process."""
+
+import errno
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from labeling.app import make_app
+from labeling.config import LabelingConfig, ServerConfig
+from labeling.timed_protocol import Deadlines, timed_protocol
+from preferences.database import create_or_check
+from preferences.people import People
+from preferences.store import LabelStore
+
+MAX_HEADER_BYTES = 32_000
+SHUTDOWN_SECONDS = 10
+EVERYWHERE = ("0.0.0.0", "::", "")  # not an address that a link could name
+
+
+def serve(
+    url_or_path: str | Path, config: LabelingConfig, *, host: str, port: int, announce: Callable[[str], None]
+) -> None:
+    """Serve the page and the API until interrupted. Where nobody leads yet, a one-time link for a lead is announced.
+
+    Raises ValueError for a database that cannot be one or is damaged, and for an address that cannot be listened on.
+    """
+    with _listening(host, port) as listener:
+        created = create_or_check(url_or_path)
+        with LabelStore(url_or_path) as store:
+            people = People(url_or_path)
+            try:
+                server = _reached_at(config.server, host, listener.getsockname()[1])
+                if created:
+                    announce(created)
+                announce(f"labeling page: {server.public_url}")
+                first = people.invite_first_lead()
+                if first is not None:
+                    announce(f"nobody leads yet; one-time link for {first[0]!r}: {server.link(first[1])}")
+                app = make_app(store, people, config.model_copy(update={"server": server}))
+                with suppress(KeyboardInterrupt):
+                    uvicorn.Server(server_settings(app, server)).run([listener])
+            finally:
+                people.close()
+
+
+def server_settings(app: Any, config: ServerConfig) -> uvicorn.Config:
+    """How uvicorn serves the application: with deadlines, and believing no header about who sends a request.
+
+    Whose headers are believed, the application knows (`ServerConfig.trusted_proxies`).
+    """
+    deadlines = Deadlines(config.header_seconds, config.body_seconds, config.reading_seconds, config.max_connections)
+    return uvicorn.Config(
+        app,
+        http=timed_protocol(deadlines),
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=config.keep_alive_seconds,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+    )
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket that others can connect to from now on. Raises ValueError where there can be none."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2_048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(
+                f"--port is {port}, which another program listens on at {host}; a free port was expected"
+            ) from error
+        raise ValueError(f"--host is {host!r} and --port {port}, where nothing can listen: {error.strerror}") from error
+
+
+def _reached_at(config: ServerConfig, host: str, port: int) -> ServerConfig:
+    """The configuration with the address that is listened on, where it says no public one.
+
+    A server that listens everywhere is reached by names that it cannot know, so it answers to all of them.
+    """
+    hosts = config.trusted_hosts
+    if not hosts:
+        hosts = ("*",) if host in EVERYWHERE and not config.public_url else (host,)
+    name = socket.gethostname() if host in EVERYWHERE else f"[{host}]" if ":" in host else host
+    url = config.public_url or f"http://{name}:{port}"
+    return config.model_copy(
+        update={"public_url": url, "trusted_hosts": tuple(h for h in hosts if h not in EVERYWHERE)}
+    )

@@ -1,0 +1,53 @@
+"""A world: data for every stage, a gold scorer, and labelers. The playground has the demo's."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from preferences.records import Labeler, Ranking
+
+Turns = list[dict[str, str]]  # messages of role and content
+
+
+class World(Protocol):
+    """What the stages and the report need of a world."""
+
+    @property
+    def judge_names(self) -> tuple[str, ...]:
+        """Names of the judges that the report shows beside reward models: here the gold scorer's."""
+
+    def describe(self) -> str:
+        """One sentence on what the gold scorer measures."""
+
+    @property
+    def pass_mark(self) -> float:
+        """The gold score above which a response counts as good."""
+
+    def write_data(self, folder: Path, seed: int) -> None:
+        """Writes the JSONL files of every stage into the folder.
+
+        pretrain, pretrain_heldout: {"text"}; demonstrations, demonstrations_heldout: {"messages"};
+        collect_prompts, ppo_prompts, compare_prompts: {"prompt_id", "messages", "kind"}.
+        No prompt's text occurs twice, within or across the files.
+        """
+
+    def gold_scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        """Gold scores, higher is better. Stateless: they depend on the texts alone."""
+
+    def label_truth(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        """What the labelers would go by without noise, position bias and taste. Higher is better."""
+
+    def labelers(self, seed: int) -> Sequence[Labeler]:
+        """The scripted labelers; their judgments depend on the seed and on what is shown, not on call order."""
+
+    def judged_pairs(self) -> list[tuple[Turns, Turns]]:
+        """(better, worse) conversations in an order that people gave; empty where there are none."""
+
+
+def label_truth(rankings: Sequence[Ranking], world: World) -> dict[str, list[float]]:
+    """What labelers without noise would go by: scores of each task's responses, by task id."""
+    unique = {ranking.task_id: ranking for ranking in rankings}
+    prompts = [r.prompt[-1].content for r in unique.values() for _ in r.responses]
+    responses = [response for r in unique.values() for response in r.responses]
+    scores = iter(world.label_truth(prompts, responses))
+    return {task_id: [next(scores) for _ in ranking.responses] for task_id, ranking in unique.items()}

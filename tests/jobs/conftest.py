@@ -1,0 +1,248 @@
+"""The debug job as a user runs it: `heed run` in a process group of its own, whose processes can all be found."""
+
+import hashlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEBUG_JOB = ROOT / "configs" / "jobs" / "debug.toml"
+MARK = "HEED_TEST_PROCESS"
+# Checkpoints every few steps, so that every stage is resumed in its middle; dropout, so that random draws are too.
+OVERRIDES = ("pretrain.save_every_steps=5", "reward.save_every_steps=2", "pretrain.dropout=0.1", "reward.dropout=0.1")
+
+
+def processes_of(mark: str) -> list[int]:
+    """Every process that inherited the mark: the command, its Ray, its workers."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            marked = folder.name.isdigit() and f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes()
+            # A zombie, ended and not yet waited for, has nothing left to do.
+            if marked and (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found.append(int(folder.name))
+        except OSError:  # it ended while it was looked at, or is another user's
+            continue
+    return found
+
+
+@dataclass
+class HeedCommand:
+    """One started `heed` command."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    log: Path
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(encoding="utf-8")
+
+    def wait(self, seconds: float = 300.0) -> int:
+        return self.process.wait(timeout=seconds)
+
+    def kill_everything(self) -> None:
+        """SIGKILL to the command's whole process group."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(timeout=30)
+
+    def wait_until_gone(self, seconds: float = 30.0) -> list[int]:
+        """Processes that are left after so long."""
+        end = time.monotonic() + seconds
+        while (left := processes_of(self.mark)) and time.monotonic() < end:
+            time.sleep(0.1)
+        return left
+
+
+@pytest.fixture(scope="session")
+def heed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., HeedCommand]]:
+    """Starts `heed` with some arguments; what still runs at the end is ended."""
+    started: list[HeedCommand] = []
+    logs = tmp_path_factory.mktemp("logs")
+    # Ray keeps sockets here, whose paths must be short.
+    ray_folder = tempfile.mkdtemp(prefix="heed-ray-")
+    # Ranks that tests in this process have named are none of the command's business; passive threads leave the cores
+    # to whoever has work.
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAY_ADDRESS")
+        and not name.startswith("ACCELERATE_")
+    }
+
+    def start(*arguments: str, environment: Mapping[str, str] | None = None, stdin: str = "") -> HeedCommand:
+        mark = f"{os.getpid()}-{len(started)}"
+        log, typed = logs / f"{len(started)}.log", logs / f"{len(started)}.in"
+        typed.write_text(stdin, encoding="utf-8")
+        marked = {"OMP_WAIT_POLICY": "PASSIVE", "RAY_TMPDIR": ray_folder, "PYTHONPATH": str(ROOT), MARK: mark}
+        with log.open("w") as output, typed.open() as lines:
+            process = subprocess.Popen(
+                [sys.executable, "-c", "from heed.cli import main; main()", *arguments],
+                cwd=ROOT, env={**inherited, **marked, **(environment or {})}, text=True,
+                stdin=lines, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        started.append(HeedCommand(process, mark, log))
+        return started[-1]
+
+    yield start
+    for command in started:
+        if command.process.poll() is None:
+            command.kill_everything()
+        for process in command.wait_until_gone():
+            os.kill(process, signal.SIGKILL)
+    shutil.rmtree(ray_folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def overrides() -> tuple[str, ...]:
+    """What every debug run here changes."""
+    return OVERRIDES
+
+
+RunDebug = Callable[[Path, Sequence[str]], HeedCommand]
+
+
+@pytest.fixture(scope="session")
+def run_debug(heed: Callable[..., HeedCommand], overrides: tuple[str, ...]) -> RunDebug:
+    """Starts the debug job with further arguments."""
+
+    def start(runs: Path, arguments: Sequence[str] = ()) -> HeedCommand:
+        changed = [part for override in overrides for part in ("--set", override)]
+        return heed("run", str(DEBUG_JOB), "--runs", str(runs), *changed, *arguments)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def started_run(run_debug: RunDebug, tmp_path_factory: pytest.TempPathFactory) -> tuple[HeedCommand, Path]:
+    """The run nobody touches, on its way; tests that need its end ask for `finished_run`."""
+    runs = tmp_path_factory.mktemp("untouched")
+    return run_debug(runs, ()), runs / "debug"
+
+
+@pytest.fixture(scope="session")
+def finished_run(started_run: tuple[HeedCommand, Path]) -> Path:
+    """The folder of a finished debug run. Read only."""
+    command, folder = started_run
+    assert command.wait() == 0, command.output
+    return folder
+
+
+@pytest.fixture(scope="session")
+def processes() -> Callable[[str], list[int]]:
+    """Every process that inherited a command's mark."""
+    return processes_of
+
+
+OUTPUTS = (
+    "pretrain/model/model.safetensors",
+    "sft/model/model.safetensors",
+    "collect/rankings.jsonl",
+    "reward/model/model.safetensors",
+    "ppo/model/model.safetensors",
+    "ppo/model_ema/model.safetensors",
+    "compare/samples.jsonl",
+    "compare/results.json",
+)
+
+
+@pytest.fixture(scope="session")
+def hashes() -> Callable[[Path], dict[str, str]]:
+    """SHA-256 of everything that a run's stages leave to others."""
+    return lambda folder: {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in OUTPUTS}
+
+
+@pytest.fixture(scope="session")
+def num_steps() -> Callable[[Path], int]:
+    """Steps that a stage's log holds so far."""
+
+    def count(stage: Path) -> int:
+        path = stage / "metrics.jsonl"
+        return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
+
+    return count
+
+
+@dataclass
+class RayHead:
+    """A running Ray head on loopback, and what a client's environment needs for it."""
+
+    address: str
+    token: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"HEED_ADDRESS": self.address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def wait_for_answer(head: RayHead, process: subprocess.Popen[bytes], log: Path, seconds: float = 240.0) -> None:
+    """Until the Jobs API answers one who has the token."""
+    asked = urllib.request.Request(
+        f"{head.address}/api/jobs/", headers={"Authorization": f"Bearer {head.token.read_text()}"}
+    )
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return urllib.request.urlopen(asked, timeout=10).close()
+        except OSError:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.3)
+
+
+@pytest.fixture(scope="session")
+def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
+    """A cluster of one machine, started as docs/cluster.md says, whose Python finds another `heed` than this one."""
+    folder = Path(tempfile.mkdtemp(prefix="heed-head-"))  # Ray keeps sockets here, whose paths must be short
+    stale = tmp_path_factory.mktemp("stale")
+    for package in ("heed", "cluster", "lm"):
+        (stale / package).mkdir()
+        (stale / package / "__init__.py").write_text("raise ImportError('code that was not shipped')\n")
+    token, log = folder / "token", folder / "head.log"
+    token.write_text(secrets.token_hex(16))
+    port, dashboard, agent, client = free_ports(4)
+    head = RayHead(f"http://127.0.0.1:{dashboard}", token)
+    mark = f"head-{os.getpid()}"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ACCELERATE_"))}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        inherited.pop(name, None)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # as an activated environment has it
+    own = {"PATH": path, "PYTHONPATH": str(stale), "RAY_TMPDIR": str(folder), "OMP_WAIT_POLICY": "PASSIVE", MARK: mark}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["ray", "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=4",
+             "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--port={port}",
+             f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}",
+             f"--ray-client-server-port={client}"],
+            env={**inherited, **own, **head.environment}, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        wait_for_answer(head, process, log)
+        yield head
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=30)
+        for left in processes_of(mark):
+            os.kill(left, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)

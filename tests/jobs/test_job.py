@@ -1,0 +1,182 @@
+"""The job file: every shipped one parses, and every mistake is named with its place."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from jobs.job import STAGES
+from jobs.job_file import load_job
+from jobs.stages import STAGES as STAGE_TABLE
+from playground.world import PlaygroundWorld
+from reports import run as report_run
+
+ROOT = Path(__file__).parents[2]
+JOBS = sorted((ROOT / "configs" / "jobs").glob("*.toml"))
+DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+def test_every_shipped_job_parses(path: Path) -> None:
+    job = load_job(path)
+    assert job.name == path.stem
+    # What is left out takes a default; what is written arrives.
+    written = tomllib.loads(path.read_text(encoding="utf-8"))
+    assert job.model.width == written["model"]["width"]
+    assert job.stages == tuple(stage for stage in STAGES if stage in written)
+    if job.ppo is not None:
+        assert job.ppo.policy_optimizer.learning_rate == written["ppo"]["policy_optimizer"]["learning_rate"]
+    assert job.world.kind == written["world"]["kind"]
+    # The job as a run folder records it is the same job.
+    assert type(job).model_validate(tomllib.loads(tomli_w.dumps(job.model_dump(mode="json", exclude_none=True)))) == job
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+def test_every_shipped_job_opens_its_world(path: Path) -> None:
+    job = load_job(path)
+    named = [value for value in job.world.model_dump(mode="json").values() if isinstance(value, str) and "/" in value]
+    absent = [name for name in named if not Path(name).exists()]
+    if absent:
+        pytest.skip(f"files of {path.name} are not here: {', '.join(absent)}")
+    assert job.open_world().judge_names
+
+
+def test_without_a_file_the_demo_is_the_job() -> None:
+    assert load_job(None) == load_job(ROOT / "configs" / "jobs" / "demo.toml")
+    assert isinstance(load_job(None).open_world(), PlaygroundWorld)
+
+
+def test_report_and_pipeline_know_the_same_stages() -> None:
+    assert report_run.STAGES == STAGES == tuple(stage.name for stage in STAGE_TABLE)
+    for index, stage in enumerate(STAGES):
+        assert set(load_job(DEBUG).parents(stage)) <= {"tokenizer", *STAGES[:index]}, "a stage comes after its parents"
+
+
+def test_overrides_set_dotted_keys() -> None:
+    job = load_job(
+        DEBUG,
+        [
+            "ppo.kl_coef=0.25",
+            "ppo.policy_optimizer.learning_rate = 5e-6",
+            "name=other",
+            'engine.trackers=["tensorboard"]',
+            "world.labeler.noise=0.5",
+            "pretrain.dropout=1e-1",
+            "note=two words",
+        ],
+    )
+    assert job.ppo.kl_coef == 0.25
+    assert job.ppo.policy_optimizer.learning_rate == 5e-6
+    assert job.ppo.policy_optimizer.eps == 1e-5  # its neighbours stay
+    assert job.name == "other"
+    assert job.engine.trackers == ("tensorboard",)
+    assert job.pretrain.dropout == 0.1
+    assert job.note == "two words"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        # Unknown keys: the whole path, and what is near or known.
+        ("ppo.kl_coeff=0.1", r"ppo\.kl_coeff: unknown key; did you mean 'kl_coef'\?"),
+        ("ppo.policy_optimizer.learning_rat=1", r"ppo\.policy_optimizer\.learning_rat: .*'learning_rate'"),
+        ("world.num_pretrain_text=5", r"world\.num_pretrain_text: unknown key; did you mean 'num_pretrain_texts'"),
+        ("modle.width=8", r"modle: unknown key; did you mean 'model'\?"),
+        (
+            "engine.zzz=1",
+            r"engine\.zzz: unknown key; known here: checkpoint_activations, collective_timeout_seconds",
+        ),
+        ('pretrain.texts=[{sorce="a.txt"}]', r"pretrain\.texts\.0\.sorce: unknown key; did you mean 'source'"),
+        # Wrong types and values: the field and what was found.
+        ("seed=soon", r"seed: .*integer.*found 'soon'"),
+        ("workers=0", r"workers: .*greater than or equal to 1, found 0"),
+        ("ppo.kl_coef=-0.5", r"ppo\.kl_coef: .*greater than or equal to 0, found -0\.5"),
+        ("ppo.clip=[1]", r"ppo\.clip: .*number"),
+        ("sft.optimizer.schedule=cosinus", r"sft\.optimizer\.schedule: .*'constant', 'linear' or 'cosine'.*'cosinus'"),
+        ("engine.zero_stage=4", r"engine\.zero_stage: .*found 4"),
+        ("name=../up", r"name: .*found '\.\./up'"),
+        ("name=a..b", r"name: a folder name without '\.\.' was expected, found 'a\.\.b'"),
+        ("pretrain=3", r"pretrain: .*found 3"),
+        ("world.kind=moon", r"world: .*'playground', 'reviews'"),
+        # What spans fields: batches must divide, sequences must fit.
+        ("sft.batch.micro_batch_size=3", r"sft\.batch: batch_size over micro_batch_size: 8 is not a multiple of 3"),
+        (
+            "workers=4",
+            r"pretrain\.batch with workers = 4: batch_size over ranks x micro_batch_size: 16 .* multiple of 32",
+        ),
+        ("ppo.rollout_prompts=12", r"ppo: rollout_prompts over minibatch\.batch_size: 12 is not a multiple of 8"),
+        ("ppo.ptx_rows=0", r"ppo: ptx_coef 0\.1 with ptx_rows 0: both or neither must be 0"),
+        ("model.width=33", r"model: model\.width over model\.num_heads: 33 is not a multiple of 2"),
+        ("pretrain.row_tokens=161", r"pretrain\.row_tokens does not fit model\.context_tokens = 160"),
+        ("sft.row_tokens=500", r"sft\.row_tokens does not fit model\.context_tokens = 160"),
+        ("ppo.max_response_tokens=160", r"ppo\.max_response_tokens does not fit model\.context_tokens = 160"),
+        ("model.context_tokens=16", r"does not fit model\.context_tokens = 16"),
+        # Overrides that are none.
+        ("ppo.kl_coef", r"--set 'ppo\.kl_coef': KEY=VALUE was expected"),
+        ("=3", r"--set '=3': KEY=VALUE was expected"),
+        ("seed.more=3", r"--set 'seed\.more=3': 'seed' is not a section"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        load_job(DEBUG, [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_two_mistakes_are_both_named() -> None:
+    with pytest.raises(ValueError, match=r"debug\.toml: .*seed.*; .*ppo\.clip"):
+        load_job(DEBUG, ["ppo.clip=-1", "seed=-1"])
+
+
+def test_ptx_rows_must_divide_among_the_workers() -> None:
+    with pytest.raises(ValueError, match=r"ppo\.ptx_rows is 3; a multiple of workers = 2 was expected"):
+        load_job(DEBUG, ["workers=2", "ppo.ptx_rows=3"])
+
+
+@pytest.mark.parametrize("section", ["pretrain.optimizer", "ppo.value_optimizer"])
+def test_muon_under_zero_is_refused_before_anything_runs(section: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{section}: optimizer kind 'muon' needs whole matrices, which ZeRO 1 cuts up"
+    ):
+        load_job(DEBUG, [f"{section}.kind=muon", "engine.zero_stage=1"])
+    assert load_job(DEBUG, [f"{section}.kind=muon"])
+
+
+def test_a_missing_section_is_named(tmp_path: Path) -> None:
+    values = tomllib.loads(DEBUG.read_text(encoding="utf-8"))
+    del values["reward"], values["ppo"]["kl_coef"]
+    path = tmp_path / "job.toml"
+    path.write_text(tomli_w.dumps(values), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"job\.toml: ppo\.kl_coef: missing"):
+        load_job(path)
+    values["ppo"]["kl_coef"] = 0.1
+    path.write_text(tomli_w.dumps(values), encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"job\.toml: ppo needs reward: \[reward\] or ppo.reward_from or .* was expected"
+    ):
+        load_job(path)
+
+
+def test_bad_toml_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text('name = "x"\nseed = 0\nworkers = = 1\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"job\.toml: not TOML: .*line 3"):
+        load_job(path)
+    with pytest.raises(ValueError, match=r"absent\.toml: no such file"):
+        load_job(tmp_path / "absent.toml")
+
+
+def test_a_job_may_go_on_with_fewer_workers() -> None:
+    assert load_job(DEBUG, ["workers=4", "pretrain.batch.micro_batch_size=4", *FOUR]).world_sizes == (4,)
+    assert load_job(DEBUG, ["workers=4", "min_workers=1", *FOUR]).world_sizes == (4, 2, 1)  # three divide no batch
+    apart = ["ppo.placement=disaggregated", "ppo.num_generators=2"]
+    assert load_job(DEBUG, ["workers=4", "min_workers=2", *FOUR, *apart]).fewest_ranks == 2 + 2 + 1
+    with pytest.raises(ValueError, match=r"min_workers is 3; at most workers = 2 was expected"):
+        load_job(DEBUG, ["workers=2", "min_workers=3"])
+    assert load_job(DEBUG, ["workers=2", "min_workers=1", "engine.zero_stage=2"]).world_sizes == (2, 1)
+
+
+FOUR = tuple(
+    f"{batch}.micro_batch_size=1" for batch in ("pretrain.batch", "sft.batch", "reward.batch", "ppo.minibatch")
+)

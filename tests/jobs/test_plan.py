@@ -1,0 +1,293 @@
+"""`heed plan`: numbers by hand, every shipped job, and what does not fit."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.group import connect, disconnect
+from heed.cli import app
+from heed.inspection import read_shape
+from jobs.job_file import load_job
+from jobs.pipeline import run_job
+from jobs.planning.hardware import GIB, GPUS, hardware
+from jobs.planning.memory import Layout, activation_bytes, count, forward_pass, ppo_memory, states, training_memory
+from jobs.planning.plan import Plan, Setting, make_plan, places
+from training.config import OptimizerConfig
+
+ROOT = Path(__file__).parents[2]
+JOBS = ROOT / "configs" / "jobs"
+CLUSTER_JOBS = sorted((JOBS / "cluster").glob("*.toml"))
+ALL_JOBS = sorted(JOBS.glob("*.toml")) + CLUSTER_JOBS
+ADAMW = OptimizerConfig(learning_rate=1e-3, schedule="constant")
+
+
+def plan_of(path: Path, gpu: str = "h100", overrides: tuple[str, ...] = ()) -> Plan:
+    job = load_job(path, overrides, opens_models=False)
+    return make_plan(job, Setting(GPUS[gpu], share_of_peak=0.4, assumed_rows=100_000))
+
+
+def stage_of(plan: Plan, name: str) -> Any:
+    return next(stage for stage in plan.stages if stage.name == name)
+
+
+@pytest.mark.parametrize("path", ALL_JOBS, ids=lambda path: path.stem)
+def test_every_shipped_job_has_a_plan(path: Path) -> None:
+    plan = plan_of(path)
+    assert tuple(stage.name for stage in plan.stages) == plan.job.stages
+    for stage in plan.stages:
+        assert stage.seconds > 0
+        assert stage.memory.peak > 0
+
+
+@pytest.mark.parametrize("path", CLUSTER_JOBS, ids=lambda path: path.stem)
+def test_a_cluster_job_fits_the_gpu_that_it_names(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    named = re.search(rf"heed plan configs/jobs/cluster/{path.name} --gpu (\w+)", text)
+    assert named, "the job's head says how it is planned"
+    plan = plan_of(path, named[1])
+    assert plan.job.name == path.stem
+    assert int(re.search(r"(\d+)gpus?$", path.stem)[1]) == plan.job.workers  # type: ignore[index]
+    for stage in plan.stages:
+        assert stage.memory.peak < 0.95 * plan.setting.hardware.memory_bytes, stage.name
+
+
+def test_batches_by_hand() -> None:
+    plan = plan_of(JOBS / "demo.toml")
+    assert stage_of(plan, "pretrain").batch == {
+        "batch_size": 32, "micro_batch_size": 16, "ranks": 2, "micro-batches a rank and step": 1, "steps": 1200,
+        "tokens a step": 32 * 96,
+    }  # fmt: skip
+    # 8,000 demonstrations twice in batches of 32; 90% of 5,000 tasks of four responses in batches of 16.
+    assert stage_of(plan, "sft").num_steps == 500
+    reward = stage_of(plan, "reward").batch
+    assert (reward["steps"], reward["responses a comparison"], reward["tokens a step"]) == (281, 4, 16 * 4 * 128)
+    ppo = stage_of(plan, "ppo").batch
+    assert (ppo["micro-batches a rank and update"], ppo["updates an iteration"], ppo["updates"]) == (1, 4, 112)
+    assert ppo["responses"] == 28 * 128
+    assert stage_of(plan, "collect").batch["prompts"] == 5000
+    # Best of 16 from one pool, four of PPO's, four of the pretrained model's.
+    assert stage_of(plan, "compare").batch["responses a prompt"] == 24
+
+
+def test_rows_of_local_files_are_counted(tmp_path: Path) -> None:
+    rankings = tmp_path / "rankings.jsonl"
+    prompt = [{"role": "user", "content": "Say."}]
+    row = {"task_id": "1", "prompt": prompt, "responses": ["a", "b", "c"], "ranks": [1, 2, 3], "labeler": "x"}
+    rows = [row | {"task_id": str(number)} for number in range(640)]
+    rankings.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path = next(path for path in CLUSTER_JOBS if path.stem == "tldr-124m-1gpu")
+    reward = stage_of(
+        plan_of(path, overrides=(f"reward.rankings.source={rankings}", "reward.rankings.format=rankings")), "reward"
+    )
+    assert reward.num_steps == round(640 * 0.95 / 64)
+    assert reward.batch["responses a comparison"] == 3
+    assert not any("two responses" in assumption for assumption in reward.assumptions)
+    # What cannot be counted is said.
+    assumed = stage_of(plan_of(path), "reward")
+    assert any("trl-lib/tldr-preference is taken to have 100,000 rows" in said for said in assumed.assumptions)
+
+
+def test_gpt3_has_its_published_size() -> None:
+    config = read_shape(ROOT / "configs" / "models" / "gpt3-175b.toml")
+    counts = count(config, ADAMW)
+    assert counts.total == pytest.approx(175e9, rel=0.01)
+    # 16 bytes a parameter over 1,024 ranks, and DeepSpeed's bucket of half a billion bf16 numbers.
+    held = states(counts, Layout(1024, 3, is_bf16=True, is_gpu=True))
+    assert sum(held.values()) == pytest.approx(16 * counts.total / 1024 + 1e9, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("stage", "bytes_per_parameter"),
+    # Of four ranks in bf16: fp32 weights, moments and DDP's buckets; bf16 weights, a quarter of masters and moments; a
+    # quarter of all.
+    [(0, 4 + 8 + 4), (1, 2 + 12 / 4), (2, 2 + 12 / 4), (3, (2 + 2 + 12) / 4)],
+)
+def test_states_by_zero_stage(stage: int, bytes_per_parameter: float) -> None:
+    counts = count(read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml"), ADAMW)
+    held = states(counts, Layout(4, stage, is_bf16=True, is_gpu=True))
+    held.pop("reduce bucket", None)
+    assert sum(held.values()) == pytest.approx(bytes_per_parameter * counts.total, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_checkpoints_are_written_from_a_copy_of_weights_and_moments(stage: int) -> None:
+    counts = count(read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml"), ADAMW)
+    held = states(counts, Layout(4, stage, is_bf16=True, is_gpu=False))
+    assert held["copy for checkpoints"] == 12 * counts.total // 4
+
+
+def test_muon_keeps_one_moment_and_frozen_layers_none() -> None:
+    config = read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml")
+    layout = Layout(1, 0, is_bf16=True, is_gpu=True)
+    muon = count(config, ADAMW.model_copy(update={"kind": "muon"}))
+    matrices = 12 * (4 * 768**2 + 2 * 768 * 3072)
+    assert muon.by_muon == matrices
+    assert states(muon, layout)["moments"] == 8 * muon.total - 4 * matrices
+    last = count(config, ADAMW.model_copy(update={"trained_layers": 2}))
+    block = 4 * 768**2 + 2 * 768 * 3072 + 9 * 768 + 3072 + 4 * 768  # matrices, their biases, two norms
+    assert last.trained == pytest.approx(2 * block, rel=1e-3)
+    of = forward_pass(config, layout, 8, 1024)
+    few, all_of_them = (
+        training_memory(config, counts, layout, of, 0, 1).phases["backward"]["activations"]
+        for counts in (last, count(config, ADAMW))
+    )
+    assert few < all_of_them / 3
+
+
+def test_more_micro_batches_keep_gradients_beside_activations() -> None:
+    config = read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml")
+    counts = count(config, ADAMW)
+
+    def growth(ranks: int) -> int:
+        layout = Layout(ranks, 0, is_bf16=True, is_gpu=True)
+        of = forward_pass(config, layout, 8, 1024)
+        one, two = (training_memory(config, counts, layout, of, 10**8, number).peak for number in (1, 2))
+        return two - one
+
+    assert growth(ranks=1) == 4 * counts.total
+    assert growth(ranks=2) == 0  # they lie in DDP's buckets throughout
+
+
+def test_what_is_offloaded_or_computed_again_is_not_held() -> None:
+    config = read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml")
+    counts = count(config, ADAMW)
+    plain, moved = (
+        Layout(8, 3, is_bf16=True, is_gpu=True, offload=offload) for offload in ((), ("optimizer", "parameters"))
+    )
+    gone = {"fp32 masters", "moments", "gradients", "weights"}
+    assert set(states(counts, plain)) - set(states(counts, moved)) == gone
+    on_cpu = Layout(8, 3, is_bf16=True, is_gpu=False, offload=("optimizer",))
+    # There is nowhere else to go, and what checkpoints are written from lies there too.
+    assert set(states(counts, on_cpu)) == set(states(counts, plain)) | {"copy for checkpoints"}
+    again = Layout(8, 3, is_bf16=True, is_gpu=True, recomputes=True)
+    of = forward_pass(config, again, 8, 1024)
+    few, many = (activation_bytes(config, of, counts, layout) for layout in (again, plain))
+    # Inputs of twelve blocks, and what one block keeps.
+    least = 12 * 8 * 1024 * 768 * 2
+    assert least < few < least + many / 8
+
+
+def test_a_colocated_worker_holds_every_role() -> None:
+    """ZeRO-3 in bf16 on eight ranks: an eighth of two models' 16 bytes a parameter, reference, reward model and
+    generator in bf16, an fp32 average; at the sync fp32 weights and a bf16 copy.
+    """
+    config = read_shape(ROOT / "configs" / "models" / "gpt3-13b.toml").model_copy(update={"tie_embeddings": False})
+    layout = Layout(8, 3, is_bf16=True, is_gpu=True)
+    policy, value = count(config, ADAMW), count(config, ADAMW, num_scores=1)
+    of = forward_pass(config, layout, 1, 64)
+    P, V = policy.total, value.total
+    memory = ppo_memory(config, policy, value, value, layout, of, num_logits=0, rollout_rows=1, num_micro_batches=1)
+    assert config.vocab_size * config.width - config.width == P - V
+    by_hand = 16 * (P + V) / 8 + 2 * 500_000_000 * 2 + (2 + 2 + 4) * P + 2 * V + (4 + 2) * P
+    assert memory.peak_phase == "sync"
+    assert memory.peak == pytest.approx(by_hand, rel=1e-6)
+
+
+def test_frozen_models_beside_autocast_keep_their_matrices_in_bf16() -> None:
+    """A tied head is the embedding's table, which is read in fp32; a score's own row is a matrix."""
+    config = read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml").model_copy(update={"tie_embeddings": True})
+    layout = Layout(1, 0, is_bf16=True, is_gpu=True)
+    policy, value = count(config, ADAMW), count(config, ADAMW, num_scores=1)
+    of = forward_pass(config, layout, 1, 64)
+    held = ppo_memory(config, policy, value, value, layout, of, num_logits=0, rollout_rows=1, num_micro_batches=1).held
+    matrices = 12 * (4 * 768**2 + 2 * 768 * 3072)
+    assert held["reference"] == 4 * policy.total - 2 * matrices
+    assert held["reward model"] == 4 * value.total - 2 * (matrices + 768)
+    assert held["moving average"] == 4 * policy.total
+
+
+def test_time_is_operations_over_a_share_of_the_peak() -> None:
+    path = JOBS / "cluster" / "gpt3-175b-1024gpus.toml"
+    plan = plan_of(path, "h200")
+    stage = plan.stages[0]
+    # Six operations a parameter and token, and attention on top; 300 billion tokens.
+    least = 6 * 175e9 * 2048 * 2047 / (1024 * 989e12 * 0.4)
+    assert least < stage.seconds_per_step < 1.1 * least
+    assert stage.num_steps * 2048 * 2048 == pytest.approx(300e9, rel=1e-4)
+    free = make_plan(plan.job, replace(plan.setting, hardware=replace(GPUS["h200"], dollars_per_hour=0.0)))
+    assert plan.dollars == pytest.approx(stage.seconds / 3600 * 1024 * 4.0)
+    assert free.dollars == 0
+
+
+def test_sampling_ahead_costs_the_longer_of_sampling_and_learning() -> None:
+    def seconds(*overrides: str) -> float:
+        return float(stage_of(plan_of(JOBS / "demo.toml", overrides=overrides), "ppo").seconds_per_step)
+
+    apart = ("ppo.placement=disaggregated", "ppo.num_generators=4")
+    both, longer, one = seconds(*apart), seconds(*apart, "ppo.max_staleness=1"), seconds(*apart, "ppo.max_staleness=2")
+    assert longer == one
+    assert 0 < both - longer <= longer  # what is left out is the shorter of the two
+    slow = seconds("ppo.placement=disaggregated", "ppo.num_generators=1")
+    assert slow > both  # fewer generators, more rows for each
+    ahead = plan_of(JOBS / "demo.toml", overrides=(*apart, "ppo.max_staleness=1"))
+    hours = sum(stage.seconds for stage in ahead.stages) / 3600
+    price = ahead.setting.hardware.dollars_per_hour
+    assert ahead.dollars == pytest.approx(hours * (ahead.layout.ranks + 4 + 1) * price)
+
+
+def test_places() -> None:
+    assert places(0, 8, 17) == 3
+    assert places(4, 8, 32) == 4
+    says = r"the job has 33 ranks, each with one GPU; 4 nodes of 8 have 32; 5 nodes are needed"
+    with pytest.raises(ValueError, match=says):
+        places(4, 8, 33)
+
+
+def test_hardware() -> None:
+    with pytest.raises(ValueError, match=r"--gpu 'h900': one of cpu, b200, h200, h100, a100, l40s was expected"):
+        hardware("h900", 1, "fp32")
+    alone, shared = hardware("cpu", 1, "fp32"), hardware("cpu", 2, "fp32")
+    assert alone.flops > 1e9
+    assert shared.memory_bytes <= alone.memory_bytes
+    assert GPUS["h100"].memory_bytes < 80 * GIB
+
+
+def test_the_command_prints_tables_and_says_what_does_not_fit() -> None:
+    runner = CliRunner()
+    path = str(JOBS / "cluster" / "hh-8b-8gpus.toml")
+    fits = runner.invoke(app, ["plan", path, "--gpu", "b200"])
+    assert fits.exit_code == 0, fits.output
+    for words in ("8 workers on 1 nodes x 8 b200, ZeRO 3, bf16", "rollout_prompts", "moving average", "dollars"):
+        assert words in fits.output
+    refused = runner.invoke(app, ["plan", path, "--gpu", "h100"])
+    assert refused.exit_code == 1
+    assert "does not fit" in refused.output
+
+
+def test_a_shape_that_is_written_out_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jobs import job_file
+
+    def fetch(name: str) -> Path:
+        raise ValueError(f"{name} would be fetched")
+
+    monkeypatch.setattr(job_file, "model_directory", fetch)
+    path = JOBS / "cluster" / "hh-0.5b-1gpu.toml"
+    assert load_job(path, opens_models=False).model is not None
+    with pytest.raises(ValueError, match=r"sft\.init_from: Qwen/Qwen2\.5-0\.5B would be fetched"):
+        load_job(path)
+
+
+def test_a_cluster_that_is_too_small_is_refused_before_anything_is_prepared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    job = load_job(JOBS / "cluster" / "gpt3-175b-1024gpus.toml")
+    assert job.pretrain is not None
+    for data in (*job.pretrain.texts, *job.pretrain.heldout):
+        Path(data.source).parent.mkdir(parents=True, exist_ok=True)
+        Path(data.source).touch()
+    connect(1)
+    try:
+        monkeypatch.setenv("RAY_ADDRESS", "auto")
+        says = r"^workers is 1024, each with 1 CPU of one node; the cluster's nodes are 1 x \(\d+ CPU\) and hold \d+$"
+        with pytest.raises(ValueError, match=says):
+            run_job(job, tmp_path)
+    finally:
+        disconnect()
+    assert not (tmp_path / "gpt3-175b-1024gpus" / "tokenizer").exists()

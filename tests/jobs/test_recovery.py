@@ -1,0 +1,115 @@
+"""A run whose workers are killed in every stage goes on by itself and ends with the files of the run nobody touched."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.group import WorkerLostError
+from jobs.recovery import MAX_LOSSES_IN_PLACE, run_to_end
+
+
+def worker_of(pids: list[int]) -> int | None:
+    """The process of the rank among a run's processes."""
+    for pid in pids:
+        try:
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::_Worker"):
+                return pid
+        except OSError:  # it ended while it was looked at
+            continue
+    return None
+
+
+NumSteps = Callable[[Path], int]
+
+MOMENTS: dict[str, Callable[[Path, NumSteps], bool]] = {
+    "pretrain, two steps after a checkpoint": lambda folder, steps: (
+        steps(folder / "pretrain") >= 7 and (folder / "pretrain" / "checkpoints" / "step-000005").exists()
+    ),
+    "sft": lambda folder, steps: steps(folder / "sft") >= 4,
+    "reward": lambda folder, steps: steps(folder / "reward") >= 3,
+    "ppo": lambda folder, steps: steps(folder / "ppo") >= 1,
+    "compare": lambda folder, _: (folder / "compare" / "samples").exists(),
+}
+
+
+def test_a_worker_killed_in_every_stage_changes_no_file(
+    run_debug: Callable[..., Any],
+    processes: Callable[[str], list[int]],
+    hashes: Callable[[Path], dict[str, str]],
+    num_steps: NumSteps,
+    tmp_path: Path,
+    request: Any,
+) -> None:
+    folder = tmp_path / "debug"
+    command = run_debug(tmp_path)
+    for moment, is_reached in MOMENTS.items():
+        while not is_reached(folder, num_steps):
+            assert command.process.poll() is None, f"ended before {moment}:\n{command.output}"
+            time.sleep(0.005)
+        worker = worker_of(processes(command.mark))
+        assert worker is not None, moment
+        os.kill(worker, signal.SIGKILL)
+        killed = time.monotonic()
+        while command.output.count("was lost") <= list(MOMENTS).index(moment):
+            assert time.monotonic() - killed < 10, f"{moment}: not noticed in 10 s"
+            time.sleep(0.05)
+    assert command.wait() == 0, command.output
+    untouched = request.getfixturevalue("finished_run")
+    assert hashes(folder) == hashes(untouched)
+    said = command.output
+    assert "pretrain: rank 0 of 1 was lost" in said
+    assert "pretrain: goes on from checkpoints/step-000005" in said
+    for stage in ("pretrain", "sft", "reward", "ppo"):
+        steps = [json.loads(line)["step"] for line in (folder / stage / "metrics.jsonl").read_text().splitlines()]
+        assert steps == list(range(1, len(steps) + 1)), stage
+    assert not (folder / "replaced").exists()
+    assert not (folder / "compare" / "samples").exists()
+
+
+class Dying:
+    """Loses workers a number of times, with or without having saved something first."""
+
+    def __init__(self, folder: Path, losses: int, saves: bool) -> None:
+        self.folder, self.losses, self.saves, self.calls = folder, losses, saves, 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls > self.losses:
+            return
+        if self.saves:
+            (self.folder / "checkpoints" / f"step-{self.calls:06d}").mkdir(parents=True)
+        raise WorkerLostError("sft: rank 1 of 2 was lost: killed")
+
+
+def test_losses_without_progress_end_the_run(tmp_path: Path) -> None:
+    work = Dying(tmp_path, losses=9, saves=False)
+    with pytest.raises(WorkerLostError, match=r"rank 1 of 2 was lost(.|\n)*sft lost workers 5 times from its start"):
+        run_to_end("sft", tmp_path, work, list)
+    assert work.calls == MAX_LOSSES_IN_PLACE
+
+
+def test_losses_with_progress_do_not(tmp_path: Path) -> None:
+    work = Dying(tmp_path, losses=9, saves=True)
+    run_to_end("sft", tmp_path, work, list)
+    assert work.calls == 10
+    quiet = Dying(tmp_path, losses=2, saves=False)
+    run_to_end("sft", tmp_path, quiet, list)
+    assert quiet.calls == 3
+
+
+def test_other_errors_are_not_tried_again(tmp_path: Path) -> None:
+    calls = []
+
+    def fail() -> None:
+        calls.append(1)
+        raise ValueError("sft.row_tokens")
+
+    with pytest.raises(ValueError, match=r"sft.row_tokens"):
+        run_to_end("sft", tmp_path, fail, list)
+    assert len(calls) == 1

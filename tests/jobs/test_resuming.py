@@ -1,0 +1,104 @@
+"""What a user reads where a run is stopped, resumes, or cannot resume."""
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import pytest
+
+import jobs.pipeline as pipeline_module
+from jobs.job_file import load_job
+from jobs.run import Run
+from jobs.stages import Stage
+from stages.lineage import Inputs, finished_with
+from stages.progress import StageProgress
+from training.failures import RunError
+
+DEBUG_JOB = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
+SAVED = ("--set", "pretrain.save_every_steps=2", "--set", "pretrain.num_steps=40")
+
+
+def wait_until(command: Any, is_reached: Callable[[], bool]) -> None:
+    while not is_reached():
+        assert command.process.poll() is None, command.output
+        time.sleep(0.02)
+
+
+def cut(checkpoint: Path) -> None:
+    (path,) = (checkpoint / "model").iterdir()
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+@pytest.fixture
+def interrupted(run_debug: Callable[..., Any], tmp_path: Path, num_steps: Callable[[Path], int]) -> Callable[..., str]:
+    """Runs the job until pretraining has done so many steps, then presses Ctrl-C; what was said."""
+
+    def run(steps: int, arguments: Sequence[str] = ()) -> str:
+        command = run_debug(tmp_path, (*SAVED, *arguments))
+        stage = tmp_path / "debug" / "pretrain"
+        wait_until(command, lambda: "pretrain: " in command.output and num_steps(stage) >= steps)
+        command.process.send_signal(signal.SIGINT)
+        assert command.wait(60) == 130, command.output
+        output: str = command.output
+        return output
+
+    return run
+
+
+def test_a_run_says_where_it_stopped_and_resumes_and_what_it_passed_over(
+    interrupted: Callable[..., str], run_debug: Callable[..., Any], tmp_path: Path
+) -> None:
+    said = interrupted(5)
+    assert "pretrain: starts from step 0 of 40 (no checkpoint yet)" in said
+    assert "pretrain: stopped at step " in said
+    assert "; the same command continues" in said
+    assert "Traceback" not in said
+    checkpoints = tmp_path / "debug" / "pretrain" / "checkpoints"
+    older, newest = sorted(checkpoints.glob("step-*"))[-2:]
+    cut(newest)
+    said = interrupted(int(newest.name[5:]) + 3)
+    assert f"pretrain: checkpoint {newest.name} is damaged and passed over: files changed" in said
+    assert f"pretrain: resumes from step {int(older.name[5:])} of 40 (checkpoints/{older.name})" in said
+    for checkpoint in checkpoints.glob("step-*"):
+        cut(checkpoint)
+    refused = run_debug(tmp_path, SAVED)
+    assert refused.wait() == 2
+    (line,) = [line for line in refused.output.splitlines() if "error:" in line]
+    assert str(checkpoints) in line
+    assert "every checkpoint of pretrain is damaged (step-0000" in line
+    assert "run again with --from pretrain" in line
+    assert "Traceback" not in refused.output
+    said = interrupted(3, ("--from", "pretrain"))
+    assert "pretrain: starts from step 0 of 40 (no checkpoint yet)" in said
+    assert (tmp_path / "debug" / "replaced" / "pretrain-1" / "checkpoints").is_dir()
+
+
+def test_a_stage_waits_for_its_folder_and_does_not_begin_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a worker was lost together with the file system."""
+    workers: Any = None  # are not asked for
+    run, seen = Run(load_job(DEBUG_JOB), tmp_path, None, workers), list[bool]()
+    folder, away = tmp_path / "sft", tmp_path / "away"
+
+    def work(*_: Any) -> None:
+        seen.append((folder / "inputs.json").is_file())
+        (folder / "model").mkdir()
+        (folder / "results.json").write_text("{}")
+
+    stage, inputs = Stage("sft", (), work), Inputs("sft", 0, {}, {}, {})
+    away.mkdir()
+    (away / "inputs.json").touch()
+    Timer(1.0, lambda: away.rename(folder)).start()
+    pipeline_module._run_stage(run, stage, None, StageProgress("sft"), inputs, time.monotonic())
+    assert seen == [True]
+    assert finished_with(folder, "sft") is not None
+    folder.rename(away)
+    monkeypatch.setattr(pipeline_module, "FOLDER_SECONDS", 0.2)
+    with pytest.raises(RunError, match=r"sft is missing; bring the folder back and run the same command again"):
+        pipeline_module._run_stage(run, stage, None, StageProgress("sft"), inputs, time.monotonic())
+    assert seen == [True]
+    assert not folder.exists()
