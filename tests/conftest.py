@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+pytest_plugins = ["tests.databases"]
+
 # Read when the libraries are first imported: no test reaches for the network or for a GPU's DeepSpeed backend, and
 # matrices of 16 columns gain nothing from threads.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

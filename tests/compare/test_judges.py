@@ -90,7 +90,7 @@ def test_the_gold_scorer_of_a_world(place: Path, heed_main: Call, compare: Compa
         ("other", [{"prompt": prompt, "output": "ball ball"} for prompt, _ in asked]),
     ):
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    job = Path(__file__).parents[3] / "configs" / "jobs" / "debug.toml"
+    job = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
     assert heed_main(*compare(place, *saved, judges=("gold:playground", f"job=gold:{job}")))[0] == 0
     verdicts = by_judge(place / "out")["gold"]
     assert [v.score_a for v in by_judge(place / "out")["job"]] == [v.score_a for v in verdicts]

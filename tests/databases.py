@@ -3,15 +3,18 @@
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.postgres_server import PostgresServer, postgres_programs, running_postgres
-from preferences.store import LabelStore
+if TYPE_CHECKING:  # most tests need no database, and the libraries take a second to load
+    from benchmarks.postgres_server import PostgresServer
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[PostgresServer]:
+def postgres() -> "Iterator[PostgresServer]":
+    from benchmarks.postgres_server import postgres_programs, running_postgres
+
     programs = postgres_programs()
     if programs is None:
         pytest.skip("PostgreSQL's server programs (initdb, postgres) are not installed")
@@ -42,7 +45,9 @@ def new_database(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[],
 
 
 @pytest.fixture(scope="session")
-def postgres_tables(postgres: PostgresServer) -> str:
+def postgres_tables(postgres: "PostgresServer") -> str:
+    from preferences.store import LabelStore
+
     url = postgres.new_database("template1")
     LabelStore(url).close()
     return url.partition("@/")[2].partition("?")[0]
