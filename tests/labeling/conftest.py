@@ -24,7 +24,7 @@ from preferences.people import People, Role
 from preferences.records import Answer, Labeler, ShownTask, Skip, Task
 from preferences.store import LabelStore
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "server.py"
 READY_SECONDS = 90.0
 
