@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cluster.config import ClusterConfig
-from cluster.group import WorkerError, WorkerGroup, WorkerLostError, disconnect, has_room, require_room
+from cluster.group import WorkerGroup, WorkerLostError, disconnect, has_room, require_room
 from cluster.places import Bundle, NoPlaceError
 from cluster.shared_folder import require_shared
 from jobs.storage import STORAGE_SECONDS, storage_trouble, wait_for_storage
@@ -104,7 +104,7 @@ def run_to_end(stage: str, folder: Path, work: Callable[[], None], abandon: Call
         try:
             work()
             return
-        except (WorkerError, OSError) as error:
+        except Exception as error:
             trouble = "" if isinstance(error, WorkerLostError) else storage_trouble(error, folder)
             if not isinstance(error, WorkerLostError) and not trouble:
                 raise

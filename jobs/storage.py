@@ -18,19 +18,19 @@ _OF_STORAGE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE})
 
 
 def storage_trouble(error: BaseException, folder: Path) -> str:
-    """What is wrong with the storage of a run whose stage has failed, in one line; "" where it is not the storage.
+    """Describes in one line what is wrong with the storage of a stage that failed; "" if the storage is not the cause.
 
-    A file that is missing is the storage's fault if it lies in the run of the stage's `folder`. Looks at what the error
-    was raised from, too. What has been decided already, a `RunError`, is nobody's to try again.
+    A missing file is the storage's fault if it lies in the run of the stage's `folder`; readers report it as a
+    ValueError ("...: no such file"). The exceptions that `error` was raised from count too. A `RunError` is final.
     """
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, RunError):
             return ""
         number = system_error(found)
-        is_missing = number == errno.ENOENT and str(folder.parent) in str(found)
-        if number in _OF_STORAGE or is_missing:
-            return cause_of(found)
+        is_missing = number == errno.ENOENT or (isinstance(found, ValueError) and "no such file" in str(found))
+        if number in _OF_STORAGE or (is_missing and str(folder.parent) in str(found)):
+            return cause_of(found) if number is not None else str(found).splitlines()[0]
         found = found.__cause__
     return ""
 

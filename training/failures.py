@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import sqlite3
 
 
 class RunError(RuntimeError):
@@ -26,13 +27,25 @@ _REMEDIES = {
 }
 
 
-def system_error(error: BaseException) -> int | None:
-    """The number of the operating system's error behind an exception, or None.
+# SQLite has error codes of its own (sqlite.org/rescode.html). A database that can't be opened has lost its folder.
+_OF_SQLITE = {
+    sqlite3.SQLITE_FULL: errno.ENOSPC,
+    sqlite3.SQLITE_IOERR: errno.EIO,
+    sqlite3.SQLITE_CANTOPEN: errno.EIO,
+    sqlite3.SQLITE_READONLY: errno.EROFS,
+}
 
-    safetensors is written in Rust, whose errors have the number in their text alone.
+
+def system_error(error: BaseException) -> int | None:
+    """Returns the operating system's error number for an exception, or None.
+
+    safetensors is written in Rust and gives the number in the message only. SQLAlchemy wraps SQLite's error in `orig`.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
+    code = getattr(getattr(error, "orig", error), "sqlite_errorcode", None)
+    if code is not None:
+        return _OF_SQLITE.get(code & 0xFF)  # the higher bits say which kind of, say, I/O error it was
     found = re.search(r"\(os error (\d+)\)", str(error))
     return int(found[1]) if found else None
 

@@ -6,11 +6,14 @@ import time
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Connection, event
 
 import jobs.recovery as recovery_module
 from cluster.group import WorkerError
 from jobs.recovery import MAX_LOSSES_IN_PLACE, run_to_end
 from jobs.storage import missing_in_one_line, storage_trouble, wait_for_storage
+from preferences.records import Message, Task
+from preferences.store import LabelStore
 from stages.lineage import require_outputs
 from training.failures import CheckpointError, RunError
 
@@ -45,6 +48,42 @@ def test_a_folder_that_is_away_for_a_while_costs_a_stage_no_more_than_that(
     assert "collect: goes on from its start" in said
 
 
+def test_a_label_store_that_cannot_grow_for_a_while_costs_a_stage_no_more_than_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SQLite reports a full disk by its own code, inside SQLAlchemy's exception."""
+    folder, tries = make_stage(tmp_path / "run"), list[int]()
+    tasks = [Task(str(number), (Message("user", "?" * 9_000),), ("a", "b"), ("sft", "sft")) for number in range(40)]
+
+    def work() -> None:
+        tries.append(1)
+        with LabelStore(tmp_path / "run" / "labels.sqlite") as store:
+            pages = 60 if len(tries) == 1 else 2**30
+            event.listen(store._writer, "begin", lambda connection: _limit(connection, pages))
+            store.add_tasks(tasks, batch="1", num_labelers=[1] * len(tasks))
+
+    run_to_end("collect", folder, work, lambda: None)
+    assert len(tries) == 2
+    assert "collect: No space left on device (ENOSPC); waiting up to 120 s" in capsys.readouterr().err
+
+
+def _limit(connection: Connection, pages: int) -> None:
+    connection.connection.cursor().execute(f"PRAGMA max_page_count = {pages}")
+
+
+def test_a_run_folder_that_is_away_as_a_stage_starts_costs_it_no_more_than_that(tmp_path: Path) -> None:
+    """Readers report a missing file as the user's mistake; in the run's own folder it is the storage's."""
+    folder, tries = make_stage(tmp_path / "run"), list[int]()
+
+    def work() -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            raise ValueError(f"{tmp_path / 'run' / 'sft' / 'model' / 'tokenizer.json'}: no such file")
+
+    run_to_end("collect", folder, work, lambda: None)
+    assert len(tries) == 2
+
+
 def test_a_full_disk_that_stays_full_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery_module, "STORAGE_SECONDS", 0.2)
     folder = make_stage(tmp_path / "run")
@@ -74,6 +113,7 @@ def test_storage_that_is_there_and_fails_again_and_again_ends_the_run(tmp_path: 
     "error",
     [
         FileNotFoundError(errno.ENOENT, "No such file or directory", "/elsewhere/prompts.jsonl"),
+        ValueError("/elsewhere/prompts.jsonl: no such file"),
         ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
         WorkerError("collect: rank 0 of 2: KeyError()"),
         CheckpointError("three checkpoints in a row could not be written"),
