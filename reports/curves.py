@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from reports.run import Run
 from reports.svg import ROUND_STEPS, Chart, Floats, Key, draw, running_mean, tone
-from reports.words import label, number, percent
+from reports.text import label, number, percent
 
 CURVE_SIZE = {"width": 340, "height": 200}
 MAX_POINTS = 600  # more would only make the page heavier

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reports.run import STAGES, Run, dig
-from reports.words import duration, interval, number, percent, policies_of
+from reports.text import duration, interval, number, percent, policies_of
 
 
 @dataclass(frozen=True)

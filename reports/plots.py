@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from reports.run import Run, dig
 from reports.svg import ROUND_STEPS, Chart, Key, draw, running_mean, tone
-from reports.words import Policy, interval, label, number, percent, policies_of
+from reports.text import Policy, interval, label, number, percent, policies_of
 
 WIDE_SIZE = {"width": 420, "height": 280}
 

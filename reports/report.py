@@ -13,8 +13,8 @@ import jinja2
 from reports.figures import headlines, kl_headline, seconds_of, sources_of, total_time
 from reports.plots import gold_chart, kl_charts
 from reports.run import Run, StageRun, read_run
+from reports.text import verdict_of
 from reports.view import kind_table, policy_table, samples_of, stage_views, win_table
-from reports.words import verdict_of
 
 
 def write_report(run_folder: Path) -> dict[str, Any]:

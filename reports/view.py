@@ -12,7 +12,7 @@ from reports.curves import stage_charts
 from reports.plots import agreement_chart, kl_bounds
 from reports.run import Run, dig
 from reports.svg import Chart
-from reports.words import Policy, count, duration, interval, label, number, percent, policies_of
+from reports.text import Policy, count, duration, interval, label, number, percent, policies_of
 
 SHOWN_CHARACTERS = 2_000  # of a prompt or a response; the rest is in report.json
 NUM_OPEN_SAMPLES = 3

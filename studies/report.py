@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from evaluation.measures.curves import points
 from intervals.interval import Interval, plain
 from reports.svg import ROUND_STEPS, draw, tone
-from reports.words import number
+from reports.text import number
 from stages.progress import console
 from studies.findings import Curves, Found
 from studies.verdicts import Claim

@@ -16,7 +16,7 @@ from evaluation.measures.overoptimisation import gain_at
 from reports.plots import WIDE_SIZE
 from reports.run import dig
 from reports.svg import ROUND_STEPS, Chart, Key, draw, tone
-from reports.words import interval, number, percent
+from reports.text import interval, number, percent
 
 TITLES = {"rl": "RL", "best_of_n": "best-of-n"}
 TONES = {"rl": "ppo", "best_of_n": "best-of-n"}

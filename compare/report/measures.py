@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reports.words import Policy, number
+from reports.text import Policy, number
 
 # What places in PolicyMeasures are called; others are called as they are.
 TITLES = {

@@ -15,7 +15,7 @@ from evaluation.statistics.results import (
     WinRate,
 )
 from intervals.interval import Interval
-from reports.words import Policy, number, percent
+from reports.text import Policy, number, percent
 
 
 def as_shown(summary: Summary, judges: Sequence[str]) -> Summary:

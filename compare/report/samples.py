@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from compare.report.folder import ComparedPrompt, ComparisonFolder
 from evaluation.verdicts import Response, Verdict
-from reports.words import Policy, number, percent
+from reports.text import Policy, number, percent
 
 MAX_PROMPTS = 1_000
 MAX_CHARACTERS = 6_000_000

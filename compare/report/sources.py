@@ -12,7 +12,7 @@ import numpy as np
 from compare.report.folder import MEASURES, SETTINGS, VERDICTS, ComparisonFolder
 from evaluation.statistics.results import JudgeSummary, PairSummary, Summary
 from evaluation.verdicts import Verdict
-from reports.words import Policy, number
+from reports.text import Policy, number
 
 Filter = tuple[str, str, str | tuple[str, ...]]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from compare.report.words import by_rating, p_value, rank_range, span
 from evaluation.statistics.results import Agreement, CategoryWinRate, Counts, PairSummary, Ratings
-from reports.words import Policy, number, percent
+from reports.text import Policy, number, percent
 
 NUM_SPACES = 3  # at most, between ticks of an axis
 MARGIN = 0.08  # of the data, at either end of an axis

@@ -19,7 +19,7 @@ from compare.report.tracks import (
 )
 from compare.report.words import of, span
 from evaluation.statistics.results import Agreement, Failures, JudgeSummary, Ratings, Summary
-from reports.words import Policy, number, percent
+from reports.text import Policy, number, percent
 
 MODELS = {"bradley_terry": "Bradley–Terry", "davidson": "Davidson"}
 

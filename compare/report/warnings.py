@@ -8,7 +8,7 @@ from compare.report.folder import ComparisonFolder
 from compare.report.words import listed, of, span
 from evaluation.statistics.results import JudgeSummary, PairSummary, Summary
 from evaluation.verdicts import Verdict
-from reports.words import Policy, number, percent
+from reports.text import Policy, number, percent
 
 FEW_PROMPTS = 100
 MANY_FLIPS = 0.2

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from evaluation.statistics.results import JudgeSummary, PairSummary, Rating, Ratings, Summary
-from reports.words import Policy, label, number, percent, policies_of
+from reports.text import Policy, label, number, percent, policies_of
 
 # Colours and shapes for policies that the loop does not name, after those of the ones that it does.
 FREE_LOOKS = (

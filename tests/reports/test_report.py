@@ -16,8 +16,8 @@ import pytest
 from reports.report import write_report
 from reports.run import STAGES, clean_text, plain, read_run
 from reports.svg import running_mean
+from reports.text import duration, interval, number, percent, policies_of, verdict_of
 from reports.view import policy_table
-from reports.words import duration, interval, number, percent, policies_of, verdict_of
 
 ReadPage = Callable[[str], Any]
 

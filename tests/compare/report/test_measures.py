@@ -20,7 +20,7 @@ from evaluation.measures.reward_model import RewardMeasures
 from evaluation.measures.tax import Change, TaskTax, Tax
 from evaluation.verdicts import Response
 from intervals.interval import Interval, Share, plain
-from reports.words import percent
+from reports.text import percent
 
 
 def curve(kind: Any) -> Curve:

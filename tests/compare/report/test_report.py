@@ -20,7 +20,7 @@ from compare.report.words import looks_of, p_value
 from evaluation.statistics.summary import summarise
 from evaluation.verdicts import read_verdicts, write_rows
 from heed.cli import main
-from reports.words import percent
+from reports.text import percent
 
 MakeFolder = Callable[..., Path]
 

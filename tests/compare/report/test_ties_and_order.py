@@ -8,7 +8,7 @@ from typing import Any
 
 from compare.report.page import write_comparison_report
 from evaluation.verdicts import Verdict, read_verdicts, write_rows
-from reports.words import percent
+from reports.text import percent
 
 MakeFolder = Callable[..., Path]
 
