@@ -19,9 +19,9 @@ from lm.model import LanguageModel, ScalarModel, initialise
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from ppo.config import PPOConfig
-from ppo.controller import PPOController, ScoreScale
+from ppo.controller import PPOController
 from ppo.groups import DisaggregatedGroup
-from ppo.rank import Parents
+from ppo.initial_models import InitialModels, ScoreScale
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 
@@ -37,23 +37,23 @@ def main() -> None:
     ray.init("local", num_cpus=3, include_dashboard=False, log_to_driver=False)
     runs: dict[int, list[float]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory() as folder:
-        parents = make_parents(Path(folder))
+        models = make_parents(Path(folder))
         groups = [WorkerGroup(1) for _ in RANKS]
         for group in groups:
             group.run("threads", torch.set_num_threads, 1)
         for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 3):
             for max_staleness, seconds in runs.items():
-                seconds.append(timed_run(groups, parents, max_staleness))
+                seconds.append(timed_run(groups, models, max_staleness))
         disconnect()
     on_policy, ahead = (median(seconds) / NUM_ITERATIONS for seconds in runs.values())
     print(f"{on_policy:.2f} s an iteration on-policy, {ahead:.2f} s ahead: {ahead / on_policy:.2f}")
 
 
-def timed_run(groups: list[WorkerGroup], parents: Parents, max_staleness: int) -> float:
+def timed_run(groups: list[WorkerGroup], models: InitialModels, max_staleness: int) -> float:
     """Seconds of all iterations; prints, too, what of them the learner waited and how long each rank computed."""
     config = ppo_config(max_staleness)
-    roles = DisaggregatedGroup(groups[0], groups[1], groups[2], config, EngineConfig(trackers=()), parents)
-    controller = PPOController(config, roles, PROMPTS, parents.scale, num_pretraining_rows=0, seed=0)
+    roles = DisaggregatedGroup(groups[0], groups[1], groups[2], config, EngineConfig(trackers=()), models)
+    controller = PPOController(config, roles, PROMPTS, models.scale, num_pretraining_rows=0, seed=0)
     before = [group.run("clock", time.process_time)[0] for group in groups]
     begun, waited = time.monotonic(), 0.0
     for iteration in range(NUM_ITERATIONS):
@@ -95,13 +95,13 @@ def ppo_config(max_staleness: int) -> PPOConfig:
     )
 
 
-def make_parents(folder: Path) -> Parents:
+def make_parents(folder: Path) -> InitialModels:
     """An SFT policy and a reward model that have learned nothing."""
     tokenizer = Tokenizer.train(["one red bird saw the cat on the mat"] * 9, SHAPE.vocab_size, "chat")
     for name, model in (("sft", LanguageModel(SHAPE)), ("reward", ScalarModel(SHAPE))):
         initialise(model, 0)
         save_model(folder / name, model, model.state_dict(), tokenizer)
-    return Parents(folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), None)
+    return InitialModels(folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), None)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,8 @@ from compare.stage import CompareConfig, best_of, best_of_n_curve, compare_polic
 from evaluation.sampling import Sample, SamplingSpec
 from jobs.run import SAMPLES, Run, sample_everywhere
 from ppo.config import PPOConfig
-from ppo.controller import ScoreScale
 from ppo.groups import ColocatedGroup, DisaggregatedGroup
-from ppo.rank import Parents, TokenStream
+from ppo.initial_models import InitialModels, ScoreScale, TokenStream
 from preferences.store import LabelStore
 from pretrain.stage import PretrainConfig
 from reward.elsewhere import Elsewhere
@@ -87,16 +86,16 @@ def run_ppo(run: Run, config: PPOConfig, progress: StageProgress) -> None:
         assert run.job.pretrain is not None
         stream = TokenStream(run.stage_folder("pretrain") / "data" / "train.bin", run.job.pretrain.row_tokens)
     scale = score_scale(run, policy, judge, prompts, config, progress)
-    parents = Parents(sft=policy, reward=judge, scale=scale, pretraining=stream)
+    models = InitialModels(sft=policy, reward=judge, scale=scale, pretraining=stream)
     if config.placement == "colocated":
-        roles = ColocatedGroup(run.group(), config, run.job.engine, parents)
+        roles = ColocatedGroup(run.group(), config, run.job.engine, models)
     else:
         others = (
             run.group.beside("generators", config.num_generators),
             run.group.beside("scorers", config.num_scorers),
         )
-        roles = DisaggregatedGroup(run.group(), *others, config, run.job.engine, parents)
-    ppo.stage.run(run.context("ppo"), config, roles, parents, prompts)
+        roles = DisaggregatedGroup(run.group(), *others, config, run.job.engine, models)
+    ppo.stage.run(run.context("ppo"), config, roles, models, prompts)
     roles.close()
 
 

@@ -6,7 +6,6 @@ being sampled meanwhile, by weights that are a fixed number of iterations old, w
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from ppo.algorithm import KLController, generalised_advantages, importance_weights, token_rewards, whiten
 from ppo.config import PPOConfig
+from ppo.initial_models import ScoreScale
 from ppo.roles import Roles, Sampling
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from training.failures import RunError
@@ -22,17 +22,6 @@ from training.seeds import derive_seed
 
 # Rounding of bf16 passes over batches of different shape; a policy that is really another one is far beyond it.
 MAX_FIRST_RATIO_ERROR = 0.05
-
-
-@dataclass(frozen=True)
-class ScoreScale:
-    """Mean and standard deviation of the SFT policy's scores: rewards are in its units (arXiv 1909.08593, 2.1)."""
-
-    mean: float
-    std: float
-
-    def apply(self, scores_B: Tensor) -> Tensor:
-        return (scores_B - self.mean) / self.std
 
 
 class PPOController:

@@ -6,7 +6,8 @@ from lm.generation import generate
 from lm.sampling import Choice
 from lm.weights import load_language_model
 from ppo.config import PPOConfig
-from ppo.rank import Parents, Rank, SentWeights, checksum_of
+from ppo.initial_models import InitialModels
+from ppo.rank import Rank, SentWeights, checksum_of
 from ppo.rollout import Rollout
 from training.config import EngineConfig
 
@@ -14,9 +15,9 @@ from training.config import EngineConfig
 class GeneratorWorker(Rank):
     """Holds a copy of the policy in compute precision, and samples from it."""
 
-    def __init__(self, config: PPOConfig, engine_config: EngineConfig, parents: Parents, num_workers: int) -> None:
-        super().__init__(config, engine_config, parents, num_workers)
-        self.generator = load_language_model(parents.sft).to(self.device, self._compute_dtype).eval()
+    def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels, num_workers: int) -> None:
+        super().__init__(config, engine_config, models, num_workers)
+        self.generator = load_language_model(models.sft).to(self.device, self._compute_dtype).eval()
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Rollout:
         sampled = generate(

@@ -12,8 +12,9 @@ from lm.config import exact_div
 from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
 from ppo.generator import GeneratorWorker
+from ppo.initial_models import InitialModels
 from ppo.learner import LearnerWorker
-from ppo.rank import Parents, Rank
+from ppo.rank import Rank
 from ppo.roles import Sampling
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from ppo.scorer import ScorerWorker
@@ -28,8 +29,8 @@ class ColocatedGroup:
     Errors: ValueError where a batch does not divide among the ranks.
     """
 
-    def __init__(self, group: WorkerGroup, config: PPOConfig, engine: EngineConfig, parents: Parents) -> None:
-        self.learners = self.scorers = self.generators = Served(group, ColocatedWorker, config, engine, parents)
+    def __init__(self, group: WorkerGroup, config: PPOConfig, engine: EngineConfig, models: InitialModels) -> None:
+        self.learners = self.scorers = self.generators = Served(group, ColocatedWorker, config, engine, models)
 
     def start_sampling(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Sampling:
         slices = self.generators.slices(len(prompts))
@@ -105,11 +106,11 @@ class DisaggregatedGroup(ColocatedGroup):
         scorers: WorkerGroup,
         config: PPOConfig,
         engine: EngineConfig,
-        parents: Parents,
+        models: InitialModels,
     ) -> None:
-        self.learners = Served(learners, LearnerWorker, config, engine, parents)
-        self.generators = Served(generators, GeneratorWorker, config, engine, parents)
-        self.scorers = Served(scorers, ScorerWorker, config, engine, parents)
+        self.learners = Served(learners, LearnerWorker, config, engine, models)
+        self.generators = Served(generators, GeneratorWorker, config, engine, models)
+        self.scorers = Served(scorers, ScorerWorker, config, engine, models)
         self._weights_arrived: Callable[[], object] = lambda: None  # all ranks begin with the SFT policy's
         self._broadcasts = config.weight_transport == "broadcast" or (
             config.weight_transport == "auto" and config.max_staleness == 0 and self._all_on_gpus()
@@ -163,12 +164,12 @@ class Served:
     """A kind of worker on every rank of a group."""
 
     def __init__(
-        self, group: WorkerGroup, kind: type[Rank], config: PPOConfig, engine: EngineConfig, parents: Parents
+        self, group: WorkerGroup, kind: type[Rank], config: PPOConfig, engine: EngineConfig, models: InitialModels
     ) -> None:
         self.group = group
         if issubclass(kind, LearnerWorker):
             config.minibatch.num_micro_batches(group.num_workers)
-        group.build(NAME, kind, config, engine, parents, group.num_workers)
+        group.build(NAME, kind, config, engine, models, group.num_workers)
 
     def per_response(self, method: str, rollout: Rollout) -> Tensor:
         return torch.cat(self.call(method, [(rollout.rows(s),) for s in self.slices(len(rollout))]))

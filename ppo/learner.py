@@ -16,7 +16,8 @@ from lm.progress import note_progress
 from lm.weights import ModelFolder, save_model
 from ppo.algorithm import policy_loss, value_loss
 from ppo.config import PPOConfig
-from ppo.rank import Parents, Rank, SentWeights, checksum_of
+from ppo.initial_models import InitialModels
+from ppo.rank import Rank, SentWeights, checksum_of
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from ppo.value import value_source
 from training.checkpoint import changed_files, share_of_files, step_of
@@ -34,10 +35,10 @@ class LearnerWorker(Rank):
     Figures that updates return are shares of a mean: they add up over ranks.
     """
 
-    def __init__(self, config: PPOConfig, engine_config: EngineConfig, parents: Parents, num_workers: int) -> None:
-        super().__init__(config, engine_config, parents, num_workers)
-        policy = ModelFolder(parents.sft, LanguageModel)
-        value = value_source(parents.sft, parents.reward, config.objective_weights, parents.scale)
+    def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels, num_workers: int) -> None:
+        super().__init__(config, engine_config, models, num_workers)
+        policy = ModelFolder(models.sft, LanguageModel)
+        value = value_source(models.sft, models.reward, config.objective_weights, models.scale)
         micro = config.minibatch.micro_batch_size
         self.policy: Engine[LanguageModel] = Engine(
             policy, config.policy_optimizer, engine_config, world_size=num_workers, micro_batch=micro
@@ -47,7 +48,7 @@ class LearnerWorker(Rank):
         )
         self.average = _copies(self.policy.full_weights())
         self.writer = self.policy.checkpoint_writer()
-        stream = parents.pretraining
+        stream = models.pretraining
         self.stream = StreamObjective(stream_rows(stream.path, stream.row_tokens)) if stream else None
 
     @torch.no_grad()

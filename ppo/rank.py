@@ -5,7 +5,6 @@ Shape letters: B responses, T tokens, R response tokens, C counted positions, V 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -15,28 +14,9 @@ from lm.progress import note_progress
 from lm.tokenizer import Tokenizer
 from ppo.broadcast import WeightBroadcast
 from ppo.config import PPOConfig
-from ppo.controller import ScoreScale
+from ppo.initial_models import InitialModels
 from ppo.rollout import Rollout
-from reward.elsewhere import Elsewhere
 from training.config import EngineConfig
-
-
-@dataclass(frozen=True)
-class TokenStream:
-    """A file of tokens, cut into rows."""
-
-    path: Path
-    row_tokens: int
-
-
-@dataclass(frozen=True)
-class Parents:
-    """Where the models come from, and the pretraining stream that PPO-ptx mixes in, if it does."""
-
-    sft: Path
-    reward: Path | Elsewhere
-    scale: ScoreScale
-    pretraining: TokenStream | None
 
 
 @dataclass(frozen=True)
@@ -50,9 +30,9 @@ class SentWeights:
 class Rank:
     """What every rank of PPO knows. Batches it is given are its own shard; counts in them are global."""
 
-    def __init__(self, config: PPOConfig, engine_config: EngineConfig, parents: Parents, num_workers: int) -> None:
-        self.config, self.engine_config, self.parents, self.num_workers = config, engine_config, parents, num_workers
-        self.tokenizer = Tokenizer.load(parents.sft)
+    def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels, num_workers: int) -> None:
+        self.config, self.engine_config, self.models, self.num_workers = config, engine_config, models, num_workers
+        self.tokenizer = Tokenizer.load(models.sft)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._compute_dtype = torch.bfloat16 if engine_config.resolved_precision() == "bf16" else torch.float32
 

@@ -17,7 +17,8 @@ from lm.progress import note_progress
 from lm.tokenizer import Messages
 from lm.weights import load_language_model
 from ppo.config import PPOConfig
-from ppo.rank import Parents, Rank
+from ppo.initial_models import InitialModels
+from ppo.rank import Rank
 from ppo.rollout import Rollout
 from reward.elsewhere import Elsewhere, Scored
 from reward.scoring import Judge, sequence_scores
@@ -30,10 +31,10 @@ AnyModel = TypeVar("AnyModel", bound=nn.Module)
 class ScorerWorker(Rank):
     """Holds what never moves: the reward model, or what stands for it elsewhere, and the reference policy."""
 
-    def __init__(self, config: PPOConfig, engine_config: EngineConfig, parents: Parents, num_workers: int) -> None:
-        super().__init__(config, engine_config, parents, num_workers)
-        self.reference = self._frozen(load_language_model(parents.sft))
-        reward, weights = parents.reward, config.objective_weights
+    def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels, num_workers: int) -> None:
+        super().__init__(config, engine_config, models, num_workers)
+        self.reference = self._frozen(load_language_model(models.sft))
+        reward, weights = models.reward, config.objective_weights
         self.judge = Judge.load(reward, weights) if isinstance(reward, Path) else reward
         if isinstance(self.judge, Judge):
             self._frozen(self.judge.network)

@@ -8,7 +8,7 @@ from pathlib import Path
 from lm.tokenizer import Tokenizer
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.rank import Parents
+from ppo.initial_models import InitialModels
 from ppo.roles import Roles, Sampling
 from ppo.rollout import Rollout
 from training.checkpoint import drop_unfinished, find_resumption
@@ -20,18 +20,20 @@ from training.stage import StageContext
 from training.writer import PROGRESS
 
 
-def run(context: StageContext, config: PPOConfig, roles: Roles, parents: Parents, prompts: Sequence[Prompt]) -> None:
+def run(
+    context: StageContext, config: PPOConfig, roles: Roles, models: InitialModels, prompts: Sequence[Prompt]
+) -> None:
     """Iterate from the newest checkpoint to the end; write `model/`, `model_ema/` and `results.json`.
 
     With `keep_policies_every` also `policies/NNNNNN/`: model directories of the policy along the way.
 
     Errors: ValueError for a prompt that leaves no room for a response, and where too many scores fail.
     """
-    tokenizer = Tokenizer.load(parents.sft)
-    stream = parents.pretraining
+    tokenizer = Tokenizer.load(models.sft)
+    stream = models.pretraining
     num_rows = len(stream_rows(stream.path, stream.row_tokens)) if stream else 0
     encoded = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
-    controller = PPOController(config, roles, encoded, parents.scale, num_pretraining_rows=num_rows, seed=context.seed)
+    controller = PPOController(config, roles, encoded, models.scale, num_pretraining_rows=num_rows, seed=context.seed)
     first = _resume(context, controller)
     log = MetricsLog(context.folder, context.engine.trackers, resume_step=first)
     checkpoints, waited_seconds = context.folder / "checkpoints", 0.0
@@ -52,7 +54,7 @@ def run(context: StageContext, config: PPOConfig, roles: Roles, parents: Parents
     log.close()
     roles.finish_saving()
     roles.export_policy(context.folder)
-    scale = {"score_scale_mean": parents.scale.mean, "score_scale_std": parents.scale.std}
+    scale = {"score_scale_mean": models.scale.mean, "score_scale_std": models.scale.std}
     context.write_results({"num_iterations": config.num_iterations, "final_kl_coef": controller.kl.coef, **scale})
 
 

@@ -12,7 +12,7 @@ from lm.model import LanguageModel, ScalarModel
 from lm.source import ModelSource, skeleton
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, NewHead, purpose_of
-from ppo.controller import ScoreScale
+from ppo.initial_models import ScoreScale
 from reward.elsewhere import Elsewhere
 from reward.scoring import weights_by_label
 

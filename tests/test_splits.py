@@ -32,8 +32,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, save_model
 from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
-from ppo.controller import ScoreScale
-from ppo.rank import Parents, TokenStream
+from ppo.initial_models import InitialModels, ScoreScale, TokenStream
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective
 from reward.comparisons import Comparison, Verdict
@@ -387,8 +386,10 @@ def train(split: Split, folder: Path) -> dict[str, Any]:
 
 def train_ppo(split: Split, folder: Path, rank: int) -> dict[str, Any]:
     """Two updates of the policy and of the value function, each rank with its contiguous share of the minibatch."""
-    parents = Parents(folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), TokenStream(folder / "train.bin", 9))
-    worker = ColocatedWorker(ppo_config(split.micro_batch), split.engine, parents, split.num_ranks)
+    models = InitialModels(
+        folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), TokenStream(folder / "train.bin", 9)
+    )
+    worker = ColocatedWorker(ppo_config(split.micro_batch), split.engine, models, split.num_ranks)
     mine, ptx = (slice(rank * n // split.num_ranks, (rank + 1) * n // split.num_ranks) for n in (NUM_ROWS, 4))
     policy = PolicyBatch(
         ROLLOUT, OLD_LOGPROBS_BR, ADVANTAGES_BR, SCORED_BR, NUM_RESPONSE_TOKENS, PTX_ROWS, len(PTX_ROWS)

@@ -29,8 +29,8 @@ from lm.source import Fresh, materialise
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from ppo.colocated import ColocatedWorker
-from ppo.controller import PPOController, ScoreScale
-from ppo.rank import Parents
+from ppo.controller import PPOController
+from ppo.initial_models import InitialModels, ScoreScale
 from ppo.roles import Roles
 from training.config import BatchConfig
 from training.engine import Engine
@@ -145,13 +145,13 @@ class Phased:
 def measure_iteration(row: Row, sizes: Iteration, device: torch.device, folder: Path) -> dict[str, float]:
     """Iterations of one worker that has all roles, the timed ones' mean."""
     write_models(folder, sizes)
-    parents = Parents(folder / "policy", folder / "reward", ScoreScale(0.0, 1.0), None)
+    models = InitialModels(folder / "policy", folder / "reward", ScoreScale(0.0, 1.0), None)
     num_iterations = row.warmup_steps + row.timed_steps
     minibatch = BatchConfig(batch_size=sizes.minibatch, micro_batch_size=sizes.micro_batch)
     config = ppo_config(num_iterations, sizes.rollout, minibatch, sizes.response_tokens)
-    worker = Phased(ColocatedWorker(config, ENGINE, parents, 1), device)
+    worker = Phased(ColocatedWorker(config, ENGINE, models, 1), device)
     prompts = draw_prompts(sizes.rollout, sizes.prompt_tokens, sizes.model.vocab_size)
-    controller = PPOController(config, cast(Roles, worker), prompts, parents.scale, num_pretraining_rows=0, seed=0)
+    controller = PPOController(config, cast(Roles, worker), prompts, models.scale, num_pretraining_rows=0, seed=0)
     tokens, started = 0.0, now(device)
     for iteration in range(num_iterations):
         if iteration == row.warmup_steps:

@@ -29,8 +29,8 @@ from jobs.planning.plan import Setting, make_plan
 from lm.model import LanguageModel
 from lm.weights import ModelFolder
 from ppo.colocated import ColocatedWorker
-from ppo.controller import PPOController, ScoreScale
-from ppo.rank import Parents
+from ppo.controller import PPOController
+from ppo.initial_models import InitialModels, ScoreScale
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
 from training.objectives import StreamObjective
@@ -93,10 +93,10 @@ def ppo(job: JobConfig, folder: Path) -> None:
     """One worker with all roles: an iteration, a checkpoint, and another iteration while it is written."""
     config = job.ppo
     assert config is not None
-    parents = Parents(folder / "policy", folder / "reward", ScoreScale(0.0, 1.0), None)
-    worker = ColocatedWorker(config, job.engine, parents, 1)
+    models = InitialModels(folder / "policy", folder / "reward", ScoreScale(0.0, 1.0), None)
+    worker = ColocatedWorker(config, job.engine, models, 1)
     prompts = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
-    controller = PPOController(config, worker, prompts, parents.scale, num_pretraining_rows=0, seed=0)
+    controller = PPOController(config, worker, prompts, models.scale, num_pretraining_rows=0, seed=0)
     for iteration in range(2):
         controller.step(iteration)
         if iteration == 0:

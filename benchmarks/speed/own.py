@@ -16,8 +16,8 @@ from lm.source import ModelSource
 from lm.weights import ModelFolder, load_language_model
 from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
-from ppo.controller import PPOController, ScoreScale
-from ppo.rank import Parents
+from ppo.controller import PPOController
+from ppo.initial_models import InitialModels, ScoreScale
 from reward.comparisons import Comparison, Verdict
 from reward.learner import Beside, LearnerSource
 from reward.objective import RankingObjective
@@ -161,11 +161,11 @@ def ppo_config(num_iterations: int, rollout_prompts: int, minibatch: BatchConfig
 
 def measure_ppo(task: Task, clock: Clock) -> str:
     """Iterations of one worker that has all roles, in this process: policy, value function, reference, reward model."""
-    parents = Parents(task.path / "policy", task.path / "reward", ScoreScale(0.0, 1.0), None)
+    models = InitialModels(task.path / "policy", task.path / "reward", ScoreScale(0.0, 1.0), None)
     batch = BatchConfig(batch_size=task.batch, micro_batch_size=task.micro_batch)
     config = ppo_config(task.num_steps, task.batch, batch, task.response_tokens)
-    worker = ColocatedWorker(config, ENGINE, parents, 1)
-    controller = PPOController(config, worker, task.read("prompts"), parents.scale, num_pretraining_rows=0, seed=0)
+    worker = ColocatedWorker(config, ENGINE, models, 1)
+    controller = PPOController(config, worker, task.read("prompts"), models.scale, num_pretraining_rows=0, seed=0)
     for iteration in range(task.num_steps):
         figures = controller.step(iteration)
         clock.tick(figures["response_tokens"] * task.batch)

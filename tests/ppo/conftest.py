@@ -13,8 +13,7 @@ from lm.model import LanguageModel, ScalarModel, initialise
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config, save_model
 from ppo.config import PPOConfig
-from ppo.controller import ScoreScale
-from ppo.rank import Parents, TokenStream
+from ppo.initial_models import InitialModels, ScoreScale, TokenStream
 from training.config import BatchConfig, OptimizerConfig
 from training.data import DataConfig
 from training.packing import write_token_stream
@@ -30,8 +29,8 @@ def _few_objects_to_collect() -> None:
 
 
 @pytest.fixture(scope="session")
-def one_objective(tmp_path_factory: pytest.TempPathFactory) -> Parents:
-    folder = tmp_path_factory.mktemp("parents")
+def one_objective(tmp_path_factory: pytest.TempPathFactory) -> InitialModels:
+    folder = tmp_path_factory.mktemp("models")
     config = ModelConfig(
         vocab_size=300, context_tokens=64, width=16, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=32
     )
@@ -48,16 +47,16 @@ def one_objective(tmp_path_factory: pytest.TempPathFactory) -> Parents:
     save_model(folder / "sft", policy, policy.state_dict(), tokenizer)
     save_model(folder / "reward", reward, reward.state_dict(), tokenizer)
     write_token_stream(tokenizer.encode_plain(texts), tokenizer.end_id, folder / "train.bin")
-    return Parents(folder / "sft", folder / "reward", ScoreScale(0.5, 2.0), TokenStream(folder / "train.bin", 9))
+    return InitialModels(folder / "sft", folder / "reward", ScoreScale(0.5, 2.0), TokenStream(folder / "train.bin", 9))
 
 
 @pytest.fixture(scope="session")
-def parents(one_objective: Parents) -> Parents:
+def models(one_objective: InitialModels) -> InitialModels:
     return one_objective
 
 
 @pytest.fixture(scope="session")
-def two_objectives(one_objective: Parents, tmp_path_factory: pytest.TempPathFactory) -> Parents:
+def two_objectives(one_objective: InitialModels, tmp_path_factory: pytest.TempPathFactory) -> InitialModels:
     """A reward model with the heads "kind" and "brief" in place of the plain one."""
     assert isinstance(one_objective.reward, Path)
     model = ScalarModel(read_config(one_objective.reward, "score")[0], labels=("kind", "brief"))
@@ -69,7 +68,7 @@ def two_objectives(one_objective: Parents, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="session")
-def prompts(one_objective: Parents) -> list[list[int]]:
+def prompts(one_objective: InitialModels) -> list[list[int]]:
     """Sixteen prompts of different lengths."""
     tokenizer = Tokenizer.load(one_objective.sft)
     return [tokenizer.encode_prompt([{"role": "user", "content": " ".join(WORDS[: 1 + i % 9])}]) for i in range(16)]

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ppo.config import PPOConfig
-from ppo.controller import PPOController, ScoreScale
+from ppo.controller import PPOController
+from ppo.initial_models import ScoreScale
 from ppo.roles import Sampling
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from training.checkpoint import changed_files

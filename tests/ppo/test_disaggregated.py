@@ -21,7 +21,7 @@ from ppo import generator, learner
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.groups import ColocatedGroup, DisaggregatedGroup
-from ppo.rank import Parents
+from ppo.initial_models import InitialModels
 from ppo.roles import Roles
 from training.config import EngineConfig
 from training.packing import stream_rows
@@ -47,16 +47,16 @@ def config(ppo_config: Callable[..., PPOConfig]) -> PPOConfig:
 
 
 @pytest.fixture(scope="module")
-def parents(two_objectives: Parents) -> Parents:
+def models(two_objectives: InitialModels) -> InitialModels:
     return two_objectives
 
 
 @pytest.fixture(scope="module")
-def train(parents: Parents, prompts: list[list[int]], config: PPOConfig) -> Callable[[Roles, Path], Trained]:
+def train(models: InitialModels, prompts: list[list[int]], config: PPOConfig) -> Callable[[Roles, Path], Trained]:
     def run(roles: Roles, folder: Path) -> Trained:
-        assert parents.pretraining is not None
-        num_rows = len(stream_rows(parents.pretraining.path, parents.pretraining.row_tokens))
-        controller = PPOController(config, roles, prompts, parents.scale, num_pretraining_rows=num_rows, seed=5)
+        assert models.pretraining is not None
+        num_rows = len(stream_rows(models.pretraining.path, models.pretraining.row_tokens))
+        controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=num_rows, seed=5)
         figures = [controller.step(0)]
         roles.save(folder, 1, {}, {})
         figures.append(controller.step(1))
@@ -79,26 +79,26 @@ def train(parents: Parents, prompts: list[list[int]], config: PPOConfig) -> Call
 @pytest.fixture(scope="module")
 def colocated(
     config: PPOConfig,
-    parents: Parents,
+    models: InitialModels,
     train: Callable[[Roles, Path], Trained],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Trained:
     with WorkerGroup(1) as group:
-        return train(ColocatedGroup(group, config, ENGINE, parents), tmp_path_factory.mktemp("colocated"))
+        return train(ColocatedGroup(group, config, ENGINE, models), tmp_path_factory.mktemp("colocated"))
 
 
 @pytest.mark.parametrize("transport", ["object_store", "broadcast"])
 def test_groups_of_one_give_the_same_bits(
     colocated: Trained,
     config: PPOConfig,
-    parents: Parents,
+    models: InitialModels,
     train: Callable[[Roles, Path], Trained],
     tmp_path: Path,
     transport: str,
 ) -> None:
     config = config.model_copy(update={"weight_transport": transport})
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
+        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, models)
         weights, figures = train(roles, tmp_path)
     expected, expected_figures = colocated
     assert figures == expected_figures
@@ -109,12 +109,16 @@ def test_groups_of_one_give_the_same_bits(
 
 
 def test_groups_of_other_sizes_and_shards_agree_to_rounding(
-    colocated: Trained, config: PPOConfig, parents: Parents, train: Callable[[Roles, Path], Trained], tmp_path: Path
+    colocated: Trained,
+    config: PPOConfig,
+    models: InitialModels,
+    train: Callable[[Roles, Path], Trained],
+    tmp_path: Path,
 ) -> None:
     config = config.model_copy(update={"weight_transport": "broadcast"})
     engine = ENGINE.model_copy(update={"zero_stage": 3})
     with WorkerGroup(1) as learners, WorkerGroup(2) as generators, WorkerGroup(2) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, engine, parents)
+        roles = DisaggregatedGroup(learners, generators, scorers, config, engine, models)
         weights, _ = train(roles, tmp_path)
     for name, tensor in colocated[0].items():
         torch.testing.assert_close(weights[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
@@ -133,10 +137,10 @@ def _confuse() -> None:
 
 
 def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(
-    config: PPOConfig, parents: Parents, prompts: list[list[int]], tmp_path: Path
+    config: PPOConfig, models: InitialModels, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
+        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, models)
         busy = generators._workers[0].run.remote(_wait_for, (tmp_path / "sent",))
         first = roles.start_sampling(prompts, range(16))
         roles.sync_weights()
@@ -155,16 +159,16 @@ def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(
 
 
 def test_a_generator_lost_in_a_broadcast_is_named_though_the_learner_waits_for_it(
-    config: PPOConfig, parents: Parents
+    config: PPOConfig, models: InitialModels
 ) -> None:
     by_broadcast = config.model_copy(update={"weight_transport": "broadcast"})
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, by_broadcast, ENGINE, parents)
+        roles = DisaggregatedGroup(learners, generators, scorers, by_broadcast, ENGINE, models)
         learners.run("confuse", _confuse)
         with pytest.raises(WorkerError, match=r"ppo\.receive_broadcast: rank 0 of 1: AssertionError.*have -1"):
             roles.sync_weights()
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, by_broadcast, ENGINE, parents)
+        roles = DisaggregatedGroup(learners, generators, scorers, by_broadcast, ENGINE, models)
         ray.kill(generators._workers[0])
         begun = time.monotonic()
         with pytest.raises(WorkerLostError):
@@ -172,22 +176,22 @@ def test_a_generator_lost_in_a_broadcast_is_named_though_the_learner_waits_for_i
         assert time.monotonic() - begun < 20, "a learner that waits for a generator hid its loss"
 
 
-def test_a_lost_generator_is_named(config: PPOConfig, parents: Parents, prompts: list[list[int]]) -> None:
+def test_a_lost_generator_is_named(config: PPOConfig, models: InitialModels, prompts: list[list[int]]) -> None:
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
+        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, models)
         ray.kill(generators._workers[0])
         with pytest.raises(WorkerLostError, match=r"ppo\.generate: rank 0 of 1 was lost"):
             roles.start_sampling(prompts, range(len(prompts)))()
 
 
 def test_a_generator_and_a_scorer_that_are_stopped_are_named(
-    config: PPOConfig, parents: Parents, prompts: list[list[int]]
+    config: PPOConfig, models: InitialModels, prompts: list[list[int]]
 ) -> None:
     """Nobody waits for them in a collective, whose limit would find them."""
     soon = ClusterConfig(silence_seconds=4)
     seeds = range(len(prompts))
     with WorkerGroup(1, soon) as learners, WorkerGroup(1, soon) as generators, WorkerGroup(1, soon) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, parents)
+        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, models)
         generator = generators.run("pid", os.getpid)[0]
         rollout = roles.start_sampling(prompts, seeds)()
         os.kill(scorers.run("pid", os.getpid)[0], signal.SIGSTOP)

@@ -12,8 +12,8 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
 from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
-from ppo.controller import PPOController, ScoreScale
-from ppo.rank import Parents
+from ppo.controller import PPOController
+from ppo.initial_models import InitialModels, ScoreScale
 from ppo.value import value_source
 from training.config import EngineConfig
 
@@ -24,13 +24,13 @@ Start = Callable[..., ColocatedWorker]
 
 
 @pytest.fixture
-def start(two_objectives: Parents, ppo_config: Callable[..., PPOConfig]) -> Iterator[Start]:
-    """Workers that are closed when the test ends; `parents` says which models are others."""
+def start(two_objectives: InitialModels, ppo_config: Callable[..., PPOConfig]) -> Iterator[Start]:
+    """Workers that are closed when the test ends; `models` says which models are others."""
     workers: list[ColocatedWorker] = []
 
-    def build(weights: dict[str, float], parents: dict[str, object], **changes: object) -> ColocatedWorker:
+    def build(weights: dict[str, float], models: dict[str, object], **changes: object) -> ColocatedWorker:
         config = ppo_config(objective_weights=weights, ptx_coef=0.0, ptx_rows=0, **changes)
-        given = replace(two_objectives, pretraining=None, **parents)  # type: ignore[arg-type]
+        given = replace(two_objectives, pretraining=None, **models)  # type: ignore[arg-type]
         workers.append(ColocatedWorker(config, ENGINE, given, 1))
         return workers[-1]
 
@@ -40,14 +40,14 @@ def start(two_objectives: Parents, ppo_config: Callable[..., PPOConfig]) -> Iter
 
 
 def controlled(worker: ColocatedWorker, prompts: Prompts) -> PPOController:
-    return PPOController(worker.config, worker, prompts, worker.parents.scale, num_pretraining_rows=0, seed=5)
+    return PPOController(worker.config, worker, prompts, worker.models.scale, num_pretraining_rows=0, seed=5)
 
 
 def test_scores_are_each_heads_and_first_values_their_weighted_sum(start: Start, prompts: Prompts) -> None:
     worker = start(WEIGHTS, {})
     rollout = worker.generate(prompts, range(16))
     scores_BO, values_BR = worker.scores(rollout), worker.values(rollout)
-    model = load_scalar_model(worker.parents.reward)  # type: ignore[arg-type]
+    model = load_scalar_model(worker.models.reward)  # type: ignore[arg-type]
     assert scores_BO.shape == (16, 2)
     for row, (prompt, response) in enumerate(zip(*rollout.token_lists(), strict=True)):
         ending = [] if rollout.finished_B[row] else [worker.tokenizer.end_id]
@@ -74,15 +74,15 @@ def test_the_reward_is_the_weighted_sum_and_each_score_is_logged(start: Start, p
 
 @pytest.mark.parametrize(("weights", "sign"), [({"kind": 1.0, "brief": 0.25}, 1), ({"kind": 0.25, "brief": 1.0}, -1)])
 def test_weights_decide_which_of_two_conflicting_objectives_is_climbed(
-    start: Start, two_objectives: Parents, prompts: Prompts, tmp_path: Path, weights: dict[str, float], sign: int
+    start: Start, two_objectives: InitialModels, prompts: Prompts, tmp_path: Path, weights: dict[str, float], sign: int
 ) -> None:
     assert isinstance(two_objectives.reward, Path)
     model = load_scalar_model(two_objectives.reward)
     with torch.no_grad():
         model.score.weight[1] = -model.score.weight[0]
     save_model(tmp_path, model, model.state_dict(), Tokenizer.load(two_objectives.reward))
-    parents = {"reward": tmp_path, "scale": ScoreScale(0.0, 0.5)}
-    worker = start(weights, parents, learning_rate=2e-2, num_iterations=10, kl_coef=0.0, missing_end_penalty=0.0)
+    models = {"reward": tmp_path, "scale": ScoreScale(0.0, 0.5)}
+    worker = start(weights, models, learning_rate=2e-2, num_iterations=10, kl_coef=0.0, missing_end_penalty=0.0)
     controller = controlled(worker, prompts)
     figures = [controller.step(iteration) for iteration in range(10)]
     kind, brief = (figures[-1][f"score/{name}"] - figures[0][f"score/{name}"] for name in ("kind", "brief"))
@@ -109,18 +109,20 @@ def test_a_text_that_does_not_fit_fails_by_every_objective(start: Start, prompts
         ({"kind": 1.0, "terse": 1.0}, r"weights are given for kind, terse; a weight for each of kind, brief was"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(two_objectives: Parents, weights: dict[str, float], words: str) -> None:
-    parents = two_objectives
+def test_weights_that_do_not_fit_are_refused(
+    two_objectives: InitialModels, weights: dict[str, float], words: str
+) -> None:
+    models = two_objectives
     with pytest.raises(ValueError, match=words):
-        value_source(parents.sft, parents.reward, weights, parents.scale)
+        value_source(models.sft, models.reward, weights, models.scale)
 
 
-def test_one_objective_takes_no_weights(parents: Parents) -> None:
+def test_one_objective_takes_no_weights(models: InitialModels) -> None:
     with pytest.raises(ValueError, match=r"reward model of one objective; weights are given for kind; no weights were"):
-        value_source(parents.sft, parents.reward, {"kind": 1.0}, parents.scale)
-    value = materialise(value_source(parents.sft, parents.reward, {}, ScoreScale(0.0, 1.0)))
-    assert isinstance(parents.reward, Path)
-    plain = load_scalar_model(parents.reward)
+        value_source(models.sft, models.reward, {"kind": 1.0}, models.scale)
+    value = materialise(value_source(models.sft, models.reward, {}, ScoreScale(0.0, 1.0)))
+    assert isinstance(models.reward, Path)
+    plain = load_scalar_model(models.reward)
     for name, tensor in plain.state_dict().items():
         assert torch.equal(value.state_dict()[name], tensor), name
 

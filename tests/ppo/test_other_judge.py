@@ -14,7 +14,7 @@ from lm.weights import load_language_model, save_model
 from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.rank import Parents
+from ppo.initial_models import InitialModels
 from reward.scoring import load_network
 from reward.stage import network_source
 from training.config import EngineConfig
@@ -25,7 +25,7 @@ QUESTIONS = [" ".join(["the", "cat", "sat", "on"][: 1 + i % 4]) + f" {i}" for i 
 
 @pytest.fixture
 def worker(
-    parents: Parents,
+    models: InitialModels,
     ppo_config: Callable[..., PPOConfig],
     encoder_folder: Path,
     tmp_path: Path,
@@ -36,7 +36,7 @@ def worker(
     data.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in QUESTIONS))
     config = ppo_config(prompts=DataConfig(source=str(data)), ptx_coef=0.0, ptx_rows=0)
     engine = EngineConfig(precision="fp32", trackers=())
-    return ColocatedWorker(config, engine, replace(parents, reward=tmp_path / "judge", pretraining=None), 1)
+    return ColocatedWorker(config, engine, replace(models, reward=tmp_path / "judge", pretraining=None), 1)
 
 
 def test_it_scores_the_texts_and_ppo_runs(worker: ColocatedWorker) -> None:
@@ -44,7 +44,7 @@ def test_it_scores_the_texts_and_ppo_runs(worker: ColocatedWorker) -> None:
     prompts = [policy.encode_prompt([{"role": "user", "content": question}]) for question in QUESTIONS]
     rollout = worker.generate(prompts, range(16))
     scores, values = worker.scores(rollout), worker.values(rollout)
-    network, reads = load_network(worker.parents.reward).eval(), Tokenizer.load(worker.parents.reward)
+    network, reads = load_network(worker.models.reward).eval(), Tokenizer.load(worker.models.reward)
     _, responses = rollout.token_lists()
     for row, (question, response) in enumerate(zip(QUESTIONS, responses, strict=True)):
         text = f"<|end|>{question}<|end|>{policy.decode(response).strip()}<|end|>"
@@ -52,9 +52,9 @@ def test_it_scores_the_texts_and_ppo_runs(worker: ColocatedWorker) -> None:
             expected = float(network(torch.tensor([reads.encode(text)])))
         assert float(scores[row]) == pytest.approx(expected, abs=1e-5)
     assert not values.any()  # nothing is known of a half-written response yet
-    sft = load_language_model(worker.parents.sft)
+    sft = load_language_model(worker.models.sft)
     assert torch.equal(worker.value.module.decoder.embedding.weight, sft.decoder.embedding.weight)
-    controller = PPOController(worker.config, worker, prompts, worker.parents.scale, num_pretraining_rows=0, seed=5)
+    controller = PPOController(worker.config, worker, prompts, worker.models.scale, num_pretraining_rows=0, seed=5)
     figures = [controller.step(iteration) for iteration in range(2)]
     assert figures[0]["kl_nats"] == 0.0
     assert worker.values(rollout).any()  # learned

@@ -13,7 +13,7 @@ from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.groups import ColocatedGroup
-from ppo.rank import Parents
+from ppo.initial_models import InitialModels
 from ppo.roles import Roles
 from training.config import BatchConfig, EngineConfig
 from training.packing import stream_rows
@@ -37,12 +37,12 @@ Trained = tuple[dict[str, Tensor], list[dict[str, float]]]
 
 
 @pytest.fixture(scope="module")
-def train(parents: Parents, prompts: list[list[int]], config: PPOConfig) -> Callable[[Roles, Path], Trained]:
+def train(models: InitialModels, prompts: list[list[int]], config: PPOConfig) -> Callable[[Roles, Path], Trained]:
     """Runs the iterations; returns the final policy, its average, and every iteration's figures."""
 
     def run(roles: Roles, folder: Path) -> Trained:
-        num_rows = len(stream_rows(parents.pretraining.path, parents.pretraining.row_tokens))
-        controller = PPOController(config, roles, prompts, parents.scale, num_pretraining_rows=num_rows, seed=5)
+        num_rows = len(stream_rows(models.pretraining.path, models.pretraining.row_tokens))
+        controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=num_rows, seed=5)
         figures = [controller.step(iteration) for iteration in range(NUM_ITERATIONS)]
         roles.export_policy(folder)
         weights = {
@@ -58,11 +58,11 @@ def train(parents: Parents, prompts: list[list[int]], config: PPOConfig) -> Call
 @pytest.fixture(scope="module")
 def one_rank(
     config: PPOConfig,
-    parents: Parents,
+    models: InitialModels,
     train: Callable[[Roles, Path], Trained],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Trained:
-    worker = ColocatedWorker(config, EngineConfig(precision="fp32", trackers=()), parents, 1)
+    worker = ColocatedWorker(config, EngineConfig(precision="fp32", trackers=()), models, 1)
     trained = train(worker, tmp_path_factory.mktemp("one"))
     worker.close()
     return trained
@@ -72,14 +72,14 @@ def one_rank(
 def test_two_ranks_give_the_weights_of_one(
     group: WorkerGroup,
     config: PPOConfig,
-    parents: Parents,
+    models: InitialModels,
     train: Callable[[Roles, Path], Trained],
     one_rank: Trained,
     zero_stage: int,
     tmp_path: Path,
 ) -> None:
     engine = EngineConfig.model_validate({"precision": "fp32", "zero_stage": zero_stage, "trackers": ()})
-    roles = ColocatedGroup(group, config, engine, parents)
+    roles = ColocatedGroup(group, config, engine, models)
     weights, figures = train(roles, tmp_path)
     # Every rank writes its part of a checkpoint, and reading it back brings the same weights.
     roles.save(tmp_path / "checkpoints", 7, {}, {})
@@ -93,7 +93,7 @@ def test_two_ranks_give_the_weights_of_one(
         torch.testing.assert_close(
             weights[name], tensor, atol=2e-6, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
         )
-    start = load_file(parents.sft / "model.safetensors")
+    start = load_file(models.sft / "model.safetensors")
     assert all(torch.equal(tensor, weights[f"model/{name}"]) for name, tensor in again.items())
     assert max(float((again[name] - tensor).abs().max()) for name, tensor in start.items()) > 1e-3  # it learned
     for ours, theirs in zip(figures, expected_figures, strict=True):
@@ -104,9 +104,9 @@ def test_two_ranks_give_the_weights_of_one(
 
 
 def test_a_batch_that_does_not_divide_among_the_ranks_is_refused(
-    group: WorkerGroup, config: PPOConfig, parents: Parents
+    group: WorkerGroup, config: PPOConfig, models: InitialModels
 ) -> None:
     engine = EngineConfig(precision="fp32", trackers=())
     odd = config.model_copy(update={"minibatch": BatchConfig(batch_size=2, micro_batch_size=2)})
     with pytest.raises(ValueError, match="batch_size over ranks x micro_batch_size: 2 is not a multiple of 4"):
-        ColocatedGroup(group, odd, engine, parents)
+        ColocatedGroup(group, odd, engine, models)

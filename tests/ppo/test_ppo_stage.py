@@ -11,7 +11,7 @@ from lm.tokenizer import Tokenizer
 from ppo import stage
 from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
-from ppo.rank import Parents
+from ppo.initial_models import InitialModels
 from ppo.rollout import Rollout
 from training.config import EngineConfig
 from training.data import Prompt
@@ -38,8 +38,8 @@ class Mortal(ColocatedWorker):
 
 
 @pytest.fixture
-def run(parents: Parents, prompts: list[list[int]], ppo_config: Callable[..., PPOConfig]) -> Callable[..., None]:
-    tokenizer = Tokenizer.load(parents.sft)
+def run(models: InitialModels, prompts: list[list[int]], ppo_config: Callable[..., PPOConfig]) -> Callable[..., None]:
+    tokenizer = Tokenizer.load(models.sft)
     # Prompts as a file gives them; the user's words are what the encoded fixture was made of.
     asked = [
         Prompt(prompt_id=str(i), messages=({"role": "user", "content": tokenizer.decode(tokens).strip()},), kind="")
@@ -48,9 +48,9 @@ def run(parents: Parents, prompts: list[list[int]], ppo_config: Callable[..., PP
 
     def build(folder: Path, kind: type[ColocatedWorker], **changes: object) -> None:
         config = ppo_config(kl_control="adaptive", kl_horizon=50, learning_rate=1e-2, **changes)
-        roles = kind(config, ENGINE, parents, 1)
+        roles = kind(config, ENGINE, models, 1)
         try:
-            stage.run(StageContext(folder, 11, 1, ENGINE), config, roles, parents, asked)
+            stage.run(StageContext(folder, 11, 1, ENGINE), config, roles, models, asked)
         finally:
             roles.close()
 
@@ -135,13 +135,13 @@ def test_policies_along_the_way_are_kept(run: Callable[..., None], tmp_path: Pat
 
 
 def test_training_moved_the_weights_and_the_average_lags(
-    run: Callable[..., None], parents: Parents, tmp_path: Path
+    run: Callable[..., None], models: InitialModels, tmp_path: Path
 ) -> None:
     run(tmp_path, ColocatedWorker)
     name = "model.embed_tokens.weight"
     start, last, average = (
         load_file(folder / "model.safetensors")[name]
-        for folder in (parents.sft, tmp_path / "model", tmp_path / "model_ema")
+        for folder in (models.sft, tmp_path / "model", tmp_path / "model_ema")
     )
     assert 0 < float((average - start).norm()) < float((last - start).norm())
 

@@ -10,8 +10,8 @@ import torch
 
 from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
-from ppo.controller import PPOController, ScoreScale
-from ppo.rank import Parents
+from ppo.controller import PPOController
+from ppo.initial_models import InitialModels, ScoreScale
 from reward.elsewhere import FunctionReward
 from training.config import EngineConfig
 from training.data import DataConfig
@@ -28,7 +28,7 @@ QUESTIONS = [f"the cat sat {i}" for i in range(16)]
 
 @pytest.fixture
 def build(
-    parents: Parents, ppo_config: Callable[..., PPOConfig], tmp_path: Path
+    models: InitialModels, ppo_config: Callable[..., PPOConfig], tmp_path: Path
 ) -> Callable[[str], tuple[PPOController, ColocatedWorker]]:
     (tmp_path / "rewards.py").write_text(REWARDS)
     data = tmp_path / "prompts.jsonl"
@@ -39,7 +39,7 @@ def build(
         config = ppo_config(
             prompts=DataConfig(source=str(data)), ptx_coef=0.0, ptx_rows=0, reward_function=name, max_failed_share=0.125
         )
-        own = replace(parents, reward=config.elsewhere or Path(), scale=ScoreScale(10.0, 4.0), pretraining=None)
+        own = replace(models, reward=config.elsewhere or Path(), scale=ScoreScale(10.0, 4.0), pretraining=None)
         assert own.reward == FunctionReward(name)
         worker = ColocatedWorker(config, EngineConfig(precision="fp32", trackers=()), own, 1)
         prompts = [worker.tokenizer.encode_prompt([{"role": "user", "content": question}]) for question in QUESTIONS]

@@ -17,7 +17,7 @@ from lm.weights import load_language_model, load_scalar_model
 from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.rank import Parents
+from ppo.initial_models import InitialModels
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from reward.scoring import Judge
 from training.config import EngineConfig
@@ -29,13 +29,13 @@ Controlled = Callable[[ColocatedWorker], PPOController]
 
 
 @pytest.fixture
-def start(parents: Parents, ppo_config: Callable[..., PPOConfig]) -> Iterator[Start]:
+def start(models: InitialModels, ppo_config: Callable[..., PPOConfig]) -> Iterator[Start]:
     """Workers that are closed when the test ends."""
     workers: list[ColocatedWorker] = []
 
     def build(precision: str = "fp32", **changes: object) -> ColocatedWorker:
         engine = EngineConfig.model_validate({"precision": precision, "trackers": ()})
-        workers.append(ColocatedWorker(ppo_config(**changes), engine, parents, 1))
+        workers.append(ColocatedWorker(ppo_config(**changes), engine, models, 1))
         return workers[-1]
 
     yield build
@@ -44,10 +44,10 @@ def start(parents: Parents, ppo_config: Callable[..., PPOConfig]) -> Iterator[St
 
 
 @pytest.fixture
-def controlled(parents: Parents, prompts: Prompts) -> Controlled:
+def controlled(models: InitialModels, prompts: Prompts) -> Controlled:
     def build(worker: ColocatedWorker) -> PPOController:
-        rows = stream_rows(parents.pretraining.path, parents.pretraining.row_tokens)
-        return PPOController(worker.config, worker, prompts, parents.scale, num_pretraining_rows=len(rows), seed=5)
+        rows = stream_rows(models.pretraining.path, models.pretraining.row_tokens)
+        return PPOController(worker.config, worker, prompts, models.scale, num_pretraining_rows=len(rows), seed=5)
 
     return build
 
@@ -97,8 +97,8 @@ def test_frozen_matrices_in_bf16_give_the_bits_that_autocast_gives(start: Start,
     assert worker.judge.network.score.weight.dtype == torch.bfloat16
     rollout = worker.generate(prompts, range(16))
     found = worker.reference_logprobs(rollout), worker.scores(rollout)
-    worker.reference = load_language_model(worker.parents.sft).eval()
-    worker.judge = Judge.load(worker.parents.reward)
+    worker.reference = load_language_model(worker.models.sft).eval()
+    worker.judge = Judge.load(worker.models.reward)
     assert worker.judge.network.score.weight.dtype == torch.float32
     expected = worker.reference_logprobs(rollout), worker.scores(rollout)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
@@ -113,7 +113,7 @@ def test_responses_that_fill_the_context_have_the_scores_that_a_judge_gives_them
     assert any(len(response) == 4 and response[-1] != worker.tokenizer.end_id for response in responses)
     scores = worker.scores(rollout)
     assert bool(scores.isfinite().all())
-    expected = Judge.load(worker.parents.reward).score(worker.tokenizer, [], written, responses)
+    expected = Judge.load(worker.models.reward).score(worker.tokenizer, [], written, responses)
     torch.testing.assert_close(scores[:, 0], torch.tensor(expected), atol=1e-5, rtol=0)
 
 
@@ -128,12 +128,12 @@ def test_the_average_of_tied_weights_is_held_once(start: Start, tmp_path: Path) 
 
 
 def test_policy_logprobs_match_transformers_at_the_sampling_temperature(
-    start: Start, parents: Parents, prompts: Prompts
+    start: Start, models: InitialModels, prompts: Prompts
 ) -> None:
     worker = start(temperature=0.6)
     rollout = worker.generate(prompts, range(16))
     found = worker.policy_logprobs(rollout)
-    model = transformers.AutoModelForCausalLM.from_pretrained(parents.sft)
+    model = transformers.AutoModelForCausalLM.from_pretrained(models.sft)
     for row, prompt, tokens in sequences(rollout):
         with torch.no_grad():
             logits = model(torch.tensor([tokens])).logits[0].double() / 0.6
@@ -167,11 +167,11 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_batch(start: Start, prompts
     assert [t for _, _, t in sequences(reseeded)] != [t for _, _, t in sequences(together)]
 
 
-def test_scores_and_first_values_are_the_reward_models(start: Start, parents: Parents, prompts: Prompts) -> None:
+def test_scores_and_first_values_are_the_reward_models(start: Start, models: InitialModels, prompts: Prompts) -> None:
     worker = start()
     rollout = worker.generate(prompts, range(16))
     scores, values = worker.scores(rollout), worker.values(rollout)
-    model = load_scalar_model(parents.reward)
+    model = load_scalar_model(models.reward)
     assert 0 < int(rollout.finished_B.sum()) < 16
     for row, prompt, tokens in sequences(rollout):
         # A response that was cut off is scored with the end token that every labeled text has.
@@ -207,7 +207,7 @@ def naive_policy_loss(worker: ColocatedWorker, model: torch.nn.Module, batch: Po
                 logprob = logits[prompt + t - 1].log_softmax(-1)[tokens[prompt + t]]
                 ratio, advantage = (logprob - batch.logprobs_BR[row, t]).exp(), batch.advantages_BR[row, t]
                 loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / batch.num_tokens
-    stream = np.fromfile(worker.parents.pretraining.path, dtype=np.int32)
+    stream = np.fromfile(worker.models.pretraining.path, dtype=np.int32)
     ptx = torch.zeros(())
     for number in batch.ptx_rows.tolist():
         row_tokens = torch.from_numpy(stream[number * 9 : (number + 1) * 9].astype(np.int64))
@@ -218,11 +218,11 @@ def naive_policy_loss(worker: ColocatedWorker, model: torch.nn.Module, batch: Po
 
 @pytest.mark.parametrize("micro", [1, 2, 8])
 def test_a_policy_update_equals_the_naive_one_for_every_micro_batch_size(
-    start: Start, parents: Parents, prompts: Prompts, micro: int
+    start: Start, models: InitialModels, prompts: Prompts, micro: int
 ) -> None:
     worker = start(minibatch=16, micro=micro, rollout_prompts=16)
     batch, _ = batches(worker, prompts)
-    naive = load_language_model(parents.sft)
+    naive = load_language_model(models.sft)
     loss, ptx = naive_policy_loss(worker, naive, batch)
     figures = worker.update_policy(batch, 1e-2, 0)
     norm = naive_adamw(naive, loss + 0.3 * ptx, 1e-2)
@@ -232,17 +232,17 @@ def test_a_policy_update_equals_the_naive_one_for_every_micro_batch_size(
     expected = naive.state_dict()
     for name, weight in worker.policy.module.state_dict().items():
         torch.testing.assert_close(weight, expected[name], atol=1e-6, rtol=0)
-    before = load_language_model(parents.sft).state_dict()
+    before = load_language_model(models.sft).state_dict()
     assert any(float((before[name] - expected[name]).abs().max()) > 1e-4 for name in before)
 
 
 @pytest.mark.parametrize("micro", [2, 16])
 def test_a_value_update_equals_the_naive_one_for_every_micro_batch_size(
-    start: Start, parents: Parents, prompts: Prompts, micro: int
+    start: Start, models: InitialModels, prompts: Prompts, micro: int
 ) -> None:
     worker = start(minibatch=16, micro=micro, rollout_prompts=16)
     _, batch = batches(worker, prompts)
-    naive = load_scalar_model(parents.reward)
+    naive = load_scalar_model(models.reward)
     with torch.no_grad():
         naive.score.weight /= 2.0
         naive.bias.copy_((naive.bias - 0.5) / 2.0)
@@ -281,7 +281,7 @@ def test_a_minibatch_whose_scores_all_failed(start: Start, prompts: Prompts) -> 
         return found
 
     worker.scores = one_fails  # type: ignore[method-assign]
-    controller = PPOController(worker.config, worker, prompts, worker.parents.scale, num_pretraining_rows=1, seed=5)
+    controller = PPOController(worker.config, worker, prompts, worker.models.scale, num_pretraining_rows=1, seed=5)
     figures = controller.step(0)
     assert figures["failed_scores"] == 1
     assert math.isfinite(figures["policy_loss"])
@@ -310,10 +310,10 @@ def test_a_sync_that_does_not_arrive_is_found_out(start: Start, prompts: Prompts
         worker.sync_weights()
 
 
-def test_the_moving_average_by_hand(start: Start, parents: Parents, prompts: Prompts, tmp_path: Path) -> None:
+def test_the_moving_average_by_hand(start: Start, models: InitialModels, prompts: Prompts, tmp_path: Path) -> None:
     worker = start(ema_decay=0.75, final_weights="ema")
     batch, _ = batches(worker, prompts)
-    expected = {name: tensor.clone() for name, tensor in load_language_model(parents.sft).state_dict().items()}
+    expected = {name: tensor.clone() for name, tensor in load_language_model(models.sft).state_dict().items()}
     for update in range(3):
         worker.update_policy(batch, 1e-2, update)
         worker.sync_weights()

@@ -1,0 +1,40 @@
+"""What PPO starts from: the models before it, the unit of their scores, and the pretraining stream.
+
+Shape letters: B responses.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from reward.elsewhere import Elsewhere
+
+
+@dataclass(frozen=True)
+class ScoreScale:
+    """Mean and standard deviation of the SFT policy's scores: rewards are in its units (arXiv 1909.08593, 2.1)."""
+
+    mean: float
+    std: float
+
+    def apply(self, scores_B: Tensor) -> Tensor:
+        return (scores_B - self.mean) / self.std
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """A file of tokens, cut into rows."""
+
+    path: Path
+    row_tokens: int
+
+
+@dataclass(frozen=True)
+class InitialModels:
+    """Where the models come from, and the pretraining stream that PPO-ptx mixes in, if it does."""
+
+    sft: Path
+    reward: Path | Elsewhere
+    scale: ScoreScale
+    pretraining: TokenStream | None
