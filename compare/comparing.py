@@ -22,8 +22,8 @@ from compare.folder import (
 )
 from compare.judges import Judging, open_judges
 from evaluation.answers import OnProgress
+from evaluation.judges.external import read_verdict_file
 from evaluation.judges.judge import Judge, Pair, pairs_of, refuse_too_many_failures
-from evaluation.judges.made_elsewhere import read_verdict_file
 from evaluation.judges.people import PeopleJudge
 from evaluation.names import named_specs
 from evaluation.policies.local import LocalPolicy

@@ -1,6 +1,6 @@
-"""Many requests to one endpoint: several at once, each answered once and for all.
+"""Sends many requests to one endpoint, several at a time, and never the same request twice.
 
-Answers lie in a SQLite file by the SHA-256 of the whole request, so that what was asked before is not asked again.
+Answers are stored in a SQLite file under the SHA-256 of the whole request, so later runs reuse them.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any
 
 from evaluation.endpoint import Answer, Endpoint
 
-FIRST_FAILURES = 10  # where so many requests are done and all of them failed, no more are sent
+FIRST_FAILURES = 10  # if this many requests are done and all of them failed, no more are sent
 TABLE = "CREATE TABLE IF NOT EXISTS answers (request TEXT PRIMARY KEY, answer TEXT NOT NULL)"
 
 Request = Mapping[str, Any]
@@ -23,10 +23,10 @@ OnProgress = Callable[[int, int], None]  # (done, total)
 
 
 class AnswerCache:
-    """Answers by request, in a SQLite file that several processes may use at once. Failures are not kept."""
+    """Answers by request, in a SQLite file that several processes may share. Failures are not stored."""
 
     def __init__(self, path: Path) -> None:
-        """Errors: ValueError for a file that is no SQLite database."""
+        """Raises: ValueError if the file is not a SQLite database."""
         self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._database = sqlite3.connect(path, timeout=30.0, check_same_thread=False, isolation_level=None)
@@ -35,7 +35,7 @@ class AnswerCache:
             self._database.execute(TABLE)
         except sqlite3.DatabaseError as error:
             self._database.close()
-            raise ValueError(f"{path}: not a file of answers: {error}") from None
+            raise ValueError(f"{path}: not a cache of endpoint answers: {error}") from None
 
     def get(self, key: str) -> Answer | None:
         with self._lock:
@@ -51,15 +51,15 @@ class AnswerCache:
 
 
 def request_key(endpoint: Endpoint, request: Request) -> str:
-    """SHA-256 of everything that an answer depends on."""
+    """Returns the SHA-256 of everything that an answer depends on."""
     return hashlib.sha256(json.dumps([endpoint.url, endpoint.model, request], sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Asker:
-    """How an endpoint is asked: through `cache`, with `concurrency` requests on their way.
+    """Sends requests to an endpoint through `cache`, at most `concurrency` at a time.
 
-    More than `max_failed_share` of the requests without an answer end the asking.
+    Stops with an error once more than `max_failed_share` of the requests have failed.
     """
 
     endpoint: Endpoint
@@ -68,9 +68,9 @@ class Asker:
     max_failed_share: float
 
     def ask_all(self, requests: Sequence[Request], on_progress: OnProgress) -> list[Answer]:
-        """An answer to each request, in order; of equal requests one is sent.
+        """Returns one answer per request, in order. Equal requests are sent once.
 
-        Errors: ValueError with the first cause where too many fail. What was answered till then is kept.
+        Raises: ValueError with the first cause if too many requests fail. Answers received until then are stored.
         """
         cache = AnswerCache(self.cache)
         try:
@@ -109,6 +109,6 @@ class Asker:
         none_came = len(failures) == num_done >= min(FIRST_FAILURES, num_requests)
         if len(failures) > self.max_failed_share * num_requests or (none_came and self.max_failed_share < 1):
             raise ValueError(
-                f"{len(failures)} of the first {num_done} requests to {self.endpoint.model} failed; of {num_requests}"
-                f" at most {self.max_failed_share:.0%} may. The first: {failures[0]}"
+                f"{len(failures)} of the first {num_done} requests to {self.endpoint.model} failed; at most"
+                f" {self.max_failed_share:.0%} of {num_requests} may fail. The first failure: {failures[0]}"
             )

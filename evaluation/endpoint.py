@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible endpoint, asked by chat/completions."""
+"""Client for a model behind an OpenAI-compatible endpoint (chat/completions)."""
 
 import http.client
 import json
@@ -15,16 +15,16 @@ from urllib.parse import urlsplit
 
 from reward.elsewhere import FIRST_WAIT_SECONDS, RETRIED_STATUSES, SHOWN_CHARACTERS
 
-KEY = "HEED_API_KEY"  # the environment's variable; KEY_NAME goes before it for the policy or judge of that name
+KEY = "HEED_API_KEY"  # environment variable; HEED_API_KEY_<NAME> takes precedence for the policy or judge called NAME
 LONGEST_WAIT_SECONDS = 60.0
-MOST_BYTES = 16 * 2**20  # of one answer
+MOST_BYTES = 16 * 2**20  # per answer
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said. `finished` (it ended by itself) and `num_tokens` are None where the server does not tell.
+    """A model's answer. `finished` (it ended with EOS) and `num_tokens` are None if the server does not report them.
 
-    Where nothing came back `failure` says why.
+    `failure` says why there is no text; "" if there is.
     """
 
     text: str
@@ -34,7 +34,7 @@ class Answer:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect is an error: the key would be sent to wherever it leads."""
+    """Treats redirects as errors, because the key would be sent to wherever they lead."""
 
     def redirect_request(self, *_arguments: Any, **_more: Any) -> None:
         return None
@@ -42,10 +42,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """`url` is the API's base, such as https://host/v1; the key is in the environment and nowhere else.
+    """An API and one of its models. `url` is its base, such as https://host/v1; the key comes from the environment.
 
-    A connection that breaks, silence for `timeout_seconds` and "try later" are tried `num_retries` times more, each
-    after twice the last wait, or as long as the server asks for.
+    A broken connection, no answer within `timeout_seconds`, and a "try later" status are retried `num_retries` times.
+    Each wait is twice the last one, or longer if the server asks for it.
     """
 
     url: str
@@ -56,25 +56,27 @@ class Endpoint:
 
     @classmethod
     def of(cls, spec: str, name: str, *, timeout_seconds: float, num_retries: int) -> Self:
-        """From URL#MODEL. Errors: ValueError for another form, and for a URL that holds a password."""
+        """Parses URL#MODEL. Raises: ValueError if `spec` has another form or the URL contains a password."""
         url, _, model = spec.partition("#")
         try:
             parts = urlsplit(url)
-            _ = parts.port  # read, it is checked
+            _ = parts.port  # reading it validates it
         except ValueError as error:
             raise ValueError(f"{url}: not a URL: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or not model:
             raise ValueError(f"{spec}: URL#MODEL was expected, such as http://127.0.0.1:8000/v1#my-model")
         if parts.username or parts.password or parts.query:
-            raise ValueError(f"{parts.hostname}: a URL with a user, a password or a query; keys go into {KEY}")
+            raise ValueError(
+                f"{parts.hostname}: the URL contains a user, a password or a query; put the key into {KEY}"
+            )
         own = f"{KEY}_{re.sub(r'[^A-Za-z0-9]', '_', name).upper()}"
         key = os.environ.get(own) or os.environ.get(KEY, "")
         if not (key.isascii() and key.isprintable()):
-            raise ValueError(f"{own if own in os.environ else KEY} holds characters that no key has")
+            raise ValueError(f"{own if own in os.environ else KEY} must contain printable ASCII characters only")
         return cls(url.rstrip("/"), model, timeout_seconds, num_retries, key)
 
     def ask(self, request: Mapping[str, Any], stop: threading.Event) -> Answer:
-        """The answer to a request's fields beside the model; waits between tries end when `stop` is set."""
+        """Returns the answer to a request (its fields except the model). Setting `stop` ends the wait between tries."""
         body = json.dumps({"model": self.model, **request}).encode()
         failure, wait = "", 0.0
         for attempt in range(self.num_retries + 1):
@@ -87,7 +89,7 @@ class Endpoint:
                 wait = _asked_wait(error.headers.get("Retry-After", ""))
                 if error.code < 500 and error.code not in RETRIED_STATUSES:
                     break
-            except (OSError, http.client.HTTPException) as error:  # refused, reset, cut short, timed out
+            except (OSError, http.client.HTTPException) as error:  # refused, reset, truncated, timed out
                 failure, wait = f"{type(error).__name__}: {error}", 0.0
         return Answer("", failure=f"{self.url}: {failure}")
 
@@ -112,7 +114,7 @@ class Endpoint:
         return Answer(text, finished, num_tokens if type(num_tokens) is int else None)
 
     def _shown(self, said: bytes) -> str:
-        """The beginning of what a server said, without the key, which some repeat."""
+        """Returns the beginning of a server's reply without the key, which some servers repeat."""
         text = " ".join(said.decode(errors="replace").split())
         return repr((text.replace(self.key, "***") if self.key else text)[:SHOWN_CHARACTERS])
 
@@ -120,17 +122,17 @@ class Endpoint:
 def _read(response: IO[bytes]) -> bytes:
     said = response.read(MOST_BYTES + 1)
     if len(said) > MOST_BYTES:
-        raise OSError(f"an answer of more than {MOST_BYTES:,} bytes")
+        raise OSError(f"the answer has more than {MOST_BYTES:,} bytes")
     return said
 
 
 def _beginning(error: urllib.error.HTTPError) -> bytes:
-    """What a server says of an error; nothing where that breaks off too."""
+    """Returns the body of an error response, or nothing if reading it fails too."""
     with error, suppress(OSError, http.client.HTTPException):
         return error.read(MOST_BYTES)
     return b""
 
 
 def _asked_wait(value: str) -> float:
-    """How long a server asks to wait by Retry-After, in seconds; 0 where it does not say so in seconds."""
+    """Returns the wait that Retry-After asks for, in seconds; 0 if it is absent or not a number of seconds."""
     return min(float(value), LONGEST_WAIT_SECONDS) if value.isdecimal() else 0.0

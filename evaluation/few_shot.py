@@ -1,6 +1,6 @@
-"""In-context learning: a model is shown k solved examples as plain text and solves the next one (arXiv 2005.14165).
+"""In-context learning: a model sees k solved examples as plain text and solves the next one (arXiv 2005.14165).
 
-No weight is changed. One example is its prompt, a space and its completion; examples are parted by an empty line.
+No weight changes. An example is its prompt, a space and its completion; an empty line separates examples.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from training.seeds import derive_seed
 
 @dataclass(frozen=True)
 class Example:
-    """A task and its solution; `where` names file and line."""
+    """A task and its solution. `where` names file and line."""
 
     where: str
     prompt: str
@@ -35,8 +35,10 @@ class Example:
 
 @dataclass(frozen=True)
 class FewShot:
-    """`exact_match` is the share of examples whose greedy answer, up to its line's end, is the completion; `nats` is
-    -log p of the right completion, a token. Both with 95% intervals over examples.
+    """Results with 95% intervals over examples.
+
+    `exact_match` is the share of examples whose greedy answer, up to the end of its line, equals the completion; `nats`
+    is -log p of the right completion, in nats per token.
     """
 
     num_shots: int
@@ -46,7 +48,10 @@ class FewShot:
 
 
 def read_examples(data: DataConfig) -> list[Example]:
-    """Rows of {"prompt", "completion"}. Errors: ValueError naming file, line and field; a completion of two lines."""
+    """Reads rows of {"prompt", "completion"}.
+
+    Raises: ValueError naming file, line and field, also for a completion of more than one line.
+    """
     examples = []
     for where, row in read_rows(data):
         completion = text_field(where, row, "completion").strip()
@@ -57,7 +62,7 @@ def read_examples(data: DataConfig) -> list[Example]:
 
 
 def few_shot_context(examples: Sequence[Example], index: int, num_shots: int, seed: int) -> str:
-    """Example `index` without its completion, behind `num_shots` others that are drawn for it."""
+    """Returns `num_shots` other examples, drawn for this one, followed by example `index` without its completion."""
     others = [other for other in range(len(examples)) if other != index]
     generator = np.random.default_rng(derive_seed(seed, "few-shot", index))
     shown: list[int] = generator.choice(others, size=num_shots, replace=False).tolist() if num_shots else []
@@ -67,8 +72,8 @@ def few_shot_context(examples: Sequence[Example], index: int, num_shots: int, se
 
 @dataclass(frozen=True)
 class FewShotRows:
-    """Example by example: 1 where the greedy answer is the completion, else 0; -log p of the completion, nats; its
-    tokens.
+    """One value per example: 1 if the greedy answer equals the completion, else 0; -log p of the completion, nats; its
+    number of tokens.
     """
 
     right: list[float]
@@ -77,7 +82,7 @@ class FewShotRows:
 
 
 def evaluate_few_shot(folder: Path, examples: Sequence[Example], num_shots: int, *, seed: int) -> FewShot:
-    """Every example with `num_shots` others before it. Errors: those of `few_shot_rows`."""
+    """Evaluates every example after `num_shots` others. Raises: as `few_shot_rows` does."""
     rows = few_shot_rows(folder, examples, num_shots, seed=seed)
     lengths = np.array(rows.num_tokens, dtype=np.float64)
     nats = bootstrap_ratio(np.array(rows.nats), lengths, seed=seed, num_resamples=NUM_RESAMPLES, level=LEVEL)
@@ -85,17 +90,17 @@ def evaluate_few_shot(folder: Path, examples: Sequence[Example], num_shots: int,
 
 
 def few_shot_rows(folder: Path, examples: Sequence[Example], num_shots: int, *, seed: int) -> FewShotRows:
-    """Every example with `num_shots` others before it; the same ones for every model.
+    """Evaluates every example after `num_shots` others, which are the same for every model.
 
-    Errors: ValueError for too few examples, and naming the one that does not fit the model's context.
+    Raises: ValueError if there are too few examples, or naming the example that does not fit the model's context.
     """
     if len(examples) <= num_shots:
-        raise ValueError(f"{len(examples)} examples; more than the {num_shots} that are shown at once were expected")
+        raise ValueError(f"{len(examples)} examples; more than the {num_shots} shown in a context were expected")
     model, tokenizer = load_language_model(folder).eval(), Tokenizer.load(folder)
     contexts = [few_shot_context(examples, index, num_shots, seed) for index in range(len(examples))]
     queries = tokenizer.encode_plain(contexts)
     answers = tokenizer.encode_plain([f" {example.completion}" for example in examples])
-    longest = max(len(answer) for answer in answers) + 1  # and the line's end
+    longest = max(len(answer) for answer in answers) + 1  # and the end of the line
     for example, query in zip(examples, queries, strict=True):
         if len(query) + longest > model.config.context_tokens:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A policy as a model of EleutherAI's lm-evaluation-harness, so that any of its tasks runs on one.
+"""Wraps a policy as a model of EleutherAI's lm-evaluation-harness, so that any of its tasks runs on it.
 
 The harness is an extra: `pip install '.[harness]'`. Written against `lm_eval.api.model.LM` of 0.4.13.
 Shape letters: C positions, V vocabulary.
@@ -26,7 +26,7 @@ from training.seeds import derive_seed
 
 log = logging.getLogger(__name__)
 
-MAX_NEW_TOKENS = 256  # where neither a task nor the context's size says less, as in the harness' own models
+MAX_NEW_TOKENS = 256  # unless the task or the context size says less, as in the harness' own models
 GENERATION_KWARGS = ("do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p")
 
 Pair = tuple[list[int], list[int]]  # context, continuation
@@ -34,7 +34,7 @@ Pair = tuple[list[int], list[int]]  # context, continuation
 
 @dataclass(frozen=True)
 class Settings:
-    """How one request wants its text generated."""
+    """The generation settings of one request."""
 
     until: tuple[str, ...]
     max_new_tokens: int
@@ -44,9 +44,9 @@ class Settings:
 class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find the extra
     """Log-likelihoods and greedy or sampled text of a model directory.
 
-    With `chat` strings are what the model's chat template writes, whose special tokens are tokens; without it the names
-    of special tokens in a task's texts are text. Contexts that are too long lose their beginning, as in the harness'
-    own models, and are counted in `num_shortened`.
+    With `chat`, strings are rendered by the model's chat template and its special tokens become tokens. Without it, the
+    names of special tokens in a task's texts are plain text. Contexts that are too long lose their beginning, as in the
+    harness' own models, and are counted in `num_shortened`.
     """
 
     def __init__(self, folder: Path, *, chat: bool = False, seed: int = 0) -> None:
@@ -63,21 +63,21 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
         return tokenizer.encode_rendered(text) if self.chat else tokenizer.encode_plain([text])[0]
 
     def _people(self, text: str) -> str:
-        """What a task adds to a rendered conversation: names of special tokens in it are text."""
+        """Marks text that a task adds to a rendered conversation, so that names of special tokens in it stay text."""
         return self.policy.tokenizer.marked(text) if self.chat else text
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-        """log p(continuation | context), nats, and whether every token of it is the likeliest.
+        """Returns log p(continuation | context), nats, and whether each of its tokens is the most likely one.
 
-        Errors: ValueError for an empty continuation, or one that is longer than the context.
+        Raises: ValueError for an empty continuation, or one that is longer than the context.
         """
         pairs = [self._fitted(*self.encode_pair(*request.args), where=str(request.args)) for request in requests]
         return score_pairs(self.policy.model, pairs)
 
     def encode_pair(self, context: str, continuation: str) -> Pair:
-        """Tokens of both as they are in the whole text: a space between them belongs to the continuation.
+        """Tokenizes both as one text; a space between them belongs to the continuation.
 
-        Behind nothing a continuation follows the token that begins texts.
+        With an empty context, the continuation follows the token that begins texts.
         """
         kept = context.rstrip(" ")
         whole = self.encode(context + self._people(continuation))
@@ -98,17 +98,19 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
     def _shortened(self, context: list[int], room: int) -> list[int]:
         if len(context) > room:
             if not self.num_shortened:
-                log.warning("a context of %d tokens was cut to its last %d; more are counted", len(context), room)
+                log.warning(
+                    "a context of %d tokens was cut to its last %d; further ones are only counted", len(context), room
+                )
             self.num_shortened += 1
         return context[-room:]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-        """log p of whole texts, nats, behind the token that begins texts (`evaluation.measures.text`)."""
+        """Returns log p of whole texts, nats, after the token that begins texts (`evaluation.measures.text`)."""
         texts = [request.args[0] for request in requests]
         return text_logprobs(self.policy.model, self.policy.tokenizer, texts)
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-        """Text behind each context, up to the first string of its `until` or the end token. Errors: `_settings`'."""
+        """Continues each context up to the first string of `until` or the end token. Raises: as `_settings` does."""
         texts = [""] * len(requests)
         groups: dict[Settings, list[int]] = {}
         for row, request in enumerate(requests):
@@ -132,7 +134,7 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
         return texts
 
     def _settings(self, wanted: Mapping[str, Any]) -> Settings:
-        """Errors: ValueError for an argument that is not known here, or more new tokens than the context leaves."""
+        """Raises: ValueError for an unknown argument, or for more new tokens than the context leaves."""
         unknown = sorted(wanted.keys() - set(GENERATION_KWARGS))
         if unknown:
             raise ValueError(
@@ -149,7 +151,9 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
         return Settings((until,) if isinstance(until, str) else tuple(until), longest, choice)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation up to where the assistant's response begins, or, without a prompt for one, goes on."""
+        """Renders the conversation up to where the assistant's response begins; without `add_generation_prompt`, up to
+        the end of the last message, which the response continues.
+        """
         tokenizer = self.policy.tokenizer
         if add_generation_prompt:
             return tokenizer.render(chat_history, add_generation_prompt=True)
@@ -166,15 +170,15 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
 
 
 def _cut(text: str, until: Sequence[str]) -> str:
-    """What comes before the first of the strings."""
+    """Returns the text before the first of the strings."""
     return text[: min((text.index(string) for string in until if string in text), default=len(text))]
 
 
 @torch.inference_mode()
 def score_pairs(model: LanguageModel, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-    """Of each (context, continuation): log p of the continuation, nats, and whether greedy decoding would give it.
+    """Returns per (context, continuation): log p of the continuation, nats, and whether greedy decoding would give it.
 
-    Logits of the vocabulary are held for a chunk of positions at a time.
+    Vocabulary logits are held for one chunk of positions at a time.
     """
     found = [(0.0, True)] * len(pairs)
     order = sorted(range(len(pairs)), key=lambda row: len(pairs[row][0]) + len(pairs[row][1]))
@@ -196,7 +200,7 @@ def score_pairs(model: LanguageModel, pairs: Sequence[Pair]) -> list[tuple[float
 
 @dataclass(frozen=True)
 class TaskResult:
-    """One metric of one task. `error` is the harness' own standard error, over documents; NaN where it has none."""
+    """One metric of one task. `error` is the harness' own standard error over documents; NaN if it reports none."""
 
     task: str
     metric: str
@@ -215,14 +219,14 @@ def run_tasks(
     chat: bool = False,
     seed: int = 0,
 ) -> list[TaskResult]:
-    """Run tasks of the harness by name, or, with `include`, those of a folder with task files of one's own.
+    """Runs tasks of the harness by name, or, with `include`, tasks from a folder of your own task files.
 
-    Errors: ValueError for a task that is not there.
+    Raises: ValueError for an unknown task.
     """
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    # Looking through the harness' own thousands of task files takes the better part of a minute.
+    # Indexing the harness' thousands of task files takes most of a minute.
     manager = TaskManager(include_path=str(include) if include else None, include_defaults=include is None)
     unknown = [name for name in tasks if name not in manager.all_tasks]
     if unknown or not tasks:
@@ -242,19 +246,19 @@ def run_tasks(
         torch_random_seed=seed,
         fewshot_random_seed=seed,
     )
-    assert found is not None, "only rank 0 of several gets results, and there is one"
+    assert found is not None, "only rank 0 gets results, and this is the only rank"
     return _results(found)
 
 
 def _results(found: Mapping[str, Any]) -> list[TaskResult]:
     """Metrics are named "acc,none" (by metric and filter), their standard errors "acc_stderr,none"."""
     rows = []
-    for task, figures in found["results"].items():
+    for task, metrics in found["results"].items():
         num_documents = int(found.get("n-samples", {}).get(task, {}).get("effective", 0))
-        for name, value in figures.items():
+        for name, value in metrics.items():
             metric, comma, kept_by = name.partition(",")
             if comma and not metric.endswith("_stderr"):
-                error = figures.get(f"{metric}_stderr,{kept_by}")
+                error = metrics.get(f"{metric}_stderr,{kept_by}")
                 said = float(error) if isinstance(error, int | float) else float("nan")
                 rows.append(TaskResult(task, metric, float(value), said, num_documents))
     return rows

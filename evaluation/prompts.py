@@ -1,4 +1,4 @@
-"""The prompts of a comparison: ids, conversations that end with a user's turn, categories."""
+"""The prompts of a comparison: ids, conversations that end with a user's turn, and categories."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 from reading.fields import names, optional_text, text_field
 from training.data import DataConfig, Prompt, messages_field, read_rows
 
-CATEGORY_FIELDS = ("category", "kind", "dataset")  # what published sets of prompts call it
+CATEGORY_FIELDS = ("category", "kind", "dataset")  # names of the category in published prompt sets
 
 
 def read_compared_prompts(data: DataConfig, category_field: str = "") -> list[Prompt]:
-    """Prompts in the rows' order: `messages` or `prompt`, or AlpacaEval's `instruction`.
+    """Reads prompts in the rows' order, from `messages`, `prompt`, or AlpacaEval's `instruction`.
 
-    `prompt_id` is the row's number from 0 where rows have none. A prompt's `kind` is the row's `category_field`, which
-    every row then needs; without a name it is the first of `category`, `kind` and `dataset` that the row has.
-    Errors: ValueError naming file, line and field; an id or a conversation that is there twice, with both lines.
+    If rows have no `prompt_id`, it is the row's number, from 0. A prompt's `kind` is the row's `category_field`, which
+    every row must then have; if it is "", it is the first of `category`, `kind` and `dataset` that the row has.
+    Raises: ValueError naming file, line and field; for a repeated id or conversation, naming both lines.
     """
     prompts: list[Prompt] = []
     ids: dict[str, str] = {}
@@ -23,7 +23,7 @@ def read_compared_prompts(data: DataConfig, category_field: str = "") -> list[Pr
         prompt_id = id_of(where, row) if "prompt_id" in row else str(index)
         messages = asked_of(where, row)
         if prompt_id in ids:
-            raise ValueError(f"{where}: prompt_id {prompt_id!r} is already that of {ids[prompt_id]}")
+            raise ValueError(f"{where}: prompt_id {prompt_id!r} is already used in {ids[prompt_id]}")
         if conversation_key(messages) in texts:
             raise ValueError(f"{where}: the prompt is the same as in {texts[conversation_key(messages)]}")
         ids[prompt_id] = texts[conversation_key(messages)] = where
@@ -35,7 +35,7 @@ def read_compared_prompts(data: DataConfig, category_field: str = "") -> list[Pr
 
 
 def id_of(where: str, row: Mapping[str, Any]) -> str:
-    """The row's `prompt_id` as text. Errors: ValueError for one that is neither text nor a whole number."""
+    """Returns the row's `prompt_id` as text. Raises: ValueError if it is neither text nor a whole number."""
     value = row["prompt_id"]
     if type(value) is int:
         return str(value)
@@ -43,9 +43,9 @@ def id_of(where: str, row: Mapping[str, Any]) -> str:
 
 
 def asked_of(where: str, row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What a row asks, as messages; AlpacaEval's `input` stands behind its instruction.
+    """Returns a row's question as messages. AlpacaEval's `input` follows its instruction.
 
-    Errors: ValueError naming file, line and field.
+    Raises: ValueError naming file, line and field.
     """
     if "messages" not in row and "prompt" not in row and "instruction" in row:
         given = optional_text(where, row, "input")
@@ -57,15 +57,15 @@ def asked_of(where: str, row: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def category_of(where: str, row: Mapping[str, Any], field: str) -> str:
-    """The category of a row as text, "" where it has none. Errors: ValueError where `field` is named and missing."""
+    """Returns the row's category as text, "" if it has none. Raises: ValueError if `field` is set and missing."""
     if field and row.get(field) is None:
-        raise ValueError(f"{where}: field {field!r} is missing, which was named as the category; found {names(row)}")
+        raise ValueError(f"{where}: the category field {field!r} is missing; found {names(row)}")
     fields = (field,) if field else CATEGORY_FIELDS
     return next((str(row[name]) for name in fields if isinstance(row.get(name), str | int)), "")
 
 
 def conversation_key(messages: Iterable[Mapping[str, str]]) -> tuple[tuple[str, str], ...]:
-    """What makes two conversations the same; space around texts does not count."""
+    """Returns a key that is equal for equal conversations; whitespace around texts is ignored."""
     return tuple((message["role"], message["content"].strip()) for message in messages)
 
 

@@ -1,4 +1,4 @@
-"""Sampling a policy on prompts, and measuring the samples: KL to a reference, a reward model's score.
+"""Samples a policy on prompts, and measures the samples: KL to a reference, a reward model's score.
 
 Shape letters: B samples, T tokens, C response tokens.
 """
@@ -29,10 +29,10 @@ BATCH = 128
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """What to sample. `reference` and `reward` are model directories to measure against; "" leaves that out.
+    """What to sample. `reference` and `reward` are model directories to measure against; "" skips that measurement.
 
-    `objective_weights` are for a reward model of several objectives. `elsewhere` scores in place of a model of
-    `reward`. `template_of` names a directory whose chat template is used in place of the policy's own.
+    `objective_weights` apply to a reward model with several objectives. `elsewhere` scores instead of a reward model.
+    `template_of` names a directory whose chat template replaces the policy's own.
     """
 
     policy: Path
@@ -50,8 +50,9 @@ class SamplingSpec:
 
 @dataclass(frozen=True)
 class Sample:
-    """One response. `log_ratio` is log π - log π_ref of the whole response, nats; `score` the reward model's, NaN where
-    it was not asked or failed; then `failure` says why.
+    """One response. `log_ratio` is log π - log π_ref of the whole response, nats.
+
+    `score` is the reward model's (higher is better), NaN if not requested or failed; `failure` then says why.
     """
 
     prompt_id: str
@@ -68,10 +69,10 @@ class Sample:
 
 
 def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]:
-    """`num_samples` responses to every prompt, prompt after prompt.
+    """Draws `num_samples` responses per prompt, prompt by prompt.
 
-    Each sample has a seed of its own, named by prompt and index, so the split among workers does not change it.
-    Errors: ValueError for a prompt that leaves no room for the response.
+    Each sample has its own seed, derived from prompt and index, so splitting the work among workers does not change it.
+    Raises: ValueError for a prompt that leaves no room for the response.
     """
     if not prompts:
         return []
@@ -81,7 +82,7 @@ def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]
     model = load_language_model(spec.policy).to(device, dtype).eval()
     wanted = [(prompt, index) for prompt in prompts for index in range(spec.num_samples)]
     encoded = {prompt.prompt_id: tokenizer.encode_prompt(prompt.messages) for prompt in prompts}
-    # Prompts of like length run side by side, so that little is padded.
+    # Sorting prompts by length minimises padding.
     order = sorted(range(len(wanted)), key=lambda place: len(encoded[wanted[place][0].prompt_id]))
     chosen = [wanted[place] for place in order]
     queries = [encoded[prompt.prompt_id] for prompt, _ in chosen]
@@ -154,7 +155,7 @@ def sequence_logprobs(
     responses: Sequence[Sequence[int]],
     temperature: float,
 ) -> list[float]:
-    """log π(response | query) of each pair, nats, at the sampling temperature."""
+    """Returns log π(response | query) per pair, nats, at the sampling temperature."""
     totals: list[float] = []
     device = model.head.weight.device
     for start in range(0, len(queries), BATCH):

@@ -1,7 +1,7 @@
-"""What comparisons rest on: responses of policies, and verdicts of judges on two of them.
+"""The data of comparisons: policies' responses, and judges' verdicts on pairs of them.
 
-Both are rows of Parquet files, so that every number of a report leads back to its rows and another judge can judge the
-same responses. Shape letters: V verdicts.
+Both are stored as rows of Parquet files, so that every number of a report can be traced to its rows and another judge
+can judge the same responses. Shape letters: V verdicts.
 """
 
 import math
@@ -23,9 +23,9 @@ Side = Literal["a", "b", ""]
 class Response:
     """One response of a policy to a prompt. `index` counts a policy's samples of the prompt from 0.
 
-    `num_tokens` and `finished` (it ended by itself) are None where whoever made the response did not say; `log_ratio`,
-    log π - log π_ref of the whole response in nats, is NaN where no reference was measured. `where` names the file and
-    line it was read from, "" if it was sampled here.
+    `num_tokens` and `finished` (it ended with EOS) are None if the source does not say. `log_ratio`, log π - log π_ref
+    of the whole response in nats, is NaN if no reference was measured. `where` names the file and line it was read
+    from, "" if it was sampled here.
     """
 
     policy: str
@@ -40,13 +40,13 @@ class Response:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one labeler of a judge says of two policies' responses to one prompt.
+    """One labeler's verdict, within a judge, on two policies' responses to one prompt.
 
-    `preference_a` is 1 where a is better, 0 where b is, ½ for a tie, anything between for a judge that is unsure, and
-    NaN where the judge failed; `failure` then says why. Which policy is a has no meaning: `first` tells whose response
-    was shown first, "" where that is unknown or means nothing (a reward model reads one response at a time). `labeler`
-    is the person, or the judge again where it is one scorer. `score_a` and `score_b` are NaN where a judge gives none.
-    `where` names the file and line of a verdict made elsewhere.
+    `preference_a` is 1 if a is better, 0 if b is, ½ for a tie, anything between for an uncertain judge, and NaN if the
+    judge failed; `failure` then says why. Which policy is a has no meaning. `first` is whose response was shown first,
+    "" if that is unknown or irrelevant (a reward model reads one response at a time). `labeler` is the person, or the
+    judge's name if the judge is a single scorer. `score_a` and `score_b` are NaN if a judge gives no scores. `where`
+    names the file and line of an external verdict.
     """
 
     prompt_id: str
@@ -73,7 +73,7 @@ class Verdict:
         if math.isnan(self.preference_a) != bool(self.failure):
             raise ValueError(
                 f"{place}prompt {self.prompt_id!r}: preference_a is {self.preference_a}, failure {self.failure!r};"
-                " a failure goes with NaN and nothing else does"
+                " preference_a must be NaN exactly when there is a failure"
             )
         if not math.isnan(self.preference_a) and not 0 <= self.preference_a <= 1:
             raise ValueError(
@@ -84,11 +84,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Comparisons:
-    """The verdicts that stand (none failed) as columns [V], for statistics.
+    """The verdicts that did not fail, as columns [V] for statistics.
 
-    `a_V` and `b_V` are places in `policies`, `prompt_V`, `labeler_V` and `category_V` in the lists of those names.
-    `won_V` is `preference_a`; `first_V` is 1 where a was shown first, -1 where b was, 0 unknown; `longer_V` is a's
-    length less b's in characters.
+    `a_V` and `b_V` index `policies`; `prompt_V`, `labeler_V` and `category_V` index the lists of those names.
+    `won_V` is `preference_a`. `first_V` is 1 if a was shown first, -1 if b was, 0 if unknown. `longer_V`
+    is a's length minus b's, in characters.
     """
 
     policies: tuple[str, ...]
@@ -108,7 +108,7 @@ class Comparisons:
         return len(self.won_V)
 
     def between(self, a: int, b: int) -> "Comparisons":
-        """Only those of policies a and b, turned so that `won_V` is a's."""
+        """Returns the verdicts between policies a and b only, oriented so that `won_V` is a's."""
         turned_V = (self.a_V == b) & (self.b_V == a)
         kept_V = ((self.a_V == a) & (self.b_V == b)) | turned_V
         sign_V = np.where(turned_V, -1, 1)[kept_V]
@@ -128,22 +128,22 @@ class Comparisons:
         )
 
     def where(self, kept_V: npt.NDArray[np.bool_]) -> "Comparisons":
-        """Only the verdicts marked true; names keep their places."""
+        """Returns the verdicts marked True; the lists of names stay unchanged."""
         columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name.endswith("_V")}
         return replace(self, **{name: column[kept_V] for name, column in columns.items()})
 
 
 def comparisons_of(verdicts: Sequence[Verdict], policies: Sequence[str] = ()) -> Comparisons:
-    """Columns of the verdicts that did not fail, in their order; whoever calls counts those that did.
+    """Turns the verdicts that did not fail into columns, in order; the caller counts the failed ones.
 
-    `policies` gives the order of policies; without it they are sorted by name.
-    Errors: ValueError for a verdict on a policy that is not among `policies`.
+    `policies` gives the order of policies; if empty, they are sorted by name.
+    Raises: ValueError for a verdict on a policy that is not among `policies`.
     """
     standing = [verdict for verdict in verdicts if not verdict.failure]
     named = sorted({name for verdict in verdicts for name in (verdict.policy_a, verdict.policy_b)})
     for name in named:
         if policies and name not in policies:
-            raise ValueError(f"a verdict is of policy {name!r}; {', '.join(policies)} were expected")
+            raise ValueError(f"a verdict names policy {name!r}; {', '.join(policies)} were expected")
     names = tuple(policies) or tuple(named)
     prompts, prompt_V = _places(verdict.prompt_id for verdict in standing)
     labelers, labeler_V = _places(verdict.labeler for verdict in standing)
@@ -166,16 +166,16 @@ def comparisons_of(verdicts: Sequence[Verdict], policies: Sequence[str] = ()) ->
 
 
 def _places(names: Iterable[str]) -> tuple[tuple[str, ...], Ints]:
-    """The distinct names in the order they come up, and the place of each among them."""
+    """Returns the distinct names in order of appearance, and each name's position among them."""
     place: dict[str, int] = {}
     places = [place.setdefault(name, len(place)) for name in names]
     return tuple(place), np.array(places, dtype=np.int64)
 
 
 def write_rows(path: Path, rows: Sequence[Verdict] | Sequence[Response]) -> None:
-    """Rows as Parquet, whole or absent; the same rows give the same bytes.
+    """Writes rows as Parquet, atomically. The same rows give the same bytes.
 
-    Errors: ValueError for no rows.
+    Raises: ValueError if there are no rows.
     """
     import pyarrow
     from pyarrow import parquet
@@ -191,7 +191,7 @@ def write_rows(path: Path, rows: Sequence[Verdict] | Sequence[Response]) -> None
 
 
 def read_verdicts(path: Path) -> list[Verdict]:
-    """The rows of a `verdicts.parquet`. Errors: ValueError naming the file, the row, and what is wrong with it."""
+    """Reads the rows of a `verdicts.parquet`. Raises: ValueError naming file, row and problem."""
     return [_verdict(f"{path}: row {number}", row) for number, row in enumerate(_rows(path, Verdict), start=1)]
 
 
@@ -203,7 +203,7 @@ def _verdict(where: str, row: dict[str, Any]) -> Verdict:
 
 
 def read_responses(path: Path) -> list[Response]:
-    """The rows of a `responses.parquet`. Errors: ValueError naming the file, and what is wrong with it."""
+    """Reads the rows of a `responses.parquet`. Raises: ValueError naming file and problem."""
     return [Response(**row) for row in _rows(path, Response)]
 
 
@@ -219,6 +219,6 @@ def _rows(path: Path, kind: type[Verdict] | type[Response]) -> list[dict[str, An
         raise ValueError(f"{path}: not a Parquet file: {error}") from None
     expected = [field.name for field in fields(kind)]
     if table.column_names != expected:
-        raise ValueError(f"{path}: its columns are {', '.join(table.column_names)}; {', '.join(expected)} expected")
+        raise ValueError(f"{path}: found columns {', '.join(table.column_names)}; expected {', '.join(expected)}")
     rows: list[dict[str, Any]] = table.to_pylist()
     return rows

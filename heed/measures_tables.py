@@ -143,7 +143,7 @@ def tax_tables(found: Tax) -> list[RenderableType]:
 
 
 def _changes(what: str, changes: Mapping[str, Change], title: str) -> Table:
-    rows = [[name, spread(change.figure, 4), spread(change.above_before, 4)] for name, change in changes.items()]
+    rows = [[name, spread(change.value, 4), spread(change.above_before, 4)] for name, change in changes.items()]
     return table("policy", what, "above the first (95%)", rows=rows, title=title)
 
 

@@ -1,4 +1,4 @@
-"""What a comparison needs of a judge, and which responses it is shown."""
+"""What a comparison needs from a judge, and which pairs of responses judges see."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from evaluation.answers import OnProgress
 from evaluation.verdicts import Response, Side, Verdict
 from training.data import Prompt
 
-SAME_TEXT = 0.5  # two responses that are the same text are tied, and nobody is asked
+SAME_TEXT = 0.5  # responses with identical text are tied without asking a judge
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Pair:
         scores: tuple[float, float] = (math.nan, math.nan),
         failure: str = "",
     ) -> Verdict:
-        """A judge's verdict on this pair; the labeler is the judge where none is given."""
+        """Returns a judge's verdict on this pair; the labeler defaults to the judge."""
         return Verdict(
             prompt_id=self.prompt.prompt_id,
             policy_a=self.a.policy,
@@ -56,24 +56,25 @@ class Pair:
 
 
 class Judge(Protocol):
-    """Whatever can be refused is refused where one is made."""
+    """Judges pairs of responses. Implementations validate their inputs in the constructor."""
 
     @property
     def name(self) -> str: ...
 
     def describe(self) -> dict[str, Any]:
-        """What its verdicts depend on, as JSON; never a password or a key."""
+        """Returns what its verdicts depend on, as JSON; never a password or a key."""
 
     def judge(self, pairs: Sequence[Pair], on_progress: OnProgress) -> list[Verdict]:
-        """Verdicts on the pairs, in their order; what it cannot judge is a verdict with its failure."""
+        """Returns verdicts on the pairs, in their order. A pair that it cannot judge gives a verdict with a failure."""
 
 
 def pairs_of(prompts: Sequence[Prompt], responses: Mapping[str, Sequence[Response]]) -> list[Pair]:
-    """What is judged: on each prompt every two policies, sample by sample. `responses` are by policy, in its order.
+    """Returns the pairs to judge: for each prompt every two policies, sample by sample. `responses` is keyed by policy,
+    and its order is the order of the policies.
 
-    The i-th sample of one is compared with the i-th of the other; where one has fewer, its samples go round, so that
-    every response is judged. So the number of verdicts grows with the samples, not with their square. Policies are
-    compared on the prompts that both have answered.
+    The i-th sample of one policy is compared with the i-th of the other. If one has fewer samples, they are reused in
+    turn, so that every response is judged and the number of verdicts grows with the samples, not with their square.
+    Two policies are compared on the prompts that both have answered.
     """
     found: dict[tuple[str, str], list[Response]] = {}
     for policy, own in responses.items():
@@ -90,11 +91,12 @@ def pairs_of(prompts: Sequence[Prompt], responses: Mapping[str, Sequence[Respons
 
 
 def refuse_too_many_failures(verdicts: Sequence[Verdict], max_failed_share: float) -> None:
-    """Errors: ValueError with the first cause where more than this share of a judge's verdicts failed."""
+    """Raises: ValueError with the first cause if more than this share of a judge's verdicts failed."""
     failed = [verdict for verdict in verdicts if verdict.failure]
     if len(failed) > max_failed_share * len(verdicts):
         first = failed[0]
         raise ValueError(
             f"judge {first.judge!r} failed on {len(failed)} of {len(verdicts)} verdicts, more than"
-            f" {max_failed_share:.0%} (--max-failed-share). The first, of prompt {first.prompt_id!r}: {first.failure}"
+            f" {max_failed_share:.0%} (--max-failed-share). The first failure, on prompt {first.prompt_id!r}:"
+            f" {first.failure}"
         )

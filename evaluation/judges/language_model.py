@@ -1,4 +1,4 @@
-"""A language model behind an OpenAI-compatible endpoint as judge: every pair in both orders, at temperature 0."""
+"""Uses a language model behind an OpenAI-compatible endpoint as judge: every pair in both orders, at temperature 0."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from evaluation.verdicts import Side, Verdict
 
 @dataclass(frozen=True)
 class LanguageModelJudge:
-    """Two verdicts a pair, one with each response first, so that what the order does can be told from what is judged.
+    """Gives two verdicts per pair, one with each response first, which separates position bias from preference.
 
-    Pairs of one text are ties, without a question. An answer that ends in no verdict is a failed verdict.
+    Identical responses are ties and are not sent. An answer that does not end in a verdict is a failed verdict.
     """
 
     name: str
@@ -35,7 +35,7 @@ class LanguageModelJudge:
         }
 
     def judge(self, pairs: Sequence[Pair], on_progress: OnProgress) -> list[Verdict]:
-        """Errors: ValueError with the first cause where too many requests have no answer."""
+        """Raises: ValueError with the first cause if too many requests fail."""
         sides: tuple[Side, Side] = ("a", "b")
         asked = [(pair, first) for pair in pairs if not pair.is_same for first in sides]
         answers = iter(self.asker.ask_all([self._request(pair, first) for pair, first in asked], on_progress))
@@ -59,5 +59,5 @@ class LanguageModelJudge:
     def _verdict(self, pair: Pair, first: Side, answer: Answer) -> Verdict:
         first_wins, failure = read_verdict(answer.text) if not answer.failure else (0.0, answer.failure)
         if failure and answer.finished is False:
-            failure = f"{failure}; it was cut off at {self.max_tokens} tokens"
+            failure = f"{failure}; the answer was truncated at {self.max_tokens} tokens"
         return pair.verdict(self.name, first_wins if first == "a" else 1 - first_wins, first=first, failure=failure)

@@ -1,4 +1,4 @@
-"""People as judges: comparisons become tasks of a label store, and what labelers have said so far becomes verdicts."""
+"""People as judges: comparisons become tasks in a label store, and the labelers' judgments so far become verdicts."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from preferences.store import LabelStore
 
 @dataclass(frozen=True)
 class Coverage:
-    """How far the labelers are; an open task has fewer judgments than wanted."""
+    """The labelers' progress. An open task has fewer judgments than wanted."""
 
     num_tasks: int
     num_open: int
@@ -25,10 +25,10 @@ class Coverage:
 
 @dataclass(frozen=True)
 class PeopleJudge:
-    """`store_url` opens the label store and is never written down; `spec` is what may be.
+    """`store_url` opens the label store and is never written to a file; `spec` is the form that may be.
 
-    All policies' responses to a prompt are one task, to be ranked by `num_labelers`: those of the first samples one,
-    of the second another. A text that several policies wrote is shown once, and ties them.
+    All policies' i-th samples for a prompt form one task, which `num_labelers` people rank. A text that several
+    policies wrote is shown once, and those policies tie.
     """
 
     name: str
@@ -48,9 +48,9 @@ class PeopleJudge:
         }
 
     def put_tasks(self, pairs: Sequence[Pair]) -> Coverage:
-        """Put what is not there yet into the store; says how far the labelers are.
+        """Adds missing tasks to the store and returns the labelers' progress.
 
-        Errors: ValueError for more policies than a task holds, and what the store refuses.
+        Raises: ValueError for more policies than a task can hold, and for whatever the store refuses.
         """
         tasks = list({task.task_id: task for pair in _groups(pairs) if (task := self._task(pair))}.values())
         with LabelStore(self.store_url) as store:
@@ -62,10 +62,10 @@ class PeopleJudge:
         return Coverage(len(covered), num_open, num_judgments)
 
     def judge(self, pairs: Sequence[Pair], on_progress: OnProgress) -> list[Verdict]:
-        """What stands in the store of these pairs: a verdict a labeler; a skip is a failed one, with its reason.
+        """Returns the store's current verdicts on these pairs, one per labeler; a skip is a failure with its reason.
 
-        Pairs of one text are ties of nobody in particular. What nobody has judged yet has no verdict, and before
-        anybody has judged anything there are none.
+        Identical responses are ties without a labeler. Tasks that nobody has judged yet give no verdict, and before
+        the first judgment there are no verdicts at all.
         """
         coverage = self.put_tasks(pairs)
         on_progress(coverage.num_tasks - coverage.num_open, coverage.num_tasks)
@@ -85,9 +85,9 @@ class PeopleJudge:
         return verdicts
 
     def _task(self, group: Sequence[Pair]) -> Task | None:
-        """The task of one prompt's pairs; None where all responses are one text."""
+        """Returns the task for one prompt's pairs; None if all responses are the same text."""
         texts = list(dict.fromkeys(side.text for pair in group for side in (pair.a, pair.b)))
-        # Canonical order says nothing, and labelers see another one.
+        # The stored order must carry no information; labelers see yet another order.
         texts.sort(key=lambda text: _hash(self.seed, text))
         if len(texts) == 1:
             return None
@@ -115,7 +115,7 @@ class PeopleJudge:
         if a == b:
             return pair.verdict(self.name, SAME_TEXT, labeler=act.labeler)
         preference_a = 0.5 if act.ranks[a] == act.ranks[b] else float(act.ranks[a] < act.ranks[b])
-        first: Side = ""  # of a judgment that came in by an import nobody may know it
+        first: Side = ""  # unknown for some imported judgments
         if act.shown_order:
             first = "a" if act.shown_order.index(a) < act.shown_order.index(b) else "b"
         scores = (act.ratings[a], act.ratings[b]) if act.ratings else (float("nan"), float("nan"))
@@ -123,7 +123,7 @@ class PeopleJudge:
 
 
 def _groups(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """Pairs by prompt and place: the i-th comparison of every two policies, which one ranking answers."""
+    """Groups pairs by prompt and position: the i-th comparisons of all policies, which one ranking answers."""
     groups: dict[tuple[str, int], list[Pair]] = {}
     seen: dict[tuple[str, str, str], int] = {}
     for pair in pairs:

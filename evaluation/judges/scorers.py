@@ -16,15 +16,15 @@ from reward.comparisons import encode_scored
 from reward.elsewhere import Scored
 from reward.scoring import Judge as RewardModel
 
-# From conversations and responses to a score, or a failure, a response.
+# Maps conversations and responses to one score or failure per response.
 Score = Callable[[Sequence[Messages], Sequence[str]], Sequence[Scored]]
 
-BATCH = 128  # responses that are handed over at once
+BATCH = 128  # responses per call
 
 
 @dataclass(frozen=True)
 class ScoreJudge:
-    """The response with the higher score is preferred, equal scores tie. `details` are what `describe` adds."""
+    """Prefers the response with the higher score; equal scores tie. `details` are added to what `describe` returns."""
 
     name: str
     kind: str
@@ -36,7 +36,7 @@ class ScoreJudge:
         return {"name": self.name, "kind": self.kind, "spec": self.spec, **self.details}
 
     def judge(self, pairs: Sequence[Pair], on_progress: OnProgress) -> list[Verdict]:
-        """Each text is scored once for its prompt, however many pairs and policies it is in."""
+        """Scores each text once per prompt, however many pairs and policies it appears in."""
         scores = self._scores(pairs, on_progress)
         return [self._verdict(pair, scores) for pair in pairs]
 
@@ -58,10 +58,10 @@ class ScoreJudge:
 
 
 def reward_model_score(folder: Path, weights: Mapping[str, float]) -> Score:
-    """Scores of a reward model's directory, of texts in its own vocabulary and template. `weights` are of its
-    objectives, where it has several.
+    """Returns a scoring function from a reward model's directory; texts use its own vocabulary and chat template.
+    `weights` apply to its objectives, if it has several.
 
-    Errors: ValueError for a directory that holds no reward model, and weights that do not fit it.
+    Raises: ValueError for a directory without a reward model, and for weights that do not fit it.
     """
     model = RewardModel.load(folder, weights)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -72,8 +72,8 @@ def reward_model_score(folder: Path, weights: Mapping[str, float]) -> Score:
         sequences = [encode_scored(model.tokenizer, conversation) for conversation in whole]
         room = model.network.config.context_tokens
         fitting = [row for row, tokens in enumerate(sequences) if model.fits(tokens)]
-        found = [Scored(math.nan, f"{len(s)} tokens, where the reward model reads {room}") for s in sequences]
-        model.network.to(device)  # not before it is asked: policies are sampled first, and need the room
+        found = [Scored(math.nan, f"{len(s)} tokens; the reward model reads at most {room}") for s in sequences]
+        model.network.to(device)  # only when first used: policies are sampled before, and need the memory
         scores = model.score_sequences([sequences[row] for row in fitting])
         for row, value in zip(fitting, scores, strict=True):
             found[row] = Scored(value) if math.isfinite(value) else Scored(math.nan, f"the reward model gave {value}")

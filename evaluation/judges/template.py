@@ -1,6 +1,6 @@
-"""What a language model is asked of two responses, and how its verdict is read.
+"""The prompt for a language-model judge, and parsing of its verdict.
 
-A template is a text with $prompt, $first and $second in it ($$ is a dollar sign). The answer has to end in a line
+A template is a text that contains $prompt, $first and $second ($$ is a dollar sign). The answer must end with a line
 "Verdict: 1", "Verdict: 2" or "Verdict: tie".
 """
 
@@ -41,7 +41,7 @@ _FIRST_WINS = {"1": 1.0, "2": 0.0, "tie": 0.5}
 
 
 def read_template(path: Path | None) -> str:
-    """The text of a file, or our own. Errors: ValueError naming the file, and what it has to hold."""
+    """Returns a file's text, or the built-in template. Raises: ValueError naming the file and what it must contain."""
     if path is None:
         return OWN_TEMPLATE
     if not path.is_file():
@@ -54,12 +54,12 @@ def read_template(path: Path | None) -> str:
     names = set(template.get_identifiers()) if template.is_valid() else set()
     if names != set(FIELDS):
         found = ", ".join(f"${name}" for name in sorted(names)) or "none, or a lone $"
-        raise ValueError(f"{path}: it has {found}; $prompt, $first and $second were expected ($$ is a dollar sign)")
+        raise ValueError(f"{path}: found {found}; $prompt, $first and $second were expected ($$ is a dollar sign)")
     return text
 
 
 def fill(template: str, messages: Messages, first: str, second: str) -> str:
-    """The whole question. A conversation of one turn is its text; of several, each under who said it."""
+    """Returns the whole question. A single-turn conversation is its text; longer ones show the role above each turn."""
     turns = [message["content"] for message in messages]
     if len(turns) > 1:
         turns = [f"{message['role'].capitalize()}:\n{message['content']}" for message in messages]
@@ -67,10 +67,10 @@ def fill(template: str, messages: Messages, first: str, second: str) -> str:
 
 
 def read_verdict(answer: str) -> tuple[float, str]:
-    """(preference for the first response, "") of an answer, or (NaN, why there is none)."""
+    """Returns (preference for the first response, "") from an answer, or (NaN, why there is none)."""
     lines = [line for line in answer.splitlines() if line.strip()]
     found = _VERDICT.fullmatch(lines[-1]) if lines else None
     if found:
         return _FIRST_WINS[found[1].lower()], ""
     last = lines[-1].strip()[:SHOWN_CHARACTERS] if lines else ""
-    return math.nan, f"no verdict: the answer ends in {last!r}; a line 'Verdict: 1', '2' or 'tie' was expected"
+    return math.nan, f"no verdict: the answer ends with {last!r}; a line 'Verdict: 1', '2' or 'tie' was expected"

@@ -1,8 +1,8 @@
-"""How often a reward model is right, and whether it is as sure as it should be.
+"""How often a reward model is right, and whether its confidence matches its accuracy.
 
-A pair is two responses of which somebody prefers one. With the score difference Δ the model says P(the higher one is
-preferred) = σ(|Δ|), from ½ to 1: its confidence. It is right where the higher one was preferred; equal scores are half
-right. Pairs that a labeler ties are none.
+A pair is two responses of which a labeler prefers one. With score difference Δ, the model predicts that the
+higher-scored response is preferred with probability σ(|Δ|), between ½ and 1: its confidence. It is right if the
+higher-scored response was preferred; equal scores count as half right. Pairs that a labeler tied are left out.
 
 Shape letters: N pairs, P prompts, B bins, S draws.
 """
@@ -25,10 +25,10 @@ LARGEST_SCALE = 1e3
 
 @dataclass(frozen=True)
 class ScoredPairs:
-    """Pairs as columns [N]. `lead_N` is the score of the preferred response less that of the other.
+    """Pairs as columns [N]. `lead_N` is the score of the preferred response minus the score of the other.
 
-    Rows of one `prompt_N` are no independent evidence. `responses_N` is how many responses the pair's ranking has,
-    `labelers_N` how many labelers ranked them; `category_N` are places in `categories`.
+    Rows that share a `prompt_N` are not independent. `responses_N` is the number of responses in the pair's ranking,
+    `labelers_N` the number of labelers who ranked them; `category_N` indexes `categories`.
     """
 
     lead_N: Floats
@@ -53,7 +53,7 @@ class ScoredPairs:
 
 @dataclass(frozen=True)
 class MarginBin:
-    """Pairs whose |Δ| lies from `low` to `high`: the mean confidence, and how often the model is right."""
+    """Pairs with |Δ| from `low` to `high`: their mean confidence, and how often the model is right."""
 
     low: float
     high: float
@@ -63,10 +63,10 @@ class MarginBin:
 
 @dataclass(frozen=True)
 class CalibrationError:
-    """ECE = Σ over bins of (share of the pairs) |accuracy - confidence|, over bins of equally many pairs.
+    """ECE = Σ over bins of (share of the pairs) |accuracy - confidence|, over bins with equal numbers of pairs.
 
-    It is above 0 for a calibrated model too: `if_calibrated` is what one with these confidences would have on average,
-    and `p_value` how often it would have as much as was found. `excess` is found less `if_calibrated`, no less than 0.
+    A calibrated model's ECE is above 0 too: `if_calibrated` is its mean for a calibrated model with these confidences,
+    and `p_value` is how often such a model would reach at least `found`. `excess` is max(0, found - if_calibrated).
     """
 
     found: float
@@ -78,10 +78,10 @@ class CalibrationError:
 
 @dataclass(frozen=True)
 class Calibration:
-    """`overconfidence` is mean confidence less accuracy; `log_loss` is -log σ(Δ) of what was preferred, nats a pair.
+    """`overconfidence` is mean confidence minus accuracy; `log_loss` is the mean of -log σ(Δ), nats per pair.
 
-    Scores times `scale` would be the likeliest: below 1 the model is too sure of itself. NaN where no scale is best,
-    because every pair is right or every pair wrong.
+    `scale` is the factor on the scores with the highest likelihood: below 1 the model is overconfident. It is NaN if no
+    finite scale is best, because every pair is right or every pair is wrong.
     """
 
     accuracy: Share
@@ -93,11 +93,11 @@ class Calibration:
 
 
 def calibration(pairs: ScoredPairs, *, seed: int, num_bins: int = NUM_BINS) -> Calibration:
-    """All of it, with 95% intervals over prompts. Errors: ValueError for no pairs, or a lead that is no number."""
+    """Computes all of it, with 95% intervals over prompts. Raises: ValueError for no pairs, or a non-finite lead."""
     if len(pairs) == 0:
-        raise ValueError("there are no pairs of which one response is preferred; at least one was expected")
+        raise ValueError("there are no pairs with a preferred response; at least one was expected")
     if not np.isfinite(pairs.lead_N).all():
-        raise ValueError(f"lead_N[{int(np.argmin(np.isfinite(pairs.lead_N)))}] is no finite number")
+        raise ValueError(f"lead_N[{int(np.argmin(np.isfinite(pairs.lead_N)))}] is not a finite number")
     bin_N = _bins(np.abs(pairs.lead_N), num_bins)
     return Calibration(
         accuracy=accuracy_of(pairs, np.ones(len(pairs), dtype=bool)),
@@ -110,7 +110,7 @@ def calibration(pairs: ScoredPairs, *, seed: int, num_bins: int = NUM_BINS) -> C
 
 
 def accuracy_of(pairs: ScoredPairs, chosen_N: npt.NDArray[np.bool_]) -> Share:
-    """The share of the chosen pairs that the model orders as the labeler does (`clustered_shares`)."""
+    """Returns the share of the chosen pairs that the model orders as the labeler does (`clustered_shares`)."""
     num_chosen = int(chosen_N.sum())
     tally = Tally(
         group_R=np.zeros(num_chosen, dtype=np.int64),
@@ -118,20 +118,20 @@ def accuracy_of(pairs: ScoredPairs, chosen_N: npt.NDArray[np.bool_]) -> Share:
         prompt_R=pairs.prompt_N[chosen_N],
         right_R=pairs.right_N[chosen_N],
         compared_R=np.ones(num_chosen),
-        pairs_R=1.0 / pairs.labelers_N[chosen_N],  # what several labelers say of one pair is one pair
+        pairs_R=1.0 / pairs.labelers_N[chosen_N],  # several labelers' judgments of one pair count as one pair
         responses_R=pairs.responses_N[chosen_N],
     )
     return clustered_shares(tally, 1)[0]
 
 
 def by_category(pairs: ScoredPairs) -> dict[str, Share]:
-    """Accuracy of each category that has pairs, in the order of their names."""
+    """Returns the accuracy per category that has pairs, sorted by name."""
     present = {name: place for place, name in enumerate(pairs.categories) if (pairs.category_N == place).any()}
     return {name: accuracy_of(pairs, pairs.category_N == present[name]) for name in sorted(present)}
 
 
 def _bins(margin_N: Floats, num_bins: int) -> Ints:
-    """Bins of equally many pairs (to one) by rising margin, no more than there are pairs; equal margins together."""
+    """Assigns bins of equally many pairs (±1) by rising margin, at most one per pair; equal margins share a bin."""
     order = np.argsort(margin_N, kind="stable")
     bin_N = np.empty(len(margin_N), dtype=np.int64)
     bin_N[order] = np.arange(len(margin_N)) * min(num_bins, len(margin_N)) // len(margin_N)
@@ -148,11 +148,11 @@ def _margin_bin(pairs: ScoredPairs, chosen_N: npt.NDArray[np.bool_]) -> MarginBi
 
 
 def calibration_error(pairs: ScoredPairs, bin_N: Ints, *, seed: int) -> CalibrationError:
-    """The ECE and what it would be by chance.
+    """Computes the ECE and its distribution under calibration.
 
-    Of a calibrated model right - confidence has mean 0 on every prompt, so turning the signs of whole prompts at random
-    gives other data as likely as these (a wild bootstrap; Cameron, Gelbach & Miller 2008). Bins of equal mass after
-    Nguyen & O'Connor 2015, arXiv 1508.05154.
+    For a calibrated model, right - confidence has mean 0 on every prompt, so flipping the signs of whole prompts at
+    random gives data that are equally likely (a wild bootstrap; Cameron, Gelbach & Miller 2008). Bins of equal mass
+    follow Nguyen & O'Connor 2015, arXiv 1508.05154.
     """
     _, place_N = np.unique(pairs.prompt_N, return_inverse=True)
     num_bins, num_prompts = int(bin_N.max()) + 1, int(place_N.max()) + 1
@@ -162,7 +162,7 @@ def calibration_error(pairs: ScoredPairs, bin_N: Ints, *, seed: int) -> Calibrat
     generator = np.random.default_rng(seed)
     errors_S = np.concatenate([_by_chance(off_PB, generator) for _ in range(NUM_DRAWS // _DRAWS_AT_ONCE)])
     by_chance = float(errors_S.mean())
-    # Rounding must not decide whether a draw is as far off as what was found.
+    # The tolerance keeps rounding from deciding whether a draw reaches `found`.
     p_value = (1 + int((errors_S >= found - 1e-12).sum())) / (1 + len(errors_S))
     return CalibrationError(found, by_chance, max(0.0, found - by_chance), p_value, num_bins)
 
@@ -173,9 +173,9 @@ def _by_chance(off_PB: Floats, generator: np.random.Generator) -> Floats:
 
 
 def best_scale(pairs: ScoredPairs) -> Interval:
-    """The s that makes Σ log σ(s Δ) largest, with a sandwich interval over prompts.
+    """Returns the s that maximises Σ log σ(s Δ), with a sandwich interval over prompts.
 
-    Its derivative Σ Δ σ(-sΔ) falls with s; the root is found by halving.
+    Its derivative Σ Δ σ(-sΔ) falls with s; bisection finds the root.
     """
     lead_N = pairs.lead_N
 

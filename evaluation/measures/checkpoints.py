@@ -1,4 +1,4 @@
-"""The policies along an RL run and best-of-n by its reward model: proxy and gold score against distance.
+"""Policies along an RL run, and best-of-n by its reward model: proxy and gold score against KL distance.
 
 Shape letters: P prompts, N samples of the reference's pool, S samples of a policy.
 """
@@ -20,14 +20,14 @@ from lm.tokenizer import Messages
 from reward.scoring import Judge
 from training.data import Prompt
 
-# Called with conversations and responses; gives a score each, higher is better, NaN where it fails.
+# Maps conversations and responses to one score each, higher is better, NaN if scoring fails.
 Gold = Callable[[Sequence[Messages], Sequence[str]], Sequence[float]]
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Spec:
-    """How many responses of each policy, and of the reference for best-of-n, to each prompt; and how they are drawn."""
+    """How many responses per prompt to draw from each policy, and from the reference for best-of-n; and how."""
 
     num_samples: int
     pool_samples: int
@@ -38,11 +38,11 @@ class Spec:
 
 @dataclass(frozen=True)
 class OverOptimisation:
-    """Everything the plot of scores against √KL shows. Scores are gains over the reference's.
+    """Everything in the plot of scores against √KL. Scores are gains over the reference's.
 
-    A fit is None where there are fewer than three policies to fit; `at_equal_*` is RL's lead over best-of-n. The KL of
-    best-of-n is its upper bound log n - (n - 1)/n. Prompts on which a score failed are left out of everything:
-    `num_dropped` of them, `first_failure` says what was the matter.
+    A fit is None if there are fewer than three policies to fit. `at_equal_*` is RL's lead over best-of-n. The KL of
+    best-of-n is its upper bound log n - (n - 1)/n. Prompts with a failed score are left out of everything;
+    `num_dropped` counts them, and `first_failure` describes the first.
     """
 
     rl_points: tuple[Point, ...]
@@ -59,7 +59,7 @@ class OverOptimisation:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one policy's responses, [P, S]: NaN where a scorer failed. KLs are 0 for the reference itself."""
+    """Scores of one policy's responses, [P, S]; NaN if a scorer failed."""
 
     gold_PS: Floats
     proxy_PS: Floats
@@ -75,11 +75,11 @@ def over_optimisation(
     progress: Progress = lambda _what: None,
     weights: Mapping[str, float] | None = None,
 ) -> OverOptimisation:
-    """Sample policies (by name, in the order of training) and reference, measure, fit, compare.
+    """Samples policies (by name, in training order) and reference, and measures, fits and compares them.
 
-    `proxy` is the reward model that training optimised, `gold` what it never saw; all are asked about the same prompts.
-    `weights` are of a proxy of several objectives. Policies are held one at a time. Errors: ValueError for no policies,
-    fewer than two prompts, vocabularies that differ, and where scores failed on all prompts but one.
+    `proxy` is the reward model that training optimised, `gold` a scorer that training never used; both score the same
+    prompts. `weights` apply to a proxy with several objectives. One policy is in memory at a time. Raises: ValueError
+    for no policies, fewer than two prompts, differing vocabularies, or if scores failed on all prompts but one.
     """
     if not policies or len(prompts) < 2:
         raise ValueError(f"{len(policies)} policies, {len(prompts)} prompts; at least one and two were expected")
@@ -128,17 +128,20 @@ def summarise(
     *,
     seed: int,
 ) -> OverOptimisation:
-    """The measures of what was sampled; `kl_P` is each policy's mean KL on each prompt. Errors: as above."""
+    """Computes the measures from samples; `kl_P` is each policy's mean KL per prompt. Raises: as above."""
     sound_P = np.ones(len(pool.gold_PS), dtype=bool)
     first_failure = ""
     for name, of_policy in {"the reference": pool, **scores}.items():
         for what, values_PS in (("gold", of_policy.gold_PS), ("proxy", of_policy.proxy_PS)):
             failed_P = ~np.isfinite(values_PS).all(axis=1)
             if failed_P.any() and not first_failure:
-                first_failure = f"the {what} score of {name} on prompt {int(np.argmax(failed_P))} is no number"
+                first_failure = f"the {what} score of {name} on prompt {int(np.argmax(failed_P))} is not a number"
             sound_P &= ~failed_P
     if sound_P.sum() < 2:
-        raise ValueError(f"scores failed on all of {len(sound_P)} prompts but {sound_P.sum()}; first, {first_failure}")
+        raise ValueError(
+            f"scores failed on {int((~sound_P).sum())} of {len(sound_P)} prompts; at least two prompts must remain."
+            f" First, {first_failure}"
+        )
     best = best_of_n_curve(pool.gold_PS[sound_P], pool.proxy_PS[sound_P])
     rl = Curve(
         kind="rl",
@@ -169,7 +172,7 @@ def _fit_if_enough(curve: Curve, seed: int) -> Overoptimised | None:
 
 
 def gold_of_texts(score: Callable[[Sequence[str], Sequence[str]], Sequence[float]]) -> Gold:
-    """A world's gold scorer, which reads the text of the last turn, as what is asked here."""
+    """Adapts a world's gold scorer, which reads the text of the last turn, to `Gold`."""
 
     def gold(conversations: Sequence[Messages], responses: Sequence[str]) -> list[float]:
         found = score([messages[-1]["content"] for messages in conversations], responses)

@@ -1,4 +1,4 @@
-"""Policies at growing distance from a reference, as a plot of scores against KL shows them.
+"""Policies at growing distance from a reference: the curve of scores against KL.
 
 Shape letters: K policies of a curve, P prompts, N samples of a pool.
 """
@@ -20,9 +20,9 @@ Kind = Literal["rl", "best_of_n"]
 
 @dataclass(frozen=True)
 class Curve:
-    """Mean KL, gold and proxy score of each of K policies on each of P prompts, higher is better.
+    """Mean KL, gold and proxy score per policy (K) and prompt (P); higher scores are better.
 
-    `start_gold_P` and `start_proxy_P` are the reference's own scores: a policy's gain is its score above them, on the
+    `start_gold_P` and `start_proxy_P` are the reference's own scores: a policy's gain is its score minus these, on the
     same prompts. The KL of best-of-n is its upper bound, the same for every prompt.
     """
 
@@ -65,7 +65,7 @@ class Point:
 
 
 def points(curve: Curve) -> tuple[Point, ...]:
-    """The plot's points, in the curve's order. The KL of best-of-n is no estimate, so its interval has no width."""
+    """Returns the plot's points, in order. The KL of best-of-n is not an estimate, so its interval has no width."""
     prompt_P = np.arange(len(curve.start_gold_P))
     rows = zip(curve.names, curve.d_K, curve.kl_KP, curve.gold_KP, curve.proxy_KP, strict=True)
     return tuple(
@@ -81,16 +81,17 @@ def points(curve: Curve) -> tuple[Point, ...]:
 
 
 def best_of_n_curve(gold_PN: Floats, proxy_PN: Floats, sizes: Sequence[int] = ()) -> Curve:
-    """The curve of best-of-n by the proxy, every n from one pool of N samples a prompt (`evaluation.best_of_n`).
+    """Returns the curve of best-of-n by the proxy, for every n from one pool of N samples per prompt
+    (`evaluation.best_of_n`).
 
-    `sizes` are the n, by default 2, 4, 8, ... up to N; the pool's own mean is where the curve starts.
-    Errors: ValueError for an n outside 2 to N, and those of `best_of_n_expected`.
+    `sizes` are the values of n, by default 2, 4, 8, ... up to N; the curve starts at the pool's own mean.
+    Raises: ValueError for an n outside 2 to N, and as `best_of_n_expected` does.
     """
     N = gold_PN.shape[1]
     chosen = list(sizes) or [2**power for power in range(1, N.bit_length()) if 2**power <= N]
     for n in chosen:
         if not 2 <= n <= N:
-            raise ValueError(f"best of {n} from a pool of {N} samples a prompt; 2 to {N} was expected")
+            raise ValueError(f"best of {n} from a pool of {N} samples per prompt; 2 to {N} was expected")
     gold_PK = best_of_n_expected(gold_PN, proxy_PN)[:, [n - 1 for n in chosen]]
     proxy_PK = best_of_n_expected(proxy_PN, proxy_PN)[:, [n - 1 for n in chosen]]
     kl_K = np.array([best_of_n_kl(n) for n in chosen])
@@ -106,10 +107,10 @@ def best_of_n_curve(gold_PN: Floats, proxy_PN: Floats, sizes: Sequence[int] = ()
 
 
 def expanded_level(num_prompts: int) -> float:
-    """The percentiles between which a bootstrap over this many prompts has its 95% interval.
+    """Returns the level of the bootstrap percentiles that gives a 95% interval with this many prompts.
 
-    Resampling P prompts varies by √((P - 1)/P) too little, and takes the normal distribution for Student's; both are
-    mended by going further out (Hesterberg 2015, The American Statistician 69(4), "expanded percentile").
+    Resampling P prompts underestimates the spread by √((P - 1)/P) and uses normal instead of Student quantiles; wider
+    percentiles correct both (Hesterberg 2015, The American Statistician 69(4), "expanded percentile").
     """
     tail = stats.norm.cdf(math.sqrt(num_prompts / (num_prompts - 1)) * stats.t.ppf((1 - LEVEL) / 2, num_prompts - 1))
     return 1 - 2 * float(tail)

@@ -1,7 +1,7 @@
-"""Has a policy collapsed? Like responses to one prompt, like responses to all prompts, loops, lengths, endings.
+"""Signs of collapse: similar responses to one prompt, similar responses to all prompts, repetition, length, EOS rate.
 
-Words are lower-cased text split at white space, as in `evaluation.diversity`. Whatever depends on how much text there
-is is measured on the same prompts, and on equally many responses or words, of every policy.
+Words are lower-cased text split at white space, as in `evaluation.diversity`. Measures that depend on the amount of
+text use the same prompts, and equally many responses or words, for every policy.
 """
 
 import math
@@ -16,17 +16,18 @@ from evaluation.verdicts import Response
 from intervals.interval import UNKNOWN, Interval, clustered_mean
 
 BLEU_N = 4
-BLEU_EPSILON = 0.1  # matches counted where there are none
-NUM_ORDERS = 20  # in which texts are laid out until there are enough words
+BLEU_EPSILON = 0.1  # stands in for zero matches
+NUM_ORDERS = 20  # random orders in which texts are concatenated until there are enough words
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 @dataclass(frozen=True)
 class Within:
-    """Between `num_samples` responses to one prompt, averaged over prompts, with 95% intervals. Unknown for one sample.
+    """Similarity of `num_samples` responses to one prompt, averaged over prompts, with 95% intervals; unknown for one
+    sample.
 
-    `identical` is the share of pairs that are the same text, `distinct_2` the distinct bigrams over all, `self_bleu`
-    how much of a response the others say too. All from 0 to 1.
+    `identical` is the share of pairs with the same text, `distinct_2` the share of bigrams that are distinct,
+    `self_bleu` how much of a response appears in the others. All lie between 0 and 1.
     """
 
     num_samples: int
@@ -37,8 +38,8 @@ class Within:
 
 @dataclass(frozen=True)
 class Across:
-    """Between the first responses to all prompts. `distinct_*` are of `num_words` words; no sum over prompts, so no
-    interval.
+    """Similarity of the first responses to all prompts. `distinct_*` use `num_words` words. These are not means over
+    prompts, so they have no interval.
     """
 
     num_words: int
@@ -50,7 +51,7 @@ class Across:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of responses, with the quantiles 0, 5, 25, 50, 75, 95 and 100%. In tokens or words."""
+    """Lengths of responses in tokens or words, with the quantiles 0, 5, 25, 50, 75, 95 and 100%."""
 
     mean: Interval
     quantiles: tuple[float, ...]
@@ -58,12 +59,12 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Diversity:
-    """Lengths, endings, repetition and empty responses are of everything that a policy said; the rest as above.
+    """Lengths, EOS rate, repetition and empty responses cover all of a policy's responses; the rest is as above.
 
-    `tokens` and `finished` (the share that ended by itself) are unknown where the responses do not say.
+    `tokens` and `finished` (the share that ended with EOS) are unknown if the responses do not record them.
 
     `repetition` is the mean share of 4-grams that repeat an earlier one of the same response; responses of fewer than
-    four words have none, `empty` is the share without a word.
+    four words have none. `empty` is the share without a word.
     """
 
     num_prompts: int
@@ -78,15 +79,15 @@ class Diversity:
 
 
 def measure_diversity(responses: Mapping[str, Sequence[Response]], *, seed: int) -> dict[str, Diversity]:
-    """Of every policy, by name; what depends on the amount of text is equal among them.
+    """Measures every policy, by name, on equal amounts of text where the amount matters.
 
-    Errors: ValueError for a policy without responses, policies without a prompt in common, and two responses of one
+    Raises: ValueError for a policy without responses, policies without a common prompt, and two responses with the same
     policy, prompt and index.
     """
     by_prompt = {name: _by_prompt(name, rows) for name, rows in responses.items()}
     common = [prompt for prompt in next(iter(by_prompt.values())) if all(prompt in of for of in by_prompt.values())]
     if not common:
-        raise ValueError(f"policies {', '.join(responses)} have no prompt in common; the same prompts were expected")
+        raise ValueError(f"policies {', '.join(responses)} share no prompt; at least one common prompt was expected")
     by_prompt = {name: {prompt: prompts[prompt] for prompt in common} for name, prompts in by_prompt.items()}
     num_samples = min(len(texts) for prompts in by_prompt.values() for texts in prompts.values())
     firsts = {name: [texts[0] for texts in prompts.values()] for name, prompts in by_prompt.items()}
@@ -98,13 +99,13 @@ def measure_diversity(responses: Mapping[str, Sequence[Response]], *, seed: int)
 
 
 def _by_prompt(name: str, rows: Sequence[Response]) -> dict[str, list[str]]:
-    """Texts of each prompt by index."""
+    """Returns the texts per prompt, sorted by index."""
     if not rows:
         raise ValueError(f"policy {name!r} has no responses; at least one was expected")
     seen: dict[tuple[str, int], Response] = {}
     for row in rows:
         if (row.prompt_id, row.index) in seen:
-            raise ValueError(f"policy {name!r}: prompt {row.prompt_id!r} has two responses of index {row.index}")
+            raise ValueError(f"policy {name!r}: prompt {row.prompt_id!r} has two responses with index {row.index}")
         seen[row.prompt_id, row.index] = row
     found: dict[str, list[str]] = {}
     for row in sorted(rows, key=lambda row: row.index):
@@ -155,7 +156,7 @@ def _within(prompts: Sequence[Sequence[str]], num_samples: int) -> Within:
 
 
 def _mean(values: Sequence[float], places: Sequence[int]) -> Interval:
-    """Over the values that are there, with an interval over prompts."""
+    """Averages the values that are not NaN, with an interval over prompts."""
     value_R, place_R = np.array(values, dtype=np.float64), np.array(places, dtype=np.int64)
     there_R = ~np.isnan(value_R)
     return clustered_mean(value_R[there_R], place_R[there_R])
@@ -167,7 +168,7 @@ def _lengths(lengths: Sequence[int], places: Sequence[int]) -> Lengths:
 
 
 def identical_share(texts: Sequence[str]) -> float:
-    """The share of pairs of texts that are the same, white space at their ends aside; NaN for fewer than two."""
+    """Returns the share of pairs of texts that are equal after stripping white space; NaN for fewer than two texts."""
     if len(texts) < 2:
         return math.nan
     counts = Counter(text.strip() for text in texts).values()
@@ -175,9 +176,9 @@ def identical_share(texts: Sequence[str]) -> float:
 
 
 def distinct_at(texts: Sequence[str], n: int, num_words: int, *, seed: int) -> float:
-    """distinct-n (Li et al. 2016, arXiv 1510.03055) of `num_words` words: texts in random order, the last one cut.
+    """Computes distinct-n (Li et al. 2016, arXiv 1510.03055) of `num_words` words: texts in random order, the last cut.
 
-    It falls as text grows, so policies compare only at the same number of words. A mean over NUM_ORDERS orders.
+    It falls as text grows, so policies compare only at equal numbers of words. Averaged over NUM_ORDERS orders.
     """
     words = [text.split() for text in texts]
     generator = np.random.default_rng(seed)
@@ -194,11 +195,11 @@ def distinct_at(texts: Sequence[str], n: int, num_words: int, *, seed: int) -> f
 
 
 def self_bleu(texts: Sequence[str]) -> float:
-    """The mean BLEU of each text with all others as references (Zhu et al. 2018, arXiv 1802.01886): 1 is all the same.
+    """Returns each text's mean BLEU with all others as references (Zhu et al. 2018, arXiv 1802.01886); 1 if all equal.
 
-    BLEU (Papineni et al. 2002) of up to 4-grams, in a shorter text of as many as it has words; an order without a match
-    counts as BLEU_EPSILON matches (Chen & Cherry 2014, method 1). Texts without words are left out; NaN for fewer than
-    two that have some.
+    BLEU (Papineni et al. 2002) uses up to 4-grams, or as many as a shorter text has words; an order without a match
+    counts as BLEU_EPSILON matches (Chen & Cherry 2014, method 1). Texts without words are left out; NaN if fewer than
+    two remain.
     """
     words = [text.lower().split() for text in texts if text.split()]
     if len(words) < 2:
@@ -226,9 +227,9 @@ def _grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
 
 
 def _two_highest(counts: Sequence[Counter[tuple[str, ...]]]) -> dict[tuple[str, ...], tuple[int, int, int]]:
-    """Of each n-gram: how often the text with most of it has it, which text that is, and how often the next one has it.
+    """Returns per n-gram: its highest count in any text, which text that is, and its highest count in the other texts.
 
-    So the most that any other text has is known without looking at each of them.
+    This gives the maximum over all texts but one without a pass over all of them.
     """
     found: dict[tuple[str, ...], tuple[int, int, int]] = {}
     for place, grams in enumerate(counts):
@@ -239,7 +240,7 @@ def _two_highest(counts: Sequence[Counter[tuple[str, ...]]]) -> dict[tuple[str, 
 
 
 def _closest_other(lengths: Sequence[int], own: int) -> int:
-    """Of the lengths (sorted, `own` among them) but one of `own`, the nearest to it; the shorter of two as near."""
+    """Returns the length closest to `own` among the others (sorted, one `own` removed); the shorter one on a tie."""
     place = int(np.searchsorted(lengths, own))
     others = [*lengths[max(0, place - 1) : place], *lengths[place + 1 : place + 2]]
     return min(others, key=lambda length: (abs(length - own), length))

@@ -1,4 +1,4 @@
-"""Responses of a policy as tokens, which a KL is measured on: text alone does not say how it was tokenized."""
+"""Draws responses of a policy as tokens, which a KL needs: text alone does not say how it was tokenized."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Responses, prompt after prompt, `num_samples` each. Tokens hold the end token where a response has one."""
+    """Responses, prompt by prompt, `num_samples` each. Tokens include EOS if the response has one."""
 
     conversations: list[Messages]
     queries: list[list[int]]
@@ -53,9 +53,9 @@ def draw(
     temperature: float,
     seed: int,
 ) -> Drawn:
-    """Every sample has a seed of its own, named by prompt and index; they are those of `evaluation.sampling`.
+    """Draws responses; each sample's seed is derived from prompt and index, as in `evaluation.sampling`.
 
-    Errors: ValueError for no prompts, a temperature of 0 (a greedy policy has no KL), and a prompt that leaves no room.
+    Raises: ValueError for no prompts, temperature 0 (a greedy policy has no KL), and a prompt that leaves no room.
     """
     if not prompts:
         raise ValueError("prompts is empty; at least one was expected")
@@ -64,7 +64,7 @@ def draw(
     tokenizer = policy.tokenizer
     wanted = [(prompt, index) for prompt in prompts for index in range(num_samples)]
     encoded = {prompt.prompt_id: tokenizer.encode_prompt(prompt.messages) for prompt in prompts}
-    # Prompts of like length run side by side, so that little is padded.
+    # Sorting prompts by length minimises padding.
     order = sorted(range(len(wanted)), key=lambda place: len(encoded[wanted[place][0].prompt_id]))
     found = generate(
         policy.model,

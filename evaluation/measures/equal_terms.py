@@ -1,8 +1,7 @@
-"""RL beside best-of-n on equal terms: the same KL, and the same proxy score.
+"""Compares RL with best-of-n on equal terms: at the same KL, and at the same proxy score.
 
-The same KL is no fair ground (Gao et al. 2022, arXiv 2210.10760): RL spends KL that moves no score, and the KL of
-best-of-n is an upper bound, so its curve lies too far to the right. What a proxy score is worth in gold score is fair
-to both.
+Equal KL is not a fair comparison (Gao et al. 2022, arXiv 2210.10760): RL spends KL that changes no score, and the KL of
+best-of-n is an upper bound, so its curve lies too far to the right. Gold score at equal proxy score is fair to both.
 Shape letters: K policies, P prompts, S resamples, G places on the axis.
 """
 
@@ -23,8 +22,8 @@ NUM_RESAMPLES = 2_000
 
 @dataclass(frozen=True)
 class AtEqual:
-    """Gold score of both at one place of the axis, above the reference's, and RL's lead with a 95% interval over
-    prompts. `place` is a KL in nats, or a proxy score above the reference's.
+    """Both gold scores at one place of the axis, above the reference's, and RL's lead with a 95% interval over prompts.
+    `place` is a KL in nats, or a proxy score above the reference's.
     """
 
     place: float
@@ -34,10 +33,11 @@ class AtEqual:
 
 
 def at_equal(axis: Axis, rl: Curve, best_of_n: Curve, *, seed: int) -> tuple[AtEqual, ...]:
-    """RL's lead at places spread evenly over the range that both reach; empty where there is none.
+    """Returns RL's lead at evenly spaced places over the range that both curves reach; empty if there is none.
 
-    Between policies of a curve, in the order of the axis and from the reference on, the gold score is interpolated.
-    Each resample of prompts is interpolated anew. Errors: ValueError for curves over different numbers of prompts.
+    Between the policies of a curve, ordered along the axis and starting at the reference, the gold score is
+    interpolated, separately for each resample of prompts. Raises: ValueError for curves with different numbers of
+    prompts.
     """
     places_G, gold, leads_SG = _leads(axis, rl, best_of_n, seed)
     P = len(rl.start_gold_P)
@@ -53,9 +53,9 @@ def at_equal(axis: Axis, rl: Curve, best_of_n: Curve, *, seed: int) -> tuple[AtE
 
 
 def mean_lead(axis: Axis, one: Curve, other: Curve, *, seed: int) -> Interval:
-    """The first curve's lead over the second, of any kinds, as the mean over the places of `at_equal`.
+    """Returns the first curve's mean lead over the second, of any kinds, over the places of `at_equal`.
 
-    Unknown where they have no range in common. Errors: as for `at_equal`.
+    Unknown if they share no range. Raises: as `at_equal` does.
     """
     _, gold, leads_SG = _leads(axis, one, other, seed)
     if not leads_SG.size:
@@ -65,11 +65,11 @@ def mean_lead(axis: Axis, one: Curve, other: Curve, *, seed: int) -> Interval:
 
 
 def _leads(axis: Axis, rl: Curve, best_of_n: Curve, seed: int) -> tuple[Floats, list[Floats], Floats]:
-    """Places [G], the gold score of both there, and the resampled leads [S, G]; of no places where none is shared."""
+    """Returns places [G], both gold scores there, and resampled leads [S, G]; all empty if no range is shared."""
     P = len(rl.start_gold_P)
     if len(best_of_n.start_gold_P) != P:
         raise ValueError(
-            f"RL has {P} prompts and best-of-n {len(best_of_n.start_gold_P)}; both on the same prompts were expected"
+            f"RL has {P} prompts and best-of-n {len(best_of_n.start_gold_P)}; the same prompts were expected for both"
         )
     curves = (rl, best_of_n)
     tables = [np.concatenate([_along(axis, curve), curve.gold_KP - curve.start_gold_P]).T for curve in curves]
@@ -79,7 +79,7 @@ def _leads(axis: Axis, rl: Curve, best_of_n: Curve, seed: int) -> tuple[Floats, 
         return np.empty(0), [np.empty(0), np.empty(0)], np.empty((0, 0))
     places_G = furthest * np.arange(1, NUM_PLACES + 1) / NUM_PLACES
     gold = [_interpolated(*_split(mean), places_G)[0] for mean in means]
-    # One draw of prompts for both, so that the comparison stays paired.
+    # Both curves use the same resamples of prompts, so the comparison stays paired.
     sums = resampled_sums(np.concatenate(tables, axis=1), seed=seed, num_resamples=NUM_RESAMPLES) / P
     halves = np.split(sums, [tables[0].shape[1]], axis=1)
     resampled = [_interpolated(*_split(half), places_G) for half in halves]
@@ -87,22 +87,22 @@ def _leads(axis: Axis, rl: Curve, best_of_n: Curve, seed: int) -> tuple[Floats, 
 
 
 def _along(axis: Axis, curve: Curve) -> Floats:
-    """[K, P]: where on the axis each policy lies, on each prompt."""
+    """Returns [K, P]: each policy's position on the axis, per prompt."""
     return curve.kl_KP if axis == "kl" else curve.proxy_KP - curve.start_proxy_P
 
 
 def _split(rows: Floats) -> tuple[Floats, Floats]:
-    """[S, K] places and [S, K] gold scores, of rows that hold one after the other."""
+    """Splits rows into places [S, K] and gold scores [S, K]."""
     places, gold = np.split(rows, 2, axis=1)
     return places, gold
 
 
 def _interpolated(places_SK: Floats, gold_SK: Floats, wanted_G: Floats) -> Floats:
-    """[S, G]: the gold score at the wanted places, a curve a row, each from (0, 0) on."""
+    """Returns [S, G]: the gold score at the wanted places, one curve per row, each starting at (0, 0)."""
     order_SK = np.argsort(places_SK, axis=1, kind="stable")
     x_SK, y_SK = (np.take_along_axis(values, order_SK, axis=1) for values in (places_SK, gold_SK))
     found = np.empty((len(x_SK), len(wanted_G)))
     for row, (x, y) in enumerate(zip(x_SK, y_SK, strict=True)):
-        ahead = x > 0  # what fell behind the reference says nothing of the way from it
+        ahead = x > 0  # policies below the reference on this axis are left out
         found[row] = np.interp(wanted_G, np.append(0.0, x[ahead]), np.append(0.0, y[ahead]))
     return found

@@ -1,14 +1,14 @@
-"""KL(policy || reference) over whole responses, in nats: three estimators of one number, and its exact value.
+"""KL(policy || reference) over whole responses, in nats: three estimators, and the exact value.
 
-With x a prompt, y a response that the policy drew (cut off at a number of tokens, as both policies then are) and
+With x a prompt, y a response sampled from the policy (truncated at a number of tokens, as both policies then are) and
 r_t = π_ref(y_t | x, y_<t) / π(y_t | x, y_<t):
 
-    k1    Σ_t -log r_t                              nothing is clamped: of single responses it may be negative
+    k1    Σ_t -log r_t                              unclamped: may be negative for a single response
     k3    Σ_t (r_t - 1 - log r_t)                   never negative (Schulman 2020, "Approximating KL Divergence")
-    full  Σ_t Σ_v π(v | x, y_<t) log π(v)/π_ref(v)  each term is k1's mean given the words before, so the noise of the
-                                                    drawn word is gone (Rao-Blackwell; arXiv 2504.10637)
+    full  Σ_t Σ_v π(v | x, y_<t) log π(v)/π_ref(v)  each term is k1's mean given the prefix, which removes the noise of
+                                                    the sampled token (Rao-Blackwell; arXiv 2504.10637)
 
-The mean of each over responses is the KL, without bias.
+The mean of each over responses is an unbiased estimate of the KL.
 Shape letters: N responses, B of a batch, T tokens, C response tokens, D model, V vocabulary, F prefixes.
 """
 
@@ -26,13 +26,13 @@ from intervals.resampling import Floats
 from lm.model import LanguageModel
 from lm.padding import pad_right
 
-LOGITS_AT_ONCE = 2**24  # of each model; bounds memory at some hundreds of MB, however large the vocabulary
-MAX_PREFIXES = 200_000  # of an exact KL
+LOGITS_AT_ONCE = 2**24  # per model; bounds memory at a few hundred MB, however large the vocabulary
+MAX_PREFIXES = 200_000  # for an exact KL
 
 
 @dataclass(frozen=True)
 class ResponseKLs:
-    """What each response [N] says of the KL, nats. Their means over responses estimate it, each without bias."""
+    """Each response's [N] estimate of the KL, nats; their means over responses are unbiased."""
 
     k1_N: Floats
     k3_N: Floats
@@ -41,10 +41,10 @@ class ResponseKLs:
 
 @dataclass(frozen=True)
 class KL:
-    """KL(policy || reference) a response, in nats, by three estimators, with 95% intervals over prompts.
+    """KL(policy || reference) per response, in nats, by three estimators, with 95% intervals over prompts.
 
-    `full` is the one to report; `k1` is what PPO penalises, noisier; `k3` far from both means that a few rare tokens
-    carry it, and that none of the three is to be trusted yet.
+    Report `full`. `k1` is what PPO penalises, and noisier. A `k3` far from both means that a few rare tokens dominate,
+    and that none of the three can be trusted yet.
     """
 
     full: Interval
@@ -55,14 +55,14 @@ class KL:
 
 
 def measure_kl(policy: Policy, reference: Policy, drawn: Drawn) -> KL:
-    """The KL of the responses that the policy drew. Errors: those of `response_kls`, and vocabularies that differ."""
+    """Estimates the KL from responses the policy drew. Raises: as `response_kls` does, and if vocabularies differ."""
     require_same_vocabulary(policy, reference)
     found = response_kls(policy.model, reference.model, drawn.queries, drawn.responses, drawn.temperature)
     return summarise_kl(found, np.arange(len(drawn.responses)) // drawn.num_samples)
 
 
 def summarise_kl(found: ResponseKLs, prompt_N: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]) -> KL:
-    """Means with Student's interval over prompts: responses to one prompt are no independent evidence."""
+    """Returns means with Student's interval over prompts; responses to one prompt are not independent."""
     prompt_N = np.asarray(prompt_N, dtype=np.int64)
     return KL(
         full=clustered_mean(found.full_N, prompt_N),
@@ -74,10 +74,10 @@ def summarise_kl(found: ResponseKLs, prompt_N: Sequence[int] | np.ndarray[tuple[
 
 
 def require_same_vocabulary(policy: Policy, reference: Policy) -> None:
-    """Errors: ValueError where tokens of one are not those of the other; then log-ratios mean nothing."""
+    """Raises: ValueError if the two tokenizers differ, because log-ratios are then meaningless."""
     if policy.tokenizer.with_template("plain") != reference.tokenizer.with_template("plain"):
         raise ValueError(
-            f"{policy.folder} and {reference.folder} have different vocabularies; a KL is between policies over"
+            f"{policy.folder} and {reference.folder} have different vocabularies; a KL needs policies over"
             " the same tokens"
         )
 
@@ -90,10 +90,10 @@ def response_kls(
     responses: Sequence[Sequence[int]],
     temperature: float,
 ) -> ResponseKLs:
-    """The three estimates of each response, which `policy` drew at `temperature`; both are tempered alike.
+    """Returns three estimates per response, which `policy` drew at `temperature`; both models use that temperature.
 
-    The vocabulary's logits are held for a chunk of positions at a time. Errors: ValueError for models whose
-    vocabularies differ in size, and for an empty response.
+    Vocabulary logits are held for one chunk of positions at a time. Raises: ValueError for models whose vocabularies
+    differ in size, and for an empty response.
     """
     if policy.config.vocab_size != reference.config.vocab_size:
         raise ValueError(
@@ -122,7 +122,7 @@ def response_kls(
 
 
 def predicting_states(model: LanguageModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    """Hidden states [C, D] from which each response's tokens are predicted."""
+    """Returns the hidden states [C, D] that predict each response's tokens."""
     tokens_BT, _ = pad_right([[*query, *response] for query, response in pairs], model.head.weight.device)
     predicts_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
     for row, (query, response) in enumerate(pairs):
@@ -131,7 +131,7 @@ def predicting_states(model: LanguageModel, pairs: Sequence[tuple[Sequence[int],
 
 
 def position_chunks(num_positions: int, vocab_size: int) -> list[slice]:
-    """Positions whose logits are held at once."""
+    """Returns slices of positions whose logits fit in memory at once."""
     size = max(1, LOGITS_AT_ONCE // vocab_size)
     return [slice(start, start + size) for start in range(0, num_positions, size)]
 
@@ -144,7 +144,7 @@ def _position_kls(
     tokens_C: Tensor,
     temperature: float,
 ) -> Tensor:
-    """k1, k3 and full of each position, [C, 3]."""
+    """Returns k1, k3 and full per position, [C, 3]."""
     ours_CV, theirs_CV = _logprobs(policy, policy_CD, temperature), _logprobs(reference, reference_CD, temperature)
     log_ratio_C = (theirs_CV - ours_CV).gather(1, tokens_C[:, None])[:, 0]
     full_C = (ours_CV.exp() * (ours_CV - theirs_CV)).sum(dim=1)
@@ -165,9 +165,10 @@ def exact_kl(
     end_id: int,
     temperature: float,
 ) -> float:
-    """KL over every response to one prompt, nats, by the chain rule: Σ over prefixes of π(prefix) KL(next token).
+    """Computes the KL over every response to one prompt, nats, by the chain rule: Σ over prefixes of π(prefix)
+    KL(next token).
 
-    For small vocabularies and short responses: there are (V - 1)^t prefixes of t tokens. Errors: ValueError for more of
+    For small vocabularies and short responses: there are (V - 1)^t prefixes of t tokens. Raises: ValueError for more of
     them than MAX_PREFIXES.
     """
     V = policy.config.vocab_size
@@ -175,12 +176,12 @@ def exact_kl(
     if num_prefixes > MAX_PREFIXES:
         raise ValueError(
             f"{V} tokens and responses of up to {max_response_tokens} make {num_prefixes:,} prefixes; at most"
-            f" {MAX_PREFIXES:,} are enumerated"
+            f" {MAX_PREFIXES:,} can be enumerated"
         )
     device = policy.head.weight.device
     prefixes_FT = torch.tensor([query], device=device)
     chance_F = torch.ones(1, dtype=torch.float64, device=device)
-    goes_on_V = torch.arange(V, device=device) != end_id
+    continues_V = torch.arange(V, device=device) != end_id
     total = 0.0
     for length in range(max_response_tokens):
         ours_FV, theirs_FV = (
@@ -189,8 +190,8 @@ def exact_kl(
         )
         total += float((chance_F * (ours_FV.exp() * (ours_FV - theirs_FV)).sum(dim=1)).sum())
         if length + 1 < max_response_tokens:
-            chance_F = (chance_F[:, None] * ours_FV.exp())[:, goes_on_V].flatten()
-            next_F = torch.arange(V, device=device)[goes_on_V].repeat(len(prefixes_FT))
+            chance_F = (chance_F[:, None] * ours_FV.exp())[:, continues_V].flatten()
+            next_F = torch.arange(V, device=device)[continues_V].repeat(len(prefixes_FT))
             prefixes_FT = torch.cat([prefixes_FT.repeat_interleave(V - 1, dim=0), next_F[:, None]], dim=1)
     return total
 

@@ -1,11 +1,11 @@
-"""Over-optimisation: gold score against distance, in the forms of Gao et al. 2022 (arXiv 2210.10760).
+"""Over-optimisation: gold score against distance, in the functional forms of Gao et al. 2022 (arXiv 2210.10760).
 
-With d = √KL(π || π_ref) and R the gold score above the reference's:
+With d = √KL(π || π_ref) and R the gold score minus the reference's:
 
-    best-of-n  R(d) = d (α - β d)       at its highest where d = α / 2β
-    RL         R(d) = d (α - β log d)   at its highest where d = e^(α/β - 1)
+    best-of-n  R(d) = d (α - β d)       highest at d = α / 2β
+    RL         R(d) = d (α - β log d)   highest at d = e^(α/β - 1)
 
-Both are linear in α and β, so they are fitted by weighted least squares; a β that is not above 0 has no optimum.
+Both are linear in α and β, so they are fitted by weighted least squares; there is no optimum unless β > 0.
 Shape letters: K policies, P prompts, S resamples.
 """
 
@@ -21,17 +21,17 @@ from intervals.interval import LEVEL, Interval
 from intervals.resampling import Floats, percentiles, resampled_sums
 
 NUM_RESAMPLES = 4_000
-MIN_POLICIES = 3  # at distances of their own: two would be met by any α and β
+MIN_POLICIES = 3  # at distinct distances: two points fit some α and β exactly
 BAD_MISFIT = 4.0  # standard errors
-ROUNDING = 1e-9  # of the largest gain: noise below that is none
+ROUNDING = 1e-9  # relative to the largest gain: noise below that is rounding
 
 
 @dataclass(frozen=True)
 class Fit:
-    """α and β with 95% bootstrap intervals over prompts, each resample fitted anew.
+    """α and β with 95% bootstrap intervals over prompts; each resample is fitted separately.
 
-    `covariance` is ((var α, cov), (cov, var β)) by the delta method, noise in the KL included. `misfit` is the largest
-    distance of a point from the curve in its own standard errors: from about 4 on the form does not describe the data.
+    `covariance` is ((var α, cov), (cov, var β)) by the delta method, including noise in the KL. `misfit` is the largest
+    distance of a point from the curve in its own standard errors; above about 4 the form does not describe the data.
     """
 
     alpha: Interval
@@ -42,11 +42,11 @@ class Fit:
 
 @dataclass(frozen=True)
 class Optimum:
-    """Where the fitted curve is highest. A number that has no end, upwards or at all, is NaN.
+    """The maximum of the fitted curve. A number without a finite value or upper end is NaN.
 
-    `gain` is the gold score above the reference's there. `d_by_delta` is the delta method's interval, as a check: far
-    from `d` it says that the curve's top is hardly determined. `share_without` of the resamples have no optimum.
-    `largest_d` is that of the furthest policy measured: beyond it the curve is a guess.
+    `gain` is the gold score there, above the reference's. `d_by_delta` is the delta method's interval, as a check: if
+    it is far from `d`, the maximum is poorly determined. `share_without` is the share of resamples without an optimum.
+    `largest_d` is the distance of the furthest policy measured; beyond it the curve is extrapolated.
     """
 
     d: Interval
@@ -59,7 +59,7 @@ class Optimum:
 
 @dataclass(frozen=True)
 class Overoptimised:
-    """The gold score's fit, its optimum, the proxy score's fit, and in words where to stop."""
+    """The gold score's fit, its optimum, the proxy score's fit, and advice in words on where to stop."""
 
     gold: Fit
     proxy: Fit
@@ -68,7 +68,7 @@ class Overoptimised:
 
 
 def fit_curve(curve: Curve, *, seed: int) -> Overoptimised:
-    """Errors: ValueError for fewer than three policies at distances of their own above 0, or fewer than two prompts."""
+    """Raises: ValueError for fewer than three policies at distinct distances above 0, or fewer than two prompts."""
     used_K = _fittable(curve)
     kl_KP = curve.kl_KP[used_K]
     gold, alphas_S, betas_S = _fit(curve.kind, kl_KP, curve.gold_KP[used_K] - curve.start_gold_P, seed)
@@ -78,10 +78,10 @@ def fit_curve(curve: Curve, *, seed: int) -> Overoptimised:
 
 
 def gold_tops(curve: Curve, *, seed: int) -> tuple[float, Floats]:
-    """The d at which the fitted gold curve is highest, and where those of its resamples are; infinite where nowhere.
+    """Returns the d of the fitted gold curve's maximum, and those of its resamples; infinite where there is none.
 
-    Curves over the same prompts are resampled alike with the same seed, so that their tops compare in pairs.
-    Errors: as for `fit_curve`.
+    Curves over the same prompts with the same seed share resamples, so their maxima compare in pairs.
+    Raises: as `fit_curve` does.
     """
     used_K = _fittable(curve)
     fit, alphas_S, betas_S = _fit(curve.kind, curve.kl_KP[used_K], curve.gold_KP[used_K] - curve.start_gold_P, seed)
@@ -90,19 +90,19 @@ def gold_tops(curve: Curve, *, seed: int) -> tuple[float, Floats]:
 
 
 def _fittable(curve: Curve) -> npt.NDArray[np.bool_]:
-    """[K]: which policies a fit can use. Errors: ValueError for too few."""
+    """Returns [K]: which policies a fit can use. Raises: ValueError for too few."""
     used_K = curve.d_K > 0
     num_distances = len(np.unique(curve.d_K[used_K]))
     if num_distances < MIN_POLICIES or len(curve.start_gold_P) < 2:
         raise ValueError(
-            f"{num_distances} distances above 0 and {len(curve.start_gold_P)} prompts; a curve is fitted to"
-            f" {MIN_POLICIES} and 2 at least"
+            f"{num_distances} distances above 0 and {len(curve.start_gold_P)} prompts; a fit needs at least"
+            f" {MIN_POLICIES} and 2"
         )
     return used_K
 
 
 def gain_at(kind: Kind, alpha: float, beta: float, d: Floats) -> Floats:
-    """R(d) of the form."""
+    """Returns R(d)."""
     return np.asarray(alpha * _first(d) - beta * _second(kind, d))
 
 
@@ -111,21 +111,21 @@ def _first(d: Floats) -> Floats:
 
 
 def _second(kind: Kind, d: Floats) -> Floats:
-    """What β takes away, over β: d² or d log d, which is 0 at 0."""
+    """Returns the coefficient of -β: d² or d log d, which is 0 at 0."""
     return d**2 if kind == "best_of_n" else d * np.log(np.where(d > 0, d, 1.0))
 
 
 def _slope(kind: Kind, alpha: float, beta: float, d: Floats) -> Floats:
-    """dR/dd."""
+    """Returns dR/dd."""
     return np.asarray(alpha - beta * (2 * d if kind == "best_of_n" else np.log(d) + 1))
 
 
 def _fit(kind: Kind, kl_KP: Floats, gain_KP: Floats, seed: int) -> tuple[Fit, Floats, Floats]:
-    """The fit, and α and β of every resample [S]. Weights are the points' inverse variances, in all resamples alike."""
+    """Returns the fit, and α and β per resample [S]. Weights are inverse variances, the same in all resamples."""
     K, P = gain_KP.shape
     variance_K = gain_KP.var(axis=1, ddof=1) / P
     d_K, gain_K = np.sqrt(kl_KP.mean(axis=1)), gain_KP.mean(axis=1)
-    # A point without noise of its own may weigh a million times what the noisiest does, and no more.
+    # A point without noise may weigh a million times as much as the noisiest one, but no more.
     least = max(1e-6 * float(variance_K.max()), (ROUNDING * float(np.abs(gain_K).max())) ** 2)
     weights_K = 1 / np.maximum(variance_K, least) if least > 0 else np.ones(K)
     alpha, beta = (float(found[0]) for found in _solve(kind, d_K[None], gain_K[None], weights_K))
@@ -147,7 +147,7 @@ def _fit(kind: Kind, kl_KP: Floats, gain_KP: Floats, seed: int) -> tuple[Fit, Fl
 
 
 def _solve(kind: Kind, d_SK: Floats, gain_SK: Floats, weights_K: Floats) -> tuple[Floats, Floats]:
-    """α and β [S] of weighted least squares: gain = α x - β z with x = d and z = d² or d log d."""
+    """Solves weighted least squares for α and β [S]: gain = α x - β z with x = d and z = d² or d log d."""
     x_SK, z_SK = _first(d_SK), -_second(kind, d_SK)
     xx, xz, zz = ((weights_K * a * b).sum(axis=1) for a, b in ((x_SK, x_SK), (x_SK, z_SK), (z_SK, z_SK)))
     xy, zy = ((weights_K * a * gain_SK).sum(axis=1) for a in (x_SK, z_SK))
@@ -158,10 +158,10 @@ def _solve(kind: Kind, d_SK: Floats, gain_SK: Floats, weights_K: Floats) -> tupl
 def _covariance(
     kind: Kind, alpha: float, beta: float, kl_KP: Floats, gain_KP: Floats, weights_K: Floats
 ) -> tuple[Floats, Floats]:
-    """Covariance [2, 2] of α and β, and each point's standard error about the curve [K].
+    """Returns the covariance [2, 2] of α and β, and each point's standard error about the curve [K].
 
-    What prompt p adds to a point's distance from the curve is e = (gain - mean gain) - R'(d) (KL - mean KL) / 2d; it
-    moves (α, β) by (XᵀWX)⁻¹ XᵀW e / P. Points share their prompts, so those of all K go together.
+    Prompt p adds e = (gain - mean gain) - R'(d) (KL - mean KL) / 2d to a point's distance from the curve, which moves
+    (α, β) by (XᵀWX)⁻¹ XᵀW e / P. Points share their prompts, so the errors of all K points are combined per prompt.
     """
     P = gain_KP.shape[1]
     kl_K, d_K = kl_KP.mean(axis=1), np.sqrt(kl_KP.mean(axis=1))
@@ -174,7 +174,7 @@ def _covariance(
 
 
 def top(kind: Kind, alpha: Floats, beta: Floats) -> Floats:
-    """The d at which the curve is highest; infinite where β is not above 0."""
+    """Returns the d of the curve's maximum; infinite unless β > 0."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         found = np.maximum(alpha / (2 * beta), 0.0) if kind == "best_of_n" else np.exp(alpha / beta - 1)
     return np.where(beta > 0, found, np.inf)
@@ -195,14 +195,14 @@ def _optimum(kind: Kind, fit: Fit, alphas_S: Floats, betas_S: Floats, largest_d:
 
 
 def _height(kind: Kind, beta: Floats, d: Floats) -> Floats:
-    """R at the top: β d² of best-of-n, β d of RL; infinite where there is none."""
+    """Returns R at the maximum: β d² for best-of-n, β d for RL; infinite if there is none."""
     with np.errstate(invalid="ignore", over="ignore"):
         height = beta * d**2 if kind == "best_of_n" else beta * d
     return np.where(np.isinf(d), np.inf, height)
 
 
 def _open_interval(value: Floats, values_S: Floats, level: float) -> Interval:
-    """Percentiles without interpolation, since some values may be infinite; those become NaN."""
+    """Takes percentiles without interpolation, since some values may be infinite; those become NaN."""
     low, high = np.quantile(values_S, [(1 - level) / 2, (1 + level) / 2], method="inverted_cdf")
     mean, low, high = (float(end) if np.isfinite(end) else math.nan for end in (value[0], low, high))
     return Interval(mean, low, high)
@@ -220,35 +220,37 @@ def _delta(kind: Kind, fit: Fit, d: float, num_prompts: int) -> Interval:
 
 
 def advice(curve: Curve, fit: Fit, optimum: Optimum) -> str:
-    """Where to stop, in words. What lies beyond the furthest policy was not seen, and is said to be a guess."""
+    """Says where to stop, in words; whatever lies beyond the furthest policy is marked as extrapolation."""
     d, largest = optimum.d, optimum.largest_d
     furthest = f"the furthest policy measured (d = {largest:.2f}, KL = {largest**2:.2f} nats)"
     rises = float(_slope(curve.kind, fit.alpha.mean, fit.beta.mean, np.array(largest))) > 0
     if d.mean == 0 or (math.isnan(d.mean) and not rises):
-        words = "The gold score does not rise along these policies: stay with the reference, or mend the proxy."
+        text = "The gold score does not rise along these policies: keep the reference, or improve the proxy."
     elif math.isnan(d.mean) or d.mean > largest:
-        where = "has no optimum" if math.isnan(d.mean) else f"has its optimum at d = {d.mean:.2f}, which is a guess"
-        words = f"No over-optimisation seen: the fitted curve still rises at {furthest} and {where}."
+        where = (
+            "has no optimum" if math.isnan(d.mean) else f"has its optimum at d = {d.mean:.2f}, which is extrapolation"
+        )
+        text = f"No over-optimisation seen: the fitted curve still rises at {furthest} and {where}."
         if d.low <= largest:
-            words += f" It may lie before that, though, from d = {d.low:.2f} on: measure again with more prompts."
+            text += f" The optimum may lie before that, though, from d = {d.low:.2f}: measure again with more prompts."
         else:
             shorter = "to take a smaller n" if curve.kind == "best_of_n" else "to stop training earlier"
-            words += f" These data give no reason {shorter}, nor to go on beyond what was measured."
+            text += f" These data give no reason {shorter}, nor to continue beyond what was measured."
     elif math.isnan(d.high) or d.high > largest:
-        words = (
+        text = (
             f"The fitted optimum is at d = {d.mean:.2f} (KL = {d.mean**2:.2f} nats), but its interval, from"
-            f" {d.low:.2f} on, reaches beyond {furthest}: a fall is likely, not shown. Stop no earlier than"
-            f" d = {d.low:.2f}; measure again with more prompts or further policies."
+            f" {d.low:.2f}, reaches beyond {furthest}: a fall is likely, but not shown. Stop no earlier than"
+            f" d = {d.low:.2f}; measure again with more prompts or with policies further away."
         )
     else:
         nearest = curve.names[int(np.argmin(np.abs(curve.d_K - d.mean)))]
-        words = (
+        text = (
             f"Stop at d = {d.mean:.2f} ({d.low:.2f} to {d.high:.2f}), a KL of {d.mean**2:.2f} nats; {nearest} is"
-            f" nearest. Beyond it the gold score falls, whatever the proxy says."
+            f" nearest. Beyond it the gold score falls, whatever the proxy score does."
         )
     if fit.misfit > BAD_MISFIT:
-        words += (
-            f" The form does not describe these data (a point lies {fit.misfit:.1f} standard errors off the curve), so"
-            " look at the points rather than at the fit."
+        text += (
+            f" The functional form does not describe these data (a point lies {fit.misfit:.1f} standard errors off the"
+            " curve), so trust the points rather than the fit."
         )
-    return words
+    return text

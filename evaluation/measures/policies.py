@@ -1,4 +1,4 @@
-"""The measures of every policy of a comparison, from its responses alone: what measures.json holds."""
+"""Measures of every policy of a comparison, computed from its responses alone: the contents of measures.json."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from intervals.interval import UNKNOWN, Interval, clustered_mean
 
 @dataclass(frozen=True)
 class PolicyMeasures:
-    """`kl_nats` is the k1 estimate of KL to the reference (`evaluation.measures.kl`), unclamped, with its 95% interval
-    over prompts; unknown where responses carry no log-ratio.
+    """`kl_nats` is the k1 estimate of the KL to the reference (`evaluation.measures.kl`), unclamped, with its 95%
+    interval over prompts; unknown if responses carry no log-ratio.
     """
 
     kl_nats: Interval
@@ -21,7 +21,7 @@ class PolicyMeasures:
 
 
 def measure_policies(responses: Sequence[Response], *, seed: int) -> dict[str, PolicyMeasures]:
-    """By policy, in the order in which they come up. Errors: those of `measure_diversity`, and no responses."""
+    """Returns measures by policy, in order of appearance. Raises: as `measure_diversity` does, and for no responses."""
     if not responses:
         raise ValueError("there are no responses to measure; at least one was expected")
     by_policy: dict[str, list[Response]] = {}

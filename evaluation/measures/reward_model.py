@@ -1,4 +1,4 @@
-"""A reward model against what labelers said: any preference format that we read, RewardBench and LLMBar among them."""
+"""Measures a reward model against labelers' judgments, in any preference format including RewardBench and LLMBar."""
 
 import math
 from collections import Counter
@@ -22,13 +22,13 @@ from reading.rows import read_source
 from reward.comparisons import encode_response
 from reward.scoring import Judge
 
-CATEGORY_FIELDS = ("subset", "category", "domain", "kind")  # of a task's details; the first that is there
+CATEGORY_FIELDS = ("subset", "category", "domain", "kind")  # of a task's details; the first present one counts
 REWARDBENCH = "rewardbench"
 
 
 @dataclass(frozen=True)
 class Judgments:
-    """Tasks with the rankings that stand, and the name of the format that they came in."""
+    """Tasks with their valid rankings, and the name of the format that they came in."""
 
     form: str
     tasks: Mapping[str, Task]
@@ -38,8 +38,8 @@ class Judgments:
 
 @dataclass(frozen=True)
 class RewardMeasures:
-    """`agreement` is how often two labelers order a pair alike, unknown where no task has two, and `ceiling` what it
-    leaves room for. `rewardbench` is None for other files.
+    """`agreement` is how often two labelers order a pair alike (unknown if no task has two), and `ceiling` the highest
+    accuracy that it allows. `rewardbench` is None for other files.
 
     Left out and counted: pairs that a labeler tied, and tasks too long for the model (`too_long` names the first).
     """
@@ -59,37 +59,37 @@ class RewardMeasures:
 
 
 def read_judged(source: str, form: str = AUTO) -> Judgments:
-    """A file's rankings that stand; `form` is a name of docs/labels.md, or "auto".
+    """Reads a file's valid rankings; `form` is a format named in docs/labels.md, or "auto".
 
-    Errors: ValueError naming file, line and field; for rows in no known format, and for none that holds a judgment.
+    Raises: ValueError naming file, line and field; for rows in an unknown format, and if none holds a judgment.
     """
     name = sniff(read_source(source))[0].name if form == AUTO else form
     found: Found = collect_all(format_to_read(name), read_source(source))
     note_held_back(found)
     rankings = tuple(found.rankings)
     if not rankings:
-        raise ValueError(f"{source}: {found.report.num_rows} rows, none of which holds a ranking that stands")
+        raise ValueError(f"{source}: {found.report.num_rows} rows, but no valid ranking")
     return Judgments(name, found.tasks, rankings, found.report.counts())
 
 
 def heldout_only(judged: Judgments, share: float, seed: int) -> Judgments:
-    """Those on prompts that a reward stage with this `heldout_share` and seed never trained on.
+    """Keeps rankings on prompts that a reward stage with this `heldout_share` and seed did not train on.
 
-    Errors: ValueError where there are none.
+    Raises: ValueError if there are none.
     """
     kept = tuple(ranking for ranking in judged.rankings if is_heldout(ranking.prompt, share, seed))
     if not kept:
-        raise ValueError(f"a held-out share of {share} with seed {seed} leaves none of {len(judged.rankings)} rankings")
+        raise ValueError(f"a held-out share of {share} with seed {seed} keeps none of {len(judged.rankings)} rankings")
     return Judgments(judged.form, judged.tasks, kept, judged.oddities)
 
 
 def measure_reward_model(
     folder: Path, judged: Judgments, *, seed: int, weights: Mapping[str, float] | None = None
 ) -> RewardMeasures:
-    """Score every response once, and hold the scores against the rankings. `weights` are of a model of several
+    """Scores every response once and compares the scores with the rankings. `weights` apply to a model with several
     objectives.
 
-    Errors: ValueError for a folder of no reward model, weights that it does not take, and where nothing is left to
+    Raises: ValueError for a folder without a reward model, for weights that do not fit it, and if nothing is left to
     measure.
     """
     judge = Judge.load(folder, weights)
@@ -111,7 +111,7 @@ def measure_reward_model(
 def measures_of_scores(
     judged: Judgments, scores: Mapping[str, Sequence[float]], too_long: Sequence[str] = (), *, seed: int
 ) -> RewardMeasures:
-    """The measures of given scores, a response each in canonical order, by task; `too_long` are tasks without."""
+    """Computes the measures from scores by task, one per response in canonical order; `too_long` tasks have none."""
     rankings = [ranking for ranking in judged.rankings if ranking.task_id in scores]
     pairs, num_tied = scored_pairs(judged.tasks, rankings, scores)
     agreement = pairwise_agreement(rankings)
@@ -132,11 +132,11 @@ def measures_of_scores(
 
 
 def highest_accuracy(agreement: float) -> float:
-    """The most often that anyone can foretell a labeler who agrees with another this often: (1 + √(2a - 1)) / 2.
+    """Returns the highest accuracy possible on labelers who agree with each other this often: (1 + √(2a - 1)) / 2.
 
-    If a share p of labelers prefers one response of a pair, two of them agree with chance p² + (1 - p)², and who knows
-    p foretells one with chance max(p, 1 - p). With q = |2p - 1| these are (1 + q²)/2 and (1 + q)/2, and by Jensen
-    E q ≤ √(E q²). The best is no less than the agreement itself.
+    If a share p of labelers prefers one response of a pair, two of them agree with probability p² + (1 - p)², and
+    someone who knows p predicts one with probability max(p, 1 - p). With q = |2p - 1| these are (1 + q²)/2 and
+    (1 + q)/2, and by Jensen E q ≤ √(E q²). The result is at least the agreement itself.
     """
     return (1 + math.sqrt(max(0.0, 2 * agreement - 1))) / 2 if not math.isnan(agreement) else math.nan
 
@@ -144,7 +144,7 @@ def highest_accuracy(agreement: float) -> float:
 def scored_pairs(
     tasks: Mapping[str, Task], rankings: Sequence[Ranking], scores: Mapping[str, Sequence[float]]
 ) -> tuple[ScoredPairs, int]:
-    """Every pair of every ranking that is not tied in it, as columns, and the number of those that are."""
+    """Returns every untied pair of every ranking as columns, and the number of tied ones."""
     task_ids = list(dict.fromkeys(ranking.task_id for ranking in rankings))
     place = {task_id: number for number, task_id in enumerate(task_ids)}
     prompt_of = prompt_numbers([tasks[task_id].prompt for task_id in task_ids])

@@ -1,7 +1,8 @@
-"""RewardBench's score: subsets weighted into four sections, whose mean it is (Lambert et al. 2024, arXiv 2403.13787).
+"""RewardBench's score: the mean of four sections of weighted subsets (Lambert et al. 2024, arXiv 2403.13787).
 
-Sections and weights are those of its published code (rewardbench/constants.py): a subset's number of prompts, but for
-math-prm, whose 447 count as 984, as many as the prompts about code. Its second half, older test sets, is not scored.
+Sections and weights are those of its published code (rewardbench/constants.py): a subset's number of prompts, except
+for math-prm, whose 447 prompts count as 984, as many as there are code prompts. The second half of RewardBench, older
+test sets, is not scored.
 """
 
 from collections.abc import Mapping
@@ -35,9 +36,9 @@ SECTIONS: Mapping[str, Mapping[str, int]] = {
 
 @dataclass(frozen=True)
 class RewardBenchScore:
-    """Accuracy of each section and their mean, 0 to 1, with 95% intervals over prompts within subsets.
+    """Accuracy per section and their mean, 0 to 1, with 95% intervals over prompts within subsets.
 
-    Where subsets are `missing` the score is that of the others, and no published one compares with it.
+    If subsets are `missing`, the score covers the others only and does not compare with published ones.
     """
 
     sections: Mapping[str, Interval]
@@ -46,11 +47,11 @@ class RewardBenchScore:
 
 
 def rewardbench_score(pairs: ScoredPairs) -> RewardBenchScore:
-    """Errors: ValueError for a category that is no subset of RewardBench."""
+    """Raises: ValueError for a category that is not a subset of RewardBench."""
     known = {subset for section in SECTIONS.values() for subset in section}
     present = {name for place, name in enumerate(pairs.categories) if (pairs.category_N == place).any()}
     if present - known:
-        raise ValueError(f"{', '.join(sorted(present - known))}: no subset of RewardBench")
+        raise ValueError(f"{', '.join(sorted(present - known))}: not a subset of RewardBench")
     of_subset = {name: _mean_and_variance(pairs, name) for name in present}
     sections: dict[str, tuple[float, float]] = {}
     for name, weights in SECTIONS.items():
@@ -69,7 +70,7 @@ def rewardbench_score(pairs: ScoredPairs) -> RewardBenchScore:
 
 
 def _mean_and_variance(pairs: ScoredPairs, subset: str) -> tuple[float, float]:
-    """Of a subset's accuracy; the variance is over prompts, and that of a coin's share where there is one prompt."""
+    """Returns mean and variance of a subset's accuracy. The variance is over prompts; for one prompt it is 0.25."""
     chosen_N = pairs.category_N == pairs.categories.index(subset)
     right: Floats = pairs.right_N[chosen_N]
     _, place = np.unique(pairs.prompt_N[chosen_N], return_inverse=True)

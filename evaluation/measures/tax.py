@@ -1,7 +1,7 @@
-"""The alignment tax (Ouyang et al. 2022, arXiv 2203.02155): what a policy lost as a language model on the way.
+"""The alignment tax (Ouyang et al. 2022, arXiv 2203.02155): what a policy lost as a language model during alignment.
 
-Held-out bits per byte and few-shot tasks, before and after. Policies are compared on the same documents and examples,
-so it is differences that have intervals: what is hard for all of them cancels.
+It compares held-out bits per byte and few-shot tasks before and after. Policies are measured on the same documents and
+examples, so intervals are on differences: what is hard for all policies cancels.
 """
 
 import math
@@ -22,15 +22,15 @@ NUM_RESAMPLES = 10_000
 
 @dataclass(frozen=True)
 class Change:
-    """One policy's figure, and how far it is above `before`'s, both with 95% intervals over documents or examples."""
+    """One policy's metric, and its difference from `before`'s, both with 95% intervals over documents or examples."""
 
-    figure: Interval
+    value: Interval
     above_before: Interval
 
 
 @dataclass(frozen=True)
 class Task:
-    """Few-shot examples of one file, `num_shots` solved ones before each."""
+    """Few-shot examples from one file, with `num_shots` solved ones before each."""
 
     name: str
     examples: Sequence[Example]
@@ -39,7 +39,7 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskTax:
-    """By policy: share of exact answers (higher is better), and bits a byte of the right completions (lower is)."""
+    """By policy: share of exact answers (higher is better), and bits per byte of the right completions (lower is)."""
 
     task: str
     num_shots: int
@@ -50,7 +50,7 @@ class TaskTax:
 
 @dataclass(frozen=True)
 class Tax:
-    """`before` names the policy that all are compared with; its own change is 0. Bits a byte: lower is better."""
+    """`before` names the policy that all are compared with; its own change is 0. Bits per byte: lower is better."""
 
     before: str
     num_documents: int
@@ -60,9 +60,9 @@ class Tax:
 
 
 def measure_tax(policies: Mapping[str, Path], texts: Sequence[str], tasks: Sequence[Task], *, seed: int) -> Tax:
-    """The first policy is the one before; each is held once a task. Without texts there are no bits per byte.
+    """Compares policies with the first one; each is loaded once per task. Without texts there are no bits per byte.
 
-    Errors: ValueError for fewer than two policies, nothing to measure on, an empty text, and those of `few_shot_rows`.
+    Raises: ValueError for fewer than two policies, nothing to measure on, an empty text, and as `few_shot_rows` does.
     """
     if len(policies) < 2 or not (texts or tasks):
         raise ValueError(
@@ -100,7 +100,7 @@ def _task_tax(policies: Mapping[str, Path], task: Task, before: str, seed: int) 
 
 
 def _changes(sums: Mapping[str, Floats], counts: Floats, before: str, seed: int) -> dict[str, Change]:
-    """Each policy's total over the count, and what it is above that of `before`, document by document."""
+    """Returns each policy's total over the count, and its paired difference from `before`, document by document."""
     return {
         name: Change(_ratio(values, counts, seed), _ratio(values - sums[before], counts, seed))
         for name, values in sums.items()

@@ -1,8 +1,8 @@
-"""How well a model foretells whole texts, each by itself: bits a byte, which compare across vocabularies.
+"""How well a model predicts whole texts, each independently: bits per byte, which compare across vocabularies.
 
-A text begins behind the token that begins texts (the end token, where a vocabulary has no other), as in pretraining.
-One that is longer than the model's context is read in windows side by side: every token is foretold once, the first of
-a window from the last of the window before, and the last window begins early enough to be a full one.
+A text follows the token that begins texts (EOS, if a vocabulary has no other), as in pretraining. A text longer than
+the model's context is read in adjacent windows: every token is predicted once, the first token of a window from the
+last of the window before, and the last window starts early enough to be full.
 """
 
 import math
@@ -15,29 +15,29 @@ from intervals.resampling import Floats
 from lm.model import LanguageModel
 from lm.tokenizer import Tokenizer
 
-Window = tuple[list[int], list[int]]  # what is given, what is foretold
+Window = tuple[list[int], list[int]]  # (given, predicted)
 
 
 def windows(tokens: Sequence[int], start_id: int, context_tokens: int) -> Iterator[Window]:
-    """The text's tokens in order, in windows that fill the context; the last has what is before it to fill its own."""
-    behind_start = [start_id, *tokens]
-    for begin in range(1, len(behind_start), context_tokens - 1):
-        end = min(begin + context_tokens - 1, len(behind_start))
-        yield behind_start[max(0, end - context_tokens) : begin], behind_start[begin:end]
+    """Yields the text's tokens in order, in windows that fill the context; the last reaches back to fill its own."""
+    with_start = [start_id, *tokens]
+    for begin in range(1, len(with_start), context_tokens - 1):
+        end = min(begin + context_tokens - 1, len(with_start))
+        yield with_start[max(0, end - context_tokens) : begin], with_start[begin:end]
 
 
 def text_logprobs(model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[str]) -> list[float]:
-    """log p of each text, nats; 0 for an empty one."""
+    """Returns log p of each text, nats; 0 for an empty one."""
     encoded = tokenizer.encode_plain(texts)
     pieces = [
         (text, window)
         for text, tokens in enumerate(encoded)
         for window in windows(tokens, tokenizer.start_id, model.config.context_tokens)
     ]
-    pieces.sort(key=lambda piece: len(piece[1][1]))  # of like length together, so that little is padded
+    pieces.sort(key=lambda piece: len(piece[1][1]))  # sorting by length minimises padding
     totals = [0.0] * len(texts)
     if pieces:
-        queries, answers = [given for _, (given, _) in pieces], [foretold for _, (_, foretold) in pieces]
+        queries, answers = [given for _, (given, _) in pieces], [predicted for _, (_, predicted) in pieces]
         logprobs = sequence_logprobs(model, queries, answers, 1.0)
         for (text, _), logprob in zip(pieces, logprobs, strict=True):
             totals[text] += logprob
@@ -45,9 +45,9 @@ def text_logprobs(model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[st
 
 
 def bits_and_bytes(model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[Floats, Floats]:
-    """Of each text the bits that it takes to write it with the model's help, and its bytes. Errors: an empty text."""
+    """Returns per text its number of bits under the model, and of bytes. Raises: ValueError for an empty text."""
     for number, text in enumerate(texts):
         if not text:
-            raise ValueError(f"text {number} is empty; it has no bytes to measure bits by")
+            raise ValueError(f"text {number} is empty; bits per byte need at least one byte")
     bits = -np.array(text_logprobs(model, tokenizer, texts)) / math.log(2)
     return bits, np.array([len(text.encode()) for text in texts], dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Policies that are model directories, or models of the hub: sampled in this process."""
+"""Policies that are model directories or hub models, sampled in this process."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +21,7 @@ from training.seeds import derive_seed
 
 @dataclass(frozen=True)
 class LocalPolicy:
-    """`reference` is what its KL is measured to: none where that reads other tokens than the policy."""
+    """`reference` is the model to measure its KL against; "" if none is set or its tokens differ from the policy's."""
 
     name: str
     spec: str
@@ -33,20 +33,20 @@ class LocalPolicy:
 
     @classmethod
     def open(cls, name: str, spec: str, prompts: Sequence[Prompt], sampling: Sampling) -> "LocalPolicy":
-        """Errors: ValueError for a folder that holds no decoder, and naming a prompt that leaves no room for the
+        """Raises: ValueError for a folder that holds no decoder, and naming a prompt that leaves no room for the
         response.
         """
         folder = model_directory(spec)
         config, family, _ = read_config(folder, "language")
         with open_checkpoint(folder, family, skeleton(ModelFolder(folder, LanguageModel).build)):
-            pass  # its tensors' names and shapes are checked, none is read
+            pass  # checks the names and shapes of its tensors without reading any
         tokenizer = Tokenizer.load(folder)
         for prompt in prompts:
             num_tokens = len(tokenizer.encode_prompt(prompt.messages))
             if num_tokens + sampling.max_tokens > config.context_tokens:
                 raise ValueError(
                     f"policy {name!r}: prompt {prompt.prompt_id!r} has {num_tokens} tokens; with {sampling.max_tokens}"
-                    f" for the response (--max-tokens) they do not fit its context of {config.context_tokens}"
+                    f" for the response (--max-tokens) they exceed its context of {config.context_tokens}"
                 )
         reference = model_directory(sampling.reference) if sampling.reference else None
         is_measured = reference is not None and Tokenizer.load(reference) == tokenizer

@@ -1,4 +1,4 @@
-"""What a comparison needs of a policy, and how policies are sampled."""
+"""What a comparison needs from a policy, and how policies are sampled."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,9 +10,9 @@ from training.config import Precision
 
 @dataclass(frozen=True)
 class Sampling:
-    """How policies are sampled; each of them with seeds of its own, named by policy, prompt and sample.
+    """How policies are sampled. Seeds are derived from policy, prompt and sample, so no two share one.
 
-    `reference` is a model directory, "" to measure no KL.
+    `reference` is a model directory; "" measures no KL.
     """
 
     num_samples: int
@@ -31,13 +31,13 @@ class Sampling:
 
 
 class Policy(Protocol):
-    """A policy with the prompts that it answers. Whatever can be refused is refused where one is made."""
+    """A policy and the prompts that it answers. Implementations validate their inputs in the constructor."""
 
     @property
     def name(self) -> str: ...
 
     def describe(self) -> dict[str, Any]:
-        """All that its responses depend on, as JSON: with the same description they are the same."""
+        """Returns everything that its responses depend on, as JSON: equal descriptions mean equal responses."""
 
     def respond(self, on_progress: OnProgress) -> list[Response]:
-        """Its responses to all prompts, prompt after prompt, at least one to each."""
+        """Returns its responses to all prompts, prompt by prompt, at least one per prompt."""

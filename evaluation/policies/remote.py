@@ -10,12 +10,14 @@ from evaluation.verdicts import Response
 from training.data import Prompt
 from training.seeds import derive_seed
 
-SEEDS = 2**31  # servers take seeds of 32 bits
+SEEDS = 2**31  # servers accept seeds below this
 
 
 @dataclass(frozen=True)
 class RemotePolicy:
-    """Every sample is a request with a seed of its own. Servers that heed no seed answer as they like, but once."""
+    """Sends one request with its own seed per sample. Answers are cached, so reruns agree even if a server ignores
+    seeds.
+    """
 
     name: str
     prompts: Sequence[Prompt]
@@ -35,14 +37,14 @@ class RemotePolicy:
         }
 
     def respond(self, on_progress: OnProgress) -> list[Response]:
-        """Errors: ValueError where any request has no answer in the end; those that came are kept for the next time."""
+        """Raises: ValueError if any request failed. The answers received are stored for the next run."""
         wanted = [(prompt, index) for prompt in self.prompts for index in range(self.sampling.num_samples)]
         answers = self.asker.ask_all([self._request(prompt, index) for prompt, index in wanted], on_progress)
         failed = [(prompt, answer) for (prompt, _), answer in zip(wanted, answers, strict=True) if answer.failure]
         if failed:
             raise ValueError(
-                f"policy {self.name!r}: {len(failed)} of {len(wanted)} requests have no answer, the first of prompt"
-                f" {failed[0][0].prompt_id!r}: {failed[0][1].failure}. The answers that came are kept: run it again"
+                f"policy {self.name!r}: {len(failed)} of {len(wanted)} requests failed, the first on prompt"
+                f" {failed[0][0].prompt_id!r}: {failed[0][1].failure}. The answers received are stored: run it again"
             )
         return [
             Response(self.name, prompt.prompt_id, index, answer.text.strip(), answer.num_tokens, answer.finished)

@@ -1,4 +1,4 @@
-"""Policies that are files of saved outputs: our own rows, AlpacaEval's model_outputs, a comparison's responses."""
+"""Policies that are files of saved outputs: Heed's own rows, AlpacaEval's model_outputs, a comparison's responses."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,13 +22,13 @@ SHOWN_IDS = 5
 
 
 def is_saved(spec: str) -> bool:
-    """Whether a spec is FILE or FILE#WRITER."""
+    """Returns whether a spec is FILE or FILE#WRITER."""
     return spec.partition("#")[0].endswith(SUFFIXES)
 
 
 @dataclass(frozen=True)
 class SavedPolicy:
-    """`responses` as the file has them. `num_unused` rows answer no prompt of the comparison."""
+    """Responses as read from the file. `num_unused` rows answer no prompt of the comparison."""
 
     name: str
     spec: str
@@ -38,12 +38,12 @@ class SavedPolicy:
 
     @classmethod
     def open(cls, name: str, spec: str, prompts: Sequence[Prompt], *, allow_empty: bool) -> "SavedPolicy":
-        """Read FILE, or of FILE#WRITER the rows whose `policy` or `generator` is WRITER.
+        """Reads FILE, or for FILE#WRITER the rows whose `policy` or `generator` is WRITER.
 
-        A row names its prompt by `prompt_id`, or by what was asked (`prompt`, `messages`, `instruction`), and holds
-        the response as `response`, `output`, `completion` or `text`; `index` tells several to one prompt apart.
-        Errors: ValueError naming file and line of a row that is malformed, empty, there twice or contradicts the
-        prompts; naming prompts that have no response; for rows of several writers of which none was chosen.
+        A row names its prompt by `prompt_id` or by its text (`prompt`, `messages`, `instruction`), and holds the
+        response as `response`, `output`, `completion` or `text`; `index` numbers several responses to one prompt.
+        Raises: ValueError naming file and line of a row that is malformed, empty, repeated or contradicts the prompts;
+        naming prompts without a response; for rows by several writers when none was chosen.
         """
         file, _, writer = spec.partition("#")
         if not Path(file).is_file():
@@ -55,9 +55,9 @@ class SavedPolicy:
             writers.setdefault(wrote, where)
             if not writer and len(writers) > 1:
                 both = " and ".join(repr(known) for known in writers)
-                raise ValueError(f"{where}: rows of {both} in one file; {name}={file}#WRITER chooses one of them")
+                raise ValueError(f"{where}: the file has rows by {both}; choose one with {name}={file}#WRITER")
             if wrote == writer or not writer:
-                # Parquet has every field in every row.
+                # Parquet stores every field in every row.
                 found.add(where, {name: value for name, value in row.items() if value is not None})
         if writer and writer not in writers:
             raise ValueError(f"{file}: no row's policy or generator is {writer!r}; found {sorted(writers)[:SHOWN_IDS]}")
@@ -78,7 +78,7 @@ class SavedPolicy:
 
 
 class _Found:
-    """Responses by prompt and index, as rows come in."""
+    """Collects responses by prompt and index, row by row."""
 
     def __init__(self, policy: str, prompts: Sequence[Prompt], *, allow_empty: bool) -> None:
         self.num_unused = 0
@@ -96,8 +96,8 @@ class _Found:
         known = self._responses.get((prompt.prompt_id, index))
         if known is not None:
             raise ValueError(
-                f"{where}: prompt {prompt.prompt_id!r} is already answered in {known.where}; a field 'index' tells"
-                " several responses apart"
+                f"{where}: prompt {prompt.prompt_id!r} is already answered in {known.where}; number several responses"
+                " with the field 'index'"
             )
         field = next((name for name in RESPONSE_FIELDS if name in row), RESPONSE_FIELDS[0])
         text = (any_text if self._allow_empty else text_field)(where, row, field)
@@ -113,20 +113,20 @@ class _Found:
         )
 
     def _prompt(self, where: str, row: Mapping[str, Any]) -> Prompt | None:
-        """The prompt that the row answers; None where it is none of the comparison's."""
+        """Returns the prompt that the row answers; None if it is not in the comparison."""
         asked = conversation_key(asked_of(where, row)) if any(name in row for name in ASKING_FIELDS) else None
         if "prompt_id" not in row:
             if asked is None:
                 wanted = ", ".join(("prompt_id", *ASKING_FIELDS))
-                raise ValueError(f"{where}: it names no prompt; one of {wanted} was expected, found {names(row)}")
+                raise ValueError(f"{where}: the row names no prompt; one of {wanted} was expected, found {names(row)}")
             return self._by_asked.get(asked)
         prompt = self._by_id.get(id_of(where, row))
         if prompt is not None and asked is not None and asked != conversation_key(prompt.messages):
-            raise ValueError(f"{where}: prompt_id {prompt.prompt_id!r} is that of another prompt than the row's own")
+            raise ValueError(f"{where}: prompt_id {prompt.prompt_id!r} belongs to a prompt other than the row's own")
         return prompt
 
     def in_order(self, file: str) -> list[Response]:
-        """Prompt after prompt. Errors: ValueError naming prompts without a response."""
+        """Returns responses prompt by prompt. Raises: ValueError naming prompts without a response."""
         by_prompt: dict[str, list[Response]] = {prompt.prompt_id: [] for prompt in self._prompts}
         for key in sorted(self._responses, key=lambda key: key[1]):
             by_prompt[key[0]].append(self._responses[key])
@@ -135,7 +135,7 @@ class _Found:
             more = f" and {len(missing) - SHOWN_IDS} more" if len(missing) > SHOWN_IDS else ""
             raise ValueError(
                 f"policy {self._policy!r}: {file} has no response to {len(missing)} of {len(by_prompt)} prompts:"
-                f" {', '.join(map(repr, missing[:SHOWN_IDS]))}{more}; {self.num_unused} of its rows answer others"
+                f" {', '.join(map(repr, missing[:SHOWN_IDS]))}{more}; {self.num_unused} other rows are unused"
             )
         return [response for own in by_prompt.values() for response in own]
 
@@ -148,7 +148,7 @@ def _flag(where: str, row: Mapping[str, Any], field: str) -> bool | None:
 
 
 def _log_ratio(where: str, row: Mapping[str, Any]) -> float:
-    """NaN, in Parquet, is what was not measured, like a field that is not there."""
+    """Treats NaN, as Parquet stores it, like an absent field: not measured."""
     value = row.get("log_ratio")
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return float("nan")

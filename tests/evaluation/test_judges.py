@@ -100,7 +100,7 @@ def test_a_reward_model_scores_whole_conversations(reward_folder: Path) -> None:
     score = reward_model_score(reward_folder, {})
     long = "word " * 200
     found = score([PROMPTS[0].messages] * 3, ["one word more", "", long])
-    assert found[2].failure.endswith("tokens, where the reward model reads 96")
+    assert found[2].failure.endswith("tokens; the reward model reads at most 96")
     model = RewardModel.load(reward_folder)
     query = model.tokenizer.encode_prompt(PROMPTS[0].messages)
     tokens = [model.tokenizer.encode(text) for text in (" one word more", " ")]  # as the template writes it
@@ -121,7 +121,7 @@ def test_the_templates_fields_and_verdicts(tmp_path: Path) -> None:
     for answer in ("", "Verdict: 3", "Verdict: 1 or 2", "Verdict: 1\nor maybe not", "The verdict: 1"):
         preference, failure = read_verdict(answer)
         assert math.isnan(preference)
-        assert failure.startswith("no verdict: the answer ends in ")
+        assert failure.startswith("no verdict: the answer ends with ")
     path = tmp_path / "template.txt"
     for text, words in (("$prompt $first", "first, [$]prompt; "), ("$prompt $first $second $x", "[$]x"), ("$", "lone")):
         path.write_text(text)
@@ -167,7 +167,7 @@ def test_no_verdict_is_a_failed_verdict(
     mumbling = language_model(chat_server, tmp_path, "mumbling").judge(pairs, ignore)
     failures = {verdict.failure for verdict in mumbling if verdict.first}
     expected = "a line 'Verdict: 1', '2' or 'tie' was expected"
-    assert failures == {f"no verdict: the answer ends in 'Verdict: both are fine'; {expected}"}
+    assert failures == {f"no verdict: the answer ends with 'Verdict: both are fine'; {expected}"}
     assert [v.failure for v in language_model(chat_server, tmp_path, "flaky").judge(pairs, ignore)] == [""] * 16
     with pytest.raises(ValueError, match=r"of the first \d+ requests to overloaded failed.*status 503"):
         language_model(chat_server, tmp_path, "overloaded").judge(pairs, ignore)
@@ -176,7 +176,7 @@ def test_no_verdict_is_a_failed_verdict(
 def test_an_answer_that_was_cut_off_says_so(pairs: Sequence[Pair], chat_server: Any, tmp_path: Path) -> None:
     judge = language_model(chat_server, tmp_path, "mumbling")
     short = LanguageModelJudge("lm", judge.asker, OWN_TEMPLATE, max_tokens=2)
-    assert short.judge(pairs, ignore)[0].failure.endswith("it was cut off at 2 tokens")
+    assert short.judge(pairs, ignore)[0].failure.endswith("the answer was truncated at 2 tokens")
 
 
 class Scripted:

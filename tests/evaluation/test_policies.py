@@ -93,7 +93,7 @@ def test_an_endpoint_has_to_answer_every_prompt(
 ) -> None:
     monkeypatch.setattr(endpoint_module, "FIRST_WAIT_SECONDS", 0.01)
     chat_server.fails = lambda body: body["messages"][0]["content"] == "The fox 1?"
-    with pytest.raises(ValueError, match=r"policy 'r': 2 of 6 requests have no answer, the first of prompt 'p1'.*503"):
+    with pytest.raises(ValueError, match=r"policy 'r': 2 of 6 requests failed, the first on prompt 'p1'.*503"):
         remote(chat_server, tmp_path, "writer").respond(ignore)
     chat_server.fails = lambda _: False
     chat_server.bodies.clear()
@@ -162,15 +162,18 @@ def test_an_empty_response_is_taken_where_that_is_said(saved: Open) -> None:
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([answer(0), answer(0)], r"line 2: prompt 'p0' is already answered in .*line 1; a field 'index'"),
-        ([answer(0), answer(2)], r"has no response to 1 of 3 prompts: 'p1'; 0 of its rows answer others"),
-        ([{"response": "x"}], r"line 1: it names no prompt; one of prompt_id, messages"),
-        ([answer(0, prompt="The fox 1?")], "line 1: prompt_id 'p0' is that of another prompt"),
+        (
+            [answer(0), answer(0)],
+            r"line 2: prompt 'p0' is already answered in .*line 1; number several responses with the field 'index'",
+        ),
+        ([answer(0), answer(2)], r"has no response to 1 of 3 prompts: 'p1'; 0 other rows are unused"),
+        ([{"response": "x"}], r"line 1: the row names no prompt; one of prompt_id, messages"),
+        ([answer(0, prompt="The fox 1?")], "line 1: prompt_id 'p0' belongs to a prompt other"),
         ([answer(0, index=-1)], "line 1: field 'index' is -1"),
         ([answer(0, finished="yes")], "line 1: field 'finished' is 'yes'; true or false"),
         ([{"prompt_id": "p0"}], "line 1: field 'response' is missing"),
         ([{"prompt_id": "p0", "output": ["x"]}], "line 1: field 'output' is list"),
-        ([answer(0, generator="g"), answer(1, generator="h")], r"line 2: rows of 'g' and 'h' in one file"),
+        ([answer(0, generator="g"), answer(1, generator="h")], r"line 2: the file has rows by 'g' and 'h'"),
     ],
 )
 def test_bad_outputs_are_named_by_line(saved: Open, rows: list[dict[str, Any]], words: str) -> None:

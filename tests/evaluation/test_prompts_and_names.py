@@ -63,7 +63,7 @@ def test_bad_prompts_are_named_by_line(tmp_path: Path, rows: list[dict[str, Any]
 
 
 def test_a_named_category_has_to_be_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"line 2: field 'level' is missing"):
+    with pytest.raises(ValueError, match=r"line 2: the category field 'level' is missing"):
         read(tmp_path, [{"prompt": "a", "level": "low"}, {"prompt": "b"}], "level")
 
 
@@ -95,7 +95,7 @@ def test_names_that_clash_grow() -> None:
 @pytest.mark.parametrize(
     ("specs", "words"),
     [
-        (["a=x", "a=y"], "policy 'a': two are called like that"),
+        (["a=x", "a=y"], "policy 'a': the name is used twice"),
         (["x/a", "x/a"], "policy 'x/a' is given twice"),
         (["a=x", "a"], "policy 'a' would be called 'a' like another"),
     ],

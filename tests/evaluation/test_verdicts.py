@@ -51,8 +51,8 @@ def test_a_pair_is_turned_to_the_side_of_the_first() -> None:
     ("change", "message"),
     [
         ({"preference_a": 1.5}, "preference_a is 1.5"),
-        ({"preference_a": math.nan}, "a failure goes with NaN"),
-        ({"failure": "late"}, "a failure goes with NaN"),
+        ({"preference_a": math.nan}, "must be NaN exactly when there is a failure"),
+        ({"failure": "late"}, "must be NaN exactly when there is a failure"),
         ({"policy_b": "ppo", "where": "f: line 3"}, "f: line 3: prompt 'p1': policy 'ppo' is compared with itself"),
     ],
 )
@@ -69,7 +69,7 @@ def test_files_that_are_no_verdicts_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"verdicts\.parquet: not a Parquet file"):
         read_verdicts(path)
     write_rows(path, [Response("sft", "p1", 0, "x")])
-    with pytest.raises(ValueError, match=r"its columns are policy, prompt_id.*preference_a"):
+    with pytest.raises(ValueError, match=r"found columns policy, prompt_id.*preference_a"):
         read_verdicts(path)
     with pytest.raises(ValueError, match=r"policy 'ppo'; sft, base were expected"):
         comparisons_of([WON], ["sft", "base"])

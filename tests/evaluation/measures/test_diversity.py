@@ -116,11 +116,11 @@ def test_kl_lengths_and_endings_of_responses() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="prompt 'p0' has two responses of index 0"):
+    with pytest.raises(ValueError, match="prompt 'p0' has two responses with index 0"):
         measure_policies(rows_of("a", [["x"]]) * 2, seed=0)
     with pytest.raises(ValueError, match="no responses to measure"):
         measure_policies([], seed=0)
-    with pytest.raises(ValueError, match="policies a, b have no prompt in common"):
+    with pytest.raises(ValueError, match="policies a, b share no prompt"):
         measure_policies([Response("a", "p", 0, "x"), Response("b", "q", 0, "x")], seed=0)
     with pytest.raises(ValueError, match="policy 'b' has no responses"):
         measure_diversity({"a": rows_of("a", [["x"]]), "b": []}, seed=0)

@@ -74,12 +74,12 @@ def test_intervals_hold_what_was_planted() -> None:
             assert 0.90 <= covered.share <= 0.995, (kind, what, covered)
 
 
-def test_advice_says_what_was_seen_and_what_is_a_guess() -> None:
+def test_advice_separates_what_was_seen_from_extrapolation() -> None:
     inside = fit_curve(smooth_curve("best_of_n", 0.9, 0.25, [0.5, 1.0, 2.0, 3.0]), seed=0)
     assert inside.advice.startswith("Stop at d = 1.80 (1.80 to 1.80), a KL of 3.24 nats; d2 is nearest")
     beyond = fit_curve(smooth_curve("rl", 2.0, 0.5, [0.5, 1.0, 2.0]), seed=0)
     assert "still rises at the furthest policy measured (d = 2.00" in beyond.advice
-    assert "optimum at d = 20.09, which is a guess" in beyond.advice
+    assert "optimum at d = 20.09, which is extrapolation" in beyond.advice
     rising = fit_curve(smooth_curve("rl", 0.3, -0.2, [0.5, 1.0, 2.0]), seed=0)
     assert "has no optimum" in rising.advice
     assert math.isnan(rising.optimum.d.mean)

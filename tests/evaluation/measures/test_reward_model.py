@@ -212,15 +212,15 @@ def test_the_score_of_rewardbench_has_an_interval_over_its_subsets() -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     judged = read_judged(write(tmp_path / "rankings.jsonl", RANKINGS))
-    with pytest.raises(ValueError, match="leaves none of 6 rankings"):
+    with pytest.raises(ValueError, match="keeps none of 6 rankings"):
         heldout_only(judged, 0.0, 0)
     assert len(heldout_only(judged, 1.0, 0).rankings) == 6
     tied = read_judged(write(tmp_path / "tied.jsonl", [{**RANKINGS[0], "ranks": [1, 1, 1]}]))
-    with pytest.raises(ValueError, match="no pairs of which one response is preferred"):
+    with pytest.raises(ValueError, match="no pairs with a preferred response"):
         measures_of_scores(tied, {"t0": [1.0, 2.0, 3.0]}, seed=0)
     with pytest.raises(ValueError, match="no known format"):
         read_judged(write(tmp_path / "odd.jsonl", [{"text": "a"}]))
-    with pytest.raises(ValueError, match=r"lead_N\[1\] is no finite number"):
+    with pytest.raises(ValueError, match=r"lead_N\[1\] is not a finite number"):
         calibration(pairs_of([1.0, math.nan]), seed=0)
-    with pytest.raises(ValueError, match="strange: no subset of RewardBench"):
+    with pytest.raises(ValueError, match="strange: not a subset of RewardBench"):
         rewardbench_score(pairs_of([1.0], categories=("strange",)))

@@ -86,9 +86,9 @@ def test_the_tax_is_what_each_policy_measures_alone(policies: dict[str, Path]) -
     assert (found.before, found.num_documents, found.num_bytes) == ("before", 4, sum(len(t.encode()) for t in TEXTS))
     for name, folder in policies.items():
         bits, num_bytes = bits_and_bytes(load_language_model(folder).eval(), Tokenizer.load(folder), TEXTS)
-        assert found.bits_per_byte[name].figure.mean == pytest.approx(bits.sum() / num_bytes.sum())
+        assert found.bits_per_byte[name].value.mean == pytest.approx(bits.sum() / num_bytes.sum())
     change = found.bits_per_byte["after"]
-    expected = change.figure.mean - found.bits_per_byte["before"].figure.mean
+    expected = change.value.mean - found.bits_per_byte["before"].value.mean
     assert change.above_before.mean == pytest.approx(expected)
     assert change.above_before.high < 0  # it learned these texts
     # Paired: the difference is known better than either figure, whose documents differ in difficulty.
@@ -98,10 +98,10 @@ def test_the_tax_is_what_each_policy_measures_alone(policies: dict[str, Path]) -
     assert (task.task, task.num_shots, task.num_examples) == ("doubling", 1, 7)
     for name, folder in policies.items():
         alone = evaluate_few_shot(folder, EXAMPLES, 1, seed=0)
-        assert task.exact_match[name].figure.mean == alone.exact_match.mean
+        assert task.exact_match[name].value.mean == alone.exact_match.mean
         answers = Tokenizer.load(folder).encode_plain([f" {e.completion}" for e in EXAMPLES])
         total = alone.nats.mean * sum(map(len, answers)) / math.log(2)
-        assert task.bits_per_byte[name].figure.mean == pytest.approx(
+        assert task.bits_per_byte[name].value.mean == pytest.approx(
             total / sum(len(e.completion) + 1 for e in EXAMPLES)
         )
 
@@ -113,5 +113,5 @@ def test_refusals(policies: dict[str, Path]) -> None:
         measure_tax(policies, [], [], seed=0)
     with pytest.raises(ValueError, match="text 1 is empty"):
         measure_tax(policies, ["a", ""], [], seed=0)
-    with pytest.raises(ValueError, match="more than the 7 that are shown"):
+    with pytest.raises(ValueError, match="more than the 7 shown"):
         measure_tax(policies, [], [Task("doubling", EXAMPLES, 7)], seed=0)

@@ -159,7 +159,7 @@ def test_a_judge_that_always_failed_is_counted():
 def test_refusals(rows):
     with pytest.raises(ValueError, match="no verdicts"):
         summarise([], seed=0)
-    with pytest.raises(ValueError, match="a verdict is of policy 'same'; base, better were expected"):
+    with pytest.raises(ValueError, match="a verdict names policy 'same'; base, better were expected"):
         summarise(rows, ("base", "better"), seed=0)
     with pytest.raises(ValueError, match="the same verdict is given twice"):
         summarise([*rows, rows[5]], POLICIES, seed=0)

@@ -1,4 +1,4 @@
-"""Judgments that were made elsewhere: files of any format that preferences/formats reads, as rows of a comparison."""
+"""External judgments: files of any format that preferences/formats reads, as rows of a comparison."""
 
 import hashlib
 import json
@@ -21,11 +21,11 @@ CATEGORY_DETAILS = ("category", "kind", "dataset")
 
 
 @dataclass(frozen=True)
-class Elsewhere:
-    """What a file of judgments holds. `report` tells which rows were left out or interpreted.
+class ExternalJudgments:
+    """The contents of a file of judgments. `report` lists the rows that were left out or interpreted.
 
-    `num_same_policy` pairs compare a policy with itself, `num_unknown` name no policy; neither is a verdict.
-    `num_again` verdicts are of who judged the same two responses before, and count with those as one.
+    `num_same_policy` pairs compare a policy with itself and `num_unknown` name no policy; neither gives a verdict.
+    `num_again` verdicts repeat an earlier one by the same labeler on the same two responses; they are averaged with it.
     """
 
     format: str
@@ -40,13 +40,13 @@ class Elsewhere:
     num_again: int
 
 
-def read_verdict_file(source: str, form: str = AUTO, *, judge: str, category: str = "") -> Elsewhere:
-    """Read judgments into prompts, responses and verdicts; a ranking of K responses gives all its pairs.
+def read_verdict_file(source: str, form: str = AUTO, *, judge: str, category: str = "") -> ExternalJudgments:
+    """Reads judgments into prompts, responses and verdicts; a ranking of K responses gives all its pairs.
 
-    AlpacaEval's annotators are judges of their own and their preferences stay as unsure as they are; of other formats
-    all who judged are labelers of one `judge`. `category` names the field of the rows
-    that holds it; without a name `category`, `kind` or `dataset` is taken.
-    Errors: ValueError naming file and line of a malformed row, and where no verdict on two policies is left.
+    AlpacaEval's annotators each become a judge, and their preferences keep their uncertainty. In other formats everyone
+    is a labeler of the one `judge`. `category` names the field of the rows that holds the category; if "", it is the
+    first of `category`, `kind` and `dataset`.
+    Raises: ValueError naming file and line of a malformed row, and if no verdict on two policies is left.
     """
     chosen = sniff(read_source(source))[0] if form == AUTO else format_to_read(form)
     found = collect_all(chosen, read_source(source))
@@ -59,11 +59,11 @@ def read_verdict_file(source: str, form: str = AUTO, *, judge: str, category: st
         rows.add(task, acts.get(task_id, []), found)
     if not rows.verdicts:
         raise ValueError(
-            f"{source}: {found.report.num_rows} rows of {chosen.name} hold no verdict on two policies:"
-            f" {rows.num_unknown} pairs name no policy, {rows.num_same_policy} compare one with itself"
+            f"{source}: {found.report.num_rows} rows of {chosen.name} contain no verdict on two policies:"
+            f" {rows.num_unknown} pairs name no policy, {rows.num_same_policy} compare a policy with itself"
         )
     verdicts = _once(rows.verdicts)
-    return Elsewhere(
+    return ExternalJudgments(
         format=chosen.name,
         policies=tuple(sorted({response.policy for response in rows.responses})),
         judges=tuple(dict.fromkeys(verdict.judge for verdict in rows.verdicts)),
@@ -78,9 +78,9 @@ def read_verdict_file(source: str, form: str = AUTO, *, judge: str, category: st
 
 
 def _once(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """One verdict of a labeler on two responses, shown in one order as far as is known: the mean of several.
+    """Averages a labeler's verdicts on the same two responses in the same display order, as far as it is known.
 
-    So who was asked in both orders, where the data does not say which was shown first, counts as often as others.
+    So a labeler who was shown both orders counts as often as others even if the data does not record the order.
     """
     alike: dict[tuple[Any, ...], list[Verdict]] = {}
     for verdict in verdicts:
@@ -92,7 +92,7 @@ def _once(verdicts: Sequence[Verdict]) -> list[Verdict]:
 
 
 def _mean(same: Sequence[Verdict]) -> Verdict:
-    """As the first that did not fail has them."""
+    """Averages verdicts; the other fields come from the first that did not fail."""
     standing = [verdict for verdict in same if not verdict.failure]
     if len(same) == 1 or not standing:
         return same[0]
@@ -103,14 +103,14 @@ def _mean(same: Sequence[Verdict]) -> Verdict:
 
 
 class _Wrote(NamedTuple):
-    """A policy and the place of its response in a task."""
+    """A policy and the position of its response in a task."""
 
     policy: str
     place: int
 
 
 def _wrote(task: Task) -> list[_Wrote]:
-    """Who wrote what; tasks of `heed compare` show a text of several policies once, and name them in their details."""
+    """Returns who wrote what. Tasks of `heed compare` show a text of several policies once and name them in details."""
     policies = task.details.get("policies")
     if not _are_names(policies) or len(policies) != len(task.responses):
         policies = [[source] for source in task.sources]
@@ -118,7 +118,7 @@ def _wrote(task: Task) -> list[_Wrote]:
 
 
 def _are_names(policies: Any) -> TypeGuard[list[list[str]]]:
-    """Whether details that are called `policies` are those of `heed compare`; other data may use the word too."""
+    """Returns whether details called `policies` were written by `heed compare`; other data may use the word too."""
     return isinstance(policies, list) and all(
         isinstance(names, list) and all(isinstance(name, str) for name in names) for names in policies
     )
@@ -126,7 +126,7 @@ def _are_names(policies: Any) -> TypeGuard[list[list[str]]]:
 
 @dataclass
 class _Rows:
-    """Rows of a comparison, as tasks come in."""
+    """Collects the rows of a comparison, task by task."""
 
     judge: str
     category_field: str
@@ -149,7 +149,7 @@ class _Rows:
             self.verdicts += [self._verdict(prompt, task, act, first, second, where) for first, second in pairs]
 
     def _pairs(self, task: Task) -> Iterator[tuple[_Wrote, _Wrote]]:
-        """Responses of different policies whose names are known; the others are counted."""
+        """Yields pairs of responses of different, known policies; counts the others."""
         for first, second in combinations(_wrote(task), 2):
             if UNKNOWN in (first.policy, second.policy):
                 self.num_unknown += 1
@@ -159,7 +159,7 @@ class _Rows:
                 yield first, second
 
     def _prompt(self, task: Task) -> Prompt:
-        """Prompts of the same words are one, whatever tasks they are in."""
+        """Returns the prompt of a task; tasks with the same prompt text share one."""
         prompt_id = _prompt_id(task.prompt)
         if prompt_id not in self.prompts:
             messages = tuple(as_turns(task.prompt))
@@ -170,13 +170,11 @@ class _Rows:
         names = (self.category_field,) if self.category_field else CATEGORY_DETAILS
         found = next((task.details[name] for name in names if isinstance(task.details.get(name), str | int)), "")
         if self.category_field and found == "":
-            raise ValueError(
-                f"task {task.task_id!r}: field {self.category_field!r} is missing, which was named as the category"
-            )
+            raise ValueError(f"task {task.task_id!r}: the category field {self.category_field!r} is missing")
         return str(found)
 
     def _index(self, policy: str, prompt_id: str, text: str, where: str) -> int:
-        """Which of the policy's responses to the prompt this text is; a new one becomes a row."""
+        """Returns which of the policy's responses to the prompt this text is; a new text becomes a row."""
         key = (policy, prompt_id, text)
         if key not in self._places:
             self._places[key] = self._counts[policy, prompt_id]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from evaluation.judges.external import ExternalJudgments, read_verdict_file
 from evaluation.judges.judge import pairs_of
-from evaluation.judges.made_elsewhere import Elsewhere, read_verdict_file
 from evaluation.judges.people import PeopleJudge
 from evaluation.verdicts import Response
 from preferences.door import answer_all
@@ -22,12 +22,12 @@ from training.data import Prompt
 
 PANDALM = Path(__file__).parents[3] / "shared" / "data" / "pandalm_testset-v1.json"
 
-Read = Callable[..., Elsewhere]
+Read = Callable[..., ExternalJudgments]
 
 
 @pytest.fixture
 def read(tmp_path: Path) -> Read:
-    def of_rows(rows: Sequence[dict[str, Any]], **more: Any) -> Elsewhere:
+    def of_rows(rows: Sequence[dict[str, Any]], **more: Any) -> ExternalJudgments:
         path = tmp_path / "judged.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return read_verdict_file(str(path), **{"judge": "judged", **more})
@@ -148,10 +148,10 @@ def test_our_own_export_gives_the_verdicts_that_people_gave(sqlite_tables: Path,
     ("rows", "more", "words"),
     [
         ([alpaca(3.0)], {}, r"line 1: field 'preference' is 3.0; a number from 1 to 2"),
-        ([alpaca(math.nan)], {}, "1 rows of alpacaeval hold no verdict on two policies"),
-        ([alpaca(1.0, generator_1="new")], {}, "1 compare one with itself"),
+        ([alpaca(math.nan)], {}, "1 rows of alpacaeval contain no verdict on two policies"),
+        ([alpaca(1.0, generator_1="new")], {}, "1 compare a policy with itself"),
         ([alpaca(1.0, generator_1="")], {}, "1 pairs name no policy"),
-        ([alpaca(1.0)], {"category": "level"}, "field 'level' is missing, which was named as the category"),
+        ([alpaca(1.0)], {"category": "level"}, "the category field 'level' is missing"),
         ([{"text": "x"}], {}, r"line 1: no known format has the fields"),
         ([alpaca(1.0)], {"form": "arena"}, "line 1: field 'conversation_a'"),
         ([alpaca(1.0)], {"form": "nothing"}, "format 'nothing': one of heed"),
