@@ -17,7 +17,7 @@ from benchmarks import compare_worlds as worlds
 from benchmarks.compare_worlds import Held
 from evaluation.statistics import ratings, win_rates
 from evaluation.statistics.significance import power_of, sign_flip_test
-from intervals.resampling import Floats
+from intervals.estimates import Floats
 
 Draw = Callable[[np.random.Generator, int], Iterator[Held]]
 

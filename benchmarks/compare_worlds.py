@@ -21,9 +21,9 @@ from evaluation.statistics.position import flips, position_bias
 from evaluation.statistics.ratings import Model, rate
 from evaluation.statistics.win_rates import bootstrap_prompts, pair_win_rate, prompt_means
 from evaluation.verdicts import Comparisons, Verdict
-from intervals.interval import Ints, wilson
-from intervals.resampling import Floats, percentiles, resampled_sums
-from intervals.score import score_interval
+from intervals.bootstrap import percentiles, resampled_sums
+from intervals.estimates import Floats, Ints
+from intervals.score import score_interval, wilson
 
 MAX_BOOTSTRAPPED = 200  # prompts: of more, 2,000 worlds take an hour
 

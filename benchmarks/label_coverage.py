@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.known_labelers import Size, draw_world
 from benchmarks.label_truth import held_against_truth, is_covered
-from intervals.interval import Tally, clustered_shares
+from intervals.clustered import Tally, clustered_shares
 from preferences.statistics.alpha import Alpha
 from preferences.statistics.summary import summary
 

@@ -11,7 +11,7 @@ from compare.folder import MEASURES, RESPONSES, read_settings
 from compare.report.page import write_comparison_report
 from evaluation.measures.policies import measure_policies
 from evaluation.verdicts import Response, read_responses
-from intervals.interval import plain
+from files.records import as_json
 from training.stage import write_json
 
 
@@ -25,7 +25,7 @@ def conclude(folder: Path) -> dict[str, Any]:
     path = folder / MEASURES
     measures = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}  # others may have left theirs
     if _share_prompts(responses):
-        write_json(path, measures | {"policies": plain(measure_policies(responses, seed=seed))})
+        write_json(path, measures | {"policies": as_json(measure_policies(responses, seed=seed))})
     return write_comparison_report(folder)
 
 

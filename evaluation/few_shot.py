@@ -11,8 +11,8 @@ import numpy as np
 
 from evaluation.sampling import sequence_logprobs
 from evaluation.statistics.means import NUM_RESAMPLES
-from intervals.interval import LEVEL, Interval
-from intervals.resampling import bootstrap_ratio
+from intervals.bootstrap import bootstrap_ratio
+from intervals.estimates import LEVEL, Interval
 from intervals.score import share_interval
 from lm.generation import generate
 from lm.model import LanguageModel

@@ -1,4 +1,4 @@
-"""Dataclasses from JSON: what a program wrote with `intervals.interval.plain` it reads back with its types."""
+"""Dataclasses to JSON and back: `record_of` reads what `as_json` wrote, with its types."""
 
 import math
 import types
@@ -7,6 +7,17 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 AnyRecord = TypeVar("AnyRecord")
+
+
+def as_json(value: Any) -> Any:
+    """Converts dataclasses, mappings and sequences to JSON's types: NaN and infinity become None, tuples lists."""
+    if is_dataclass(value):
+        return {entry.name: as_json(getattr(value, entry.name)) for entry in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): as_json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def record_of(value: Mapping[str, Any], kind: type[AnyRecord], where: str) -> AnyRecord:

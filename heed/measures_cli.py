@@ -164,10 +164,10 @@ def measure_harness(
 
 def _tell(shown: "Sequence[Any]", found: Any, json_file: Path | None) -> None:
     """Tables and words on the terminal, everything in the file."""
-    from intervals.interval import plain
+    from files.records import as_json
 
     for part in shown:
         results_console().print(part)
     if json_file is not None:
-        json_file.write_text(json.dumps(plain(found), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(as_json(found), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         console.print(str(json_file))

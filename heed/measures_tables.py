@@ -14,7 +14,7 @@ from evaluation.measures.kl import KL
 from evaluation.measures.overoptimisation import Overoptimised
 from evaluation.measures.reward_model import RewardMeasures
 from evaluation.measures.tax import Change, Tax
-from intervals.interval import Interval, Share
+from intervals.estimates import Interval, Share
 
 if TYPE_CHECKING:  # the harness is an extra
     from evaluation.harness import TaskResult

@@ -1,1 +1,1 @@
-"""Estimates with intervals, and the resampling behind them. No torch."""
+"""Estimates with 95% intervals: clustered shares and means, score intervals, the bootstrap. No torch."""

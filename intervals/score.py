@@ -1,13 +1,14 @@
-"""The score interval of a mean of prompts' values between 0 and 1: Wilson's, for values that are not all 0 or 1.
+"""The score interval of a mean of values between 0 and 1: Wilson's, generalised to values that are not all 0 or 1.
 
-For each mean μ that might be true, the prompts are given the weights q that are most likely if it is,
+For each candidate mean μ, the prompts get the weights q that are most likely if μ is true,
 
-    maximise Σ log q_i  subject to  Σ q_i·x_i = μ,  where 0 and 1 may get weight though no prompt had them,
+    maximise Σ log q_i  subject to  Σ q_i·x_i = μ,  where 0 and 1 may get weight even if no prompt had them,
 
-and μ is in the interval where n·(x̄ - μ)² <= z²·Σ q_i·(x_i - μ)². The variance is that under μ, not that which was
-seen; so there is width where all prompts came out alike, and few prompts far from ½ are covered, where mean ± t·s is
-not. With values 0 and 1 this is Wilson's interval (Wilson 1927), with ties at ½ Tango's of two paired proportions
-(Tango 1998, Statistics in Medicine 17); in general the weights are those of empirical likelihood (Owen 2001, 2.9).
+and μ is in the interval if n·(x̄ - μ)² <= z²·Σ q_i·(x_i - μ)². The variance is the one under μ, not the observed one.
+So the interval has a width even if all prompts came out alike, and it keeps its coverage for few prompts with a mean
+far from ½, where mean ± t·s does not. For values 0 and 1 it is Wilson's interval (Wilson 1927); with ties at ½ it is
+Tango's for two paired proportions (Tango 1998, Statistics in Medicine 17); in general the weights are those of
+empirical likelihood (Owen 2001, 2.9).
 
 Shape letters: C clusters (prompts), X distinct values.
 """
@@ -18,15 +19,28 @@ from collections.abc import Callable
 import numpy as np
 from scipy import optimize
 
-from intervals.interval import Interval, Ints, Z
-from intervals.resampling import Floats
+from intervals.estimates import Floats, Interval, Ints, Z
+
+
+def wilson(mean: Floats, num: Floats) -> tuple[Floats, Floats]:
+    """Wilson's score interval for shares `mean` of `num` independent trials. `num` need not be a whole number.
+
+    Unlike mean ± z·s it stays within 0 to 1 and has a width even if all trials came out alike. Wilson 1927; Brown, Cai
+    & DasGupta 2001, Statistical Science 16(2), who recommend it for few trials.
+    """
+    centre = (mean + Z**2 / (2 * num)) / (1 + Z**2 / num)
+    half = Z / (1 + Z**2 / num) * np.sqrt(mean * (1 - mean) / num + Z**2 / (4 * num**2))
+    # The interval always contains the mean; clipping undoes rounding.
+    return np.clip(centre - half, 0.0, mean), np.clip(centre + half, mean, 1.0)
 
 
 def score_interval(value_C: Floats, *, quantile: float = Z, inflation: float = 1.0) -> tuple[float, float]:
-    """(low, high) of the mean of independent prompts' values, each from 0 to 1.
+    """Returns (low, high) for the mean of independent prompts' values, each from 0 to 1.
 
-    `quantile` takes z's place (Student's, where the variance is known badly); `inflation` >= 1 multiplies the variance
-    (labelers who differ). Errors: ValueError for no prompts.
+    `quantile` replaces z (Student's quantile, if the variance is poorly known). `inflation` >= 1 multiplies the
+    variance (labelers who differ).
+
+    Raises: ValueError if there are no prompts.
     """
     if len(value_C) == 0:
         raise ValueError("no prompts; an interval needs at least one")
@@ -41,12 +55,14 @@ def score_interval(value_C: Floats, *, quantile: float = Z, inflation: float = 1
 
 
 def decided_interval(won_C: Floats, lost_C: Floats) -> tuple[float, float]:
-    """(low, high) of Σ won / Σ (won + lost), the share won of what was decided, over independent prompts.
+    """Returns (low, high) for Σ won / Σ (won + lost), the share won among decided verdicts, over independent prompts.
 
-    `won_C` and `lost_C` are shares of a prompt's verdicts, the rest of them ties. ρ is in the interval where it is in
-    the score interval of the mean of won + ρ·tied, which is ρ if the share is ρ. With one verdict a prompt this is
-    Wilson's interval of the prompts that are no tie; without ties it is `score_interval(won_C)`; where all are ties
-    any share may be true, (0, 1). Errors: ValueError for no prompts.
+    `won_C` and `lost_C` are shares of each prompt's verdicts; the rest are ties. ρ is in the interval if it is in the
+    score interval of the mean of won + ρ·tied, which equals ρ if the share is ρ. With one verdict per prompt this is
+    Wilson's interval over the prompts that are not tied; without ties it is `score_interval(won_C)`; if every verdict
+    is a tie, any share may be true: (0, 1).
+
+    Raises: ValueError if there are no prompts.
     """
     if len(won_C) == 0:
         raise ValueError("no prompts; an interval needs at least one")
@@ -65,17 +81,17 @@ def decided_interval(won_C: Floats, lost_C: Floats) -> tuple[float, float]:
 
 
 def variance_under(mu: float, value_X: Floats, times_X: Ints) -> float:
-    """Σ q·(x - μ)² for the most likely weights with mean μ, 0 < μ < 1; `times_X` counts the distinct values.
+    """Returns Σ q·(x - μ)² for the most likely weights with mean μ, 0 < μ < 1. `times_X` counts the distinct values.
 
-    The weights are q_i = 1/(n·(1 + λ·(x_i - μ))), λ between -1/(1 - μ) and 1/μ the root of Σ q_i·(x_i - μ) = 0; at
-    either end of that range, what is missing to Σ q = 1 lies on 1 or on 0.
+    The weights are q_i = 1/(n·(1 + λ·(x_i - μ))), where λ, between -1/(1 - μ) and 1/μ, is the root of
+    Σ q_i·(x_i - μ) = 0. At either end of that range, the weight missing from Σ q = 1 lies on 1 or on 0.
     """
     from_mu_X = value_X - mu
 
     def slope(tilt: float) -> float:
         return float((times_X * from_mu_X / (1 + tilt * from_mu_X)).sum())
 
-    # The slope falls with λ; just inside the range's ends it is finite.
+    # The slope falls with λ and is finite just inside the ends of the range.
     low, high = -(1 - 1e-12) / (1 - mu), (1 - 1e-12) / mu
     if slope(low) <= 0:
         tilt = low
@@ -90,15 +106,18 @@ def variance_under(mu: float, value_X: Floats, times_X: Ints) -> float:
 
 
 def share_interval(value_C: Floats) -> Interval:
-    """The mean of prompts' values, each from 0 to 1, with its 95% score interval. Raises: ValueError for no prompts.
+    """The mean of prompts' values, each from 0 to 1, with its 95% score interval.
 
-    Unlike a bootstrap's it has a width where all prompts came out alike: 0 of 6 is 0 (0 to .39), not 0 (0 to 0).
+    Unlike a bootstrap interval it has a width even if all prompts came out alike: 0 of 6 gives 0 (0 to .39), not
+    0 (0 to 0).
+
+    Raises: ValueError if there are no prompts.
     """
     return Interval(float(value_C.mean()) if len(value_C) else math.nan, *score_interval(value_C))
 
 
 def _end(excess: Callable[[float], float], limit: float, mean: float) -> float:
-    """Where `excess` crosses 0 between `limit` (0 or 1) and the mean."""
+    """Returns where `excess` crosses 0 between `limit` (0 or 1) and the mean."""
     if math.isclose(mean, limit, abs_tol=1e-12):
         return limit
     nearly = abs(limit - 1e-9)

@@ -11,8 +11,8 @@ import numpy as np
 from evaluation.measures.curves import Curve, expanded_level
 from evaluation.measures.overoptimisation import gold_tops
 from evaluation.statistics.means import bootstrap_mean
-from intervals.interval import LEVEL, UNKNOWN, Interval
-from intervals.resampling import Floats, bootstrap_ratio, percentiles, resampled_sums
+from intervals.bootstrap import bootstrap_ratio, percentiles, resampled_sums
+from intervals.estimates import LEVEL, UNKNOWN, Floats, Interval
 
 NUM_RESAMPLES = 2_000
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from evaluation.measures.curves import Curve
 from evaluation.measures.equal_terms import mean_lead
-from intervals.resampling import Floats
+from intervals.estimates import Floats
 from studies.arms import KL_COEFS, LABELERS_A_TASK
 from studies.contrasts import earlier, last_difference, negated, ratio_difference, rise_and_fall
 from studies.verdicts import Claim, Contrast, Overall, Rule, decide, overall

@@ -20,7 +20,7 @@ from evaluation.measures.curves import Curve, best_of_n_curve
 from evaluation.measures.drawing import Drawn, Policy, draw
 from evaluation.measures.kl import response_kls
 from evaluation.measures.text import bits_and_bytes
-from intervals.resampling import Floats
+from intervals.estimates import Floats
 from jobs.job import JobConfig
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model

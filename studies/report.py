@@ -10,7 +10,8 @@ from typing import Any
 from matplotlib.ticker import MaxNLocator
 
 from evaluation.measures.curves import points
-from intervals.interval import Interval, plain
+from files.records import as_json
+from intervals.estimates import Interval
 from reports.svg import ROUND_STEPS, draw, tone
 from reports.text import number
 from stages.progress import console
@@ -33,7 +34,7 @@ def write_findings(folder: Path, found: Sequence[Found], num_seeds: int) -> None
             svg = standalone(draw_curves(finding.finding.name, finding.finding.title, finding.curves))
             (figures / f"{finding.finding.name}.svg").write_text(svg, encoding="utf-8")
     shown = {"num_seeds": num_seeds, "intervals": INTERVALS, "findings": [_as_json(finding) for finding in found]}
-    (folder / "findings.json").write_text(json.dumps(plain(shown), indent=2) + "\n", encoding="utf-8")
+    (folder / "findings.json").write_text(json.dumps(as_json(shown), indent=2) + "\n", encoding="utf-8")
     (folder / "findings.md").write_text(as_markdown(found, num_seeds), encoding="utf-8")
     console.print(str(folder / "findings.md"))
 

@@ -13,7 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-from intervals.interval import Interval, clustered_mean
+from intervals.clustered import clustered_mean
+from intervals.estimates import Interval
 
 Verdict = Literal["replicates", "does not replicate", "undecided"]
 Overall = Literal["replicates", "does not replicate", "undecided", "replicates in part"]

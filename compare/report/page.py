@@ -26,7 +26,7 @@ from compare.report.warnings import warnings_of
 from compare.report.words import Answer, answer_of, looks_of
 from evaluation.statistics.results import Summary
 from evaluation.statistics.summary import summarise
-from intervals.interval import plain
+from files.records import as_json
 from reports.run import clean_text
 from reports.run import plain as finite
 
@@ -78,7 +78,7 @@ def render(
             script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         )
     )
-    return clean_text(page), finite(_report(comparison, answer, warnings, samples, plain(summary), plain(sources)))
+    return clean_text(page), finite(_report(comparison, answer, warnings, samples, as_json(summary), as_json(sources)))
 
 
 def _summary_of(comparison: ComparisonFolder) -> Summary:
@@ -98,7 +98,7 @@ def _report(
 ) -> dict[str, Any]:
     return {
         "comparison": comparison.name,
-        "answer": plain(answer),
+        "answer": as_json(answer),
         "warnings": list(warnings),
         "summary": summary,
         "measures": dict(comparison.measures),

@@ -14,7 +14,7 @@ from evaluation.statistics.results import (
     Summary,
     WinRate,
 )
-from intervals.interval import Interval
+from intervals.estimates import Interval
 from reports.text import Policy, number, percent
 
 

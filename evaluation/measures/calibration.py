@@ -14,8 +14,8 @@ import numpy.typing as npt
 from scipy import stats
 from scipy.special import expit
 
-from intervals.interval import LEVEL, UNKNOWN, Interval, Ints, Share, Tally, clustered_mean, clustered_shares
-from intervals.resampling import Floats
+from intervals.clustered import Tally, clustered_mean, clustered_shares
+from intervals.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints, Share
 
 NUM_BINS = 10
 NUM_DRAWS = 2_000

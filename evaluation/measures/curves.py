@@ -12,8 +12,8 @@ import numpy as np
 from scipy import stats
 
 from evaluation.best_of_n import best_of_n_expected, best_of_n_kl
-from intervals.interval import LEVEL, Interval, clustered_mean
-from intervals.resampling import Floats
+from intervals.clustered import clustered_mean
+from intervals.estimates import LEVEL, Floats, Interval
 
 Kind = Literal["rl", "best_of_n"]
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from evaluation.diversity import distinct_n, repetition
 from evaluation.verdicts import Response
-from intervals.interval import UNKNOWN, Interval, clustered_mean
+from intervals.clustered import clustered_mean
+from intervals.estimates import UNKNOWN, Interval
 
 BLEU_N = 4
 BLEU_EPSILON = 0.1  # stands in for zero matches

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from evaluation.measures.drawing import Drawn, Policy
 from evaluation.sampling import BATCH
-from intervals.interval import Interval, clustered_mean
-from intervals.resampling import Floats
+from intervals.clustered import clustered_mean
+from intervals.estimates import Floats, Interval
 from lm.model import LanguageModel
 from lm.padding import pad_right
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from evaluation.measures.diversity import Diversity, measure_diversity
 from evaluation.verdicts import Response
-from intervals.interval import UNKNOWN, Interval, clustered_mean
+from intervals.clustered import clustered_mean
+from intervals.estimates import UNKNOWN, Interval
 
 
 @dataclass(frozen=True)

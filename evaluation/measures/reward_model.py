@@ -11,7 +11,7 @@ import numpy as np
 
 from evaluation.measures.calibration import Calibration, ScoredPairs, by_category, calibration
 from evaluation.measures.rewardbench import RewardBenchScore, rewardbench_score
-from intervals.interval import Interval, Share
+from intervals.estimates import Interval, Share
 from preferences.formats.merging import Found, collect_all, note_held_back
 from preferences.formats.registry import AUTO, format_to_read, sniff
 from preferences.records import Ranking, Task

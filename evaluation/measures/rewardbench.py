@@ -12,8 +12,7 @@ import numpy as np
 from scipy import stats
 
 from evaluation.measures.calibration import ScoredPairs
-from intervals.interval import LEVEL, Interval
-from intervals.resampling import Floats
+from intervals.estimates import LEVEL, Floats, Interval
 
 SECTIONS: Mapping[str, Mapping[str, int]] = {
     "Chat": {

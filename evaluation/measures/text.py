@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from evaluation.sampling import sequence_logprobs
-from intervals.resampling import Floats
+from intervals.estimates import Floats
 from lm.model import LanguageModel
 from lm.tokenizer import Tokenizer
 

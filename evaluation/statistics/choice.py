@@ -10,7 +10,7 @@ Shape letters: B fits at once, C clusters (prompts), V questions, O outcomes, K 
 
 import numpy as np
 
-from intervals.resampling import Floats
+from intervals.estimates import Floats
 
 NO_SPREAD = 1e-12  # a variance of nothing but rounding
 _MAX_STEPS = 200

@@ -5,7 +5,7 @@ import numpy.typing as npt
 from scipy import sparse
 from scipy.sparse import csgraph
 
-from intervals.interval import Ints
+from intervals.estimates import Ints
 
 Truths = npt.NDArray[np.bool_]
 

@@ -17,8 +17,7 @@ from scipy import special, stats
 from evaluation.statistics import choice
 from evaluation.statistics.results import LengthControlled
 from evaluation.verdicts import Comparisons
-from intervals.interval import LEVEL, UNKNOWN, Interval
-from intervals.resampling import Floats
+from intervals.estimates import LEVEL, UNKNOWN, Floats, Interval
 
 MIN_PROMPTS = 5  # for two coefficients and what they vary
 _MAX_LOG_ODDS = 12.0  # a fit beyond it has no finite maximum

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import numpy.typing as npt
 
-from intervals.interval import LEVEL, Interval, without_nan
-from intervals.resampling import Floats, bootstrap_ratio
+from intervals.bootstrap import bootstrap_ratio
+from intervals.estimates import LEVEL, Floats, Interval, without_nan
 from intervals.score import score_interval
 
 NUM_RESAMPLES = 10_000

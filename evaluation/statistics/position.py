@@ -12,8 +12,7 @@ import numpy as np
 
 from evaluation.statistics.results import Flips, PositionBias
 from evaluation.verdicts import Comparisons, Verdict
-from intervals.interval import Ints, Share
-from intervals.resampling import Floats
+from intervals.estimates import Floats, Ints, Share
 from intervals.score import score_interval
 
 NO_ORDER = "no order is known in which responses were shown"

@@ -24,8 +24,8 @@ from evaluation.statistics.connections import Truths, islands_of, reaches
 from evaluation.statistics.results import Rating, Ratings
 from evaluation.statistics.win_rates import expanded_level
 from evaluation.verdicts import Comparisons
-from intervals.interval import LEVEL, Interval, Ints
-from intervals.resampling import Floats, percentiles, resampled_sums
+from intervals.bootstrap import percentiles, resampled_sums
+from intervals.estimates import LEVEL, Floats, Interval, Ints
 from intervals.score import decided_interval
 
 NUM_RESAMPLES = 1_000

@@ -1,4 +1,4 @@
-"""What the statistics of a comparison give, as plain records; `intervals.interval.plain` turns them into JSON.
+"""What the statistics of a comparison give, as plain records; `files.records.as_json` turns them into JSON.
 
 A win rate is from 0 to 1, ties counting half; above ½ policy a is better. Unless a field says otherwise intervals are
 95% intervals over prompts. What is unknown is NaN, and `reason` says why.
@@ -7,7 +7,7 @@ A win rate is from 0 to 1, ties counting half; above ½ policy a is better. Unle
 from dataclasses import dataclass
 from typing import Literal
 
-from intervals.interval import Interval, Share
+from intervals.estimates import Interval, Share
 from preferences.statistics.alpha import Alpha
 
 

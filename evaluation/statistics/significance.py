@@ -12,8 +12,7 @@ from scipy import optimize, stats
 
 from evaluation.statistics.results import Power
 from evaluation.statistics.win_rates import counts_of
-from intervals.interval import Ints
-from intervals.resampling import Floats
+from intervals.estimates import Floats, Ints
 
 ALPHA = 0.05
 POWER = 0.8

@@ -13,8 +13,8 @@ from scipy import stats
 
 from evaluation.statistics.results import Counts, WinRate
 from evaluation.verdicts import Comparisons
-from intervals.interval import LEVEL, UNKNOWN, Interval, Ints, Z
-from intervals.resampling import Floats, bootstrap_ratio, percentiles
+from intervals.bootstrap import bootstrap_ratio, percentiles
+from intervals.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints, Z
 from intervals.score import score_interval
 
 NUM_RESAMPLES = 2_000

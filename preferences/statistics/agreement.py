@@ -6,8 +6,8 @@ from itertools import combinations
 
 import numpy as np
 
-from intervals.interval import Ints, Share, Tally, clustered_shares
-from intervals.resampling import Floats
+from intervals.clustered import Tally, clustered_shares
+from intervals.estimates import Floats, Ints, Share
 from preferences.records import Ranking
 from preferences.statistics.panel import prompt_numbers
 

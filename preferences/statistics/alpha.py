@@ -18,8 +18,8 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from intervals.interval import LEVEL, Ints
-from intervals.resampling import NUM_RESAMPLES, Floats, percentiles, resampled_sums
+from intervals.bootstrap import NUM_RESAMPLES, percentiles, resampled_sums
+from intervals.estimates import LEVEL, Floats, Ints
 from preferences.statistics.panel import PairCounts, Panel
 
 MAX_VALUES = 21  # of ratings, as from 0 to 10 in halves; each pair of values has a table's column

@@ -11,8 +11,7 @@ from itertools import chain, combinations
 import numpy as np
 import numpy.typing as npt
 
-from intervals.interval import Ints
-from intervals.resampling import Floats
+from intervals.estimates import Floats, Ints
 from preferences.records import MIN_RESPONSES, Judgment, Message, Task
 
 Signs = npt.NDArray[np.int8]

@@ -14,7 +14,7 @@ from html import escape
 
 import numpy as np
 
-from intervals.interval import Interval, Share
+from intervals.estimates import Interval, Share
 from preferences.records import Judgment
 from preferences.standing import standing
 from preferences.statistics.quality import PlaceRanks

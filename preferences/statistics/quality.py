@@ -13,8 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-from intervals.interval import Interval, Ints, Share, Tally, clustered_mean, clustered_shares
-from intervals.resampling import Floats
+from intervals.clustered import Tally, clustered_mean, clustered_shares
+from intervals.estimates import Floats, Interval, Ints, Share
 from preferences.records import Task
 from preferences.statistics.panel import Panel, Signs, count_pairs, padded, pair_signs
 

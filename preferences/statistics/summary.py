@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from intervals.interval import Share, plain
+from files.records import as_json
+from intervals.estimates import Share
 from preferences.records import Judgment, Task
 from preferences.standing import standing
 from preferences.statistics.agreement import share_of_tasks
@@ -82,7 +83,7 @@ class LabelReport:
 
     def as_dict(self) -> dict[str, Any]:
         """In JSON's types; what is unknown (NaN) is None."""
-        return dict(plain(self))
+        return dict(as_json(self))
 
 
 def summary(

@@ -8,8 +8,8 @@ from typing import Literal
 
 import pytest
 
-from files.records import record_of
-from intervals.interval import Interval, plain
+from files.records import as_json, record_of
+from intervals.estimates import Interval
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Outer:
 def test_what_was_written_is_read_back() -> None:
     inner = Inner(Interval(0.5, math.nan, 1.0), ("a", "b"))
     outer = Outer(3, inner, {"x.y": inner}, "soft", None, [1.0, 2.5])
-    found = record_of(json.loads(json.dumps(plain(outer))), Outer, "results.json")
+    found = record_of(json.loads(json.dumps(as_json(outer))), Outer, "results.json")
     assert math.isnan(found.inner.share.low)
     assert found.inner.share.high == 1.0
     assert found.by_name["x.y"].names == ("a", "b")

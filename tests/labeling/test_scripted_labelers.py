@@ -14,7 +14,7 @@ from scipy import stats
 
 from benchmarks.known_labelers import FLAG, REASON, TRAITS, KnownLabeler, Size, draw_tasks, judged
 from benchmarks.label_truth import held_against_truth, is_covered
-from intervals.interval import LEVEL
+from intervals.estimates import LEVEL
 from labeling.config import LabelingConfig
 from labeling.http_door import answer_in_turns
 from labeling.lead import SEED

@@ -9,8 +9,7 @@ import pytest
 
 from evaluation.best_of_n import best_of_n_kl
 from evaluation.measures.curves import Curve
-from intervals.interval import UNKNOWN, Interval
-from intervals.resampling import Floats
+from intervals.estimates import UNKNOWN, Floats, Interval
 from studies.contrasts import earlier, ratio_difference, rise_and_fall
 from studies.findings import FINDINGS, GOLD, LITTLE_COST, NO_SHIFT, Finding, Found
 from studies.report import as_markdown, draw_curves, standalone

@@ -19,7 +19,8 @@ from evaluation.measures.policies import measure_policies
 from evaluation.measures.reward_model import RewardMeasures
 from evaluation.measures.tax import Change, TaskTax, Tax
 from evaluation.verdicts import Response
-from intervals.interval import Interval, Share, plain
+from files.records import as_json
+from intervals.estimates import Interval, Share
 from reports.text import percent
 
 
@@ -58,7 +59,7 @@ def measured_policies() -> dict[str, Any]:
         for place, name in enumerate(("sft", "ppo"))
         for prompt in range(20)
     ]
-    return dict(plain(measure_policies(rows, seed=0)))
+    return dict(as_json(measure_policies(rows, seed=0)))
 
 
 TAX = Tax(
@@ -94,9 +95,9 @@ def test_curves_are_drawn_with_their_advice(make_folder: Callable[..., Path], re
     measures = {
         "reference": "sft",
         "policies": measured_policies(),
-        "over_optimisation": plain(over_optimised()),
-        "tax": plain(TAX),
-        "reward_model": plain(reward_model()),
+        "over_optimisation": as_json(over_optimised()),
+        "tax": as_json(TAX),
+        "reward_model": as_json(reward_model()),
     }  # fmt: skip
     (folder / "measures.json").write_text(json.dumps(measures))
     report = write_comparison_report(folder)
@@ -127,7 +128,7 @@ def test_curves_are_drawn_with_their_advice(make_folder: Callable[..., Path], re
 
 def test_curves_without_a_fit_have_points_alone(make_folder: Callable[..., Path]) -> None:
     folder = make_folder()
-    (folder / "measures.json").write_text(json.dumps({"over_optimisation": plain(over_optimised(fitted=False))}))
+    (folder / "measures.json").write_text(json.dumps({"over_optimisation": as_json(over_optimised(fitted=False))}))
     write_comparison_report(folder)
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "Gold score against KL: rl 0" in page
@@ -152,7 +153,7 @@ def test_no_figure_is_left_out() -> None:
 
 def test_what_is_known_of_no_policy_is_named_once() -> None:
     rows = [Response(name, f"p{place}", 0, "one two three four five") for name in ("sft", "ppo") for place in range(4)]
-    (table,) = measure_tables({"policies": plain(measure_policies(rows, seed=0))}, looks_of(["sft", "ppo"]))
+    (table,) = measure_tables({"policies": as_json(measure_policies(rows, seed=0))}, looks_of(["sft", "ppo"]))
     shown = [row[0] for row in table.rows]
     assert "words a response" in shown
     assert not any(set(row[1:]) == {"–"} for row in table.rows)

@@ -12,7 +12,7 @@ from evaluation.diversity import distinct_n
 from evaluation.measures.diversity import distinct_at, identical_share, measure_diversity, self_bleu
 from evaluation.measures.policies import measure_policies
 from evaluation.verdicts import Response
-from intervals.interval import plain
+from files.records import as_json
 
 WORDS = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l"]
 
@@ -96,7 +96,7 @@ def test_policies_are_measured_on_as_many_samples_and_words() -> None:
     assert math.isnan(found["long"].diversity.within.identical.mean)
     assert found["long"].diversity.words.mean.mean == 4.5
     assert math.isnan(found["short"].kl_nats.mean)
-    json.dumps(plain(found), allow_nan=False)
+    json.dumps(as_json(found), allow_nan=False)
 
 
 def test_kl_lengths_and_endings_of_responses() -> None:

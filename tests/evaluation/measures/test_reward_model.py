@@ -18,7 +18,7 @@ from evaluation.measures.reward_model import (
     scored_pairs,
 )
 from evaluation.measures.rewardbench import SECTIONS, rewardbench_score
-from intervals.interval import plain
+from files.records import as_json
 from lm.config import ModelConfig
 from lm.model import ScalarModel, initialise
 from lm.tokenizer import Tokenizer
@@ -126,7 +126,7 @@ def test_rankings_become_pairs_by_hand(tmp_path: Path) -> None:
     # Ann and Bob order alike 2 of 3 pairs of t0, 2 of 2 of t1, none of 2 of t2.
     assert found.agreement.mean == pytest.approx(4 / 7)
     assert found.ceiling.mean == pytest.approx((1 + math.sqrt(1 / 7)) / 2)
-    assert json.loads(json.dumps(plain(found)))["rewardbench"] is None
+    assert json.loads(json.dumps(as_json(found)))["rewardbench"] is None
 
 
 def test_nobody_foretells_more_than_the_ceiling() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from evaluation.statistics.means import bootstrap_mean, win_rate
-from intervals.interval import Interval
+from intervals.estimates import Interval
 
 NAN = float("nan")
 

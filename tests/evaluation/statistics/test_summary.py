@@ -9,7 +9,7 @@ import pytest
 
 from evaluation.statistics.summary import summarise
 from evaluation.verdicts import Verdict, read_verdicts, write_rows
-from intervals.interval import plain
+from files.records import as_json
 
 POLICIES = ("base", "better", "same")
 WINS = {("base", "better"): 0.25, ("base", "same"): 0.5, ("better", "same"): 0.75}  # of the first
@@ -124,9 +124,9 @@ def test_judges_and_labelers_agree_as_planted(found):
 
 def test_neither_the_order_of_rows_nor_which_policy_is_a_changes_a_number(rows, found):
     shuffled = [rows[place] for place in np.random.default_rng(1).permutation(len(rows))]
-    assert json.dumps(plain(summarise(shuffled, POLICIES, seed=0))) == json.dumps(plain(found))
-    others = plain(summarise([turned(row) for row in shuffled], POLICIES, seed=0))
-    assert flat(others) == pytest.approx(flat(plain(found)), nan_ok=True)
+    assert json.dumps(as_json(summarise(shuffled, POLICIES, seed=0))) == json.dumps(as_json(found))
+    others = as_json(summarise([turned(row) for row in shuffled], POLICIES, seed=0))
+    assert flat(others) == pytest.approx(flat(as_json(found)), nan_ok=True)
 
 
 def test_naming_policies_in_another_order_mirrors_a_pair(rows, found):
@@ -146,14 +146,14 @@ def test_naming_policies_in_another_order_mirrors_a_pair(rows, found):
 def test_rows_that_went_through_a_file_give_the_same_json(rows, found, tmp_path):
     write_rows(tmp_path / "verdicts.parquet", rows)
     again = summarise(read_verdicts(tmp_path / "verdicts.parquet"), POLICIES, seed=0)
-    assert json.dumps(plain(again), allow_nan=False) == json.dumps(plain(found), allow_nan=False)
+    assert json.dumps(as_json(again), allow_nan=False) == json.dumps(as_json(found), allow_nan=False)
 
 
 def test_a_judge_that_always_failed_is_counted():
     rows = [Verdict("x", "a", "b", 0, 0, "j", "j", math.nan, failure="timeout")]
     (judge,) = summarise(rows, seed=0).judges
     assert (judge.num_verdicts, judge.num_failed, judge.pairs, judge.ratings) == (0, 1, (), ())
-    assert json.dumps(plain(summarise(rows, seed=0)), allow_nan=False)
+    assert json.dumps(as_json(summarise(rows, seed=0)), allow_nan=False)
 
 
 def test_refusals(rows):

@@ -1,28 +1,28 @@
-"""The cluster bootstrap: how sure a mean is, when rows come in clusters (one prompt, many samples).
+"""The cluster bootstrap: how certain a mean is when rows come in clusters (one prompt, many samples).
 
-Resampling rows as if they were independent makes intervals far too narrow; here whole clusters are resampled.
+Resampling rows as if they were independent makes intervals far too narrow, so whole clusters are resampled.
 Efron & Tibshirani 1993, ch. 13 (percentile interval); Davison & Hinkley 1997, 3.8 (clusters).
 """
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from intervals.estimates import Floats
 
 NUM_RESAMPLES = 2_000  # enough for two digits of an interval's ends
-MAX_CLUSTERS = 2_000  # more than these are put together in blocks, at random, and blocks are resampled
+MAX_CLUSTERS = 2_000  # more clusters than these are grouped at random into blocks, and the blocks are resampled
 
-_INDICES_PER_CHUNK = 1_000_000  # bounds the memory of a resampling at about 20 MB
+_INDICES_PER_CHUNK = 1_000_000  # bounds the memory of resampling at about 20 MB
 
 
 def bootstrap_ratio(
     sums: Floats, counts: Floats, *, seed: int, num_resamples: int, level: float
 ) -> tuple[float, float, float]:
-    """(mean, low, high) of all rows, resampling clusters: the mean is `sums.sum() / counts.sum()`.
+    """Returns (mean, low, high) of all rows, resampling clusters. The mean is `sums.sum() / counts.sum()`.
 
-    `sums[c]` is the total over cluster c's rows, `counts[c]` how many rows it has, above 0. `level` is the
-    interval's nominal coverage. From a single cluster no interval can be had: low and high are NaN.
-    Raises ValueError for no clusters, or a level outside 0 to 1.
+    `sums[c]` is the total over cluster c's rows and `counts[c]` its number of rows, above 0. `level` is the interval's
+    nominal coverage. With a single cluster low and high are NaN.
+
+    Raises: ValueError if there are no clusters, or `level` is not between 0 and 1.
     """
     assert sums.shape == counts.shape, f"{sums.shape} sums, {counts.shape} counts"
     assert bool((counts > 0).all()), "a cluster without rows"
@@ -40,16 +40,16 @@ def bootstrap_ratio(
 
 
 def percentiles(values: Floats, level: float) -> tuple[float, float]:
-    """The ends of the percentile interval: what leaves out (1 - level)/2 of the resampled values on either side."""
+    """The percentile interval, which leaves out (1 - level)/2 of the resampled values on either side."""
     low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 
 def resampled_sums(table_CS: Floats, *, seed: int, num_resamples: int) -> Floats:
-    """[R, S] column sums of a table with a row a cluster, over as many clusters drawn with replacement, R times.
+    """Returns [R, S]: the column sums of a table with one row per cluster, for R resamples of C rows with replacement.
 
-    Of more than MAX_CLUSTERS clusters, random blocks of equal size (to one) are drawn in their place: sums over
-    blocks of independent clusters are independent too, and vary as much in all.
+    Above MAX_CLUSTERS clusters it resamples random blocks of equal size (to within one). Sums over blocks of
+    independent clusters are independent too, and have the same total variance.
     """
     if num_resamples < 1:
         raise ValueError(f"num_resamples is {num_resamples}; at least 1 was expected")
@@ -61,9 +61,9 @@ def resampled_sums(table_CS: Floats, *, seed: int, num_resamples: int) -> Floats
     for start in range(0, num_resamples, step):
         stop = min(start + step, num_resamples)
         drawn_RB = generator.integers(0, num_blocks, size=(stop - start, num_blocks), dtype=np.int32)
-        # How often each block was drawn, so that all columns are one product.
-        places_RB = drawn_RB + num_blocks * np.arange(stop - start)[:, None]
-        times_RB = np.bincount(places_RB.ravel(), minlength=(stop - start) * num_blocks)
+        # Count how often each block was drawn, so that one matrix product gives all columns.
+        index_RB = drawn_RB + num_blocks * np.arange(stop - start)[:, None]
+        times_RB = np.bincount(index_RB.ravel(), minlength=(stop - start) * num_blocks)
         sums_RS[start:stop] = times_RB.reshape(-1, num_blocks).astype(np.float64) @ table_BS
     return sums_RS
 
