@@ -77,7 +77,11 @@ class Workers:
 
     def _started(self, size: int, config: ClusterConfig, *, after_loss: bool) -> WorkerGroup:
         group = WorkerGroup(size, config, bundle=self._bundle or self.check(), waits_for_nodes=after_loss)
-        require_shared(group, self.folder)
+        try:
+            require_shared(group, self.folder)
+        except Exception:
+            group.close()  # nobody else knows this group, and its places would stay taken
+            raise
         return group
 
     def abandon(self) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from cluster.group import WorkerLostError
-from jobs.recovery import MAX_LOSSES_IN_PLACE, run_to_end
+from cluster.config import ClusterConfig
+from cluster.group import WorkerLostError, disconnect
+from jobs.recovery import MAX_LOSSES_IN_PLACE, Workers, run_to_end
 
 
 def worker_of(pids: list[int]) -> int | None:
@@ -85,6 +86,20 @@ class Dying:
         if self.saves:
             (self.folder / "checkpoints" / f"step-{self.calls:06d}").mkdir(parents=True)
         raise WorkerLostError("sft: rank 1 of 2 was lost: killed")
+
+
+def test_a_group_whose_folder_is_away_as_it_starts_gives_its_places_back(tmp_path: Path) -> None:
+    cores = os.cpu_count() or 1
+    folder = tmp_path / "run"
+    workers = Workers((cores,), folder, ClusterConfig(wait_for_nodes_seconds=20))
+    try:
+        with pytest.raises(FileNotFoundError):
+            workers()
+        folder.mkdir()
+        assert workers().num_workers == cores
+    finally:
+        workers.abandon()
+        disconnect()
 
 
 def test_losses_without_progress_end_the_run(tmp_path: Path) -> None:
