@@ -15,13 +15,13 @@ from torch.autograd.function import FunctionCtx
 
 from lm.native import ops
 
-# fp32 tensors by their bf16 copies, while `same_weights` is on.
+# fp32 tensors by their bf16 copies, while `cache_weight_casts` is active.
 _rounded: ContextVar[dict[Tensor, Tensor] | None] = ContextVar("rounded", default=None)
 
 
 @contextmanager
-def same_weights() -> Iterator[None]:
-    """Within it no weight changes, so that each is rounded once, not in every pass."""
+def cache_weight_casts() -> Iterator[None]:
+    """Caches each weight's bf16 cast across passes. Use it while weights are fixed."""
     if _rounded.get() is not None:
         yield
         return

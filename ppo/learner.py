@@ -53,12 +53,12 @@ class LearnerWorker(Rank):
 
     @torch.no_grad()
     def policy_logprobs(self, rollout: Rollout) -> Tensor:
-        with self.policy.same_weights():
+        with self.policy.cache_weight_casts():
             return torch.cat([self._logprobs(self.policy.model, part).cpu() for part in self._parts(rollout)])
 
     @torch.no_grad()
     def values(self, rollout: Rollout) -> Tensor:
-        with self.value.same_weights():
+        with self.value.cache_weight_casts():
             return torch.cat([self._values(part).cpu() for part in self._parts(rollout)])
 
     def _values(self, rollout: Rollout) -> Tensor:
@@ -70,21 +70,19 @@ class LearnerWorker(Rank):
     def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
         size = self.config.minibatch.micro_batch_size
         self.policy.set_learning_rate(learning_rate)
-        shares: dict[str, float] = {}
         starts = range(0, len(batch.rollout), size)
         ptx_size = -(-len(batch.ptx_rows) // max(1, len(starts)))  # pretraining rows ride along, spread evenly
-        with self.policy.same_weights():
-            for number, start in enumerate(starts):
-                ptx = slice(number * ptx_size, (number + 1) * ptx_size)
-                part = batch.rows(slice(start, start + size), ptx)
-                with self.policy.micro_batch(is_last=number == len(starts) - 1):
-                    self.policy.backward(self._policy_loss(part, batch, shares))
+        parts = [
+            batch.rows(slice(start, start + size), slice(number * ptx_size, (number + 1) * ptx_size))
+            for number, start in enumerate(starts)
+        ]
+        shares = self.policy.accumulate(parts, lambda part: self._policy_loss(part, batch))
         _, norm = self.policy.step()
         self._say_skipped("policy", self.policy, update)
-        return {**shares, "policy_gradient_norm": norm / self.num_workers}
+        return {**_floats(shares), "policy_gradient_norm": norm / self.num_workers}
 
-    def _policy_loss(self, part: PolicyBatch, whole: PolicyBatch, shares: dict[str, float]) -> Tensor:
-        """The part's share of the whole minibatch's loss; what is reported of it is added to `shares`."""
+    def _policy_loss(self, part: PolicyBatch, whole: PolicyBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The part's share of the whole minibatch's loss and metrics."""
         loss, sums = policy_loss(
             self._logprobs(self.policy.model, part.rollout),
             part.logprobs_BR.to(self.device),
@@ -92,38 +90,36 @@ class LearnerWorker(Rank):
             part.mask_BR.to(self.device),
             self.config.clip,
         )
-        _add(shares, {"policy_loss": loss.detach(), **sums}, whole.num_tokens)
+        shares = _shares({"policy_loss": loss, **sums}, whole.num_tokens)
         loss = loss / whole.num_tokens
         if not len(part.ptx_rows):
-            return loss
+            return loss, shares
         assert self.stream is not None, "the controller draws rows of a stream only where there is one"
         rows = part.ptx_rows.numpy()
         ptx_sum, _ = self.stream.loss(self.policy.model, rows, self.device)
         num_ptx_tokens = whole.num_ptx_rows * self.stream.count(rows) // len(rows)
-        _add(shares, {"ptx_loss": ptx_sum.detach()}, num_ptx_tokens)
-        return loss + self.config.ptx_coef * ptx_sum / num_ptx_tokens
+        shares |= _shares({"ptx_loss": ptx_sum}, num_ptx_tokens)
+        return loss + self.config.ptx_coef * ptx_sum / num_ptx_tokens, shares
 
     def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> Mapping[str, float]:
         size = self.config.minibatch.micro_batch_size
         self.value.set_learning_rate(learning_rate)
-        shares: dict[str, float] = {}
-        starts = range(0, len(batch.rollout), size)
-        with self.value.same_weights():
-            for number, start in enumerate(starts):
-                part = batch.rows(slice(start, start + size))
-                with self.value.micro_batch(is_last=number == len(starts) - 1):
-                    loss, sums = value_loss(
-                        self._values(part.rollout),
-                        part.values_BR.to(self.device),
-                        part.returns_BR.to(self.device),
-                        part.mask_BR.to(self.device),
-                        self.config.value_clip,
-                    )
-                    _add(shares, {"value_loss": loss.detach(), **sums}, batch.num_tokens)
-                    self.value.backward(loss / batch.num_tokens)
+        parts = [batch.rows(slice(start, start + size)) for start in range(0, len(batch.rollout), size)]
+        shares = self.value.accumulate(parts, lambda part: self._value_loss(part, batch))
         _, norm = self.value.step()
         self._say_skipped("value", self.value, update)
-        return {**shares, "value_gradient_norm": norm / self.num_workers}
+        return {**_floats(shares), "value_gradient_norm": norm / self.num_workers}
+
+    def _value_loss(self, part: ValueBatch, whole: ValueBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The part's share of the whole minibatch's loss and metrics."""
+        loss, sums = value_loss(
+            self._values(part.rollout),
+            part.values_BR.to(self.device),
+            part.returns_BR.to(self.device),
+            part.mask_BR.to(self.device),
+            self.config.value_clip,
+        )
+        return loss / whole.num_tokens, _shares({"value_loss": loss, **sums}, whole.num_tokens)
 
     def _say_skipped(self, role: str, engine: Engine[Any], update: int) -> None:
         if engine.has_skipped and engine.is_main:
@@ -203,9 +199,13 @@ class LearnerWorker(Rank):
         self.value.close()
 
 
-def _add(shares: dict[str, float], sums: Mapping[str, Tensor], count: int) -> None:
-    for name, value in sums.items():
-        shares[name] = shares.get(name, 0.0) + float(value) / count
+def _shares(sums: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Sums over a part, divided by the count of the whole: parts' shares add up to the mean."""
+    return {name: value.detach().double() / count for name, value in sums.items()}
+
+
+def _floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import gc
 import math
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -20,7 +20,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, Ini
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lm.linear import same_weights
+from lm.linear import cache_weight_casts
 from lm.model import checkpoint_activations, freeze_all_but_last
 from lm.progress import note_progress
 from lm.source import ModelSource, materialise
@@ -41,6 +41,8 @@ from training.state import (
 from training.writer import CheckpointWriter
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
+MicroBatch = TypeVar("MicroBatch")
+LossAndMetrics = tuple[Tensor, Mapping[str, Tensor]]  # a scalar to minimise; detached sums by name
 
 
 class Engine(Generic[AnyModule]):
@@ -89,7 +91,6 @@ class Engine(Generic[AnyModule]):
         if is_deepspeed:  # its own group of these ranks starts with PyTorch's time limit
             self.model.data_parallel_group.set_timeout(timedelta(seconds=config.collective_timeout_seconds))
         self._loss_sum = torch.zeros((), device=self.device)
-        self._is_last = True
         self._skipped_in_row = 0
 
     def _replicated(self, model: nn.Module) -> Any:
@@ -127,39 +128,54 @@ class Engine(Generic[AnyModule]):
         torch.distributed.all_gather_object(values, value)
         return values
 
-    @contextlib.contextmanager
-    def same_weights(self) -> Iterator[None]:
-        """Around passes between which no weight changes: under autocast each weight is then rounded once, not in every
-        pass. Passes with and without gradients need one each.
+    def accumulate(
+        self, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch], LossAndMetrics]
+    ) -> dict[str, Tensor]:
+        """Add up the gradients of this rank's micro-batches, which are its part of one global batch; `step` follows.
+
+        `loss` returns a micro-batch's share of the loss, and metrics. The share is the micro-batch's sum divided by the
+        count of the whole global batch, so shares add up over micro-batches and ranks however the batch is split.
+        Returns the metrics summed over this rank's micro-batches.
         """
-        # What autocast rounds is dropped where the outermost context ends, also one that rounds nothing itself.
-        with same_weights(), torch.autocast(self.device.type, enabled=False):
+        sums: dict[str, Tensor] = {}
+        with self.cache_weight_casts():
+            for number, micro_batch in enumerate(micro_batches):
+                is_last = number == len(micro_batches) - 1
+                with self._gradients_reduced(is_last):
+                    share, metrics = loss(micro_batch)
+                    self._backward(share, is_last)
+                for name, value in metrics.items():
+                    sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach()
+        return sums
+
+    @contextlib.contextmanager
+    def cache_weight_casts(self) -> Iterator[None]:
+        """Caches each weight's bf16 cast across passes. Use it while weights are fixed.
+
+        Passes with gradients need a context of their own, and so do those without.
+        """
+        # Autocast drops its casts when the outermost context ends, even one that casts nothing itself.
+        with cache_weight_casts(), torch.autocast(self.device.type, enabled=False):
             yield
 
     @contextlib.contextmanager
-    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """Around the forward and backward of one micro-batch; `is_last` closes the global batch.
+    def _gradients_reduced(self, is_last: bool) -> Iterator[None]:
+        """Around the forward and backward of one micro-batch: ranks reduce their gradients in the last one only.
 
         DDP decides in the forward whether the backward will reduce gradients, so the forward belongs inside.
         """
-        self._is_last = is_last
         self._accelerator.gradient_state._set_sync_gradients(is_last)
         waits = not is_last and self.world_size > 1 and self.config.zero_stage == 0
         with self._accelerator.no_sync(self.model) if waits else contextlib.nullcontext():
             yield
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of this rank's share of the loss; inside `micro_batch`.
-
-        `loss` is this micro-batch's sum divided by the count of the whole global batch, so shares add up over
-        micro-batches and ranks however the batch is split. Backends average over ranks; the factor undoes that.
-        Where any rank's loss is not finite, no rank's gradient is, and all of them skip the step.
-        """
+    def _backward(self, share: Tensor, is_last: bool) -> None:
+        """Add a micro-batch's gradients. If any rank's loss is not finite, all ranks skip the step."""
         note_progress()
-        self._loss_sum += loss.detach()
-        if self._is_last and not self._is_finite_everywhere():
-            loss = loss * math.nan  # also what has a finite gradient; DeepSpeed steps inside the backward
-        self._accelerator.backward(loss * self.world_size)
+        self._loss_sum += share.detach()
+        if is_last and not self._is_finite_everywhere():
+            share = share * math.nan  # the gradient may still be finite, and DeepSpeed steps inside the backward
+        self._accelerator.backward(share * self.world_size)  # backends average over ranks; the factor undoes that
 
     def step(self) -> tuple[float, float]:
         """Clip, update the weights, clear the gradients. Returns the global loss and gradient norm.

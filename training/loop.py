@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from training.checkpoint import (
     step_folders,
 )
 from training.config import BatchConfig, TrainingConfig
-from training.engine import Engine
+from training.engine import Engine, LossAndMetrics
 from training.metrics import MetricsLog
 from training.notices import say
 from training.packing import DataOrder, IntArray
@@ -123,15 +124,13 @@ class TrainingLoop(Generic[AnyModule]):
         count = self.training.count(rows)
         per_rank = self.num_micro_batches * batch.micro_batch_size
         mine = rows[engine.rank * per_rank : (engine.rank + 1) * per_rank]
-        sums: dict[str, Tensor] = {}
-        with engine.same_weights():
-            for index in range(self.num_micro_batches):
-                micro = mine[index * batch.micro_batch_size : (index + 1) * batch.micro_batch_size]
-                with engine.micro_batch(is_last=index == self.num_micro_batches - 1):
-                    loss, extra = self.training.loss(engine.model, micro, engine.device, seed)
-                    engine.backward(loss / count)
-                for name, value in extra.items():
-                    sums[name] = sums.get(name, torch.zeros_like(value)) + value
+        micro_batches = np.split(mine, self.num_micro_batches)
+
+        def loss(rows: IntArray) -> LossAndMetrics:
+            loss_sum, metrics = self.training.loss(engine.model, rows, engine.device, seed)
+            return loss_sum / count, metrics
+
+        sums = engine.accumulate(micro_batches, loss)
         loss_mean, norm = engine.step()
         seconds = time.monotonic() - started
         if engine.has_skipped and engine.is_main:

@@ -83,9 +83,8 @@ def training_step(point: Point, rounds: int, clock: Callable[[], float]) -> list
     objective, rows = StreamObjective(drawn), np.arange(point.batch)
 
     def step() -> None:
-        with engine.micro_batch(is_last=True):
-            loss, _ = objective.loss(engine.model, rows, engine.device)
-            engine.backward(loss / objective.count(rows))
+        count = objective.count(rows)
+        engine.accumulate([rows], lambda rows: (objective.loss(engine.model, rows, engine.device)[0] / count, {}))
         engine.step()
 
     seconds = timed(step, rounds, clock)

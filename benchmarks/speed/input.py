@@ -164,9 +164,7 @@ def wait(rounds: int, num_steps: int, clock: Clock) -> dict[str, Any]:
         def whole_step(step: int, objective: Any = objective, engine: Any = engine, order: Any = order) -> None:
             rows = order.batch(step)
             count = objective.count(rows)
-            with engine.micro_batch(is_last=True):
-                loss, _ = objective.loss(engine.model, rows, engine.device)
-                engine.backward(loss / count)
+            engine.accumulate([rows], lambda rows: (objective.loss(engine.model, rows, engine.device)[0] / count, {}))
             engine.step()
             objective.num_tokens(rows)
 

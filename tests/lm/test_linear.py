@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lm.linear import Linear, same_weights
+from lm.linear import Linear, cache_weight_casts
 from lm.native import ops
 from lm.native.build import has_matrix_unit
 
@@ -99,13 +99,13 @@ def test_weights_that_do_not_change_are_rounded_once() -> None:
             module(drawn(3, 32))
         return next(tensor for tensor in kept if tensor.shape == (32, 32))
 
-    with same_weights():
+    with cache_weight_casts():
         first = rounded()
-        with same_weights():
+        with cache_weight_casts():
             assert rounded().data_ptr() == first.data_ptr()
         assert rounded().data_ptr() == first.data_ptr()
     with torch.no_grad():
         module.weight.add_(1.0)
-    with same_weights():
+    with cache_weight_casts():
         torch.testing.assert_close(rounded(), module.weight.detach().bfloat16())
     torch.testing.assert_close(rounded(), module.weight.detach().bfloat16())

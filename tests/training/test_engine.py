@@ -1,8 +1,7 @@
 """One rank: a step is AdamW by hand, and no split of a batch changes it."""
 
-import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import Fresh, materialise
 from training.config import EngineConfig, OptimizerConfig
-from training.engine import Engine
+from training.engine import Engine, LossAndMetrics
 from training.failures import RunError
 from training.objectives import PackedObjective
-from training.packing import pack
+from training.packing import IntArray, pack
 
 ONE_RANK = EngineConfig(precision="fp32", trackers=())
 OPTIMIZER = OptimizerConfig(
@@ -58,13 +57,19 @@ def engine(tiny_config: ModelConfig) -> Iterator[Engine[LanguageModel]]:
     engine.close()
 
 
+def shares(engine: Engine[LanguageModel], objective: PackedObjective) -> Callable[[IntArray], LossAndMetrics]:
+    """The loss of some of the first four rows, divided by the count of all four."""
+    count = objective.count(np.arange(4))
+
+    def loss(rows: IntArray) -> LossAndMetrics:
+        loss_sum, metrics = objective.loss(engine.model, rows, engine.device)
+        return loss_sum / count, metrics
+
+    return loss
+
+
 def accumulate(engine: Engine[LanguageModel], objective: PackedObjective, micro: int) -> None:
-    rows = np.arange(4)
-    count = objective.count(rows)
-    for start in range(0, 4, micro):
-        with engine.micro_batch(is_last=start + micro == 4):
-            loss, _ = objective.loss(engine.model, rows[start : start + micro], engine.device)
-            engine.backward(loss / count)
+    engine.accumulate(np.split(np.arange(4), 4 // micro), shares(engine, objective))
 
 
 def plain_loss(model: LanguageModel, objective: PackedObjective) -> Tensor:
@@ -229,9 +234,12 @@ def state_of_all(engine: Engine[LanguageModel]) -> dict[str, Tensor]:
 
 def lose_finiteness(engine: Engine[LanguageModel]) -> None:
     """√0 is finite and its slope is not: the loss alone does not show it."""
-    hidden = engine.model(torch.tensor([[1, 2, 3]]))
-    with engine.micro_batch(is_last=True):
-        engine.backward((hidden - hidden.detach()).square().sum().sqrt())
+
+    def loss(tokens_BT: Tensor) -> LossAndMetrics:
+        hidden = engine.model(tokens_BT)
+        return (hidden - hidden.detach()).square().sum().sqrt(), {}
+
+    engine.accumulate([torch.tensor([[1, 2, 3]])], loss)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -242,12 +250,11 @@ def test_a_step_whose_loss_is_not_finite_is_skipped(
     accumulate(engine, ragged, micro=2)
     engine.step()
     before = state_of_all(engine)
-    with engine.micro_batch(is_last=False):
-        loss, _ = ragged.loss(engine.model, np.arange(2), engine.device)
-        engine.backward(loss + bad)
-    with engine.micro_batch(is_last=True):
-        loss, _ = ragged.loss(engine.model, np.arange(2), engine.device)
-        engine.backward(loss)
+
+    def loss(offset: float) -> LossAndMetrics:
+        return ragged.loss(engine.model, np.arange(2), engine.device)[0] + offset, {}
+
+    engine.accumulate([bad, 0.0], loss)
     assert not math.isfinite(engine.step()[0])
     assert engine.has_skipped
     after = state_of_all(engine)
@@ -331,12 +338,16 @@ def test_an_update_rounds_each_weight_once_and_has_the_same_gradients(
     ragged: PackedObjective, tiny_config: ModelConfig
 ) -> None:
     found = []
-    for context in (Engine.same_weights, lambda _: contextlib.nullcontext()):
+    for is_cached in (True, False):
         config = EngineConfig(precision="bf16", trackers=())
         engine = Engine(fresh(tiny_config), OPTIMIZER, config, world_size=1, micro_batch=1)
         weight = engine.module.get_parameter("decoder.blocks.0.mlp.up.weight")
-        with context(engine), Roundings(weight.shape) as roundings:
-            accumulate(engine, ragged, micro=1)
+        with Roundings(weight.shape) as roundings:
+            if is_cached:
+                accumulate(engine, ragged, micro=1)
+            else:
+                for row in np.arange(4):
+                    shares(engine, ragged)(np.array([row]))[0].backward()  # type: ignore[no-untyped-call]
         found.append((roundings.count, [parameter.grad for parameter in engine.module.parameters()]))
         engine.close()
     (once, shared), (each, separate) = found

@@ -21,8 +21,9 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import Fresh
 from training.config import EngineConfig, OptimizerConfig, Precision
-from training.engine import Engine
+from training.engine import Engine, LossAndMetrics
 from training.objectives import StreamObjective
+from training.packing import IntArray
 
 CONFIG = ModelConfig(
     vocab_size=8192, context_tokens=128, width=512, num_layers=8, num_heads=8, num_kv_heads=8, mlp_width=2048,
@@ -52,15 +53,17 @@ def train(
 
     def steps() -> Engine[LanguageModel]:
         engine = Engine(source, ADAMW, engine_config, world_size=world_size, micro_batch=ROWS)
+
+        def loss(rows: IntArray) -> LossAndMetrics:
+            loss_sum, metrics = objective.loss(engine.model, rows, engine.device)
+            return loss_sum / 1000, metrics
+
         writer = engine.checkpoint_writer()
         for step in range(STEPS):
             if step == 1:  # written while the others are made
                 writer.save(folder, step, {"model": engine.state()})
             engine.set_learning_rate(1e-3)
-            for number in range(MICRO_BATCHES):
-                with engine.micro_batch(is_last=number == MICRO_BATCHES - 1):
-                    loss, _ = objective.loss(engine.model, np.arange(ROWS), engine.device)
-                    engine.backward(loss / 1000)
+            engine.accumulate([np.arange(ROWS)] * MICRO_BATCHES, loss)
             engine.step()
         writer.wait()
         engine.barrier()

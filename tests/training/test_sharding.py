@@ -42,9 +42,8 @@ def build(config: ModelConfig, **settings: Any) -> Engine[LanguageModel]:
 def step(engine: Engine[LanguageModel], objective: StreamObjective) -> float:
     rows = np.arange(4) + 4 * engine.rank
     engine.set_learning_rate(engine.optimizer_config.learning_rate)
-    with engine.micro_batch(is_last=True):
-        loss, _ = objective.loss(engine.model, rows, engine.device)
-        engine.backward(loss / objective.count(np.arange(8)))
+    count = objective.count(np.arange(8))
+    engine.accumulate([rows], lambda rows: (objective.loss(engine.model, rows, engine.device)[0] / count, {}))
     return engine.step()[0]
 
 
