@@ -32,8 +32,8 @@ from evaluation.policies.remote import RemotePolicy
 from evaluation.policies.saved import SavedPolicy, is_saved
 from evaluation.prompts import read_compared_prompts
 from evaluation.verdicts import Response, Verdict, write_rows
+from files.hashes import file_hash
 from preferences.formats.parts import Report
-from training.checkpoint import file_hash
 from training.data import DataConfig, Prompt
 
 MADE_ELSEWHERE = "made elsewhere"  # the kind of policies and judges that a file of judgments names

@@ -21,12 +21,12 @@ from typing import Any
 
 from evaluation.policies.policy import Policy
 from evaluation.verdicts import Response, Verdict, read_responses, read_verdicts, write_rows
-from files.lock import hold
+from files.atomic import atomic_folder, write_json
+from files.lock import lock
 from reading.fields import any_messages, any_text, text_field
 from reading.rows import read_source
 from stages.lineage import code_version
 from training.data import Prompt
-from training.stage import write_json
 
 SETTINGS, PROMPTS, MEASURES = "compare.json", "prompts.jsonl", "measures.json"
 RESPONSES, VERDICTS = "responses.parquet", "verdicts.parquet"
@@ -45,7 +45,7 @@ def holding(folder: Path) -> Iterator[Path]:
     """Keep other comparisons out of a folder; gives that of what is under way, which goes once `folder` is there."""
     aside = folder.with_name(f"{folder.name}.sampling")
     aside.mkdir(parents=True, exist_ok=True)
-    with hold(aside, doing="comparing", other="--out"):
+    with lock(aside, doing="comparing", other="--out"):
         try:
             yield aside
         finally:
@@ -71,14 +71,12 @@ def write_comparison(
     """A new folder, whole or absent. Errors: ValueError where it is there already."""
     if folder.exists():
         raise ValueError(f"{folder}: is there already; a new folder was expected (--out)")
-    aside = folder.with_name(f"{folder.name}.writing")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    write_rows(aside / RESPONSES, responses)
-    with (aside / PROMPTS).open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(json.dumps(_prompt_row(prompt), ensure_ascii=False) + "\n" for prompt in prompts)
-    write_verdicts(aside, settings, verdicts)
-    aside.replace(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_folder(folder) as aside:
+        write_rows(aside / RESPONSES, responses)
+        with (aside / PROMPTS).open("w", encoding="utf-8", newline="\n") as file:
+            file.writelines(json.dumps(_prompt_row(prompt), ensure_ascii=False) + "\n" for prompt in prompts)
+        write_verdicts(aside, settings, verdicts)
 
 
 def write_verdicts(folder: Path, settings: Settings, verdicts: Sequence[Verdict]) -> None:

@@ -15,6 +15,7 @@ from evaluation.judges.people import PeopleJudge
 from evaluation.judges.scorers import Score, ScoreJudge, reward_model_score
 from evaluation.judges.template import read_template
 from evaluation.names import named_specs
+from files.hashes import file_hash, folder_hash
 from lm.hub import model_directory
 from lm.tokenizer import Messages
 from preferences.records import MAX_RESPONSES
@@ -22,7 +23,6 @@ from preferences.store import LabelStore
 from reward.elsewhere import FunctionReward, HTTPReward, Scored
 from reward.scoring import labels_of
 from stages.world import World
-from training.checkpoint import file_hash, folder_hash
 from training.data import Prompt
 
 PEOPLE, GOLD = "people:", "gold:"

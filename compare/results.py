@@ -11,8 +11,8 @@ from compare.folder import MEASURES, RESPONSES, read_settings
 from compare.report.page import write_comparison_report
 from evaluation.measures.policies import measure_policies
 from evaluation.verdicts import Response, read_responses
+from files.atomic import write_json
 from files.records import as_json
-from training.stage import write_json
 
 
 def conclude(folder: Path) -> dict[str, Any]:

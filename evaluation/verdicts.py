@@ -13,6 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from files.atomic import atomic_file
+
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
@@ -185,9 +187,8 @@ def write_rows(path: Path, rows: Sequence[Verdict] | Sequence[Response]) -> None
     names = [field.name for field in fields(rows[0])]
     dicts = [asdict(row) for row in rows]
     table = pyarrow.table({name: [row[name] for row in dicts] for name in names})
-    aside = path.with_name(f"{path.name}.writing")
-    parquet.write_table(table, aside)
-    aside.replace(path)
+    with atomic_file(path) as temporary:
+        parquet.write_table(table, temporary)
 
 
 def read_verdicts(path: Path) -> list[Verdict]:

@@ -1,4 +1,4 @@
-"""One process at a time works in a folder."""
+"""A lock that lets one process at a time work in a folder."""
 
 import fcntl
 import os
@@ -8,10 +8,13 @@ from pathlib import Path
 
 
 @contextmanager
-def hold(folder: Path, *, doing: str = "running this job", other: str = "--runs") -> Iterator[None]:
-    """Keep other processes out of a folder. The system lets go of the lock when its holder ends, however it ends.
+def lock(folder: Path, *, doing: str = "running this job", other: str = "--runs") -> Iterator[None]:
+    """Keep other processes out of a folder. The system releases the lock when its process ends, however it ends.
 
-    `doing` and `other`, an option, are for the message. Errors: ValueError naming the process that holds the folder.
+    `doing` and `other` (a command-line option) go into the message.
+
+    Raises:
+        ValueError: another process has the lock; the message names it.
     """
     with (folder / "run.lock").open("a+", encoding="utf-8") as file:
         try:

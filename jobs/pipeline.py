@@ -16,7 +16,9 @@ import tomli_w
 
 from cluster.group import WorkerError, disconnect
 from cluster.precision import resolve_precision
-from files.lock import hold
+from files.atomic import write_json
+from files.hashes import file_hash, folder_hash
+from files.lock import lock
 from jobs.job import JobConfig
 from jobs.preflight import check_data, refuse_missing
 from jobs.recovery import Workers, run_to_end
@@ -29,11 +31,10 @@ from pretrain.stage import prepare_tokenizer
 from reward.elsewhere import FunctionReward
 from stages.lineage import LINEAGE, Inputs, finished_with, outputs_hash, require_outputs, started_with, write_lineage
 from stages.progress import StageProgress, console, follow, print_notice
-from training.checkpoint import file_hash, folder_hash, step_folders
+from training.checkpoint import step_folders
 from training.failures import RunError, in_one_line
 from training.metrics import read_metrics
 from training.notices import speaking_through
-from training.stage import write_json
 
 FOLDER_SECONDS = 30.0  # for which a stage waits where its folder is away
 
@@ -54,7 +55,7 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
     with ExitStack() as closing:
         closing.enter_context(speaking_through(print_notice))
         closing.enter_context(missing_in_one_line(folder))
-        closing.enter_context(hold(folder))
+        closing.enter_context(lock(folder))
         workers = Workers(job.world_sizes, folder, job.cluster, job.ranks_beside)
         if os.environ.get("RAY_ADDRESS"):
             closing.callback(disconnect)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from evaluation.sampling import Sample, SamplingSpec, sample_policy
+from files.atomic import write_text
 from jobs.job import JobConfig
 from jobs.recovery import Workers
 from lm.hub import model_directory
@@ -108,9 +109,7 @@ def sample_everywhere(
         shares = [parts[number] for number in turn] + [[]] * (group.num_workers - len(turn))
         found = group.run_each(f"{stage}: {phase}", sample_policy, [(spec, share) for share in shares])
         for number, samples in zip(turn, found, strict=False):  # a rank without a share has none
-            aside = paths[number].with_suffix(".writing")
-            aside.write_text("".join(json.dumps(sample.as_dict()) + "\n" for sample in samples), encoding="utf-8")
-            aside.replace(paths[number])
+            write_text(paths[number], "".join(json.dumps(sample.as_dict()) + "\n" for sample in samples))
         num_done = len(parts) - len(missing) + start + len(turn)
         progress.update(min(num_done * PROMPTS_AT_ONCE, len(prompts)), len(prompts), phase)
     lines = (line for path in paths for line in path.read_text(encoding="utf-8").splitlines())

@@ -3,7 +3,6 @@
 Shape letters: B responses, R response tokens.
 """
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from files.atomic import atomic_folder
 from lm.model import LanguageModel, ScalarModel
 from lm.progress import note_progress
 from lm.weights import ModelFolder, save_model
@@ -179,11 +179,9 @@ class LearnerWorker(Rank):
     def keep_policy(self, folder: Path) -> None:
         weights = self.policy.full_weights(on_main_alone=True)
         if self.policy.is_main:
-            aside = folder.with_name(f".writing-{folder.name}")
-            for left_over in (aside, folder):
-                shutil.rmtree(left_over, ignore_errors=True)
-            save_model(aside, self.policy.module, weights, self.tokenizer)
-            aside.rename(folder)
+            folder.parent.mkdir(exist_ok=True)
+            with atomic_folder(folder) as temporary:
+                save_model(temporary, self.policy.module, weights, self.tokenizer)
         self.policy.barrier()
 
     def export_policy(self, folder: Path) -> None:

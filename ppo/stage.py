@@ -5,13 +5,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from files.atomic import remove_unfinished
 from lm.tokenizer import Tokenizer
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels
 from ppo.roles import Roles, Sampling
 from ppo.rollout import Rollout
-from training.checkpoint import drop_unfinished, find_resumption
+from training.checkpoint import find_resumption
 from training.data import Prompt
 from training.metrics import MetricsLog
 from training.notices import say
@@ -79,7 +80,7 @@ def _resume(context: StageContext, controller: PPOController) -> int:
         ValueError: there are checkpoints, and all of them are damaged.
     """
     checkpoints = context.folder / "checkpoints"
-    drop_unfinished(checkpoints)
+    remove_unfinished(checkpoints)
     found = find_resumption(checkpoints, "ppo", controller.roles.changed_files)
     for notice in found.notices("ppo", controller.config.num_iterations, "iteration"):
         say(notice)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 
+from files.atomic import write_text
 from reports.figures import headlines, kl_headline, seconds_of, sources_of, total_time
 from reports.plots import gold_chart, kl_charts
 from reports.run import Run, StageRun, read_run
@@ -24,8 +25,8 @@ def write_report(run_folder: Path) -> dict[str, Any]:
     """
     run = read_run(run_folder)
     report = report_of(run)
-    _write(run_folder / "report.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    _write(run_folder / "report.html", page_of(run))
+    write_text(run_folder / "report.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(run_folder / "report.html", page_of(run))
     return report
 
 
@@ -87,10 +88,3 @@ def page_of(run: Run) -> str:
         kind_table=kind_table(run),
         samples=samples_of(run),
     )
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or absent: written aside, then renamed."""
-    aside = path.with_name(f"{path.name}.writing")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)

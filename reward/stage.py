@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from files.atomic import write_json
 from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
 from lm.model import SCORE, LanguageModel, ScalarModel
 from lm.source import ModelSource, skeleton
@@ -37,7 +38,7 @@ from training.config import InitConfig, TrainingConfig
 from training.data import DataConfig
 from training.loop import LoopConfig, TrainingLoop
 from training.seeds import derive_seed
-from training.stage import StageContext, build_engine, write_json
+from training.stage import StageContext, build_engine
 
 ODDITIES = "oddities.json"  # what was odd about rows of the rankings, and what was done
 HELDOUT_SCORES = "heldout_scores.json"  # {task_id: scores of its responses, in the order of the rankings file}

@@ -12,8 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from training.checkpoint import folder_hash
-from training.stage import write_json
+from files.atomic import write_json
+from files.hashes import file_hash, folder_hash
 
 PACKAGES = ("torch", "deepspeed", "accelerate", "ray", "transformers", "tokenizers", "datasets", "numpy")
 LINEAGE = "lineage.json"  # written last: a stage that has one came to its end
@@ -56,7 +56,7 @@ def outputs_hash(folder: Path, stage: str) -> str:
     """One hash over what later stages read of this one."""
     path = folder / _OUTPUTS.get(stage, "model")
     if path.is_file():
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return file_hash(path)
     return folder_hash(path) if path.is_dir() else ""
 
 

@@ -20,6 +20,7 @@ from evaluation.measures.curves import Curve, best_of_n_curve
 from evaluation.measures.drawing import Drawn, Policy, draw
 from evaluation.measures.kl import response_kls
 from evaluation.measures.text import bits_and_bytes
+from files.atomic import atomic_file
 from intervals.estimates import Floats
 from jobs.job import JobConfig
 from lm.tokenizer import Tokenizer
@@ -194,10 +195,8 @@ class SeedMeasures:
         console.print(f"[dim]{self.folder.name}: measuring {name.removesuffix('.npz')}")
         found = make()
         path.parent.mkdir(exist_ok=True)
-        aside = path.with_suffix(".writing")
-        with aside.open("wb") as file:
+        with atomic_file(path) as temporary, temporary.open("wb") as file:
             np.savez_compressed(file, allow_pickle=False, stamp=np.array(stamp), **found)
-        aside.replace(path)
         return found
 
 

@@ -1,6 +1,5 @@
 """Checkpoints that are whole or absent: written aside, hashed, synced, read back, renamed before an older one goes."""
 
-import hashlib
 import json
 import os
 import re
@@ -9,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from files.atomic import PREFIX, commit_folder, remove_unfinished, sync
+from files.hashes import file_hash, file_names
 from lm.progress import note_progress
 
 MANIFEST = "manifest.json"
@@ -18,25 +19,8 @@ NUM_SHOWN = 5  # damaged files that a message names
 Check = Callable[[Path, Mapping[str, str]], Sequence[str]]
 
 
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
-    note_progress()
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def folder_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below `folder` but the manifest, by relative path."""
-    return {name: file_hash(folder / name) for name in _names(folder)}
-
-
-def folder_hash(folder: Path) -> str:
-    """One SHA-256 over all names and contents below `folder`."""
-    return hashlib.sha256(json.dumps(folder_hashes(folder), sort_keys=True).encode()).hexdigest()
-
-
 def writing_folder(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f".writing-{step:06d}"
+    return checkpoints / f"{PREFIX}{step:06d}"
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -53,16 +37,10 @@ def begin_checkpoint(checkpoints: Path, step: int) -> Path:
     Only `checkpoints` itself is created: a run folder that is away must not be there when it comes back.
     """
     checkpoints.mkdir(exist_ok=True)
-    drop_unfinished(checkpoints)
+    remove_unfinished(checkpoints)
     folder = writing_folder(checkpoints, step)
     folder.mkdir()
     return folder
-
-
-def drop_unfinished(checkpoints: Path) -> None:
-    """Remove what a killed run was writing."""
-    for folder in checkpoints.glob(".writing-*"):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def commit_checkpoint(writing: Path, step: int, hashes: Mapping[str, str], keep: int) -> Path:
@@ -75,11 +53,9 @@ def commit_checkpoint(writing: Path, step: int, hashes: Mapping[str, str], keep:
     if not (final / MANIFEST).is_file() or writing.is_dir():
         manifest = {"step": step, "sha256": dict(sorted(hashes.items()))}
         (writing / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        for path in writing.rglob("*"):
-            sync(path)
-        shutil.rmtree(final, ignore_errors=True)
-        writing.rename(final)
-    sync(checkpoints)
+        commit_folder(writing, final)
+    else:  # an earlier call failed after the rename
+        sync(checkpoints)
     found = read_manifest(final)
     assert found.sha256 == hashes, f"checkpoint {final} does not verify right after it was written: {found.damage}"
     # Checkpoints of later steps are damaged ones that this run has passed over.
@@ -117,6 +93,7 @@ def changed_files(folder: Path, sha256: Mapping[str, str]) -> list[str]:
 
 
 def _hash_or_cause(path: Path) -> str:
+    note_progress()
     try:
         return file_hash(path)
     except OSError as error:
@@ -196,8 +173,7 @@ def step_folders(checkpoints: Path) -> list[Path]:
 
 def _names(folder: Path) -> list[str]:
     """Relative paths of the files below `folder`, without the manifest."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    return sorted(str(path.relative_to(folder)) for path in files)
+    return [name for name in file_names(folder) if Path(name).name != MANIFEST]
 
 
 def _described(names: Sequence[str] | set[str]) -> str:
@@ -205,12 +181,3 @@ def _described(names: Sequence[str] | set[str]) -> str:
         return ""
     more = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
     return f"files changed, missing or added: {', '.join(sorted(names)[:NUM_SHOWN])}{more}"
-
-
-def sync(path: Path) -> None:
-    """Push a file or folder to the disk, so that a rename never becomes visible before its contents."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

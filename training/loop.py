@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from files.atomic import remove_unfinished
 from lm.progress import note_progress
 from training.checkpoint import (
     changed_files,
     choose_sound,
-    drop_unfinished,
     read_manifest,
     share_of_files,
     step_folder,
@@ -185,7 +185,7 @@ class TrainingLoop(Generic[AnyModule]):
         engine, stage = self.engine, self.config.stage
         manifests = []
         if engine.is_main:
-            drop_unfinished(self.checkpoints)
+            remove_unfinished(self.checkpoints)
             manifests = [read_manifest(folder) for folder in step_folders(self.checkpoints)]
         found = choose_sound(self.checkpoints, stage, engine.gather(manifests)[0], self._changed_files)
         if engine.is_main:

@@ -12,6 +12,7 @@ from typing import Any
 from accelerate.state import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+from files.atomic import write_text
 from training.failures import cause_of
 from training.notices import say
 
@@ -29,9 +30,7 @@ class MetricsLog:
         PartialState()  # the trackers ask it whether this process is the main one
         self.path = folder / "metrics.jsonl"
         kept = [line for line in read_metrics(self.path) if line["step"] <= resume_step]
-        aside = self.path.with_suffix(".writing")
-        aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        aside.replace(self.path)
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = self.path.open("ab", buffering=0)
         self._whole_bytes = self.path.stat().st_size  # what lies behind them is part of a line that failed
         self._waiting: list[tuple[int, bytes]] = []  # step and line

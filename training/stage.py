@@ -1,6 +1,5 @@
 """What a stage is given beside its config, and how it leaves its results."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from files.atomic import write_json
 from lm.source import ModelSource
 from training.config import EngineConfig, TrainingConfig
 from training.engine import Engine
@@ -37,10 +37,3 @@ def build_engine(context: StageContext, source: ModelSource[AnyModule], config: 
     """This rank's engine for a stage that trains one model."""
     micro_batch = config.batch.micro_batch_size
     return Engine(source, config.optimizer, context.engine, world_size=context.num_workers, micro_batch=micro_batch)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Whole or absent: written aside, then renamed."""
-    aside = path.with_suffix(".writing")
-    aside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    aside.replace(path)

@@ -23,7 +23,10 @@ import tenacity
 import torch
 from torch import Tensor
 
-from training.checkpoint import begin_checkpoint, changed_files, commit_checkpoint, file_hash, sync, writing_folder
+from files.atomic import sync, write_text
+from files.hashes import file_hash
+from lm.progress import note_progress
+from training.checkpoint import begin_checkpoint, changed_files, commit_checkpoint, writing_folder
 from training.failures import CheckpointError, cause_of, remedy_of, system_error
 from training.notices import say
 from training.state import Fragment, State, write_state
@@ -330,10 +333,7 @@ def _read_mark(writing: Path, rank: int) -> Path:
 
 
 def _leave_note(path: Path, hashes: Mapping[str, str]) -> None:
-    aside = path.with_suffix(".writing")
-    aside.write_text(json.dumps(hashes), encoding="utf-8")
-    sync(aside)
-    aside.rename(path)
+    write_text(path, json.dumps(hashes))
 
 
 def _read_note(path: Path) -> dict[str, str]:
@@ -343,4 +343,5 @@ def _read_note(path: Path) -> dict[str, str]:
 
 def _synced_hash(path: Path) -> str:
     sync(path)
+    note_progress()
     return file_hash(path)

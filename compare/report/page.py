@@ -26,6 +26,7 @@ from compare.report.warnings import warnings_of
 from compare.report.words import Answer, answer_of, looks_of
 from evaluation.statistics.results import Summary
 from evaluation.statistics.summary import summarise
+from files.atomic import write_text
 from files.records import as_json
 from reports.run import clean_text
 from reports.run import plain as finite
@@ -40,8 +41,8 @@ def write_comparison_report(folder: Path) -> dict[str, Any]:
     """
     comparison = read_comparison(folder)
     page, report = render(comparison)
-    _write(folder / "report.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    _write(folder / "report.html", page)
+    write_text(folder / "report.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(folder / "report.html", page)
     return report
 
 
@@ -130,10 +131,3 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or absent: written aside, then renamed."""
-    aside = path.with_name(f"{path.name}.writing")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)

@@ -9,12 +9,12 @@ from evaluation.answers import OnProgress
 from evaluation.policies.policy import Sampling
 from evaluation.sampling import SamplingSpec, sample_policy
 from evaluation.verdicts import Response
+from files.hashes import folder_hash
 from lm.hub import model_directory
 from lm.model import LanguageModel
 from lm.source import skeleton
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, open_checkpoint, read_config
-from training.checkpoint import folder_hash
 from training.data import Prompt
 from training.seeds import derive_seed
 

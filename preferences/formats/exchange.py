@@ -4,9 +4,11 @@ import gzip
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
+from files.atomic import atomic_file, atomic_folder
 from preferences.formats.merging import Found
 from preferences.formats.parts import Format, Report
 from preferences.importing import Import
@@ -73,18 +75,17 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:
         raise ValueError(f"{path}: suffix {suffix!r}; one of {', '.join(CONTAINERS)}, or none (a folder) was expected")
     if path.exists():
         raise ValueError(f"{path}: is there already; a new path was expected")
+    rows = iter(rows)
+    first = list(islice(rows, 1))
+    if not first:
+        return 0
+    rows = chain(first, rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.writing")
-    if suffix in ("", ".parquet"):
-        num_rows = _write_table(aside, list(rows), is_folder=not suffix)
-    else:
-        with _text_file(aside, is_packed=suffix.endswith(".gz")) as file:
-            num_rows = _write_json(file, rows) if suffix.startswith(".jsonl") else _write_list(file, list(rows))
-    if num_rows:
-        aside.replace(path)
-    else:
-        aside.unlink(missing_ok=True)
-    return num_rows
+    with atomic_file(path) if suffix else atomic_folder(path) as temporary:
+        if suffix in ("", ".parquet"):
+            return _write_table(temporary, list(rows), is_folder=not suffix)
+        with _text_file(temporary, is_packed=suffix.endswith(".gz")) as file:
+            return _write_json(file, rows) if suffix.startswith(".jsonl") else _write_list(file, list(rows))
 
 
 @contextmanager
@@ -106,12 +107,11 @@ def _write_list(file: IO[str], rows: list[dict[str, Any]]) -> int:
 
 
 def _write_table(path: Path, rows: list[dict[str, Any]], *, is_folder: bool) -> int:
-    if rows:
-        import datasets  # takes seconds, which those that write JSON need not wait for
+    import datasets  # takes seconds, which those that write JSON need not wait for
 
-        table = datasets.Dataset.from_list(rows)
-        if is_folder:
-            table.save_to_disk(str(path))
-        else:
-            table.to_parquet(str(path))
+    table = datasets.Dataset.from_list(rows)
+    if is_folder:
+        table.save_to_disk(str(path))
+    else:
+        table.to_parquet(str(path))
     return len(rows)

@@ -8,7 +8,7 @@ import pytest
 
 from evaluation import sampling
 from evaluation.verdicts import Verdict
-from files.lock import hold
+from files.lock import lock
 
 Call = Callable[..., tuple[int, str]]
 Compare = Callable[..., list[str]]
@@ -71,6 +71,6 @@ def test_a_folder_is_compared_in_by_one_at_a_time(place: Path, heed_main: Call, 
     aside = place / "out.sampling"
     aside.mkdir()
     policies = (str(place / "saved.jsonl"), f"again={place / 'saved.jsonl'}")
-    with hold(aside):
+    with lock(aside):
         code, said = heed_main(*compare(place, *policies, judges=(f"{place / 'judges.py'}:length",)))
     assert (code, "is comparing here; wait for it, or run with another --out" in said) == (2, True)

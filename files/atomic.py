@@ -1,0 +1,101 @@
+"""Files and folders that are whole or absent: written under a temporary name, synced, then renamed.
+
+The temporary name of `NAME` is `.writing-NAME`, in the same folder. A kill in the middle of a write leaves it behind;
+the next write of the same name replaces it, and `remove_unfinished` removes all of a folder.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PREFIX = ".writing-"
+
+
+def temporary_path(path: Path) -> Path:
+    """Where `path` is written until it is whole."""
+    return path.with_name(f"{PREFIX}{path.name}")
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes left in a folder of unfinished files and folders."""
+    for path in folder.glob(f"{PREFIX}*"):
+        _remove(path)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yields the temporary path to write; if the block succeeds, the file replaces `path`.
+
+    If the block raises, `path` stays as it was and the temporary file is removed: on a full disk, a retry needs its
+    space. The folder of `path` must exist: a run folder that has disappeared must not be created again.
+    """
+    temporary = temporary_path(path)
+    try:
+        yield temporary
+        sync(temporary)
+        temporary.replace(path)
+    except BaseException:
+        _remove(temporary)
+        raise
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yields an empty temporary folder to fill; if the block succeeds, it replaces `path`, whatever was there.
+
+    If the block raises, `path` stays as it was and the temporary folder is removed.
+    """
+    temporary = temporary_path(path)
+    _remove(temporary)
+    temporary.mkdir()
+    try:
+        yield temporary
+        commit_folder(temporary, path)
+    except BaseException:
+        _remove(temporary)
+        raise
+
+
+def commit_folder(temporary: Path, path: Path) -> None:
+    """Sync everything in a fully written folder and rename it to `path`, replacing what was there."""
+    for written in temporary.rglob("*"):
+        sync(written)
+    sync(temporary)
+    _remove(path)
+    temporary.rename(path)
+    sync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, whole or not at all."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write an indented JSON file, whole or not at all."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to disk, so that a rename never becomes visible before the contents."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder. What cannot be removed, because its disk is gone, stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return

@@ -1,0 +1,103 @@
+"""A kill or an error in the middle of a write leaves the old file or folder, and what is left behind is recognised."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from files.atomic import atomic_file, atomic_folder, remove_unfinished, temporary_path, write_json, write_text
+
+WRITE_FILE = """
+with atomic_file(target) as temporary, temporary.open("w") as file:
+    file.write("half of it")
+    file.flush()
+    wait()
+"""
+WRITE_FOLDER = """
+with atomic_folder(target) as temporary:
+    (temporary / "first").write_text("half of it")
+    wait()
+"""
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from files.atomic import atomic_file, atomic_folder
+target = Path(sys.argv[1])
+def wait():
+    print("written", flush=True)
+    time.sleep(600)
+"""
+
+
+def kill_in_the_middle(write: str, target: Path) -> None:
+    writer = subprocess.Popen([sys.executable, "-c", PROGRAM + write, str(target)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    try:
+        assert writer.stdout.readline() == "written\n"
+    finally:
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+
+
+def test_a_kill_in_the_middle_leaves_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "results.json"
+    write_json(target, {"loss": 1.5})
+    kill_in_the_middle(WRITE_FILE, target)
+    assert json.loads(target.read_text()) == {"loss": 1.5}
+    assert sorted(os.listdir(tmp_path)) == [".writing-results.json", "results.json"]
+    write_json(target, {"loss": 0.5})
+    assert json.loads(target.read_text()) == {"loss": 0.5}
+    assert os.listdir(tmp_path) == ["results.json"]
+
+
+def test_a_kill_in_the_middle_leaves_the_old_folder(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    with atomic_folder(target) as temporary:
+        (temporary / "second").write_text("whole")
+    kill_in_the_middle(WRITE_FOLDER, target)
+    assert os.listdir(target) == ["second"]
+    assert sorted(os.listdir(tmp_path)) == [".writing-model", "model"]
+    with atomic_folder(target) as temporary:
+        assert os.listdir(temporary) == []  # nothing is left of the killed write
+        (temporary / "third").write_text("whole")
+    assert os.listdir(target) == ["third"]
+    assert os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("write", [WRITE_FILE, WRITE_FOLDER], ids=["file", "folder"])
+def test_what_a_kill_leaves_behind_is_recognised(tmp_path: Path, write: str) -> None:
+    kill_in_the_middle(write, tmp_path / "new")
+    assert os.listdir(tmp_path) == [temporary_path(tmp_path / "new").name]
+    (tmp_path / "other").touch()
+    remove_unfinished(tmp_path)
+    assert os.listdir(tmp_path) == ["other"]
+
+
+@pytest.mark.parametrize("write", [atomic_file, atomic_folder])
+def test_an_error_leaves_the_old_contents_and_no_temporary(
+    tmp_path: Path, write: Callable[[Path], AbstractContextManager[Path]]
+) -> None:
+    (tmp_path / "target").write_text("old")
+    with pytest.raises(OSError, match="the disk is full"), write(tmp_path / "target") as temporary:  # noqa: PT012
+        (temporary / "part" if write is atomic_folder else temporary).write_text("half of it")
+        raise OSError("the disk is full")
+    assert (tmp_path / "target").read_text() == "old"
+    assert os.listdir(tmp_path) == ["target"]
+
+
+@pytest.mark.parametrize("write", [lambda path: write_text(path, "text"), lambda path: write_json(path, {})])
+def test_a_folder_that_has_disappeared_is_not_created_again(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    with pytest.raises(FileNotFoundError):
+        write(tmp_path / "away" / "file")
+    assert not (tmp_path / "away").exists()
+
+
+def test_json_is_indented_and_ends_with_a_newline(tmp_path: Path) -> None:
+    write_json(tmp_path / "file.json", {"a": [1]})
+    assert (tmp_path / "file.json").read_text() == '{\n  "a": [\n    1\n  ]\n}\n'
