@@ -26,8 +26,8 @@ from training.state import State
 from training.writer import CheckpointWriter
 
 MODEL = ModelConfig(
-    vocab_size=4096, context_tokens=128, width=384, num_layers=4, num_heads=6, num_kv_heads=6, head_dim=64,
-    mlp_width=1536, mlp="relu2",
+    vocab_size=4096, max_position_embeddings=128, hidden_size=384, num_hidden_layers=4, num_attention_heads=6,
+    num_key_value_heads=6, head_dim=64, intermediate_size=1536, mlp="relu2",
 )  # fmt: skip
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="constant")
 BATCH = BatchConfig(batch_size=2, micro_batch_size=2)
@@ -75,7 +75,7 @@ def train(folder: Path, num_steps: int, save_every: int, kind: type[CheckpointWr
     source = Fresh(lambda: LanguageModel(MODEL), seed=0)
     engine = Watched(source, OPTIMIZER, EngineConfig(precision="fp32", trackers=()), world_size=1, micro_batch=2)
     engine.kind = kind
-    rows = np.random.default_rng(0).integers(0, MODEL.vocab_size, (64, MODEL.context_tokens)).astype(np.int32)
+    rows = np.random.default_rng(0).integers(0, MODEL.vocab_size, (64, MODEL.max_position_embeddings)).astype(np.int32)
     config = LoopConfig("benchmark", 0, num_steps, BATCH, save_every, num_steps)
     loop = TrainingLoop(engine, config, StreamObjective(rows), StreamObjective(rows[:4]), folder)
     begun = time.monotonic()

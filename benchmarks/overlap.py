@@ -26,7 +26,14 @@ from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 
 SHAPE = ModelConfig(
-    vocab_size=512, context_tokens=128, width=192, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=48, mlp_width=768
+    vocab_size=512,
+    max_position_embeddings=128,
+    hidden_size=192,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=48,
+    intermediate_size=768,
 )
 PROMPTS = [[5 + number % 7] * 16 for number in range(64)]
 NUM_ITERATIONS = 6
@@ -80,14 +87,14 @@ def ppo_config(max_staleness: int) -> PPOConfig:
         max_staleness=max_staleness,
         prompts=DataConfig(source="unread"),
         num_iterations=NUM_ITERATIONS,
-        rollout_prompts=len(PROMPTS),
+        rollout_batch_size=len(PROMPTS),
         num_epochs=1,
         minibatch=BatchConfig(batch_size=32, micro_batch_size=32),
-        max_response_tokens=96,
+        max_new_tokens=96,
         policy_optimizer=optimizer,
         value_optimizer=optimizer,
         kl_coef=0.1,
-        missing_end_penalty=0.0,
+        missing_eos_penalty=0.0,
         ptx_coef=0.0,
         ptx_rows=0,
         ema_decay=0.0,

@@ -111,7 +111,7 @@ def train(study: Study, kind: str, seed: int, folder: Path) -> dict[str, float]:
     seen, unseen = split_rankings(study.rankings, HELDOUT_SHARE, seed)
     source = network_source(study.policy, 0.0, derive_seed(seed, "reward", "head"))
     shape = skeleton(source.build).config
-    trained_on, heldout = (encode_rankings(tokenizer, part, shape.context_tokens) for part in (seen, unseen))
+    trained_on, heldout = (encode_rankings(tokenizer, part, shape.max_position_embeddings) for part in (seen, unseen))
     num_pairs = math.comb(len(trained_on[0].sequences), 2)
     if kind == "prompt":
         objective: Objective[RewardLearner] = RankingObjective(trained_on, shape.kind)

@@ -99,15 +99,16 @@ class Case:
 
 
 CASES = {
-    "gpt2": Case("GPT2", {}, {"positions": "learned", "norm": "layer", "mlp": "gelu_tanh", "mlp_width": 80}),
+    "gpt2": Case("GPT2", {}, {"positions": "learned", "norm": "layer", "mlp": "gelu_tanh", "intermediate_size": 80}),
     "gpt2, n_inner, untied, relu": Case(
         "GPT2",
         {"n_inner": 28, "tie_word_embeddings": False, "activation_function": "relu"},
-        {"mlp": "relu", "mlp_width": 28, "tie_embeddings": False},
+        {"mlp": "relu", "intermediate_size": 28, "tie_word_embeddings": False},
     ),
-    "llama": Case("Llama", {}, {"head_dim": 6, "num_kv_heads": 2, "attention_bias": "none"}),
+    "llama": Case("Llama", {}, {"head_dim": 6, "num_key_value_heads": 2, "attention_bias": "none"}),
     "llama, tied, one key head": Case(
-        "Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}, {"tie_embeddings": True, "num_kv_heads": 1}
+        "Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}, {"tie_word_embeddings": True,
+        "num_key_value_heads": 1}
     ),
     "llama, biases": Case(
         "Llama", {"attention_bias": True, "mlp_bias": True}, {"attention_bias": "all", "mlp_bias": True}
@@ -115,19 +116,21 @@ CASES = {
     "llama 3": Case(
         "Llama",
         {"rope_parameters": LLAMA3},
-        {"rope_scaling": RopeScaling(kind="llama3", factor=4, original_context_tokens=16, high_freq_factor=3)},
+        {"rope_scaling": RopeScaling(rope_type="llama3", factor=4, original_max_position_embeddings=16,
+        high_freq_factor=3)},
     ),
     "llama, linear": Case(
-        "Llama", {"rope_parameters": LINEAR}, {"rope_scaling": RopeScaling(kind="linear", factor=2.5)}
+        "Llama", {"rope_parameters": LINEAR}, {"rope_scaling": RopeScaling(rope_type="linear", factor=2.5)}
     ),
     "arcee": Case("Arcee", {"mlp_bias": True}, {"mlp": "relu2", "mlp_bias": True}),
-    "mistral, window": Case("Mistral", {"sliding_window": 7}, {"windows": (7,)}),
-    "mistral, no window": Case("Mistral", {"sliding_window": None}, {"windows": (0,)}, written_as="Llama"),
-    "qwen2": Case("Qwen2", {}, {"attention_bias": "qkv", "windows": (0,)}),
+    "mistral, window": Case("Mistral", {"sliding_window": 7}, {"sliding_window": (7,)}),
+    "mistral, no window": Case("Mistral", {"sliding_window": None}, {"sliding_window": (0,)}, written_as="Llama"),
+    "qwen2": Case("Qwen2", {}, {"attention_bias": "qkv", "sliding_window": (0,)}),
     "qwen2, yarn, late windows": Case(
         "Qwen2",
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "rope_parameters": YARN},
-        {"windows": (0, 5, 5), "rope_scaling": RopeScaling(kind="yarn", factor=4, original_context_tokens=12)},
+        {"sliding_window": (0, 5, 5), "rope_scaling": RopeScaling(rope_type="yarn", factor=4,
+        original_max_position_embeddings=12)},
     ),
     "qwen3": Case("Qwen3", {"attention_bias": True}, {"qk_norm": True, "attention_bias": "all"}),
     "qwen3, alternating": Case(
@@ -138,28 +141,28 @@ CASES = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
             "tie_word_embeddings": True,
         },
-        {"windows": (0, 9), "qk_norm": True, "attention_bias": "none"},
+        {"sliding_window": (0, 9), "qk_norm": True, "attention_bias": "none"},
     ),
-    "bert, masked words": Case("Bert", {}, {"token_types": 2, "mlp": "gelu", "norm_eps": 1e-3}, purpose="masked"),
+    "bert, masked words": Case("Bert", {}, {"type_vocab_size": 2, "mlp": "gelu", "norm_eps": 1e-3}, purpose="masked"),
     "bert, masked words, untied, relu": Case(
         "Bert",
         {"tie_word_embeddings": False, "hidden_act": "relu"},
-        {"tie_embeddings": False, "mlp": "relu"},
+        {"tie_word_embeddings": False, "mlp": "relu"},
         purpose="masked",
     ),
     "bert, sequences, three types": Case(
-        "Bert", {"num_labels": 3, "type_vocab_size": 3}, {"token_types": 3}, purpose="sequence"
+        "Bert", {"num_labels": 3, "type_vocab_size": 3}, {"type_vocab_size": 3}, purpose="sequence"
     ),
     "bert, sequences, one score": Case("Bert", {"num_labels": 1}, {}, purpose="sequence"),
     "bert, tokens": Case("Bert", {"num_labels": 4, "hidden_act": "gelu_new"}, {"mlp": "gelu_tanh"}, purpose="token"),
-    "bert, spans": Case("Bert", {}, {"tie_embeddings": True}, purpose="span"),
+    "bert, spans": Case("Bert", {}, {"tie_word_embeddings": True}, purpose="span"),
     "bart": Case(
-        "Bart", {}, {"num_encoder_layers": 3, "num_layers": 2, "embedding_norm": True}, purpose="translate"
+        "Bart", {}, {"num_encoder_layers": 3, "num_hidden_layers": 2, "embedding_norm": True}, purpose="translate"
     ),
     "bart, scaled embeddings, relu": Case(
         "Bart",
         {"scale_embedding": True, "activation_function": "relu"},
-        {"embedding_scale": True, "mlp": "relu"},
+        {"scale_embedding": True, "mlp": "relu"},
         purpose="translate",
     ),
 }  # fmt: skip

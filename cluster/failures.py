@@ -96,7 +96,7 @@ def ran_out_of_memory(error: Exception) -> bool:
 
 
 MEMORY_ADVICE = (
-    "memory ran out: a smaller micro_batch_size, shorter rows (row_tokens, max_response_tokens),"
+    "memory ran out: a smaller micro_batch_size, shorter rows (seq_len, max_new_tokens),"
     " engine.checkpoint_activations, a higher engine.zero_stage, engine.offload (on a GPU) or more workers take"
     " less on a rank; `heed plan` counts it part by part"
 )

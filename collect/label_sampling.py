@@ -32,7 +32,7 @@ def sample_tasks(
     choosing: Choosing,
     *,
     num_samples: int,
-    max_response_tokens: int,
+    max_new_tokens: int,
     temperature: float,
     weights: Mapping[str, float],
 ) -> list[Task]:
@@ -49,7 +49,7 @@ def sample_tasks(
         spec = SamplingSpec(
             policy=policy,
             num_samples=num_samples,
-            max_response_tokens=max_response_tokens,
+            max_new_tokens=max_new_tokens,
             temperature=temperature,
             seed=derive_seed(choosing.seed, "label sample", str(policy)),
             precision="fp32",
@@ -95,7 +95,7 @@ def scores_of(
                 if not judge.fits(tokens):
                     raise ValueError(
                         f"prompt {prompt.prompt_id!r}: with a response it has {len(tokens)} tokens; {folder} reads at"
-                        f" most {judge.network.config.context_tokens}"
+                        f" most {judge.network.config.max_position_embeddings}"
                     )
                 sequences.append(tokens)
         columns.append(judge.score_sequences(sequences))

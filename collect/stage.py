@@ -25,7 +25,7 @@ class CollectConfig(Config):
 
     prompts: DataConfig
     responses_per_prompt: int = Field(ge=2, le=MAX_RESPONSES)
-    max_response_tokens: int = Field(ge=1)
+    max_new_tokens: int = Field(ge=1)
     temperature: float = Field(default=1.0, gt=0)
     overlap_share: float = Field(ge=0, le=1)
     overlap_labelers: int = Field(default=2, ge=2)

@@ -29,7 +29,7 @@ class CompareConfig(Config):
     prompts: DataConfig
     num_samples: int = Field(ge=1)
     best_of: int = Field(ge=2)
-    max_response_tokens: int = Field(ge=1)
+    max_new_tokens: int = Field(ge=1)
     temperature: float = Field(default=1.0, ge=0)
     num_shown: int = Field(default=12, ge=0)  # prompts whose responses the report shows side by side
 

@@ -102,10 +102,10 @@ def few_shot_rows(folder: Path, examples: Sequence[Example], num_shots: int, *, 
     answers = tokenizer.encode_plain([f" {example.completion}" for example in examples])
     longest = max(len(answer) for answer in answers) + 1  # and the end of the line
     for example, query in zip(examples, queries, strict=True):
-        if len(query) + longest > model.config.context_tokens:
+        if len(query) + longest > model.config.max_position_embeddings:
             raise ValueError(
                 f"{example.where}: {num_shots} examples and the prompt have {len(query)} tokens; the model's context of"
-                f" {model.config.context_tokens} leaves {model.config.context_tokens - longest}"
+                f" {model.config.max_position_embeddings} leaves {model.config.max_position_embeddings - longest}"
             )
     texts = _greedy_lines(model, tokenizer, queries, longest)
     right = [float(text == example.completion) for text, example in zip(texts, examples, strict=True)]

@@ -55,8 +55,8 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
         self.num_shortened = 0
 
     @property
-    def context_tokens(self) -> int:
-        return self.policy.model.config.context_tokens
+    def max_position_embeddings(self) -> int:
+        return self.policy.model.config.max_position_embeddings
 
     def encode(self, text: str) -> list[int]:
         tokenizer = self.policy.tokenizer
@@ -87,11 +87,11 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
         return whole[: len(before)], whole[len(before) :]
 
     def _fitted(self, context: list[int], continuation: list[int], where: str) -> Pair:
-        room = self.context_tokens - len(continuation)
+        room = self.max_position_embeddings - len(continuation)
         if not continuation or room < 1:
             raise ValueError(
-                f"{where[:200]}: the continuation has {len(continuation)} tokens; 1 to {self.context_tokens - 1} were"
-                " expected"
+                f"{where[:200]}: the continuation has {len(continuation)} tokens;"
+                f" 1 to {self.max_position_embeddings - 1} were expected"
             )
         return self._shortened(context, room), continuation
 
@@ -116,7 +116,7 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
         for row, request in enumerate(requests):
             groups.setdefault(self._settings(request.args[1]), []).append(row)
         for settings, rows in groups.items():
-            room = self.context_tokens - settings.max_new_tokens
+            room = self.max_position_embeddings - settings.max_new_tokens
             queries = {row: self._shortened(self.encode(requests[row].args[0]), room) for row in rows}
             rows.sort(key=lambda row: len(queries[row]))
             found = generate(
@@ -141,9 +141,9 @@ class HeedLM(LM):  # type: ignore[misc] # LM is Any to mypy, which need not find
                 f"generation_kwargs {', '.join(unknown)}: one of {', '.join(GENERATION_KWARGS)} was expected"
             )
         until = wanted.get("until") or ()
-        longest = int(wanted.get("max_gen_toks", min(MAX_NEW_TOKENS, self.context_tokens // 2)))
-        if not 1 <= longest < self.context_tokens:
-            raise ValueError(f"max_gen_toks is {longest}; 1 to {self.context_tokens - 1} were expected")
+        longest = int(wanted.get("max_gen_toks", min(MAX_NEW_TOKENS, self.max_position_embeddings // 2)))
+        if not 1 <= longest < self.max_position_embeddings:
+            raise ValueError(f"max_gen_toks is {longest}; 1 to {self.max_position_embeddings - 1} were expected")
         temperature = float(wanted.get("temperature", 0.0))
         # A task that sets no temperature but asks for sampling wants the model's own distribution.
         sampled = temperature or 1.0 if wanted.get("do_sample", temperature > 0) else 0.0

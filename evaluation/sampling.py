@@ -37,7 +37,7 @@ class SamplingSpec:
 
     policy: Path
     num_samples: int
-    max_response_tokens: int
+    max_new_tokens: int
     temperature: float
     seed: int
     precision: Precision
@@ -89,7 +89,7 @@ def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]
     sampled = generate(
         model,
         queries,
-        max_new_tokens=spec.max_response_tokens,
+        max_new_tokens=spec.max_new_tokens,
         end_id=tokenizer.end_id,
         choice=Choice(spec.temperature),
         seeds=[derive_seed(spec.seed, "sample", prompt.prompt_id, index) for prompt, index in chosen],
@@ -144,7 +144,7 @@ def _scores(
         return [Scored(float("nan"))] * len(responses)
     judge = Judge.load(Path(spec.reward), spec.objective_weights)
     scores = judge.score(tokenizer, conversations, queries, responses)
-    room = judge.network.config.context_tokens
+    room = judge.network.config.max_position_embeddings
     return [Scored(s, f"the reward model reads {room} tokens" if math.isnan(s) else "") for s in scores]
 
 

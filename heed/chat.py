@@ -32,10 +32,10 @@ def converse(
     Errors: ValueError for a directory that holds no model that writes, and weights that do not fit the judge.
     """
     tokenizer, model = Tokenizer.load(folder), load_writer(folder).eval()
-    context = model.config.context_tokens
+    context = model.config.max_position_embeddings
     reward_model = Judge.load(Path(judge), weights) if judge else None
     if reward_model is not None:  # it also reads the end token behind a response that was cut off
-        context = min(context, reward_model.network.config.context_tokens - 1)
+        context = min(context, reward_model.network.config.max_position_embeddings - 1)
     messages: list[dict[str, str]] = []
     interactive = sys.stdin.isatty()
     while True:
@@ -84,7 +84,9 @@ def _scorer(judge: Judge, tokenizer: Tokenizer, messages: Messages) -> Scorer:
         num = len(responses)
         scores = judge.score(tokenizer, [messages] * num, [prompt] * num, responses)
         if any(map(math.isnan, scores)):
-            raise ValueError(f"the judge reads at most {judge.network.config.context_tokens} tokens; these are more")
+            raise ValueError(
+                f"the judge reads at most {judge.network.config.max_position_embeddings} tokens; these are more"
+            )
         return scores
 
     return score

@@ -51,11 +51,11 @@ def describe(config: ModelConfig) -> Table:
     table.add_row("all", "", str(sum(part.num_tensors for part in parts)), f"{total:,}")
     table.add_row("without embeddings", "", "", f"{total - lookups:,}")
     table.add_section()
-    for context in (1, config.context_tokens):
+    for context in (1, config.max_position_embeddings):
         label = f"FLOPs a token, forward, {context:,} in context"
         table.add_row(label, "", "", f"{flops_per_token(config, context):,}")
     if config.kind == "encoder-decoder":
-        label = f"FLOPs a token that is read, of {config.context_tokens:,}"
+        label = f"FLOPs a token that is read, of {config.max_position_embeddings:,}"
         table.add_row(label, "", "", f"{flops_per_source_token(config):,}")
     if config.kind != "encoder":
         table.add_row("key-value cache, bytes a token, bf16", "", "", f"{cache_bytes_per_token(config):,}")
@@ -76,7 +76,7 @@ def draw_attention(folder: Path, text: str, layer: int, path: Path, target: str 
     if model.config.kind != "decoder":
         keys = [tokenizer.start_id, *keys, tokenizer.end_id]
     queries = [tokenizer.end_id, *tokenizer.encode_plain([target])[0]] if target else keys
-    most = min(MAX_TOKENS, model.config.context_tokens)
+    most = min(MAX_TOKENS, model.config.max_position_embeddings)
     for tokens in (keys, queries):
         if not 1 <= len(tokens) <= most:
             raise ValueError(f"the text has {len(tokens)} tokens; 1 to {most} were expected")

@@ -129,7 +129,7 @@ def sample_for_labelers(
     weight: Weights = None,
     evaluation_share: Annotated[float, typer.Option(help="Of the prompts, chosen uniformly in any case.")] = 0.1,
     labelers: Annotated[int, typer.Option(min=1, help="How many are to judge each task.")] = 1,
-    max_response_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.01)] = 1.0,
     seed: int = 0,
 ) -> None:
@@ -149,7 +149,7 @@ def sample_for_labelers(
             asked,
             choosing,
             num_samples=samples,
-            max_response_tokens=max_response_tokens,
+            max_new_tokens=max_new_tokens,
             temperature=temperature,
             weights=read_weights(weight),
         )

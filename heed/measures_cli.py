@@ -66,9 +66,7 @@ def measure_kl(
     asked = read_prompts(DataConfig(source=prompts, max_rows=max_prompts))
     ours, theirs = Policy.load(policy), Policy.load(reference)
     with console.status(f"sampling {samples} responses to {len(asked):,} prompts"):
-        drawn = draw(
-            ours, asked, num_samples=samples, max_response_tokens=max_tokens, temperature=temperature, seed=seed
-        )
+        drawn = draw(ours, asked, num_samples=samples, max_new_tokens=max_tokens, temperature=temperature, seed=seed)
         found = measured(ours, theirs, drawn)
     _tell([kl_table(found)], found, json_file)
 

@@ -160,16 +160,16 @@ class JobConfig(Config):
     def _check_room(self) -> None:
         if self.model is None:
             return
-        context, needed = self.model.context_tokens, dict[str, int]()
+        context, needed = self.model.max_position_embeddings, dict[str, int]()
         for stage in ("pretrain", "sft"):
             if stage in self.stages:
-                needed[f"{stage}.row_tokens"] = getattr(self, stage).row_tokens
+                needed[f"{stage}.seq_len"] = getattr(self, stage).seq_len
         for stage in ("collect", "ppo", "compare"):
             if stage in self.stages:
-                needed[f"{stage}.max_response_tokens"] = getattr(self, stage).max_response_tokens + 1
+                needed[f"{stage}.max_new_tokens"] = getattr(self, stage).max_new_tokens + 1
         for field, tokens in needed.items():
             if tokens > context:
-                raise ValueError(f"{field} does not fit model.context_tokens = {context}")
+                raise ValueError(f"{field} does not fit model.max_position_embeddings = {context}")
 
     @property
     def world_sizes(self) -> tuple[int, ...]:
@@ -211,7 +211,7 @@ class JobConfig(Config):
                         getattr(section, field).num_micro_batches(num_workers)
                 except ValueError as error:
                     return f"{stage}.{field} with workers = {num_workers}: {error}"
-        for field in ("rollout_prompts", "ptx_rows"):
+        for field in ("rollout_batch_size", "ptx_rows"):
             rows = getattr(self.ppo, field, 0)
             if rows % num_workers:
                 return f"ppo.{field} is {rows}; a multiple of workers = {num_workers} was expected"
@@ -233,7 +233,7 @@ class JobConfig(Config):
     def _check_trained_layers(self, name: str, optimizer: OptimizerConfig) -> None:
         if self.model is None or (name.startswith("reward.") and self.reward is not None and self.reward.init_from):
             return  # another model's; the engine checks it
-        num_layers = self.model.num_layers + self.model.num_encoder_layers
+        num_layers = self.model.num_hidden_layers + self.model.num_encoder_layers
         if (optimizer.trained_layers or 0) > num_layers:
             raise ValueError(f"{name}.trained_layers is {optimizer.trained_layers}; the model has {num_layers}")
 

@@ -45,7 +45,7 @@ def check_data(run: Run) -> None:
         has_source = job.model is not None and job.model.kind == "encoder-decoder"
         for sources in (job.sft.demonstrations, job.sft.heldout):
             resolved = [run.resolve(data) for data in sources]
-            for _ in encode_demonstrations(has_source, tokenizer, resolved, job.sft.row_tokens):
+            for _ in encode_demonstrations(has_source, tokenizer, resolved, job.sft.seq_len):
                 pass
     elif job.ppo is not None:
         tokenizer = Tokenizer.load(run.start("ppo", "sft"))
@@ -56,7 +56,7 @@ def check_data(run: Run) -> None:
     if tokenizer is None:
         return
     assert job.model is not None
-    check_prompts(run, tokenizer, job.model.context_tokens)
+    check_prompts(run, tokenizer, job.model.max_position_embeddings)
 
 
 def check_rankings(run: Run, config: RewardConfig) -> None:
@@ -75,12 +75,12 @@ def check_rankings(run: Run, config: RewardConfig) -> None:
         start = run.start("reward", "sft")
         tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
         source = network_source(start, 0.0, seed=0, labels=config.labels)
-        context_tokens = skeleton(source.build).config.context_tokens
+        max_position_embeddings = skeleton(source.build).config.max_position_embeddings
     else:
         assert run.job.sft is not None
         assert run.job.model is not None
-        tokenizer, context_tokens = sft_tokenizer(run, run.job.sft), run.job.model.context_tokens
-    encode_rankings(tokenizer.with_template(config.chat_template), found.rankings, context_tokens)
+        tokenizer, max_position_embeddings = sft_tokenizer(run, run.job.sft), run.job.model.max_position_embeddings
+    encode_rankings(tokenizer.with_template(config.chat_template), found.rankings, max_position_embeddings)
 
 
 def sft_tokenizer(run: Run, config: SFTConfig) -> Tokenizer:
@@ -89,18 +89,18 @@ def sft_tokenizer(run: Run, config: SFTConfig) -> Tokenizer:
     return Tokenizer.load(folder, end=config.end_token, pad=config.pad_token).with_template(config.chat_template)
 
 
-def check_prompts(run: Run, tokenizer: Tokenizer, context_tokens: int) -> None:
+def check_prompts(run: Run, tokenizer: Tokenizer, max_position_embeddings: int) -> None:
     """Every prompt that will be sampled from leaves room for its response."""
     job = run.job
     for name, config in (("collect", job.collect), ("ppo", job.ppo), ("compare", job.compare)):
         if config is None:
             continue
         data = run.resolve(config.prompts)
-        room = context_tokens - config.max_response_tokens
+        room = max_position_embeddings - config.max_new_tokens
         for prompt in read_prompts(data):
             num_tokens = len(tokenizer.encode_prompt(prompt.messages))
             if num_tokens > room:
                 raise ValueError(
                     f"{data.source}: prompt {prompt.prompt_id!r} has {num_tokens} tokens; at most {room} leave room in"
-                    f" model.context_tokens for {name}.max_response_tokens = {config.max_response_tokens}"
+                    f" model.max_position_embeddings for {name}.max_new_tokens = {config.max_new_tokens}"
                 )

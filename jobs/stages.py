@@ -48,7 +48,7 @@ def run_collect(run: Run, config: CollectConfig, progress: StageProgress) -> Non
     spec = SamplingSpec(
         policy=run.model("sft"),
         num_samples=config.responses_per_prompt,
-        max_response_tokens=config.max_response_tokens,
+        max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
         seed=derive_seed(seed, "collect"),
         precision=run.job.engine.resolved_precision(),
@@ -84,7 +84,7 @@ def run_ppo(run: Run, config: PPOConfig, progress: StageProgress) -> None:
     stream = None
     if config.ptx_rows:
         assert run.job.pretrain is not None
-        stream = TokenStream(run.stage_folder("pretrain") / "data" / "train.bin", run.job.pretrain.row_tokens)
+        stream = TokenStream(run.stage_folder("pretrain") / "data" / "train.bin", run.job.pretrain.seq_len)
     scale = score_scale(run, policy, judge, prompts, config, progress)
     models = InitialModels(sft=policy, reward=judge, scale=scale, pretraining=stream)
     if config.placement == "colocated":
@@ -123,7 +123,7 @@ def score_scale(
         spec = SamplingSpec(
             policy=policy,
             num_samples=1,
-            max_response_tokens=config.max_response_tokens,
+            max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             seed=derive_seed(run.job.seed, "ppo", "scale"),
             precision=run.job.engine.resolved_precision(),
@@ -161,7 +161,7 @@ def run_compare(run: Run, config: CompareConfig, progress: StageProgress) -> Non
         spec = SamplingSpec(
             policy=run.model(name),
             num_samples=num_samples,
-            max_response_tokens=config.max_response_tokens,
+            max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             seed=derive_seed(seed, "compare", name),
             precision=run.job.engine.resolved_precision(),

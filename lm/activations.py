@@ -19,14 +19,14 @@ LOGIT_BYTES = 12
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass of `rows` rows of `row_tokens` tokens under gradients.
+    """A forward pass of `rows` rows of `seq_len` tokens under gradients.
 
     `compute_bytes` is 2 in bf16 and 4 in fp32; `stream_bytes` that of the residual stream, which autocast leaves in
     fp32. `is_fused`: attention runs in one kernel, as on a GPU; `is_tiled`: in ours, on a CPU with a matrix unit.
     """
 
     rows: int
-    row_tokens: int
+    seq_len: int
     compute_bytes: int
     stream_bytes: int
     is_fused: bool
@@ -35,7 +35,7 @@ class Pass:
 
     @property
     def num_tokens(self) -> int:
-        return self.rows * self.row_tokens
+        return self.rows * self.seq_len
 
 
 def block_bytes(config: ModelConfig, of: Pass, *, reads_memory: bool = False) -> int:
@@ -54,17 +54,17 @@ def ends_bytes(config: ModelConfig, of: Pass) -> int:
     kept += _norm(config, of) if config.embedding_norm else 0
     kept += _dropout(of)
     kept += _norm(config, of) if config.norm_place == "pre" else 0
-    return of.num_tokens * (kept + config.width * of.compute_bytes)
+    return of.num_tokens * (kept + config.hidden_size * of.compute_bytes)
 
 
 def _branch(config: ModelConfig, of: Pass) -> int:
     """Bytes a token of what surrounds a branch: its norm, its first product's input, its dropout."""
-    return _norm(config, of) + config.width * of.compute_bytes + _dropout(of)
+    return _norm(config, of) + config.hidden_size * of.compute_bytes + _dropout(of)
 
 
 def _norm(config: ModelConfig, of: Pass) -> int:
     """Ours of RMS keeps x and 1 / rms(x); PyTorch's LayerNorm keeps x, its mean and deviation."""
-    return of.stream_bytes * config.width + (4 if config.norm == "rms" else 8)
+    return of.stream_bytes * config.hidden_size + (4 if config.norm == "rms" else 8)
 
 
 def _dropout(of: Pass) -> int:
@@ -79,7 +79,7 @@ def _attention(config: ModelConfig, of: Pass) -> int:
     A fused one has Q, K and V as views of what they were cut from. Norms of queries and keys keep that too, with one
     fp32 number each.
     """
-    N, G, H, c = config.num_heads, config.num_kv_heads, config.head_dim, of.compute_bytes
+    N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, of.compute_bytes
     kept = 4 * (N + G) if config.qk_norm else 0
     if config.qk_norm and not of.is_fused:
         kept += c * (N + 2 * G) * H
@@ -92,12 +92,12 @@ def _attention(config: ModelConfig, of: Pass) -> int:
 
 def _weights(config: ModelConfig, of: Pass) -> int:
     """A row of weights for every head, or ln Σ exp(scores)."""
-    return config.num_heads * (4 if of.is_fused or of.is_tiled else of.compute_bytes * of.row_tokens)
+    return config.num_attention_heads * (4 if of.is_fused or of.is_tiled else of.compute_bytes * of.seq_len)
 
 
 def _cross(config: ModelConfig, of: Pass) -> int:
     """As self-attention, with keys and values from as many of an encoder's states, which are read once a layer."""
-    N, G, H, c = config.num_heads, config.num_kv_heads, config.head_dim, of.compute_bytes
+    N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, of.compute_bytes
     return c * (2 * N + 2 * G) * H + _weights(config, of)
 
 
@@ -106,4 +106,4 @@ def _mlp(config: ModelConfig, of: Pass) -> int:
     alone, which is that input.
     """
     widths = {"swiglu": 3, "relu2": 2, "gelu": 2, "gelu_tanh": 2, "relu": 1}[config.mlp]
-    return widths * config.mlp_width * of.compute_bytes
+    return widths * config.intermediate_size * of.compute_bytes

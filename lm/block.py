@@ -67,10 +67,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv = Linear(config.width, rows, bias=config.attention_bias != "none")
-        self.out = Linear(config.num_heads * config.head_dim, config.width, bias=config.attention_bias == "all")
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        rows = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+        self.qkv = Linear(config.hidden_size, rows, bias=config.attention_bias != "none")
+        self.out = Linear(
+            config.num_attention_heads * config.head_dim, config.hidden_size, bias=config.attention_bias == "all"
+        )
         self.query_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
@@ -102,11 +108,17 @@ class CrossAttention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
         bias = config.attention_bias != "none"
-        self.query = Linear(config.width, config.num_heads * config.head_dim, bias=bias)
-        self.key_value = Linear(config.width, 2 * config.num_kv_heads * config.head_dim, bias=bias)
-        self.out = Linear(config.num_heads * config.head_dim, config.width, bias=config.attention_bias == "all")
+        self.query = Linear(config.hidden_size, config.num_attention_heads * config.head_dim, bias=bias)
+        self.key_value = Linear(config.hidden_size, 2 * config.num_key_value_heads * config.head_dim, bias=bias)
+        self.out = Linear(
+            config.num_attention_heads * config.head_dim, config.hidden_size, bias=config.attention_bias == "all"
+        )
 
     def remember(self, states_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, S, H] of the encoder's states, computed once for all tokens that will look at them."""
@@ -140,9 +152,9 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.activation = _SwiGLU.apply if config.mlp == "swiglu" else ACTIVATIONS[config.mlp]
-        rows = config.mlp_width * (2 if config.mlp == "swiglu" else 1)
-        self.up = Linear(config.width, rows, bias=config.mlp_bias)
-        self.down = Linear(config.mlp_width, config.width, bias=config.mlp_bias)
+        rows = config.intermediate_size * (2 if config.mlp == "swiglu" else 1)
+        self.up = Linear(config.hidden_size, rows, bias=config.mlp_bias)
+        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x_BTD)))
@@ -161,11 +173,11 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, dropout: float, *, reads_memory: bool = False) -> None:
         super().__init__()
         self.norms_first = config.norm_place == "pre"
-        self.attention_norm = make_norm(config, config.width)
+        self.attention_norm = make_norm(config, config.hidden_size)
         self.attention = Attention(config)
-        self.cross_norm = make_norm(config, config.width) if reads_memory else None
+        self.cross_norm = make_norm(config, config.hidden_size) if reads_memory else None
         self.cross = CrossAttention(config) if reads_memory else None
-        self.mlp_norm = make_norm(config, config.width)
+        self.mlp_norm = make_norm(config, config.hidden_size)
         self.mlp = MLP(config)
         self.dropout = Dropout(dropout)
 

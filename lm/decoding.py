@@ -62,7 +62,7 @@ def what_native_steps_miss(model: LanguageModel | EncoderDecoder) -> str:
     config, weight = model.config, model.head.weight
     if not weight.is_cpu or weight.dtype != torch.bfloat16 or torch.is_autocast_enabled("cpu"):
         return "bf16 weights on a CPU"
-    sums_over = (config.width, config.num_heads * config.head_dim, config.mlp_width)
+    sums_over = (config.hidden_size, config.num_attention_heads * config.head_dim, config.intermediate_size)
     if config.head_dim not in HEAD_DIMS or any(width % PANEL for width in sums_over):
         return f"head_dim of {HEAD_DIMS} and widths that are multiples of {PANEL}"
     if config.norm_place != "pre" or config.mlp not in ACTIVATIONS:
@@ -130,8 +130,9 @@ class NativeSteps:
         layers = [self._layer(block, config.window(number)) for number, block in enumerate(blocks)]
         norm, norm_bias = self._norm(model.decoder.norm)
         self._decoder = _Decoder(
-            config.width, config.num_heads, config.num_kv_heads, config.head_dim, config.mlp_width, config.vocab_size,
-            config.num_layers, ACTIVATIONS[config.mlp], config.norm == "rms", config.norm_eps,
+            config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+            config.intermediate_size, config.vocab_size,
+            config.num_hidden_layers, ACTIVATIONS[config.mlp], config.norm == "rms", config.norm_eps,
             (_Layer * len(layers))(*layers), norm, norm_bias, self._weight(model.head),
         )  # fmt: skip
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -143,7 +144,7 @@ class NativeSteps:
         assert first_real_B.dtype == torch.int64
         assert all(part.is_contiguous() for part in (cache.keys, cache.values, first_real_B))
         # A sequence that is over may idle past the end of the context; nothing reads what it is given.
-        positions_B1 = (cache.length - first_real_B).clamp(0, config.context_tokens - 1)[:, None]
+        positions_B1 = (cache.length - first_real_B).clamp(0, config.max_position_embeddings - 1)[:, None]
         x_B1D = stack.embed(tokens_B[:, None], positions_B1).contiguous()
         turns = [table[positions_B1[:, 0]] for table in self._tables_for(cache.capacity)]
         logits_BV = x_B1D.new_empty(B, config.vocab_size)

@@ -46,15 +46,15 @@ class MaskedLanguageModel(EncoderModel):
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
         super().__init__(config, dropout)
-        self.transform = Linear(config.width, config.width)
-        self.transform_norm = make_norm(config, config.width)
+        self.transform = Linear(config.hidden_size, config.hidden_size)
+        self.transform_norm = make_norm(config, config.hidden_size)
         self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[config.mlp]
-        self.head = Linear(config.width, config.vocab_size)
+        self.head = Linear(config.hidden_size, config.vocab_size)
         self.tie()
 
     def tie(self) -> None:
         """Make the head's matrix the embedding's, where the config says so."""
-        if self.config.tie_embeddings:
+        if self.config.tie_word_embeddings:
             self.head.weight = self.encoder.embedding.weight
 
     def forward(
@@ -83,9 +83,9 @@ class SequenceClassifier(EncoderModel):
     def __init__(self, config: ModelConfig, labels: Sequence[str], dropout: float = 0.0) -> None:
         super().__init__(config, dropout)
         self.labels = tuple(labels)
-        self.pooler = nn.Linear(config.width, config.width)
+        self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
         self.dropout = Dropout(dropout)
-        self.classifier = nn.Linear(config.width, len(self.labels))
+        self.classifier = nn.Linear(config.hidden_size, len(self.labels))
 
     def forward(
         self,
@@ -108,7 +108,7 @@ class TokenClassifier(EncoderModel):
         super().__init__(config, dropout)
         self.labels = tuple(labels)
         self.dropout = Dropout(dropout)
-        self.classifier = nn.Linear(config.width, len(self.labels))
+        self.classifier = nn.Linear(config.hidden_size, len(self.labels))
 
     def forward(
         self,
@@ -128,7 +128,7 @@ class SpanPredictor(EncoderModel):
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
         super().__init__(config, dropout)
-        self.ends = nn.Linear(config.width, 2)
+        self.ends = nn.Linear(config.hidden_size, 2)
 
     def forward(
         self,

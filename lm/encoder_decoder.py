@@ -21,13 +21,13 @@ class EncoderDecoder(nn.Module):
         self.config = config
         self.encoder = Stack(config, dropout, causal=False)
         self.decoder = Stack(config, dropout, reads_memory=True, embedding=self.encoder.embedding)
-        self.head = Linear(config.width, config.vocab_size, bias=False)
+        self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
 
     def tie(self) -> None:
         """One embedding for both stacks, and for the head where the config says so."""
         self.decoder.embedding = self.encoder.embedding
-        if self.config.tie_embeddings:
+        if self.config.tie_word_embeddings:
             self.head.weight = self.encoder.embedding.weight
 
     def read(

@@ -135,7 +135,13 @@ class Batch:
         # Samples of one prompt see the same keys and values, so these are computed once and then copied.
         places = {pair: place for place, pair in enumerate(dict.fromkeys(pairs))}
         tokens_BP, first_real_B = pad_left([prompt for prompt, _ in places], weight.device)
-        shape = (config.num_layers, len(places), config.num_kv_heads, tokens_BP.shape[1] + num_new, config.head_dim)
+        shape = (
+            config.num_hidden_layers,
+            len(places),
+            config.num_key_value_heads,
+            tokens_BP.shape[1] + num_new,
+            config.head_dim,
+        )
         memory = None
         if isinstance(model, EncoderDecoder):
             assert sources is not None
@@ -183,7 +189,7 @@ class Batch:
         columns_S = torch.arange(S, device=tokens_BT.device)
         columns_T = columns_S[S - T :]
         # A sequence that is over may idle past the end of the context; nothing reads what it is given.
-        positions_BT = (columns_T - self.first_real_B[:, None]).clamp(0, model.config.context_tokens - 1)
+        positions_BT = (columns_T - self.first_real_B[:, None]).clamp(0, model.config.max_position_embeddings - 1)
         real_BS = columns_S >= self.first_real_B[:, None]
         # A padding query may see itself: a row of the softmax must not be empty, and nothing reads its result.
         mask_BTS = (columns_S <= columns_T[:, None]) & (real_BS[:, None, :] | (columns_S == columns_T[:, None]))
@@ -206,26 +212,26 @@ def prompts_and_sources(
 
 def check_room(model: LanguageModel | EncoderDecoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     """Errors: ValueError for a prompt that is empty or leaves no room for the response in the model's context."""
-    room = model.config.context_tokens - max_new_tokens
+    room = model.config.max_position_embeddings - max_new_tokens
     for index, prompt in enumerate(prompts):
         if not 1 <= len(prompt) <= room:
             raise ValueError(
                 f"prompt {index} has {len(prompt)} tokens; 1 to {room} were expected: the context of"
-                f" {model.config.context_tokens} tokens less {max_new_tokens} for the response"
+                f" {model.config.max_position_embeddings} tokens less {max_new_tokens} for the response"
             )
 
 
 def check_sources(
     model: LanguageModel | EncoderDecoder, sources: Sequence[Sequence[int]] | None, num_prompts: int
 ) -> None:
-    """Errors: ValueError unless an encoder-decoder has a source of 1 to `context_tokens` tokens for every prompt, and
-    any other model none.
+    """Errors: ValueError unless an encoder-decoder has a source for every prompt, of 1 to `max_position_embeddings`
+    tokens, and any other model none.
     """
     expected = num_prompts if isinstance(model, EncoderDecoder) else None
     if (None if sources is None else len(sources)) != expected:
         raise ValueError("an encoder-decoder needs a source for every prompt, and no other model reads any")
     for index, source in enumerate(sources or ()):
-        if not 1 <= len(source) <= model.config.context_tokens:
+        if not 1 <= len(source) <= model.config.max_position_embeddings:
             raise ValueError(
-                f"source {index} has {len(source)} tokens; 1 to {model.config.context_tokens} were expected"
+                f"source {index} has {len(source)} tokens; 1 to {model.config.max_position_embeddings} were expected"
             )

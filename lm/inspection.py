@@ -82,7 +82,7 @@ def parameter_table(config: ModelConfig) -> list[Part]:
     return list(parts.values())
 
 
-def flops_per_token(config: ModelConfig, context_tokens: int | None = None) -> int:
+def flops_per_token(config: ModelConfig, max_position_embeddings: int | None = None) -> int:
     """Floating-point operations of the forward pass for the last token of a context (the longest by default).
 
     Two for each weight of a matrix that multiplies (not the embedding, which is looked up), and four for each key and
@@ -90,14 +90,14 @@ def flops_per_token(config: ModelConfig, context_tokens: int | None = None) -> i
     of an encoder its head. An encoder-decoder's target token has a source of the same length; what the source itself
     costs is in `flops_per_source_token`. A training step takes three times as many.
     """
-    length = config.context_tokens if context_tokens is None else context_tokens
+    length = config.max_position_embeddings if max_position_embeddings is None else max_position_embeddings
     names = [part.name for part in parameter_table(config)]
     if config.kind == "encoder-decoder":
         names = [name for name in names if name.startswith("decoder.") and ".cross.key_value." not in name]
-    keys = sum(min(length, config.window(layer) or length) for layer in range(config.num_layers))
-    keys += config.num_layers * length if config.kind == "encoder-decoder" else 0
-    head = 0 if config.kind == "encoder" else config.vocab_size * config.width
-    return 2 * (_multiplying_weights(config, names) + head) + 4 * config.num_heads * config.head_dim * keys
+    keys = sum(min(length, config.window(layer) or length) for layer in range(config.num_hidden_layers))
+    keys += config.num_hidden_layers * length if config.kind == "encoder-decoder" else 0
+    head = 0 if config.kind == "encoder" else config.vocab_size * config.hidden_size
+    return 2 * (_multiplying_weights(config, names) + head) + 4 * config.num_attention_heads * config.head_dim * keys
 
 
 def flops_per_source_token(config: ModelConfig, source_tokens: int | None = None) -> int:
@@ -105,11 +105,11 @@ def flops_per_source_token(config: ModelConfig, source_tokens: int | None = None
     decoder's blocks will look at.
     """
     config.require_kind("encoder-decoder")
-    length = config.context_tokens if source_tokens is None else source_tokens
+    length = config.max_position_embeddings if source_tokens is None else source_tokens
     names = [part.name for part in parameter_table(config) if part.name.startswith("encoder.")]
     names += [part.name for part in parameter_table(config) if ".cross.key_value." in part.name]
     keys = config.num_encoder_layers * length
-    return 2 * _multiplying_weights(config, names) + 4 * config.num_heads * config.head_dim * keys
+    return 2 * _multiplying_weights(config, names) + 4 * config.num_attention_heads * config.head_dim * keys
 
 
 def _multiplying_weights(config: ModelConfig, names: Sequence[str]) -> int:
@@ -125,4 +125,4 @@ def cache_bytes_per_token(config: ModelConfig, bytes_per_number: int = 2) -> int
     """Memory of the key-value cache for one token of one sequence, in bytes (bf16 by default); of an encoder-decoder,
     for one that it reads or writes.
     """
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_per_number
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * bytes_per_number

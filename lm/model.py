@@ -43,16 +43,16 @@ class Stack(nn.Module):
         super().__init__()
         self.config, self.causal = config, causal
         self.recomputes = False  # set by `checkpoint_activations`
-        self.embedding = embedding or nn.Embedding(config.vocab_size, config.width)
+        self.embedding = embedding or nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.positions == "learned"
-        self.positions = nn.Embedding(config.context_tokens, config.width) if learned else None
-        self.token_types = nn.Embedding(config.token_types, config.width) if config.token_types else None
-        self.embedding_norm = make_norm(config, config.width) if config.embedding_norm else nn.Identity()
+        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.token_types = nn.Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None
+        self.embedding_norm = make_norm(config, config.hidden_size) if config.embedding_norm else nn.Identity()
         self.dropout = Dropout(dropout)
-        num_layers = config.num_layers if causal or not config.num_encoder_layers else config.num_encoder_layers
+        num_layers = config.num_hidden_layers if causal or not config.num_encoder_layers else config.num_encoder_layers
         self.blocks = nn.ModuleList(Block(config, dropout, reads_memory=reads_memory) for _ in range(num_layers))
         # With norms last the final block's own norm is the last one.
-        self.norm = make_norm(config, config.width) if config.norm_place == "pre" else nn.Identity()
+        self.norm = make_norm(config, config.hidden_size) if config.norm_place == "pre" else nn.Identity()
 
     def forward(
         self,
@@ -79,7 +79,7 @@ class Stack(nn.Module):
         if mask_BTS is None and not self.causal:
             mask_BTS = torch.ones(1, T, S, dtype=torch.bool, device=tokens_BT.device)
         recomputes = self.recomputes and torch.is_grad_enabled()
-        masks = {window: banded(mask_BTS, window, T, S, tokens_BT.device) for window in self.config.windows}
+        masks = {window: banded(mask_BTS, window, T, S, tokens_BT.device) for window in self.config.sliding_window}
         for layer, block in enumerate(self.blocks):
             if recomputes and branch_BTD is not None:
                 x_BTD, branch_BTD = x_BTD + branch_BTD, None  # a block's input, all that is kept of it, is one tensor
@@ -97,12 +97,12 @@ class Stack(nn.Module):
     ) -> Tensor:
         """Token embeddings [B, T, D], with what positions and token types (0 where not given) add to them."""
         x_BTD = self.embedding(tokens_BT)
-        if self.config.embedding_scale:
-            x_BTD = x_BTD * math.sqrt(self.config.width)
+        if self.config.scale_embedding:
+            x_BTD = x_BTD * math.sqrt(self.config.hidden_size)
         if self.positions is not None:
             x_BTD = x_BTD + self.positions(positions_BT)
         elif self.config.positions == "sinusoidal":
-            x_BTD = x_BTD + sinusoids(positions_BT, self.config.width).to(x_BTD.dtype)
+            x_BTD = x_BTD + sinusoids(positions_BT, self.config.hidden_size).to(x_BTD.dtype)
         if self.token_types is not None:
             x_BTD = x_BTD + self.token_types(torch.zeros_like(tokens_BT) if token_types_BT is None else token_types_BT)
         return self.dropout(self.embedding_norm(x_BTD), keys_BT, 0)
@@ -149,12 +149,12 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.decoder = Stack(config, dropout)
-        self.head = Linear(config.width, config.vocab_size, bias=False)
+        self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
 
     def tie(self) -> None:
         """Make the head's matrix the embedding's, where the config says so."""
-        if self.config.tie_embeddings:
+        if self.config.tie_word_embeddings:
             self.head.weight = self.decoder.embedding.weight
 
     def forward(
@@ -180,7 +180,7 @@ class ScalarModel(nn.Module):
         super().__init__()
         self.config, self.labels = config, tuple(labels)
         self.decoder = Stack(config, dropout)
-        self.score = nn.Linear(config.width, len(self.labels), bias=False)
+        self.score = nn.Linear(config.hidden_size, len(self.labels), bias=False)
         # Not a parameter: it is set once, after training, so that demonstrations score 0 on average.
         self.register_buffer("bias", torch.zeros(len(self.labels) if len(self.labels) > 1 else ()))
         self.bias: Tensor
@@ -247,8 +247,8 @@ def draw_tensor(name: str, shape: Sequence[int], config: ModelConfig, generator:
     if name.startswith("score."):  # summarize-from-feedback, `query_response_model.py`
         std = 1 / math.sqrt(shape[-1] + 1)
     else:
-        in_decoder = (3 if config.kind == "encoder-decoder" else 2) * config.num_layers
-        in_encoder = 2 * (config.num_encoder_layers or config.num_layers)
+        in_decoder = (3 if config.kind == "encoder-decoder" else 2) * config.num_hidden_layers
+        in_encoder = 2 * (config.num_encoder_layers or config.num_hidden_layers)
         branches = in_encoder if name.startswith("encoder.") else in_decoder
         into_residual = name.endswith(("out.weight", "down.weight"))
         std = 1 / math.sqrt(shape[-1] * (branches if into_residual else 1))

@@ -17,11 +17,11 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None,
     frequencies_h = theta**-exponents
     if scaling is None:
         return frequencies_h
-    if scaling.kind == "linear":
+    if scaling.rope_type == "linear":
         return frequencies_h / scaling.factor
-    assert scaling.original_context_tokens is not None  # the config's own check
-    turns_h = scaling.original_context_tokens * frequencies_h / (2 * math.pi)  # in the original context
-    if scaling.kind == "llama3":
+    assert scaling.original_max_position_embeddings is not None  # the config's own check
+    turns_h = scaling.original_max_position_embeddings * frequencies_h / (2 * math.pi)  # in the original context
+    if scaling.rope_type == "llama3":
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         kept_h = ((turns_h - low) / (high - low)).clamp(0, 1)
     else:
@@ -33,8 +33,12 @@ def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling, device: torch.
     """0 where a pair turns `beta_fast` times in the original context, 1 at `beta_slow`, linear in its index."""
 
     def index_of(turns: float) -> float:
-        assert scaling.original_context_tokens is not None
-        return head_dim * math.log(scaling.original_context_tokens / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        assert scaling.original_max_position_embeddings is not None
+        return (
+            head_dim
+            * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
     first = max(math.floor(index_of(scaling.beta_fast)), 0)
     last = min(math.ceil(index_of(scaling.beta_slow)), head_dim - 1)
@@ -44,7 +48,7 @@ def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling, device: torch.
 
 def attention_sharpening(scaling: RopeScaling | None) -> float:
     """What queries and keys are multiplied by: YaRN's 0.1 ln(factor) + 1 (arXiv 2309.00071, eq. 22), else 1."""
-    return 0.1 * math.log(scaling.factor) + 1 if scaling is not None and scaling.kind == "yarn" else 1.0
+    return 0.1 * math.log(scaling.factor) + 1 if scaling is not None and scaling.rope_type == "yarn" else 1.0
 
 
 def rotary_tables(

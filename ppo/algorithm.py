@@ -27,7 +27,7 @@ def token_rewards(
 
 
 def generalised_advantages(
-    rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor, discount: float, gae_lambda: float
+    rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor, gamma: float, gae_lambda: float
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns [B, R] (arXiv 1506.02438, eq. 16); the state after the last token has value 0.
 
@@ -38,8 +38,8 @@ def generalised_advantages(
     following_B = torch.zeros_like(rewards_BR[:, 0])
     next_value_B = torch.zeros_like(following_B)
     for t in reversed(range(rewards_BR.shape[1])):
-        delta_B = rewards_BR[:, t] + discount * next_value_B - values_BR[:, t]
-        following_B = (delta_B + discount * gae_lambda * following_B) * mask_BR[:, t]
+        delta_B = rewards_BR[:, t] + gamma * next_value_B - values_BR[:, t]
+        following_B = (delta_B + gamma * gae_lambda * following_B) * mask_BR[:, t]
         advantages_BR[:, t] = following_B
         next_value_B = values_BR[:, t]
     return advantages_BR, _counted(advantages_BR + values_BR, mask_BR)
@@ -90,7 +90,7 @@ def importance_weights(
 
 
 def policy_loss(
-    logprobs_BR: Tensor, old_logprobs_BR: Tensor, advantages_BR: Tensor, mask_BR: Tensor, clip: float
+    logprobs_BR: Tensor, old_logprobs_BR: Tensor, advantages_BR: Tensor, mask_BR: Tensor, clip_range: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-Σ min(ρ A, clip(ρ, 1 ± c) A) over counted tokens (arXiv 1707.06347, eq. 7), and sums to report. Lower is better.
 
@@ -99,11 +99,11 @@ def policy_loss(
     log_ratio_BR = _counted(logprobs_BR - old_logprobs_BR, mask_BR)
     advantages_BR = _counted(advantages_BR, mask_BR)
     ratio_BR = log_ratio_BR.exp()
-    clipped_BR = ratio_BR.clamp(1 - clip, 1 + clip)
+    clipped_BR = ratio_BR.clamp(1 - clip_range, 1 + clip_range)
     gain_BR = torch.minimum(ratio_BR * advantages_BR, clipped_BR * advantages_BR)
     with torch.no_grad():
         figures = {
-            "clip_share": ((ratio_BR - 1).abs() > clip)[mask_BR].float().sum(),
+            "clip_share": ((ratio_BR - 1).abs() > clip_range)[mask_BR].float().sum(),
             "approx_kl": (ratio_BR - 1 - log_ratio_BR).sum(),
             "ratio_error": (ratio_BR - 1).abs().sum(),
         }
@@ -111,12 +111,12 @@ def policy_loss(
 
 
 def value_loss(
-    values_BR: Tensor, old_values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor, clip: float
+    values_BR: Tensor, old_values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor, clip_range: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """½ Σ max((V - G)², (clip(V, V_old ± c) - G)²) over counted tokens, and sums to report. Lower is better."""
     values_BR, old_values_BR = _counted(values_BR, mask_BR), _counted(old_values_BR, mask_BR)
     returns_BR = _counted(returns_BR, mask_BR)
-    clipped_BR = old_values_BR + (values_BR - old_values_BR).clamp(-clip, clip)
+    clipped_BR = old_values_BR + (values_BR - old_values_BR).clamp(-clip_range, clip_range)
     error_BR = torch.maximum((values_BR - returns_BR) ** 2, (clipped_BR - returns_BR) ** 2)
     with torch.no_grad():
         figures = {"value_error": ((values_BR - returns_BR) ** 2).sum()}
@@ -142,5 +142,5 @@ class KLController:
         """coef *= 1 + clip(KL/target - 1, ±0.2) · n / horizon."""
         if self.config.kl_control == "fixed":
             return
-        error = min(0.2, max(-0.2, kl_nats / self.config.kl_target_nats - 1))
+        error = min(0.2, max(-0.2, kl_nats / self.config.target_kl - 1))
         self.coef *= 1 + error * num_responses / self.config.kl_horizon

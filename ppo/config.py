@@ -11,7 +11,7 @@ from training.data import DataConfig
 
 
 class PPOConfig(Config):
-    """An iteration samples one response to each of `rollout_prompts` prompts and learns from them in minibatches.
+    """An iteration samples one response to each of `rollout_batch_size` prompts and learns from them in minibatches.
 
     `minibatch.batch_size` counts responses; `minibatch.micro_batch_size` also bounds the passes without gradients.
     KL is in nats a response, the sum over its tokens of log π - log π_ref. Scores are in standard deviations of the
@@ -40,22 +40,22 @@ class PPOConfig(Config):
     importance_cap: float = Field(default=2.0, ge=1)  # of a token's weight π / π_behave, in stale rollouts
     prompts: DataConfig
     num_iterations: int = Field(ge=1)
-    rollout_prompts: int = Field(ge=1)
+    rollout_batch_size: int = Field(ge=1)
     num_epochs: int = Field(ge=1)
     minibatch: BatchConfig
-    max_response_tokens: int = Field(ge=1)
+    max_new_tokens: int = Field(ge=1)
     temperature: float = Field(default=1.0, gt=0)
     policy_optimizer: OptimizerConfig
     value_optimizer: OptimizerConfig
     kl_coef: float = Field(ge=0)
     kl_control: Literal["fixed", "adaptive"] = "fixed"
-    kl_target_nats: float = Field(default=6.0, gt=0)  # adaptive only (Ziegler et al., arXiv 1909.08593)
+    target_kl: float = Field(default=6.0, gt=0)  # adaptive only (Ziegler et al., arXiv 1909.08593)
     kl_horizon: int = Field(default=10_000, ge=1)  # adaptive only, in responses
-    missing_end_penalty: float = Field(ge=0)
-    discount: float = Field(default=1.0, gt=0, le=1)
+    missing_eos_penalty: float = Field(ge=0)
+    gamma: float = Field(default=1.0, gt=0, le=1)
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    clip: float = Field(default=0.2, gt=0)
-    value_clip: float = Field(default=0.2, gt=0)
+    clip_range: float = Field(default=0.2, gt=0)
+    value_clip_range: float = Field(default=0.2, gt=0)
     ptx_coef: float = Field(ge=0)  # weight of the pretraining loss, a mean a token as the policy loss is
     ptx_rows: int = Field(ge=0)  # pretraining rows a minibatch
     ema_decay: float = Field(ge=0, lt=1)  # an iteration
@@ -66,10 +66,10 @@ class PPOConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        exact_div(self.rollout_prompts, self.minibatch.batch_size, "rollout_prompts over minibatch.batch_size")
+        exact_div(self.rollout_batch_size, self.minibatch.batch_size, "rollout_batch_size over minibatch.batch_size")
         if self.placement == "disaggregated":
             for name in ("num_generators", "num_scorers"):
-                exact_div(self.rollout_prompts, getattr(self, name), f"rollout_prompts over {name}")
+                exact_div(self.rollout_batch_size, getattr(self, name), f"rollout_batch_size over {name}")
         if self.max_staleness and self.placement == "colocated":
             raise ValueError(
                 f'max_staleness {self.max_staleness} with placement "colocated": a worker that samples cannot learn'
@@ -108,7 +108,7 @@ class PPOConfig(Config):
 
     @property
     def num_minibatches(self) -> int:
-        return self.rollout_prompts // self.minibatch.batch_size
+        return self.rollout_batch_size // self.minibatch.batch_size
 
     @property
     def updates_per_iteration(self) -> int:

@@ -41,7 +41,7 @@ class PPOController:
         self.weights_O = torch.tensor([*config.objective_weights.values()] or [1.0])
         self.kl = KLController(config, config.kl_coef)
         self.in_flight: dict[int, Sampling] = {}  # by the iteration that will learn from it
-        self.prompt_order = DataOrder(len(prompts), config.rollout_prompts, derive_seed(seed, "ppo", "prompts"))
+        self.prompt_order = DataOrder(len(prompts), config.rollout_batch_size, derive_seed(seed, "ppo", "prompts"))
         self.ptx_order = DataOrder(max(1, num_pretraining_rows), config.ptx_rows, derive_seed(seed, "ppo", "ptx"))
 
     def step(self, iteration: int) -> dict[str, float]:
@@ -57,11 +57,11 @@ class PPOController:
 
         scored_B = self._require_scores(scores_B)
         mask_BR = rollout.response_mask_BR & scored_B[:, None]
-        finals_B = self.scale.apply(scores_B) - config.missing_end_penalty * ~rollout.finished_B
+        finals_B = self.scale.apply(scores_B) - config.missing_eos_penalty * ~rollout.finished_B
         finals_B = torch.where(scored_B, finals_B, 0.0)
         rewards_BR, kl_B = token_rewards(finals_B, logprobs_BR, ref_logprobs_BR, mask_BR, self.kl.coef)
         advantages_BR, returns_BR = generalised_advantages(
-            rewards_BR, values_BR, mask_BR, config.discount, config.gae_lambda
+            rewards_BR, values_BR, mask_BR, config.gamma, config.gae_lambda
         )
         advantages_BR = whiten(advantages_BR, mask_BR)
         importance_BR, importance_figures = importance_weights(
@@ -81,7 +81,7 @@ class PPOController:
             "scaled_score": float(self.scale.apply(scores_B)[scored_B].mean()),
             "kl_nats": kl_nats,
             "kl_coef": self.kl.coef,
-            "end_share": float(rollout.finished_B.float().mean()),
+            "eos_rate": float(rollout.finished_B.float().mean()),
             "response_tokens": float(rollout.response_tokens_B.float().mean()),
             "entropy_estimate": float(-logprobs_BR[mask_BR].mean()),
             "failed_scores": float((~scored_B).sum()),

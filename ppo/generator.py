@@ -23,7 +23,7 @@ class GeneratorWorker(Rank):
         sampled = generate(
             self.generator,
             prompts,
-            max_new_tokens=self.config.max_response_tokens,
+            max_new_tokens=self.config.max_new_tokens,
             end_id=self.tokenizer.end_id,
             choice=Choice(self.config.temperature),
             seeds=seeds,
@@ -33,7 +33,7 @@ class GeneratorWorker(Rank):
             sampled.responses,
             sampled.finished,
             sampled.logprobs,
-            max_response_tokens=self.config.max_response_tokens,
+            max_new_tokens=self.config.max_new_tokens,
             pad_id=self.tokenizer.pad_id,
         )
 

@@ -27,7 +27,7 @@ class TokenStream:
     """A file of tokens, cut into rows."""
 
     path: Path
-    row_tokens: int
+    seq_len: int
 
 
 @dataclass(frozen=True)

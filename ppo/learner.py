@@ -49,7 +49,7 @@ class LearnerWorker(Rank):
         self.average = _copies(self.policy.full_weights())
         self.writer = self.policy.checkpoint_writer()
         stream = models.pretraining
-        self.stream = StreamObjective(stream_rows(stream.path, stream.row_tokens)) if stream else None
+        self.stream = StreamObjective(stream_rows(stream.path, stream.seq_len)) if stream else None
 
     @torch.no_grad()
     def policy_logprobs(self, rollout: Rollout) -> Tensor:
@@ -88,7 +88,7 @@ class LearnerWorker(Rank):
             part.logprobs_BR.to(self.device),
             part.advantages_BR.to(self.device),
             part.mask_BR.to(self.device),
-            self.config.clip,
+            self.config.clip_range,
         )
         shares = _shares({"policy_loss": loss, **sums}, whole.num_tokens)
         loss = loss / whole.num_tokens
@@ -117,7 +117,7 @@ class LearnerWorker(Rank):
             part.values_BR.to(self.device),
             part.returns_BR.to(self.device),
             part.mask_BR.to(self.device),
-            self.config.value_clip,
+            self.config.value_clip_range,
         )
         return loss / whole.num_tokens, _shares({"value_loss": loss, **sums}, whole.num_tokens)
 

@@ -32,12 +32,12 @@ class Rollout:
         finished: Sequence[bool],
         logprobs: Sequence[Sequence[float]],
         *,
-        max_response_tokens: int,
+        max_new_tokens: int,
         pad_id: int,
     ) -> Self:
-        width = max(len(prompt) for prompt in prompts) + max_response_tokens
+        width = max(len(prompt) for prompt in prompts) + max_new_tokens
         tokens_BT = torch.full((len(prompts), width), pad_id)
-        logprobs_BR = torch.zeros(len(prompts), max_response_tokens)
+        logprobs_BR = torch.zeros(len(prompts), max_new_tokens)
         for row, (prompt, response, found) in enumerate(zip(prompts, responses, logprobs, strict=True)):
             tokens_BT[row, : len(prompt) + len(response)] = torch.tensor([*prompt, *response])
             logprobs_BR[row, : len(response)] = torch.tensor(found)
@@ -75,18 +75,18 @@ class Rollout:
         return len(self.tokens_BT)
 
     @property
-    def max_response_tokens(self) -> int:
+    def max_new_tokens(self) -> int:
         return self.behaviour_logprobs_BR.shape[1]
 
     @property
     def response_mask_BR(self) -> Tensor:
         """True = a token of the response."""
-        return torch.arange(self.max_response_tokens)[None] < self.response_tokens_B[:, None]
+        return torch.arange(self.max_new_tokens)[None] < self.response_tokens_B[:, None]
 
     @property
     def response_BR(self) -> Tensor:
         """The response's tokens; anything where the mask is False."""
-        columns_BR = self.prompt_tokens_B[:, None] + torch.arange(self.max_response_tokens)[None]
+        columns_BR = self.prompt_tokens_B[:, None] + torch.arange(self.max_new_tokens)[None]
         return self.tokens_BT.gather(1, columns_BR.clamp(max=self.tokens_BT.shape[1] - 1))
 
     @property

@@ -32,7 +32,7 @@ def run(
     """
     tokenizer = Tokenizer.load(models.sft)
     stream = models.pretraining
-    num_rows = len(stream_rows(stream.path, stream.row_tokens)) if stream else 0
+    num_rows = len(stream_rows(stream.path, stream.seq_len)) if stream else 0
     encoded = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
     controller = PPOController(config, roles, encoded, models.scale, num_pretraining_rows=num_rows, seed=context.seed)
     first = _resume(context, controller)
@@ -42,7 +42,7 @@ def run(
         started = time.monotonic()
         figures = controller.step(iteration)
         done, seconds = iteration + 1, time.monotonic() - started
-        tokens = figures["response_tokens"] * config.rollout_prompts
+        tokens = figures["response_tokens"] * config.rollout_batch_size
         figures |= {"tokens_per_second": tokens / seconds, "checkpoint_seconds": waited_seconds}
         log.log(done, config.num_iterations, figures)
         started = time.monotonic()

@@ -34,7 +34,7 @@ from training.stage import StageContext, build_engine
 
 
 class PretrainConfig(InitConfig, TrainingConfig):
-    """`batch.batch_size` counts rows of `row_tokens` tokens.
+    """`batch.batch_size` counts rows of `seq_len` tokens.
 
     Pretraining goes on from the weights, shape and vocabulary of `init_from`; with `num_steps` 0 they are taken as they
     are. Without it, `num_steps` 0 leaves a random model to the next stage, as translation learns from nothing.
@@ -43,7 +43,7 @@ class PretrainConfig(InitConfig, TrainingConfig):
     texts: tuple[DataConfig, ...] = Field(min_length=1)
     heldout: tuple[DataConfig, ...] = Field(min_length=1)
     tokenizer_texts: int = Field(default=100_000, ge=1)  # the first so many texts teach the tokenizer
-    row_tokens: int = Field(ge=2)
+    seq_len: int = Field(ge=2)
     num_steps: int = Field(ge=0)
 
 
@@ -65,9 +65,9 @@ def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig
         write_streams(folder, config, tokenizer)
     engine.barrier()
     # The start token comes before what an encoder reads.
-    row_tokens = config.row_tokens - (model_config.kind != "decoder")
+    seq_len = config.seq_len - (model_config.kind != "decoder")
     rows, heldout, heldout_bytes = (
-        stream_rows(folder / f"{name}.bin", row_tokens) for name in ("train", "heldout", "heldout_bytes")
+        stream_rows(folder / f"{name}.bin", seq_len) for name in ("train", "heldout", "heldout_bytes")
     )
     training = make_objective(model_config, rows, tokenizer, derive_seed(context.seed, "pretrain", "words"), NUM_VIEWS)
     unseen = make_objective(model_config, heldout, tokenizer, derive_seed(context.seed, "pretrain", "heldout"), 1)
@@ -81,7 +81,7 @@ def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig
             "num_parameters": count_parameters([skeleton(source.build)]),
             "vocab_size": tokenizer.vocab_size,
             "train_tokens": int(rows.size),
-            "trained_tokens": config.num_steps * config.batch.batch_size * config.row_tokens,
+            "trained_tokens": config.num_steps * config.batch.batch_size * config.seq_len,
         }
         if model_config.kind == "decoder":  # the others see what comes behind, so their loss is that of no text
             results["heldout_bits_per_byte"] = bits_per_byte(figures["loss"], heldout_bytes)

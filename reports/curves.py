@@ -53,7 +53,7 @@ PANELS = {
     "ppo": (
         Panel("Score", "from the reward model, higher is better", (Series("score", "PPO", "ppo"),)),
         Panel("KL from SFT", "nats per response", (Series("kl_nats", "PPO", "ppo"),)),
-        Panel("Responses that end", "before the length limit", (Series("end_share", "PPO", "ppo"),), is_share=True),
+        Panel("Responses that end", "before the length limit", (Series("eos_rate", "PPO", "ppo"),), is_share=True),
         Panel("Response length", "tokens", (Series("response_tokens", "PPO", "ppo"),)),
         Panel("Entropy", "nats per token, estimated", (Series("entropy_estimate", "PPO", "ppo"),)),
     ),

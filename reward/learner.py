@@ -47,7 +47,7 @@ class RewardLearner(nn.Module):
 
     def __init__(self, network: RewardNetwork, beside: Beside) -> None:
         super().__init__()
-        self.network, self.beside, self.gain = network, beside, network.config.width
+        self.network, self.beside, self.gain = network, beside, network.config.hidden_size
         self.nu = nn.Parameter(torch.zeros(len(beside.log_nu))) if beside.log_nu else None
         self.rating = nn.Parameter(torch.zeros(len(beside.rating_std))) if beside.rating_std else None
 

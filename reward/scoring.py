@@ -180,7 +180,7 @@ class Judge:
         that are looked up in a table end with the context.
         """
         config = self.network.config
-        return config.context_tokens + (config.positions != "learned")
+        return config.max_position_embeddings + (config.positions != "learned")
 
     def fits(self, tokens: Sequence[int]) -> bool:
         """Whether the network reads so many."""

@@ -128,7 +128,7 @@ def run(context: StageContext, config: RewardConfig, start: Path) -> None:
     shape = skeleton(source.build).config
     found = read_judgments(config.rankings)
     split = split_of(found.rankings, config, context.seed)
-    encode = partial(encode_rankings, tokenizer, max_tokens=shape.context_tokens, objectives=split.objectives)
+    encode = partial(encode_rankings, tokenizer, max_tokens=shape.max_position_embeddings, objectives=split.objectives)
     trained_on = encode(split.train, weights=weights_of_labelers(split, config))
     unseen = encode(split.heldout)  # measured alike, however training weighs
     beside = learned_beside(config, split, trained_on)
@@ -150,7 +150,7 @@ def run(context: StageContext, config: RewardConfig, start: Path) -> None:
     if engine.is_main:
         # What was learned beside the scores is no part of the model: it goes to the results.
         save_model(context.model_folder, skeleton(source.build), network_weights(tensors), tokenizer)
-        learned = [beside.learned(tensors, shape.width, place) for place in range(len(split.objectives))]
+        learned = [beside.learned(tensors, shape.hidden_size, place) for place in range(len(split.objectives))]
         finish(context, config, tokenizer, split, (trained_on, unseen), learned)
         write_json(context.folder / ODDITIES, [vars(oddity) for oddity in found.report.oddities])
     engine.barrier()

@@ -25,14 +25,14 @@ from training.stage import StageContext, build_engine
 
 
 class SFTConfig(InitConfig, TrainingConfig):
-    """`batch.batch_size` counts packed rows of `row_tokens` tokens; to an encoder-decoder, conversations, of which what
+    """`batch.batch_size` counts packed rows of `seq_len` tokens; to an encoder-decoder, conversations, of which what
     is read and what is written may each have so many.
     """
 
     demonstrations: tuple[DataConfig, ...] = Field(min_length=1)
     heldout: tuple[DataConfig, ...] = Field(min_length=1)
     chat_template: str  # "chat", "continuation", a Jinja template, or "" for the model's own
-    row_tokens: int = Field(ge=2)
+    seq_len: int = Field(ge=2)
     num_epochs: float = Field(gt=0)
 
 
@@ -46,7 +46,7 @@ def run(context: StageContext, config: SFTConfig, start: Path) -> None:
     kind = EncoderDecoder if purpose_of(start) == "translate" else LanguageModel
     source: ModelSource[LanguageModel | EncoderDecoder] = ModelFolder(start, kind, config.dropout)
     training, heldout = (
-        make_objective(kind is EncoderDecoder, tokenizer, data, config.row_tokens)
+        make_objective(kind is EncoderDecoder, tokenizer, data, config.seq_len)
         for data in (config.demonstrations, config.heldout)
     )
     num_steps = max(1, round(config.num_epochs * len(training) / config.batch.batch_size))
@@ -72,22 +72,22 @@ def run(context: StageContext, config: SFTConfig, start: Path) -> None:
 
 
 def make_objective(
-    has_source: bool, tokenizer: Tokenizer, sources: Sequence[DataConfig], row_tokens: int
+    has_source: bool, tokenizer: Tokenizer, sources: Sequence[DataConfig], seq_len: int
 ) -> Objective[Any]:
     """The conversations of the sources: packed, or as pairs of what is read and what is written.
 
     Errors: ValueError as for `encode_demonstrations`, and where there are none.
     """
-    sequences = list(encode_demonstrations(has_source, tokenizer, sources, row_tokens))
+    sequences = list(encode_demonstrations(has_source, tokenizer, sources, seq_len))
     if not sequences:
         raise ValueError(f"{', '.join(data.source for data in sources)}: no demonstrations; at least one was expected")
     if has_source:
         return PairsObjective([split_pair(*sequence) for sequence in sequences], tokenizer.end_id)
-    return PackedObjective(pack(sequences, row_tokens, tokenizer.pad_id))
+    return PackedObjective(pack(sequences, seq_len, tokenizer.pad_id))
 
 
 def encode_demonstrations(
-    has_source: bool, tokenizer: Tokenizer, sources: Sequence[DataConfig], row_tokens: int
+    has_source: bool, tokenizer: Tokenizer, sources: Sequence[DataConfig], seq_len: int
 ) -> Iterator[tuple[list[int], list[bool]]]:
     """Tokens of each conversation, and which of them are the assistant's.
 
@@ -100,11 +100,9 @@ def encode_demonstrations(
         parts = split_pair(tokens, is_response) if has_source else (tokens,)
         if not parts[0]:
             raise ValueError(f"{where}: nothing comes before the response; a source to read was expected")
-        if max(map(len, parts)) > row_tokens:
+        if max(map(len, parts)) > seq_len:
             what, lengths = "source and target have" if has_source else "the conversation has", map(len, parts)
-            raise ValueError(
-                f"{where}: {what} {' and '.join(map(str, lengths))} tokens; sft.row_tokens allows {row_tokens}"
-            )
+            raise ValueError(f"{where}: {what} {' and '.join(map(str, lengths))} tokens; sft.seq_len allows {seq_len}")
         yield tokens, is_response
 
 

@@ -54,11 +54,11 @@ def arms_of(job: JobConfig, folder: Path) -> dict[str, Arm]:
         raise ValueError(f"job {job.name!r}: a study needs [world], [model] and a section of every stage")
     epochs = reward.num_epochs
     small = {
-        "model.num_layers": max(1, model.num_layers // 4),
-        "model.width": model.width // 2,
-        "model.num_heads": max(1, model.num_heads // 2),
-        "model.num_kv_heads": max(1, model.num_kv_heads // 2),
-        "model.mlp_width": model.mlp_width // 2,
+        "model.num_hidden_layers": max(1, model.num_hidden_layers // 4),
+        "model.hidden_size": model.hidden_size // 2,
+        "model.num_attention_heads": max(1, model.num_attention_heads // 2),
+        "model.num_key_value_heads": max(1, model.num_key_value_heads // 2),
+        "model.intermediate_size": model.intermediate_size // 2,
     }
     shared = {"collect.overlap_share": 1.0, "collect.overlap_labelers": max(LABELERS_A_TASK)}
     arms = [

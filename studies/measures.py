@@ -170,7 +170,7 @@ class SeedMeasures:
             policy,
             self._prompts(),
             num_samples=num_samples,
-            max_response_tokens=self.job.compare.max_response_tokens,
+            max_new_tokens=self.job.compare.max_new_tokens,
             temperature=1.0,  # PPO's: the KL is between the policies that it trained
             seed=derive_seed(self.seed, "study"),
         )

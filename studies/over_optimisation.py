@@ -48,7 +48,7 @@ def measure_run(
     spec = Spec(
         num_samples=num_samples,
         pool_samples=pool_samples,
-        max_response_tokens=job.ppo.max_response_tokens,
+        max_new_tokens=job.ppo.max_new_tokens,
         temperature=job.ppo.temperature,
         seed=seed,
     )

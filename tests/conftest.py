@@ -79,7 +79,13 @@ def tiny_config() -> "ModelConfig":
     from lm.config import ModelConfig
 
     return ModelConfig(
-        vocab_size=288, context_tokens=96, width=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=24
+        vocab_size=288,
+        max_position_embeddings=96,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=24,
     )
 
 
@@ -113,9 +119,10 @@ def encoder_folder(tmp_path_factory: pytest.TempPathFactory, masking_tokenizer: 
     from lm.weights import save_model
 
     config = ModelConfig(
-        kind="encoder", vocab_size=288, context_tokens=64, width=16, num_layers=2, num_heads=2, num_kv_heads=2,
-        mlp_width=24, mlp="gelu", mlp_bias=True, attention_bias="all", positions="learned", norm="layer",
-        norm_place="post", embedding_norm=True, token_types=2,
+        kind="encoder", vocab_size=288, max_position_embeddings=64, hidden_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=24, mlp="gelu", mlp_bias=True, attention_bias="all", positions="learned", norm="layer",
+        norm_place="post", embedding_norm=True, type_vocab_size=2,
     )  # fmt: skip
     model = MaskedLanguageModel(config)
     initialise(model, seed=8)

@@ -50,15 +50,15 @@ LIMIT_SECONDS = 560
 NUM_ROWS, NUM_STEPS, VOCABULARY = 8, 2, 300
 SHAPE = {
     "vocab_size": VOCABULARY,
-    "context_tokens": 32,
-    "width": 16,
-    "num_heads": 2,
-    "num_kv_heads": 2,
-    "mlp_width": 24,
+    "max_position_embeddings": 32,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
 }
-DECODER = ModelConfig(num_layers=2, **SHAPE)
-ENCODER = ModelConfig(kind="encoder", num_layers=2, mlp="gelu", positions="learned", **SHAPE)
-BOTH = ModelConfig(kind="encoder-decoder", num_layers=1, num_encoder_layers=1, mlp="gelu", **SHAPE)
+DECODER = ModelConfig(num_hidden_layers=2, **SHAPE)
+ENCODER = ModelConfig(kind="encoder", num_hidden_layers=2, mlp="gelu", positions="learned", **SHAPE)
+BOTH = ModelConfig(kind="encoder-decoder", num_hidden_layers=1, num_encoder_layers=1, mlp="gelu", **SHAPE)
 PAD, END, MASK = 0, 1, 2
 
 
@@ -255,7 +255,7 @@ CASES |= {name + DROPOUT: replace(CASES[name], source=source) for name, source i
 # --- PPO: a rollout with unequal responses, of which some failed to be scored -----------------------------------------
 
 PROMPTS, RESPONSES = [tokens(n) for n in (3, 9, 1, 4, 2, 7, 5, 6)], [tokens(n) for n in (5, 1, 6, 2, 4, 6, 1, 3)]
-ROLLOUT = Rollout.of(PROMPTS, RESPONSES, [True] * NUM_ROWS, RESPONSES, max_response_tokens=6, pad_id=PAD)
+ROLLOUT = Rollout.of(PROMPTS, RESPONSES, [True] * NUM_ROWS, RESPONSES, max_new_tokens=6, pad_id=PAD)
 SCORED_BR = ROLLOUT.response_mask_BR & torch.tensor([1, 1, 0, 0, 1, 0, 1, 1]).bool()[:, None]
 OLD_LOGPROBS_BR, ADVANTAGES_BR, OLD_VALUES_BR, RETURNS_BR = (
     torch.from_numpy(drawn.normal(mean, 1, (NUM_ROWS, 6)).astype(np.float32)) for mean in (-6.0, 0.0, 0.0, 1.0)
@@ -268,11 +268,11 @@ MAX_POLICY_NORM, MAX_VALUE_NORM = 0.4, 0.15
 
 def ppo_config(micro_batch: int) -> PPOConfig:
     return PPOConfig(
-        prompts=DataConfig(source="unread.jsonl"), num_iterations=1, rollout_prompts=NUM_ROWS, num_epochs=1,
-        minibatch=BatchConfig(batch_size=NUM_ROWS, micro_batch_size=micro_batch), max_response_tokens=6,
+        prompts=DataConfig(source="unread.jsonl"), num_iterations=1, rollout_batch_size=NUM_ROWS, num_epochs=1,
+        minibatch=BatchConfig(batch_size=NUM_ROWS, micro_batch_size=micro_batch), max_new_tokens=6,
         temperature=TEMPERATURE, policy_optimizer=sgd(MAX_POLICY_NORM), value_optimizer=sgd(MAX_VALUE_NORM),
-        kl_coef=0.1, missing_end_penalty=1.0, clip=CLIP, value_clip=VALUE_CLIP, ptx_coef=PTX_COEF, ptx_rows=4,
-        ema_decay=0.5, save_every_iterations=1,
+        kl_coef=0.1, missing_eos_penalty=1.0, clip_range=CLIP, value_clip_range=VALUE_CLIP, ptx_coef=PTX_COEF,
+        ptx_rows=4, ema_decay=0.5, save_every_iterations=1,
     )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ class OptimizerConfig(Config):
     learning_rate: float = Field(gt=0)
     schedule: Literal["constant", "linear", "cosine"]
     warmup_steps: int = Field(default=0, ge=0)
-    final_share: float = Field(default=0.0, ge=0, le=1)
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
@@ -84,12 +84,12 @@ class OptimizerConfig(Config):
             )
 
     def rate(self, step: int, num_steps: int) -> float:
-        """Learning rate of step 0 .. num_steps - 1: linear warm-up, then down to `final_share` of the peak."""
+        """Learning rate of step 0 .. num_steps - 1: linear warm-up, then down to `min_lr_ratio` of the peak."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps)
         fall = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
-        return self.learning_rate * (self.final_share + (1 - self.final_share) * fall[self.schedule])
+        return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * fall[self.schedule])
 
 
 class BatchConfig(Config):

@@ -44,14 +44,14 @@ class PackedRows:
         return found
 
 
-def pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], row_tokens: int, pad_id: int) -> PackedRows:
+def pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], seq_len: int, pad_id: int) -> PackedRows:
     """Best-fit, longest first: each (tokens, counted) sequence lies whole in one row.
 
     Errors: ValueError naming the sequence that is longer than a row.
     """
     for index, (tokens, _) in enumerate(sequences):
-        if len(tokens) > row_tokens:
-            raise ValueError(f"sequence {index} has {len(tokens)} tokens; at most {row_tokens} fit a row")
+        if len(tokens) > seq_len:
+            raise ValueError(f"sequence {index} has {len(tokens)} tokens; at most {seq_len} fit a row")
     order = sorted(range(len(sequences)), key=lambda index: (-len(sequences[index][0]), index))
     rows: list[list[int]] = []
     open_rows: dict[int, list[int]] = {}  # free tokens -> rows with exactly so many, none of them empty
@@ -60,7 +60,7 @@ def pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], row_tokens: 
         length = len(sequences[index][0])
         place = bisect_left(rooms, length)
         if place == len(rooms):
-            row, free = len(rows), row_tokens
+            row, free = len(rows), seq_len
             rows.append([])
         else:
             free = rooms[place]
@@ -72,17 +72,17 @@ def pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], row_tokens: 
             open_rows[free - length] = []
             insort(rooms, free - length)
         open_rows[free - length].append(row)
-    return _lay_out(sequences, rows, row_tokens, pad_id)
+    return _lay_out(sequences, rows, seq_len, pad_id)
 
 
 def _lay_out(
     sequences: Sequence[tuple[Sequence[int], Sequence[bool]]],
     rows: Sequence[Sequence[int]],
-    row_tokens: int,
+    seq_len: int,
     pad_id: int,
 ) -> PackedRows:
     """Rows of the sequences whose numbers they name."""
-    tokens = np.full((len(rows), row_tokens), pad_id, dtype=np.int64)
+    tokens = np.full((len(rows), seq_len), pad_id, dtype=np.int64)
     segments = np.zeros_like(tokens)
     counted = np.zeros(tokens.shape, dtype=np.bool_)
     numbers = np.full((len(rows), max(map(len, rows), default=1)), -1, dtype=np.int64)
@@ -114,17 +114,17 @@ def write_token_stream(texts: Iterable[list[int]], end_id: int, path: Path) -> i
     return total
 
 
-def stream_rows(path: Path, row_tokens: int) -> NDArray[np.int32]:
+def stream_rows(path: Path, seq_len: int) -> NDArray[np.int32]:
     """The stream as a memory-mapped [B, T] array; a last partial row is left out.
 
     Errors: ValueError where the text does not fill one row.
     """
     # An empty file cannot be mapped.
     stream = np.memmap(path, dtype=np.int32, mode="r") if path.stat().st_size else np.empty(0, dtype=np.int32)
-    num_rows = len(stream) // row_tokens
+    num_rows = len(stream) // seq_len
     if num_rows == 0:
-        raise ValueError(f"{path}: {len(stream)} tokens do not fill one row of {row_tokens}; more text is needed")
-    rows: NDArray[np.int32] = stream[: num_rows * row_tokens].reshape(num_rows, row_tokens)
+        raise ValueError(f"{path}: {len(stream)} tokens do not fill one row of {seq_len}; more text is needed")
+    rows: NDArray[np.int32] = stream[: num_rows * seq_len].reshape(num_rows, seq_len)
     return rows
 
 

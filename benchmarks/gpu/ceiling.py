@@ -54,7 +54,7 @@ def rates(rows: Sequence[Row], device: torch.device, copied_bytes: int) -> dict[
     found = {"bytes": copy_rate(copied_bytes, device)}
     for row in rows:
         if isinstance(row.sizes, Pretraining):
-            tokens = row.sizes.micro_batch * row.sizes.row_tokens
+            tokens = row.sizes.micro_batch * row.sizes.seq_len
             found[row.name] = matrix_rate(training_products(row.sizes.model, tokens), device)
     return found
 

@@ -11,11 +11,11 @@ LAYOUT = Layout(ranks=1, zero_stage=0, is_bf16=True, is_gpu=True)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-5, schedule="constant")
 
 
-def training_flops(model: ModelConfig, row_tokens: int) -> int:
+def training_flops(model: ModelConfig, seq_len: int) -> int:
     """Floating-point operations a token of a training step: three forward passes, of a token with half the row behind
     it. What is computed again, or for nothing, does not count.
     """
-    return 3 * flops_per_token(model, (row_tokens + 1) // 2)
+    return 3 * flops_per_token(model, (seq_len + 1) // 2)
 
 
 def decoded_bytes(sizes: Generation) -> int:
@@ -43,8 +43,8 @@ def planned_bytes(sizes: Pretraining | Generation | Iteration) -> int:
 
 def _planned_pretraining(sizes: Pretraining) -> int:
     counts = count(sizes.model, OPTIMIZER)
-    of = forward_pass(sizes.model, LAYOUT, sizes.micro_batch, sizes.row_tokens)
-    num_logits = sizes.micro_batch * sizes.row_tokens * sizes.model.vocab_size
+    of = forward_pass(sizes.model, LAYOUT, sizes.micro_batch, sizes.seq_len)
+    num_logits = sizes.micro_batch * sizes.seq_len * sizes.model.vocab_size
     return training_memory(sizes.model, counts, LAYOUT, of, num_logits, sizes.num_micro_batches).peak
 
 

@@ -68,9 +68,9 @@ class DeviceClock(Clock):
 def measure_pretraining(row: Row, sizes: Pretraining, device: torch.device, folder: Path) -> dict[str, float]:
     """Steps of the stages' own loop; the last one is begun and not timed."""
     rows = sizes.micro_batch * sizes.num_micro_batches
-    task = Task("train", str(folder), rows, sizes.micro_batch, sizes.row_tokens, 0, row.warmup_steps, row.timed_steps)
+    task = Task("train", str(folder), rows, sizes.micro_batch, sizes.seq_len, 0, row.warmup_steps, row.timed_steps)
     clock = DeviceClock(task, device)
-    tokens = np.random.default_rng(0).integers(0, sizes.model.vocab_size, (4 * rows, sizes.row_tokens + 1), np.int32)
+    tokens = np.random.default_rng(0).integers(0, sizes.model.vocab_size, (4 * rows, sizes.seq_len + 1), np.int32)
     objective = StreamObjective(tokens)
     source = Fresh(partial(LanguageModel, sizes.model), seed=0)
     engine: Engine[Any] = Engine(source, OPTIMIZER, ENGINE, world_size=1, micro_batch=sizes.micro_batch)
@@ -81,7 +81,7 @@ def measure_pretraining(row: Row, sizes: Pretraining, device: torch.device, fold
     result = clock.result("heed")
     rate = float(result["work"]) / float(result["seconds"])
     engine.close()
-    flops = rate * training_flops(sizes.model, sizes.row_tokens)
+    flops = rate * training_flops(sizes.model, sizes.seq_len)
     return {"tokens_per_second": rate, "flops_per_second": flops}
 
 

@@ -15,11 +15,11 @@ class Pretraining:
     model: ModelConfig
     micro_batch: int
     num_micro_batches: int
-    row_tokens: int
+    seq_len: int
 
     @property
     def tokens_per_step(self) -> int:
-        return self.micro_batch * self.num_micro_batches * self.row_tokens
+        return self.micro_batch * self.num_micro_batches * self.seq_len
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,22 @@ class Row:
     aim: float
 
 
-def gpt(width: int, num_layers: int, num_heads: int, context_tokens: int, vocab_size: int = 50_304) -> ModelConfig:
+def gpt(
+    width: int, num_layers: int, num_heads: int, max_position_embeddings: int, vocab_size: int = 50_304
+) -> ModelConfig:
     """GPT-2's and GPT-3's block, every layer dense.
 
     The vocabulary is GPT-2's 50,257 filled up to a multiple of 128, so that the head's rows are aligned.
     """
     return ModelConfig(
         vocab_size=vocab_size,
-        context_tokens=context_tokens,
-        width=width,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
+        max_position_embeddings=max_position_embeddings,
+        hidden_size=width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
         head_dim=width // num_heads,
-        mlp_width=4 * width,
+        intermediate_size=4 * width,
         mlp="gelu_tanh",
         mlp_bias=True,
         attention_bias="all",

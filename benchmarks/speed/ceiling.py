@@ -40,7 +40,7 @@ class Products:
         task = self.task
         if task.kind == "generate":
             return self._generation()
-        tokens = task.batch * task.row_tokens
+        tokens = task.batch * task.seq_len
         if task.kind == "train":
             return self._training(tokens, tokens)
         if task.kind == "sft":

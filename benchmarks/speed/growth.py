@@ -51,8 +51,10 @@ class Point:
     def shape(self) -> ModelConfig:
         heads = max(1, self.width // 64)
         return ModelConfig(
-            vocab_size=VOCAB_SIZE, context_tokens=4096, width=self.width, num_layers=self.num_layers,
-            num_heads=heads, num_kv_heads=heads, head_dim=self.width // heads, mlp_width=4 * self.width, mlp="relu2",
+            vocab_size=VOCAB_SIZE, max_position_embeddings=4096, hidden_size=self.width,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=heads, num_key_value_heads=heads, head_dim=self.width // heads,
+            intermediate_size=4 * self.width, mlp="relu2",
         )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def write_world(folder: Path, num_texts: int) -> tuple[DataConfig, DataConfig]:
 
 
 def conversions(
-    folder: Path, texts: DataConfig, demonstrations: DataConfig, tokenizer: Tokenizer, row_tokens: int
+    folder: Path, texts: DataConfig, demonstrations: DataConfig, tokenizer: Tokenizer, seq_len: int
 ) -> Iterator[tuple[str, Callable[[], int], Callable[[], int]]]:
     """By name, Heed's way and the library's alone; each returns its number of tokens."""
     tokenizer.save(folder / "tokenizer")
@@ -84,15 +84,15 @@ def conversions(
         # One text is held out, so that nearly all of the work is of the training stream.
         heldout = texts.model_copy(update={"max_rows": 1})
         config = PretrainConfig(
-            texts=(texts,), heldout=(heldout,), row_tokens=row_tokens, num_steps=1, optimizer=ADAMW,
+            texts=(texts,), heldout=(heldout,), seq_len=seq_len, num_steps=1, optimizer=ADAMW,
             batch=BatchConfig(batch_size=1, micro_batch_size=1), save_every_steps=1, evaluate_every_steps=1,
         )  # fmt: skip
         write_streams(folder / "stream", config, tokenizer)
-        return int(stream_rows(folder / "stream" / "train.bin", row_tokens).size)
+        return int(stream_rows(folder / "stream" / "train.bin", seq_len).size)
 
     def to_rows() -> int:
-        sequences = list(encode_demonstrations(False, tokenizer, (demonstrations,), row_tokens))
-        return int((pack(sequences, row_tokens, tokenizer.pad_id).segments > 0).sum())
+        sequences = list(encode_demonstrations(False, tokenizer, (demonstrations,), seq_len))
+        return int((pack(sequences, seq_len, tokenizer.pad_id).segments > 0).sum())
 
     held_texts = list(read_texts((texts,)))
     held_turns = [turn["content"] for _, turns in read_conversations((demonstrations,)) for turn in turns]
@@ -106,7 +106,7 @@ def convert(folder: Path, num_texts: int, vocab_sizes: tuple[int, ...], rounds: 
     found: dict[str, Any] = {}
     for vocab_size in vocab_sizes:
         tokenizer = Tokenizer.train(read_texts((texts,)), vocab_size, "chat")
-        for name, ours, alone in conversions(folder, texts, demonstrations, tokenizer, row_tokens=512):
+        for name, ours, alone in conversions(folder, texts, demonstrations, tokenizer, seq_len=512):
             tokens, library_tokens = ours(), alone()  # they also warm up
             runs = [{"heed": timed(ours, clock), "library": timed(alone, clock)} for _ in range(rounds)]
             row = {"tokens": tokens, "library_tokens": library_tokens, "runs": runs}
@@ -126,7 +126,7 @@ def fetchers() -> Iterator[tuple[str, Any, Fresh[Any], Callable[[IntArray], Any]
     rows_BT = rng.integers(8, shape.vocab_size, (5000, 97), dtype=np.int32)
     words = HiddenWords(1, 1, 5, (0, 1), shape.vocab_size, seed=0)
     encoder = shape.model_copy(update={"kind": "encoder"})
-    both = shape.model_copy(update={"kind": "encoder-decoder", "num_encoder_layers": shape.num_layers})
+    both = shape.model_copy(update={"kind": "encoder-decoder", "num_encoder_layers": shape.num_hidden_layers})
 
     def fresh(build: Callable[[], nn.Module]) -> Fresh[Any]:
         return Fresh(build, seed=0)

@@ -37,14 +37,15 @@ from training.objectives import StreamObjective
 
 # A model that outweighs what libraries take, in the demo's job; 29M parameters.
 SHAPE = (
-    "model.vocab_size=8192", "model.context_tokens=256", "model.width=512", "model.num_layers=8", "model.num_heads=8",
-    "model.num_kv_heads=8", "model.mlp_width=2048",
+    "model.vocab_size=8192", "model.max_position_embeddings=256", "model.hidden_size=512",
+    "model.num_hidden_layers=8", "model.num_attention_heads=8",
+    "model.num_key_value_heads=8", "model.intermediate_size=2048",
 )  # fmt: skip
 ALONE = ("workers=1", "ppo.ptx_rows=0", "ppo.ptx_coef=0.0", "ppo.num_epochs=1", "ppo.ema_decay=0.9")
 # What is measured has few activations, which the plan counts from above, and much that is held.
 BATCHES = (
-    "pretrain.batch={batch_size=8, micro_batch_size=4}", "pretrain.row_tokens=128", "sft.row_tokens=128",
-    "ppo.rollout_prompts=16", "ppo.minibatch={batch_size=16, micro_batch_size=4}", "ppo.max_response_tokens=64",
+    "pretrain.batch={batch_size=8, micro_batch_size=4}", "pretrain.seq_len=128", "sft.seq_len=128",
+    "ppo.rollout_batch_size=16", "ppo.minibatch={batch_size=16, micro_batch_size=4}", "ppo.max_new_tokens=64",
 )  # fmt: skip
 STEPS = 3
 CASES = ("pretrain fp32", "pretrain bf16", "ppo fp32", "ppo bf16")
@@ -67,9 +68,9 @@ def write_parents(job: JobConfig, folder: Path) -> None:
     assert job.model is not None
     assert job.ppo is not None
     assert job.sft is not None
-    response = job.ppo.max_response_tokens
-    rows = job.ppo.rollout_prompts
-    write_work(folder, job.model, Sizes(job.sft.row_tokens - response, response, job.sft.row_tokens, rows, 1, 1))
+    response = job.ppo.max_new_tokens
+    rows = job.ppo.rollout_batch_size
+    write_work(folder, job.model, Sizes(job.sft.seq_len - response, response, job.sft.seq_len, rows, 1, 1))
 
 
 def pretrain(job: JobConfig, folder: Path) -> None:
@@ -82,7 +83,7 @@ def pretrain(job: JobConfig, folder: Path) -> None:
     micro = config.batch.micro_batch_size
     source = ModelFolder(folder / "policy", LanguageModel)
     engine = Engine(source, config.optimizer, job.engine, world_size=1, micro_batch=micro)
-    rows_BT = np.random.default_rng(0).integers(8, shape.vocab_size, (64, config.row_tokens), dtype=np.int32)
+    rows_BT = np.random.default_rng(0).integers(8, shape.vocab_size, (64, config.seq_len), dtype=np.int32)
     objective = StreamObjective(rows_BT)
     loop = LoopConfig("memory", 0, STEPS, config.batch, save_every_steps=STEPS - 1, evaluate_every_steps=STEPS + 1)
     TrainingLoop(engine, loop, objective, OneRow(objective), folder / "run").run()
@@ -112,8 +113,10 @@ def measure_case(case: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Bytes: the plan's parts and peak, by how much this process grew, and its whole resident set at its highest."""
     stage, precision = case.split()
     job = job_of(precision, overrides)
-    small = job_of(precision, [*overrides, "model.width=16", "model.num_layers=1", "model.num_heads=2",
-                               "model.num_kv_heads=2", "model.mlp_width=16", "model.vocab_size=300"])  # fmt: skip
+    small = job_of(precision, [*overrides, "model.hidden_size=16", "model.num_hidden_layers=1",
+    "model.num_attention_heads=2",
+                               "model.num_key_value_heads=2", "model.intermediate_size=16",
+                               "model.vocab_size=300"])  # fmt: skip
     for warming in (small, job):  # what libraries take when they are first used is not the model's
         with tempfile.TemporaryDirectory() as folder:
             write_parents(warming, Path(folder))

@@ -142,10 +142,10 @@ def works() -> Iterator[tuple[str, Work]]:
     assert sft is not None
     assert shape is not None
     rng = np.random.default_rng(0)
-    rows_BT = rng.integers(8, shape.vocab_size, (NUM_ROWS, pretrain.row_tokens), dtype=np.int32)
-    lengths = rng.integers(sft.row_tokens // 4, sft.row_tokens // 2, 4 * NUM_ROWS).tolist()
+    rows_BT = rng.integers(8, shape.vocab_size, (NUM_ROWS, pretrain.seq_len), dtype=np.int32)
+    lengths = rng.integers(sft.seq_len // 4, sft.seq_len // 2, 4 * NUM_ROWS).tolist()
     sequences = [(rng.integers(8, shape.vocab_size, n).tolist(), responses(range(n), n // 2)) for n in lengths]
-    stream, packed = StreamObjective(rows_BT), PackedObjective(pack(sequences, sft.row_tokens, pad_id=0))
+    stream, packed = StreamObjective(rows_BT), PackedObjective(pack(sequences, sft.seq_len, pad_id=0))
     rank_rows = pretrain.batch.batch_size // job.workers
     yield "pretraining, Muon", Work(shape, pretrain.optimizer, stream, rank_rows, pretrain.dropout, job.engine)
     yield "pretraining, AdamW", Work(shape, sft.optimizer, stream, rank_rows, pretrain.dropout, job.engine)

@@ -122,7 +122,7 @@ def measure_training(task: Task, clock: Clock) -> str:
 
 def measure_sft(task: Task, clock: Clock) -> str:
     sequences = [(tokens, responses(tokens, start)) for tokens, start in task.read("conversations")]
-    objective = PackedObjective(pack(sequences, task.row_tokens, pad_id=0))
+    objective = PackedObjective(pack(sequences, task.seq_len, pad_id=0))
     return train(task, clock, ModelFolder(task.path / "policy", LanguageModel), objective, objective.num_tokens)
 
 
@@ -139,19 +139,19 @@ def measure_reward(task: Task, clock: Clock) -> str:
     return train(task, clock, source, RankingObjective(comparisons, "decoder"), len)
 
 
-def ppo_config(num_iterations: int, rollout_prompts: int, minibatch: BatchConfig, response_tokens: int) -> PPOConfig:
+def ppo_config(num_iterations: int, rollout_batch_size: int, minibatch: BatchConfig, response_tokens: int) -> PPOConfig:
     """One epoch with a KL penalty and nothing beside it, no checkpoint on the way; prompts are handed over."""
     return PPOConfig(
         prompts=DataConfig(source="unread"),
         num_iterations=num_iterations,
-        rollout_prompts=rollout_prompts,
+        rollout_batch_size=rollout_batch_size,
         num_epochs=1,
         minibatch=minibatch,
-        max_response_tokens=response_tokens,
+        max_new_tokens=response_tokens,
         policy_optimizer=OPTIMIZER,
         value_optimizer=OPTIMIZER,
         kl_coef=0.05,
-        missing_end_penalty=0.0,
+        missing_eos_penalty=0.0,
         ptx_coef=0.0,
         ptx_rows=0,
         ema_decay=0.0,

@@ -73,7 +73,7 @@ def measure_sft(task: Task, clock: Clock) -> str:
             **arguments(task),
             max_steps=task.num_steps,
             per_device_train_batch_size=task.batch,
-            max_length=task.row_tokens,
+            max_length=task.seq_len,
             packing=True,
             completion_only_loss=True,
         ),

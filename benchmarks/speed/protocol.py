@@ -16,14 +16,14 @@ class Task:
     """One measurement. `folder` holds the models and data that `work.write_work` wrote.
 
     `batch` counts sequences (generate, train), prompts (ppo), comparisons of K responses (reward), packed rows (sft);
-    `micro_batch` is what a PPO update holds at once. Rows of train and sft have `row_tokens` tokens.
+    `micro_batch` is what a PPO update holds at once. Rows of train and sft have `seq_len` tokens.
     """
 
     kind: str
     folder: str
     batch: int
     micro_batch: int
-    row_tokens: int
+    seq_len: int
     response_tokens: int
     warmup_steps: int
     timed_steps: int

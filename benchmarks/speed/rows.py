@@ -42,7 +42,7 @@ class Row:
             folder,
             self.batch,
             max(1, self.batch // 4),
-            sizes.row_tokens,
+            sizes.seq_len,
             sizes.response_tokens,
             self.warmup_steps,
             self.timed_steps,

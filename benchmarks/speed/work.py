@@ -13,13 +13,13 @@ from lm.weights import save_model
 
 SHAPE = ModelConfig(
     vocab_size=8192,
-    context_tokens=512,
-    width=512,
-    num_layers=8,
-    num_heads=8,
-    num_kv_heads=8,
+    max_position_embeddings=512,
+    hidden_size=512,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=8,
     head_dim=64,
-    mlp_width=1408,
+    intermediate_size=1408,
 )  # 30M parameters, the head tied to the embedding
 FIRST_WORD = 256  # tokens below are bytes and special tokens, which no drawn text contains
 NUM_RESPONSES = 4  # of a comparison
@@ -31,7 +31,7 @@ class Sizes:
 
     prompt_tokens: int = 32
     response_tokens: int = 64
-    row_tokens: int = 256
+    seq_len: int = 256
     num_prompts: int = 512
     num_comparisons: int = 256
     num_conversations: int = 2048
@@ -57,11 +57,11 @@ def write_work(folder: Path, shape: ModelConfig, sizes: Sizes) -> None:
         lengths = rng.integers(sizes.response_tokens // 4, sizes.response_tokens + 1, NUM_RESPONSES)
         return [[*prompt, *draw(length - 1), tokenizer.end_id] for length in lengths]
 
-    lengths = np.exp(rng.normal(np.log(sizes.row_tokens / 4), 0.7, sizes.num_conversations))
-    conversations = [draw(length) for length in lengths.astype(int).clip(6, sizes.row_tokens)]
+    lengths = np.exp(rng.normal(np.log(sizes.seq_len / 4), 0.7, sizes.num_conversations))
+    conversations = [draw(length) for length in lengths.astype(int).clip(6, sizes.seq_len)]
     data = {
         "prompts": [draw(sizes.prompt_tokens) for _ in range(sizes.num_prompts)],
-        "rows": [draw(sizes.row_tokens + 1) for _ in range(64)],
+        "rows": [draw(sizes.seq_len + 1) for _ in range(64)],
         "comparisons": [responses(draw(sizes.prompt_tokens)) for _ in range(sizes.num_comparisons)],
         "conversations": [(tokens, len(tokens) // 3) for tokens in conversations],
     }

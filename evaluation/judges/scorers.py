@@ -70,7 +70,7 @@ def reward_model_score(folder: Path, weights: Mapping[str, float]) -> Score:
         turns = zip(conversations, responses, strict=True)
         whole = [[*messages, {"role": "assistant", "content": response}] for messages, response in turns]
         sequences = [encode_scored(model.tokenizer, conversation) for conversation in whole]
-        room = model.network.config.context_tokens
+        room = model.network.config.max_position_embeddings
         fitting = [row for row, tokens in enumerate(sequences) if model.fits(tokens)]
         found = [Scored(math.nan, f"{len(s)} tokens; the reward model reads at most {room}") for s in sequences]
         model.network.to(device)  # only when first used: policies are sampled before, and need the memory

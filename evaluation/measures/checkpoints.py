@@ -31,7 +31,7 @@ class Spec:
 
     num_samples: int
     pool_samples: int
-    max_response_tokens: int
+    max_new_tokens: int
     temperature: float
     seed: int
 
@@ -107,7 +107,7 @@ def _draw(policy: Policy, prompts: Sequence[Prompt], spec: Spec, num_samples: in
         policy,
         prompts,
         num_samples=num_samples,
-        max_response_tokens=spec.max_response_tokens,
+        max_new_tokens=spec.max_new_tokens,
         temperature=spec.temperature,
         seed=spec.seed,
     )

@@ -49,7 +49,7 @@ def draw(
     prompts: Sequence[Prompt],
     *,
     num_samples: int,
-    max_response_tokens: int,
+    max_new_tokens: int,
     temperature: float,
     seed: int,
 ) -> Drawn:
@@ -69,7 +69,7 @@ def draw(
     found = generate(
         policy.model,
         [encoded[wanted[place][0].prompt_id] for place in order],
-        max_new_tokens=max_response_tokens,
+        max_new_tokens=max_new_tokens,
         end_id=tokenizer.end_id,
         choice=Choice(temperature),
         seeds=[derive_seed(seed, "sample", wanted[place][0].prompt_id, wanted[place][1]) for place in order],

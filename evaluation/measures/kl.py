@@ -161,7 +161,7 @@ def exact_kl(
     reference: LanguageModel,
     query: Sequence[int],
     *,
-    max_response_tokens: int,
+    max_new_tokens: int,
     end_id: int,
     temperature: float,
 ) -> float:
@@ -172,10 +172,10 @@ def exact_kl(
     them than MAX_PREFIXES.
     """
     V = policy.config.vocab_size
-    num_prefixes = sum((V - 1) ** length for length in range(max_response_tokens))
+    num_prefixes = sum((V - 1) ** length for length in range(max_new_tokens))
     if num_prefixes > MAX_PREFIXES:
         raise ValueError(
-            f"{V} tokens and responses of up to {max_response_tokens} make {num_prefixes:,} prefixes; at most"
+            f"{V} tokens and responses of up to {max_new_tokens} make {num_prefixes:,} prefixes; at most"
             f" {MAX_PREFIXES:,} can be enumerated"
         )
     device = policy.head.weight.device
@@ -183,13 +183,13 @@ def exact_kl(
     chance_F = torch.ones(1, dtype=torch.float64, device=device)
     continues_V = torch.arange(V, device=device) != end_id
     total = 0.0
-    for length in range(max_response_tokens):
+    for length in range(max_new_tokens):
         ours_FV, theirs_FV = (
             torch.cat([_last_logprobs(model, part_FT, temperature) for part_FT in prefixes_FT.split(BATCH)])
             for model in (policy, reference)
         )
         total += float((chance_F * (ours_FV.exp() * (ours_FV - theirs_FV)).sum(dim=1)).sum())
-        if length + 1 < max_response_tokens:
+        if length + 1 < max_new_tokens:
             chance_F = (chance_F[:, None] * ours_FV.exp())[:, continues_V].flatten()
             next_F = torch.arange(V, device=device)[continues_V].repeat(len(prefixes_FT))
             prefixes_FT = torch.cat([prefixes_FT.repeat_interleave(V - 1, dim=0), next_F[:, None]], dim=1)

@@ -18,12 +18,12 @@ from lm.tokenizer import Tokenizer
 Window = tuple[list[int], list[int]]  # (given, predicted)
 
 
-def windows(tokens: Sequence[int], start_id: int, context_tokens: int) -> Iterator[Window]:
+def windows(tokens: Sequence[int], start_id: int, max_position_embeddings: int) -> Iterator[Window]:
     """Yields the text's tokens in order, in windows that fill the context; the last reaches back to fill its own."""
     with_start = [start_id, *tokens]
-    for begin in range(1, len(with_start), context_tokens - 1):
-        end = min(begin + context_tokens - 1, len(with_start))
-        yield with_start[max(0, end - context_tokens) : begin], with_start[begin:end]
+    for begin in range(1, len(with_start), max_position_embeddings - 1):
+        end = min(begin + max_position_embeddings - 1, len(with_start))
+        yield with_start[max(0, end - max_position_embeddings) : begin], with_start[begin:end]
 
 
 def text_logprobs(model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[str]) -> list[float]:
@@ -32,7 +32,7 @@ def text_logprobs(model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[st
     pieces = [
         (text, window)
         for text, tokens in enumerate(encoded)
-        for window in windows(tokens, tokenizer.start_id, model.config.context_tokens)
+        for window in windows(tokens, tokenizer.start_id, model.config.max_position_embeddings)
     ]
     pieces.sort(key=lambda piece: len(piece[1][1]))  # sorting by length minimises padding
     totals = [0.0] * len(texts)

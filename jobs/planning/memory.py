@@ -101,7 +101,7 @@ def count(config: ModelConfig, optimizer: OptimizerConfig, *, num_scores: int = 
     model: nn.Module = skeleton(
         lambda: ScalarModel(config, labels=labels) if is_scalar else PRETRAINED[config.kind](config)
     )
-    num_layers = config.num_layers + config.num_encoder_layers
+    num_layers = config.num_hidden_layers + config.num_encoder_layers
     if optimizer.trained_layers is not None:
         freeze_all_but_last(model, optimizer.trained_layers)
         num_layers = optimizer.trained_layers
@@ -119,27 +119,27 @@ def count(config: ModelConfig, optimizer: OptimizerConfig, *, num_scores: int = 
 
 
 def forward_pass(
-    config: ModelConfig, layout: Layout, rows: int, row_tokens: int, *, is_packed: bool = False, dropout: float = 0.0
+    config: ModelConfig, layout: Layout, rows: int, seq_len: int, *, is_packed: bool = False, dropout: float = 0.0
 ) -> Pass:
     """The pass of one micro-batch; without ZeRO autocast leaves the residual stream in fp32.
 
     Packed rows, bands and encoders need a mask, which PyTorch's fused kernels do not take together with grouped keys.
     """
-    is_banded = any(0 < window < row_tokens for window in config.windows)
+    is_banded = any(0 < window < seq_len for window in config.sliding_window)
     has_mask = is_packed or is_banded or config.kind != "decoder"
-    is_fused = layout.is_gpu and (not has_mask or config.num_kv_heads == config.num_heads)
+    is_fused = layout.is_gpu and (not has_mask or config.num_key_value_heads == config.num_attention_heads)
     is_tiled = layout.is_bf16 and not layout.is_gpu and has_matrix_unit()  # as where this runs
-    return Pass(rows, row_tokens, layout.compute_bytes, layout.weight_bytes, is_fused, dropout > 0, is_tiled)
+    return Pass(rows, seq_len, layout.compute_bytes, layout.weight_bytes, is_fused, dropout > 0, is_tiled)
 
 
 def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layout) -> int:
     """What one micro-batch keeps for its backward; frozen blocks in front keep nothing. Autocast keeps bf16 copies of
     all weights that multiply.
     """
-    in_decoder = min(counts.trained_layers, config.num_layers)
+    in_decoder = min(counts.trained_layers, config.num_hidden_layers)
     reads_memory = config.kind == "encoder-decoder"
     if layout.recomputes:  # the input of every trained block, and all of one block at a time
-        inputs = counts.trained_layers * of.num_tokens * config.width * of.stream_bytes
+        inputs = counts.trained_layers * of.num_tokens * config.hidden_size * of.stream_bytes
         kept = inputs + block_bytes(config, of, reads_memory=reads_memory) + ends_bytes(config, of)
         return kept + (2 * counts.linear if layout.is_autocast else 0)
     kept = in_decoder * block_bytes(config, of, reads_memory=reads_memory) + ends_bytes(config, of)
@@ -215,13 +215,11 @@ def training_memory(
     return Memory(states(counts, layout), phases)
 
 
-def sampling_phase(
-    config: ModelConfig, layout: Layout, num_parameters: int, rows: int, row_tokens: int
-) -> dict[str, int]:
+def sampling_phase(config: ModelConfig, layout: Layout, num_parameters: int, rows: int, seq_len: int) -> dict[str, int]:
     """Generation of so many rows at once: the cache with the copy made when rows leave, fp32 logits and what is drawn
     from them, and on a CPU in bf16 the weights once more, as its matrix unit reads them.
     """
-    cache = cache_bytes_per_token(config, layout.compute_bytes) * rows * row_tokens
+    cache = cache_bytes_per_token(config, layout.compute_bytes) * rows * seq_len
     held = {"key-value cache": int(CACHE_COPIES * cache), "logits": 12 * rows * config.vocab_size}
     if layout.is_bf16 and not layout.is_gpu:
         held["weights as the CPU reads them"] = 2 * num_parameters
@@ -245,7 +243,7 @@ def ppo_memory(
     `of` is one micro-batch of prompts with their responses; `rollout_rows` are a rank's responses of an iteration.
     """
     c, P = layout.compute_bytes, policy.total
-    tied = config.vocab_size * config.width if config.tie_embeddings else 0
+    tied = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
 
     def frozen(counts: Counts, shared: int) -> int:
         """Beside autocast matrices are bf16 and the rest, the table that a head shares too, is fp32."""
@@ -261,7 +259,7 @@ def ppo_memory(
     }
     if not layout.is_gpu:
         held["copy of the average for checkpoints"] = 4 * P // layout.ranks
-    phases = {"generate": sampling_phase(config, layout, P, min(GENERATION_ROWS, rollout_rows), of.row_tokens)}
+    phases = {"generate": sampling_phase(config, layout, P, min(GENERATION_ROWS, rollout_rows), of.seq_len)}
     for name, counts, numbers in (("policy", policy, num_logits), ("value", value, 0)):
         found = training_phases(config, counts, layout, of, numbers, num_micro_batches)
         phases |= {f"{name} {phase}": parts for phase, parts in found.items()}

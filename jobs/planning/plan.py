@@ -115,7 +115,7 @@ class _Planner:
 
     def __init__(self, job: JobConfig, model: ModelConfig, setting: Setting, layout: Layout) -> None:
         self.job, self.model, self.layout = job, model, layout
-        self.sizes = Sizes(job, model.context_tokens, setting.assumed_rows)
+        self.sizes = Sizes(job, model.max_position_embeddings, setting.assumed_rows)
         self.times = Times(model, layout, setting.hardware, setting.share_of_peak)
 
     # --- stages that train one model --------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class _Planner:
         config = self.job.pretrain
         assert isinstance(config, PretrainConfig)
         # A decoder predicts the row's tokens but the first; to the others the start token is one of the row's.
-        tokens = config.row_tokens - (self.model.kind == "decoder")
+        tokens = config.seq_len - (self.model.kind == "decoder")
         logits = config.batch.micro_batch_size * tokens * self.model.vocab_size
         return self._training("pretrain", "rows", config, config.num_steps, tokens, logits)
 
@@ -132,7 +132,7 @@ class _Planner:
         config = self.job.sft
         assert isinstance(config, SFTConfig)
         rows = sum(self.sizes.num_rows(data) for data in config.demonstrations)
-        tokens = config.row_tokens - (self.model.kind == "decoder")
+        tokens = config.seq_len - (self.model.kind == "decoder")
         if self.model.kind == "decoder":
             self.sizes.assume("at most: packing puts several conversations in a row, and not every token counts")
         steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
@@ -159,7 +159,7 @@ class _Planner:
         unit: str,
         config: TrainingConfig,
         num_steps: int,
-        row_tokens: int,
+        seq_len: int,
         num_logits: int,
         *,
         rows_per_unit: int = 1,
@@ -169,10 +169,10 @@ class _Planner:
         micro_batches = batch.num_micro_batches(layout.ranks)
         counts = count(self.model, config.optimizer, num_scores=num_scores)
         rows = batch.micro_batch_size * rows_per_unit
-        of = forward_pass(self.model, layout, rows, row_tokens, is_packed=name == "sft", dropout=config.dropout)
+        of = forward_pass(self.model, layout, rows, seq_len, is_packed=name == "sft", dropout=config.dropout)
         memory = training_memory(self.model, counts, layout, of, num_logits, micro_batches)
-        tokens = batch.batch_size * rows_per_unit * row_tokens
-        flops = tokens * self.times.forward_flops(row_tokens, 0.0 if num_scores else 1.0) * self.times.passes(counts)
+        tokens = batch.batch_size * rows_per_unit * seq_len
+        flops = tokens * self.times.forward_flops(seq_len, 0.0 if num_scores else 1.0) * self.times.passes(counts)
         numbers = {
             "batch_size": batch.batch_size,
             "micro_batch_size": batch.micro_batch_size,
@@ -195,7 +195,7 @@ class _Planner:
         prompts = self.sizes.num_rows(config.prompts)
         numbers = {"prompts": prompts, "responses a prompt": config.responses_per_prompt, "ranks": self.layout.ranks}
         samples = prompts * config.responses_per_prompt
-        return self._sampling("collect", numbers, samples, config.responses_per_prompt, config.max_response_tokens)
+        return self._sampling("collect", numbers, samples, config.responses_per_prompt, config.max_new_tokens)
 
     def compare(self) -> StagePlan:
         config = self.job.compare
@@ -204,24 +204,24 @@ class _Planner:
         pool = max(config.best_of, config.num_samples)
         per_prompt = pool + config.num_samples * (1 + (self.job.pretrain is not None))
         numbers = {"prompts": prompts, "responses a prompt": per_prompt, "ranks": self.layout.ranks}
-        return self._sampling("compare", numbers, prompts * per_prompt, pool, config.max_response_tokens)
+        return self._sampling("compare", numbers, prompts * per_prompt, pool, config.max_new_tokens)
 
     def _sampling(
         self, name: str, numbers: dict[str, int], samples: int, per_prompt: int, response_tokens: int
     ) -> StagePlan:
-        row_tokens = self.sizes.conversation_tokens(response_tokens)
+        seq_len = self.sizes.conversation_tokens(response_tokens)
         total = count(self.model, _ANY_OPTIMIZER).total
         rows = min(GENERATION_ROWS, PROMPTS_AT_ONCE * per_prompt)
         c = self.layout.compute_bytes
         # The reference that samples are measured against; reward models of these stages stay in fp32.
         beside = {"reference": c * total, "reward model": 4 * total} if name == "compare" else {}
-        phases = {"generate": sampling_phase(self.model, self.layout, total, rows, row_tokens)}
+        phases = {"generate": sampling_phase(self.model, self.layout, total, rows, seq_len)}
         if beside:
             logits = GENERATION_ROWS * response_tokens * self.model.vocab_size
             phases["measure"] = {**beside, "logits": (c + 8) * logits}
         memory = Memory({"weights": c * total}, phases)
         per_rank = math.ceil(samples / self.layout.ranks)
-        seconds = self.times.sampling_seconds(total, per_rank, row_tokens, response_tokens)
+        seconds = self.times.sampling_seconds(total, per_rank, seq_len, response_tokens)
         return self._stage(name, "responses", numbers, memory, 1, seconds)
 
     # --- PPO --------------------------------------------------------------------------------------------------------
@@ -236,21 +236,21 @@ class _Planner:
             self.sizes.assume(
                 "the reward comes from elsewhere; a reward model's time and memory are counted all the same"
             )
-        row_tokens = self.sizes.conversation_tokens(config.max_response_tokens)
+        seq_len = self.sizes.conversation_tokens(config.max_new_tokens)
         self.sizes.assume("every response is as long as it may be")
         policy = count(self.model, config.policy_optimizer)
         value = count(self.model, config.value_optimizer, num_scores=1)
         reward = count(self.model, config.value_optimizer, num_scores=max(1, len(config.objective_weights)))
-        rollout_rows = config.rollout_prompts // layout.ranks
+        rollout_rows = config.rollout_batch_size // layout.ranks
         micro_batches = batch.num_micro_batches(layout.ranks)
         # Pretraining rows ride along with each micro-batch of responses.
         ptx, ptx_tokens = math.ceil(config.ptx_rows / layout.ranks / micro_batches), self._ptx_tokens(config)
-        of = forward_pass(self.model, layout, batch.micro_batch_size + ptx, max(row_tokens, ptx_tokens))
-        counted = batch.micro_batch_size * config.max_response_tokens + ptx * ptx_tokens
+        of = forward_pass(self.model, layout, batch.micro_batch_size + ptx, max(seq_len, ptx_tokens))
+        counted = batch.micro_batch_size * config.max_new_tokens + ptx * ptx_tokens
         logits = counted * self.model.vocab_size
         memory = ppo_memory(self.model, policy, value, reward, layout, of, logits, rollout_rows, micro_batches)
         numbers = {
-            "rollout_prompts": config.rollout_prompts,
+            "rollout_batch_size": config.rollout_batch_size,
             "batch_size": batch.batch_size,
             "micro_batch_size": batch.micro_batch_size,
             "ranks": layout.ranks,
@@ -258,27 +258,27 @@ class _Planner:
             "updates an iteration": config.updates_per_iteration,
             "iterations": config.num_iterations,
             "updates": config.num_iterations * config.updates_per_iteration,
-            "responses": config.num_iterations * config.rollout_prompts,
-            "tokens an iteration": config.rollout_prompts * row_tokens,
+            "responses": config.num_iterations * config.rollout_batch_size,
+            "tokens an iteration": config.rollout_batch_size * seq_len,
         }
-        learning = self.times.compute_seconds(self._ppo_flops(config, policy, value, row_tokens))
+        learning = self.times.compute_seconds(self._ppo_flops(config, policy, value, seq_len))
         if config.placement == "disaggregated":
             self.sizes.assume("memory is that of a rank with all roles; the scorers' work is counted as the learners'")
-            rollout_rows = config.rollout_prompts // config.num_generators
-        sampling = self.times.sampling_seconds(policy.total, rollout_rows, row_tokens, config.max_response_tokens)
+            rollout_rows = config.rollout_batch_size // config.num_generators
+        sampling = self.times.sampling_seconds(policy.total, rollout_rows, seq_len, config.max_new_tokens)
         seconds = max(learning, sampling) if config.max_staleness else learning + sampling
         return self._stage("ppo", "responses", numbers, memory, config.num_iterations, seconds)
 
     def _ptx_tokens(self, config: PPOConfig) -> int:
-        return self.job.pretrain.row_tokens if config.ptx_rows and self.job.pretrain else 0
+        return self.job.pretrain.seq_len if config.ptx_rows and self.job.pretrain else 0
 
-    def _ppo_flops(self, config: PPOConfig, policy: Counts, value: Counts, row_tokens: int) -> float:
+    def _ppo_flops(self, config: PPOConfig, policy: Counts, value: Counts, seq_len: int) -> float:
         """An iteration without sampling: one pass each of policy, reference, value function and reward model, then the
         epochs' updates of policy and value function, and the pretraining rows. Heads read the responses alone.
         """
-        tokens = config.rollout_prompts * row_tokens
-        share = config.max_response_tokens / row_tokens
-        body, with_head = self.times.forward_flops(row_tokens, 0.0), self.times.forward_flops(row_tokens, share)
+        tokens = config.rollout_batch_size * seq_len
+        share = config.max_new_tokens / seq_len
+        body, with_head = self.times.forward_flops(seq_len, 0.0), self.times.forward_flops(seq_len, share)
         looking = 2 * with_head + 2 * body
         learning = config.num_epochs * (self.times.passes(policy) * with_head + self.times.passes(value) * body)
         ptx_tokens = self._ptx_tokens(config)

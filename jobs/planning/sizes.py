@@ -13,8 +13,8 @@ FIRST_ROWS = 100  # of a rankings file, to see how many responses its tasks have
 class Sizes:
     """Rows, tasks and tokens of one job; a source that cannot be counted has `assumed_rows`."""
 
-    def __init__(self, job: JobConfig, context_tokens: int, assumed_rows: int) -> None:
-        self.job, self.context_tokens, self.assumed_rows = job, context_tokens, assumed_rows
+    def __init__(self, job: JobConfig, max_position_embeddings: int, assumed_rows: int) -> None:
+        self.job, self.max_position_embeddings, self.assumed_rows = job, max_position_embeddings, assumed_rows
         self.assumptions: list[str] = []
 
     def assume(self, what: str) -> None:
@@ -62,6 +62,6 @@ class Sizes:
     def conversation_tokens(self, response_tokens: int = 0) -> int:
         """What a prompt and its response take at most: the context, or a row of SFT where that is shorter."""
         if self.job.sft is None:
-            return self.context_tokens
-        self.assume("a prompt and its response fit a row of sft.row_tokens")
-        return max(min(self.context_tokens, self.job.sft.row_tokens), response_tokens + 1)
+            return self.max_position_embeddings
+        self.assume("a prompt and its response fit a row of sft.seq_len")
+        return max(min(self.max_position_embeddings, self.job.sft.seq_len), response_tokens + 1)

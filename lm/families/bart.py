@@ -18,22 +18,22 @@ class BartFamily:
     classes: ClassVar = {"translate": "BartForConditionalGeneration"}
 
     def to_hf(self, config: ModelConfig) -> Fields:
-        stacks = {"encoder": config.num_encoder_layers, "decoder": config.num_layers}
+        stacks = {"encoder": config.num_encoder_layers, "decoder": config.num_hidden_layers}
         fields: Fields = {
             "vocab_size": config.vocab_size,
-            "max_position_embeddings": config.context_tokens,
-            "d_model": config.width,
+            "max_position_embeddings": config.max_position_embeddings,
+            "d_model": config.hidden_size,
             "activation_function": activation_to_hf(config),
-            "scale_embedding": config.embedding_scale,
+            "scale_embedding": config.scale_embedding,
             "num_hidden_layers": config.num_encoder_layers,
             "is_encoder_decoder": True,
-            "tie_word_embeddings": config.tie_embeddings,
+            "tie_word_embeddings": config.tie_word_embeddings,
         }
         for stack, num_layers in stacks.items():
             fields |= {
                 f"{stack}_layers": num_layers,
-                f"{stack}_attention_heads": config.num_heads,
-                f"{stack}_ffn_dim": config.mlp_width,
+                f"{stack}_attention_heads": config.num_attention_heads,
+                f"{stack}_ffn_dim": config.intermediate_size,
             }
         return fields
 
@@ -45,20 +45,20 @@ class BartFamily:
         return {
             "kind": "encoder-decoder",
             "vocab_size": raw["vocab_size"],
-            "context_tokens": raw["max_position_embeddings"],
-            "width": raw["d_model"],
-            "num_layers": raw["decoder_layers"],
+            "max_position_embeddings": raw["max_position_embeddings"],
+            "hidden_size": raw["d_model"],
+            "num_hidden_layers": raw["decoder_layers"],
             "num_encoder_layers": raw["encoder_layers"],
-            "num_heads": raw["encoder_attention_heads"],
-            "num_kv_heads": raw["encoder_attention_heads"],
-            "mlp_width": raw["encoder_ffn_dim"],
+            "num_attention_heads": raw["encoder_attention_heads"],
+            "num_key_value_heads": raw["encoder_attention_heads"],
+            "intermediate_size": raw["encoder_ffn_dim"],
             "mlp": ACTIVATIONS[raw.get("activation_function", "gelu")],
             **CLASSIC,
             "embedding_norm": True,
-            "embedding_scale": raw.get("scale_embedding", False),
+            "scale_embedding": raw.get("scale_embedding", False),
             "norm_place": "post",
             "norm_eps": 1e-5,
-            "tie_embeddings": True,
+            "tie_word_embeddings": True,
         }
 
     def stored(self, config: ModelConfig, ours: str) -> Stored:
@@ -67,7 +67,7 @@ class BartFamily:
             name = self._OUTER[module]
             return Stored({f"{name}.{kind}": None}, rows_before=2 if "positions" in module else 0)
         stack, _, layer, inner = module.split(".", 3)
-        rows = config.num_heads * config.head_dim
+        rows = config.num_attention_heads * config.head_dim
         stacked = {
             "attention.qkv": {f"self_attn.{part}_proj": rows for part in "qkv"},
             "cross.key_value": {f"encoder_attn.{part}_proj": rows for part in "kv"},

@@ -23,15 +23,15 @@ class BertFamily:
     def to_hf(self, config: ModelConfig) -> Fields:
         return {
             "vocab_size": config.vocab_size,
-            "max_position_embeddings": config.context_tokens,
-            "hidden_size": config.width,
-            "num_hidden_layers": config.num_layers,
-            "num_attention_heads": config.num_heads,
-            "intermediate_size": config.mlp_width,
+            "max_position_embeddings": config.max_position_embeddings,
+            "hidden_size": config.hidden_size,
+            "num_hidden_layers": config.num_hidden_layers,
+            "num_attention_heads": config.num_attention_heads,
+            "intermediate_size": config.intermediate_size,
             "hidden_act": activation_to_hf(config),
             "layer_norm_eps": config.norm_eps,
-            "type_vocab_size": config.token_types,
-            "tie_word_embeddings": config.tie_embeddings,
+            "type_vocab_size": config.type_vocab_size,
+            "tie_word_embeddings": config.tie_word_embeddings,
         }
 
     def from_hf(self, raw: Mapping[str, Any]) -> Fields:
@@ -44,30 +44,30 @@ class BertFamily:
         return {
             "kind": "encoder",
             "vocab_size": raw["vocab_size"],
-            "context_tokens": raw["max_position_embeddings"],
-            "width": raw["hidden_size"],
-            "num_layers": raw["num_hidden_layers"],
-            "num_heads": raw["num_attention_heads"],
-            "num_kv_heads": raw["num_attention_heads"],
-            "mlp_width": raw["intermediate_size"],
+            "max_position_embeddings": raw["max_position_embeddings"],
+            "hidden_size": raw["hidden_size"],
+            "num_hidden_layers": raw["num_hidden_layers"],
+            "num_attention_heads": raw["num_attention_heads"],
+            "num_key_value_heads": raw["num_attention_heads"],
+            "intermediate_size": raw["intermediate_size"],
             "mlp": ACTIVATIONS[raw.get("hidden_act", "gelu")],
             **CLASSIC,
-            "token_types": raw["type_vocab_size"],
+            "type_vocab_size": raw["type_vocab_size"],
             "embedding_norm": True,
             "norm_place": "post",
             "norm_eps": raw["layer_norm_eps"],
-            "tie_embeddings": raw.get("tie_word_embeddings", True),
+            "tie_word_embeddings": raw.get("tie_word_embeddings", True),
         }
 
     def stored(self, config: ModelConfig, ours: str) -> Stored:
-        if ours == "head.bias" and config.tie_embeddings:  # an untied head adds the bias of its own product
+        if ours == "head.bias" and config.tie_word_embeddings:  # an untied head adds the bias of its own product
             return Stored({"cls.predictions.bias": None})
         module, _, kind = ours.rpartition(".")
         if not module.startswith("encoder.blocks."):
             return Stored({f"{self._OUTER[module]}.{kind}": None})
         _, _, layer, inner = module.split(".", 3)
         if inner == "attention.qkv":
-            rows = config.num_heads * config.head_dim
+            rows = config.num_attention_heads * config.head_dim
             names: Mapping[str, int | None] = {f"attention.self.{part}": rows for part in ("query", "key", "value")}
         else:
             names = {self._INNER[inner]: None}

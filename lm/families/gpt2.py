@@ -17,14 +17,14 @@ class GPT2Family:
     def to_hf(self, config: ModelConfig) -> Fields:
         return {
             "vocab_size": config.vocab_size,
-            "n_positions": config.context_tokens,
-            "n_embd": config.width,
-            "n_layer": config.num_layers,
-            "n_head": config.num_heads,
-            "n_inner": config.mlp_width,
+            "n_positions": config.max_position_embeddings,
+            "n_embd": config.hidden_size,
+            "n_layer": config.num_hidden_layers,
+            "n_head": config.num_attention_heads,
+            "n_inner": config.intermediate_size,
             "activation_function": activation_to_hf(config),
             "layer_norm_epsilon": config.norm_eps,
-            "tie_word_embeddings": config.tie_embeddings,
+            "tie_word_embeddings": config.tie_word_embeddings,
         }
 
     def from_hf(self, raw: Mapping[str, Any]) -> Fields:
@@ -34,16 +34,16 @@ class GPT2Family:
         expect(raw, "add_cross_attention", False)
         return {
             "vocab_size": raw["vocab_size"],
-            "context_tokens": raw["n_positions"],
-            "width": raw["n_embd"],
-            "num_layers": raw["n_layer"],
-            "num_heads": raw["n_head"],
-            "num_kv_heads": raw["n_head"],
-            "mlp_width": raw.get("n_inner") or 4 * raw["n_embd"],
+            "max_position_embeddings": raw["n_positions"],
+            "hidden_size": raw["n_embd"],
+            "num_hidden_layers": raw["n_layer"],
+            "num_attention_heads": raw["n_head"],
+            "num_key_value_heads": raw["n_head"],
+            "intermediate_size": raw.get("n_inner") or 4 * raw["n_embd"],
             "mlp": ACTIVATIONS[raw.get("activation_function", "gelu_new")],
             **CLASSIC,
             "norm_eps": raw["layer_norm_epsilon"],
-            "tie_embeddings": raw.get("tie_word_embeddings", True),
+            "tie_word_embeddings": raw.get("tie_word_embeddings", True),
         }
 
     def stored(self, _config: ModelConfig, ours: str) -> Stored:

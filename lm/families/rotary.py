@@ -7,18 +7,10 @@ from typing import Any, ClassVar, Literal
 from lm.config import ModelConfig
 from lm.families.family import Fields, Stored, expect
 
-_ROPE_FIELDS = {
-    "factor": "factor",
-    "original_context_tokens": "original_max_position_embeddings",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-}
 _ROPE_FIELDS_OF = {
     "linear": ("factor",),
-    "llama3": ("factor", "original_context_tokens", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_context_tokens", "beta_fast", "beta_slow"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
 }
 
 
@@ -27,8 +19,8 @@ def rope_to_hf(config: ModelConfig) -> Fields:
     scaling = config.rope_scaling
     if scaling is None:
         return {"rope_type": "default", "rope_theta": config.rope_theta}
-    values = {_ROPE_FIELDS[name]: getattr(scaling, name) for name in _ROPE_FIELDS_OF[scaling.kind]}
-    return {"rope_type": scaling.kind, "rope_theta": config.rope_theta, **values}
+    values = {name: getattr(scaling, name) for name in _ROPE_FIELDS_OF[scaling.rope_type]}
+    return {"rope_type": scaling.rope_type, "rope_theta": config.rope_theta, **values}
 
 
 def rope_from_hf(raw: Mapping[str, Any]) -> Fields:
@@ -45,10 +37,8 @@ def rope_from_hf(raw: Mapping[str, Any]) -> Fields:
     expect(rope, "truncate", True)
     if kind == "default":
         return {"rope_theta": rope["rope_theta"]}
-    found = {
-        name: rope[_ROPE_FIELDS[name]] for name in _ROPE_FIELDS_OF[kind] if rope.get(_ROPE_FIELDS[name]) is not None
-    }
-    return {"rope_theta": rope["rope_theta"], "rope_scaling": {"kind": kind, **found}}
+    found = {name: rope[name] for name in _ROPE_FIELDS_OF[kind] if rope.get(name) is not None}
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": {"rope_type": kind, **found}}
 
 
 @dataclass(frozen=True)
@@ -84,35 +74,35 @@ class RotaryFamily:
 
     def to_hf(self, config: ModelConfig) -> Fields:
         """Errors: ValueError for a width that the library refuses."""
-        if self.even_heads and config.width % config.num_heads:
-            raise ValueError(f"a width of {config.width} is not a multiple of {config.num_heads} heads")
+        if self.even_heads and config.hidden_size % config.num_attention_heads:
+            raise ValueError(f"a width of {config.hidden_size} is not a multiple of {config.num_attention_heads} heads")
         fields = {
             "vocab_size": config.vocab_size,
-            "max_position_embeddings": config.context_tokens,
-            "hidden_size": config.width,
-            "num_hidden_layers": config.num_layers,
-            "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads,
+            "max_position_embeddings": config.max_position_embeddings,
+            "hidden_size": config.hidden_size,
+            "num_hidden_layers": config.num_hidden_layers,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_key_value_heads,
             "head_dim": config.head_dim,
-            "intermediate_size": config.mlp_width,
+            "intermediate_size": config.intermediate_size,
             "hidden_act": self.hidden_act,
             "rms_norm_eps": config.norm_eps,
             "rope_parameters": rope_to_hf(config),
-            "tie_word_embeddings": config.tie_embeddings,
+            "tie_word_embeddings": config.tie_word_embeddings,
         }
         if self.attention_bias == "flag":
             fields["attention_bias"] = config.attention_bias == "all"
         if self.mlp_bias_flag:
             fields["mlp_bias"] = config.mlp_bias
-        window = max(config.windows)
+        window = max(config.sliding_window)
         if self.windows == "all":
             fields["sliding_window"] = window or None
         elif self.windows == "by layer":
-            banded = [config.window(layer) > 0 for layer in range(config.num_layers)]
+            banded = [config.window(layer) > 0 for layer in range(config.num_hidden_layers)]
             fields |= {
                 "use_sliding_window": window > 0,
                 "sliding_window": window or None,
-                "max_window_layers": banded.index(True) if True in banded else config.num_layers,
+                "max_window_layers": banded.index(True) if True in banded else config.num_hidden_layers,
                 "layer_types": ["sliding_attention" if found else "full_attention" for found in banded],
             }
         return fields
@@ -128,20 +118,20 @@ class RotaryFamily:
         heads = raw["num_attention_heads"]
         return {
             "vocab_size": raw["vocab_size"],
-            "context_tokens": raw["max_position_embeddings"],
-            "width": raw["hidden_size"],
-            "num_layers": raw["num_hidden_layers"],
-            "num_heads": heads,
-            "num_kv_heads": raw.get("num_key_value_heads") or heads,
+            "max_position_embeddings": raw["max_position_embeddings"],
+            "hidden_size": raw["hidden_size"],
+            "num_hidden_layers": raw["num_hidden_layers"],
+            "num_attention_heads": heads,
+            "num_key_value_heads": raw.get("num_key_value_heads") or heads,
             "head_dim": raw.get("head_dim"),
-            "mlp_width": raw["intermediate_size"],
+            "intermediate_size": raw["intermediate_size"],
             "mlp": self.mlp,
             "mlp_bias": bool(raw.get("mlp_bias")),
             "attention_bias": flagged if self.attention_bias == "flag" else self.attention_bias,
             "qk_norm": self.qk_norm,
-            "windows": self._windows_from(raw),
+            "sliding_window": self._windows_from(raw),
             "norm_eps": raw["rms_norm_eps"],
-            "tie_embeddings": raw.get("tie_word_embeddings", False),
+            "tie_word_embeddings": raw.get("tie_word_embeddings", False),
             **rope_from_hf(raw),
         }
 
@@ -157,10 +147,10 @@ class RotaryFamily:
         return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
     def stored(self, config: ModelConfig, ours: str) -> Stored:
-        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         stacked = {
             "attention.qkv": {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key},
-            "mlp.up": {"mlp.gate_proj": config.mlp_width, "mlp.up_proj": config.mlp_width},
+            "mlp.up": {"mlp.gate_proj": config.intermediate_size, "mlp.up_proj": config.intermediate_size},
         }
         module, _, kind = ours.rpartition(".")
         if not module.startswith("decoder.blocks."):

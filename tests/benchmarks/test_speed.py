@@ -23,11 +23,15 @@ from benchmarks.speed.work import Sizes, write_work
 from lm.config import ModelConfig
 
 SHAPE = ModelConfig(
-    vocab_size=400, context_tokens=48, width=32, num_layers=2, num_heads=2, num_kv_heads=2, mlp_width=64
+    vocab_size=400,
+    max_position_embeddings=48,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    intermediate_size=64,
 )
-SIZES = Sizes(
-    prompt_tokens=8, response_tokens=8, row_tokens=32, num_prompts=16, num_comparisons=12, num_conversations=64
-)
+SIZES = Sizes(prompt_tokens=8, response_tokens=8, seq_len=32, num_prompts=16, num_comparisons=12, num_conversations=64)
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,10 @@ import pytest
 from benchmarks.speed.environments import ROOT
 from benchmarks.speed.memory import job_of, markdown, planned
 
-TINY = ("model.vocab_size=2048", "model.width=128", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2",
-        "model.mlp_width=256", "pretrain.row_tokens=32", "sft.row_tokens=32",
-        "ppo.max_response_tokens=8")  # fmt: skip
+TINY = ("model.vocab_size=2048", "model.hidden_size=128", "model.num_hidden_layers=2", "model.num_attention_heads=2",
+"model.num_key_value_heads=2",
+        "model.intermediate_size=256", "pretrain.seq_len=32", "sft.seq_len=32",
+        "ppo.max_new_tokens=8")  # fmt: skip
 
 
 def measured(case: str) -> dict[str, Any]:

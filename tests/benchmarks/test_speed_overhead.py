@@ -52,5 +52,5 @@ def test_each_step_is_timed_once(tiny_config: ModelConfig, tmp_path: Path) -> No
 def test_the_work_is_the_demos() -> None:
     found = dict(works())
     assert [work.optimizer.kind for work in found.values()] == ["muon", "adamw", "adamw"]
-    assert all((work.shape.width, work.batch_size) == (160, 16) for work in found.values())
+    assert all((work.shape.hidden_size, work.batch_size) == (160, 16) for work in found.values())
     assert [work.dropout for work in found.values()] == [0.0, 0.0, 0.05]

@@ -71,9 +71,12 @@ def test_an_exception_that_cannot_be_sent_is_told_in_words(fail: Callable[[], No
 
 def test_a_users_mistake_that_cannot_be_sent_is_a_value_error_still() -> None:
     def fail() -> None:
-        raise UserError("ppo.clip", -1)
+        raise UserError("ppo.clip_range", -1)
 
-    with WorkerGroup(1) as group, pytest.raises(ValueError, match=r"ppo\.clip is -1; more was expected") as caught:
+    with (
+        WorkerGroup(1) as group,
+        pytest.raises(ValueError, match=r"ppo\.clip_range is -1; more was expected") as caught,
+    ):
         group.run("ppo", fail)
     assert not isinstance(caught.value, WorkerError)
 

@@ -11,9 +11,7 @@ from preferences.records import Ranking, Task
 from preferences.store import LabelStore
 from training.data import DataConfig, Prompt, read_prompts
 
-CONFIG = CollectConfig(
-    prompts=DataConfig(source="unused"), responses_per_prompt=3, max_response_tokens=8, overlap_share=0.4
-)
+CONFIG = CollectConfig(prompts=DataConfig(source="unused"), responses_per_prompt=3, max_new_tokens=8, overlap_share=0.4)
 WORLD = PlaygroundWorld(
     PlaygroundConfig(
         num_pretrain_texts=20, num_pretrain_heldout=5, num_demonstrations=20, num_collect_prompts=40, num_ppo_prompts=20

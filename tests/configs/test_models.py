@@ -32,8 +32,8 @@ def read(name: str) -> ModelConfig:
 def test_gpt3_has_the_papers_shape_and_number_of_parameters(size: str) -> None:
     config = read(f"gpt3-{size}")
     parameters, layers, width, head_dim = GPT3[size]
-    assert (config.num_layers, config.width, config.head_dim) == (layers, width, head_dim)
-    assert config.mlp_width == 4 * width
+    assert (config.num_hidden_layers, config.hidden_size, config.head_dim) == (layers, width, head_dim)
+    assert config.intermediate_size == 4 * width
     assert [config.window(layer) > 0 for layer in range(4)] == [False, True, False, True]
     with torch.device("meta"):
         found = count_parameters([LanguageModel(config)])

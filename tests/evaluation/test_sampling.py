@@ -23,7 +23,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`policy`, `other` and `reward` model directories with random weights."""
     root = tmp_path_factory.mktemp("models")
     config = ModelConfig(
-        vocab_size=280, context_tokens=48, width=16, num_layers=1, num_heads=2, num_kv_heads=1, mlp_width=16
+        vocab_size=280,
+        max_position_embeddings=48,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=16,
     )
     tokenizer = Tokenizer.train([" ".join(WORDS)] * 3, 280, "chat")
     for seed, name in enumerate(("policy", "other")):
@@ -144,4 +150,4 @@ def test_what_is_not_asked_for_is_not_a_number(spec: Callable[..., SamplingSpec]
 
 def test_a_prompt_without_room_is_refused(spec: Callable[..., SamplingSpec]) -> None:
     with pytest.raises(ValueError, match="1 to 8 were expected: the context of 48 tokens less 40"):
-        sample_policy(spec(max_response_tokens=40), PROMPTS)
+        sample_policy(spec(max_new_tokens=40), PROMPTS)

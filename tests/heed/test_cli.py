@@ -89,8 +89,8 @@ def test_an_unknown_key(start_job: Callable[..., str]) -> None:
 def test_more_workers_than_cores(refused: Callable[..., str], tmp_path: Path) -> None:
     line = refused(
         "run", DEBUG, "--runs", str(tmp_path), "--workers", "64", "--set", "pretrain.batch.batch_size=512",
-        "--set", "sft.batch.batch_size=256", "--set", "reward.batch.batch_size=256", "--set", "ppo.rollout_prompts=256",
-        "--set", "ppo.minibatch.batch_size=256", "--set", "ppo.ptx_rows=64",
+        "--set", "sft.batch.batch_size=256", "--set", "reward.batch.batch_size=256", "--set",
+        "ppo.rollout_batch_size=256", "--set", "ppo.minibatch.batch_size=256", "--set", "ppo.ptx_rows=64",
     )  # fmt: skip
     assert "workers is 64; this machine has" in line
 
@@ -101,7 +101,7 @@ def test_a_prompt_without_room_for_its_response(start_job: Callable[..., str], t
     path = write_rows(tmp_path / "prompts.jsonl", rows)
     line = start_job(f"{stage}.prompts.source={path}")
     assert f"{path}: prompt 'the-long-one' has " in line
-    assert f"at most 144 leave room in model.context_tokens for {stage}.max_response_tokens = 16" in line
+    assert f"at most 144 leave room in model.max_position_embeddings for {stage}.max_new_tokens = 16" in line
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,15 @@ def test_a_report_of_no_run(refused: Callable[..., str], tmp_path: Path) -> None
 def chat_model(tmp_path: Path) -> Path:
     tokenizer = Tokenizer.train(["a tiny model says tiny things"], 270, "chat")
     model = LanguageModel(
-        ModelConfig(vocab_size=270, context_tokens=40, width=8, num_layers=1, num_heads=2, num_kv_heads=2, mlp_width=8)
+        ModelConfig(
+            vocab_size=270,
+            max_position_embeddings=40,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            intermediate_size=8,
+        )
     )
     initialise(model, 0)
     save_model(tmp_path / "model", model, model.state_dict(), tokenizer)
@@ -202,8 +210,8 @@ def judge(tmp_path: Path, chat_model: Path) -> Path:
     """A reward model whose context is shorter than the policy's."""
     model = ScalarModel(
         ModelConfig(
-            vocab_size=270, context_tokens=30, width=8, num_layers=1, num_heads=2, num_kv_heads=1, mlp_width=8,
-            positions="learned",
+            vocab_size=270, max_position_embeddings=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, intermediate_size=8, positions="learned",
         )
     )  # fmt: skip
     initialise(model, 1)
@@ -268,8 +276,8 @@ def test_a_judge_may_have_other_tokens(talk: Callable[..., str], judge: Path) ->
 
 def test_chat_with_an_encoder_decoder(chat_model: Path, talk: Callable[..., str]) -> None:
     config = ModelConfig(
-        kind="encoder-decoder", vocab_size=270, context_tokens=40, width=8, num_layers=1, num_encoder_layers=1,
-        num_heads=2, num_kv_heads=2, mlp_width=8,
+        kind="encoder-decoder", vocab_size=270, max_position_embeddings=40, hidden_size=8, num_hidden_layers=1,
+        num_encoder_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=8,
     )  # fmt: skip
     model, tokenizer = materialise(Fresh(lambda: EncoderDecoder(config), 3)), Tokenizer.load(chat_model)
     save_model(chat_model, model, model.state_dict(), tokenizer)

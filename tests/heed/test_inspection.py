@@ -123,8 +123,8 @@ def test_shapes_of_other_kinds(call: Call, encoder_folder: Path, translator: Pat
 @pytest.fixture
 def translator(tmp_path: Path, masking_tokenizer: Tokenizer) -> Path:
     config = ModelConfig(
-        kind="encoder-decoder", vocab_size=288, context_tokens=64, width=16, num_layers=1, num_encoder_layers=1,
-        num_heads=2, num_kv_heads=2, mlp_width=24,
+        kind="encoder-decoder", vocab_size=288, max_position_embeddings=64, hidden_size=16, num_hidden_layers=1,
+        num_encoder_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=24,
     )  # fmt: skip
     model = materialise(Fresh(lambda: EncoderDecoder(config), 1))
     save_model(tmp_path / "translator", model, model.state_dict(), masking_tokenizer)

@@ -41,7 +41,7 @@ def test_how_work_is_split_and_logged_is_no_input(stage: str, override: str) -> 
     ("stage", "override"),
     [
         ("pretrain", "pretrain.batch.batch_size=32"),
-        ("pretrain", "model.width=64"),
+        ("pretrain", "model.hidden_size=64"),
         ("sft", "sft.optimizer.learning_rate=1e-4"),
         ("ppo", "ppo.kl_coef=0.3"),
         ("reward", "seed=1"),

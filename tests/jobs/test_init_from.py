@@ -60,7 +60,7 @@ def test_a_run_goes_on_from_a_published_model(
         f"pretrain.init_from={source}",
         "pretrain.num_steps=0",
         "pretrain.pad_token=<|pad|>",
-        "sft.row_tokens=400",
+        "sft.seq_len=400",
     ]
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setattr(recovery, "disconnect", lambda: None)

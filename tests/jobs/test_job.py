@@ -23,7 +23,7 @@ def test_every_shipped_job_parses(path: Path) -> None:
     assert job.name == path.stem
     # What is left out takes a default; what is written arrives.
     written = tomllib.loads(path.read_text(encoding="utf-8"))
-    assert job.model.width == written["model"]["width"]
+    assert job.model.hidden_size == written["model"]["hidden_size"]
     assert job.stages == tuple(stage for stage in STAGES if stage in written)
     if job.ppo is not None:
         assert job.ppo.policy_optimizer.learning_rate == written["ppo"]["policy_optimizer"]["learning_rate"]
@@ -92,7 +92,7 @@ def test_overrides_set_dotted_keys() -> None:
         ("seed=soon", r"seed: .*integer.*found 'soon'"),
         ("workers=0", r"workers: .*greater than or equal to 1, found 0"),
         ("ppo.kl_coef=-0.5", r"ppo\.kl_coef: .*greater than or equal to 0, found -0\.5"),
-        ("ppo.clip=[1]", r"ppo\.clip: .*number"),
+        ("ppo.clip_range=[1]", r"ppo\.clip_range: .*number"),
         ("sft.optimizer.schedule=cosinus", r"sft\.optimizer\.schedule: .*'constant', 'linear' or 'cosine'.*'cosinus'"),
         ("engine.zero_stage=4", r"engine\.zero_stage: .*found 4"),
         ("name=../up", r"name: .*found '\.\./up'"),
@@ -105,13 +105,16 @@ def test_overrides_set_dotted_keys() -> None:
             "workers=4",
             r"pretrain\.batch with workers = 4: batch_size over ranks x micro_batch_size: 16 .* multiple of 32",
         ),
-        ("ppo.rollout_prompts=12", r"ppo: rollout_prompts over minibatch\.batch_size: 12 is not a multiple of 8"),
+        ("ppo.rollout_batch_size=12", r"ppo: rollout_batch_size over minibatch\.batch_size: 12 is not a multiple of 8"),
         ("ppo.ptx_rows=0", r"ppo: ptx_coef 0\.1 with ptx_rows 0: both or neither must be 0"),
-        ("model.width=33", r"model: model\.width over model\.num_heads: 33 is not a multiple of 2"),
-        ("pretrain.row_tokens=161", r"pretrain\.row_tokens does not fit model\.context_tokens = 160"),
-        ("sft.row_tokens=500", r"sft\.row_tokens does not fit model\.context_tokens = 160"),
-        ("ppo.max_response_tokens=160", r"ppo\.max_response_tokens does not fit model\.context_tokens = 160"),
-        ("model.context_tokens=16", r"does not fit model\.context_tokens = 16"),
+        (
+            "model.hidden_size=33",
+            r"model: model\.hidden_size over model\.num_attention_heads: 33 is not a multiple of 2",
+        ),
+        ("pretrain.seq_len=161", r"pretrain\.seq_len does not fit model\.max_position_embeddings = 160"),
+        ("sft.seq_len=500", r"sft\.seq_len does not fit model\.max_position_embeddings = 160"),
+        ("ppo.max_new_tokens=160", r"ppo\.max_new_tokens does not fit model\.max_position_embeddings = 160"),
+        ("model.max_position_embeddings=16", r"does not fit model\.max_position_embeddings = 16"),
         # Overrides that are none.
         ("ppo.kl_coef", r"--set 'ppo\.kl_coef': KEY=VALUE was expected"),
         ("=3", r"--set '=3': KEY=VALUE was expected"),
@@ -125,8 +128,8 @@ def test_a_mistake_is_named_with_its_place(override: str, message: str) -> None:
 
 
 def test_two_mistakes_are_both_named() -> None:
-    with pytest.raises(ValueError, match=r"debug\.toml: .*seed.*; .*ppo\.clip"):
-        load_job(DEBUG, ["ppo.clip=-1", "seed=-1"])
+    with pytest.raises(ValueError, match=r"debug\.toml: .*seed.*; .*ppo\.clip_range"):
+        load_job(DEBUG, ["ppo.clip_range=-1", "seed=-1"])
 
 
 def test_ptx_rows_must_divide_among_the_workers() -> None:

@@ -62,8 +62,8 @@ def job_file(tmp_path: Path, model_folder: Path) -> Path:
         "init_from": str(model_folder),
         "prompts": write_rows(tmp_path / "prompts.jsonl", prompts),
         "objective_weights": {LOUD: 1.0, CALM: 0.25},
-        "policy_optimizer": fast, "value_optimizer": fast, "kl_coef": 0.01, "missing_end_penalty": 0.0,
-        "num_iterations": 12, "rollout_prompts": 32, "minibatch": {"batch_size": 32, "micro_batch_size": 32},
+        "policy_optimizer": fast, "value_optimizer": fast, "kl_coef": 0.01, "missing_eos_penalty": 0.0,
+        "num_iterations": 12, "rollout_batch_size": 32, "minibatch": {"batch_size": 32, "micro_batch_size": 32},
         "ptx_coef": 0.0, "ptx_rows": 0, "save_every_iterations": 12,
     }  # fmt: skip
     kept = {key: values[key] for key in ("name", "seed", "workers", "engine")}

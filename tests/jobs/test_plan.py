@@ -176,13 +176,13 @@ def test_a_colocated_worker_holds_every_role() -> None:
     """ZeRO-3 in bf16 on eight ranks: an eighth of two models' 16 bytes a parameter, reference, reward model and
     generator in bf16, an fp32 average; at the sync fp32 weights and a bf16 copy.
     """
-    config = read_shape(ROOT / "configs" / "models" / "gpt3-13b.toml").model_copy(update={"tie_embeddings": False})
+    config = read_shape(ROOT / "configs" / "models" / "gpt3-13b.toml").model_copy(update={"tie_word_embeddings": False})
     layout = Layout(8, 3, is_bf16=True, is_gpu=True)
     policy, value = count(config, ADAMW), count(config, ADAMW, num_scores=1)
     of = forward_pass(config, layout, 1, 64)
     P, V = policy.total, value.total
     memory = ppo_memory(config, policy, value, value, layout, of, num_logits=0, rollout_rows=1, num_micro_batches=1)
-    assert config.vocab_size * config.width - config.width == P - V
+    assert config.vocab_size * config.hidden_size - config.hidden_size == P - V
     by_hand = 16 * (P + V) / 8 + 2 * 500_000_000 * 2 + (2 + 2 + 4) * P + 2 * V + (4 + 2) * P
     assert memory.peak_phase == "sync"
     assert memory.peak == pytest.approx(by_hand, rel=1e-6)
@@ -190,7 +190,7 @@ def test_a_colocated_worker_holds_every_role() -> None:
 
 def test_frozen_models_beside_autocast_keep_their_matrices_in_bf16() -> None:
     """A tied head is the embedding's table, which is read in fp32; a score's own row is a matrix."""
-    config = read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml").model_copy(update={"tie_embeddings": True})
+    config = read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml").model_copy(update={"tie_word_embeddings": True})
     layout = Layout(1, 0, is_bf16=True, is_gpu=True)
     policy, value = count(config, ADAMW), count(config, ADAMW, num_scores=1)
     of = forward_pass(config, layout, 1, 64)
@@ -252,7 +252,7 @@ def test_the_command_prints_tables_and_says_what_does_not_fit() -> None:
     path = str(JOBS / "cluster" / "hh-8b-8gpus.toml")
     fits = runner.invoke(app, ["plan", path, "--gpu", "b200"])
     assert fits.exit_code == 0, fits.output
-    for words in ("8 workers on 1 nodes x 8 b200, ZeRO 3, bf16", "rollout_prompts", "moving average", "dollars"):
+    for words in ("8 workers on 1 nodes x 8 b200, ZeRO 3, bf16", "rollout_batch_size", "moving average", "dollars"):
         assert words in fits.output
     refused = runner.invoke(app, ["plan", path, "--gpu", "h100"])
     assert refused.exit_code == 1

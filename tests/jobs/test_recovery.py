@@ -123,8 +123,8 @@ def test_other_errors_are_not_tried_again(tmp_path: Path) -> None:
 
     def fail() -> None:
         calls.append(1)
-        raise ValueError("sft.row_tokens")
+        raise ValueError("sft.seq_len")
 
-    with pytest.raises(ValueError, match=r"sft.row_tokens"):
+    with pytest.raises(ValueError, match=r"sft.seq_len"):
         run_to_end("sft", tmp_path, fail, list)
     assert len(calls) == 1

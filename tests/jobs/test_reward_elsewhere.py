@@ -25,9 +25,10 @@ ROOT = Path(__file__).parents[2]
 JOBS = ROOT / "configs" / "jobs"
 SMALL = (
     "world.num_pretrain_texts=60", "world.num_pretrain_heldout=8", "world.num_demonstrations=40",
-    "world.num_demonstrations_heldout=8", "world.num_ppo_prompts=32", "model.width=24", "model.mlp_width=32",
-    "model.num_layers=1", "pretrain.num_steps=4", "sft.num_epochs=1", "ppo.num_iterations=2", "ppo.rollout_prompts=32",
-    "ppo.max_response_tokens=12", "engine.precision=fp32",
+    "world.num_demonstrations_heldout=8", "world.num_ppo_prompts=32", "model.hidden_size=24",
+    "model.intermediate_size=32",
+    "model.num_hidden_layers=1", "pretrain.num_steps=4", "sft.num_epochs=1", "ppo.num_iterations=2",
+    "ppo.rollout_batch_size=32", "ppo.max_new_tokens=12", "engine.precision=fp32",
 )  # fmt: skip
 
 

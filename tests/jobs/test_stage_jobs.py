@@ -61,7 +61,7 @@ def test_stages_run_alone_from_directories(tmp_path: Path, model_folder: Path, e
     sft = {
         "demonstrations": [rows(tmp_path / "train.jsonl", demonstrations)],
         "heldout": [rows(tmp_path / "heldout.jsonl", demonstrations[:4])],
-        "row_tokens": 64,
+        "seq_len": 64,
         "init_from": str(model_folder),
     }
     run = run_job(load_job(job_of(tmp_path, "sft", sft=sft)), tmp_path / "runs-sft")
@@ -125,7 +125,7 @@ def test_published_rankings_do_not_set_the_scale_of_scores(tmp_path: Path, model
     published, found = (json.loads((run / stage / "results.json").read_text()) for stage in ("reward", "ppo"))
     assert job.ppo is not None
     spec = SamplingSpec(
-        policy=model_folder, num_samples=1, temperature=1.0, max_response_tokens=job.ppo.max_response_tokens,
+        policy=model_folder, num_samples=1, temperature=1.0, max_new_tokens=job.ppo.max_new_tokens,
         seed=derive_seed(job.seed, "ppo", "scale"), precision=job.engine.resolved_precision(),
         reward=str(run / "reward" / "model"),
     )  # fmt: skip

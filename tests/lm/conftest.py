@@ -8,11 +8,11 @@ from lm.config import ModelConfig, RopeScaling
 from lm.model import LanguageModel, initialise
 
 _BASE: dict[str, Any] = {
-    "vocab_size": 12, "context_tokens": 40, "width": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
-    "mlp_width": 24, "tie_embeddings": False,
+    "vocab_size": 12, "max_position_embeddings": 40, "hidden_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24, "tie_word_embeddings": False,
 }  # fmt: skip
 _GPT: dict[str, Any] = {
-    "num_kv_heads": 4, "mlp": "gelu_tanh", "mlp_bias": True, "attention_bias": "all", "positions": "learned",
+    "num_key_value_heads": 4, "mlp": "gelu_tanh", "mlp_bias": True, "attention_bias": "all", "positions": "learned",
     "norm": "layer",
 }  # fmt: skip
 
@@ -20,13 +20,13 @@ DECODERS = {
     name: ModelConfig.model_validate({**_BASE, **changes})
     for name, changes in {
         "llama": {},
-        "llama 3": {"rope_scaling": RopeScaling(kind="llama3", factor=4, original_context_tokens=16)},
+        "llama 3": {"rope_scaling": RopeScaling(rope_type="llama3", factor=4, original_max_position_embeddings=16)},
         "arcee": {"mlp": "relu2"},
         "gpt2": _GPT,
-        "gpt3": {**_GPT, "windows": (0, 3), "tie_embeddings": True},
-        "mistral": {"windows": (4,), "head_dim": 6},
+        "gpt3": {**_GPT, "sliding_window": (0, 3), "tie_word_embeddings": True},
+        "mistral": {"sliding_window": (4,), "head_dim": 6},
         "qwen2": {"attention_bias": "qkv"},
-        "qwen3": {"qk_norm": True, "head_dim": 6, "windows": (5, 0)},
+        "qwen3": {"qk_norm": True, "head_dim": 6, "sliding_window": (5, 0)},
         "vaswani": {**_GPT, "mlp": "relu", "positions": "sinusoidal", "norm_place": "post"},
     }.items()
 }

@@ -20,12 +20,12 @@ from lm.native.build import has_matrix_unit
 
 ROWS, TOKENS = 3, 40
 BASE: dict[str, Any] = {
-    "vocab_size": 64, "context_tokens": 64, "width": 96, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2,
-    "mlp_width": 160,
+    "vocab_size": 64, "max_position_embeddings": 64, "hidden_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 160,
 }  # fmt: skip
 LLAMA = {**BASE, "mlp": "swiglu"}
 GPT2 = {
-    **BASE, "num_kv_heads": 6, "norm": "layer", "positions": "learned", "mlp": "gelu_tanh", "mlp_bias": True,
+    **BASE, "num_key_value_heads": 6, "norm": "layer", "positions": "learned", "mlp": "gelu_tanh", "mlp_bias": True,
     "attention_bias": "all",
 }  # fmt: skip
 
@@ -56,7 +56,7 @@ def model_bytes_in_bf16(model: torch.nn.Module) -> int:
 
 
 def planned_bytes(config: ModelConfig, of: Pass) -> int:
-    return config.num_layers * block_bytes(config, of) + ends_bytes(config, of)
+    return config.num_hidden_layers * block_bytes(config, of) + ends_bytes(config, of)
 
 
 def fused(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
@@ -69,7 +69,7 @@ def fused(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | Non
     [
         LLAMA, GPT2, {**GPT2, "norm_place": "post", "mlp": "gelu"}, {**LLAMA, "qk_norm": True},
         {**BASE, "mlp": "relu2"}, {**GPT2, "mlp": "relu", "embedding_norm": True},
-        {**LLAMA, "num_kv_heads": 6, "head_dim": 24},
+        {**LLAMA, "num_key_value_heads": 6, "head_dim": 24},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "autocast", "dropout"])
@@ -87,7 +87,7 @@ def test_the_count_is_what_autograd_saves(changes: dict[str, Any], kind: str) ->
     assert planned_bytes(config, of) == pytest.approx(found, rel=0.02)
 
 
-@pytest.mark.parametrize("changes", [{**LLAMA, "num_kv_heads": 6}, GPT2])
+@pytest.mark.parametrize("changes", [{**LLAMA, "num_key_value_heads": 6}, GPT2])
 def test_fused_attention_keeps_no_table_of_weights(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     # PyTorch's fused kernel for a CPU saves what the one for a GPU does, where heads are views as they are there.
     monkeypatch.setattr(block, "attend", fused)
@@ -106,7 +106,7 @@ def test_an_encoder_decoder_keeps_both_stacks() -> None:
     initialise(model, seed=0)
     tokens_BT = torch.randint(0, 64, (ROWS, TOKENS))
     of = Pass(ROWS, TOKENS, 4, 4, is_fused=False, has_dropout=False)
-    decoder = config.num_layers * block_bytes(config, of, reads_memory=True)
+    decoder = config.num_hidden_layers * block_bytes(config, of, reads_memory=True)
     encoder = config.num_encoder_layers * block_bytes(config, of)
     found = kept_bytes(model, tokens_BT, tokens_BT.clone())
     assert decoder + encoder + 2 * ends_bytes(config, of) == pytest.approx(found, rel=0.05)
@@ -118,6 +118,6 @@ def test_a_gpt_by_hand_beside_the_papers_count() -> None:
     The rest, 32 + 2 a·s/h in units of D bytes a token: norms 2 + 2, inputs of the first products 2 + 2, Q, K and V 6,
     attention's output 2, the MLP 2 · 4 · 2 = 16; one bf16 table of weights. PyTorch's norms keep two numbers more.
     """
-    config = ModelConfig.model_validate({**GPT2, "width": 96, "mlp_width": 384})
+    config = ModelConfig.model_validate({**GPT2, "hidden_size": 96, "intermediate_size": 384})
     of = Pass(1, TOKENS, 2, 2, is_fused=False, has_dropout=False)
     assert block_bytes(config, of) == TOKENS * (32 * 96 + 2 * 6 * TOKENS + 2 * 8)

@@ -52,7 +52,13 @@ def test_beam_search_equals_its_naive_twin(decoder: LanguageModel, num_beams: in
 
 def test_with_beams_enough_it_finds_the_best_of_all_responses() -> None:
     config = ModelConfig(
-        vocab_size=8, context_tokens=12, width=16, num_layers=1, num_heads=2, num_kv_heads=1, mlp_width=16
+        vocab_size=8,
+        max_position_embeddings=12,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=16,
     )
     model = LanguageModel(config)
     initialise(model, 2)

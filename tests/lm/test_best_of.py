@@ -54,8 +54,8 @@ def test_every_prompt_needs_seeds(llama: LanguageModel, seeds: list[list[int]]) 
 
 def test_an_encoder_decoder_reads_what_is_asked() -> None:
     config = ModelConfig(
-        kind="encoder-decoder", vocab_size=12, context_tokens=16, width=8, num_layers=1, num_encoder_layers=1,
-        num_heads=2, num_kv_heads=2, mlp_width=8,
+        kind="encoder-decoder", vocab_size=12, max_position_embeddings=16, hidden_size=8, num_hidden_layers=1,
+        num_encoder_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=8,
     )  # fmt: skip
     model = materialise(Fresh(lambda: EncoderDecoder(config), 3)).eval()
     found = best_of(model, PROMPTS, prefers_long_and_high, seeds=SEEDS, **COMMON)

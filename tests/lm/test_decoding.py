@@ -16,24 +16,24 @@ from lm.model import LanguageModel, initialise
 from lm.sampling import Choice
 
 SHAPE = {
-    "vocab_size": 100, "context_tokens": 64, "width": 64, "num_layers": 3, "num_heads": 2, "num_kv_heads": 2,
-    "head_dim": 32, "mlp_width": 96,
+    "vocab_size": 100, "max_position_embeddings": 64, "hidden_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 96,
 }  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "grouped heads": {"num_heads": 4},
-    "one key-value head": {"num_kv_heads": 1},
+    "grouped heads": {"num_attention_heads": 4},
+    "one key-value head": {"num_key_value_heads": 1},
     "normed queries": {"qk_norm": True},
     "relu2": {"mlp": "relu2"},
     "gpt-2": {"mlp": "gelu_tanh", "norm": "layer", "positions": "learned", "attention_bias": "all", "mlp_bias": True},
     "sinusoidal": {"mlp": "relu", "attention_bias": "qkv", "positions": "sinusoidal"},
-    "windows": {"windows": (0, 4)},
+    "sliding_window": {"sliding_window": (0, 4)},
     "heads of 64": {"head_dim": 64},
     "heads of 96": {"head_dim": 96},
     "heads of 128": {"head_dim": 128},
     "heads of 256": {"head_dim": 256},
-    "embeddings": {"embedding_scale": True, "embedding_norm": True},
-    "untied": {"tie_embeddings": False, "vocab_size": 203},
+    "embeddings": {"scale_embedding": True, "embedding_norm": True},
+    "untied": {"tie_word_embeddings": False, "vocab_size": 203},
 }
 
 
@@ -89,7 +89,7 @@ def test_steps_are_as_close_to_double_precision_as_the_modules_are(fields: dict[
 
 @needs_unit
 def test_steps_do_not_depend_on_threads_or_on_other_rows() -> None:
-    model, before, logits = drawn_model(num_heads=4), torch.get_num_threads(), []
+    model, before, logits = drawn_model(num_attention_heads=4), torch.get_num_threads(), []
     try:
         for threads, num_rows in ((1, 40), (2, 40), (3, 40), (2, 3)):
             torch.set_num_threads(threads)
@@ -108,7 +108,7 @@ def test_steps_do_not_depend_on_threads_or_on_other_rows() -> None:
 @needs_unit
 def test_generation_by_native_steps_reports_the_model_s_own_logprobs() -> None:
     """Rows end at different lengths, leave, and others enter."""
-    model = drawn_model(mlp="relu2", num_heads=4)
+    model = drawn_model(mlp="relu2", num_attention_heads=4)
     prompts = ragged_prompts(23)
     sampled = generate(
         model, prompts, max_new_tokens=20, end_id=5, choice=Choice(), seeds=range(23), max_rows=6, steps="native"
@@ -146,7 +146,7 @@ def test_auto_takes_native_steps_where_they_compute_the_same() -> None:
     ("fields", "message"),
     [
         ({"head_dim": 16}, "head_dim of .32, 64, 96, 128, 256."),
-        ({"mlp_width": 100}, "widths that are multiples of 32"),
+        ({"intermediate_size": 100}, "widths that are multiples of 32"),
         ({"norm_place": "post"}, 'norm_place "pre"'),
         ({"mlp": "gelu"}, "mlp of .'swiglu', 'relu2', 'gelu_tanh', 'relu'."),
     ],

@@ -96,8 +96,9 @@ def test_keys_differ_by_seed_sequence_position_part_and_site() -> None:
     assert len(found.unique()) == len(found)
 
 
-SHAPE = {"vocab_size": 40, "context_tokens": 32, "width": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2,
-         "mlp_width": 24}  # fmt: skip
+SHAPE = {"vocab_size": 40, "max_position_embeddings": 32, "hidden_size": 16, "num_hidden_layers": 2,
+"num_attention_heads": 2, "num_key_value_heads": 2,
+         "intermediate_size": 24}  # fmt: skip
 DECODER = ModelConfig(**SHAPE)
 ENCODER = ModelConfig(kind="encoder", mlp="gelu", **SHAPE)
 TOKENS = torch.randint(1, 40, (4, 9), generator=torch.Generator().manual_seed(1))

@@ -22,9 +22,10 @@ SEGMENTS = torch.tensor([[1] * length + [0] * (T - length) for length in (T, 6, 
 
 def config(**changes: Any) -> ModelConfig:
     values: dict[str, Any] = {
-        "kind": "encoder", "vocab_size": 288, "context_tokens": 16, "width": 20, "num_layers": 2, "num_heads": 5,
-        "num_kv_heads": 5, "mlp_width": 28, "mlp": "gelu", "mlp_bias": True, "attention_bias": "all",
-        "positions": "learned", "token_types": 2, "embedding_norm": True, "norm": "layer", "norm_place": "post",
+        "kind": "encoder", "vocab_size": 288, "max_position_embeddings": 16, "hidden_size": 20,
+        "num_hidden_layers": 2, "num_attention_heads": 5,
+        "num_key_value_heads": 5, "intermediate_size": 28, "mlp": "gelu", "mlp_bias": True, "attention_bias": "all",
+        "positions": "learned", "type_vocab_size": 2, "embedding_norm": True, "norm": "layer", "norm_place": "post",
         "norm_eps": 1e-3,
     }  # fmt: skip
     return ModelConfig.model_validate({**values, **changes})
@@ -72,7 +73,9 @@ def test_the_masked_head_of_a_swiglu_encoder_uses_its_gates_activation() -> None
 def test_masked_words_are_learned() -> None:
     """Two sentences that differ in one word, each told apart by another: the encoder fills the gap from behind."""
     torch.manual_seed(0)
-    model = MaskedLanguageModel(config(width=32, num_heads=4, num_kv_heads=4, mlp_width=64))
+    model = MaskedLanguageModel(
+        config(hidden_size=32, num_attention_heads=4, num_key_value_heads=4, intermediate_size=64)
+    )
     initialise(model, 1)
     whole = torch.tensor([[10, 11, 12, 20], [10, 13, 12, 21]])
     masked = whole.clone()
@@ -121,16 +124,19 @@ def test_another_kind_of_shape_is_refused(tmp_path: Path, tiny_config: ModelConf
 def test_an_encoder_without_token_types_is_not_written_as_bert() -> None:
     """BERT adds a token type to every token."""
     assert family_of(config(), "masked").model_type == "bert"
-    assert family_of(config(token_types=0), "masked").model_type == "heed"
+    assert family_of(config(type_vocab_size=0), "masked").model_type == "heed"
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"num_encoder_layers": 2}, "num_encoder_layers is 2, but model.kind is 'encoder'"),
-        ({"kind": "encoder-decoder", "token_types": 0}, "num_encoder_layers is 0, but model.kind is 'encoder-decoder'"),
-        ({"kind": "decoder"}, "token_types is 2, but model.kind is 'decoder'"),
-        ({"windows": (4,)}, "bands are a decoder's"),
+        (
+            {"kind": "encoder-decoder", "type_vocab_size": 0},
+            "num_encoder_layers is 0, but model.kind is 'encoder-decoder'",
+        ),
+        ({"kind": "decoder"}, "type_vocab_size is 2, but model.kind is 'decoder'"),
+        ({"sliding_window": (4,)}, "bands are a decoder's"),
     ],
 )
 def test_shapes_that_contradict_their_kind_are_refused(change: dict[str, Any], words: str) -> None:

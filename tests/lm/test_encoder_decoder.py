@@ -27,17 +27,19 @@ START, END = 2, 3
 def config(**changes: Any) -> ModelConfig:
     """Vaswani et al.: sinusoids, norms behind, ReLU, embeddings times the root of the width."""
     values: dict[str, Any] = {
-        "kind": "encoder-decoder", "vocab_size": 12, "context_tokens": 24, "width": 16, "num_layers": 2,
-        "num_encoder_layers": 3, "num_heads": 4, "num_kv_heads": 4, "mlp_width": 24, "mlp": "relu", "mlp_bias": True,
+        "kind": "encoder-decoder", "vocab_size": 12, "max_position_embeddings": 24, "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_encoder_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 24,
+        "mlp": "relu", "mlp_bias": True,
         "attention_bias": "all", "positions": "sinusoidal", "norm": "layer", "norm_place": "post",
-        "embedding_scale": True,
+        "scale_embedding": True,
     }  # fmt: skip
     return ModelConfig.model_validate({**values, **changes})
 
 
 BART: dict[str, Any] = {
-    "vocab_size": 288, "width": 20, "num_heads": 5, "num_kv_heads": 5, "mlp": "gelu", "mlp_width": 28,
-    "positions": "learned", "embedding_norm": True, "embedding_scale": False,
+    "vocab_size": 288, "hidden_size": 20, "num_attention_heads": 5, "num_key_value_heads": 5, "mlp": "gelu",
+    "intermediate_size": 28, "positions": "learned", "embedding_norm": True, "scale_embedding": False,
 }  # fmt: skip
 
 
@@ -45,7 +47,12 @@ SHAPES = {
     "vaswani": config(),
     "bart": config(**{**BART, "vocab_size": 12}),
     "pre-norm, rotary, grouped": config(
-        positions="rotary", norm_place="pre", norm="rms", num_kv_heads=2, tie_embeddings=False, attention_bias="none"
+        positions="rotary",
+        norm_place="pre",
+        norm="rms",
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        attention_bias="none",
     ),
 }
 
@@ -68,7 +75,7 @@ def test_what_is_written_comes_back(model: EncoderDecoder, tmp_path: Path, token
 def test_barts_tables_are_shared_and_its_bias_is_zero(tmp_path: Path) -> None:
     """Without tying, `transformers` gives each stack a table of its own; so such a shape is not BART's to us."""
     assert family_of(config(**BART), "translate").model_type == "bart"
-    assert family_of(config(**BART, tie_embeddings=False), "translate").model_type == "heed"
+    assert family_of(config(**BART, tie_word_embeddings=False), "translate").model_type == "heed"
     theirs = CASES["bart"].random_model()
     theirs.config.tie_word_embeddings = False
     theirs.save_pretrained(tmp_path)
@@ -190,7 +197,7 @@ def test_a_source_that_is_empty_or_does_not_fit_is_refused(model: EncoderDecoder
 def test_it_learns_to_turn_a_sequence_around() -> None:
     """Teacher forcing on reversal, which cannot be done without looking at the source."""
     torch.manual_seed(0)
-    model = EncoderDecoder(config(num_layers=1, num_encoder_layers=1, width=32, mlp_width=64))
+    model = EncoderDecoder(config(num_hidden_layers=1, num_encoder_layers=1, hidden_size=32, intermediate_size=64))
     initialise(model, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(2)

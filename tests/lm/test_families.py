@@ -32,7 +32,7 @@ def test_we_compute_the_logits_of_transformers(tmp_path: Path, name: str) -> Non
     assert {key: getattr(ours.config, key) for key in case.ours} == case.ours
     if hasattr(ours, "head"):
         table = (ours.encoder if hasattr(ours, "encoder") else ours.decoder).embedding.weight
-        assert (ours.head.weight is table) == ours.config.tie_embeddings
+        assert (ours.head.weight is table) == ours.config.tie_word_embeddings
     expected = their_logits(theirs)
     spread = expected.flatten(0, -2).std(dim=0)
     assert float(spread.mean()) > 0.05, "all tokens get the same, so mistakes would not show"
@@ -50,7 +50,7 @@ def test_transformers_computes_our_logits(tmp_path: Path, tokenizer: Tokenizer, 
         tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
     )
     assert type(theirs).__name__.startswith(case.written_as or case.prefix)
-    unused = set() if model.config.tie_embeddings else {"cls.predictions.bias"}
+    unused = set() if model.config.tie_word_embeddings else {"cls.predictions.bias"}
     assert report["missing_keys"] <= unused
     assert not report["unexpected_keys"]
     torch.testing.assert_close(our_logits(model), their_logits(theirs.eval()), **EXACT)
@@ -76,10 +76,11 @@ def test_a_reward_model_is_the_familys_classifier(tmp_path: Path, tokenizer: Tok
 
 
 GPT3_BANDED = ModelConfig(
-    vocab_size=288, context_tokens=CONTEXT, width=20, num_layers=4, num_heads=5, num_kv_heads=5, mlp_width=28,
-    mlp="gelu_tanh", mlp_bias=True, attention_bias="all", positions="learned", norm="layer", windows=(0, 8),
+    vocab_size=288, max_position_embeddings=CONTEXT, hidden_size=20, num_hidden_layers=4, num_attention_heads=5,
+    num_key_value_heads=5, intermediate_size=28,
+    mlp="gelu_tanh", mlp_bias=True, attention_bias="all", positions="learned", norm="layer", sliding_window=(0, 8),
 )  # fmt: skip
-VASWANI = GPT3_BANDED.model_copy(update={"positions": "sinusoidal", "norm_place": "post", "windows": (0,)})
+VASWANI = GPT3_BANDED.model_copy(update={"positions": "sinusoidal", "norm_place": "post", "sliding_window": (0,)})
 
 
 @pytest.mark.parametrize("config", [GPT3_BANDED, VASWANI])
@@ -99,7 +100,7 @@ def test_the_first_family_that_holds_a_shape_writes_it(tiny_config: ModelConfig)
     changes: dict[str, dict[str, Any]] = {
         "llama": {},
         "arcee": {"mlp": "relu2"},
-        "mistral": {"windows": (8,)},
+        "mistral": {"sliding_window": (8,)},
         "qwen2": {"attention_bias": "qkv"},
         "qwen3": {"qk_norm": True},
         "heed": {"norm_place": "post"},
@@ -125,7 +126,13 @@ def test_the_published_gpt2_has_no_prefix_and_carries_its_mask(tmp_path: Path) -
 @torch.no_grad()
 def test_large_weights_are_cut_into_shards_and_read_from_them(tmp_path: Path, tokenizer: Tokenizer) -> None:
     config = ModelConfig(
-        vocab_size=288, context_tokens=CONTEXT, width=16, num_layers=3, num_heads=4, num_kv_heads=2, mlp_width=24
+        vocab_size=288,
+        max_position_embeddings=CONTEXT,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=24,
     )
     model = LanguageModel(config)
     initialise(model, 1)
@@ -143,12 +150,13 @@ def test_large_weights_are_cut_into_shards_and_read_from_them(tmp_path: Path, to
 def test_older_spellings_of_rope_are_read() -> None:
     llama = next(family for family in FAMILIES if family.model_type == "llama")
     fields = llama.to_hf(ModelConfig(
-        vocab_size=288, context_tokens=CONTEXT, width=16, num_layers=1, num_heads=4, num_kv_heads=2, mlp_width=24
+        vocab_size=288, max_position_embeddings=CONTEXT, hidden_size=16, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=24
     ))  # fmt: skip
     del fields["rope_parameters"]
     older = {"type": "linear", "factor": 2.0}
     found = ModelConfig.model_validate(llama.from_hf({**fields, "rope_theta": 123.0, "rope_scaling": older}))
-    assert (found.rope_theta, found.rope_scaling) == (123.0, RopeScaling(kind="linear", factor=2))
+    assert (found.rope_theta, found.rope_scaling) == (123.0, RopeScaling(rope_type="linear", factor=2))
     plain = ModelConfig.model_validate(llama.from_hf({**fields, "rope_theta": 123.0, "rope_scaling": None}))
     assert (plain.rope_theta, plain.rope_scaling) == (123.0, None)
 
@@ -167,8 +175,14 @@ def test_the_published_table_measures_what_is_tested_here(tokenizer: Tokenizer, 
 
 def wide(**changes: Any) -> ModelConfig:
     """A width of 18 under 5 heads of 4, as the rotary families spell it."""
-    shape = {"vocab_size": 288, "context_tokens": CONTEXT, "num_layers": 2, "num_kv_heads": 5, "mlp_width": 24}
-    return ModelConfig.model_validate({**shape, "width": 18, "num_heads": 5, "head_dim": 4, **changes})
+    shape = {
+        "vocab_size": 288,
+        "max_position_embeddings": CONTEXT,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 5,
+        "intermediate_size": 24,
+    }
+    return ModelConfig.model_validate({**shape, "hidden_size": 18, "num_attention_heads": 5, "head_dim": 4, **changes})
 
 
 @torch.no_grad()
@@ -181,8 +195,8 @@ def test_a_width_that_llama_refuses_is_written_as_what_transformers_loads(tmp_pa
     torch.testing.assert_close(theirs(TOKENS).logits, model(TOKENS), **EXACT)
     with pytest.raises(Exception, match="not a multiple of the number of attention"):
         transformers.LlamaConfig(hidden_size=18, num_attention_heads=5, head_dim=4)
-    assert family_of(wide(width=20), "language").model_type == "llama"
-    assert family_of(wide(width=20, mlp="relu2"), "language").model_type == "arcee"
+    assert family_of(wide(hidden_size=20), "language").model_type == "llama"
+    assert family_of(wide(hidden_size=20, mlp="relu2"), "language").model_type == "arcee"
     assert family_of(wide(mlp="relu2"), "language").model_type == "heed"  # no published family is left
 
 
@@ -207,9 +221,9 @@ def test_what_config_json_leaves_out_is_what_the_library_takes_for_it(name: str,
     full = ModelConfig.model_validate(family.from_hf(kind(**given).to_dict()))
     assert brief == full
     if name != "Llama":
-        assert max(brief.windows) == 4096
+        assert max(brief.sliding_window) == 4096
         none = ModelConfig.model_validate(family.from_hf({**given, "sliding_window": None}))
-        assert none.windows == (0,)
+        assert none.sliding_window == (0,)
 
 
 @torch.no_grad()

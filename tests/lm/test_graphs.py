@@ -183,8 +183,8 @@ def test_a_replay_reads_the_recorded_buffers(llama: LanguageModel, monkeypatch: 
 
 def test_steps_are_chosen_by_device_and_kind_of_model(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = ModelConfig(
-        kind="encoder-decoder", vocab_size=12, context_tokens=16, width=16, num_layers=1, num_encoder_layers=1,
-        num_heads=2, num_kv_heads=2, mlp_width=16,
+        kind="encoder-decoder", vocab_size=12, max_position_embeddings=16, hidden_size=16, num_hidden_layers=1,
+        num_encoder_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=16,
     )  # fmt: skip
     sequence = EncoderDecoder(shape)
     initialise(sequence, 0)

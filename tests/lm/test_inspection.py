@@ -15,7 +15,8 @@ from lm.inspection import (
 from lm.model import LanguageModel, count_parameters, initialise
 
 GPT2 = ModelConfig(
-    vocab_size=50257, context_tokens=1024, width=768, num_layers=12, num_heads=12, num_kv_heads=12, mlp_width=3072,
+    vocab_size=50257, max_position_embeddings=1024, hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
+    num_key_value_heads=12, intermediate_size=3072,
     mlp="gelu_tanh", mlp_bias=True, attention_bias="all", positions="learned", norm="layer",
 )  # fmt: skip
 
@@ -25,9 +26,9 @@ def test_attention_weights_are_causal_banded_and_sum_to_1(decoder: LanguageModel
     config = decoder.config
     weights, across = attention_weights(decoder.decoder, torch.tensor([[5, 1, 8, 0, 2, 7, 9]]))
     assert across is None
-    assert weights.shape == (config.num_layers, 1, config.num_heads, 7, 7)
+    assert weights.shape == (config.num_hidden_layers, 1, config.num_attention_heads, 7, 7)
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(weights.shape[:-1]))
-    for layer in range(config.num_layers):
+    for layer in range(config.num_hidden_layers):
         window = config.window(layer) or 7
         for t in range(7):
             for s in range(7):
@@ -50,7 +51,7 @@ def test_attention_weights_are_those_of_the_forward_pass(decoder: LanguageModel)
     for hook in hooks:
         hook.remove()
     for layer, (v_BGSH, output, out) in enumerate(seen):
-        groups = decoder.config.num_heads // decoder.config.num_kv_heads
+        groups = decoder.config.num_attention_heads // decoder.config.num_key_value_heads
         mixed = weights[layer] @ v_BGSH.repeat_interleave(groups, dim=1)
         torch.testing.assert_close(out(mixed.transpose(1, 2).flatten(2)), output, atol=1e-5, rtol=1e-4)
 
@@ -73,21 +74,22 @@ def test_gpt2_by_hand() -> None:
 
 
 def test_a_band_costs_its_width() -> None:
-    banded = GPT2.model_copy(update={"windows": (0, 256)})
+    banded = GPT2.model_copy(update={"sliding_window": (0, 256)})
     assert flops_per_token(GPT2) - flops_per_token(banded) == 4 * 768 * 6 * (1024 - 256)
     assert flops_per_token(GPT2, 100) == flops_per_token(banded, 100)
 
 
 def test_grouped_queries_shrink_the_cache_alone() -> None:
-    grouped = GPT2.model_copy(update={"num_kv_heads": 3})
+    grouped = GPT2.model_copy(update={"num_key_value_heads": 3})
     assert cache_bytes_per_token(grouped, bytes_per_number=4) == cache_bytes_per_token(GPT2) // 2
 
 
 SHAPE = {
-    "vocab_size": 40, "context_tokens": 16, "width": 12, "num_layers": 2, "num_heads": 3, "num_kv_heads": 3,
-    "mlp_width": 20, "mlp": "gelu", "norm_place": "post", "norm": "layer", "positions": "learned",
+    "vocab_size": 40, "max_position_embeddings": 16, "hidden_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 3, "num_key_value_heads": 3,
+    "intermediate_size": 20, "mlp": "gelu", "norm_place": "post", "norm": "layer", "positions": "learned",
 }  # fmt: skip
-BERT = ModelConfig(kind="encoder", mlp_bias=True, attention_bias="all", embedding_norm=True, token_types=2, **SHAPE)
+BERT = ModelConfig(kind="encoder", mlp_bias=True, attention_bias="all", embedding_norm=True, type_vocab_size=2, **SHAPE)
 VASWANI = ModelConfig(kind="encoder-decoder", num_encoder_layers=3, **SHAPE)
 
 

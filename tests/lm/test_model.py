@@ -83,8 +83,8 @@ def test_squared_relu_and_its_gradient() -> None:
 def test_initialisation_table(mlp: str) -> None:
     D, F_, L = 64, 160, 3
     config = ModelConfig(
-        vocab_size=512, context_tokens=8, width=D, num_layers=L, num_heads=4, num_kv_heads=2, mlp_width=F_,
-        mlp=mlp, tie_embeddings=False,
+        vocab_size=512, max_position_embeddings=8, hidden_size=D, num_hidden_layers=L, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=F_, mlp=mlp, tie_word_embeddings=False,
     )  # fmt: skip
     expected = {
         "embedding.weight": 1 / math.sqrt(D),
@@ -110,7 +110,13 @@ def test_initialisation_table(mlp: str) -> None:
 
 def test_score_head_deviation() -> None:
     config = ModelConfig(
-        vocab_size=8, context_tokens=2, width=4000, num_layers=1, num_heads=1, num_kv_heads=1, mlp_width=8
+        vocab_size=8,
+        max_position_embeddings=2,
+        hidden_size=4000,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        intermediate_size=8,
     )
     weight = draw_tensor("score.weight", (1, 4000), config, torch.Generator().manual_seed(5))
     assert float(weight.std()) == pytest.approx(1 / math.sqrt(4001), rel=0.06)
@@ -126,7 +132,7 @@ def test_initialisation_is_a_function_of_the_seed(tiny_config: ModelConfig) -> N
 
 
 def test_tied_head_is_the_embedding_and_counts_once(tiny_config: ModelConfig) -> None:
-    tied, untied = build(tiny_config), build(tiny_config.model_copy(update={"tie_embeddings": False}))
+    tied, untied = build(tiny_config), build(tiny_config.model_copy(update={"tie_word_embeddings": False}))
     assert tied.head.weight is tied.decoder.embedding.weight
     D, M, V, qkv = 16, 24, 288, (4 + 2 * 2) * 4
     block = D * qkv + D * D + 3 * D * M + 2 * D
@@ -140,11 +146,11 @@ def test_positions_restart_in_every_segment() -> None:
 
 
 @pytest.mark.parametrize("mlp", ["swiglu", "relu2"])
-@pytest.mark.parametrize("num_kv_heads", [4, 2])
+@pytest.mark.parametrize("num_key_value_heads", [4, 2])
 def test_a_packed_row_gives_each_sequence_what_it_gets_alone(
     tiny_config: ModelConfig, mlp: str, num_kv_heads: int
 ) -> None:
-    model = build(tiny_config.model_copy(update={"mlp": mlp, "num_kv_heads": num_kv_heads}))
+    model = build(tiny_config.model_copy(update={"mlp": mlp, "num_key_value_heads": num_kv_heads}))
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randint(0, 288, (length,), generator=generator) for length in (5, 1, 7)]
     row = torch.cat([*parts, torch.zeros(3, dtype=torch.long)])[None]
@@ -225,9 +231,12 @@ def test_bf16_autocast_stays_near_fp32(tiny_config: ModelConfig) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"width": 18}, "model.width over model.num_heads: 18 is not a multiple of 4"),
-        ({"num_kv_heads": 3}, "model.num_heads over model.num_kv_heads: 4 is not a multiple of 3"),
-        ({"width": 12}, "3; rotary positions need an even number"),
+        ({"hidden_size": 18}, "model.hidden_size over model.num_attention_heads: 18 is not a multiple of 4"),
+        (
+            {"num_key_value_heads": 3},
+            "model.num_attention_heads over model.num_key_value_heads: 4 is not a multiple of 3",
+        ),
+        ({"hidden_size": 12}, "3; rotary positions need an even number"),
         ({"depth": 3}, "depth"),
     ],
 )
@@ -250,13 +259,15 @@ def trained(model: nn.Module) -> set[str]:
 
 
 OTHER = {
-    "vocab_size": 40, "context_tokens": 16, "width": 8, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2,
-    "mlp_width": 12, "mlp": "gelu", "positions": "learned", "embedding_norm": True, "tie_embeddings": False,
+    "vocab_size": 40, "max_position_embeddings": 16, "hidden_size": 8, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 12, "mlp": "gelu", "positions": "learned", "embedding_norm": True,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 
 
 def test_freezing_all_but_an_encoders_last_block() -> None:
-    model = SequenceClassifier(ModelConfig(kind="encoder", norm_place="post", token_types=2, **OTHER), "abc")
+    model = SequenceClassifier(ModelConfig(kind="encoder", norm_place="post", type_vocab_size=2, **OTHER), "abc")
     freeze_all_but_last(model, 1)
     assert trained(model) == {
         "encoder.blocks.1", "pooler.weight", "pooler.bias", "classifier.weight", "classifier.bias"

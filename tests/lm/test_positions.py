@@ -30,7 +30,7 @@ def test_a_shift_by_k_is_the_linear_map_e_of_t_plus_k_is_t_to_the_k_e_of_t(width
 
 
 def test_linear_scaling_is_a_slower_clock() -> None:
-    scaling = RopeScaling(kind="linear", factor=4)
+    scaling = RopeScaling(rope_type="linear", factor=4)
     positions = torch.arange(12)[None]
     x = torch.randn(1, 12, 2, 8, generator=torch.Generator().manual_seed(0))
     plain = rotate(x, rotary_tables(positions / 4, 8, 100.0, None, torch.float32))
@@ -39,7 +39,7 @@ def test_linear_scaling_is_a_slower_clock() -> None:
 
 def test_llama_3_keeps_fast_pairs_and_slows_slow_ones() -> None:
     # Wavelengths 2π·θ^(i/2): about 6.3, 62.8, 628 and 6283 tokens against 512 / 4 = 128 and 512 / 1.
-    scaling = RopeScaling(kind="llama3", factor=8, original_context_tokens=512)
+    scaling = RopeScaling(rope_type="llama3", factor=8, original_max_position_embeddings=512)
     plain = rotary_frequencies(8, 10_000.0, None, CPU)
     ratio = (rotary_frequencies(8, 10_000.0, scaling, CPU) / plain).tolist()
     assert ratio == pytest.approx([1, 1, 1 / 8, 1 / 8])
@@ -49,7 +49,7 @@ def test_llama_3_keeps_fast_pairs_and_slows_slow_ones() -> None:
 
 
 def test_yarn_keeps_fast_pairs_slows_slow_ones_and_sharpens() -> None:
-    scaling = RopeScaling(kind="yarn", factor=4, original_context_tokens=512)
+    scaling = RopeScaling(rope_type="yarn", factor=4, original_max_position_embeddings=512)
     plain = rotary_frequencies(64, 10_000.0, None, CPU)
     ratio = rotary_frequencies(64, 10_000.0, scaling, CPU) / plain
     turns = 512 * plain / (2 * math.pi)
@@ -65,10 +65,11 @@ def test_yarn_keeps_fast_pairs_slows_slow_ones_and_sharpens() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"kind": "llama3", "factor": 8}, "original_context_tokens is missing; 'llama3' scaling needs it"),
-        ({"kind": "linear", "factor": 0.5}, "factor"),
-        ({"kind": "llama3", "factor": 8, "original_context_tokens": 8, "low_freq_factor": 4}, "4.0 is not below"),
-        ({"kind": "dynamic", "factor": 2}, "kind"),
+        ({"rope_type": "llama3", "factor": 8},
+        "original_max_position_embeddings is missing; 'llama3' scaling needs it"),
+        ({"rope_type": "linear", "factor": 0.5}, "factor"),
+        ({"rope_type": "llama3", "factor": 8, "original_max_position_embeddings": 8, "low_freq_factor": 4},
+        "4.0 is not below"), ({"kind": "dynamic", "factor": 2}, "kind"),
     ],
 )  # fmt: skip
 def test_impossible_scalings_are_refused(values: dict[str, object], words: str) -> None:

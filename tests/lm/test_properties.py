@@ -31,18 +31,18 @@ CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 
 SCALINGS = [
     None,
-    RopeScaling(kind="linear", factor=3),
-    RopeScaling(kind="llama3", factor=4, original_context_tokens=10),
-    RopeScaling(kind="yarn", factor=2, original_context_tokens=12),
+    RopeScaling(rope_type="linear", factor=3),
+    RopeScaling(rope_type="llama3", factor=4, original_max_position_embeddings=10),
+    RopeScaling(rope_type="yarn", factor=2, original_max_position_embeddings=12),
 ]
 CLASSIC: dict[str, Any] = {
-    "mlp": "gelu", "mlp_bias": True, "attention_bias": "all", "qk_norm": False, "windows": (0,), "positions": "learned",
-    "rope_scaling": None, "norm": "layer", "embedding_scale": False,
+    "mlp": "gelu", "mlp_bias": True, "attention_bias": "all", "qk_norm": False, "sliding_window": (0,),
+    "positions": "learned", "rope_scaling": None, "norm": "layer", "scale_embedding": False,
 }  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
     "decoder": {**CLASSIC, "norm_place": "pre", "embedding_norm": False},
-    "encoder": {**CLASSIC, "norm_place": "post", "embedding_norm": True, "token_types": 2},
-    "encoder-decoder": {**CLASSIC, "norm_place": "post", "embedding_norm": True, "tie_embeddings": True},
+    "encoder": {**CLASSIC, "norm_place": "post", "embedding_norm": True, "type_vocab_size": 2},
+    "encoder-decoder": {**CLASSIC, "norm_place": "post", "embedding_norm": True, "tie_word_embeddings": True},
 }
 
 
@@ -56,30 +56,34 @@ def configs(draw: st.DrawFn, kind: str = "decoder", vocab_size: int = 11, publis
     values: dict[str, Any] = {
         "kind": kind,
         "vocab_size": vocab_size,
-        "context_tokens": CONTEXT,
-        "width": 2 * draw(st.integers(2, 8)),
-        "num_layers": num_layers,
+        "max_position_embeddings": CONTEXT,
+        "hidden_size": 2 * draw(st.integers(2, 8)),
+        "num_hidden_layers": num_layers,
         "num_encoder_layers": draw(st.integers(1, 3)) if kind == "encoder-decoder" else 0,
-        "num_heads": kv_heads * groups,
-        "num_kv_heads": kv_heads,
+        "num_attention_heads": kv_heads * groups,
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "mlp_width": draw(st.integers(1, 20)),
+        "intermediate_size": draw(st.integers(1, 20)),
         "mlp": draw(st.sampled_from(["swiglu", "relu2", "gelu", "gelu_tanh", "relu"])),
         "mlp_bias": draw(st.booleans()),
         "attention_bias": draw(st.sampled_from(["none", "qkv", "all"])),
         "qk_norm": draw(st.booleans()),
-        "windows": draw(bands) if kind == "decoder" else (0,),
+        "sliding_window": draw(bands) if kind == "decoder" else (0,),
         "positions": positions,
         "rope_scaling": draw(st.sampled_from(SCALINGS)) if positions == "rotary" else None,
         "norm": draw(st.sampled_from(["rms", "layer"])),
         "norm_place": draw(st.sampled_from(["pre", "post"])),
-        "token_types": draw(st.integers(0, 3)) if kind == "encoder" else 0,
+        "type_vocab_size": draw(st.integers(0, 3)) if kind == "encoder" else 0,
         "embedding_norm": draw(st.booleans()),
-        "embedding_scale": draw(st.booleans()),
-        "tie_embeddings": draw(st.booleans()),
+        "scale_embedding": draw(st.booleans()),
+        "tie_word_embeddings": draw(st.booleans()),
     }
     if published:
-        values |= {**PUBLISHED[kind], "num_kv_heads": values["num_heads"], "width": values["num_heads"] * head_dim}
+        values |= {
+            **PUBLISHED[kind],
+            "num_key_value_heads": values["num_attention_heads"],
+            "hidden_size": values["num_attention_heads"] * head_dim,
+        }
     return ModelConfig.model_validate(values)
 
 
@@ -204,7 +208,7 @@ def test_an_encoder_reads_a_sequence_the_same_packed_padded_and_alone(
     model = random_model(config, MaskedLanguageModel)
 
     def logits(tokens: Tensor, segments: Tensor | None = None) -> Tensor:
-        return model(tokens, segments, token_types_BT=tokens % max(config.token_types, 1))
+        return model(tokens, segments, token_types_BT=tokens % max(config.type_vocab_size, 1))
 
     alone = torch.cat([logits(torch.tensor([row]))[0] for row in rows])
     torch.testing.assert_close(logits(*packed(rows))[0, :-2], alone, **CLOSE)
@@ -271,13 +275,14 @@ def test_what_is_written_comes_back(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"windows": (-1,)}, "negative entry"),
-        ({"windows": (0, 3, 4)}, "3 entries for 2 layers"),
-        ({"windows": ()}, "windows"),
+        ({"sliding_window": (-1,)}, "negative entry"),
+        ({"sliding_window": (0, 3, 4)}, "3 entries for 2 layers"),
+        ({"sliding_window": ()}, "windows"),
         ({"positions": "learned", "rope_scaling": SCALINGS[1]}, "but model.positions is 'learned'"),
-        ({"positions": "sinusoidal", "width": 17, "head_dim": 4}, "width is 17; sinusoidal positions need an even"),
+        ({"positions": "sinusoidal", "hidden_size": 17, "head_dim": 4},
+        "hidden_size is 17; sinusoidal positions need an even"),
         ({"head_dim": 5}, "head_dim is 5; rotary positions need an even number"),
-        ({"num_heads": 0}, "num_heads"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
     ],
 )  # fmt: skip
 def test_impossible_shapes_are_refused(tiny_config: ModelConfig, change: dict[str, Any], words: str) -> None:
@@ -286,7 +291,9 @@ def test_impossible_shapes_are_refused(tiny_config: ModelConfig, change: dict[st
 
 
 def test_equal_shapes_are_equal_configs(tiny_config: ModelConfig) -> None:
-    values = {**tiny_config.model_dump(), "num_layers": 4}
-    one, other = (ModelConfig.model_validate({**values, "windows": windows}) for windows in ((0, 8), (0, 8, 0, 8)))
+    values = {**tiny_config.model_dump(), "num_hidden_layers": 4}
+    one, other = (
+        ModelConfig.model_validate({**values, "sliding_window": windows}) for windows in ((0, 8), (0, 8, 0, 8))
+    )
     assert one == other
-    assert ModelConfig.model_validate({**values, "windows": (0, 8, 0)}) != one
+    assert ModelConfig.model_validate({**values, "sliding_window": (0, 8, 0)}) != one

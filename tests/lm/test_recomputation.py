@@ -14,8 +14,8 @@ from lm.encoder_decoder import EncoderDecoder
 from lm.model import LanguageModel, checkpoint_activations, freeze_all_but_last, initialise
 
 SHAPE = {
-    "vocab_size": 40, "context_tokens": 32, "width": 16, "num_layers": 3, "num_heads": 2, "num_kv_heads": 2,
-    "mlp_width": 24,
+    "vocab_size": 40, "max_position_embeddings": 32, "hidden_size": 16, "num_hidden_layers": 3,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 24,
 }  # fmt: skip
 TOKENS = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(1))
 CPU = torch.device("cpu")

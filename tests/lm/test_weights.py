@@ -20,8 +20,9 @@ TOKENS = torch.randint(2, 288, (3, 11), generator=torch.Generator().manual_seed(
 
 def shape(mlp: str, num_kv_heads: int, tied: bool) -> ModelConfig:
     return ModelConfig(
-        vocab_size=288, context_tokens=32, width=16, num_layers=2, num_heads=4, num_kv_heads=num_kv_heads,
-        mlp_width=24, mlp=mlp, rope_theta=777.0, norm_eps=1e-3, tie_embeddings=tied,
+        vocab_size=288, max_position_embeddings=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=num_kv_heads,
+        intermediate_size=24, mlp=mlp, rope_theta=777.0, norm_eps=1e-3, tie_word_embeddings=tied,
     )  # fmt: skip
 
 
@@ -42,7 +43,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("mlp", "num_kv_heads", "tied"), SHAPES)
+@pytest.mark.parametrize(("mlp", "num_key_value_heads", "tied"), SHAPES)
 @torch.no_grad()
 def test_transformers_computes_our_logits(
     tokenizer: Tokenizer, tmp_path: Path, mlp: str, num_kv_heads: int, tied: bool
@@ -59,7 +60,7 @@ def test_transformers_computes_our_logits(
     assert torch.equal(again.eval()(TOKENS), model(TOKENS))
 
 
-@pytest.mark.parametrize(("mlp", "num_kv_heads", "tied"), SHAPES)
+@pytest.mark.parametrize(("mlp", "num_key_value_heads", "tied"), SHAPES)
 @torch.no_grad()
 def test_we_compute_the_logits_of_transformers(tmp_path: Path, mlp: str, num_kv_heads: int, tied: bool) -> None:
     family = {"swiglu": "Llama", "relu2": "Arcee"}[mlp]
@@ -180,11 +181,17 @@ def change(folder: Path, **fields: Any) -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; 'silu' was expected"),
         ({"architectures": ["LlamaForTokenClassification"]}, "LlamaForTokenClassification.*'LlamaForCausalLM'"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type is 'dynamic'; 'default' or"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "original_context_tokens"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}},
+            "original_max_position_embeddings",
+        ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "is 0.5; 1.0"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}; None was expected"),
         ({"hidden_size": ...}, "field 'hidden_size' is missing"),
-        ({"num_key_value_heads": 3}, "model.num_heads over model.num_kv_heads: 4 is not a multiple of 3"),
+        (
+            {"num_key_value_heads": 3},
+            "model.num_attention_heads over model.num_key_value_heads: 4 is not a multiple of 3",
+        ),
     ],
 )
 def test_another_architecture_is_refused_by_name(folder: Path, fields: dict[str, Any], words: str) -> None:

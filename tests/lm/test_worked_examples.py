@@ -27,7 +27,13 @@ Z = [
 def attention() -> Attention:
     """One head of width 4 with the example's matrices, and nothing done to what it sums."""
     config = ModelConfig(
-        vocab_size=8, context_tokens=4, width=4, num_layers=1, num_heads=1, num_kv_heads=1, mlp_width=4
+        vocab_size=8,
+        max_position_embeddings=4,
+        hidden_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        intermediate_size=4,
     )
     module = Attention(config)
     module.qkv.weight.data.copy_(torch.cat([W_Q, W_K, W_V]))

@@ -32,7 +32,13 @@ def _few_objects_to_collect() -> None:
 def one_objective(tmp_path_factory: pytest.TempPathFactory) -> InitialModels:
     folder = tmp_path_factory.mktemp("models")
     config = ModelConfig(
-        vocab_size=300, context_tokens=64, width=16, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=32
+        vocab_size=300,
+        max_position_embeddings=64,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
     )
     texts = [" ".join(WORDS[i % 5 :] + WORDS[: i % 7]) for i in range(40)]
     tokenizer = Tokenizer.train(texts, config.vocab_size, "chat")
@@ -84,15 +90,15 @@ def ppo_config() -> Callable[..., PPOConfig]:
         values = {
             "prompts": DataConfig(source="unread.jsonl"),
             "num_iterations": 3,
-            "rollout_prompts": 16,
+            "rollout_batch_size": 16,
             "num_epochs": 2,
             "minibatch": BatchConfig(batch_size=minibatch, micro_batch_size=micro),
-            "max_response_tokens": 6,
+            "max_new_tokens": 6,
             "temperature": 0.7,
             "policy_optimizer": optimizer,
             "value_optimizer": optimizer,
             "kl_coef": 0.1,
-            "missing_end_penalty": 1.0,
+            "missing_eos_penalty": 1.0,
             "ptx_coef": 0.3,
             "ptx_rows": 4,
             "ema_decay": 0.75,

@@ -72,24 +72,24 @@ def test_a_mask_whose_true_part_is_not_a_prefix_still_gets_one_score() -> None:
 
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4),
-    discount=st.floats(0.1, 1),
+    gamma=st.floats(0.1, 1),
     gae_lambda=st.floats(0, 1),
     seed=st.integers(0, 10_000),
 )
 @settings(deadline=None, max_examples=80)
-def test_advantages_equal_the_double_loop(lengths: list[int], discount: float, gae_lambda: float, seed: int) -> None:
+def test_advantages_equal_the_double_loop(lengths: list[int], gamma: float, gae_lambda: float, seed: int) -> None:
     width = 9
     rewards = noise(len(lengths), width, seed=seed) * ragged_mask(lengths, width)
     values = noise(len(lengths), width, seed=seed + 1)  # what stands past the end must not be read
-    advantages, returns = generalised_advantages(rewards, values, ragged_mask(lengths, width), discount, gae_lambda)
+    advantages, returns = generalised_advantages(rewards, values, ragged_mask(lengths, width), gamma, gae_lambda)
     for row, length in enumerate(lengths):
         r, v = rewards[row].tolist(), values[row].tolist()
         for t in range(width):
-            # A_t = sum over k >= t of (discount · lambda)^(k - t) · delta_k, eq. 16 of arXiv 1506.02438.
+            # A_t = sum over k >= t of (gamma · lambda)^(k - t) · delta_k, eq. 16 of arXiv 1506.02438.
             expected = 0.0
             for k in range(t, length):
                 following = v[k + 1] if k + 1 < length else 0.0
-                expected += (discount * gae_lambda) ** (k - t) * (r[k] + discount * following - v[k])
+                expected += (gamma * gae_lambda) ** (k - t) * (r[k] + gamma * following - v[k])
             assert float(advantages[row, t]) == pytest.approx(expected, abs=1e-9)
             assert float(returns[row, t]) == pytest.approx(expected + v[t] if t < length else 0.0, abs=1e-9)
 
@@ -133,9 +133,13 @@ def test_policy_loss_by_hand() -> None:
     assert not any(figure.requires_grad for figure in figures.values())
 
 
-@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4), clip=st.floats(0.05, 0.9), seed=st.integers(0, 999))
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    clip_range=st.floats(0.05, 0.9),
+    seed=st.integers(0, 999),
+)
 @settings(deadline=None, max_examples=40)
-def test_losses_equal_loops(lengths: list[int], clip: float, seed: int) -> None:
+def test_losses_equal_loops(lengths: list[int], clip_range: float, seed: int) -> None:
     shape = (len(lengths), 6)
     new, old, third = (noise(*shape, seed=seed + i) for i in range(3))
     mask = ragged_mask(lengths, 6)
@@ -144,12 +148,12 @@ def test_losses_equal_loops(lengths: list[int], clip: float, seed: int) -> None:
         for t in range(length):
             x, y, z = float(new[row, t]), float(old[row, t]), float(third[row, t])
             ratio = math.exp(x - y)
-            policy -= min(ratio * z, max(1 - clip, min(1 + clip, ratio)) * z)
-            clipped = y + max(-clip, min(clip, x - y))
+            policy -= min(ratio * z, max(1 - clip_range, min(1 + clip_range, ratio)) * z)
+            clipped = y + max(-clip_range, min(clip_range, x - y))
             value += 0.5 * max((x - z) ** 2, (clipped - z) ** 2)
             squared += (x - z) ** 2
-    assert float(policy_loss(new, old, third, mask, clip)[0]) == pytest.approx(policy, abs=1e-8)
-    loss, figures = value_loss(new, old, third, mask, clip)
+    assert float(policy_loss(new, old, third, mask, clip_range)[0]) == pytest.approx(policy, abs=1e-8)
+    loss, figures = value_loss(new, old, third, mask, clip_range)
     assert float(loss) == pytest.approx(value, abs=1e-8)
     assert float(figures["value_error"]) == pytest.approx(squared, abs=1e-8)
 
@@ -167,13 +171,13 @@ def test_importance_weights_by_hand() -> None:
 
 @given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4),
-    clip=st.floats(0.05, 0.9),
+    clip_range=st.floats(0.05, 0.9),
     cap=st.floats(1, 4),
     seed=st.integers(0, 999),
 )
 @settings(deadline=None, max_examples=40)
 def test_weighted_advantages_make_the_decoupled_objective(
-    lengths: list[int], clip: float, cap: float, seed: int
+    lengths: list[int], clip_range: float, cap: float, seed: int
 ) -> None:
     shape = (len(lengths), 6)
     new, proximal, behaviour, advantages = (noise(*shape, seed=seed + i) for i in range(4))
@@ -184,13 +188,13 @@ def test_weighted_advantages_make_the_decoupled_objective(
             ratio = math.exp(float(new[row, t] - proximal[row, t]))
             weight = min(cap, math.exp(float(proximal[row, t] - behaviour[row, t])))
             advantage = float(advantages[row, t])
-            clipped = max(1 - clip, min(1 + clip, ratio))
+            clipped = max(1 - clip_range, min(1 + clip_range, ratio))
             loss -= weight * min(ratio * advantage, clipped * advantage)
             if ratio * advantage <= clipped * advantage:  # d ratio / d log π = ratio
                 gradient[row, t] = -weight * ratio * advantage
     new.requires_grad_()
     weights, _ = importance_weights(proximal, behaviour, mask, cap)
-    found, _ = policy_loss(new, proximal, weights * advantages, mask, clip)
+    found, _ = policy_loss(new, proximal, weights * advantages, mask, clip_range)
     assert found.item() == pytest.approx(loss, abs=1e-8)
     torch.testing.assert_close(torch.autograd.grad(found, new)[0], gradient, atol=1e-9, rtol=1e-9)
 
@@ -249,7 +253,7 @@ def test_fixed_kl_coefficient_stays(ppo_config: Callable[..., PPOConfig]) -> Non
     ],
 )
 def test_adaptive_kl_coefficient(ppo_config: Callable[..., PPOConfig], kl_nats: float, factor: float) -> None:
-    config = ppo_config(kl_control="adaptive", kl_target_nats=6.0, kl_horizon=1000)
+    config = ppo_config(kl_control="adaptive", target_kl=6.0, kl_horizon=1000)
     controller = KLController(config, 0.5)
     controller.update(kl_nats, 50)
     assert controller.coef == pytest.approx(0.5 * factor)

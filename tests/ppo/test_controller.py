@@ -47,7 +47,7 @@ class ToyRoles:
         responses = [draw[:length].astype(int).tolist() for draw, length in zip(draws, lengths, strict=True)]
         finished = [seed % 2 == 0 for seed in seeds]
         logprobs = [self.sent_odds.log_softmax(0)[response].tolist() for response in responses]
-        rollout = Rollout.of(prompts, responses, finished, logprobs, max_response_tokens=R, pad_id=9)
+        rollout = Rollout.of(prompts, responses, finished, logprobs, max_new_tokens=R, pad_id=9)
         self.rollouts.append(rollout)
         self.syncs_before_rollout.append(self.num_syncs)
         return lambda: rollout
@@ -133,7 +133,7 @@ class FailingScores(ToyRoles):
 @pytest.fixture
 def start(ppo_config: Callable[..., PPOConfig]) -> Callable[..., PPOController]:
     def build(roles: ToyRoles, *, seed: int = 3, scale: ScoreScale = SCALE, **changes: object) -> PPOController:
-        values = {"ptx_coef": 0, "ptx_rows": 0, "max_response_tokens": R, "missing_end_penalty": 0.0, **changes}
+        values = {"ptx_coef": 0, "ptx_rows": 0, "max_new_tokens": R, "missing_eos_penalty": 0.0, **changes}
         return PPOController(ppo_config(**values), roles, PROMPTS, scale, num_pretraining_rows=7, seed=seed)
 
     return build
@@ -233,7 +233,7 @@ def test_rewards_subtract_the_kl_and_the_missing_end(start: Callable[..., PPOCon
 
     roles = Moved()
     controller = start(
-        roles, kl_coef=0.4, gae_lambda=1.0, missing_end_penalty=1.5, num_epochs=1, minibatch=16, micro=16
+        roles, kl_coef=0.4, gae_lambda=1.0, missing_eos_penalty=1.5, num_epochs=1, minibatch=16, micro=16
     )
     figures = controller.step(0)
     batch = roles.value_batches[0]
@@ -248,7 +248,7 @@ def test_rewards_subtract_the_kl_and_the_missing_end(start: Callable[..., PPOCon
     # The penalty is no part of the score that is reported, and the KL is a sum over each response's tokens.
     assert figures["score"] == pytest.approx(float(roles.scores(batch.rollout).mean()))
     assert figures["kl_nats"] == pytest.approx(0.5 * float(batch.rollout.response_tokens_B.float().mean()))
-    assert figures["end_share"] == pytest.approx(np.mean(finished))
+    assert figures["eos_rate"] == pytest.approx(np.mean(finished))
     assert figures["entropy_estimate"] == pytest.approx(math.log(2), rel=1e-5)
 
 
@@ -290,7 +290,7 @@ def test_pretraining_rows_are_dealt_from_one_stream(start: Callable[..., PPOCont
 def test_adaptive_coefficient_moves_after_the_iteration_that_measured_it(
     start: Callable[..., PPOController],
 ) -> None:
-    controller = start(ToyRoles(), kl_control="adaptive", kl_target_nats=2.0, kl_horizon=100, kl_coef=0.5)
+    controller = start(ToyRoles(), kl_control="adaptive", target_kl=2.0, kl_horizon=100, kl_coef=0.5)
     figures = controller.step(0)
     assert figures["kl_coef"] == 0.5  # the one that was used
     # A KL of 0 against a target of 2: the error is clipped at -0.2; 16 responses of a horizon of 100.

@@ -55,7 +55,7 @@ def models(two_objectives: InitialModels) -> InitialModels:
 def train(models: InitialModels, prompts: list[list[int]], config: PPOConfig) -> Callable[[Roles, Path], Trained]:
     def run(roles: Roles, folder: Path) -> Trained:
         assert models.pretraining is not None
-        num_rows = len(stream_rows(models.pretraining.path, models.pretraining.row_tokens))
+        num_rows = len(stream_rows(models.pretraining.path, models.pretraining.seq_len))
         controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=num_rows, seed=5)
         figures = [controller.step(0)]
         roles.save(folder, 1, {}, {})

@@ -82,7 +82,7 @@ def test_weights_decide_which_of_two_conflicting_objectives_is_climbed(
         model.score.weight[1] = -model.score.weight[0]
     save_model(tmp_path, model, model.state_dict(), Tokenizer.load(two_objectives.reward))
     models = {"reward": tmp_path, "scale": ScoreScale(0.0, 0.5)}
-    worker = start(weights, models, learning_rate=2e-2, num_iterations=10, kl_coef=0.0, missing_end_penalty=0.0)
+    worker = start(weights, models, learning_rate=2e-2, num_iterations=10, kl_coef=0.0, missing_eos_penalty=0.0)
     controller = controlled(worker, prompts)
     figures = [controller.step(iteration) for iteration in range(10)]
     kind, brief = (figures[-1][f"score/{name}"] - figures[0][f"score/{name}"] for name in ("kind", "brief"))
@@ -94,7 +94,7 @@ def test_a_text_that_does_not_fit_fails_by_every_objective(start: Start, prompts
     worker = start(WEIGHTS, {})
     too_long = [prompts[0][0]] * 60
     rollout = worker.generate([too_long[:58], prompts[0]], [0, 1])
-    worker.judge.network.config = worker.judge.network.config.model_copy(update={"context_tokens": 40})  # type: ignore[union-attr]
+    worker.judge.network.config = worker.judge.network.config.model_copy(update={"max_position_embeddings": 40})  # type: ignore[union-attr]
     assert worker.scores(rollout).isnan().tolist() == [[True, True], [False, False]]
     assert "it has 65 tokens; the reward model reads 41" in worker.first_failure()
 

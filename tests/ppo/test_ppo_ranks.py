@@ -41,7 +41,7 @@ def train(models: InitialModels, prompts: list[list[int]], config: PPOConfig) ->
     """Runs the iterations; returns the final policy, its average, and every iteration's figures."""
 
     def run(roles: Roles, folder: Path) -> Trained:
-        num_rows = len(stream_rows(models.pretraining.path, models.pretraining.row_tokens))
+        num_rows = len(stream_rows(models.pretraining.path, models.pretraining.seq_len))
         controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=num_rows, seed=5)
         figures = [controller.step(iteration) for iteration in range(NUM_ITERATIONS)]
         roles.export_policy(folder)

@@ -18,13 +18,13 @@ PAD, R = 99, 4
 
 @pytest.fixture
 def rollout() -> Rollout:
-    return Rollout.of(PROMPTS, RESPONSES, FINISHED, LOGPROBS, max_response_tokens=R, pad_id=PAD)
+    return Rollout.of(PROMPTS, RESPONSES, FINISHED, LOGPROBS, max_new_tokens=R, pad_id=PAD)
 
 
 def rows_hold(rollout: Rollout, rows: list[int]) -> None:
     """The rollout is that of these rows of the lists above, in this order."""
     assert len(rollout) == len(rows)
-    assert rollout.max_response_tokens == R
+    assert rollout.max_new_tokens == R
     for place, row in enumerate(rows):
         whole = PROMPTS[row] + RESPONSES[row]
         assert rollout.tokens_BT[place, : len(whole)].tolist() == whole
@@ -49,7 +49,7 @@ def test_of_lays_prompts_and_responses_side_by_side(rollout: Rollout) -> None:
 
 
 def test_a_response_as_long_as_allowed_reaches_the_last_column() -> None:
-    full = Rollout.of([[1, 2]], [[3, 4, 5]], [False], [[-1.0, -1.0, -1.0]], max_response_tokens=3, pad_id=0)
+    full = Rollout.of([[1, 2]], [[3, 4, 5]], [False], [[-1.0, -1.0, -1.0]], max_new_tokens=3, pad_id=0)
     assert full.response_BR.tolist() == [[3, 4, 5]]
 
 

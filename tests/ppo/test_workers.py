@@ -46,7 +46,7 @@ def start(models: InitialModels, ppo_config: Callable[..., PPOConfig]) -> Iterat
 @pytest.fixture
 def controlled(models: InitialModels, prompts: Prompts) -> Controlled:
     def build(worker: ColocatedWorker) -> PPOController:
-        rows = stream_rows(models.pretraining.path, models.pretraining.row_tokens)
+        rows = stream_rows(models.pretraining.path, models.pretraining.seq_len)
         return PPOController(worker.config, worker, prompts, models.scale, num_pretraining_rows=len(rows), seed=5)
 
     return build
@@ -105,7 +105,7 @@ def test_frozen_matrices_in_bf16_give_the_bits_that_autocast_gives(start: Start,
 
 
 def test_responses_that_fill_the_context_have_the_scores_that_a_judge_gives_them(start: Start) -> None:
-    worker = start(max_response_tokens=4)
+    worker = start(max_new_tokens=4)
     assert isinstance(worker.judge, Judge)
     prompts = [[row, *range(20, 79)] for row in range(5, 21)]  # 60 tokens of a context of 64
     rollout = worker.generate(prompts, range(16))
@@ -220,7 +220,7 @@ def naive_policy_loss(worker: ColocatedWorker, model: torch.nn.Module, batch: Po
 def test_a_policy_update_equals_the_naive_one_for_every_micro_batch_size(
     start: Start, models: InitialModels, prompts: Prompts, micro: int
 ) -> None:
-    worker = start(minibatch=16, micro=micro, rollout_prompts=16)
+    worker = start(minibatch=16, micro=micro, rollout_batch_size=16)
     batch, _ = batches(worker, prompts)
     naive = load_language_model(models.sft)
     loss, ptx = naive_policy_loss(worker, naive, batch)
@@ -240,7 +240,7 @@ def test_a_policy_update_equals_the_naive_one_for_every_micro_batch_size(
 def test_a_value_update_equals_the_naive_one_for_every_micro_batch_size(
     start: Start, models: InitialModels, prompts: Prompts, micro: int
 ) -> None:
-    worker = start(minibatch=16, micro=micro, rollout_prompts=16)
+    worker = start(minibatch=16, micro=micro, rollout_batch_size=16)
     _, batch = batches(worker, prompts)
     naive = load_scalar_model(models.reward)
     with torch.no_grad():
@@ -271,7 +271,7 @@ def test_an_update_without_pretraining_rows(start: Start, controlled: Controlled
 
 def test_a_minibatch_whose_scores_all_failed(start: Start, prompts: Prompts) -> None:
     worker = start(
-        minibatch=1, micro=1, rollout_prompts=16, num_epochs=1, max_failed_share=0.07, ptx_coef=0, ptx_rows=0
+        minibatch=1, micro=1, rollout_batch_size=16, num_epochs=1, max_failed_share=0.07, ptx_coef=0, ptx_rows=0
     )
     scores = worker.scores
 

@@ -14,9 +14,16 @@ from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective
 CPU = torch.device("cpu")
 START, END, MASK, PAD = 1, 1, 2, 0
 WORDS = HiddenWords(START, END, MASK, (END, PAD), vocab_size=40, seed=5)
-SHAPE = {"vocab_size": 40, "context_tokens": 32, "width": 16, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 24}
-ENCODER = ModelConfig(kind="encoder", num_layers=2, mlp="gelu", **SHAPE)
-BOTH = ModelConfig(kind="encoder-decoder", num_layers=1, num_encoder_layers=1, mlp="gelu", **SHAPE)
+SHAPE = {
+    "vocab_size": 40,
+    "max_position_embeddings": 32,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+}
+ENCODER = ModelConfig(kind="encoder", num_hidden_layers=2, mlp="gelu", **SHAPE)
+BOTH = ModelConfig(kind="encoder-decoder", num_hidden_layers=1, num_encoder_layers=1, mlp="gelu", **SHAPE)
 
 
 @pytest.fixture

@@ -23,11 +23,12 @@ TEXTS = [
     f"The {animal} sleeps in the {place}." for animal in ("fox", "dog", "bird") for place in ("bush", "hand", "山")
 ]
 SHAPE = {
-    "vocab_size": 300, "context_tokens": 32, "width": 24, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2,
-    "mlp_width": 48, "mlp": "gelu", "mlp_bias": True, "attention_bias": "all", "positions": "learned", "norm": "layer",
-    "norm_place": "post", "embedding_norm": True,
+    "vocab_size": 300, "max_position_embeddings": 32, "hidden_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 48, "mlp": "gelu", "mlp_bias": True, "attention_bias": "all", "positions": "learned",
+    "norm": "layer", "norm_place": "post", "embedding_norm": True,
 }  # fmt: skip
-ENCODER = ModelConfig(kind="encoder", token_types=2, **SHAPE)
+ENCODER = ModelConfig(kind="encoder", type_vocab_size=2, **SHAPE)
 BOTH = ModelConfig(kind="encoder-decoder", num_encoder_layers=1, **SHAPE)
 
 Finished = tuple[Path, dict[str, Any]]
@@ -39,7 +40,7 @@ def pretrain(folder: Path, model: ModelConfig, **changes: Any) -> Finished:
     values: dict[str, Any] = {
         "texts": (DataConfig(source=str(folder / "train.jsonl")),),
         "heldout": (DataConfig(source=str(folder / "heldout.jsonl")),),
-        "row_tokens": 20,
+        "seq_len": 20,
         "num_steps": 120,
         "batch": BatchConfig(batch_size=16, micro_batch_size=8),
         "optimizer": OptimizerConfig(learning_rate=0.01, schedule="cosine", warmup_steps=5),

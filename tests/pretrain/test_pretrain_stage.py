@@ -20,7 +20,14 @@ from training.packing import stream_rows
 from training.stage import StageContext
 
 MODEL = ModelConfig(
-    vocab_size=280, context_tokens=32, width=16, num_layers=1, num_heads=2, num_kv_heads=1, mlp_width=32, mlp="relu2"
+    vocab_size=280,
+    max_position_embeddings=32,
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=32,
+    mlp="relu2",
 )
 TRAIN = [
     f"The {animal} sleeps in the {place}." for animal in ("fox", "dog", "bird") for place in ("bush", "hand", "山")
@@ -35,7 +42,7 @@ def write_config(folder: Path) -> PretrainConfig:
         texts=(DataConfig(source=str(folder / "train.jsonl")),),
         heldout=(DataConfig(source=str(folder / "heldout.jsonl")),),
         tokenizer_texts=20,
-        row_tokens=16,
+        seq_len=16,
         num_steps=30,
         batch=BatchConfig(batch_size=8, micro_batch_size=4),
         optimizer=OptimizerConfig(learning_rate=0.02, schedule="cosine"),
@@ -120,12 +127,12 @@ def byte_spelling(tokenizer: Tokenizer, token: int) -> bytes:
     return bytes(table[character] for character in tokenizer.token_text(token))
 
 
-def heldout_rows(folder: Path, texts: list[str], tokenizer: Tokenizer, row_tokens: int) -> tuple[Any, Any]:
+def heldout_rows(folder: Path, texts: list[str], tokenizer: Tokenizer, seq_len: int) -> tuple[Any, Any]:
     """Tokens and the bytes that they stand for, as a run writes and reads them."""
     config = write_config(folder)
     (folder / "heldout.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     write_streams(folder / "data", config, tokenizer)
-    return tuple(stream_rows(folder / "data" / f"{name}.bin", row_tokens) for name in ("heldout", "heldout_bytes"))
+    return tuple(stream_rows(folder / "data" / f"{name}.bin", seq_len) for name in ("heldout", "heldout_bytes"))
 
 
 def test_bits_per_byte_by_hand_of_a_byte_level_vocabulary(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def ppo_metrics(rng: random.Random, steps: int) -> list[dict[str, Any]]:
     for step in range(1, steps + 1):
         done = 1 - math.exp(-3 * step / steps)
         line = {"step": step, "num_steps": steps, "score": 2.4 * done + rng.gauss(0, 0.12), "kl_nats": 5.4 * done**1.5}
-        line |= {"scaled_score": 1.9 * done, "kl_coef": 0.05, "end_share": min(1.0, 0.86 + 0.13 * done)}
+        line |= {"scaled_score": 1.9 * done, "kl_coef": 0.05, "eos_rate": min(1.0, 0.86 + 0.13 * done)}
         line |= {"response_tokens": 26 - 7 * done + rng.gauss(0, 0.6), "entropy_estimate": 1.6 - 0.9 * done}
         line |= {"policy_loss": -0.01, "value_loss": 0.2, "clip_share": 0.1, "approx_kl": 0.01, "value_explained": 0.5}
         line |= {"failed_scores": 1 if step == 3 else 0, "tokens_per_second": 5100.0, "seconds": 0.9 * step}

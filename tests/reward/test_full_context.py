@@ -14,9 +14,16 @@ CONTEXT = 32
 ASKED = [{"role": "user", "content": "Where is the dog?"}]
 
 
-def judge(tokenizer: Tokenizer, context_tokens: int, **shape: object) -> Judge:
-    base = {"vocab_size": 288, "width": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "mlp_width": 24}
-    config = ModelConfig.model_validate({**base, "context_tokens": context_tokens, **shape})
+def judge(tokenizer: Tokenizer, max_position_embeddings: int, **shape: object) -> Judge:
+    base = {
+        "vocab_size": 288,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 24,
+    }
+    config = ModelConfig.model_validate({**base, "max_position_embeddings": max_position_embeddings, **shape})
     network = ScalarModel(config)
     initialise(network, 5)
     return Judge(network.eval(), tokenizer, {"score": 1.0})
@@ -27,7 +34,7 @@ def full(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     return prompt, torch.randint(5, 280, (CONTEXT - len(prompt),), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-@pytest.mark.parametrize("shape", [{}, {"windows": (8, 0)}, {"positions": "sinusoidal"}], ids=str)
+@pytest.mark.parametrize("shape", [{}, {"sliding_window": (8, 0)}, {"positions": "sinusoidal"}], ids=str)
 def test_a_full_context_is_scored_as_in_a_longer_one(tokenizer: Tokenizer, shape: dict[str, object]) -> None:
     prompt, response = full(tokenizer)
     small, large = judge(tokenizer, CONTEXT, **shape), judge(tokenizer, 2 * CONTEXT, **shape)

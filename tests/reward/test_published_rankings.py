@@ -25,7 +25,7 @@ def model_for(rankings: RankingsConfig, folder: Path, tiny_config: ModelConfig) 
     """A tiny model with a vocabulary of the data and room for its dialogues."""
     texts = [text for r in read_rankings(rankings) for text in (*r.responses, *(turn.content for turn in r.prompt))]
     tokenizer = Tokenizer.train(texts, 1000, "chat")
-    model = LanguageModel(tiny_config.model_copy(update={"context_tokens": 2048, "vocab_size": 1024}))
+    model = LanguageModel(tiny_config.model_copy(update={"max_position_embeddings": 2048, "vocab_size": 1024}))
     initialise(model, seed=7)
     save_model(folder, model, model.state_dict(), tokenizer)
     return folder
@@ -57,7 +57,7 @@ def test_a_reward_model_trains_on_real_dialogues(tmp_path: Path, tiny_config: Mo
     assert (oddity["kind"], oddity["where"]) == ("empty reply", f"{REAL}: line 87")
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(lines) == round(0.2 * results["train_comparisons"] / 8)
-    assert load_scalar_model(tmp_path / "run" / "model").config.context_tokens == 2048
+    assert load_scalar_model(tmp_path / "run" / "model").config.max_position_embeddings == 2048
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones() -> None:

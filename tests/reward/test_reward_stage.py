@@ -193,7 +193,7 @@ def test_training_starts_from_the_sft_model_and_a_unit_head(
     model, source = load_scalar_model(context.model_folder), load_language_model(model_folder)
     for name, weight in source.decoder.state_dict().items():
         torch.testing.assert_close(model.decoder.state_dict()[name], weight, atol=1e-8, rtol=0, msg=name)
-    expected = 1 / math.sqrt(tiny_config.width + 1)
+    expected = 1 / math.sqrt(tiny_config.hidden_size + 1)
     assert float(model.score.weight.detach().std()) == pytest.approx(expected, rel=0.6)  # of 16 draws
 
 

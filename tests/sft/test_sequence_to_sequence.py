@@ -21,9 +21,10 @@ from training.stage import StageContext
 
 PAIRS = [("Where is the fox?", "In the bush."), ("Where is the dog?", "Far."), ("The bird?", "In the hand, 山.")]
 CONFIG = ModelConfig(
-    kind="encoder-decoder", vocab_size=288, context_tokens=64, width=24, num_layers=1, num_encoder_layers=1,
-    num_heads=2, num_kv_heads=2, mlp_width=48, mlp="relu", norm="layer", norm_place="post", positions="sinusoidal",
-    embedding_scale=True,
+    kind="encoder-decoder", vocab_size=288, max_position_embeddings=64, hidden_size=24, num_hidden_layers=1,
+    num_encoder_layers=1,
+    num_attention_heads=2, num_key_value_heads=2, intermediate_size=48, mlp="relu", norm="layer", norm_place="post",
+    positions="sinusoidal", scale_embedding=True,
 )  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, start: Path) -> tuple[Pat
         demonstrations=write_data(folder / "train.jsonl", PAIRS * 4),
         heldout=write_data(folder / "heldout.jsonl", PAIRS),
         chat_template="plain",
-        row_tokens=64,
+        seq_len=64,
         num_epochs=40.0,
         batch=BatchConfig(batch_size=4, micro_batch_size=2),
         optimizer=OptimizerConfig(learning_rate=0.01, schedule="linear", warmup_steps=5),

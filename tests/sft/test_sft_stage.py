@@ -30,7 +30,7 @@ def config_for(folder: Path, **changes: Any) -> SFTConfig:
         "demonstrations": write_data(folder / "train.jsonl", PAIRS * 12),
         "heldout": write_data(folder / "heldout.jsonl", PAIRS[:2]),
         "chat_template": "chat",
-        "row_tokens": 64,
+        "seq_len": 64,
         "num_epochs": 12.0,
         "batch": BatchConfig(batch_size=4, micro_batch_size=2),
         "optimizer": OptimizerConfig(learning_rate=0.02, schedule="linear"),
@@ -99,7 +99,7 @@ def test_the_template_of_the_job_goes_into_the_model(tmp_path: Path, model_folde
 
 def test_a_conversation_longer_than_a_row_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     sources = write_data(tmp_path / "long.jsonl", [PAIRS[0], ("x" * 70, "y")])
-    with pytest.raises(ValueError, match=r"long\.jsonl: line 2: the conversation has 7\d tokens; sft.row_tokens all"):
+    with pytest.raises(ValueError, match=r"long\.jsonl: line 2: the conversation has 7\d tokens; sft.seq_len all"):
         make_objective(False, tokenizer, sources, 64)
 
 

@@ -28,7 +28,7 @@ TINY = (
     "world.num_collect_prompts=30",
     "world.num_ppo_prompts=16",
     "world.num_compare_prompts=10",
-    "ppo.rollout_prompts=8",
+    "ppo.rollout_batch_size=8",
     "ppo.num_epochs=1",
 )
 JOBS = Path(__file__).parents[2] / "configs" / "jobs"
@@ -123,7 +123,7 @@ def test_refusals_come_before_anything_runs(tmp_path: Path) -> None:
 def test_arms_are_jobs_that_differ_in_what_they_are_named_for(tmp_path: Path, model_folder: Path) -> None:
     for stage in ("base/pretrain", "base/sft", "small-base/sft"):
         shutil.copytree(model_folder, tmp_path / stage / "model")
-    job = load_job(JOBS / "study.toml", ["pretrain.row_tokens=65", "sft.row_tokens=65"])  # what the tiny model holds
+    job = load_job(JOBS / "study.toml", ["pretrain.seq_len=65", "sft.seq_len=65"])  # what the tiny model holds
     arms = arms_of(job, tmp_path)
     jobs = {name: arm_job(job, arm, tmp_path).model_dump(exclude={"name"}) for name, arm in arms.items()}
     assert {name: arm.stages for name, arm in arms.items() if name.startswith("reward")} == {
@@ -142,7 +142,7 @@ def test_arms_are_jobs_that_differ_in_what_they_are_named_for(tmp_path: Path, mo
     assert jobs["ppo-full"]["ppo"]["kl_coef"] == 0
     assert jobs["ppo-ptx"]["pretrain"]["num_steps"] == 0
     assert jobs["base"]["collect"]["overlap_labelers"] == 4
-    assert jobs["small-base"]["model"]["width"] == jobs["base"]["model"]["width"] / 2
+    assert jobs["small-base"]["model"]["hidden_size"] == jobs["base"]["model"]["hidden_size"] / 2
     assert [arm.name for arm in with_those_before(arms, ["ppo-small"])] == [
         "base", "small-base", "reward-small", "ppo-small",
     ]  # fmt: skip

@@ -23,7 +23,13 @@ from training.objectives import StreamObjective
 
 SECONDS = 10.0
 CONFIG = ModelConfig(
-    vocab_size=32, context_tokens=24, width=16, num_layers=1, num_heads=4, num_kv_heads=2, mlp_width=24
+    vocab_size=32,
+    max_position_embeddings=24,
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=24,
 )
 # DeepSpeed shares out gradients in a group of ranks of its own, after every micro-batch.
 ZERO_STAGES = [0, 2]

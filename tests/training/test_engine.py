@@ -165,7 +165,7 @@ def test_muon_moves_the_matrices_of_the_blocks_orthogonally_and_adamw_the_rest(
         assert values.max() < 1.3, name
         assert values.median() > 0.6, name
         assert (stretched - values.diag()).abs().max() < 0.15, name
-    assert num_matrices == 4 * tiny_config.num_layers
+    assert num_matrices == 4 * tiny_config.num_hidden_layers
 
 
 def test_muon_continues_bit_for_bit(muon: Engine[LanguageModel], ragged: PackedObjective, tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_wrong_world_size_is_noticed(tiny_config: ModelConfig) -> None:
 def test_only_the_last_blocks_and_what_follows_them_move(
     tiny_config: ModelConfig, ragged: PackedObjective, num_blocks: int, kind: OptimizerConfig
 ) -> None:
-    source = fresh(tiny_config.model_copy(update={"tie_embeddings": False}))
+    source = fresh(tiny_config.model_copy(update={"tie_word_embeddings": False}))
     before = dict(source.tensors())
     optimizer = kind.model_copy(update={"trained_layers": num_blocks})
     engine = Engine(source, optimizer, ONE_RANK, world_size=1, micro_batch=1)
@@ -351,7 +351,7 @@ def test_an_update_rounds_each_weight_once_and_has_the_same_gradients(
         found.append((roundings.count, [parameter.grad for parameter in engine.module.parameters()]))
         engine.close()
     (once, shared), (each, separate) = found
-    assert once == tiny_config.num_layers  # a weight of this shape in each
+    assert once == tiny_config.num_hidden_layers  # a weight of this shape in each
     assert each == 4 * once
     for ours, expected in zip(shared, separate, strict=True):
         assert ours is not None

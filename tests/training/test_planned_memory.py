@@ -26,8 +26,8 @@ from training.objectives import StreamObjective
 from training.packing import IntArray
 
 CONFIG = ModelConfig(
-    vocab_size=8192, context_tokens=128, width=512, num_layers=8, num_heads=8, num_kv_heads=8, mlp_width=2048,
-    mlp="relu2",
+    vocab_size=8192, max_position_embeddings=128, hidden_size=512, num_hidden_layers=8, num_attention_heads=8,
+    num_key_value_heads=8, intermediate_size=2048, mlp="relu2",
 )  # fmt: skip
 ADAMW = OptimizerConfig(learning_rate=1e-3, schedule="constant")
 ROWS, MICRO_BATCHES, STEPS = 4, 2, 3  # DDP lays out its buckets anew after the first step
@@ -47,7 +47,7 @@ def train(
     engine_config = EngineConfig(
         precision=precision, zero_stage=zero_stage, checkpoint_activations=recomputes, trackers=()
     )
-    rows_BT = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, config.context_tokens))
+    rows_BT = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, config.max_position_embeddings))
     objective = StreamObjective(rows_BT.astype(np.int32))
     source = Fresh(lambda: LanguageModel(config), seed=0)
 
@@ -77,7 +77,9 @@ def train(
 def rank_program(folder: Path) -> None:
     world_size = int(os.environ["WORLD_SIZE"])
     # What libraries take when they are first used is not the model's; a model of no size to speak of pays for it.
-    small = CONFIG.model_copy(update={"width": 16, "num_layers": 1, "mlp_width": 8, "head_dim": 2, "vocab_size": 64})
+    small = CONFIG.model_copy(
+        update={"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 8, "head_dim": 2, "vocab_size": 64}
+    )
     found = {}
     for case in CASES:
         train(folder, small, *case, world_size)
@@ -88,7 +90,7 @@ def rank_program(folder: Path) -> None:
 
 def planned(zero_stage: int, precision: Precision, recomputes: bool) -> Memory:
     layout = Layout(2, zero_stage, is_bf16=precision == "bf16", is_gpu=False, recomputes=recomputes)
-    tokens = CONFIG.context_tokens - 1
+    tokens = CONFIG.max_position_embeddings - 1
     of = forward_pass(CONFIG, layout, ROWS, tokens)
     return training_memory(CONFIG, count(CONFIG, ADAMW), layout, of, ROWS * tokens * CONFIG.vocab_size, MICRO_BATCHES)
 

@@ -24,12 +24,12 @@ from training.engine import Engine
 
 CONFIG = ModelConfig(
     vocab_size=512,
-    context_tokens=16,
-    width=512,
-    num_layers=16,
-    num_heads=8,
-    num_kv_heads=8,
-    mlp_width=1024,
+    max_position_embeddings=16,
+    hidden_size=512,
+    num_hidden_layers=16,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    intermediate_size=1024,
     mlp="relu2",
 )
 MEGABYTE = 2**20
@@ -40,7 +40,7 @@ def rank_program(folder: Path) -> None:
     optimizer = OptimizerConfig(learning_rate=0.01, schedule="constant")
     config = EngineConfig(precision="fp32", zero_stage=3, trackers=())
     # DeepSpeed itself takes memory when it is first used; a model of no size to speak of pays for that.
-    small = CONFIG.model_copy(update={"width": 16, "num_layers": 1, "mlp_width": 8, "head_dim": 2})
+    small = CONFIG.model_copy(update={"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 8, "head_dim": 2})
     Engine(Fresh(lambda: LanguageModel(small), 0), optimizer, config, world_size=2, micro_batch=1).close()
     from training import engine as engines
 

@@ -23,10 +23,24 @@ from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.objectives import StreamObjective
 
-SMALL = ModelConfig(vocab_size=32, context_tokens=24, width=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=48)
+SMALL = ModelConfig(
+    vocab_size=32,
+    max_position_embeddings=24,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+)
 # A block's scores of 128 x 128 tokens alone are 32 times as large as its input.
 DEEP = ModelConfig(
-    vocab_size=32, context_tokens=128, width=32, num_layers=12, num_heads=8, num_kv_heads=8, mlp_width=64
+    vocab_size=32,
+    max_position_embeddings=128,
+    hidden_size=32,
+    num_hidden_layers=12,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    intermediate_size=64,
 )
 NUM_STEPS = 12
 RUNS = [("fp32", 0), *(("bf16", zero_stage) for zero_stage in range(4))]
@@ -47,8 +61,8 @@ def step(engine: Engine[LanguageModel], objective: StreamObjective) -> float:
     return engine.step()[0]
 
 
-def stream(row_tokens: int) -> StreamObjective:
-    return StreamObjective(np.random.default_rng(4).integers(0, 32, (8, row_tokens)).astype(np.int32))
+def stream(seq_len: int) -> StreamObjective:
+    return StreamObjective(np.random.default_rng(4).integers(0, 32, (8, seq_len)).astype(np.int32))
 
 
 def learn(precision: str, zero_stage: int) -> dict[str, Any]:

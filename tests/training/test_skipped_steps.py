@@ -25,7 +25,13 @@ from training.objectives import StreamObjective
 from training.packing import IntArray
 
 CONFIG = ModelConfig(
-    vocab_size=32, context_tokens=24, width=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=24
+    vocab_size=32,
+    max_position_embeddings=24,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=24,
 )
 OPTIMIZER = OptimizerConfig(learning_rate=0.02, schedule="constant", eps=1e-4)
 ROWS = np.random.default_rng(0).integers(0, 32, (12, 9)).astype(np.int32)

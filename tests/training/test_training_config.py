@@ -24,12 +24,12 @@ def test_warm_up_reaches_the_peak_at_its_last_step() -> None:
 
 def test_the_final_share_is_a_floor() -> None:
     # 8 · (1/4 + 3/4 · (1, 3/4, 1/2, 1/4))
-    assert rates(4, schedule="linear", final_share=0.25) == pytest.approx([8.0, 6.5, 5.0, 3.5])
+    assert rates(4, schedule="linear", min_lr_ratio=0.25) == pytest.approx([8.0, 6.5, 5.0, 3.5])
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"learning_rate": 0}, {"schedule": "step"}, {"final_share": 1.5}, {"warmup_steps": -1}, {"momentum": 0.9}],
+    [{"learning_rate": 0}, {"schedule": "step"}, {"min_lr_ratio": 1.5}, {"warmup_steps": -1}, {"momentum": 0.9}],
 )
 def test_impossible_optimizers_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

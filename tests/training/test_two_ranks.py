@@ -28,7 +28,13 @@ from training.objectives import PackedObjective
 from training.packing import pack
 
 CONFIG = ModelConfig(
-    vocab_size=32, context_tokens=24, width=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=24
+    vocab_size=32,
+    max_position_embeddings=24,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=24,
 )
 # A wide eps, since Adam makes any difference of rounding in a tiny gradient as large as the learning rate.
 OPTIMIZER = OptimizerConfig(

@@ -64,7 +64,7 @@ def write_folder(
     settings = {
         "policies": [{"name": name, "source": f"runs/demo/{name}/model"} for name in policies],
         "prompts": {"source": "held-out.jsonl", "sha256": "5f" * 32, "num_prompts": num_prompts},
-        "sampling": {"num_samples": 1, "temperature": 1.0, "max_response_tokens": 128},
+        "sampling": {"num_samples": 1, "temperature": 1.0, "max_new_tokens": 128},
         "judges": [{"name": name, "kind": "people" if len(named) > 1 else "gold"} for name, named in judges.items()],
         "seed": seed,
         "versions": {"heed": "0.1.0", "numpy": "2.4.6"},

@@ -19,7 +19,7 @@ from lm.weights import load_language_model, save_model
 from reward.scoring import Judge
 from training.data import Prompt
 
-SPEC = Spec(num_samples=2, pool_samples=4, max_response_tokens=6, temperature=1.0, seed=3)
+SPEC = Spec(num_samples=2, pool_samples=4, max_new_tokens=6, temperature=1.0, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_points_are_what_each_policy_measures_alone(
     assert seen == ["the reference", *policies, "fits"]
     assert (found.num_prompts, found.num_dropped, found.first_failure) == (5, 0, "")
     reference, judge = Policy.load(model_folder), Judge.load(reward_folder)
-    how = {"max_response_tokens": 6, "temperature": 1.0, "seed": 3}
+    how = {"max_new_tokens": 6, "temperature": 1.0, "seed": 3}
     pool = draw(reference, prompts, num_samples=4, **how)
     pool_gold = np.reshape([len(text) for text in pool.texts], (5, 4)).mean(axis=1)
     for point, (name, folder) in zip(found.rl_points, policies.items(), strict=True):

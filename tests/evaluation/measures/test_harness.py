@@ -101,7 +101,7 @@ def test_greedy_is_said_of_what_greedy_decoding_gives(model: HeedLM) -> None:
 def test_what_is_too_long_loses_its_beginning_and_is_counted(model_folder: Path) -> None:
     model = HeedLM(model_folder)
     long = "fox " * 200
-    room = model.context_tokens - len(model.encode(" dog"))
+    room = model.max_position_embeddings - len(model.encode(" dog"))
     kept = model.encode(long.rstrip())[-room:]
     ((logprob, _),) = model.loglikelihood(requests((long.rstrip(), " dog")))
     expected = sequence_logprobs(model.policy.model, [kept], [model.encode(" dog")], 1.0)

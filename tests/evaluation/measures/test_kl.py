@@ -26,7 +26,13 @@ END, QUERY, LONGEST, HEAT = 0, [3, 1], 3, 0.7
 def small_model(seed: int) -> LanguageModel:
     """Eight tokens, so that all 400 responses of up to three can be written down."""
     config = ModelConfig(
-        vocab_size=8, context_tokens=8, width=16, num_layers=1, num_heads=2, num_kv_heads=1, mlp_width=16
+        vocab_size=8,
+        max_position_embeddings=8,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=16,
     )
     model = LanguageModel(config)
     initialise(model, seed)
@@ -52,7 +58,7 @@ def test_the_exact_kl_is_the_sum_over_every_response(pair: tuple[LanguageModel, 
     assert np.exp(ours).sum() == pytest.approx(1.0, abs=1e-5)  # nothing was left out
     expected = float((np.exp(ours) * (ours - theirs)).sum())
     assert expected > 0.1
-    found = exact_kl(*pair, QUERY, max_response_tokens=LONGEST, end_id=END, temperature=HEAT)
+    found = exact_kl(*pair, QUERY, max_new_tokens=LONGEST, end_id=END, temperature=HEAT)
     assert found == pytest.approx(expected, abs=1e-5)
 
 
@@ -61,7 +67,7 @@ def test_all_three_estimators_have_the_exact_mean(pair: tuple[LanguageModel, Lan
     responses = all_responses()
     chance = np.exp(sequence_logprobs(pair[0], [QUERY] * len(responses), responses, HEAT))
     found = response_kls(*pair, [QUERY] * len(responses), responses, HEAT)
-    exact = exact_kl(*pair, QUERY, max_response_tokens=LONGEST, end_id=END, temperature=HEAT)
+    exact = exact_kl(*pair, QUERY, max_new_tokens=LONGEST, end_id=END, temperature=HEAT)
     for values in (found.k1_N, found.k3_N, found.full_N):
         assert float(chance @ values) == pytest.approx(exact, abs=1e-5)
     assert found.k1_N.min() < 0  # nothing is clamped
@@ -91,7 +97,7 @@ def test_samples_estimate_the_exact_kl(pair: tuple[LanguageModel, LanguageModel]
         pair[0], rows, max_new_tokens=LONGEST, end_id=END, choice=Choice(HEAT), seeds=list(range(len(rows)))
     )
     found = summarise_kl(response_kls(*pair, rows, drawn.responses, HEAT), np.arange(len(rows)) // 50)
-    exact = np.mean([exact_kl(*pair, q, max_response_tokens=LONGEST, end_id=END, temperature=HEAT) for q in queries])
+    exact = np.mean([exact_kl(*pair, q, max_new_tokens=LONGEST, end_id=END, temperature=HEAT) for q in queries])
     # The prompts are all there are, so only the samples' noise is left, which the interval over prompts contains.
     for estimate in (found.full, found.k1, found.k3):
         assert estimate.low < exact < estimate.high
@@ -130,7 +136,7 @@ def test_a_policy_of_a_folder_is_drawn_and_measured(
     save_model(tmp_path, other, other.state_dict(), tokenizer)
     prompts = [Prompt(prompt_id=str(i), messages=({"role": "user", "content": "fox " * i},), kind="") for i in (3, 1)]
     policy, reference = Policy.load(model_folder), Policy.load(tmp_path)
-    how = {"num_samples": 3, "max_response_tokens": 5, "temperature": 1.0, "seed": 4}
+    how = {"num_samples": 3, "max_new_tokens": 5, "temperature": 1.0, "seed": 4}
     drawn = draw(policy, prompts, **how)
     spec = SamplingSpec(policy=model_folder, precision="fp32", reference=str(tmp_path), **how)
     sampled = sample_policy(spec, prompts)
@@ -146,11 +152,11 @@ def test_refusals(pair: tuple[LanguageModel, LanguageModel], model_folder: Path,
     with pytest.raises(ValueError, match=r"responses\[1\] is empty"):
         response_kls(*pair, [[1], [1]], [[1], []], 1.0)
     with pytest.raises(ValueError, match="make 960,800 prefixes; at most 200,000"):
-        exact_kl(*pair, [1], max_response_tokens=8, end_id=END, temperature=1.0)
+        exact_kl(*pair, [1], max_new_tokens=8, end_id=END, temperature=1.0)
     policy = Policy.load(model_folder)
     prompt = Prompt(prompt_id="a", messages=({"role": "user", "content": "b"},), kind="")
     with pytest.raises(ValueError, match="temperature is 0"):
-        draw(policy, [prompt], num_samples=1, max_response_tokens=2, temperature=0.0, seed=0)
+        draw(policy, [prompt], num_samples=1, max_new_tokens=2, temperature=0.0, seed=0)
     with pytest.raises(ValueError, match="8 tokens, the reference 288"):
         response_kls(pair[0], policy.model, [[1]], [[1]], 1.0)
     stranger = Tokenizer.train(["quite other words"], 270, "chat")

@@ -72,12 +72,12 @@ def test_bits_are_those_that_pretraining_reports(model_folder: Path) -> None:
 
 
 def test_a_long_text_is_foretold_whole_and_once(model_folder: Path) -> None:
-    pieces = list(windows(list(range(10, 21)), start_id=5, context_tokens=5))
+    pieces = list(windows(list(range(10, 21)), start_id=5, max_position_embeddings=5))
     assert pieces == [([5], [10, 11, 12, 13]), ([13], [14, 15, 16, 17]), ([16, 17], [18, 19, 20])]
     model, tokenizer = load_language_model(model_folder).eval(), Tokenizer.load(model_folder)
     long = " ".join(TEXTS) * 3
     num_tokens = len(tokenizer.encode_plain([long])[0])
-    assert num_tokens > 3 * model.config.context_tokens
+    assert num_tokens > 3 * model.config.max_position_embeddings
     assert -text_logprobs(model, tokenizer, [long])[0] / num_tokens == pytest.approx(math.log(288), rel=0.3)
 
 
