@@ -97,7 +97,7 @@ def report(
 def chat(
     model: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/ppo/model.")],
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.7,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 128,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     best_of: Annotated[int, typer.Option(min=1, help="Responses drawn, of which the judge's favourite is shown.")] = 1,
     judge: Annotated[str, typer.Option(help="A reward model's directory, such as runs/demo/reward/model.")] = "",
@@ -116,7 +116,7 @@ def chat(
     converse(
         model,
         temperature=temperature,
-        max_tokens=max_tokens,
+        max_new_tokens=max_new_tokens,
         seed=seed,
         num_samples=best_of,
         judge=judge,

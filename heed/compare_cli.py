@@ -43,7 +43,7 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="The comparison's folder; runs/compare-... by itself.")] = None,
     num_samples: Annotated[int, typer.Option(min=1, help="Responses of every policy to every prompt.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 256,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     reference: Annotated[str, typer.Option(help="The model directory that KL is measured to: SFT's, say.")] = "",
     bf16: Annotated[bool, typer.Option("--bf16", help="Sample models here in bf16 instead of fp32.")] = False,
@@ -84,7 +84,7 @@ def compare(
         asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
         judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, seed, open_world)
         data = DataConfig(source=prompts, split=split, subset=subset, max_rows=max_prompts)
-        sampling = Sampling(num_samples, temperature, max_tokens, seed, "bf16" if bf16 else "fp32", reference)
+        sampling = Sampling(num_samples, temperature, max_new_tokens, seed, "bf16" if bf16 else "fp32", reference)
         compared = Compared(policies or [], data, category, judge or [], sampling, judging, allow_empty)
         with _bars() as progress:
             outcome = compare_policies(compared, folder, progress)

@@ -18,7 +18,7 @@ measure_app = typer.Typer(no_args_is_help=True, help="Measure policies and rewar
 Seed = Annotated[int, typer.Option(min=0)]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Where all figures go, as JSON.", show_default=False)]
 Temperature = Annotated[float, typer.Option(min=0.0, help="Of sampling; above 0.")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Longest response.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest response.")]
 
 
 @measure_app.command("reward")
@@ -52,7 +52,7 @@ def measure_kl(
     prompts: Annotated[str, typer.Option(help="Prompts: JSONL, Parquet or a hub id.")],
     samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 1,
     max_prompts: Annotated[int, typer.Option(min=0, help="Prompts read; 0 is all.")] = 0,
-    max_tokens: MaxTokens = 128,
+    max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 1.0,
     seed: Seed = 0,
     json_file: JsonFile = None,
@@ -66,7 +66,9 @@ def measure_kl(
     asked = read_prompts(DataConfig(source=prompts, max_rows=max_prompts))
     ours, theirs = Policy.load(policy), Policy.load(reference)
     with console.status(f"sampling {samples} responses to {len(asked):,} prompts"):
-        drawn = draw(ours, asked, num_samples=samples, max_new_tokens=max_tokens, temperature=temperature, seed=seed)
+        drawn = draw(
+            ours, asked, num_samples=samples, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+        )
         found = measured(ours, theirs, drawn)
     _tell([kl_table(found)], found, json_file)
 

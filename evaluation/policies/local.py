@@ -43,10 +43,11 @@ class LocalPolicy:
         tokenizer = Tokenizer.load(folder)
         for prompt in prompts:
             num_tokens = len(tokenizer.encode_prompt(prompt.messages))
-            if num_tokens + sampling.max_tokens > config.max_position_embeddings:
+            if num_tokens + sampling.max_new_tokens > config.max_position_embeddings:
                 raise ValueError(
-                    f"policy {name!r}: prompt {prompt.prompt_id!r} has {num_tokens} tokens; with {sampling.max_tokens}"
-                    f" for the response (--max-tokens) they exceed its context of {config.max_position_embeddings}"
+                    f"policy {name!r}: prompt {prompt.prompt_id!r} has {num_tokens} tokens; with"
+                    f" {sampling.max_new_tokens} for the response (--max-new-tokens) they exceed its context of"
+                    f" {config.max_position_embeddings}"
                 )
         reference = model_directory(sampling.reference) if sampling.reference else None
         is_measured = reference is not None and Tokenizer.load(reference) == tokenizer
@@ -66,7 +67,7 @@ class LocalPolicy:
         spec = SamplingSpec(
             policy=self.folder,
             num_samples=self.sampling.num_samples,
-            max_new_tokens=self.sampling.max_tokens,
+            max_new_tokens=self.sampling.max_new_tokens,
             temperature=self.sampling.temperature,
             seed=derive_seed(self.sampling.seed, "compare", self.name),
             precision=self.sampling.precision,

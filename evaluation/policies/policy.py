@@ -17,16 +17,16 @@ class Sampling:
 
     num_samples: int
     temperature: float
-    max_tokens: int
+    max_new_tokens: int
     seed: int
     precision: Precision
     reference: str = ""
 
     def __post_init__(self) -> None:
-        if self.num_samples < 1 or self.max_tokens < 1 or not self.temperature >= 0 or self.seed < 0:
+        if self.num_samples < 1 or self.max_new_tokens < 1 or not self.temperature >= 0 or self.seed < 0:
             raise ValueError(
-                f"num_samples is {self.num_samples}, max_tokens {self.max_tokens}, temperature {self.temperature}, seed"
-                f" {self.seed}; at least 1, 1, 0 and 0 were expected"
+                f"num_samples is {self.num_samples}, max_new_tokens {self.max_new_tokens},"
+                f" temperature {self.temperature}, seed {self.seed}; at least 1, 1, 0 and 0 were expected"
             )
 
 

@@ -56,6 +56,6 @@ class RemotePolicy:
         return {
             "messages": [dict(message) for message in prompt.messages],
             "temperature": self.sampling.temperature,
-            "max_tokens": self.sampling.max_tokens,
+            "max_tokens": self.sampling.max_new_tokens,
             "seed": named % SEEDS,
         }

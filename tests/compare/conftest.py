@@ -72,7 +72,7 @@ def _compare(
 ) -> list[str]:
     named = [part for judge in judges for part in ("--judge", judge)]
     given = ["--prompts", str(place / "prompts.jsonl"), "--out", str(place / out)]
-    return ["compare", *policies, *given, *named, "--max-tokens", "6", "--retries", "0", *more]
+    return ["compare", *policies, *given, *named, "--max-new-tokens", "6", "--retries", "0", *more]
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:

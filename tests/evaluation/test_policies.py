@@ -19,7 +19,7 @@ from evaluation.verdicts import Response, write_rows
 from lm.tokenizer import Tokenizer
 from training.data import Prompt
 
-SAMPLING = Sampling(num_samples=2, temperature=1.0, max_tokens=6, seed=3, precision="fp32")
+SAMPLING = Sampling(num_samples=2, temperature=1.0, max_new_tokens=6, seed=3, precision="fp32")
 PROMPTS = [
     Prompt(prompt_id=f"p{n}", messages=({"role": "user", "content": f"The fox {n}?"},), kind="") for n in range(3)
 ]

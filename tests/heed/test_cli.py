@@ -181,7 +181,7 @@ def talk(chat_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     """Types something at `heed chat`, which takes some options; returns what it says."""
 
     def call(typed: str, *options: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["heed", "chat", str(chat_model), "--max-tokens", "5", *options])
+        monkeypatch.setattr(sys, "argv", ["heed", "chat", str(chat_model), "--max-new-tokens", "5", *options])
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
         with pytest.raises(SystemExit) as caught:
             main()

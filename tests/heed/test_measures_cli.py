@@ -102,7 +102,7 @@ def test_reward_of_a_file(run_folder: Path, tmp_path: Path) -> None:
 def test_kl_and_tax(run_folder: Path, prompts: str, tmp_path: Path) -> None:
     policies = [run_folder / "sft" / "model", run_folder / "ppo" / "model"]
     heed(
-        "kl", policies[1], policies[0], "--prompts", prompts, "--samples", 3, "--max-tokens", 8, "--json",
+        "kl", policies[1], policies[0], "--prompts", prompts, "--samples", 3, "--max-new-tokens", 8, "--json",
         tmp_path / "kl.json",
     )  # fmt: skip
     kl = json.loads((tmp_path / "kl.json").read_text())

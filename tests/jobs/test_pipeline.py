@@ -231,7 +231,7 @@ def test_only_says_which_parents_this_job_would_make_anew(
 def test_a_policy_answers_in_a_process_of_its_own(finished_run: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "from heed.cli import main; main()", "chat", str(finished_run / "ppo" / "model"),
-         "--max-tokens", "8"],
+         "--max-new-tokens", "8"],
         cwd=ROOT, input="Tell me about a bird.\nAnd a cat?\n", capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     assert done.stdout.count("\n") >= 2

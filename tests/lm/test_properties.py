@@ -277,7 +277,7 @@ def test_what_is_written_comes_back(
     [
         ({"sliding_window": (-1,)}, "negative entry"),
         ({"sliding_window": (0, 3, 4)}, "3 entries for 2 layers"),
-        ({"sliding_window": ()}, "windows"),
+        ({"sliding_window": ()}, "sliding_window"),
         ({"positions": "learned", "rope_scaling": SCALINGS[1]}, "but model.positions is 'learned'"),
         ({"positions": "sinusoidal", "hidden_size": 17, "head_dim": 4},
         "hidden_size is 17; sinusoidal positions need an even"),

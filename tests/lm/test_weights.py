@@ -43,7 +43,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("mlp", "num_key_value_heads", "tied"), SHAPES)
+@pytest.mark.parametrize(("mlp", "num_kv_heads", "tied"), SHAPES)
 @torch.no_grad()
 def test_transformers_computes_our_logits(
     tokenizer: Tokenizer, tmp_path: Path, mlp: str, num_kv_heads: int, tied: bool
@@ -60,7 +60,7 @@ def test_transformers_computes_our_logits(
     assert torch.equal(again.eval()(TOKENS), model(TOKENS))
 
 
-@pytest.mark.parametrize(("mlp", "num_key_value_heads", "tied"), SHAPES)
+@pytest.mark.parametrize(("mlp", "num_kv_heads", "tied"), SHAPES)
 @torch.no_grad()
 def test_we_compute_the_logits_of_transformers(tmp_path: Path, mlp: str, num_kv_heads: int, tied: bool) -> None:
     family = {"swiglu": "Llama", "relu2": "Arcee"}[mlp]
