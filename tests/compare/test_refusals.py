@@ -56,7 +56,7 @@ def test_refusals_before_anything_is_sampled(
     for more, words in (
         (("--verdicts", saved), "--verdicts names policies, prompts and judges itself"),
         (("--prompts", ""), "or --verdicts alone, were expected"),
-        (("--max-new-tokens", "90"), "do not fit its context of 96"),
+        (("--max-new-tokens", "90"), "exceed its context of 96"),
         (("--category", "level"), "line 1: field 'level' is missing"),
         (("--template", str(place / "saved.jsonl")), ""),
     ):
