@@ -1,9 +1,9 @@
-"""The command line: job file, stages, lineage, report."""
+"""The command line."""
 
 import os
 
 from cluster.environment import WAITING
 
-# Before PyTorch loads OpenMP. A count of spins would overrule the policy that a user has set.
+# Set before PyTorch loads OpenMP. Skipped if the user has set any of them: a spin count would override their policy.
 if not WAITING.keys() & os.environ.keys():
     os.environ.update(WAITING)

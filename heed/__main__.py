@@ -1,4 +1,4 @@
-"""`python -m heed`, which needs no installed command."""
+"""Run the command line as `python -m heed`, without an installed command."""
 
 from heed.cli import main
 

@@ -122,6 +122,6 @@ def test_what_is_told_of_policies(place: Path, heed_main: Call, compare: Compare
     more = ("--allow-empty", "--reference", str(place / "models/two/model"))
     code, said = heed_main(*compare(place, *policies, judges=(f"{place / 'judges.py'}:length",), more=more))
     assert code == 0
-    assert "other: its KL is not measured, for it reads other tokens than the reference" in said
+    assert "other: KL is not measured, because its tokenizer differs from the reference's" in said
     assert "more: 4 rows of " in said
     assert "more: 1 of 5 responses are empty" in said

@@ -259,11 +259,11 @@ def test_chat_weighs_the_judges_objectives(
     )
     said = refused("chat", str(chat_model), "--best-of", "4", *either)
     assert "several: a reward model of the objectives liked, disliked; weights are given for liked;" in said
-    assert "--weight is of a --judge's objectives" in refused("chat", str(chat_model), "--weight", "liked=1")
+    assert "--weight applies to the objectives of --judge" in refused("chat", str(chat_model), "--weight", "liked=1")
 
 
 def test_chat_refuses_a_judge_that_cannot_judge(refused: Callable[..., str], chat_model: Path, judge: Path) -> None:
-    both = "several responses and a reward model that chooses among them were expected, or neither"
+    both = "expected either several responses and a reward model to choose among them, or neither"
     assert f"--best-of is 4, --judge ''; {both}" in refused("chat", str(chat_model), "--best-of", "4")
     assert f"--best-of is 1, --judge '{judge}'; {both}" in refused("chat", str(chat_model), "--judge", str(judge))
     assert str(chat_model) in refused("chat", str(chat_model), "--best-of", "4", "--judge", str(chat_model))

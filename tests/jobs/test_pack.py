@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from heed.cli import main
-from heed.options import spell
+from heed.commands.options import to_argv
 from jobs import submission
 from jobs.job_file import load_job
 from jobs.submission import PACKAGES, named_paths, packed, run_command
@@ -108,7 +108,7 @@ def test_every_place_that_may_name_a_file() -> None:
 
 
 def test_the_command_is_the_run_that_was_asked_for() -> None:
-    options = spell(["note=it's $HOME", "seed=1"], 2, "sft", "")
+    options = to_argv(["note=it's $HOME", "seed=1"], 2, "sft", "")
     command = run_command(Path("jobs/mine.toml"), options, Path("/shared/runs"))
     expected = ["mine.toml", "--runs", "/shared/runs", "--set", "note=it's $HOME", "--set", "seed=1"]
     assert shlex.split(command) == ["python", "-m", "heed", "run", *expected, "--workers", "2", "--from", "sft"]
@@ -126,8 +126,8 @@ def test_mistakes_in_the_job_come_before_the_cluster(refused: Callable[..., str]
     "command", [("submit", str(DEBUG), "--runs", "/runs"), ("jobs", "list"), ("jobs", "stop", "debug-1")]
 )
 def test_an_address_is_needed(refused: Callable[..., str], command: tuple[str, ...]) -> None:
-    named = "--address http://HEAD:8265 was expected, or the same in the variable HEED_ADDRESS"
-    assert refused(*command) == f"error: no cluster is named; {named}"
+    named = "pass --address http://HEAD:8265 or set the environment variable HEED_ADDRESS"
+    assert refused(*command) == f"error: no cluster address; {named}"
     line = refused(*command, "--address", "head:8265")
     assert line.startswith("error: address is 'head:8265'; the URL of the head's dashboard was expected")
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from cluster.group import connect, disconnect
 from heed.cli import app
-from heed.inspection import read_shape
+from heed.commands.inspect import read_shape
 from jobs.job_file import load_job
 from jobs.pipeline import run_job
 from jobs.planning.hardware import GIB, GPUS, hardware

@@ -15,7 +15,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 from typer.testing import CliRunner
 
-from heed.label_cli import label_app
+from heed.commands.label import label_app
 from preferences.formats.exchange import export, store_found
 from preferences.formats.merging import collect_all
 from preferences.formats.registry import format_to_read, format_to_write
@@ -160,7 +160,7 @@ KILLED = """
 import os, signal, sys
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
-from heed.label_cli import label_app
+from heed.commands.label import label_app
 
 @event.listens_for(Engine, "before_cursor_execute")
 def kill(connection, cursor, statement, *_):

@@ -1,4 +1,4 @@
-"""Command lines for a cluster: `heed submit` and `heed jobs`."""
+"""Commands for a cluster: `heed submit` and `heed jobs`."""
 
 import sys
 import time
@@ -9,41 +9,45 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from heed.options import First, JobFile, Only, Overrides, Workers, read_job, spell
+from heed.commands.options import First, JobFile, Only, Overrides, Workers, read_job, to_argv
 from stages.progress import console
 
 if TYPE_CHECKING:
     from cluster.jobs import ClusterJob, Jobs
 
-jobs_app = typer.Typer(no_args_is_help=True, help="Jobs on a cluster: list, look, follow, stop.")
+jobs_app = typer.Typer(no_args_is_help=True, help="Manage jobs on a cluster: list, status, logs, stop.")
 
 Address = Annotated[
-    str, typer.Option(envvar="HEED_ADDRESS", help="The head's dashboard, such as http://head:8265.", show_default=False)
+    str,
+    typer.Option(envvar="HEED_ADDRESS", help="URL of the head's dashboard, e.g. http://head:8265.", show_default=False),
 ]
-JobId = Annotated[str, typer.Argument(help="A job's id, as `heed submit` and `heed jobs list` show it.")]
+JobId = Annotated[str, typer.Argument(help="Job id, as shown by `heed submit` and `heed jobs list`.")]
 
 TABLE_COLUMNS = 10_000
 
 
 def submit(
-    runs: Annotated[Path, typer.Option(help="Where run folders lie: a path on storage that all machines share.")],
+    runs: Annotated[Path, typer.Option(help="Folder for run folders, on storage that all machines share.")],
     job: JobFile = None,
     address: Address = "",
     override: Overrides = None,
     workers: Workers = 0,
     first: First = "",
     only: Only = "",
-    follow: Annotated[bool, typer.Option(help="Show what the job writes, and end as it ends.")] = True,
+    follow: Annotated[
+        bool, typer.Option(help="Print the job's output until it ends, and exit with its status.")
+    ] = True,
 ) -> None:
-    """Run a job on a Ray cluster: `heed run` there, with this code, the job file and the files below here it names.
+    """Run a job on a Ray cluster.
 
-    The job is checked before anything is sent. Submitted again, a job that was stopped or lost continues.
+    This sends the code, the job file and the files it names below the current folder, and calls `heed run` there. The
+    job is validated first. Submitting a stopped or lost job again continues it.
     """
     from jobs.submission import packed, run_command
     from stages.lineage import CODE_VERSION, code_version
 
     checked = read_job(job, override, workers, first, only)
-    command = run_command(job, spell(override, workers, first, only), runs)
+    command = run_command(job, to_argv(override, workers, first, only), runs)
     with packed(job, checked) as folder:
         jobs = _cluster(address)
         job_id = jobs.submit(
@@ -62,7 +66,7 @@ def submit(
 
 @jobs_app.command("list")
 def list_jobs(address: Address = "") -> None:
-    """The jobs submitted since the cluster started."""
+    """List the jobs submitted since the cluster started."""
     table = Table("id", "status", "submitted", "took", "results", box=None, pad_edge=False)
     for job in _cluster(address).list():
         table.add_row(job.job_id, job.status, _clock(job.submitted_at), _took(job), _results(job))
@@ -71,7 +75,7 @@ def list_jobs(address: Address = "") -> None:
 
 @jobs_app.command()
 def status(job_id: JobId, address: Address = "") -> None:
-    """How a job stands."""
+    """Show a job's status."""
     job = _cluster(address).find(job_id)
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in (
@@ -90,9 +94,11 @@ def status(job_id: JobId, address: Address = "") -> None:
 def logs(
     job_id: JobId,
     address: Address = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on to the end, and end as the job ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing until the job ends, and exit with its status.")
+    ] = False,
 ) -> None:
-    """What a job has written."""
+    """Print a job's output."""
     jobs = _cluster(address)
     if follow:
         _follow(jobs, job_id)
@@ -102,11 +108,11 @@ def logs(
 
 @jobs_app.command()
 def stop(job_id: JobId, address: Address = "") -> None:
-    """End a job. Its run folder keeps what was done; the same job submitted again continues there."""
+    """Stop a job. Its run folder stays; submitting the same job again continues from it."""
     jobs = _cluster(address)
     before = jobs.find(job_id)
     if before.is_over:
-        console.print(f"{job_id}: was over already, {before.status}")
+        console.print(f"{job_id}: already over: {before.status}")
     else:
         console.print(f"{job_id}: {jobs.stop(job_id).status}")
 
@@ -116,7 +122,7 @@ def _cluster(address: str) -> "Jobs":
 
     if not address:
         raise ValueError(
-            "no cluster is named; --address http://HEAD:8265 was expected, or the same in the variable HEED_ADDRESS"
+            "no cluster address; pass --address http://HEAD:8265 or set the environment variable HEED_ADDRESS"
         )
     return Jobs(address)
 
@@ -133,7 +139,7 @@ def _write(text: str) -> None:
 
 
 def _print(table: Table) -> None:
-    # As wide as its words, so that no id and no path is cut; a terminal breaks lines itself.
+    # Wide enough that no id or path is truncated; a terminal wraps long lines.
     Console(width=TABLE_COLUMNS, highlight=False, markup=False).print(table)
 
 

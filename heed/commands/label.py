@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heed.options import Weights, read_weights
+from heed.commands.options import Weights, read_weights
 from stages.progress import console
 
 if TYPE_CHECKING:

@@ -1,77 +1,34 @@
-"""`heed inspect`: a model's shape in numbers, and what its heads attend to as a picture."""
+"""Draws what the heads of a model attend to as a picture, for `heed inspect attention`.
+
+Shape letters: L layers, B batch, N heads, T queries, S keys.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
-from jobs.job_file import read_toml, validated
-from lm.config import ModelConfig
 from lm.encoder_decoder import EncoderDecoder
-from lm.inspection import (
-    attention_weights,
-    cache_bytes_per_token,
-    flops_per_source_token,
-    flops_per_token,
-    parameter_table,
-)
+from lm.inspection import attention_weights
 from lm.model import LanguageModel, ScalarModel
 from lm.tokenizer import Tokenizer
-from lm.weights import Model, load_any, purpose_of, read_config
+from lm.weights import Model, load_any
 
-_LOOKED_UP = ("embedding.weight", "positions.weight", "token_types.weight")
-MAX_TOKENS = 64  # more labels than that cannot be read on one picture
-
-
-def read_shape(path: Path) -> ModelConfig:
-    """The shape of a model directory, of a file such as configs/models/gpt3-175b.toml, or of a job's `[model]`.
-
-    Errors: ValueError naming file and field.
-    """
-    if path.is_dir():
-        return read_config(path, purpose_of(path))[0]
-    values = read_toml(path, str(path))
-    return validated(ModelConfig, values.get("model", values), str(path))
-
-
-def describe(config: ModelConfig) -> Table:
-    """Parameters part by part, and what a token costs."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("part", "shape", "tensors", "parameters"):
-        table.add_column(column, justify="left" if column == "part" else "right", overflow="fold")
-    parts = parameter_table(config)
-    for part in parts:
-        shape = " x ".join(f"{size:,}" for size in part.shape)
-        table.add_row(part.name, shape, str(part.num_tensors), f"{part.num_parameters:,}")
-    total = sum(part.num_parameters for part in parts)
-    lookups = sum(part.num_parameters for part in parts if part.name.endswith(_LOOKED_UP))
-    table.add_section()
-    table.add_row("all", "", str(sum(part.num_tensors for part in parts)), f"{total:,}")
-    table.add_row("without embeddings", "", "", f"{total - lookups:,}")
-    table.add_section()
-    for context in (1, config.max_position_embeddings):
-        label = f"FLOPs a token, forward, {context:,} in context"
-        table.add_row(label, "", "", f"{flops_per_token(config, context):,}")
-    if config.kind == "encoder-decoder":
-        label = f"FLOPs a token that is read, of {config.max_position_embeddings:,}"
-        table.add_row(label, "", "", f"{flops_per_source_token(config):,}")
-    if config.kind != "encoder":
-        table.add_row("key-value cache, bytes a token, bf16", "", "", f"{cache_bytes_per_token(config):,}")
-    return table
+MAX_TOKENS = 64  # a picture with more labels than that cannot be read
 
 
 def draw_attention(folder: Path, text: str, layer: int, path: Path, target: str = "") -> None:
-    """Heatmaps of all heads of a layer as one PNG: rows are queries, columns keys, dark is attended.
+    """Draws heatmaps of all heads of a layer into one PNG: rows are queries, columns keys; darker means more attention.
 
-    An encoder-decoder's picture is of its encoder; with a `target`, of how the tokens of that look at the text's.
-    `layer` counts from 0; negative numbers count from the last. Errors: ValueError for a layer that is not there, text
-    of no token or more than fit the context or a picture, and a target for a model that reads no source.
+    For an encoder-decoder it shows the encoder, or with a `target`, how the target's tokens attend to the text's.
+    `layer` counts from 0; negative numbers count from the last.
+    Raises: ValueError for a layer that does not exist, for text without tokens or with more than fit the context or a
+    picture, and for a target if the model is not an encoder-decoder.
     """
     model, tokenizer = load_any(folder).eval(), Tokenizer.load(folder)
     if target and not isinstance(model, EncoderDecoder):
-        raise ValueError(f"{folder}: a target is for an encoder-decoder; model.kind is {model.config.kind!r}")
+        raise ValueError(f"{folder}: a target needs an encoder-decoder; model.kind is {model.config.kind!r}")
     (keys,) = tokenizer.encode_plain([text])
     if model.config.kind != "decoder":
         keys = [tokenizer.start_id, *keys, tokenizer.end_id]
@@ -89,7 +46,7 @@ def draw_attention(folder: Path, text: str, layer: int, path: Path, target: str 
 
 
 def _all_weights(model: Model, keys: Sequence[int], queries: Sequence[int]) -> Tensor:
-    """[L, N, T, S] of one text, or across from `queries` to it."""
+    """Returns the attention weights [L, N, T, S] within one text, or from `queries` to it."""
     source = torch.tensor([keys])
     if queries:
         assert isinstance(model, EncoderDecoder)

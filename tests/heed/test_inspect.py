@@ -106,7 +106,7 @@ def test_attention_of_an_encoder_and_across(call: Call, encoder_folder: Path, tr
         png.unlink()
     code, _, said = call("inspect", "attention", str(encoder_folder), "the fox", "--target", "x", "--png", str(png))
     assert code == 2
-    assert "a target is for an encoder-decoder; model.kind is 'encoder'" in said
+    assert "a target needs an encoder-decoder; model.kind is 'encoder'" in said
 
 
 def test_shapes_of_other_kinds(call: Call, encoder_folder: Path, translator: Path) -> None:
@@ -117,7 +117,7 @@ def test_shapes_of_other_kinds(call: Call, encoder_folder: Path, translator: Pat
     code, said, _ = call("inspect", "model", str(translator))
     assert code == 0
     assert "decoder.blocks.*.cross.query.weight" in said
-    assert "FLOPs a token that is read, of 64" in said
+    assert "FLOPs per source token, of 64" in said
 
 
 @pytest.fixture

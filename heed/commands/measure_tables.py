@@ -1,4 +1,4 @@
-"""Measures as tables and words for a terminal."""
+"""Formats measures as tables and text for a terminal."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def spread(found: Interval | Share, digits: int = 3) -> str:
-    """A figure with its interval: "0.731 (0.701 to 0.760)"; an end that is not known is a dash."""
+    """Formats a number with its interval: "0.731 (0.701 to 0.760)"; unknown ends become dashes."""
     return f"{number(found.mean, digits)} ({number(found.low, digits)} to {number(found.high, digits)})"
 
 
@@ -38,12 +38,12 @@ def table(*columns: str, rows: Sequence[Sequence[str]], title: str = "") -> Tabl
 
 def kl_table(found: KL) -> Table:
     rows = [
-        ["full", spread(found.full), "sum over the vocabulary; the one to report"],
+        ["full", spread(found.full), "sums over the vocabulary; report this one"],
         ["k1", spread(found.k1), "the log-ratio, as PPO penalises it"],
-        ["k3", spread(found.k3), "a check; far from the others, none is to be trusted"],
+        ["k3", spread(found.k3), "a check: if it is far from the others, trust none"],
     ]
     title = f"KL to the reference, {found.num_responses:,} responses to {found.num_prompts:,} prompts"
-    return table("estimator", "nats a response (95%)", "", rows=rows, title=title)
+    return table("estimator", "nats per response (95%)", "", rows=rows, title=title)
 
 
 def reward_tables(found: RewardMeasures) -> list[RenderableType]:
@@ -52,11 +52,11 @@ def reward_tables(found: RewardMeasures) -> list[RenderableType]:
     rows = [
         ["accuracy", spread(calibration.accuracy), f"{num_pairs:,} pairs, {found.num_tasks:,} tasks"],
         ["two labelers agree", spread(found.agreement), f"{found.num_labelers} labelers"],
-        ["so accuracy is at most", spread(found.ceiling), "for whoever knows every labeler's leanings"],
-        ["overconfidence", spread(calibration.overconfidence), "mean confidence less accuracy"],
-        ["ECE", number(error.found), f"{number(error.if_calibrated)} were it calibrated; p = {number(error.p_value)}"],
-        ["log-loss", spread(calibration.log_loss), "nats a pair"],
-        ["best scale", spread(calibration.scale), "of the scores; below 1 they are too far apart"],
+        ["accuracy ceiling", spread(found.ceiling), "best possible, knowing how many labelers prefer each response"],
+        ["overconfidence", spread(calibration.overconfidence), "mean confidence minus accuracy"],
+        ["ECE", number(error.found), f"{number(error.if_calibrated)} if calibrated; p = {number(error.p_value)}"],
+        ["log-loss", spread(calibration.log_loss), "nats per pair"],
+        ["best scale", spread(calibration.scale), "factor on the scores; below 1 the model is overconfident"],
     ]
     tables: list[RenderableType] = [table("", "95%", "", rows=rows)]
     bins = [
@@ -68,7 +68,7 @@ def reward_tables(found: RewardMeasures) -> list[RenderableType]:
         ]
         for margin in calibration.bins
     ]
-    tables.append(table("score difference", "says", "is right (95%)", "pairs", rows=bins, title="by margin"))
+    tables.append(table("score difference", "confidence", "accuracy (95%)", "pairs", rows=bins, title="by margin"))
     if len(found.by_category) > 1:
         shares = [[name or "-", spread(share), f"{share.num_pairs:,}"] for name, share in found.by_category.items()]
         tables.append(table("category", "accuracy (95%)", "pairs", rows=shares, title="by category"))
@@ -79,32 +79,32 @@ def reward_tables(found: RewardMeasures) -> list[RenderableType]:
         tables.append(table("section", "accuracy (95%)", rows=sections, title=f"RewardBench{missing}"))
     left_out = [f"{found.num_tied_pairs:,} pairs that a labeler tied"] if found.num_tied_pairs else []
     if found.num_too_long:
-        left_out.append(f"{found.num_too_long:,} tasks too long for the model, {found.too_long!r} the first")
+        left_out.append(f"{found.num_too_long:,} tasks too long for the model, first {found.too_long!r}")
     left_out += [f"{count:,} x {kind}" for kind, count in found.oddities.items()]
-    return [*tables, f"left out or odd: {'; '.join(left_out)}"] if left_out else tables
+    return [*tables, f"left out or unusual: {'; '.join(left_out)}"] if left_out else tables
 
 
 def over_optimisation_tables(found: OverOptimisation) -> list[RenderableType]:
     shown: list[RenderableType] = [
         table(
-            "policy", "√KL", "KL, nats (95%)", "gold gained (95%)", "proxy gained (95%)",
+            "policy", "√KL", "KL, nats (95%)", "gold gain (95%)", "proxy gain (95%)",
             rows=[_point(point) for point in (*found.rl_points, *found.best_of_n_points)],
             title=f"{found.num_prompts:,} prompts; the KL of best-of-n is an upper bound",
         )
     ]  # fmt: skip
     for name, fit in (("PPO", found.rl), ("best-of-n", found.best_of_n)):
         if fit is None:
-            shown.append(f"{name}: fewer than three policies at a distance of their own, so nothing is fitted")
+            shown.append(f"{name}: fewer than three policies at distinct distances, so nothing is fitted")
         else:
             shown += [_fit_table(name, fit), fit.advice]
-    for axis, rows in (("KL, nats", found.at_equal_kl), ("proxy gained", found.at_equal_proxy)):
+    for axis, rows in (("KL, nats", found.at_equal_kl), ("proxy gain", found.at_equal_proxy)):
         if rows:
-            title = f"PPO less best-of-n at the same {axis.split(',')[0]}"
+            title = f"PPO minus best-of-n at equal {axis.split(',')[0]}"
             shown.append(table(axis, "PPO", "best-of-n", "lead (95%)", rows=[_at(row) for row in rows], title=title))
         else:
-            shown.append(f"PPO and best-of-n have no range of {axis.split(',')[0]} in common")
+            shown.append(f"PPO and best-of-n share no range of {axis.split(',')[0]}")
     if found.num_dropped:
-        shown.append(f"{found.num_dropped:,} prompts left out, since scores failed: {found.first_failure}")
+        shown.append(f"{found.num_dropped:,} prompts left out because scores failed: {found.first_failure}")
     return shown
 
 
@@ -124,7 +124,7 @@ def _fit_table(name: str, fit: Overoptimised) -> Table:
         ["proxy β", spread(fit.proxy.beta)],
         ["optimum, √KL", spread(fit.optimum.d)],
         ["optimum, KL in nats", spread(fit.optimum.kl_nats)],
-        ["gold gained there", spread(fit.optimum.gain)],
+        ["gold gain there", spread(fit.optimum.gain)],
         ["largest misfit, standard errors", number(fit.gold.misfit, 1)],
     ]
     return table(name, "95%", rows=rows)
@@ -144,7 +144,7 @@ def tax_tables(found: Tax) -> list[RenderableType]:
 
 def _changes(what: str, changes: Mapping[str, Change], title: str) -> Table:
     rows = [[name, spread(change.value, 4), spread(change.above_before, 4)] for name, change in changes.items()]
-    return table("policy", what, "above the first (95%)", rows=rows, title=title)
+    return table("policy", what, "minus the first (95%)", rows=rows, title=title)
 
 
 def harness_table(found: "Sequence[TaskResult]") -> Table:

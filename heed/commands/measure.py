@@ -1,4 +1,4 @@
-"""Command lines for the measures of policies and reward models (docs/measures.md)."""
+"""`heed measure`: measures of policies and reward models (docs/measures.md)."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heed.options import Weights, read_weights
+from heed.commands.options import Weights, read_weights
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
@@ -15,52 +15,56 @@ if TYPE_CHECKING:
 measure_app = typer.Typer(no_args_is_help=True, help="Measure policies and reward models.")
 
 
-Seed = Annotated[int, typer.Option(min=0)]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Where all figures go, as JSON.", show_default=False)]
-Temperature = Annotated[float, typer.Option(min=0.0, help="Of sampling; above 0.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest response.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed for sampling and resampling.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Also write all numbers to this file, as JSON.", show_default=False)
+]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; above 0.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum length of a response, in tokens.")]
 
 
 @measure_app.command("reward")
 def measure_reward(
     model: Annotated[Path, typer.Argument(help="A reward model's directory, such as runs/demo/reward/model.")],
     file: Annotated[str, typer.Argument(help="Rankings or pairs in any format of docs/labels.md.")],
-    form: Annotated[str, typer.Option("--format", help="What the rows are; docs/labels.md lists them.")] = "auto",
+    form: Annotated[str, typer.Option("--format", help="Format of the rows; docs/labels.md lists them.")] = "auto",
     heldout_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Only prompts that a run with this reward.heldout_share held out.")
+        float, typer.Option(min=0, max=1, help="Use only prompts that a run with this reward.heldout_share held out.")
     ] = 1.0,
     weight: Weights = None,
-    seed: Annotated[int, typer.Option(min=0, help="The run's, where prompts are held out; of resampling else.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="With --heldout-share, the run's seed; otherwise only for resampling.")
+    ] = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Accuracy, calibration and accuracy by margin and category of a reward model, beside the labelers' ceiling."""
+    """Measure a reward model: accuracy, calibration, accuracy by margin and category, and the labelers' ceiling."""
     from evaluation.measures.reward_model import heldout_only, measure_reward_model, read_judged
-    from heed.measures_tables import reward_tables
+    from heed.commands.measure_tables import reward_tables
 
     judged = read_judged(file, form)
     if heldout_share < 1:
         judged = heldout_only(judged, heldout_share, seed)
     with console.status(f"scoring {len(judged.rankings):,} rankings"):
         found = measure_reward_model(model, judged, seed=seed, weights=read_weights(weight))
-    _tell(reward_tables(found), found, json_file)
+    _print(reward_tables(found), found, json_file)
 
 
 @measure_app.command("kl")
 def measure_kl(
     policy: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/ppo/model.")],
-    reference: Annotated[Path, typer.Argument(help="What it started from, such as runs/demo/sft/model.")],
+    reference: Annotated[Path, typer.Argument(help="The model it started from, such as runs/demo/sft/model.")],
     prompts: Annotated[str, typer.Option(help="Prompts: JSONL, Parquet or a hub id.")],
-    samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 1,
-    max_prompts: Annotated[int, typer.Option(min=0, help="Prompts read; 0 is all.")] = 0,
+    samples: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 1,
+    max_prompts: Annotated[int, typer.Option(min=0, help="Number of prompts to read; 0 reads all.")] = 0,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 1.0,
     seed: Seed = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """KL of a policy to its reference, unclamped, by three estimators."""
+    """Measure the KL of a policy to its reference, unclamped, by three estimators."""
     from evaluation.measures.drawing import Policy, draw
     from evaluation.measures.kl import measure_kl as measured
-    from heed.measures_tables import kl_table
+    from heed.commands.measure_tables import kl_table
     from training.data import DataConfig, read_prompts
 
     asked = read_prompts(DataConfig(source=prompts, max_rows=max_prompts))
@@ -70,21 +74,27 @@ def measure_kl(
             ours, asked, num_samples=samples, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
         )
         found = measured(ours, theirs, drawn)
-    _tell([kl_table(found)], found, json_file)
+    _print([kl_table(found)], found, json_file)
 
 
 @measure_app.command("over-optimisation")
 def measure_over_optimisation(
     run: Annotated[Path, typer.Argument(help="A run folder whose job set ppo.keep_policies_every.")],
-    prompts: Annotated[str, typer.Option(help="Prompts: JSONL, Parquet or a hub id; those of [compare] else.")] = "",
-    gold: Annotated[str, typer.Option(help="FILE.py:FUNCTION that scores; the job's world else.")] = "",
-    samples: Annotated[int, typer.Option(min=1, help="Responses of every policy to each prompt.")] = 4,
-    pool: Annotated[int, typer.Option(min=2, help="Responses of the reference, for best-of-n up to this n.")] = 64,
+    prompts: Annotated[
+        str, typer.Option(help="Prompts: JSONL, Parquet or a hub id (default: those of [compare]).")
+    ] = "",
+    gold: Annotated[
+        str, typer.Option(help="Scoring function, FILE.py:FUNCTION (default: the gold scorer of the job's world).")
+    ] = "",
+    samples: Annotated[int, typer.Option(min=1, help="Responses per policy and prompt.")] = 4,
+    pool: Annotated[
+        int, typer.Option(min=2, help="Responses of the reference per prompt, for best-of-n up to this n.")
+    ] = 64,
     seed: Seed = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Proxy and gold score against √KL, along PPO and of best-of-n; fits, optimum, and where to stop."""
-    from heed.measures_tables import over_optimisation_tables
+    """Measure over-optimisation: proxy and gold score against √KL, for PPO and best-of-n, and where to stop."""
+    from heed.commands.measure_tables import over_optimisation_tables
     from studies.over_optimisation import measure_run
 
     with console.status("sampling") as status:
@@ -97,48 +107,52 @@ def measure_over_optimisation(
             seed=seed,
             progress=lambda what: status.update(f"measuring {what}"),
         )
-    _tell(over_optimisation_tables(found), found, json_file)
+    _print(over_optimisation_tables(found), found, json_file)
 
 
 @measure_app.command("tax")
 def measure_tax(
     before: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/pretrain/model.")],
-    after: Annotated[list[Path], typer.Argument(help="Those that came of it; several are compared side by side.")],
-    text: Annotated[list[str] | None, typer.Option(help="Held-out texts: text, JSONL, Parquet; may repeat.")] = None,
-    field: Annotated[str, typer.Option(help="Which field of a row is its text.")] = "text",
-    few_shot: Annotated[list[str] | None, typer.Option(help='Rows of {"prompt", "completion"}; may repeat.')] = None,
-    shots: Annotated[int, typer.Option(min=0, help="Solved examples before each.")] = 4,
-    max_rows: Annotated[int, typer.Option(min=0, help="Rows read of each file; 0 is all.")] = 0,
+    after: Annotated[list[Path], typer.Argument(help="Models trained from it; each is compared with the first.")],
+    text: Annotated[
+        list[str] | None, typer.Option(help="Held-out texts: text files, JSONL or Parquet; may repeat.")
+    ] = None,
+    field: Annotated[str, typer.Option(help="Field of a row that holds the text.")] = "text",
+    few_shot: Annotated[
+        list[str] | None, typer.Option(help='Few-shot examples: rows of {"prompt", "completion"}; may repeat.')
+    ] = None,
+    shots: Annotated[int, typer.Option(min=0, help="Solved examples shown before each.")] = 4,
+    max_rows: Annotated[int, typer.Option(min=0, help="Number of rows to read per file; 0 reads all.")] = 0,
     seed: Seed = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """What policies lost as language models: bits per byte and few-shot tasks, paired by document and example."""
+    """Measure the alignment tax: what policies lost in bits per byte and on few-shot tasks, in paired comparisons."""
     from evaluation.few_shot import read_examples
     from evaluation.measures.tax import Task
     from evaluation.measures.tax import measure_tax as measured
-    from heed.measures_tables import tax_tables
+    from heed.commands.measure_tables import tax_tables
     from training.data import DataConfig, read_texts
 
     policies = {str(folder): folder for folder in (before, *after)}
     if len(policies) < 1 + len(after):
-        raise ValueError(f"{before} {' '.join(map(str, after))}: a model directory is named twice")
+        raise ValueError(f"{before} {' '.join(map(str, after))}: each model directory may be named only once")
     texts = list(read_texts([DataConfig(source=source, field=field, max_rows=max_rows) for source in text or []]))
     tasks = [
         Task(source, read_examples(DataConfig(source=source, max_rows=max_rows)), shots) for source in few_shot or []
     ]
     with console.status(f"{len(policies)} policies, {len(texts):,} texts, {len(tasks)} tasks"):
         found = measured(policies, texts, tasks, seed=seed)
-    _tell(tax_tables(found), found, json_file)
+    _print(tax_tables(found), found, json_file)
 
 
 @measure_app.command("harness")
 def measure_harness(
     model: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/ppo/model.")],
     task: Annotated[list[str], typer.Option(help="A task of lm-evaluation-harness, or of --include; may repeat.")],
-    include: Annotated[Path | None, typer.Option(help="A folder with tasks of your own (YAML).")] = None,
-    shots: Annotated[int, typer.Option(min=-1, help="Solved examples; -1: as the task says.")] = -1,
-    limit: Annotated[int, typer.Option(min=0, help="Documents of each task; 0 is all.")] = 0,
-    chat: Annotated[bool, typer.Option(help="Ask in the model's chat template.")] = False,
+    include: Annotated[Path | None, typer.Option(help="Folder with your own tasks (YAML).")] = None,
+    shots: Annotated[int, typer.Option(min=-1, help="Solved examples shown; -1 uses the task's number.")] = -1,
+    limit: Annotated[int, typer.Option(min=0, help="Documents per task; 0 uses all.")] = 0,
+    chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = False,
     seed: Seed = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -146,9 +160,9 @@ def measure_harness(
     from importlib.util import find_spec
 
     if find_spec("lm_eval") is None:
-        raise ValueError("lm_eval is not installed; pip install '.[harness]' brings it")
+        raise ValueError("lm_eval is not installed; run pip install '.[harness]'")
     from evaluation.harness import run_tasks
-    from heed.measures_tables import harness_table
+    from heed.commands.measure_tables import harness_table
 
     found = run_tasks(
         model,
@@ -159,11 +173,11 @@ def measure_harness(
         chat=chat,
         seed=seed,
     )
-    _tell([harness_table(found)], found, json_file)
+    _print([harness_table(found)], found, json_file)
 
 
-def _tell(shown: "Sequence[Any]", found: Any, json_file: Path | None) -> None:
-    """Tables and words on the terminal, everything in the file."""
+def _print(shown: "Sequence[Any]", found: Any, json_file: Path | None) -> None:
+    """Prints tables and notes to the terminal, and writes all numbers to the file."""
     from files.records import as_json
 
     for part in shown:

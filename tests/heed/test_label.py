@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-import heed.label_cli
+import heed.commands.label
 from heed.cli import main
 from preferences.formats.registry import FORMATS
 from preferences.store import LabelStore
@@ -154,7 +154,7 @@ def test_export_refuses(tmp_path: Path, book: LabelStore, heed_label: Any) -> No
 
 
 def test_every_command_that_is_shown_parses() -> None:
-    command: Any = get_command(heed.label_cli.label_app)
+    command: Any = get_command(heed.commands.label.label_app)
     texts = [path.read_text() for path in (ROOT / "docs/labels.md", *(ROOT / "configs/jobs/cluster").glob("hh-*.toml"))]
     shown = {line for text in texts for line in re.findall(r"^(?:#  *)?heed label (.*)$", text, re.MULTILINE)}
     assert len(shown) >= 14

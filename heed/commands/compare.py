@@ -1,0 +1,204 @@
+"""Commands for comparisons: `heed compare`, and `heed judge` for an existing one."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from heed.commands.label import tell
+from stages.progress import StageProgress, console, results_console
+
+if TYPE_CHECKING:
+    from compare.comparing import Outcome, Progress
+    from compare.folder import Settings
+    from evaluation.answers import OnProgress
+
+LONGEST_NAME = 80
+ODDITIES = "oddities.jsonl"  # in the comparison's folder: warnings about a file of judgments
+JUDGES = "people:STORE, gold:JOB.toml, URL#MODEL, URL, FILE.py:FUNCTION or a reward model"
+
+Template = Annotated[Path | None, typer.Option(help="File with the prompt template for a language-model judge.")]
+JudgeTokens = Annotated[int, typer.Option(min=1, help="Maximum answer length of a language-model judge, in tokens.")]
+Labelers = Annotated[int, typer.Option(min=1, help="Number of people who judge each task.")]
+Concurrency = Annotated[int, typer.Option(min=1, help="Concurrent requests to an endpoint.")]
+Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds without data before a request is given up.")]
+Retries = Annotated[int, typer.Option(min=0, help="Retries of a failed request to an endpoint.")]
+MaxFailedShare = Annotated[
+    float, typer.Option(min=0, max=1, help="Share of a judge's verdicts that may fail before the command stops.")
+]
+Cache = Annotated[
+    Path | None,
+    typer.Option(help="Cache of endpoint responses (default: answers.sqlite next to the output folder)."),
+]
+
+
+def compare(
+    policies: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Two or more model directories, hub ids, URL#MODEL or files of outputs; prefix with NAME= to name one."
+        ),
+    ] = None,
+    prompts: Annotated[
+        str, typer.Option(help="Prompts: rows with prompt or messages, and optionally prompt_id and category.")
+    ] = "",
+    judge: Annotated[list[str] | None, typer.Option(help=f"Judge: {JUDGES}; may repeat.")] = None,
+    verdicts: Annotated[str, typer.Option(help="A file of existing judgments, instead of policies and prompts.")] = "",
+    form: Annotated[str, typer.Option("--format", help="Format of --verdicts; docs/labels.md lists them.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Folder for the comparison (default: runs/compare-...).")] = None,
+    num_samples: Annotated[int, typer.Option(min=1, help="Responses per policy and prompt.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of a response, in tokens.")] = 256,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for sampling and resampling.")] = 0,
+    reference: Annotated[str, typer.Option(help="Model directory to measure KL against, e.g. the SFT model's.")] = "",
+    bf16: Annotated[bool, typer.Option("--bf16", help="Sample local models in bf16 instead of fp32.")] = False,
+    category: Annotated[
+        str, typer.Option(help="Field that holds the category (default: category, kind or dataset).")
+    ] = "",
+    max_prompts: Annotated[int, typer.Option(min=0, help="Number of prompts to read; 0 reads all.")] = 0,
+    split: Annotated[str, typer.Option(help="Split of the prompts, for a data set folder or hub id.")] = "train",
+    subset: Annotated[str, typer.Option(help="Subset of the prompts, for a hub id with several.")] = "",
+    allow_empty: Annotated[bool, typer.Option("--allow-empty", help="Accept empty responses in files.")] = False,
+    template: Template = None,
+    judge_tokens: JudgeTokens = 1024,
+    labelers: Labelers = 1,
+    concurrency: Concurrency = 8,
+    timeout: Timeout = 120.0,
+    retries: Retries = 4,
+    max_failed_share: MaxFailedShare = 0.1,
+    cache: Cache = None,
+) -> None:
+    """Compare policies: which is better, by how much, and is the difference real? See docs/comparing.md.
+
+    An interrupted comparison continues. With people as judges, run the same command again to collect new judgments.
+    """
+    from compare.comparing import Compared, take_verdicts
+    from compare.comparing import compare as compare_policies
+    from compare.judges import Asking, Judging
+    from evaluation.policies.policy import Sampling
+    from jobs.worlds import open_world
+    from training.data import DataConfig
+
+    if verdicts and (policies or prompts or judge):
+        raise ValueError("--verdicts already contains policies, prompts and judges; use it without them")
+    if not verdicts and not (policies and prompts):
+        raise ValueError("expected two or more policies with --prompts and --judge, or --verdicts alone")
+    folder = out or Path("runs") / f"compare-{_called(policies or [verdicts], 'policy')}"
+    if verdicts:
+        outcome, report = take_verdicts(verdicts, form, folder, category=category, seed=seed)
+        tell(report, folder / ODDITIES if report.oddities else None)
+    else:
+        asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
+        judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, seed, open_world)
+        data = DataConfig(source=prompts, split=split, subset=subset, max_rows=max_prompts)
+        sampling = Sampling(num_samples, temperature, max_new_tokens, seed, "bf16" if bf16 else "fp32", reference)
+        compared = Compared(policies or [], data, category, judge or [], sampling, judging, allow_empty)
+        with _bars() as progress:
+            outcome = compare_policies(compared, folder, progress)
+    _print_policies(outcome.settings)
+    _print_people(outcome, judge or [])
+    _print_results(outcome, folder)
+
+
+def judge_again(
+    folder: Annotated[Path, typer.Argument(help="Folder of a finished comparison.")],
+    judges: Annotated[list[str], typer.Argument(help=f"{JUDGES}; prefix with NAME= to name one.")],
+    template: Template = None,
+    judge_tokens: JudgeTokens = 1024,
+    labelers: Labelers = 1,
+    concurrency: Concurrency = 8,
+    timeout: Timeout = 120.0,
+    retries: Retries = 4,
+    max_failed_share: MaxFailedShare = 0.1,
+    cache: Cache = None,
+) -> None:
+    """Add judges to a finished comparison, without sampling again. Existing verdicts stay."""
+    from compare.comparing import judge_again as judge_folder
+    from compare.folder import holding, read_judged, read_settings
+    from compare.judges import Asking, Judging, open_judges
+    from jobs.worlds import open_world
+
+    settings = read_settings(folder)
+    asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
+    judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, settings["seed"], open_world)
+    prompts, _, _ = read_judged(folder)
+    opened = open_judges(judges, judging, prompts, len(settings["policies"]))
+    with holding(folder), _bars() as progress:
+        outcome = judge_folder(folder, opened, max_failed_share, progress)
+    _print_people(outcome, judges)
+    _print_results(outcome, folder)
+
+
+def _answers(folder: Path) -> Path:
+    """Returns the cache of endpoint responses, which comparisons in the same folder share."""
+    return folder.absolute().parent / "answers.sqlite"
+
+
+def _called(specs: Sequence[str], what: str) -> str:
+    """Returns a folder name made of the names of what is compared."""
+    from evaluation.names import named_specs
+
+    names = "-".join(name for name, _ in named_specs(specs, what))
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", names)[:LONGEST_NAME]
+
+
+@contextmanager
+def _bars() -> Iterator["Progress"]:
+    """Shows a progress bar per step, one at a time, or occasional lines; removes the last one at the end."""
+    opened: list[StageProgress] = []
+
+    def start(step: str) -> "OnProgress":
+        for bar in opened:
+            bar.close()
+        opened[:] = [StageProgress(escape(step))]
+        return opened[0].update
+
+    try:
+        yield start
+    finally:
+        for bar in opened:
+            bar.close()
+
+
+def _print_policies(settings: "Settings") -> None:
+    """Prints what readers of the numbers should know about the policies' responses."""
+    for policy in settings["policies"]:
+        counts = settings["responses"][policy["name"]]
+        notes = []
+        if policy.get("num_unused"):
+            notes.append(f"{policy['num_unused']:,} rows of {policy['spec']} answer other prompts and are unused")
+        if counts["num_empty"]:
+            notes.append(f"{counts['num_empty']:,} of {counts['num_responses']:,} responses are empty")
+        if policy["kind"] == "model" and policy["sampling"]["reference"] and not policy["reference_sha256"]:
+            notes.append("KL is not measured, because its tokenizer differs from the reference's")
+        for line in notes:
+            console.print(f"{policy['name']}: {line}", markup=False)
+
+
+def _print_people(outcome: "Outcome", judges: Sequence[str]) -> None:
+    """Prints the labelers' progress and how to continue; `judges` are the specs with the stores' addresses."""
+    for entry in outcome.settings["judges"]:
+        if entry["kind"] == "people" and any("people:" in spec for spec in judges):
+            judged = entry["num_tasks"] - entry["num_open"]
+            console.print(
+                f"{entry['name']}: {judged:,} of {entry['num_tasks']:,} tasks are judged, in batch {entry['batch']!r}",
+                markup=False,
+            )
+            if entry["num_open"]:
+                store = entry["spec"].removeprefix("people:")
+                console.print(f"  for the remaining ones: heed label serve --store {store}", markup=False)
+                console.print("  then run the same command again to collect the judgments", markup=False)
+
+
+def _print_results(outcome: "Outcome", folder: Path) -> None:
+    from compare.results import conclude, results_table
+
+    if not outcome.has_verdicts:
+        console.print("no verdicts yet, nothing to report")
+        return
+    results_console().print(results_table(conclude(folder)))
+    console.print(str(folder / "report.html"), markup=False)

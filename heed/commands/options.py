@@ -1,0 +1,56 @@
+"""Options that several commands share."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from jobs.job import JobConfig
+
+JobFile = Annotated[Path | None, typer.Argument(help="Job file; the built-in demo if left out.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a field of the job, e.g. ppo.kl_coef=0.05; may repeat.")
+]
+Workers = Annotated[int, typer.Option(help="Number of worker processes; 0 uses the job's.", min=0)]
+First = Annotated[str, typer.Option("--from", help="Run this stage and all later ones, even if unchanged.")]
+Only = Annotated[str, typer.Option(help="Run this stage only.")]
+Weights = Annotated[
+    list[str] | None, typer.Option("--weight", help="NAME=NUMBER: weight of one of the judge's objectives; may repeat.")
+]
+RunsFolder = Annotated[Path, typer.Option("--runs", help="Folder that holds run folders.")]
+
+
+def read_job(path: Path | None, overrides: list[str] | None, workers: int, first: str, only: str) -> "JobConfig":
+    """Returns the validated job. Raises: ValueError for an unknown stage, and as `load_job` does."""
+    from jobs.job import STAGES
+    from jobs.job_file import load_job
+
+    for option, stage in (("--from", first), ("--only", only)):
+        if stage and stage not in STAGES:
+            raise ValueError(f"{option} {stage!r}: one of {', '.join(STAGES)} was expected")
+    return load_job(path, [*(overrides or []), *([f"workers={workers}"] if workers else [])])
+
+
+def read_weights(weights: list[str] | None) -> dict[str, float]:
+    """Parses weights. Raises: ValueError for anything but NAME=NUMBER, and for a repeated name."""
+    found: dict[str, float] = {}
+    for given in weights or []:
+        name, _, number = given.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or not math.isfinite(weight) or name in found:
+            raise ValueError(f"--weight {given!r}: NAME=NUMBER was expected, each name once")
+        found[name] = weight
+    return found
+
+
+def to_argv(overrides: list[str] | None, workers: int, first: str, only: str) -> list[str]:
+    """Returns the same options as command-line arguments."""
+    argv = [word for override in overrides or [] for word in ("--set", override)]
+    for option, value in (("--workers", workers), ("--from", first), ("--only", only)):
+        argv += [option, str(value)] if value else []
+    return argv
