@@ -26,7 +26,7 @@ from training.engine import Engine
 from training.notices import say
 from training.objectives import StreamObjective
 from training.packing import stream_rows
-from training.state import SavedState, state_of, tensor_slots
+from training.state import SavedState, state_of, whole_tensors
 
 
 class LearnerWorker(Rank):
@@ -156,7 +156,7 @@ class LearnerWorker(Rank):
         self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]
     ) -> None:
         average = [
-            slot.share(self.policy.rank, self.num_workers) for slot in tensor_slots(_distinct(self.average).items())
+            shard.share(self.policy.rank, self.num_workers) for shard in whole_tensors(_distinct(self.average).items())
         ]
         models = {"policy": self.policy.state(), "value": self.value.state(), "average": state_of(average)}
         self.writer.save(checkpoints, iteration, models, progress, files)
@@ -173,8 +173,8 @@ class LearnerWorker(Rank):
         self.policy.load(folder / "policy")
         self.value.load(folder / "value")
         held = SavedState(folder / "average")
-        for slot in tensor_slots(_distinct(self.average).items()):
-            slot.restore(held)
+        for shard in whole_tensors(_distinct(self.average).items()):
+            shard.restore(held)
 
     def keep_policy(self, folder: Path) -> None:
         weights = self.policy.full_weights(on_main_alone=True)

@@ -1,20 +1,19 @@
-"""DeepSpeed compiles its CPU communication the first time that it is used, under a lock that a kill leaves behind."""
+"""DeepSpeed compiles its CPU communication at its first use, under a lock that a kill leaves behind."""
 
 import logging
 import time
-from pathlib import Path
 
-from torch.utils import cpp_extension
+from training.internals import extension_folder
 
 log = logging.getLogger(__name__)
 
 EXTENSION = "deepspeed_shm_comm"
-STALE_SECONDS = 900.0  # compiling takes one minute, or some on a machine that is busy
+STALE_SECONDS = 900.0  # compiling takes a minute, a few on a busy machine
 
 
 def drop_stale_lock() -> None:
-    """Remove the lock of a compilation that cannot be under way any more; whoever came later would wait for ever."""
-    lock = Path(cpp_extension._get_build_directory(EXTENSION, verbose=False)) / "lock"
+    """Remove the lock of a compilation that cannot be running any more; later processes would wait for it forever."""
+    lock = extension_folder(EXTENSION) / "lock"
     try:
         age = time.time() - lock.stat().st_mtime
     except FileNotFoundError:

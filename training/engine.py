@@ -6,39 +6,33 @@ It owns what a loss must not know: precision, sharding, the averaging of gradien
 import contextlib
 import gc
 import math
-import os
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lm.linear import cache_weight_casts
 from lm.model import checkpoint_activations, freeze_all_but_last
 from lm.progress import note_progress
 from lm.source import ModelSource, materialise
-from training.compiled import drop_stale_lock
+from training.accelerator import make_accelerator
 from training.config import EngineConfig, OptimizerConfig
 from training.failures import RunError
-from training.state import (
-    SavedState,
-    Slot,
-    State,
-    partitioned_slots,
-    sharded_slots,
-    spread,
-    state_of,
-    tensor_slots,
-    whole_slots,
+from training.internals import (
+    do_not_broadcast_buffers,
+    gradient_norm,
+    is_deepspeed_engine,
+    reset_accelerate,
+    set_collective_timeout,
+    set_gradient_sync,
 )
+from training.optimizers import make_optimizers
+from training.state import ParamShard, SavedState, State, state_of, whole_params, whole_tensors
 from training.writer import CheckpointWriter
+from training.zero import build_sharded, deepspeed_config, gather_weights, write_back, zero_shards
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 MicroBatch = TypeVar("MicroBatch")
@@ -64,14 +58,11 @@ class Engine(Generic[AnyModule]):
     ) -> None:
         self.config, self.optimizer_config = config, optimizer
         optimizer.check_sharding(config)
-        self._accelerator = _make_accelerator(config, optimizer.max_grad_norm, micro_batch)
-        # Accelerate falls back to separate worlds, or drops DeepSpeed, without a word.
-        found = self._accelerator.num_processes
-        assert found == world_size, f"the process group has {found} ranks where {world_size} were started"
+        self._accelerator = make_accelerator(config, optimizer.max_grad_norm, micro_batch, world_size)
         self.rank, self.world_size = self._accelerator.process_index, world_size
         self.device = self._accelerator.device
         if config.zero_stage == 3:
-            model = materialise_sharded(source, _deepspeed_config(config, optimizer.max_grad_norm, micro_batch))
+            model = build_sharded(source, deepspeed_config(config, optimizer.max_grad_norm, micro_batch))
         else:
             model = materialise(source)
         if optimizer.trained_layers is not None:
@@ -86,10 +77,10 @@ class Engine(Generic[AnyModule]):
             self._optimizers = [self._accelerator.prepare_optimizer(held) for held in optimizers]
         else:
             self.model, *self._optimizers = self._accelerator.prepare(model, *optimizers)
-        is_deepspeed = type(self.model).__name__ == "DeepSpeedEngine"
+        is_deepspeed = is_deepspeed_engine(self.model)
         assert is_deepspeed == (config.zero_stage > 0), f"ZeRO {config.zero_stage} gave a {type(self.model).__name__}"
         if is_deepspeed:  # its own group of these ranks starts with PyTorch's time limit
-            self.model.data_parallel_group.set_timeout(timedelta(seconds=config.collective_timeout_seconds))
+            set_collective_timeout(self.model, timedelta(seconds=config.collective_timeout_seconds))
         self._loss_sum = torch.zeros((), device=self.device)
         self._skipped_in_row = 0
 
@@ -105,8 +96,7 @@ class Engine(Generic[AnyModule]):
         if self.world_size == 1:
             return model
         # A score's bias, the only buffer, is the same on every rank and stays so; DDP would send it with every pass.
-        buffers = [name for name, _ in model.named_buffers()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
+        do_not_broadcast_buffers(model)
         return self._accelerator.prepare_model(model)
 
     @property
@@ -164,7 +154,7 @@ class Engine(Generic[AnyModule]):
 
         DDP decides in the forward whether the backward will reduce gradients, so the forward belongs inside.
         """
-        self._accelerator.gradient_state._set_sync_gradients(is_last)
+        set_gradient_sync(self._accelerator, is_last)
         waits = not is_last and self.world_size > 1 and self.config.zero_stage == 0
         with self._accelerator.no_sync(self.model) if waits else contextlib.nullcontext():
             yield
@@ -188,7 +178,7 @@ class Engine(Generic[AnyModule]):
         loss = float(self.sum_over_ranks(self._loss_sum.clone()))
         self._loss_sum.zero_()
         if self.config.zero_stage > 0:  # DeepSpeed has stepped in the last backward, with the rate set before it
-            norm = float(self.model.get_global_grad_norm() or 0.0)  # infinite where it has not
+            norm = gradient_norm(self.model)
             self._count_skipped(loss, norm)
             return loss, norm
         parameters = self.module.parameters()
@@ -232,44 +222,29 @@ class Engine(Generic[AnyModule]):
         """
         if self.config.zero_stage == 0:
             return {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        # No optimizer keeps fp32 copies of what is frozen; the source still has them, as they were and are.
-        frozen = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
-        originals = {name: tensor for name, tensor in self._source.tensors() if name in frozen} if frozen else {}
-        weights = {name: tensor.detach() for name, tensor in self.module.named_buffers()}
+        keep = self.is_main or not on_main_alone
         device = torch.device("cpu") if on_main_alone else self.device
-        whole: dict[int, Tensor] = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if id(parameter) not in whole:
-                held = originals[name] if name in frozen else safe_get_full_fp32_param(parameter)
-                is_kept = self.is_main or not on_main_alone
-                whole[id(parameter)] = held.to(device, copy=True) if is_kept else torch.empty(0)
-            weights[name] = whole[id(parameter)]
-        return weights if self.is_main or not on_main_alone else {}
+        return gather_weights(self.module, self._source, device, keep=keep)
 
-    def _slots(self) -> list[Slot]:
+    def _shards(self) -> list[ParamShard]:
         if self.config.zero_stage == 0:
-            return whole_slots(self.module, self._optimizers)
-        zero = self.model.optimizer
-        if self.config.zero_stage == 3:
-            return sharded_slots(self.module, zero, self.rank)
-        return partitioned_slots(self.module, zero)
+            return whole_params(self.module, self._optimizers)
+        return zero_shards(self.module, self.model.optimizer, self.config.zero_stage, self.rank)
 
     def state(self) -> State:
         """This rank's part of what moves, weights and optimizer, for a checkpoint; not copied."""
-        own, everywhere = self._slots(), tensor_slots(self.module.named_buffers())
+        own, everywhere = self._shards(), whole_tensors(self.module.named_buffers())
         if self.config.zero_stage == 0:
             own, everywhere = [], own + everywhere
-        return state_of(own + [slot.share(self.rank, self.world_size) for slot in everywhere])
+        return state_of(own + [shard.share(self.rank, self.world_size) for shard in everywhere])
 
     def load(self, folder: Path) -> None:
         """Take a state that any number of ranks wrote at any ZeRO stage; a collective call."""
         saved = SavedState(folder)
-        for slot in self._slots() + tensor_slots(self.module.named_buffers()):
-            slot.restore(saved)
+        for shard in self._shards() + whole_tensors(self.module.named_buffers()):
+            shard.restore(saved)
         if self.config.zero_stage > 0:
-            spread(self.model.optimizer, self.config.zero_stage)
+            write_back(self.model.optimizer, self.config.zero_stage)
         self.barrier()
 
     def checkpoint_writer(self) -> CheckpointWriter:
@@ -288,113 +263,5 @@ class Engine(Generic[AnyModule]):
         """Release memory; the process group stays for the next stage in this process."""
         self._accelerator.free_memory()
         del self.model, self.module, self._optimizers
-        AcceleratorState._reset_state()
+        reset_accelerate()
         gc.collect()
-
-
-@torch.no_grad()
-def materialise_sharded(source: ModelSource[AnyModule], deepspeed_config: Mapping[str, Any]) -> AnyModule:
-    """The model in ZeRO-3's shards; a collective call. A rank holds its shards and one whole tensor at a time."""
-    from deepspeed import zero
-
-    with zero.Init(config_dict_or_path=dict(deepspeed_config)):
-        model = source.build()
-    holders = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name, tensor in source.tensors():
-        holder = holders.pop(name)
-        with zero.GatheredParameters([holder], modifier_rank=0):
-            holder.copy_(tensor)
-    assert not holders, f"the source of a {type(model).__name__} has no {sorted(holders)}"
-    return model
-
-
-def _make_accelerator(config: EngineConfig, max_grad_norm: float, micro_batch: int) -> Accelerator:
-    on_cpu = not torch.cuda.is_available()
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = str(config.zero_stage > 0).lower()
-    if on_cpu:
-        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it at its first import
-    precision = "bf16" if config.resolved_precision() == "bf16" else "no"
-    _name_the_only_rank()
-    timeout = timedelta(seconds=config.collective_timeout_seconds)
-    handlers = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=timeout)]
-    if config.zero_stage == 0:
-        # Gradients lie in DDP's buckets themselves, not beside them.
-        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-        return Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[*handlers, ddp])
-    if on_cpu:
-        drop_stale_lock()
-    settings = _deepspeed_config(config, max_grad_norm, micro_batch)
-    if AcceleratorState._shared_state:  # the first engine of this process brought the plugin, with its own settings
-        accelerator = Accelerator(kwargs_handlers=handlers)
-        accelerator.deepspeed_plugin.deepspeed_config.update(settings)
-        return accelerator
-    plugin = DeepSpeedPlugin(hf_ds_config=settings)
-    return Accelerator(mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers)
-
-
-def _name_the_only_rank() -> None:
-    """Where no launcher named ranks, this process is a world of one."""
-    if "RANK" in os.environ:
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-
-
-OFFLOADED = {"optimizer": "optimizer", "parameters": "param"}  # in DeepSpeed's words
-
-
-def _deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: int) -> dict[str, Any]:
-    pins = torch.cuda.is_available()
-    return {
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": 1,  # the loop marks the boundaries itself
-        "gradient_clipping": max_grad_norm,
-        "bf16": {"enabled": config.resolved_precision() == "bf16"},
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": config.zero_stage,
-            "stage3_gather_16bit_weights_on_model_save": config.zero_stage == 3,
-            **{f"offload_{OFFLOADED[name]}": {"device": "cpu", "pin_memory": pins} for name in config.offload},
-        },
-        "steps_per_print": 1_000_000_000,
-    }
-
-
-def make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.device) -> list[torch.optim.Optimizer]:
-    """AdamW, after Muon where it is asked for; no parameter belongs to both."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if config.kind == "adamw":
-        return [_make_adamw(list(parameters.values()), config, device)]
-    # Embedding and head are tables of vectors, one a token: orthogonal updates are for maps between activations.
-    inner = [name for name, p in parameters.items() if ".blocks." in name and p.dim() == 2]
-    outer = [p for name, p in parameters.items() if name not in inner]
-    optimizers: list[torch.optim.Optimizer] = [_make_adamw(outer, config, device)]
-    if inner:  # none, where only what follows the blocks is trained
-        muon = torch.optim.Muon(
-            [parameters[name] for name in inner],
-            lr=config.learning_rate,
-            weight_decay=config.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-        )
-        optimizers.insert(0, muon)
-    return optimizers
-
-
-def _make_adamw(parameters: list[nn.Parameter], config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
-    """Weight decay on matrices only: norms and biases have no scale to shrink."""
-    matrices = [p for p in parameters if _is_matrix(p)]
-    vectors = [p for p in parameters if not _is_matrix(p)]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}]
-    if vectors:
-        groups.append({"params": vectors, "weight_decay": 0.0})
-    return torch.optim.AdamW(
-        groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=device.type in ("cpu", "cuda")
-    )
-
-
-def _is_matrix(parameter: nn.Parameter) -> bool:
-    """Under ZeRO-3 a parameter is a flat shard, which remembers its shape."""
-    return len(getattr(parameter, "ds_shape", parameter.shape)) > 1

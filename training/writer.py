@@ -29,7 +29,7 @@ from lm.progress import note_progress
 from training.checkpoint import begin_checkpoint, changed_files, commit_checkpoint, writing_folder
 from training.failures import CheckpointError, cause_of, remedy_of, system_error
 from training.notices import say
-from training.state import Fragment, State, write_state
+from training.state import ShardRange, State, write_state
 
 PROGRESS = "progress.json"
 LOOK_SECONDS = 0.02
@@ -205,7 +205,7 @@ class CheckpointWriter:
                 buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=torch.cuda.is_available())
                 self._buffers[f"{model}/{key}"] = buffer
             buffer.copy_(values, non_blocking=True)
-            copies[key] = Fragment(fragment.offset, buffer)
+            copies[key] = ShardRange(fragment.offset, buffer)
         return copies
 
     def _guarded(self, write: _Write, has_begun: bool) -> None:

@@ -26,9 +26,10 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import Fresh, materialise
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
-from training.engine import Engine, make_optimizers
+from training.engine import Engine
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import PackedObjective, StreamObjective
+from training.optimizers import make_optimizers
 from training.packing import IntArray, pack
 from training.seeds import derive_seed
 

@@ -44,14 +44,14 @@ def rank_program(folder: Path) -> None:
     Engine(Fresh(lambda: LanguageModel(small), 0), optimizer, config, world_size=2, micro_batch=1).close()
     from training import engine as engines
 
-    sharded, loading = None, engines.materialise_sharded
+    sharded, loading = None, engines.build_sharded
 
     def watched(*arguments: Any) -> Any:
         nonlocal sharded
         model, sharded = peak_growth(lambda: loading(*arguments))
         return model
 
-    engines.materialise_sharded = watched  # type: ignore[assignment]
+    engines.build_sharded = watched  # type: ignore[assignment]
     engine = Engine(source, optimizer, config, world_size=2, micro_batch=1)
     weights = engine.full_weights()
     engine.close()

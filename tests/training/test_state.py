@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from training.state import Fragment, SavedState, Slot, State, state_of, tensor_slots, write_state
+from training.state import ParamShard, SavedState, ShardRange, State, state_of, whole_tensors, write_state
 
 SIZES = {"weight/a": 7, "exp_avg/a": 7, "weight/b.c": 12, "weight/d": 1}
 
 
 def write(folder: Path, whole: dict[str, Tensor], num_ranks: int, generator: np.random.Generator) -> None:
     """Each tensor cut at random places, the parts dealt to the ranks."""
-    parts: list[dict[str, Fragment]] = [{} for _ in range(num_ranks)]
+    parts: list[dict[str, ShardRange]] = [{} for _ in range(num_ranks)]
     for key, tensor in whole.items():
         cuts = [0, *sorted(generator.integers(0, len(tensor) + 1, num_ranks - 1)), len(tensor)]
         for rank, (first, last) in enumerate(itertools.pairwise(cuts)):
             if first < last:
-                parts[rank][key] = Fragment(int(first), tensor[first:last])
+                parts[rank][key] = ShardRange(int(first), tensor[first:last])
     for rank, state in enumerate(parts):
         write_state(state, folder / f"rank-{rank:05d}.safetensors")
 
@@ -45,8 +45,8 @@ def test_shares_of_a_tensor_are_all_of_it_once() -> None:
     tensor = torch.arange(10.0).view(2, 5)
     seen: dict[int, float] = {}
     for rank in range(3):
-        (slot,) = tensor_slots([("t", tensor)])
-        for fragment in state_of([slot.share(rank, 3)]).values():
+        (shard,) = whole_tensors([("t", tensor)])
+        for fragment in state_of([shard.share(rank, 3)]).values():
             for place, value in enumerate(fragment.values.tolist(), start=fragment.offset):
                 assert place not in seen
                 seen[place] = value
@@ -57,20 +57,20 @@ def test_fewer_numbers_than_ranks(tmp_path: Path) -> None:
     """A single number, such as a score's bias, and the step beside it are written once."""
     parameter = torch.tensor([3.0])
     for rank in range(2):
-        slot = Slot("bias", 0, parameter, 0, 1, {"step": torch.tensor(5.0)}).share(rank, 2)
-        write_state(state_of([slot]), tmp_path / f"rank-{rank:05d}.safetensors")
-    restored = Slot("bias", 0, torch.zeros(1), 0, 1, {})
+        shard = ParamShard("bias", 0, parameter, 0, 1, {"step": torch.tensor(5.0)}).share(rank, 2)
+        write_state(state_of([shard]), tmp_path / f"rank-{rank:05d}.safetensors")
+    restored = ParamShard("bias", 0, torch.zeros(1), 0, 1, {})
     restored.restore(SavedState(tmp_path))
-    assert restored.home.item() == 3
-    assert restored.kept["step"].item() == 5
+    assert restored.storage.item() == 3
+    assert restored.optimizer_state["step"].item() == 5
 
 
 def test_an_optimizer_that_made_no_step_takes_what_was_kept(tmp_path: Path) -> None:
     kept = {"step": torch.tensor(2.0), "exp_avg": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
-    state: State = state_of([Slot("w", 0, torch.eye(2), 0, 4, kept)])
+    state: State = state_of([ParamShard("w", 0, torch.eye(2), 0, 4, kept)])
     write_state(state, tmp_path / "rank-00000.safetensors")
     home, found = torch.zeros(5), defaultdict[str, Tensor]()  # a row of more than this parameter's numbers
-    Slot("w", 1, home, 2, 3, found).restore(SavedState(tmp_path))
+    ParamShard("w", 1, home, 2, 3, found).restore(SavedState(tmp_path))
     assert home.tolist() == [0, 0, 0, 0, 1]
     assert found["exp_avg"].tolist() == [0, 0, 2, 3, 4]
     assert found["step"].item() == 2
@@ -79,7 +79,7 @@ def test_an_optimizer_that_made_no_step_takes_what_was_kept(tmp_path: Path) -> N
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no state of a model; a checkpoint of this version of Heed was expected"):
         SavedState(tmp_path)
-    write_state({"weight/a": Fragment(2, torch.zeros(3))}, tmp_path / "rank-00000.safetensors")
+    write_state({"weight/a": ShardRange(2, torch.zeros(3))}, tmp_path / "rank-00000.safetensors")
     saved = SavedState(tmp_path)
     with pytest.raises(ValueError, match=r"no weights of b; those of \['a'\] were found"):
         saved.kinds("b")

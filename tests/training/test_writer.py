@@ -15,7 +15,7 @@ import torch
 import training.writer as writer_module
 from training.checkpoint import find_resumption, latest_checkpoint
 from training.failures import CheckpointError
-from training.state import Fragment, SavedState, State
+from training.state import SavedState, ShardRange, State
 from training.writer import CheckpointWriter
 
 
@@ -29,7 +29,7 @@ def start(
 
 
 def part(*values: float, offset: int = 0) -> dict[str, State]:
-    return {"model": {"weight/w": Fragment(offset, torch.tensor(values))}}
+    return {"model": {"weight/w": ShardRange(offset, torch.tensor(values))}}
 
 
 def thread_of(writer: CheckpointWriter) -> threading.Thread:

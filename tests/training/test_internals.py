@@ -1,0 +1,243 @@
+"""What Heed uses of DeepSpeed, Accelerate and PyTorch beyond their public interfaces is there, and means what it meant.
+
+Each check is named after the attribute that it needs, so a failure says which one a new release removed or changed.
+This file is also the ranks' program: `python test_internals.py FOLDER`. Two ranks run all checks; the tests read what
+each rank found.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lm.config import ModelConfig
+from lm.model import LanguageModel
+from lm.source import Fresh
+from training import internals
+from training.config import EngineConfig, OptimizerConfig
+from training.engine import Engine
+from training.state import ParamShard
+from training.zero import write_back, zero_shards
+
+# Odd sizes: with two ranks, every parameter is cut, and under ZeRO-3 its last part is padded.
+CONFIG = ModelConfig(vocab_size=33, context_tokens=8, width=10, num_layers=1, num_heads=1, num_kv_heads=1, mlp_width=7)
+NUM_RANKS = 2
+RATE = 0.125
+
+
+def start_engine(zero_stage: int) -> Engine[LanguageModel]:
+    """bf16, so that the master weights are apart from those of a pass."""
+    config = EngineConfig.model_validate({"precision": "bf16", "zero_stage": zero_stage, "trackers": ()})
+    optimizer = OptimizerConfig(learning_rate=RATE, schedule="constant", max_grad_norm=1e-3)
+    return Engine(Fresh(lambda: LanguageModel(CONFIG), seed=3), optimizer, config, world_size=NUM_RANKS, micro_batch=1)
+
+
+def accumulate(engine: Engine[LanguageModel], num_micro_batches: int = 1) -> None:
+    def loss(tokens_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return engine.model(tokens_BT).float().square().mean(), {}
+
+    engine.accumulate([torch.tensor([[1, 2, 3]])] * num_micro_batches, loss)
+
+
+# --- Accelerate and DDP, on two ranks without DeepSpeed ---------------------------------------------------------------
+
+
+def check_gradient_state_set_sync_gradients(engine: Engine[LanguageModel]) -> None:
+    accelerator = engine._accelerator
+    for is_on in (False, True):
+        internals.set_gradient_sync(accelerator, is_on)
+        assert accelerator.sync_gradients == is_on
+
+
+def check_ddp_set_params_and_buffers_to_ignore(engine: Engine[LanguageModel]) -> None:
+    """A buffer that differs between ranks stays different after a forward pass."""
+
+    class WithBuffer(nn.Module):
+        rank: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.register_buffer("rank", torch.tensor(float(engine.rank)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) + self.rank
+
+    left_alone, sent = WithBuffer(), WithBuffer()
+    internals.do_not_broadcast_buffers(left_alone)
+    for module in (left_alone, sent):
+        parallel = DistributedDataParallel(module)
+        parallel(torch.zeros(1, 2)).sum().backward()
+        parallel(torch.zeros(1, 2))
+    assert float(sent.rank) == 0, "DDP no longer sends buffers by default: the function may have nothing left to do"
+    assert float(left_alone.rank) == engine.rank
+
+
+def check_accelerator_state_shared_state_and_reset_state(_: Engine[LanguageModel]) -> None:
+    assert internals.is_accelerate_initialised()
+    internals.reset_accelerate()
+    assert not internals.is_accelerate_initialised()
+    assert torch.distributed.is_initialized(), "the process group is gone with the settings"
+    Accelerator(cpu=True)
+    assert internals.is_accelerate_initialised()
+
+
+def check_the_types_name_of_a_model_without_deepspeed(engine: Engine[LanguageModel]) -> None:
+    assert not internals.is_deepspeed_engine(engine.model)
+
+
+# --- DeepSpeed, at ZeRO 1, 2 and 3 ------------------------------------------------------------------------------------
+
+
+def check_the_types_name_deepspeed_engine(engine: Engine[LanguageModel]) -> None:
+    assert internals.is_deepspeed_engine(engine.model)
+
+
+def check_data_parallel_group_set_timeout(engine: Engine[LanguageModel]) -> None:
+    """tests/training/test_deadline.py shows that the limit holds."""
+    internals.set_collective_timeout(engine.model, timedelta(seconds=77))
+    group = engine.model.data_parallel_group
+    assert group._get_backend(engine.device).options._timeout == timedelta(seconds=77)
+
+
+def check_deepspeed_plugin_deepspeed_config(engine: Engine[LanguageModel]) -> None:
+    """The next model that is prepared clips at the new value."""
+    assert engine.model.gradient_clipping() == engine.optimizer_config.max_grad_norm
+    internals.update_deepspeed_config(engine._accelerator, {"gradient_clipping": 0.25})
+    assert engine._accelerator.deepspeed_plugin.deepspeed_config["gradient_clipping"] == 0.25
+
+
+def check_get_global_grad_norm(engine: Engine[LanguageModel]) -> None:
+    """The norm before clipping, of the gradient averaged over the ranks, which here is that of either."""
+    accumulate(engine)
+    norm = internals.gradient_norm(engine.model)
+    engine.step()
+    assert norm > engine.optimizer_config.max_grad_norm
+    alone = Fresh(lambda: LanguageModel(CONFIG), seed=3).build()
+    with torch.no_grad():
+        for name, weight in engine.full_weights().items():
+            alone.get_parameter(name).copy_(weight)
+    # The step was tiny: the gradient is still nearly the same, in fp32 here and in bf16 there.
+    alone(torch.tensor([[1, 2, 3]])).square().mean().backward()
+    expected = torch.stack([p.grad.norm() for p in alone.parameters() if p.grad is not None]).norm() * NUM_RANKS
+    assert 0.5 < norm / float(expected) < 2
+
+
+def check_get_global_grad_norm_of_a_skipped_step(engine: Engine[LanguageModel]) -> None:
+    engine.accumulate([None], lambda _: (next(engine.module.parameters()).float().sum() * torch.nan, {}))
+    assert not torch.isfinite(torch.tensor(internals.gradient_norm(engine.model)))
+
+
+def shards_of(engine: Engine[LanguageModel]) -> list[ParamShard]:
+    return zero_shards(engine.module, engine.model.optimizer, engine.config.zero_stage, engine.rank)
+
+
+def check_shards_are_all_fp32_weights_once(engine: Engine[LanguageModel]) -> None:
+    whole = engine.full_weights()
+    own = {shard.name: (shard.offset, shard.view(shard.storage).tolist()) for shard in shards_of(engine)}
+    found: dict[str, dict[int, float]] = {name: {} for name, _ in engine.module.named_parameters()}
+    for ranges in engine.gather(own):
+        for name, (offset, values) in ranges.items():
+            for place, value in enumerate(values, start=offset):
+                assert place not in found[name], f"two ranks hold number {place} of {name}"
+                found[name][place] = value
+    for name, values in found.items():
+        assert values == dict(enumerate(whole[name].flatten().tolist())), name
+    assert any(len(values) < whole[name].numel() for name, (_, values) in own.items()), "no parameter is cut"
+
+
+def check_optimizer_state_of_a_shards_storage(engine: Engine[LanguageModel]) -> None:
+    """After a first step, AdamW's second moment is (1 - β₂) g², as large as the storage, and the step is counted."""
+    accumulate(engine)
+    engine.step()
+    for shard in shards_of(engine):
+        assert {"step", "exp_avg", "exp_avg_sq"} <= set(shard.optimizer_state)
+        assert shard.optimizer_state["exp_avg_sq"].shape == shard.storage.shape
+        assert bool((shard.view(shard.optimizer_state["exp_avg_sq"]) >= 0).all())
+
+
+def check_writing_back_rounds_fp32_weights_into_the_parameters(engine: Engine[LanguageModel]) -> None:
+    """Each pass then computes with the new weights."""
+    for shard in shards_of(engine):
+        shard.view(shard.storage).fill_(0.5)
+    write_back(engine.model.optimizer, engine.config.zero_stage)
+    with torch.no_grad():
+        logits = engine.model(torch.tensor([[1, 2, 3]])).float()
+    alone = Fresh(lambda: LanguageModel(CONFIG), seed=3).build()
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.fill_(0.5)
+        torch.testing.assert_close(logits, alone(torch.tensor([[1, 2, 3]])), rtol=0.05, atol=0.05)
+
+
+def check_ds_shape_is_the_whole_parameters(engine: Engine[LanguageModel]) -> None:
+    expected = Fresh(lambda: LanguageModel(CONFIG), seed=3).build()
+    for name, parameter in engine.module.named_parameters():
+        assert internals.full_shape(parameter) == tuple(expected.get_parameter(name).shape), name
+
+
+Check = Callable[[Engine[LanguageModel]], None]
+WITHOUT_DEEPSPEED: list[Check] = [
+    check_gradient_state_set_sync_gradients,
+    check_ddp_set_params_and_buffers_to_ignore,
+    check_the_types_name_of_a_model_without_deepspeed,
+    check_accelerator_state_shared_state_and_reset_state,
+]
+WITH_DEEPSPEED: list[Check] = [
+    check_the_types_name_deepspeed_engine,
+    check_data_parallel_group_set_timeout,
+    check_ds_shape_is_the_whole_parameters,
+    check_shards_are_all_fp32_weights_once,
+    check_get_global_grad_norm,
+    check_optimizer_state_of_a_shards_storage,
+    check_get_global_grad_norm_of_a_skipped_step,
+    check_writing_back_rounds_fp32_weights_into_the_parameters,
+    check_deepspeed_plugin_deepspeed_config,
+]
+CHECKS = {0: WITHOUT_DEEPSPEED, **dict.fromkeys((1, 2, 3), WITH_DEEPSPEED)}
+
+
+def rank_program(folder: Path) -> None:
+    found = {}
+    for zero_stage, checks in CHECKS.items():
+        engine = start_engine(zero_stage)
+        for check in checks:
+            try:
+                check(engine)
+                found[f"{check.__name__}-{zero_stage}"] = ""
+            except Exception:  # one that fails hides none of the others
+                found[f"{check.__name__}-{zero_stage}"] = traceback.format_exc()
+        engine.close()
+    (folder / f"found-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[..., None]) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("internals")
+    start_two_ranks(__file__, folder)
+    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+
+
+@pytest.mark.parametrize("name", [f"{check.__name__}-{stage}" for stage, checks in CHECKS.items() for check in checks])
+def test_an_attribute_is_there_and_means_what_it_meant(found: list[dict[str, Any]], name: str) -> None:
+    for rank, of_rank in enumerate(found):
+        assert not of_rank[name], f"rank {rank}: {of_rank[name]}"
+
+
+def test_get_build_directory_is_where_extensions_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert internals.extension_folder("some_extension") == tmp_path / "some_extension"
+
+
+if __name__ == "__main__":
+    rank_program(Path(sys.argv[1]))

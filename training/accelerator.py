@@ -1,0 +1,57 @@
+"""The process group, and Accelerate's view of it: with its DeepSpeed plugin from ZeRO-1 up."""
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+from training.compiled import drop_stale_lock
+from training.config import EngineConfig
+from training.internals import is_accelerate_initialised, update_deepspeed_config
+from training.zero import deepspeed_config
+
+
+def make_accelerator(config: EngineConfig, max_grad_norm: float, micro_batch: int, world_size: int) -> Accelerator:
+    """This rank's `Accelerator`, in a process group of `world_size` ranks."""
+    accelerator = _make_accelerator(config, max_grad_norm, micro_batch)
+    # Accelerate falls back to worlds of one rank, or drops DeepSpeed, without a message.
+    found = accelerator.num_processes
+    assert found == world_size, f"the process group has {found} ranks where {world_size} were started"
+    return accelerator
+
+
+def _make_accelerator(config: EngineConfig, max_grad_norm: float, micro_batch: int) -> Accelerator:
+    on_cpu = not torch.cuda.is_available()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = str(config.zero_stage > 0).lower()
+    if on_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it at its first import
+    precision = "bf16" if config.resolved_precision() == "bf16" else "no"
+    _name_the_only_rank()
+    timeout = timedelta(seconds=config.collective_timeout_seconds)
+    handlers = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=timeout)]
+    if config.zero_stage == 0:
+        # Gradients are views of DDP's buckets rather than copies.
+        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+        return Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[*handlers, ddp])
+    if on_cpu:
+        drop_stale_lock()
+    settings = deepspeed_config(config, max_grad_norm, micro_batch)
+    if is_accelerate_initialised():  # the first engine of this process brought the plugin, with its own settings
+        accelerator = Accelerator(kwargs_handlers=handlers)
+        update_deepspeed_config(accelerator, settings)
+        return accelerator
+    plugin = DeepSpeedPlugin(hf_ds_config=settings)
+    return Accelerator(mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers)
+
+
+def _name_the_only_rank() -> None:
+    """If no launcher named ranks, this process is a world of one."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -1,0 +1,114 @@
+"""What Heed needs of DeepSpeed, Accelerate and PyTorch beyond their public interfaces.
+
+Each such attribute is used by one function of this file and nowhere else. tests/training/test_internals.py has a test
+per function, which names the attribute that a new release removed or changed. docs/architecture.md lists the supported
+versions.
+"""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import cpp_extension
+
+from training.state import ParamShard
+
+
+def set_gradient_sync(accelerator: Accelerator, is_on: bool) -> None:
+    """Tell Accelerate whether the next backward ends a global batch.
+
+    Under DeepSpeed, that backward then reduces gradients and steps.
+    """
+    accelerator.gradient_state._set_sync_gradients(is_on)
+
+
+def is_accelerate_initialised() -> bool:
+    """Whether an `Accelerator` of this process has set the settings that all later ones share."""
+    return bool(AcceleratorState._shared_state)
+
+
+def reset_accelerate() -> None:
+    """Forget the settings that all `Accelerator`s of this process share; its process group stays."""
+    AcceleratorState._reset_state()
+
+
+def update_deepspeed_config(accelerator: Accelerator, config: dict[str, Any]) -> None:
+    """Replace settings in the DeepSpeed config that an `Accelerator` passes to the next model it prepares."""
+    accelerator.deepspeed_plugin.deepspeed_config.update(config)
+
+
+def do_not_broadcast_buffers(model: nn.Module) -> None:
+    """Keep DDP from sending rank 0's buffers to all ranks with every forward pass."""
+    names = [name for name, _ in model.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+
+
+def extension_folder(name: str) -> Path:
+    """The folder in which PyTorch compiles a C++ extension."""
+    return Path(cpp_extension._get_build_directory(name, verbose=False))
+
+
+def is_deepspeed_engine(model: Any) -> bool:
+    """Whether a prepared model is DeepSpeed's. Looks at the name, since importing DeepSpeed takes seconds."""
+    return type(model).__name__ == "DeepSpeedEngine"
+
+
+def set_collective_timeout(deepspeed_engine: Any, timeout: timedelta) -> None:
+    """Set the time limit of the process group that DeepSpeed creates for its own collectives."""
+    deepspeed_engine.data_parallel_group.set_timeout(timeout)
+
+
+def gradient_norm(deepspeed_engine: Any) -> float:
+    """The global gradient norm before clipping of the last step; infinite if DeepSpeed skipped that step."""
+    return float(deepspeed_engine.get_global_grad_norm() or 0.0)
+
+
+def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The whole parameter's shape. Under ZeRO-3, `parameter.shape` is that of a flat shard."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def shard_zero12(zero_optimizer: Any, name: str, parameter: nn.Parameter) -> ParamShard | None:
+    """This rank's fp32 master weights of a parameter under ZeRO-1 and 2.
+
+    A group's weights lie in one row, cut into equal parts, one per rank. None if no number of the parameter lies in
+    this rank's part.
+    """
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return None
+    storage = zero_optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+    here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+    return ParamShard(name, there.start, storage, here.start, here.numel, zero_optimizer.optimizer.state[storage])
+
+
+def shard_zero3(zero_optimizer: Any, name: str, parameter: nn.Parameter, rank: int) -> ParamShard | None:
+    """This rank's fp32 master weights of a parameter under ZeRO-3.
+
+    Every parameter is cut into equal parts, one per rank, the last of them padded. None if this rank's part is all
+    padding.
+    """
+    group, start, padded_length = zero_optimizer.grad_position[zero_optimizer.get_param_id(parameter)]
+    storage, offset = zero_optimizer.fp32_partitioned_groups_flat[group], rank * padded_length
+    length = min(padded_length, vars(parameter)["ds_numel"] - offset)
+    if length <= 0:
+        return None
+    return ParamShard(name, offset, storage, start, length, zero_optimizer.optimizer.state[storage])
+
+
+def write_back_zero12(zero_optimizer: Any) -> None:
+    """Round ZeRO-1's or 2's fp32 weights into the parameters, as a step does. A collective call."""
+    zero_optimizer.update_lp_params()
+
+
+def write_back_zero3(zero_optimizer: Any) -> None:
+    """Round ZeRO-3's fp32 weights into the parameters, as a step does. A collective call."""
+    zero_optimizer._partition_all_parameters()  # some stay whole between passes; they are gathered again below
+    for group in range(len(zero_optimizer.fp32_partitioned_groups_flat)):
+        zero_optimizer._reassign_or_swap_out_partitioned_parameters(group)
+    if zero_optimizer.persistent_parameters:
+        zero_optimizer.persistent_parameters[0].all_gather(zero_optimizer.persistent_parameters)

@@ -1,0 +1,91 @@
+"""The DeepSpeed side of the engine: its config, models built in shards, and where ZeRO keeps weights and optimizer."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lm.source import ModelSource
+from training.config import EngineConfig
+from training.internals import shard_zero3, shard_zero12, write_back_zero3, write_back_zero12
+from training.state import ParamShard
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+OFFLOADED = {"optimizer": "optimizer", "parameters": "param"}  # Heed's names and those of DeepSpeed's config
+
+
+def deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: int) -> dict[str, Any]:
+    """DeepSpeed's own config, derived from Heed's."""
+    pins = torch.cuda.is_available()
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": 1,  # `Engine.accumulate` marks the boundaries itself
+        "gradient_clipping": max_grad_norm,
+        "bf16": {"enabled": config.resolved_precision() == "bf16"},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": config.zero_stage,
+            "stage3_gather_16bit_weights_on_model_save": config.zero_stage == 3,
+            **{f"offload_{OFFLOADED[name]}": {"device": "cpu", "pin_memory": pins} for name in config.offload},
+        },
+        "steps_per_print": 1_000_000_000,
+    }
+
+
+@torch.no_grad()
+def build_sharded(source: ModelSource[AnyModule], config: Mapping[str, Any]) -> AnyModule:
+    """Build a model in ZeRO-3's shards; a collective call. A rank holds its shards and one whole tensor at a time."""
+    from deepspeed import zero
+
+    with zero.Init(config_dict_or_path=dict(config)):
+        model = source.build()
+    holders = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in source.tensors():
+        holder = holders.pop(name)
+        with zero.GatheredParameters([holder], modifier_rank=0):
+            holder.copy_(tensor)
+    assert not holders, f"the source of a {type(model).__name__} has no {sorted(holders)}"
+    return model
+
+
+def gather_weights(
+    module: nn.Module, source: ModelSource[Any], device: torch.device, *, keep: bool
+) -> dict[str, Tensor]:
+    """Gather the whole state dict in fp32 onto `device`, tensor by tensor; a collective call.
+
+    Every rank takes part; those with `keep` False drop each tensor again and get an empty dict.
+    """
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    # No optimizer keeps fp32 copies of frozen parameters. They have not changed, so the source still has them.
+    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    originals = {name: tensor for name, tensor in source.tensors() if name in frozen} if frozen else {}
+    weights = {name: tensor.detach() for name, tensor in module.named_buffers()}
+    gathered: dict[int, Tensor] = {}  # by id of the parameter, since tied ones have several names
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) not in gathered:
+            whole = originals[name] if name in frozen else safe_get_full_fp32_param(parameter)
+            gathered[id(parameter)] = whole.to(device, copy=True) if keep else torch.empty(0)
+        weights[name] = gathered[id(parameter)]
+    return weights if keep else {}
+
+
+def zero_shards(module: nn.Module, zero_optimizer: Any, zero_stage: int, rank: int) -> list[ParamShard]:
+    """This rank's part of every trained parameter."""
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if zero_stage == 3:
+        found = [shard_zero3(zero_optimizer, name, parameter, rank) for name, parameter in trained]
+    else:
+        found = [shard_zero12(zero_optimizer, name, parameter) for name, parameter in trained]
+    return [shard for shard in found if shard is not None]
+
+
+@torch.no_grad()
+def write_back(zero_optimizer: Any, zero_stage: int) -> None:
+    """After ZeRO's fp32 weights have changed: round them into the parameters, as a step does. A collective call."""
+    if zero_stage == 3:
+        write_back_zero3(zero_optimizer)
+    else:
+        write_back_zero12(zero_optimizer)
