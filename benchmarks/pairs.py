@@ -37,7 +37,7 @@ from reward.figures import task_scores
 from reward.learner import Beside, LearnerSource, RewardLearner
 from reward.objective import RankingObjective
 from reward.scoring import read_by
-from reward.stage import network_source
+from reward.training import network_source
 from stages.world import World, label_truth
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import Engine

@@ -70,7 +70,7 @@ def run_chaos(
             size = max(MIN_DISK_BYTES, 4 * _size_of(campaign.calm))
             campaign.disk = closing.enter_context(small_disk(runs / f"{job.name}-chaos-disk", size))
         begun = time.monotonic()
-        schedule = Schedule(num_faults, seed, chosen, job.stages)
+        schedule = Schedule(num_faults, seed, chosen, job.stage_names)
         num_empty = 0
         while len(schedule):
             num_before = len(schedule)
@@ -127,7 +127,7 @@ class Campaign:
         driver = self._start(self.calm)
         if driver.process.wait() != 0:
             raise RuntimeError(f"{driver.log}: the undisturbed run ended with {driver.process.returncode}")
-        for stage in self.job.stages:
+        for stage in self.job.stage_names:
             lineage = json.loads((self.calm / stage / "lineage.json").read_text(encoding="utf-8"))
             self._stage_seconds[stage] = lineage["seconds"]
         return time.monotonic() - begun
@@ -137,11 +137,13 @@ class Campaign:
         self.rounds += 1
         name = f"{self.job.name}-chaos-{self.rounds}"
         folder = (self.disk.folder if self.disk else self.runs) / name
-        run = Round(folder, lambda: self._start(folder), cluster=self.cluster, disk=self.disk, stages=self.job.stages)
+        run = Round(
+            folder, lambda: self._start(folder), cluster=self.cluster, disk=self.disk, stages=self.job.stage_names
+        )
         try:
             self._strike_with(run, schedule)
             run.finish()
-            self.differing |= set(differing_stages(self.calm, folder))
+            self.differing |= set(differing_stages(self.calm, folder, self.job.registry))
         finally:
             run.close()
             self.faults += run.faults

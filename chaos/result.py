@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from jobs.job import STAGES
 from jobs.recovery import milestones
+from jobs.registry import BUILT_IN, Registry
 from stages.lineage import LINEAGE, outputs_hash
 
 RIDDEN = "ridden through"  # no worker was given up
@@ -94,8 +94,8 @@ def _counts(names: Sequence[str]) -> str:
 
 def stage_of(folder: Path) -> str:
     """The stage that is at work in a run folder: begun, and not finished."""
-    begun = [stage for stage in STAGES if (folder / stage / "inputs.json").exists()]
-    return next((stage for stage in begun if not (folder / stage / LINEAGE).exists()), "start")
+    begun = [path.parent for path in sorted(folder.glob("*/inputs.json"))]
+    return next((stage.name for stage in begun if not (stage / LINEAGE).exists()), "start")
 
 
 def pulse(folder: Path) -> list[tuple[str, int]]:
@@ -106,10 +106,11 @@ def pulse(folder: Path) -> list[tuple[str, int]]:
             sizes.append((str(path), path.stat().st_size))
         except FileNotFoundError:  # the folder is away just now
             continue
-    return [(stage_of(folder), 0), *sorted(sizes), *((stage, len(milestones(folder / stage))) for stage in STAGES)]
+    saved = [(path.parent.name, len(milestones(path.parent))) for path in sorted(folder.glob("*/inputs.json"))]
+    return [(stage_of(folder), 0), *sorted(sizes), *saved]
 
 
-def differing_stages(calm: Path, chaos: Path) -> list[str]:
+def differing_stages(calm: Path, chaos: Path, stages: Registry = BUILT_IN) -> list[str]:
     """The stages whose outputs differ between two run folders."""
-    stages = [stage for stage in STAGES if (calm / stage).exists()]
-    return [stage for stage in stages if outputs_hash(calm / stage, stage) != outputs_hash(chaos / stage, stage)]
+    outputs = {stage.name: Path(stage.name) / stage.output for stage in stages if (calm / stage.name).exists()}
+    return [name for name, path in outputs.items() if outputs_hash(calm / path) != outputs_hash(chaos / path)]

@@ -8,16 +8,23 @@ from typing import Any
 
 from pydantic import Field
 
-from evaluation.sampling import Sample
+from evaluation.sampling import Sample, SamplingSpec
+from evaluation.sampling_everywhere import sample_everywhere
 from preferences.door import answer_all
 from preferences.formats.own import ranking_row
 from preferences.records import MAX_RESPONSES, Message, Ranking, Task
 from preferences.results import Progress
 from preferences.statistics.agreement import accuracy_against, pairwise_agreement
 from preferences.store import LabelStore
+from stages.contract import Parent, Source, Stage
+from stages.planner import Planner, StagePlan
+from stages.prompts import require_room
+from stages.run import StageRun
+from stages.sizes import SourceSize
 from stages.world import World, label_truth
 from training.config import Config
-from training.data import DataConfig, Prompt
+from training.data import DataConfig, Prompt, read_prompts
+from training.seeds import derive_seed
 
 
 class CollectConfig(Config):
@@ -123,3 +130,59 @@ def collection_figures(
         "gold_accuracy": accuracy_against(rankings, truth).as_dict(),
         "labelers": sorted({ranking.labeler for ranking in rankings}),
     }
+
+
+def run_collect(run: StageRun, config: CollectConfig) -> None:
+    """Sample, put to labelers, export. Labels stay in the job's store for good; a new SFT policy opens a new batch."""
+    prompts = read_prompts(config.prompts)
+    spec = SamplingSpec(
+        policy=run.start("sft"),
+        num_samples=config.responses_per_prompt,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        seed=derive_seed(run.seed, "collect"),
+        precision=run.engine.resolved_precision(),
+    )
+    samples = sample_everywhere(run, "sft", spec, prompts)
+    batch = json.loads((run.folder / "inputs.json").read_text(encoding="utf-8"))["fingerprint"][:12]
+    with LabelStore(run.run_folder / "labels.sqlite") as store:
+        others = [other for other in store.batches() if other != batch]
+        taken = {stored.task.task_id for other in others for stored in store.tasks(other)}
+        tasks = make_tasks(batch, prompts, samples, "sft", taken=taken)
+        rankings = label(
+            store, run.world, tasks, config, batch=batch, seed=run.seed,
+            on_progress=lambda state: run.show(state.num_tasks - state.num_open, state.num_tasks, "labeled"),
+        )  # fmt: skip
+    write_rankings(run.folder / "rankings.jsonl", rankings)
+    num_identical = len(prompts) - len(tasks)
+    run.write_results(collection_figures(rankings, len(prompts), num_identical, run.world, config.responses_per_prompt))
+
+
+def preflight(run: StageRun, config: CollectConfig) -> None:
+    """Check that every prompt leaves room for its responses."""
+    require_room(run, run.tokenizer_of("sft"), config.prompts, config.max_new_tokens)
+
+
+def plan(planner: Planner, config: CollectConfig) -> StagePlan:
+    num_prompts, num_responses = planner.sizes.num_rows(config.prompts), config.responses_per_prompt
+    return planner.sampling(num_prompts, num_responses, config.max_new_tokens, at_once=num_responses)
+
+
+STAGE = Stage(
+    name="collect",
+    config=CollectConfig,
+    run=run_collect,
+    parents=(Parent("sft"),),
+    sections=("world",),
+    model_fields=(),
+    output="rankings.jsonl",
+    sources={
+        "rankings": Source(
+            "rankings.jsonl",
+            lambda config, sizes: SourceSize(sizes.num_rows(config.prompts), config.responses_per_prompt),
+        )
+    },
+    context_tokens=lambda config: {"max_new_tokens": config.max_new_tokens + 1},
+    preflight=preflight,
+    plan=plan,
+)

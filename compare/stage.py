@@ -3,8 +3,10 @@
 Arrays: P prompts, S samples of a prompt.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,18 @@ from pydantic import Field
 
 from evaluation.best_of_n import best_of_n_expected, best_of_n_kl
 from evaluation.diversity import distinct_n
-from evaluation.sampling import Sample
+from evaluation.sampling import Sample, SamplingSpec
+from evaluation.sampling_everywhere import sample_everywhere
 from evaluation.statistics.means import bootstrap_mean, win_rate
 from intervals.score import share_interval
+from ppo.stage import STAGE as PPO
+from stages.contract import Parent, Stage
+from stages.planner import Planner, StagePlan
+from stages.prompts import require_room
+from stages.run import StageRun
 from training.config import Config
-from training.data import DataConfig, Prompt
+from training.data import DataConfig, Prompt, read_prompts
+from training.seeds import derive_seed
 
 Floats = npt.NDArray[np.float64]
 Gold = Callable[[Sequence[str], Sequence[str]], list[float]]
@@ -133,3 +142,94 @@ def side_by_side(
         for row, sample, score in zip(rows, chosen, scores, strict=True):
             row["responses"][name] = {"text": sample.response, "gold_score": score, "proxy_score": sample.score}
     return rows
+
+
+def run_compare(run: StageRun, config: CompareConfig) -> None:
+    """Sample every policy on held-out prompts, measure, judge."""
+    prompts, ppo_config = read_prompts(config.prompts), run.job.section(PPO)
+    assert ppo_config is not None, "the comparison is of PPO's policy"
+
+    def samples_of(name: str, num_samples: int) -> list[Sample]:
+        # The pretrained model has seen no chat template; it is asked in the one that SFT taught.
+        spec = SamplingSpec(
+            policy=run.model_of(name),
+            num_samples=num_samples,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            seed=derive_seed(run.seed, "compare", name),
+            precision=run.engine.resolved_precision(),
+            reference=str(run.model_of("sft")),
+            reward=str(run.model_of("reward")),
+            objective_weights=ppo_config.objective_weights,
+            template_of=str(run.model_of("sft")),
+        )
+        return sample_everywhere(run, name, spec, prompts)
+
+    pool = samples_of("sft", max(config.best_of, config.num_samples))
+    pretrained = {"pretrained": samples_of("pretrain", config.num_samples)} if "pretrain" in run.parents else {}
+    policies: dict[str, Sequence[Sample]] = {
+        **pretrained,
+        "sft": pool,
+        f"best_of_{config.best_of}": best_of(pool, config.best_of),
+        "ppo": samples_of("ppo", config.num_samples),
+    }
+    gold = run.world.gold_scores
+    results = compare_policies(policies, prompts, gold, pass_mark=run.world.pass_mark, seed=run.seed)
+    curve = best_of_n_curve(pool, prompts, gold, seed=run.seed)
+    # The log-ratio of a chosen sample says nothing about the choosing policy; its KL is known by its bound.
+    results["policies"][f"best_of_{config.best_of}"]["kl_nats"] = None
+    results |= {
+        "judge": {"name": run.world.judge_names[0], "description": run.world.describe()},
+        "num_prompts": len(prompts),
+        "num_samples": config.num_samples,
+        "temperature": config.temperature,
+        "best_of_n": curve,
+        "samples": side_by_side(policies, prompts, gold, config.num_shown),
+    }
+    write_samples(run.folder / "samples.jsonl", policies)
+    run.write_results(results)
+
+
+def write_samples(path: Path, policies: Mapping[str, Sequence[Sample]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for name, samples in policies.items():
+            for sample in samples:
+                file.write(json.dumps({"policy": name, **sample.as_dict()}) + "\n")
+
+
+def preflight(run: StageRun, config: CompareConfig) -> None:
+    """Check that every prompt leaves room for its responses."""
+    require_room(run, run.tokenizer_of("sft"), config.prompts, config.max_new_tokens)
+
+
+def plan(planner: Planner, config: CompareConfig) -> StagePlan:
+    pool = max(config.best_of, config.num_samples)
+    per_prompt = pool + config.num_samples * (1 + ("pretrain" in planner.job.stage_names))
+    # The reference that samples are measured against; reward models of this stage stay in fp32.
+    measured_by = {"reference": planner.layout.compute_bytes, "reward model": 4}
+    return planner.sampling(
+        planner.sizes.num_rows(config.prompts),
+        per_prompt,
+        config.max_new_tokens,
+        at_once=pool,
+        measured_by=measured_by,
+    )
+
+
+STAGE = Stage(
+    name="compare",
+    config=CompareConfig,
+    run=run_compare,
+    parents=(
+        Parent("pretrain", is_read=lambda _, stages: "pretrain" in stages),
+        Parent("sft"),
+        Parent("reward"),
+        Parent("ppo"),
+    ),
+    sections=("world",),
+    model_fields=(),
+    output="results.json",
+    context_tokens=lambda config: {"max_new_tokens": config.max_new_tokens + 1},
+    preflight=preflight,
+    plan=plan,
+)

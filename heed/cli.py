@@ -75,7 +75,7 @@ def plan(
 
     Exit code 1: the job does not fit.
     """
-    from jobs.planning.tables import show_plan
+    from jobs.plan_tables import show_plan
 
     if not show_plan(out, job, override or [], gpu, nodes, gpus_per_node, price, share, rows):
         raise typer.Exit(1)

@@ -1,40 +1,20 @@
 """A job: the sections of its stages, checked as a whole before anything runs."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from cluster.config import ClusterConfig
-from collect.stage import CollectConfig
-from compare.stage import CompareConfig
+from jobs.registry import BUILT_IN, WORLD, AnyStage, Registry
 from lm.config import ModelConfig
 from playground.reviews import ReviewsConfig, ReviewsWorld
 from playground.world import PlaygroundConfig, PlaygroundWorld
-from ppo.config import PPOConfig
-from preferences.records import OVERALL
-from pretrain.stage import PretrainConfig
-from reward.scoring import weights_by_label
-from reward.stage import RewardConfig
-from sft.stage import SFTConfig
+from stages.contract import Parent, Stage
+from stages.run import sources_in
 from stages.world import World
-from training.config import Config, EngineConfig, OptimizerConfig
+from training.config import BatchConfig, Config, EngineConfig, OptimizerConfig
 
-STAGES = ("pretrain", "sft", "collect", "reward", "ppo", "compare")
-PARENTS = {
-    "pretrain": ("tokenizer",),
-    "sft": ("pretrain",),
-    "collect": ("sft",),
-    "reward": ("sft",),
-    "ppo": ("sft", "reward"),
-    "compare": ("sft", "reward", "ppo"),
-}
-# The fields of a stage's section that name a model, or what stands for one, in place of a parent's; one is used.
-SUBSTITUTES = {
-    ("sft", "pretrain"): ("init_from",),
-    ("reward", "sft"): ("init_from",),
-    ("ppo", "sft"): ("init_from",),
-    ("ppo", "reward"): ("reward_from", "reward_function", "reward_url"),
-}
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 class PlaygroundSection(PlaygroundConfig):
@@ -50,14 +30,17 @@ class ReviewsSection(ReviewsConfig):
 
 
 class JobConfig(Config):
-    """A job: the sections of the stages that it has, and what they share. What spans sections is checked here.
+    """A job: what its stages share; `job_type` adds a section per stage. Checks that span sections are made here.
 
-    A source "world:NAME" is the file NAME.jsonl that the world writes; "collect:rankings" is what labelers gave.
-    `model` is the policy's shape; where the first stage has `init_from`, it is that model's.
+    A source "world:NAME" is the file NAME.jsonl that the world writes; "STAGE:NAME" is a file that a stage offers, such
+    as "collect:rankings". `model` is the policy's shape; where the first stage has `init_from`, it is that model's.
     """
+
+    registry: ClassVar[Registry] = Registry(())
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     note: str = ""  # a caution that the report shows
+    custom_stages: tuple[str, ...] = ()  # "FILE.py:NAME": stages of one's own (CONTRIBUTING.md, "Adding a stage")
     seed: int = Field(ge=0)
     workers: int = Field(ge=1)
     min_workers: int = Field(default=0, ge=0)  # with how few it may go on after a loss; 0 = no fewer than `workers`
@@ -65,12 +48,6 @@ class JobConfig(Config):
     cluster: ClusterConfig = ClusterConfig()
     world: Annotated[PlaygroundSection | ReviewsSection, Field(discriminator="kind")] | None = None
     model: ModelConfig | None = None
-    pretrain: PretrainConfig | None = None
-    sft: SFTConfig | None = None
-    collect: CollectConfig | None = None
-    reward: RewardConfig | None = None
-    ppo: PPOConfig | None = None
-    compare: CompareConfig | None = None
 
     @field_validator("name")
     @classmethod
@@ -81,8 +58,8 @@ class JobConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not self.stages:
-            raise ValueError(f"the job has no stage; a section of {', '.join(STAGES)} was expected")
+        if not self.stage_names:
+            raise ValueError(f"the job has no stage; a section of {', '.join(self.registry.names)} was expected")
         for stage in self.stages:
             self._check_parents(stage)
         self._check_world()
@@ -90,109 +67,126 @@ class JobConfig(Config):
         self._check_room()
         self._check_batches()
         self._check_optimizers()
-        self._check_objectives()
+        for stage in self.stages:
+            stage.check(self.section_of(stage), self)
         return self
 
     @property
-    def stages(self) -> tuple[str, ...]:
+    def stages(self) -> tuple[AnyStage, ...]:
         """The stages that this job has, in order."""
-        return tuple(stage for stage in STAGES if getattr(self, stage) is not None)
-
-    def parents(self, stage: str) -> tuple[str, ...]:
-        """The stages whose outputs it reads, in order; the tokenizer is made before all."""
-        section = getattr(self, stage)
-        found = {parent for parent in PARENTS[stage] if not self.substitute(stage, parent)}
-        if stage == "reward" and section.rankings.source == "collect:rankings":
-            found.add("collect")
-        if (stage == "ppo" and section.ptx_rows) or (stage == "compare" and self.pretrain is not None):
-            found.add("pretrain")
-        return tuple(name for name in ("tokenizer", *STAGES) if name in found)
-
-    def substitute(self, stage: str, parent: str) -> str:
-        """The model that a stage's section names in place of a parent's; "" where it names none."""
-        field = self._given(stage, parent)
-        return getattr(getattr(self, stage), field) if field else ""
-
-    def _given(self, stage: str, parent: str) -> str:
-        """The field that names it; "" where none does."""
-        section = getattr(self, stage)
-        return next((field for field in SUBSTITUTES.get((stage, parent), ()) if getattr(section, field)), "")
+        return tuple(stage for stage in self.registry if getattr(self, stage.name) is not None)
 
     @property
-    def reward_stage_scores_policy(self) -> bool:
-        """Whether the rankings that the reward stage scores are samples of the policy that PPO starts from."""
-        judged_here = "reward" in self.parents("ppo") and "collect" in self.parents("reward")
-        return judged_here and "sft" in self.parents("ppo")
+    def stage_names(self) -> tuple[str, ...]:
+        return tuple(stage.name for stage in self.stages)
 
-    def _check_parents(self, stage: str) -> None:
-        """A stage starts from one place: the stage before it, or a model named in its section."""
-        for parent in self.parents(stage):
-            if parent not in ("tokenizer", *self.stages):
-                fields = [f"{stage}.{field}" for field in SUBSTITUTES.get((stage, parent), ())]
-                raise ValueError(f"{stage} needs {parent}: {' or '.join([f'[{parent}]', *fields])} was expected")
-        for user, parent in SUBSTITUTES:
-            # A reward model may well have another body than the policy; for the others it would be a slip.
+    def stage(self, name: str) -> AnyStage:
+        """A stage by its name."""
+        return self.registry[name]
+
+    def section(self, stage: Stage[AnyConfig]) -> AnyConfig | None:
+        """The section of a stage; None where the job does not have that stage."""
+        section = getattr(self, stage.name)
+        assert section is None or isinstance(section, stage.config), f"[{stage.name}] is {type(section)}"
+        return section
+
+    def section_of(self, stage: Stage[AnyConfig]) -> AnyConfig:
+        """The section of a stage that the job has."""
+        section = self.section(stage)
+        assert section is not None, f"the job has no [{stage.name}]"
+        return section
+
+    def parents(self, name: str) -> tuple[str, ...]:
+        """The stages and preparations whose outputs a stage reads, in order; preparations are made before all."""
+        stage = self.registry[name]
+        section = self.section_of(stage)
+        found = {
+            parent.stage
+            for parent in stage.parents
+            if parent.is_read(section, self.stage_names) and not self.substitute(name, parent.stage)
+        }
+        sources = {source.partition(":")[0] for source in sources_in(section.model_dump()) if ":" in source}
+        found |= sources & set(self.registry.names)
+        if stage.preparation is not None:
+            found.add(stage.preparation.name)
+        return tuple(other for other in (*self.registry.preparations, *self.registry.names) if other in found)
+
+    def substitute(self, name: str, parent: str) -> str:
+        """The model that a stage's section names in place of a parent's; "" where it names none."""
+        stage = self.registry[name]
+        field = next((self._given(stage, known) for known in stage.parents if known.stage == parent), "")
+        return getattr(self.section_of(stage), field) if field else ""
+
+    def _given(self, stage: AnyStage, parent: Parent[Any]) -> str:
+        """The field that names a substitute for the parent; "" where none does."""
+        section = self.section_of(stage)
+        return next((field for field in parent.substitutes if getattr(section, field)), "")
+
+    def _check_parents(self, stage: AnyStage) -> None:
+        """A stage starts from one place: a stage before it, or a model named in its section."""
+        declared = {parent.stage: parent for parent in stage.parents}
+        before = (*self.registry.preparations, *self.stage_names[: self.stage_names.index(stage.name)])
+        for name in self.parents(stage.name):
+            if name not in before:
+                fields = [f"{stage.name}.{field}" for field in declared[name].substitutes] if name in declared else []
+                late = ", which runs after it" if name in self.stage_names else ""
+                raise ValueError(f"{stage.name} needs {name}{late}: {' or '.join([f'[{name}]', *fields])} was expected")
+        for parent in stage.parents:
             field = self._given(stage, parent)
-            if stage == user != "reward" and field and parent in self.stages:
-                raise ValueError(f"{stage}.{field} is given and so is [{parent}]; {stage} starts from one of them")
+            if field and parent.stage in self.stage_names and not parent.own_shape:
+                raise ValueError(
+                    f"{stage.name}.{field} is given and so is [{parent.stage}]; {stage.name} starts from one of them"
+                )
 
     def _check_world(self) -> None:
         if self.world is not None:
             return
-        sections = {stage: getattr(self, stage) for stage in self.stages}
-        needing: list[str] = [stage for stage in ("collect", "compare") if stage in sections]
-        needing += [stage for stage, section in sections.items() if '"world:' in section.model_dump_json()]
+        needing = [stage.name for stage in self.stages if WORLD in stage.sections]
+        needing += [stage.name for stage in self.stages if '"world:' in self.section_of(stage).model_dump_json()]
         if needing:
             raise ValueError(f"world: missing; {needing[0]} needs it")
 
+    def _has_own_shape(self, stage: AnyStage) -> bool:
+        """Whether a stage starts from a model that may have another shape than the policy."""
+        return any(parent.own_shape and self._given(stage, parent) for parent in stage.parents)
+
     def _check_kind(self) -> None:
         """Which stages a model of each kind goes through."""
-        if self.model is None:
-            if self.pretrain is not None:
-                raise ValueError("model: missing; pretraining needs a shape, or pretrain.init_from")
-            return
-        allowed = {"encoder": ("pretrain",), "encoder-decoder": ("pretrain", "sft"), "decoder": STAGES}[self.model.kind]
         for stage in self.stages:
-            apart = stage == "reward" and self.reward is not None and self.reward.init_from
-            if stage not in allowed and not apart:
-                raise ValueError(f"model.kind is {self.model.kind!r}, which has no stage {stage}")
+            if self.model is None and "model" in stage.sections:
+                raise ValueError(f"model: missing; {stage.name} needs a shape, or {stage.name}.init_from")
+            if self.model is not None and self.model.kind not in stage.model_kinds and not self._has_own_shape(stage):
+                raise ValueError(f"model.kind is {self.model.kind!r}, which has no stage {stage.name}")
 
     def _check_room(self) -> None:
         if self.model is None:
             return
-        context, needed = self.model.max_position_embeddings, dict[str, int]()
-        for stage in ("pretrain", "sft"):
-            if stage in self.stages:
-                needed[f"{stage}.seq_len"] = getattr(self, stage).seq_len
-        for stage in ("collect", "ppo", "compare"):
-            if stage in self.stages:
-                needed[f"{stage}.max_new_tokens"] = getattr(self, stage).max_new_tokens + 1
-        for field, tokens in needed.items():
-            if tokens > context:
-                raise ValueError(f"{field} does not fit model.max_position_embeddings = {context}")
+        context = self.model.max_position_embeddings
+        for stage in self.stages:
+            for field, tokens in stage.context_tokens(self.section_of(stage)).items():
+                if tokens > context:
+                    raise ValueError(f"{stage.name}.{field} does not fit model.max_position_embeddings = {context}")
 
     @property
     def world_sizes(self) -> tuple[int, ...]:
-        """Numbers of workers that the job can go on with, the most first: those that divide its batches."""
+        """Numbers of workers that the job can continue with, the most first: those that divide its batches."""
         fewer = range(self.workers - 1, (self.min_workers or self.workers) - 1, -1)
         return (self.workers, *(size for size in fewer if not self._batch_problem(size)))
 
     @property
     def fewest_ranks(self) -> int:
-        """How many processes a cluster must have room for, those beside the workers included."""
-        return self.world_sizes[-1] + self.ranks_beside
+        """How many processes a cluster must have room for, those next to the workers included."""
+        return self.world_sizes[-1] + self.extra_ranks
 
     @property
     def num_ranks(self) -> int:
-        """All processes of the job, those beside the workers included."""
-        return self.workers + self.ranks_beside
+        """All processes of the job, those next to the workers included."""
+        return self.workers + self.extra_ranks
 
     @property
-    def ranks_beside(self) -> int:
-        """PPO's generators and scorers, where they are no workers."""
-        if self.ppo is None or self.ppo.placement == "colocated":
-            return 0
-        return self.ppo.num_generators + self.ppo.num_scorers
+    def extra_ranks(self) -> int:
+        """Processes that stages have next to the job's workers."""
+        return sum(stage.extra_ranks(self.section_of(stage)) for stage in self.stages)
 
     def _check_batches(self) -> None:
         problem = self._batch_problem(self.workers)
@@ -204,57 +198,52 @@ class JobConfig(Config):
     def _batch_problem(self, num_workers: int) -> str:
         """Why the batches do not divide among so many workers; "" where they do."""
         for stage in self.stages:
-            section = getattr(self, stage)
-            for field in ("batch", "minibatch"):
+            section = self.section_of(stage)
+            for field, batch in section:
                 try:
-                    if hasattr(section, field):
-                        getattr(section, field).num_micro_batches(num_workers)
+                    if isinstance(batch, BatchConfig):
+                        batch.num_micro_batches(num_workers)
                 except ValueError as error:
-                    return f"{stage}.{field} with workers = {num_workers}: {error}"
-        for field in ("rollout_batch_size", "ptx_rows"):
-            rows = getattr(self.ppo, field, 0)
-            if rows % num_workers:
-                return f"ppo.{field} is {rows}; a multiple of workers = {num_workers} was expected"
+                    return f"{stage.name}.{field} with workers = {num_workers}: {error}"
+            for field, rows in stage.split_rows(section).items():
+                if rows % num_workers:
+                    return f"{stage.name}.{field} is {rows}; a multiple of workers = {num_workers} was expected"
         return ""
 
     def _check_optimizers(self) -> None:
         for stage in self.stages:
-            section = getattr(self, stage)
-            for field in ("optimizer", "policy_optimizer", "value_optimizer"):
-                if not hasattr(section, field):
+            for field, optimizer in self.section_of(stage):
+                if not isinstance(optimizer, OptimizerConfig):
                     continue
-                optimizer = getattr(section, field)
                 try:
                     optimizer.check_sharding(self.engine)
                 except ValueError as error:
-                    raise ValueError(f"{stage}.{field}: {error}") from None
-                self._check_trained_layers(f"{stage}.{field}", optimizer)
+                    raise ValueError(f"{stage.name}.{field}: {error}") from None
+                if not self._has_own_shape(stage):  # of another model's layers the engine knows the number
+                    self._check_trained_layers(f"{stage.name}.{field}", optimizer)
 
     def _check_trained_layers(self, name: str, optimizer: OptimizerConfig) -> None:
-        if self.model is None or (name.startswith("reward.") and self.reward is not None and self.reward.init_from):
-            return  # another model's; the engine checks it
+        if self.model is None:
+            return
         num_layers = self.model.num_hidden_layers + self.model.num_encoder_layers
         if (optimizer.trained_layers or 0) > num_layers:
             raise ValueError(f"{name}.trained_layers is {optimizer.trained_layers}; the model has {num_layers}")
 
-    def _check_objectives(self) -> None:
-        """The weights of PPO's reward are of what the reward model learns. Those of a model from elsewhere are seen in
-        its directory, before anything runs.
-        """
-        if self.reward is None:
-            return
-        if self.reward.rankings.source == "collect:rankings" and not set(self.reward.objectives) <= {OVERALL}:
-            raise ValueError(
-                f"reward.objectives is {list(self.reward.objectives)}, and the labelers of [collect] judge by"
-                f" {OVERALL!r} alone; rankings of those objectives were expected"
-            )
-        if self.ppo is not None and "reward" in self.parents("ppo"):
-            weights_by_label("[reward]", self.reward.labels, self.ppo.objective_weights)
-
     def open_world(self) -> World | None:
-        """The world that the job names, if it does. Errors: ValueError for files that are missing or malformed."""
+        """The world that the job names, if any. Raises: ValueError for files that are missing or malformed."""
         if self.world is None:
             return None
         if isinstance(self.world, PlaygroundSection):
             return PlaygroundWorld(self.world)
         return ReviewsWorld(self.world)
+
+
+def job_type(registry: Registry) -> type[JobConfig]:
+    """The config of a job that may have these stages, a section for each; unknown keys are refused."""
+    sections: dict[str, Any] = {stage.name: (stage.config | None, None) for stage in registry}
+    made = create_model("JobConfig", __base__=JobConfig, **sections)
+    made.registry = registry
+    return made
+
+
+BUILT_IN_JOB = job_type(BUILT_IN)  # a job without stages of its own

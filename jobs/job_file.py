@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from jobs.job import JobConfig, PlaygroundSection, ReviewsSection
+from jobs.job import BUILT_IN_JOB, JobConfig, PlaygroundSection, ReviewsSection, job_type
+from jobs.registry import Registry, registry_with
 from lm.hub import model_directory
 from lm.weights import PRETRAINED, PURPOSES, purpose_of, read_config
 
@@ -29,9 +30,21 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), *, opens_models: 
     values = read_toml(source, name)
     for override in overrides:
         _apply_override(values, override)
+    made = _job_type(name, values)
     if opens_models or "model" not in values:
-        _take_shape(name, values)
-    return validated(JobConfig, values, name)
+        _take_shape(name, values, made.registry)
+    return validated(made, values, name)
+
+
+def _job_type(name: str, values: Mapping[str, Any]) -> type[JobConfig]:
+    """The job's config, with a section for each stage that the job brings itself."""
+    places = values.get("custom_stages")
+    if not isinstance(places, list) or not all(isinstance(place, str) for place in places):
+        return BUILT_IN_JOB  # what else it may be is refused with the other keys
+    try:
+        return job_type(registry_with(places))
+    except ValueError as error:
+        raise ValueError(f"{name}: custom_stages: {error}") from None
 
 
 def read_toml(source: Traversable, name: str) -> dict[str, Any]:
@@ -55,9 +68,11 @@ def validated(model: type[AnyModel], values: Mapping[str, Any], name: str) -> An
         raise ValueError(f"{name}: {problems}") from None
 
 
-def _take_shape(name: str, values: dict[str, Any]) -> None:
+def _take_shape(name: str, values: dict[str, Any], registry: Registry) -> None:
     """Where the first stage starts from a model, `[model]` is that model's shape, and is checked if it is written."""
-    first = next((stage for stage in ("pretrain", "sft", "ppo") if isinstance(values.get(stage), dict)), "")
+    # A stage whose model may have another shape than the policy, as a reward model may, says nothing about it.
+    of_policy = (stage for stage in registry if "init_from" in stage.config.model_fields and not stage.has_own_shape)
+    first = next((stage.name for stage in of_policy if isinstance(values.get(stage.name), dict)), "")
     init_from = values[first].get("init_from") if first else None
     if not isinstance(init_from, str) or not init_from:
         return

@@ -1,6 +1,5 @@
 """From a job to a finished run: which stages must run, in which order, and what each was made from."""
 
-import hashlib
 import os
 import shutil
 import time
@@ -9,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tenacity
 import tomli_w
@@ -19,22 +18,26 @@ from cluster.precision import resolve_precision
 from files.atomic import write_json
 from files.hashes import file_hash, folder_hash
 from files.lock import lock
+from files.python_names import file_of, load_function
 from jobs.job import JobConfig
 from jobs.preflight import check_data, refuse_missing
 from jobs.recovery import Workers, run_to_end
-from jobs.run import SAMPLES, Run, sources_in
-from jobs.stages import STAGES, Stage
+from jobs.registry import PREPARED, WORLD, AnyStage
+from jobs.run import Run
 from jobs.storage import missing_in_one_line
 from lm.hub import model_directory
-from lm.tokenizer import TOKENIZER_FILES
-from pretrain.stage import prepare_tokenizer
-from reward.elsewhere import FunctionReward
+from stages.contract import Preparation, Stage
 from stages.lineage import LINEAGE, Inputs, finished_with, outputs_hash, require_outputs, started_with, write_lineage
-from stages.progress import StageProgress, console, follow, print_notice
+from stages.progress import console, follow, print_notice
+from stages.run import StageRun
+from stages.sampling import SAMPLES
 from training.checkpoint import step_folders
+from training.config import Config
 from training.failures import RunError, in_one_line
 from training.metrics import read_metrics
 from training.notices import speaking_through
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 FOLDER_SECONDS = 30.0  # for which a stage waits where its folder is away
 
@@ -56,7 +59,7 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
         closing.enter_context(speaking_through(print_notice))
         closing.enter_context(missing_in_one_line(folder))
         closing.enter_context(lock(folder))
-        workers = Workers(job.world_sizes, folder, job.cluster, job.ranks_beside)
+        workers = Workers(job.world_sizes, folder, job.cluster, job.extra_ranks)
         if os.environ.get("RAY_ADDRESS"):
             closing.callback(disconnect)
         closing.callback(workers.close)
@@ -65,9 +68,9 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
         run = Run(job, folder, job.open_world(), workers)
         _write_job(job, folder / "job.toml")
         _prepare_world(run)
-        _prepare_tokenizer(run)
+        _prepare_stages(run)
         check_data(run)
-        _run_stages(run, first, only)
+        _run_stages(run, workers, first, only)
     from reports.report import write_report  # draws, which takes a second to import and is not needed before
 
     with missing_in_one_line(folder):
@@ -76,10 +79,10 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
     return folder
 
 
-def _run_stages(run: Run, first: str, only: str) -> None:
+def _run_stages(run: Run, workers: Workers, first: str, only: str) -> None:
     forced = False
-    for stage in STAGES:
-        if stage.name not in run.job.stages or (only and stage.name != only):
+    for stage in run.job.stages:
+        if only and stage.name != only:
             continue
         forced = forced or stage.name == first
         _require_parents(run, stage)
@@ -87,18 +90,17 @@ def _run_stages(run: Run, first: str, only: str) -> None:
             _say_stale_parents(run, stage)
         inputs = _inputs(run, stage)
         folder = run.stage_folder(stage.name)
-        finished = finished_with(folder, stage.name)
+        finished = finished_with(folder, stage.output)
         if not forced and finished is not None and finished[0] == inputs.fingerprint:
             console.print(f"[dim]{stage.name}: unchanged, skipped")
             continue
         _open_folder(run, stage, inputs, forced)
         begun = time.monotonic()
-        run.group.take_back()
-        config = run.resolve(getattr(run.job, stage.name))
+        workers.take_back()
         try:
             with follow(stage.name, folder) as progress:
-                work = partial(_run_stage, run, stage, config, progress, inputs, begun)
-                run_to_end(stage.name, folder, work, run.group.abandon)
+                work = partial(_run_stage, run.of(stage.name, progress), stage, inputs, begun)
+                run_to_end(stage.name, folder, work, workers.abandon)
         except KeyboardInterrupt:
             console.print(f"{stage.name}: stopped{_last_step(folder)}; the same command continues")
             raise
@@ -115,13 +117,13 @@ def _run_stages(run: Run, first: str, only: str) -> None:
         console.print(f"{stage.name}: done in {time.monotonic() - begun:.0f} s")
 
 
-def _run_stage(run: Run, stage: Stage, config: Any, progress: StageProgress, inputs: Inputs, begun: float) -> None:
-    """Once its folder is there: without it the stage would begin again from nothing, beside what it has saved.
+def _run_stage(run: StageRun, stage: AnyStage, inputs: Inputs, begun: float) -> None:
+    """Run a stage once its folder is there: without it the stage would start from nothing, next to what it has saved.
 
     Raises:
         RunError: the folder stays away, as a file system does that is no longer mounted.
     """
-    folder = run.stage_folder(stage.name)
+    folder = run.folder
     is_there = tenacity.Retrying(
         retry=tenacity.retry_if_result(lambda found: not found),
         stop=tenacity.stop_after_delay(FOLDER_SECONDS),
@@ -130,9 +132,11 @@ def _run_stage(run: Run, stage: Stage, config: Any, progress: StageProgress, inp
     )((folder / "inputs.json").is_file)
     if not is_there:
         raise RunError(f"{folder} is missing; bring the folder back and run the same command again")
-    stage.run(run, config, progress)
-    require_outputs(folder, stage.name)
-    write_lineage(folder, inputs, time.monotonic() - begun)
+    config = run.job.section(stage)
+    assert config is not None
+    stage.run(run, run.resolve(config))
+    require_outputs(folder, (stage.output, *stage.also_required))
+    write_lineage(folder, inputs, stage.output, time.monotonic() - begun)
 
 
 def _last_step(folder: Path) -> str:
@@ -145,73 +149,68 @@ def _last_step(folder: Path) -> str:
     return f" at step {lines[-1]['step']} of {lines[-1]['num_steps']}{where}"
 
 
-def _require_parents(run: Run, stage: Stage) -> None:
+def _require_parents(run: Run, stage: AnyStage) -> None:
     for parent in run.job.parents(stage.name):
-        if finished_with(run.stage_folder(parent), parent) is None:
+        if not _is_finished(run, parent):
             raise ValueError(f"stage {stage.name} needs {parent}, which is not finished in {run.folder}")
 
 
-def _say_stale_parents(run: Run, stage: Stage) -> None:
-    """A stage that runs alone takes its parents as they are; where this job would make one anew, it says so."""
-    for parent in (other for other in STAGES if other.name in run.job.parents(stage.name)):
-        finished = finished_with(run.stage_folder(parent.name), parent.name)
+def _is_finished(run: Run, name: str) -> bool:
+    return finished_with(run.stage_folder(name), run.job.registry.output(name)) is not None
+
+
+def _say_stale_parents(run: Run, stage: AnyStage) -> None:
+    """A stage that runs alone takes its parents as they are; where this job would run one again, it says so."""
+    for parent in (other for other in run.job.stages if other.name in run.job.parents(stage.name)):
+        finished = finished_with(run.stage_folder(parent.name), parent.output)
         grandparents = run.job.parents(parent.name)
-        is_known = all(finished_with(run.stage_folder(name), name) is not None for name in grandparents)
+        is_known = all(_is_finished(run, name) for name in grandparents)
         if finished is not None and is_known and finished[0] != _inputs(run, parent).fingerprint:
             console.print(f"{parent.name}: made from other settings than this job's; {stage.name} takes it as it is")
 
 
-def _inputs(run: Run, stage: Stage) -> Inputs:
+def _inputs(run: Run, stage: AnyStage) -> Inputs:
     """What the stage would be made from now. How the work is split and logged changes no result and is left out."""
     # TOML, in which a stage's config is kept, has no word for nothing.
     sections = {
         name: getattr(run.job, name).model_dump(mode="json", exclude_none=True)
-        for name in stage.sections
+        for name in (stage.name, *stage.sections)
         if getattr(run.job, name) is not None
     }
-    config = {name: _without_layout(section) for name, section in sections.items()}
+    config = {name: _without(section, LAYOUT_KEYS | stage.layout_keys) for name, section in sections.items()}
     config["precision"] = run.job.engine.resolved_precision()
-    parents = {parent: outputs_hash(run.stage_folder(parent), parent) for parent in run.job.parents(stage.name)}
-    return Inputs(stage.name, run.job.seed, config, parents, _data_hashes(run, config))
+    parents = {parent: outputs_hash(run.output(parent)) for parent in run.job.parents(stage.name)}
+    return Inputs(stage.name, run.job.seed, config, parents, _data_hashes(run.of(stage.name), stage, config))
 
 
-PLACEMENT = {"placement", "num_generators", "num_scorers", "weight_transport"}
-PATIENCE = {"reward_timeout_seconds", "reward_retries"}  # with somebody else's server
-LAYOUT = (
-    PLACEMENT | PATIENCE | {"micro_batch_size", "save_every_steps", "save_every_iterations", "evaluate_every_steps"}
-)
+# Of every stage: how a batch is split, and how often it is saved and measured.
+LAYOUT_KEYS = frozenset(("micro_batch_size", "save_every_steps", "save_every_iterations", "evaluate_every_steps"))
 
 
-def _without_layout(value: Any) -> Any:
-    """A dumped config without the keys that say how work is split and how often it is looked at."""
+def _without(value: Any, left_out: frozenset[str]) -> Any:
+    """A dumped config without some keys, at any depth."""
     if isinstance(value, dict):
-        return {key: _without_layout(item) for key, item in value.items() if key not in LAYOUT}
-    return [_without_layout(item) for item in value] if isinstance(value, list) else value
+        return {key: _without(item, left_out) for key, item in value.items() if key not in left_out}
+    return [_without(item, left_out) for item in value] if isinstance(value, list) else value
 
 
-def _data_hashes(run: Run, config: Mapping[str, Any]) -> dict[str, str]:
-    """SHA-256 by name of what the config's sections read, of the model directory that one starts from, and of the file
-    in which its reward function is written.
+def _data_hashes(run: StageRun, stage: AnyStage, config: Mapping[str, Any]) -> dict[str, str]:
+    """SHA-256 by name of what the config's sections read, of the model directories that the stage's own section names,
+    and of the files in which the functions that it names, and a stage that the job brings, are written.
     """
-    found = {source: _source_hash(run.path_of(source)) for source in sources_in(dict(config))}
-    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for field in ("init_from", "reward_from"):
-            if section.get(field):
-                found[section[field]] = folder_hash(model_directory(section[field]))
-        if section.get("reward_function"):
-            found[section["reward_function"]] = file_hash(FunctionReward(section["reward_function"]).file)
+    found, section = run.source_hashes(dict(config)), config[stage.name]
+    for field in stage.model_fields:
+        if section.get(field):
+            found[section[field]] = folder_hash(model_directory(section[field]))
+    for field in stage.function_fields:
+        if section.get(field):
+            found[section[field]] = file_hash(file_of(load_function(section[field], field.replace("_", " "))))
+    if stage.module is not None:
+        found[f"stage {stage.name}"] = file_hash(Path(str(stage.module.__file__)))
     return found
 
 
-def _source_hash(source: str) -> str:
-    """SHA-256 of a file or a folder; a hub id stands for itself."""
-    path = Path(source)
-    if path.is_dir():
-        return folder_hash(path)
-    return file_hash(path) if path.is_file() else hashlib.sha256(source.encode()).hexdigest()
-
-
-def _open_folder(run: Run, stage: Stage, inputs: Inputs, forced: bool) -> None:
+def _open_folder(run: Run, stage: AnyStage, inputs: Inputs, forced: bool) -> None:
     """Continue an interrupted stage of the same inputs, on however many workers; else put it aside and start fresh."""
     folder = run.stage_folder(stage.name)
     interrupted = started_with(folder) == inputs.fingerprint and not (folder / LINEAGE).exists()
@@ -234,46 +233,43 @@ def _put_aside(run: Run, folder: Path) -> None:
 
 def _prepare_world(run: Run) -> None:
     """The world's data files."""
-    if run.job.world is None:
+    section, world = run.job.world, run.opened_world
+    if section is None:
         return
-    config = {"world": run.job.world.model_dump(mode="json")}
-    files = [value for value in config["world"].values() if isinstance(value, str) and Path(value).is_file()]
-    inputs = Inputs("world", run.job.seed, config, {}, {path: file_hash(Path(path)) for path in files})
-    _prepare(run, inputs, lambda folder: run.world.write_data(folder, run.job.seed))
+    assert world is not None
+    config = {WORLD: section.model_dump(mode="json")}
+    files = [value for value in config[WORLD].values() if isinstance(value, str) and Path(value).is_file()]
+    inputs = Inputs(WORLD, run.job.seed, config, {}, {path: file_hash(Path(path)) for path in files})
+    _prepare(run, inputs, lambda folder: world.write_data(folder, run.job.seed))
 
 
-def _prepare_tokenizer(run: Run) -> None:
-    """The vocabulary, learned before any training so that every length can be checked."""
-    if run.job.pretrain is None:
-        return
-    assert run.job.model is not None
-    pretrain, model = run.resolve(run.job.pretrain), run.job.model
-    if pretrain.init_from:
-        config: dict[str, Any] = {key: getattr(pretrain, key) for key in ("init_from", "end_token", "pad_token")}
-        # Not the weights beside them, which may be large and are pretraining's own input.
-        files = [path for name in TOKENIZER_FILES if (path := model_directory(pretrain.init_from) / name).is_file()]
-        hashes = {str(path): file_hash(path) for path in files}
-    else:
-        texts = [text.model_dump() for text in run.job.pretrain.texts]  # unresolved: a run folder may be moved
-        shape = {"vocab_size": model.vocab_size, "kind": model.kind}
-        config = {"texts": texts, "tokenizer_texts": pretrain.tokenizer_texts, **shape}
-        hashes = _data_hashes(run, config)
-    inputs = Inputs("tokenizer", run.job.seed, config, {}, hashes)
-    _prepare(run, inputs, lambda folder: prepare_tokenizer(pretrain, model, folder))
+def _prepare_stages(run: Run) -> None:
+    """What stages need before any training, such as a vocabulary with which every length can be checked."""
+    for stage in run.job.stages:
+        if stage.preparation is not None:
+            _prepare_stage(run, stage, stage.preparation)
+
+
+def _prepare_stage(run: Run, stage: Stage[AnyConfig], preparation: Preparation[AnyConfig]) -> None:
+    stage_run = run.of(stage.name)
+    config = stage_run.resolve(run.job.section_of(stage))
+    values, hashes = preparation.inputs(stage_run, config)
+    inputs = Inputs(preparation.name, run.job.seed, values, {}, hashes)
+    _prepare(run, inputs, lambda folder: preparation.write(stage_run, config, folder))
 
 
 def _prepare(run: Run, inputs: Inputs, write: Callable[[Path], None]) -> None:
     """Write `data/` of a step that needs no workers, unless it is there already."""
     folder = run.stage_folder(inputs.stage)
-    finished = finished_with(folder, inputs.stage)
+    finished = finished_with(folder, PREPARED)
     if finished is not None and finished[0] == inputs.fingerprint:
         return
     if folder.exists():
         _put_aside(run, folder)
     begun = time.monotonic()
-    (folder / "data").mkdir(parents=True)
-    write(folder / "data")
-    write_lineage(folder, inputs, time.monotonic() - begun)
+    (folder / PREPARED).mkdir(parents=True)
+    write(folder / PREPARED)
+    write_lineage(folder, inputs, PREPARED, time.monotonic() - begun)
 
 
 def _write_job(job: JobConfig, path: Path) -> None:

@@ -19,10 +19,9 @@ from reading.rows import LOADERS
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
     "lm", "reading", "intervals", "files", "training", "preferences", "playground", "reports", "labeling", "cluster",
-    "stages", "pretrain", "sft", "reward", "evaluation", "collect", "ppo", "compare", "jobs", "studies", "chaos",
-    "heed", "configs",
+    "planning", "stages", "pretrain", "sft", "reward", "evaluation", "collect", "ppo", "compare", "jobs", "studies",
+    "chaos", "heed", "configs",
 )  # fmt: skip
-NAMING_FIELDS = ("source", "init_from", "reward_from")
 SHIPPED_MIB = 100  # the head keeps what is shipped in memory; more belongs on the shared folder
 
 
@@ -65,11 +64,11 @@ def packed(path: Path | None, job: JobConfig) -> Iterator[Path]:
 def _shipped(job: JobConfig) -> Iterator[str]:
     """The files and folders below the current one that the job names. Absolute paths are those of the cluster."""
     room = SHIPPED_MIB * 2**20
-    for field, name in named_paths(job.model_dump()):
+    for field, name in named_paths(job):
         if Path(name).is_absolute():
             continue
         if not Path(name).exists():
-            if Path(name.removesuffix(".gz")).suffix in LOADERS:
+            if Path(name.removesuffix(".gz")).suffix in (*LOADERS, ".py"):
                 raise ValueError(f"{field}: {name}: no such file")
             continue  # a hub id, or what the run itself will write
         if ".." in Path(name).parts:
@@ -86,17 +85,26 @@ def _shipped(job: JobConfig) -> Iterator[str]:
         yield name
 
 
-def named_paths(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """(field, value) of all that may name a file or a model in a dumped job."""
+def named_paths(job: JobConfig) -> Iterator[tuple[str, str]]:
+    """(field, value) of all in a job that may name a file or a model."""
+    for number, place in enumerate(job.custom_stages):
+        if ".py:" in place:
+            yield f"custom_stages.{number}", place.partition(":")[0]
+    models = {"source", *(field for stage in job.registry for field in stage.model_fields)}
+    functions = {field for stage in job.registry for field in stage.function_fields}
+    yield from _named_in(job.model_dump(), models, functions, "")
+
+
+def _named_in(value: Any, models: set[str], functions: set[str], place: str) -> Iterator[tuple[str, str]]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, item in items:
         field = f"{place}.{key}".removeprefix(".")
-        if isinstance(item, Path) or (key in NAMING_FIELDS and item):
+        if isinstance(item, Path) or (key in models and item):
             yield field, str(item)
-        elif key == "reward_function" and ".py:" in item:
+        elif key in functions and ".py:" in item:
             yield field, item.partition(":")[0]
         else:
-            yield from named_paths(item, field)
+            yield from _named_in(item, models, functions, field)
 
 
 def _num_bytes(path: Path) -> int:

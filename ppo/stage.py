@@ -9,11 +9,20 @@ from files.atomic import remove_unfinished
 from lm.tokenizer import Tokenizer
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels
+from ppo.groups import ColocatedGroup, DisaggregatedGroup
+from ppo.initial_models import InitialModels, TokenStream
+from ppo.plan import plan
 from ppo.roles import Roles, Sampling
 from ppo.rollout import Rollout
+from ppo.scale import score_scale
+from pretrain.stage import STAGE as PRETRAIN
+from reward.scoring import labels_of, weights_by_label
+from reward.stage import STAGE as REWARD
+from stages.contract import Parent, Stage
+from stages.prompts import require_room
+from stages.run import JobView, StageRun
 from training.checkpoint import find_resumption
-from training.data import Prompt
+from training.data import Prompt, read_prompts
 from training.metrics import MetricsLog
 from training.notices import say
 from training.packing import stream_rows
@@ -96,3 +105,69 @@ def _resume(context: StageContext, controller: PPOController) -> int:
 
 def _held(rollout: Rollout) -> Sampling:
     return lambda: rollout
+
+
+def run_ppo(stage: StageRun, config: PPOConfig) -> None:
+    """Measure the scale of the scores, place the roles on workers, and iterate."""
+    prompts, policy = read_prompts(config.prompts), stage.start("sft")
+    judge = config.elsewhere or stage.start("reward")
+    stream = None
+    if config.ptx_rows:
+        pretraining = stage.job.section(PRETRAIN)
+        assert pretraining is not None, "pretraining rows come from the pretraining stage, a parent of this one"
+        stream = TokenStream(stage.folder_of(PRETRAIN.name) / "data" / "train.bin", pretraining.seq_len)
+    scale = score_scale(stage, policy, judge, prompts, config)
+    models = InitialModels(sft=policy, reward=judge, scale=scale, pretraining=stream)
+    if config.placement == "colocated":
+        roles = ColocatedGroup(stage.workers(), config, stage.engine, models)
+    else:
+        others = (
+            stage.workers.beside("generators", config.num_generators),
+            stage.workers.beside("scorers", config.num_scorers),
+        )
+        roles = DisaggregatedGroup(stage.workers(), *others, config, stage.engine, models)
+    run(stage.context(), config, roles, models, prompts)
+    roles.close()
+
+
+def extra_ranks(config: PPOConfig) -> int:
+    """Generators and scorers, where they are no workers of the job."""
+    return config.num_generators + config.num_scorers if config.placement == "disaggregated" else 0
+
+
+def check(config: PPOConfig, job: JobView) -> None:
+    """The weights of the reward name what the reward model learns."""
+    reward = job.section(REWARD)
+    if reward is not None and REWARD.name in job.parents(STAGE.name):
+        weights_by_label("[reward]", reward.labels, config.objective_weights)
+
+
+def preflight(stage: StageRun, config: PPOConfig) -> None:
+    """Check the objectives of a reward model from elsewhere, and that every prompt leaves room for a response."""
+    if config.reward_from:
+        judge = stage.start(REWARD.name)
+        weights_by_label(str(judge), labels_of(judge), config.objective_weights)
+    require_room(stage, stage.tokenizer_of("sft"), config.prompts, config.max_new_tokens)
+
+
+STAGE = Stage(
+    name="ppo",
+    config=PPOConfig,
+    run=run_ppo,
+    parents=(
+        Parent("sft", substitutes=("init_from",)),
+        Parent("reward", substitutes=("reward_from", "reward_function", "reward_url")),
+        Parent("pretrain", is_read=lambda config, _: config.ptx_rows > 0),
+    ),
+    model_fields=("init_from", "reward_from"),
+    function_fields=("reward_function",),
+    context_tokens=lambda config: {"max_new_tokens": config.max_new_tokens + 1},
+    split_rows=lambda config: {"rollout_batch_size": config.rollout_batch_size, "ptx_rows": config.ptx_rows},
+    extra_ranks=extra_ranks,
+    check=check,
+    preflight=preflight,
+    layout_keys=frozenset(
+        ("placement", "num_generators", "num_scorers", "weight_transport", "reward_timeout_seconds", "reward_retries")
+    ),
+    plan=plan,
+)

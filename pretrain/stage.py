@@ -15,15 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from files.hashes import file_hash
 from lm.config import ModelConfig
 from lm.encoder import MaskedLanguageModel
 from lm.encoder_decoder import EncoderDecoder
 from lm.hub import model_directory
 from lm.model import LanguageModel, count_parameters
 from lm.source import Fresh, ModelSource, skeleton
-from lm.tokenizer import Tokenizer
+from lm.tokenizer import TOKENIZER_FILES, Tokenizer
 from lm.weights import PRETRAINED, ModelFolder, save_model
 from pretrain.corruption import NUM_VIEWS, DenoisingObjective, HiddenWords, MaskedObjective
+from stages.contract import Preparation, Stage
+from stages.planner import Planner, StagePlan
+from stages.run import StageRun
 from training.config import InitConfig, TrainingConfig
 from training.data import DataConfig, read_texts
 from training.loop import LoopConfig, Objective, TrainingLoop
@@ -47,7 +51,7 @@ class PretrainConfig(InitConfig, TrainingConfig):
     num_steps: int = Field(ge=0)
 
 
-def run(context: StageContext, config: PretrainConfig, model_config: ModelConfig, tokenizer_folder: Path) -> None:
+def train(context: StageContext, config: PretrainConfig, model_config: ModelConfig, tokenizer_folder: Path) -> None:
     """Train on this rank; rank 0 writes `model/` and `results.json`.
 
     Errors: ValueError for text that cannot be read or does not fill a row, and for a tokenizer that does not fit.
@@ -153,3 +157,60 @@ def bits_per_byte(loss_nats: float, bytes_BT: NDArray[np.int32]) -> float:
     """
     predicted = bytes_BT[:, 1:]
     return loss_nats * predicted.size / (math.log(2) * int(predicted.sum()))
+
+
+def run_pretrain(run: StageRun, config: PretrainConfig) -> None:
+    """Train on all workers."""
+    run.on_ranks(train, config, run.model, _tokenizer_folder(run))
+
+
+def _tokenizer_folder(run: StageRun) -> Path:
+    return run.folder_of(TOKENIZER) / "data"
+
+
+def tokenizer_inputs(run: StageRun, config: PretrainConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the vocabulary is made from: the values that count, and the hashes of the files that are read."""
+    if config.init_from:
+        values: dict[str, Any] = {key: getattr(config, key) for key in ("init_from", "end_token", "pad_token")}
+        # The weights next to them may be large, and are pretraining's own input.
+        folder = model_directory(config.init_from)
+        files = [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]
+        return values, {str(path): file_hash(path) for path in files}
+    named = run.job.section(STAGE)
+    assert named is not None
+    texts = [text.model_dump() for text in named.texts]  # by name, not by path: a run folder may be moved
+    values = {"texts": texts, "tokenizer_texts": config.tokenizer_texts}
+    return {**values, "vocab_size": run.model.vocab_size, "kind": run.model.kind}, run.source_hashes(texts)
+
+
+def preflight(_run: StageRun, config: PretrainConfig) -> None:
+    """Read every text. Raises: ValueError naming file, line and field."""
+    for sources in (config.texts, config.heldout):
+        for _ in read_texts(sources):
+            pass
+
+
+def plan(planner: Planner, config: PretrainConfig) -> StagePlan:
+    # A decoder predicts the row's tokens but the first; to the others the start token is one of the row's.
+    tokens = config.seq_len - (planner.model.kind == "decoder")
+    logits = config.batch.micro_batch_size * tokens * planner.model.vocab_size
+    return planner.training("rows", config, config.num_steps, tokens, logits)
+
+
+TOKENIZER = "tokenizer"
+
+STAGE = Stage(
+    name="pretrain",
+    config=PretrainConfig,
+    run=run_pretrain,
+    sections=("model",),
+    preparation=Preparation(
+        TOKENIZER, tokenizer_inputs, lambda run, config, folder: prepare_tokenizer(config, run.model, folder)
+    ),
+    also_required=("data/ready",),  # PPO reads these texts too
+    tokenizer=lambda run, _: Tokenizer.load(_tokenizer_folder(run)),
+    model_kinds=("decoder", "encoder", "encoder-decoder"),
+    context_tokens=lambda config: {"seq_len": config.seq_len},
+    preflight=preflight,
+    plan=plan,
+)

@@ -1,23 +1,18 @@
 """Rewards from elsewhere: a Python function, or an HTTP endpoint. What fails has no score and says why."""
 
 import http.client
-import importlib
-import importlib.util
 import inspect
 import json
 import math
-import sys
-import sysconfig
 import time
-import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, SupportsFloat
 
+from files.python_names import explain, file_of, load_function
 from lm.progress import note_progress
 from lm.tokenizer import Messages
 from reading.fields import shown
@@ -28,8 +23,6 @@ RewardFunction = Callable[[list[list[dict[str, str]]], list[str]], Sequence[floa
 FIRST_WAIT_SECONDS = 0.5  # before the first retry; each further one waits twice as long
 RETRIED_STATUSES = (408, 425, 429)  # "try later"; as are all from 500 on. Other refusals would only be repeated.
 SHOWN_CHARACTERS = 200  # of an answer that makes no sense
-SHOWN_FRAMES = 4  # of a traceback through somebody else's code
-_INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ class FunctionReward:
             if len(responses) > 1:
                 alone = zip(conversations, responses, strict=True)
                 return [scored for messages, response in alone for scored in self.score([messages], [response])]
-            return [Scored(math.nan, f"{self.name} raised {told(error)}")]
+            return [Scored(math.nan, f"{self.name} raised {explain(error, __file__)}")]
         place = _place(function)
         return [
             replace(scored, failure=f"{scored.failure}{place}") if scored.failure else scored
@@ -72,71 +65,19 @@ class FunctionReward:
     @property
     def function(self) -> RewardFunction:
         """Errors: ValueError naming what is not there."""
-        place, _, name = self.name.partition(":")
-        found = getattr(_module(place), name, None)
-        if not callable(found):
-            raise ValueError(f"reward function {self.name!r}: {place} has no function {name!r}")
-        function: RewardFunction = found
+        function: RewardFunction = load_function(self.name, "reward function")
         return function
 
     @property
     def file(self) -> Path:
         """Where the function's module is written. Errors: as for `function`."""
-        return Path(str(sys.modules[self.function.__module__].__file__))
-
-
-def told(error: Exception) -> str:
-    """What somebody else's code raised, and under it the lines of that code which led there, the innermost last."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_theirs(frame.filename)]
-    lines = "".join(traceback.format_list(frames[-SHOWN_FRAMES:])).rstrip()
-    return f"{type(error).__name__}: {error}" + (f"\n{lines}" if lines else "")
-
-
-def _is_theirs(file: str) -> bool:
-    """Whether a file is neither this one nor part of Python or an installed library."""
-    return file != __file__ and not file.startswith(("<", *_INSTALLED))
+        return file_of(self.function)
 
 
 def _place(function: RewardFunction) -> str:
     """Where a function is written, in the words of a traceback; "" where Python does not know."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f'\n  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}' if code else ""
-
-
-def _module(place: str) -> ModuleType:
-    """The module of this name, or of this file.
-
-    Raises: ValueError where there is none, or where its own code fails: with the lines of it that led there.
-    """
-    if place.endswith(".py"):
-        return _module_of_file(Path(place).resolve())
-    if str(Path.cwd()) not in sys.path:  # `heed` is a script, for which Python does not look in the current folder
-        sys.path.append(str(Path.cwd()))
-    try:
-        return importlib.import_module(place)
-    except Exception as error:  # somebody else's code
-        if isinstance(error, ModuleNotFoundError) and error.name == place:
-            raise ValueError(f"reward function {place!r}: {error}") from None
-        raise ValueError(f"reward function {place!r}: importing it raised {told(error)}") from None
-
-
-def _module_of_file(path: Path) -> ModuleType:
-    name = f"heed_reward_{path.stem}"
-    held = sys.modules.get(name)
-    if held is not None and held.__file__ == str(path):
-        return held
-    if not path.is_file():
-        raise ValueError(f"reward function: {path}: no such file")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None, f"{path} is no Python file"
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # somebody else's code
-        del sys.modules[name]  # half of a module would be found the next time
-        raise ValueError(f"reward function: importing {path} raised {told(error)}") from None
-    return module
 
 
 @dataclass(frozen=True)

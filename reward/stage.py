@@ -1,248 +1,107 @@
-"""The reward model: the SFT model (or another decoder, or an encoder) with a scalar head, or one for each objective,
-trained on rankings of K responses.
+"""The reward model as a stage: what it reads, what is checked before it runs, what it will take."""
 
-Held-out rankings are of prompts that training never saw. Afterwards the bias is shifted so that demonstrations score
-0 on average under every head, which fixes the one freedom that preferences leave open.
-"""
-
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
 
-from pydantic import Field, field_validator
-
-from files.atomic import write_json
-from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
-from lm.model import SCORE, LanguageModel, ScalarModel
-from lm.source import ModelSource, skeleton
+from lm.source import skeleton
 from lm.tokenizer import Tokenizer
-from lm.weights import NewHead, purpose_of, save_model
-from preferences.records import Ranking
-from preferences.splits import split_rankings
-from preferences.statistics.reliability import labeler_reliability, labeler_weights
-from reward.comparisons import Comparison, LabelerWeights, RankingsConfig, encode_rankings, read_judgments
-from reward.figures import (
-    demonstration_means,
-    joined_figures,
-    labeler_figures,
-    objective_figures,
-    rating_figures,
-    task_scores,
-)
-from reward.learner import Beside, LearnerSource, Ties, network_weights, spread_of_ratings, starting_log_nu
-from reward.objective import RankingObjective
-from reward.scoring import RewardNetwork, load_network, network_folder, shift_scores
-from training.config import InitConfig, TrainingConfig
-from training.data import DataConfig
-from training.loop import LoopConfig, TrainingLoop
-from training.seeds import derive_seed
-from training.stage import StageContext, build_engine
+from preferences.records import OVERALL
+from reward.comparisons import RankingsConfig, encode_rankings, read_judgments
+from reward.config import RewardConfig
+from reward.training import ODDITIES, network_source, split_of, train
+from reward.world_measures import measure_reward_model
+from stages.contract import Parent, Stage
+from stages.planner import Planner, StagePlan
+from stages.progress import console
+from stages.run import JobView, StageRun, read_results
 
-ODDITIES = "oddities.json"  # what was odd about rows of the rankings, and what was done
-HELDOUT_SCORES = "heldout_scores.json"  # {task_id: scores of its responses, in the order of the rankings file}
+COLLECTED = "collect:rankings"  # the source that names what labelers gave
+FIRST_ROWS = 100  # of a rankings file, to see how many responses its tasks have
 
 
-class RewardConfig(InitConfig, TrainingConfig):
-    """`batch.batch_size` counts comparisons: one prompt's K responses and all rankings that labelers gave them.
-
-    `init_from` may name a language model, a reward model, or an encoder; `chat_template` is for those that have none.
-    `ties` = "soft" takes a tie for half a win, "davidson" for an outcome with a chance of its own (`reward.loss`). With
-    `rating_coef` above 0 scores also learn the ratings that rankings carry: their loss's weight beside the rankings'.
-    `labeler_weights` = "reliability" weighs each labeler's rankings by how often the others bear them out
-    (`preferences.statistics.reliability`, from training rankings alone). `objectives` names those to learn, where the
-    rankings are of several; each of several has a head of its own on the one body, and only its own rankings train it.
-    """
-
-    chat_template: str = ""  # "plain", a Jinja template, ..., or "" for the model's own
-    rankings: RankingsConfig
-    demonstrations: tuple[DataConfig, ...] = Field(min_length=1)
-    objectives: tuple[str, ...] = ()  # () = the only one there is
-    heldout_share: float = Field(gt=0, lt=1)
-    num_epochs: float = Field(gt=0)
-    ties: Ties = "soft"
-    rating_coef: float = Field(default=0.0, ge=0)
-    labeler_weights: Literal["equal", "reliability"] = "equal"
-    # Demonstrations whose mean score becomes 0, and comparisons that a tie's chance is measured on.
-    num_calibration: int = Field(default=512, ge=1)
-
-    @field_validator("objectives")
-    @classmethod
-    def _are_distinct(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(names)) < len(names) or not all(names):
-            raise ValueError(f"objectives is {list(names)}; names that differ were expected")
-        return names
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """What the model's heads are called: a single one gives the score."""
-        return self.objectives if len(self.objectives) > 1 else (SCORE,)
+def run_reward(run: StageRun, config: RewardConfig) -> None:
+    """Train on all workers; measure against the world, where its labelers gave the rankings."""
+    run.on_ranks(train, config, run.start("sft"))
+    if "collect" in run.parents:  # so the world knows what its labelers went by
+        measured = measure_reward_model(run.folder, config, run.world, run.seed)
+        run.write_results({**read_results(run.folder), **measured})
 
 
-@dataclass(frozen=True)
-class Split:
-    """The rankings of what a model learns, by side. A model of one objective gives its score, whatever it is called."""
-
-    objectives: tuple[str, ...]  # in the order of the heads
-    train: list[Ranking]
-    heldout: list[Ranking]  # of prompts that training does not see
-
-    def of(self, objective: str) -> tuple[list[Ranking], list[Ranking]]:
-        """One objective's rankings: to train on, and held out."""
-        train, heldout = ([r for r in side if r.objective == objective] for side in (self.train, self.heldout))
-        return train, heldout
-
-
-def network_source(
-    folder: Path, dropout: float, seed: int, labels: Sequence[str] = (SCORE,)
-) -> ModelSource[RewardNetwork]:
-    """A reward model to train further, or the body of a language model or an encoder with heads drawn from `seed`.
-
-    Errors: ValueError for a directory of anything else, and for a reward model with other labels.
-    """
-    purpose = purpose_of(folder)
-    if purpose == "language":
-        return NewHead(folder, LanguageModel, lambda shape: ScalarModel(shape, dropout, labels), seed)
-    if purpose in ("masked", "body"):
-        kind = MaskedLanguageModel if purpose == "masked" else EncoderModel
-        return NewHead(folder, kind, lambda shape: SequenceClassifier(shape, labels, dropout), seed)
-    trained = network_folder(folder, dropout)
-    found = skeleton(trained.build).labels
-    if found != tuple(labels):
+def check(config: RewardConfig, _job: JobView) -> None:
+    """Labelers of a world judge by everything at once."""
+    if config.rankings.source == COLLECTED and not set(config.objectives) <= {OVERALL}:
         raise ValueError(
-            f"{folder / 'config.json'}: id2label names {', '.join(found)}; {', '.join(labels)} was expected, the"
-            " objectives that are to be learned, in their order (score: the only one)"
+            f"reward.objectives is {list(config.objectives)}, and the labelers of [collect] judge by {OVERALL!r} alone;"
+            " rankings of those objectives were expected"
         )
-    return trained
 
 
-def run(context: StageContext, config: RewardConfig, start: Path) -> None:
-    """Train on this rank; rank 0 writes `model/`, `heldout_scores.json` and `results.json`.
-
-    Errors: ValueError naming file, line and field for rankings that cannot be used.
+def preflight(run: StageRun, config: RewardConfig) -> None:
+    """Check that every row of the rankings has its format, that each objective has some, and that every conversation
+    fits the model; report what is odd, and what is not learned. Rankings that are still to be collected are not read.
     """
-    tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
-    tokenizer = tokenizer.with_template(config.chat_template)
-    source = network_source(start, config.dropout, derive_seed(context.seed, "reward", "head"), config.labels)
-    shape = skeleton(source.build).config
+    if "collect" in run.parents:
+        return
     found = read_judgments(config.rankings)
-    split = split_of(found.rankings, config, context.seed)
-    encode = partial(encode_rankings, tokenizer, max_tokens=shape.max_position_embeddings, objectives=split.objectives)
-    trained_on = encode(split.train, weights=weights_of_labelers(split, config))
-    unseen = encode(split.heldout)  # measured alike, however training weighs
-    beside = learned_beside(config, split, trained_on)
-    engine = build_engine(context, LearnerSource(source, beside), config)
-    objectives = [
-        RankingObjective(
-            part,
-            shape.kind,
-            objectives=split.objectives,
-            rating_coef=config.rating_coef,
-            rating_std=beside.rating_std,
-        )
-        for part in (trained_on, unseen)
-    ]
-    num_steps = max(1, round(config.num_epochs * len(trained_on) / config.batch.batch_size))
-    loop_config = LoopConfig.of("reward", context.seed, num_steps, config)
-    TrainingLoop(engine, loop_config, objectives[0], objectives[1], context.folder).run()
-    tensors = engine.full_weights(on_main_alone=True)
-    if engine.is_main:
-        # What was learned beside the scores is no part of the model: it goes to the results.
-        save_model(context.model_folder, skeleton(source.build), network_weights(tensors), tokenizer)
-        learned = [beside.learned(tensors, shape.hidden_size, place) for place in range(len(split.objectives))]
-        finish(context, config, tokenizer, split, (trained_on, unseen), learned)
-        write_json(context.folder / ODDITIES, [vars(oddity) for oddity in found.report.oddities])
-    engine.barrier()
-    engine.close()
+    objectives = split_of(found.rankings, config, run.seed).objectives
+    left_out = sum(ranking.objective not in objectives for ranking in found.rankings)
+    if left_out:
+        console.print(f"{config.rankings.source}: {left_out:,} rankings are of objectives that are not learned")
+    counts = ", ".join(f"{count:,} x {kind}" for kind, count in found.report.counts().items())
+    if counts:
+        console.print(f"{config.rankings.source}: oddities, told in reward/{ODDITIES}: {counts}", markup=False)
+    if config.init_from:
+        start = run.start("sft")
+        tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
+        source = network_source(start, 0.0, seed=0, labels=config.labels)
+        most_tokens = skeleton(source.build).config.max_position_embeddings
+    else:
+        tokenizer, most_tokens = run.tokenizer_of("sft"), run.model.max_position_embeddings
+    encode_rankings(tokenizer.with_template(config.chat_template), found.rankings, most_tokens)
 
 
-def split_of(rankings: Sequence[Ranking], config: RewardConfig, seed: int) -> Split:
-    """The rankings of the objectives to learn, split by prompt.
-
-    Errors: ValueError for objectives that are not there, several of which none is named, and one without a ranking on
-    either side.
-    """
-    source, found = config.rankings.source, sorted({ranking.objective for ranking in rankings})
-    objectives = config.objectives or tuple(found)
-    if (not config.objectives and len(found) > 1) or not set(objectives) <= set(found):
-        raise ValueError(
-            f"reward.objectives is {list(config.objectives)}, and the rankings of {source} are of {', '.join(found)};"
-            " those of them that the reward model is to learn were expected"
-        )
-    chosen = [ranking for ranking in rankings if ranking.objective in objectives]
-    split = Split(objectives, *split_rankings(chosen, config.heldout_share, seed))
-    for objective in objectives:
-        train, heldout = split.of(objective)
-        if not train or not heldout:
-            of = f" of {objective!r}" if len(objectives) > 1 else ""
-            raise ValueError(
-                f"reward.heldout_share {config.heldout_share} splits the rankings{of} of {source} into"
-                f" {len(train)} for training and {len(heldout)} held out; both need at least one"
-            )
-    return split
+def plan(planner: Planner, config: RewardConfig) -> StagePlan:
+    sizes = planner.sizes
+    if config.init_from:
+        sizes.assume(f"{config.init_from} is taken to have the policy's shape")
+    num_tasks, num_responses = _num_tasks(planner, config.rankings), _responses_per_task(planner, config.rankings)
+    steps = max(1, round(config.num_epochs * num_tasks * (1 - config.heldout_share) / config.batch.batch_size))
+    sizes.assume("one ranking per task; rankings of one task are one comparison")
+    return planner.training(
+        "comparisons",
+        config,
+        steps,
+        sizes.conversation_tokens(),
+        0,
+        rows_per_unit=num_responses,
+        num_scores=len(config.labels),
+    )
 
 
-def weights_of_labelers(split: Split, config: RewardConfig) -> LabelerWeights:
-    """What each labeler's rankings of each objective weigh; those that are not named weigh 1."""
-    if config.labeler_weights == "equal":
-        return {}
-    found: dict[tuple[str, str], float] = {}
-    for objective in split.objectives:
-        train, _ = split.of(objective)
-        weights = labeler_weights(train, labeler_reliability(train))
-        found |= {(objective, name): weight for name, weight in weights.items()}
-    return found
+def _num_tasks(planner: Planner, rankings: RankingsConfig) -> int:
+    """Tasks of a file that is here: a row may hold several, and several rows one."""
+    if Path(rankings.source).exists():
+        return len(read_judgments(rankings).tasks)
+    return planner.sizes.num_rows(rankings)
 
 
-def learned_beside(config: RewardConfig, split: Split, comparisons: Sequence[Comparison]) -> Beside:
-    """What the losses that `config` asks for learn beside the scores, as far as training comparisons tell its start.
-
-    Errors: ValueError where ratings are to teach and there are none, or none that differ.
-    """
-    places = range(len(split.objectives))
-    spread = tuple(spread_of_ratings(comparisons, place) for place in places) if config.rating_coef else ()
-    if config.rating_coef and not any(spread):
-        raise ValueError(
-            f"reward.rating_coef is {config.rating_coef}, but no ranking of {config.rankings.source} has ratings that"
-            " tell its responses apart; a field 'ratings' with a number a response was expected"
-        )
-    log_nu = (starting_log_nu(comparisons, place) for place in places)
-    return Beside(tuple(log_nu) if config.ties == "davidson" else (), spread)
+def _responses_per_task(planner: Planner, rankings: RankingsConfig) -> int:
+    written = planner.sizes.stage_size(rankings.source)
+    if written is not None:
+        return written.responses_per_row
+    if Path(rankings.source).exists():
+        first = read_judgments(rankings.model_copy(update={"max_rows": FIRST_ROWS}))
+        return max(len(task.responses) for task in first.tasks.values())
+    planner.sizes.assume("two responses per task")
+    return 2
 
 
-def finish(
-    context: StageContext,
-    config: RewardConfig,
-    tokenizer: Tokenizer,
-    split: Split,
-    comparisons: tuple[Sequence[Comparison], Sequence[Comparison]],
-    learned: Sequence[Mapping[str, float]],
-) -> None:
-    """Shift the biases of the written model, then measure it on the held-out rankings as it will be used.
-
-    `comparisons` are those trained on and those held out; `learned` is what training left beside each head's score.
-    """
-    model = load_network(context.model_folder).eval()
-    means = demonstration_means(model, tokenizer, config.demonstrations, config.num_calibration)
-    shift_scores(model, [-mean for mean in means])
-    save_model(context.model_folder, model, model.state_dict(), tokenizer)
-    trained_on, unseen = comparisons
-    scores = task_scores(model, unseen)
-    write_json(context.folder / HELDOUT_SCORES, scores)
-    weights, figures = weights_of_labelers(split, config), dict[str, dict[str, Any]]()
-    for place, objective in enumerate(split.objectives):
-        train, heldout = split.of(objective)
-        own = [comparison for comparison in trained_on if comparison.objective == place][: config.num_calibration]
-        found = objective_figures(
-            train, heldout, {**task_scores(model, own), **scores}, score_shift=-means[place], seed=context.seed
-        )
-        found["ties"] = {"kind": config.ties, **found["ties"]}
-        found["labelers"] = labeler_figures(train, {n: w for (of, n), w in weights.items() if of == objective})
-        if "nu" in learned[place]:
-            found["ties"]["learned_nu"] = learned[place]["nu"]
-        if "rating_scale" in learned[place]:
-            found["ratings"] = rating_figures(heldout, scores, learned[place]["rating_scale"])
-        figures[objective] = found
-    results = next(iter(figures.values())) if len(figures) == 1 else joined_figures(figures, split.heldout, scores)
-    context.write_results(results)
+STAGE = Stage(
+    name="reward",
+    config=RewardConfig,
+    run=run_reward,
+    # A reward model may well have another body than the policy.
+    parents=(Parent("sft", substitutes=("init_from",), own_shape=True),),
+    check=check,
+    preflight=preflight,
+    plan=plan,
+)

@@ -10,8 +10,9 @@ from intervals.score import share_interval
 from preferences.records import Ranking
 from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import encode_scored, read_judgments
+from reward.config import RewardConfig
 from reward.scoring import Judge
-from reward.stage import HELDOUT_SCORES, RewardConfig, split_of
+from reward.training import HELDOUT_SCORES, split_of
 from stages.world import World, label_truth
 
 

@@ -16,6 +16,9 @@ from lm.model import LanguageModel
 from lm.source import ModelSource
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, purpose_of, save_model
+from stages.contract import Parent, Stage
+from stages.planner import Planner, StagePlan
+from stages.run import StageRun
 from training.config import InitConfig, TrainingConfig
 from training.data import DataConfig, read_conversations
 from training.loop import LoopConfig, Objective, TrainingLoop
@@ -36,7 +39,7 @@ class SFTConfig(InitConfig, TrainingConfig):
     num_epochs: float = Field(gt=0)
 
 
-def run(context: StageContext, config: SFTConfig, start: Path) -> None:
+def train(context: StageContext, config: SFTConfig, start: Path) -> None:
     """Train on this rank; rank 0 writes `model/` and `results.json`.
 
     Errors: ValueError naming file, line and field for rows that are not demonstrations or do not fit a row.
@@ -126,3 +129,50 @@ def split_pair(tokens: Sequence[int], is_response: Sequence[bool]) -> tuple[Sequ
 def packing_efficiency(objective: Objective[Any]) -> float:
     """Share of the places in rows that hold a token."""
     return float((objective.rows.segments > 0).mean()) if isinstance(objective, PackedObjective) else 1.0
+
+
+def run_sft(run: StageRun, config: SFTConfig) -> None:
+    """Train on all workers."""
+    run.on_ranks(train, config, run.start("pretrain"))
+
+
+def load_tokenizer(run: StageRun, config: SFTConfig) -> Tokenizer:
+    """The tokenizer that the model will have; its vocabulary is there before the parent is."""
+    if config.init_from:
+        loaded = Tokenizer.load(run.start("pretrain"), end=config.end_token, pad=config.pad_token)
+    else:
+        loaded = run.tokenizer_of("pretrain")
+    return loaded.with_template(config.chat_template)
+
+
+def preflight(run: StageRun, config: SFTConfig) -> None:
+    """Read and encode every demonstration. Raises: ValueError naming file, line and field."""
+    tokenizer, has_source = load_tokenizer(run, config), run.model.kind == "encoder-decoder"
+    for sources in (config.demonstrations, config.heldout):
+        for _ in encode_demonstrations(has_source, tokenizer, sources, config.seq_len):
+            pass
+
+
+def plan(planner: Planner, config: SFTConfig) -> StagePlan:
+    rows = sum(planner.sizes.num_rows(data) for data in config.demonstrations)
+    is_decoder = planner.model.kind == "decoder"
+    tokens = config.seq_len - is_decoder
+    if is_decoder:
+        planner.sizes.assume("at most: packing puts several conversations in a row, and not every token counts")
+    steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
+    logits = config.batch.micro_batch_size * tokens * planner.model.vocab_size
+    return planner.training("rows", config, steps, tokens, logits, is_packed=True)
+
+
+STAGE = Stage(
+    name="sft",
+    config=SFTConfig,
+    run=run_sft,
+    parents=(Parent("pretrain", substitutes=("init_from",)),),
+    tokenizer=load_tokenizer,
+    model_kinds=("decoder", "encoder-decoder"),
+    context_tokens=lambda config: {"seq_len": config.seq_len},
+    preflight=preflight,
+    plan=plan,
+    conversation_tokens=lambda config: config.seq_len,
+)

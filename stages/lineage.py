@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -36,37 +36,39 @@ class Inputs:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-_OUTPUTS = {"collect": "rankings.jsonl", "compare": "results.json", "world": "data", "tokenizer": "data"}
+def require_outputs(folder: Path, outputs: Sequence[str]) -> None:
+    """Check that a stage has written its outputs.
 
-
-def require_outputs(folder: Path, stage: str) -> None:
-    """Raises: FileNotFoundError for what a stage has written that is not there: its folder was away, and what was
-    written meanwhile lies elsewhere.
+    Raises: FileNotFoundError for one that is missing: the folder was away, and the output was written elsewhere.
     """
     # A folder that was made in its place meanwhile has no inputs.json.
-    paths = [folder / "inputs.json", folder / _OUTPUTS.get(stage, "model"), folder / "results.json"]
-    if stage == "pretrain":
-        paths.append(folder / "data" / "ready")  # PPO reads these texts too
-    for path in paths:
+    for path in (folder / "inputs.json", *(folder / name for name in outputs), folder / "results.json"):
         if not path.exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
-def outputs_hash(folder: Path, stage: str) -> str:
-    """One hash over what later stages read of this one."""
-    path = folder / _OUTPUTS.get(stage, "model")
+def outputs_hash(path: Path) -> str:
+    """One hash over what later stages read of this one: a file or a folder; "" where it is missing."""
     if path.is_file():
         return file_hash(path)
     return folder_hash(path) if path.is_dir() else ""
 
 
-def finished_with(folder: Path, stage: str) -> tuple[str, str] | None:
-    """(fingerprint, outputs) of a finished stage whose outputs are as it left them, or None."""
+def path_hash(name: str) -> str:
+    """SHA-256 of a file or a folder; a hub id is hashed as its name."""
+    path = Path(name)
+    if path.is_dir():
+        return folder_hash(path)
+    return file_hash(path) if path.is_file() else hashlib.sha256(name.encode()).hexdigest()
+
+
+def finished_with(folder: Path, output: str) -> tuple[str, str] | None:
+    """(fingerprint, hash of the output) of a finished stage whose output has not changed since, or None."""
     try:
         lineage = json.loads((folder / LINEAGE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if lineage["outputs"] != outputs_hash(folder, stage):
+    if lineage["outputs"] != outputs_hash(folder / output):
         return None
     return lineage["fingerprint"], lineage["outputs"]
 
@@ -79,14 +81,14 @@ def started_with(folder: Path) -> str:
         return ""
 
 
-def write_lineage(folder: Path, inputs: Inputs, seconds: float) -> None:
-    """The last thing a stage writes: with it the stage counts as finished."""
+def write_lineage(folder: Path, inputs: Inputs, output: str, seconds: float) -> None:
+    """Write what a stage was made from, last of all: with it the stage counts as finished."""
     write_json(
         folder / LINEAGE,
         {
             "stage": inputs.stage,
             "fingerprint": inputs.fingerprint,
-            "outputs": outputs_hash(folder, inputs.stage),
+            "outputs": outputs_hash(folder / output),
             "seed": inputs.seed,
             "parents": dict(inputs.parents),
             "data": dict(inputs.data),

@@ -22,11 +22,14 @@ from typing import Any
 import tomli_w
 
 from collect.stage import write_rankings
-from jobs.job import STAGES, JobConfig
+from jobs.job import JobConfig
 from jobs.job_file import load_job
+from jobs.registry import BUILT_IN
 from ppo.config import PPOConfig
+from ppo.stage import STAGE as PPO
 from preferences.records import Ranking
 from reward.comparisons import RankingsConfig, read_rankings
+from reward.stage import STAGE as REWARD
 
 KL_COEFS = {"kl-low": 0.02, "kl-high": 0.1}
 LABELERS_A_TASK = (1, 2, 4)
@@ -49,8 +52,8 @@ def arms_of(job: JobConfig, folder: Path) -> dict[str, Arm]:
 
     Errors: ValueError for a job that lacks a section.
     """
-    model, reward, ppo = job.model, job.reward, job.ppo
-    if model is None or reward is None or ppo is None or job.world is None or job.stages != STAGES:
+    model, reward, ppo = job.model, job.section(REWARD), job.section(PPO)
+    if model is None or reward is None or ppo is None or job.world is None or job.stage_names != BUILT_IN.names:
         raise ValueError(f"job {job.name!r}: a study needs [world], [model] and a section of every stage")
     epochs = reward.num_epochs
     small = {

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from compare.stage import STAGE as COMPARE
 from evaluation.measures.checkpoints import Gold, gold_of_texts
 from evaluation.measures.curves import Curve, best_of_n_curve
 from evaluation.measures.drawing import Drawn, Policy, draw
@@ -28,6 +29,7 @@ from lm.weights import load_language_model
 from preferences.splits import split_rankings
 from reward.comparisons import encode_response
 from reward.scoring import Judge
+from reward.stage import STAGE as REWARD
 from stages.lineage import LINEAGE
 from stages.progress import console
 from stages.world import World, label_truth
@@ -103,8 +105,7 @@ class SeedMeasures:
         return found["right_T"], found["compared_T"]
 
     def _judged(self, judge: str) -> dict[str, Floats]:
-        assert self.job.reward is not None
-        _, heldout = split_rankings(collected(self.folder), self.job.reward.heldout_share, self.seed)
+        _, heldout = split_rankings(collected(self.folder), self.job.section_of(REWARD).heldout_share, self.seed)
         tasks = {ranking.task_id: ranking for ranking in heldout}
         truth = label_truth(heldout, self.world)
         model = Judge.load(self.folder / judge / "reward" / "model")
@@ -122,8 +123,7 @@ class SeedMeasures:
         """The reference's gold scores [P, N], and its responses as tokens, end to end, with their lengths."""
 
         def make() -> dict[str, Floats]:
-            assert self.job.compare is not None
-            drawn = self._draw(Policy.load(self.folder / REFERENCE / "model"), self.job.compare.best_of)
+            drawn = self._draw(Policy.load(self.folder / REFERENCE / "model"), self.job.section_of(COMPARE).best_of)
             gold = self.gold(drawn.conversations, drawn.texts)
             return {
                 "gold_PN": np.asarray(gold, dtype=np.float64).reshape(-1, drawn.num_samples),
@@ -150,13 +150,12 @@ class SeedMeasures:
         return self._kept(f"pool-{judge}.npz", [REFERENCE, f"{judge}/reward"], make)["proxy_PN"]
 
     def _along(self, arm: str, policies: Mapping[str, Path], judge_folder: Path) -> dict[str, Floats]:
-        assert self.job.compare is not None
         reference, judge = Policy.load(self.folder / REFERENCE / "model"), Judge.load(judge_folder)
         rows: dict[str, list[Floats]] = {"kl_KP": [], "gold_KP": [], "proxy_KP": []}
         for name, folder in policies.items():
             console.print(f"[dim]{self.folder.name}: sampling {arm}, {name}")
             policy = Policy.load(folder)
-            drawn = self._draw(policy, self.job.compare.num_samples)
+            drawn = self._draw(policy, self.job.section_of(COMPARE).num_samples)
             kls = response_kls(policy.model, reference.model, drawn.queries, drawn.responses, drawn.temperature)
             proxy = judge.score(policy.tokenizer, drawn.conversations, drawn.queries, drawn.responses)
             gold = self.gold(drawn.conversations, drawn.texts)
@@ -165,12 +164,11 @@ class SeedMeasures:
         return {name: np.stack(found) for name, found in rows.items()}
 
     def _draw(self, policy: Policy, num_samples: int) -> Drawn:
-        assert self.job.compare is not None
         return draw(
             policy,
             self._prompts(),
             num_samples=num_samples,
-            max_new_tokens=self.job.compare.max_new_tokens,
+            max_new_tokens=self.job.section_of(COMPARE).max_new_tokens,
             temperature=1.0,  # PPO's: the KL is between the policies that it trained
             seed=derive_seed(self.seed, "study"),
         )
@@ -183,9 +181,8 @@ class SeedMeasures:
 
     def _kept(self, name: str, stages: list[str], make: Callable[[], dict[str, Floats]]) -> dict[str, Floats]:
         """What was measured before on the same stages and in the same way; else it is measured and written, whole."""
-        assert self.job.compare is not None
         made_from: dict[str, Any] = {stage: _fingerprint(self.folder / stage) for stage in stages}
-        made_from["compare"] = self.job.compare.model_dump(mode="json")
+        made_from["compare"] = self.job.section_of(COMPARE).model_dump(mode="json")
         stamp = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
         path = self.folder / "measured" / name
         if path.is_file():

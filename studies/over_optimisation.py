@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from compare.stage import STAGE as COMPARE
 from evaluation.measures.checkpoints import Gold, OverOptimisation, Progress, Spec, gold_of_texts, over_optimisation
 from jobs.job_file import load_job
 from jobs.recovery import Workers
 from jobs.run import Run
-from jobs.stages import read_results
 from lm.tokenizer import Messages
+from ppo.stage import STAGE as PPO
 from ppo.stage import kept_policy
 from reward.elsewhere import FunctionReward
+from stages.run import read_results
 from training.data import DataConfig, read_prompts
 
 
@@ -32,15 +34,16 @@ def measure_run(
     if not (folder / "job.toml").is_file():
         raise ValueError(f"{folder}: no job.toml; the folder of a run was expected")
     job = load_job(folder / "job.toml")
-    if job.ppo is None:
+    config, compared = job.section(PPO), job.section(COMPARE)
+    if config is None:
         raise ValueError(f"{folder / 'job.toml'}: the job has no [ppo]")
-    if job.ppo.elsewhere is not None:
+    if config.elsewhere is not None:
         raise ValueError(f"{folder / 'job.toml'}: the reward comes from no model; a reward model was expected as proxy")
-    run = Run(job, folder, job.open_world(), Workers(job.world_sizes, folder, job.cluster))
+    run = Run(job, folder, job.open_world(), Workers(job.world_sizes, folder, job.cluster)).of(PPO.name)
     if prompts:
         source = DataConfig(source=prompts)
-    elif job.compare is not None:
-        source = run.resolve(job.compare.prompts)
+    elif compared is not None:
+        source = run.resolve(compared.prompts)
     else:
         raise ValueError(f"{folder / 'job.toml'}: the job has no [compare] to take prompts from; give --prompts")
     if not gold and run.opened_world is None:
@@ -48,19 +51,19 @@ def measure_run(
     spec = Spec(
         num_samples=num_samples,
         pool_samples=pool_samples,
-        max_new_tokens=job.ppo.max_new_tokens,
-        temperature=job.ppo.temperature,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
         seed=seed,
     )
     return over_optimisation(
-        kept_policies(run.stage_folder("ppo")),
-        run.start("ppo", "sft"),
-        run.start("ppo", "reward"),
+        kept_policies(run.folder),
+        run.start("sft"),
+        run.start("reward"),
         _function(gold) if gold else gold_of_texts(run.world.gold_scores),
         read_prompts(source),
         spec,
         progress,
-        job.ppo.objective_weights,
+        config.objective_weights,
     )
 
 

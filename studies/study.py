@@ -14,10 +14,12 @@ on, and a finding that is asked for later finds the arms that it shares with oth
 from collections.abc import Sequence
 from pathlib import Path
 
+from compare.stage import STAGE as COMPARE
 from evaluation.measures.overoptimisation import MIN_POLICIES
 from jobs.job import JobConfig
 from jobs.job_file import load_job
 from jobs.pipeline import run_job
+from ppo.stage import STAGE as PPO
 from stages.progress import console
 from studies.arms import LABELERS_A_TASK, arm_job, arms_of, with_those_before, write_cuts
 from studies.findings import FINDINGS, Finding, Found
@@ -59,19 +61,18 @@ def run_study(wanted: str, job_file: Path, runs: Path, *, num_seeds: int, overri
 
 def _check(job: JobConfig) -> None:
     """Errors: ValueError for a job with too few labelers, or whose curves would have too few policies to be fitted."""
-    assert job.compare is not None, "arms_of lets no job in without it"
-    assert job.ppo is not None
+    compare, ppo = job.section_of(COMPARE), job.section_of(PPO)  # arms_of lets no job in without them
     world = job.open_world()
     assert world is not None
     num_labelers = len(world.labelers(job.seed))
     if num_labelers < max(LABELERS_A_TASK):
         raise ValueError(f"the world has {num_labelers} labelers; {max(LABELERS_A_TASK)} a task were expected")
-    if job.compare.best_of < 2**MIN_POLICIES:
-        raise ValueError(f"compare.best_of is {job.compare.best_of}; {2**MIN_POLICIES} at least was expected")
-    every = job.ppo.keep_policies_every
-    if not every or job.ppo.num_iterations // every < MIN_POLICIES:
+    if compare.best_of < 2**MIN_POLICIES:
+        raise ValueError(f"compare.best_of is {compare.best_of}; {2**MIN_POLICIES} at least was expected")
+    every = ppo.keep_policies_every
+    if not every or ppo.num_iterations // every < MIN_POLICIES:
         raise ValueError(
-            f"ppo.keep_policies_every is {every} of {job.ppo.num_iterations} iterations; {MIN_POLICIES} policies at"
+            f"ppo.keep_policies_every is {every} of {ppo.num_iterations} iterations; {MIN_POLICIES} policies at"
             " least were expected to be kept"
         )
 

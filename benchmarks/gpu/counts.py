@@ -1,9 +1,9 @@
 """Work and memory of a row as `heed plan` counts them (docs/plan.md)."""
 
 from benchmarks.gpu.rows import Generation, Iteration, Pretraining
-from jobs.planning.memory import Layout, count, forward_pass, ppo_memory, sampling_phase, training_memory
 from lm.config import ModelConfig
 from lm.inspection import cache_bytes_per_token, flops_per_token
+from planning.memory import Layout, count, forward_pass, ppo_memory, sampling_phase, training_memory
 from training.config import OptimizerConfig
 
 BF16_BYTES = 2

@@ -23,14 +23,17 @@ from benchmarks.speed.table import taken_on
 from benchmarks.speed.work import Sizes, write_work
 from jobs.job import JobConfig
 from jobs.job_file import load_job
-from jobs.planning.hardware import GIB, Hardware
-from jobs.planning.memory import Memory
-from jobs.planning.plan import Setting, make_plan
+from jobs.plan import Setting, make_plan
 from lm.model import LanguageModel
 from lm.weights import ModelFolder
+from planning.hardware import GIB, Hardware
+from planning.memory import Memory
 from ppo.colocated import ColocatedWorker
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
+from ppo.stage import STAGE as PPO
+from pretrain.stage import STAGE as PRETRAIN
+from sft.stage import STAGE as SFT
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
 from training.objectives import StreamObjective
@@ -66,19 +69,16 @@ def planned(job: JobConfig, stage: str) -> Memory:
 def write_parents(job: JobConfig, folder: Path) -> None:
     """Models and data of the job's shape and lengths, with random weights."""
     assert job.model is not None
-    assert job.ppo is not None
-    assert job.sft is not None
-    response = job.ppo.max_new_tokens
-    rows = job.ppo.rollout_batch_size
-    write_work(folder, job.model, Sizes(job.sft.seq_len - response, response, job.sft.seq_len, rows, 1, 1))
+    ppo, sft = job.section_of(PPO), job.section_of(SFT)
+    response, rows = ppo.max_new_tokens, ppo.rollout_batch_size
+    write_work(folder, job.model, Sizes(sft.seq_len - response, response, sft.seq_len, rows, 1, 1))
 
 
 def pretrain(job: JobConfig, folder: Path) -> None:
     """Steps of the stage's loop, a checkpoint before the last."""
     import numpy as np
 
-    config, shape = job.pretrain, job.model
-    assert config is not None
+    config, shape = job.section_of(PRETRAIN), job.model
     assert shape is not None
     micro = config.batch.micro_batch_size
     source = ModelFolder(folder / "policy", LanguageModel)
@@ -92,8 +92,7 @@ def pretrain(job: JobConfig, folder: Path) -> None:
 
 def ppo(job: JobConfig, folder: Path) -> None:
     """One worker with all roles: an iteration, a checkpoint, and another iteration while it is written."""
-    config = job.ppo
-    assert config is not None
+    config = job.section_of(PPO)
     models = InitialModels(folder / "policy", folder / "reward", ScoreScale(0.0, 1.0), None)
     worker = ColocatedWorker(config, job.engine, models, 1)
     prompts = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))

@@ -25,6 +25,8 @@ from jobs.job_file import load_job
 from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import Fresh, materialise
+from pretrain.stage import STAGE as PRETRAIN
+from sft.stage import STAGE as SFT
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.loop import LoopConfig, Objective, TrainingLoop
@@ -138,9 +140,7 @@ def take_turns(work: Work, num_steps: int, clock: Callable[[], float], folder: P
 def works() -> Iterator[tuple[str, Work]]:
     """The demo's pretraining, with its own optimizer and with AdamW, and its SFT; rows of random tokens."""
     job = load_job(None)
-    pretrain, sft, shape = job.pretrain, job.sft, job.model
-    assert pretrain is not None
-    assert sft is not None
+    pretrain, sft, shape = job.section_of(PRETRAIN), job.section_of(SFT), job.model
     assert shape is not None
     rng = np.random.default_rng(0)
     rows_BT = rng.integers(8, shape.vocab_size, (NUM_ROWS, pretrain.seq_len), dtype=np.int32)

@@ -24,13 +24,13 @@ RunsFolder = Annotated[Path, typer.Option("--runs", help="Folder that holds run 
 
 def read_job(path: Path | None, overrides: list[str] | None, workers: int, first: str, only: str) -> "JobConfig":
     """Returns the validated job. Raises: ValueError for an unknown stage, and as `load_job` does."""
-    from jobs.job import STAGES
     from jobs.job_file import load_job
 
+    job = load_job(path, [*(overrides or []), *([f"workers={workers}"] if workers else [])])
     for option, stage in (("--from", first), ("--only", only)):
-        if stage and stage not in STAGES:
-            raise ValueError(f"{option} {stage!r}: one of {', '.join(STAGES)} was expected")
-    return load_job(path, [*(overrides or []), *([f"workers={workers}"] if workers else [])])
+        if stage and stage not in job.registry:
+            raise ValueError(f"{option} {stage!r}: one of {', '.join(job.registry.names)} was expected")
+    return job
 
 
 def read_weights(weights: list[str] | None) -> dict[str, float]:

@@ -28,8 +28,8 @@ from chaos.result import (
 from chaos.schedule import Schedule
 from cluster.group import WorkerLostError
 from cluster.network import why_no_network
-from jobs.job import STAGES
 from jobs.recovery import run_to_end
+from jobs.registry import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
@@ -76,13 +76,15 @@ def test_no_bit_differs_after_faults_of_every_kind(result: ChaosResult) -> None:
 
 def test_a_schedule_is_a_function_of_its_seed_and_deals_kinds_and_stages_evenly() -> None:
     kinds = ("worker", "hang", "folder")
-    drawn = [Schedule(60, seed, kinds, STAGES).take(60) for seed in (7, 7, 8)]
+    drawn = [Schedule(60, seed, kinds, BUILT_IN.names).take(60) for seed in (7, 7, 8)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert Counter(planned.kind for planned in drawn[0]) == dict.fromkeys(kinds, 20)
-    assert Counter(planned.stage for planned in drawn[0]) == dict.fromkeys(STAGES, 10)
-    assert [STAGES.index(planned.stage) for planned in drawn[0]] == sorted(i for i in range(6) for _ in range(10))
+    assert Counter(planned.stage for planned in drawn[0]) == dict.fromkeys(BUILT_IN.names, 10)
+    assert [BUILT_IN.names.index(planned.stage) for planned in drawn[0]] == sorted(
+        i for i in range(6) for _ in range(10)
+    )
     assert all(0 <= planned.moment < 1 for planned in drawn[0])
-    schedule = Schedule(10, 7, kinds, STAGES)
+    schedule = Schedule(10, 7, kinds, BUILT_IN.names)
     first = schedule.take(6)
     schedule.give_back(first[4:])
     assert len(schedule) == 6

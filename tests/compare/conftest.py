@@ -27,7 +27,7 @@ def heed_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
     def call(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["heed", *arguments])
-        for name in [name for name in sys.modules if name.startswith("heed_reward_")]:
+        for name in [name for name in sys.modules if name.startswith("heed_file_")]:
             del sys.modules[name]  # a command reads a function's file once, and each command is another process
         with pytest.raises(SystemExit) as caught:
             main()

@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 
 from jobs.job_file import load_job
-from jobs.pipeline import STAGES, _inputs
+from jobs.pipeline import _inputs
 from jobs.run import Run
 from stages.world import World
 
@@ -14,10 +14,9 @@ DEBUG = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
 
 
 def fingerprint(stage_name: str, *overrides: str) -> str:
-    stage = next(stage for stage in STAGES if stage.name == stage_name)
     job = load_job(DEBUG, overrides)
     run = Run(job, Path("nowhere"), cast(World, None), lambda: pytest.fail("no workers are needed"))
-    return _inputs(run, stage).fingerprint
+    return _inputs(run, job.registry[stage_name]).fingerprint
 
 
 @pytest.mark.parametrize(

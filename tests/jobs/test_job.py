@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from jobs.job import STAGES
 from jobs.job_file import load_job
-from jobs.stages import STAGES as STAGE_TABLE
+from jobs.registry import BUILT_IN
 from playground.world import PlaygroundWorld
-from reports import run as report_run
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted((ROOT / "configs" / "jobs").glob("*.toml"))
@@ -24,7 +22,7 @@ def test_every_shipped_job_parses(path: Path) -> None:
     # What is left out takes a default; what is written arrives.
     written = tomllib.loads(path.read_text(encoding="utf-8"))
     assert job.model.hidden_size == written["model"]["hidden_size"]
-    assert job.stages == tuple(stage for stage in STAGES if stage in written)
+    assert job.stage_names == tuple(stage for stage in BUILT_IN.names if stage in written)
     if job.ppo is not None:
         assert job.ppo.policy_optimizer.learning_rate == written["ppo"]["policy_optimizer"]["learning_rate"]
     assert job.world.kind == written["world"]["kind"]
@@ -47,10 +45,9 @@ def test_without_a_file_the_demo_is_the_job() -> None:
     assert isinstance(load_job(None).open_world(), PlaygroundWorld)
 
 
-def test_report_and_pipeline_know_the_same_stages() -> None:
-    assert report_run.STAGES == STAGES == tuple(stage.name for stage in STAGE_TABLE)
-    for index, stage in enumerate(STAGES):
-        assert set(load_job(DEBUG).parents(stage)) <= {"tokenizer", *STAGES[:index]}, "a stage comes after its parents"
+def test_every_stage_comes_after_its_parents() -> None:
+    for index, stage in enumerate(BUILT_IN.names):
+        assert set(load_job(DEBUG).parents(stage)) <= {*BUILT_IN.preparations, *BUILT_IN.names[:index]}
 
 
 def test_overrides_set_dotted_keys() -> None:

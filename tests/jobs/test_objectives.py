@@ -14,14 +14,14 @@ from cluster.group import connect, disconnect
 from jobs import recovery
 from jobs.job_file import load_job
 from jobs.pipeline import run_job
-from jobs.planning.hardware import GPUS
-from jobs.planning.plan import Setting, make_plan
+from jobs.plan import Setting, make_plan
 from jobs.preflight import check_data
 from jobs.run import Run
 from lm.config import ModelConfig
 from lm.model import ScalarModel, initialise
 from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
+from planning.hardware import GPUS
 from training.metrics import read_metrics
 
 JOBS = Path(__file__).parents[2] / "configs" / "jobs"
@@ -184,8 +184,8 @@ def test_the_plan_counts_the_heads() -> None:
         {stage.name: stage for stage in make_plan(load_job(JOBS / "debug.toml", overrides), setting).stages}
         for overrides in (rankings[:1], rankings + weights)
     )
-    assert three["reward"].batch["heads, one an objective"] == 3
-    assert "heads, one an objective" not in one["reward"].batch
+    assert three["reward"].batch["heads, one per objective"] == 3
+    assert "heads, one per objective" not in one["reward"].batch
     width = 32
     more = sum(three["reward"].memory.held.values()) - sum(one["reward"].memory.held.values())
     assert more == 2 * width * (4 + 8)  # weights, two moments

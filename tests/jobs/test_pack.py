@@ -97,14 +97,14 @@ def test_too_much_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_place_that_may_name_a_file() -> None:
-    job = load_job(DEBUG, ["ppo.prompts.source=here.jsonl", "pretrain.heldout=[{ source = 'a/b' }]"]).model_dump()
-    job["sft"]["init_from"] = "model"
-    named = dict(named_paths(job))
+    job = load_job(DEBUG, ["ppo.prompts.source=here.jsonl", "pretrain.heldout=[{ source = 'a/b' }]"])
+    sft = job.sft.model_copy(update={"init_from": "model"})
+    named = dict(named_paths(job.model_copy(update={"sft": sft})))
     assert named["ppo.prompts.source"] == "here.jsonl"
     assert named["pretrain.heldout.0.source"] == "a/b"
     assert named["sft.init_from"] == "model"
     assert "world.kind" not in named
-    assert dict(named_paths(load_job(REVIEWS).model_dump()))["world.peps"].endswith("peps.jsonl.gz")
+    assert dict(named_paths(load_job(REVIEWS)))["world.peps"].endswith("peps.jsonl.gz")
 
 
 def test_the_command_is_the_run_that_was_asked_for() -> None:

@@ -15,9 +15,9 @@ import transformers
 
 from cluster.group import connect, disconnect
 from jobs import recovery
-from jobs.job import STAGES
 from jobs.job_file import load_job
 from jobs.pipeline import run_job
+from jobs.registry import BUILT_IN
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
 
@@ -63,18 +63,18 @@ def rerun(copied: Path, overrides: tuple[str, ...], capsys: pytest.CaptureFixtur
         capsys.readouterr()
         run_job(load_job(DEBUG, [*overrides, *more]), copied.parent, **options)
         said = capsys.readouterr().err.splitlines()
-        ran = [name for name in STAGES if any(line.startswith(f"{name}: done in") for line in said)]
-        skipped = [name for name in STAGES if f"{name}: unchanged, skipped" in said]
+        ran = [name for name in BUILT_IN.names if any(line.startswith(f"{name}: done in") for line in said)]
+        skipped = [name for name in BUILT_IN.names if f"{name}: unchanged, skipped" in said]
         assert not set(ran) & set(skipped)
         if "only" not in options:
-            assert {*ran, *skipped} == set(STAGES)
+            assert {*ran, *skipped} == set(BUILT_IN.names)
         return ran
 
     return call
 
 
 def test_every_stage_leaves_its_results(finished_run: Path) -> None:
-    for stage in STAGES:
+    for stage in BUILT_IN.names:
         folder = finished_run / stage
         lineage = read(folder / "lineage.json")
         assert lineage["stage"] == stage
@@ -117,9 +117,10 @@ def test_the_report_holds_what_others_rely_on(finished_run: Path) -> None:
 
 
 def test_lineage_traces_every_parent_to_what_it_left(finished_run: Path) -> None:
-    outputs = {stage: read(finished_run / stage / "lineage.json")["outputs"] for stage in ("tokenizer", *STAGES)}
+    made = (*BUILT_IN.preparations, *BUILT_IN.names)
+    outputs = {stage: read(finished_run / stage / "lineage.json")["outputs"] for stage in made}
     assert len(set(outputs.values())) == len(outputs)
-    for stage in STAGES:
+    for stage in BUILT_IN.names:
         for parent, found in read(finished_run / stage / "lineage.json")["parents"].items():
             assert found == outputs[parent], (stage, parent)
     data = read(finished_run / "sft" / "lineage.json")["data"]

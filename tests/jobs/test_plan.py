@@ -14,9 +14,9 @@ from heed.cli import app
 from heed.commands.inspect import read_shape
 from jobs.job_file import load_job
 from jobs.pipeline import run_job
-from jobs.planning.hardware import GIB, GPUS, hardware
-from jobs.planning.memory import Layout, activation_bytes, count, forward_pass, ppo_memory, states, training_memory
-from jobs.planning.plan import Plan, Setting, make_plan, places
+from jobs.plan import Plan, Setting, make_plan, places
+from planning.hardware import GIB, GPUS, hardware
+from planning.memory import Layout, activation_bytes, count, forward_pass, ppo_memory, states, training_memory
 from training.config import OptimizerConfig
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def stage_of(plan: Plan, name: str) -> Any:
 @pytest.mark.parametrize("path", ALL_JOBS, ids=lambda path: path.stem)
 def test_every_shipped_job_has_a_plan(path: Path) -> None:
     plan = plan_of(path)
-    assert tuple(stage.name for stage in plan.stages) == plan.job.stages
+    assert tuple(stage.name for stage in plan.stages) == plan.job.stage_names
     for stage in plan.stages:
         assert stage.seconds > 0
         assert stage.memory.peak > 0
@@ -59,19 +59,19 @@ def test_a_cluster_job_fits_the_gpu_that_it_names(path: Path) -> None:
 def test_batches_by_hand() -> None:
     plan = plan_of(JOBS / "demo.toml")
     assert stage_of(plan, "pretrain").batch == {
-        "batch_size": 32, "micro_batch_size": 16, "ranks": 2, "micro-batches a rank and step": 1, "steps": 1200,
-        "tokens a step": 32 * 96,
+        "batch_size": 32, "micro_batch_size": 16, "ranks": 2, "micro-batches per rank and step": 1, "steps": 1200,
+        "tokens per step": 32 * 96,
     }  # fmt: skip
     # 8,000 demonstrations twice in batches of 32; 90% of 5,000 tasks of four responses in batches of 16.
     assert stage_of(plan, "sft").num_steps == 500
     reward = stage_of(plan, "reward").batch
-    assert (reward["steps"], reward["responses a comparison"], reward["tokens a step"]) == (281, 4, 16 * 4 * 128)
+    assert (reward["steps"], reward["responses per comparison"], reward["tokens per step"]) == (281, 4, 16 * 4 * 128)
     ppo = stage_of(plan, "ppo").batch
-    assert (ppo["micro-batches a rank and update"], ppo["updates an iteration"], ppo["updates"]) == (1, 4, 112)
+    assert (ppo["micro-batches per rank and update"], ppo["updates per iteration"], ppo["updates"]) == (1, 4, 112)
     assert ppo["responses"] == 28 * 128
     assert stage_of(plan, "collect").batch["prompts"] == 5000
     # Best of 16 from one pool, four of PPO's, four of the pretrained model's.
-    assert stage_of(plan, "compare").batch["responses a prompt"] == 24
+    assert stage_of(plan, "compare").batch["responses per prompt"] == 24
 
 
 def test_rows_of_local_files_are_counted(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_rows_of_local_files_are_counted(tmp_path: Path) -> None:
         plan_of(path, overrides=(f"reward.rankings.source={rankings}", "reward.rankings.format=rankings")), "reward"
     )
     assert reward.num_steps == round(640 * 0.95 / 64)
-    assert reward.batch["responses a comparison"] == 3
+    assert reward.batch["responses per comparison"] == 3
     assert not any("two responses" in assumption for assumption in reward.assumptions)
     # What cannot be counted is said.
     assumed = stage_of(plan_of(path), "reward")

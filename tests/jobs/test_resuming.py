@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -12,9 +13,7 @@ import pytest
 import jobs.pipeline as pipeline_module
 from jobs.job_file import load_job
 from jobs.run import Run
-from jobs.stages import Stage
 from stages.lineage import Inputs, finished_with
-from stages.progress import StageProgress
 from training.failures import RunError
 
 DEBUG_JOB = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
@@ -81,7 +80,8 @@ def test_a_stage_waits_for_its_folder_and_does_not_begin_beside_it(
 ) -> None:
     """As after a worker was lost together with the file system."""
     workers: Any = None  # are not asked for
-    run, seen = Run(load_job(DEBUG_JOB), tmp_path, None, workers), list[bool]()
+    job, seen = load_job(DEBUG_JOB), list[bool]()
+    run = Run(job, tmp_path, None, workers).of("sft")
     folder, away = tmp_path / "sft", tmp_path / "away"
 
     def work(*_: Any) -> None:
@@ -89,16 +89,16 @@ def test_a_stage_waits_for_its_folder_and_does_not_begin_beside_it(
         (folder / "model").mkdir()
         (folder / "results.json").write_text("{}")
 
-    stage, inputs = Stage("sft", (), work), Inputs("sft", 0, {}, {}, {})
+    stage, inputs = replace(job.registry["sft"], run=work), Inputs("sft", 0, {}, {}, {})
     away.mkdir()
     (away / "inputs.json").touch()
     Timer(1.0, lambda: away.rename(folder)).start()
-    pipeline_module._run_stage(run, stage, None, StageProgress("sft"), inputs, time.monotonic())
+    pipeline_module._run_stage(run, stage, inputs, time.monotonic())
     assert seen == [True]
-    assert finished_with(folder, "sft") is not None
+    assert finished_with(folder, "model") is not None
     folder.rename(away)
     monkeypatch.setattr(pipeline_module, "FOLDER_SECONDS", 0.2)
     with pytest.raises(RunError, match=r"sft is missing; bring the folder back and run the same command again"):
-        pipeline_module._run_stage(run, stage, None, StageProgress("sft"), inputs, time.monotonic())
+        pipeline_module._run_stage(run, stage, inputs, time.monotonic())
     assert seen == [True]
     assert not folder.exists()

@@ -210,7 +210,11 @@ def test_a_reward_stage_beside_a_function_is_refused() -> None:
 
 
 def test_a_function_in_a_file_is_shipped() -> None:
-    assert list(named_paths({"ppo": {"reward_function": "my/rewards.py:score"}})) == [
-        ("ppo.reward_function", "my/rewards.py")
-    ]
-    assert list(named_paths({"ppo": {"reward_function": "playground.rewards:gold"}})) == []
+    job = load_job(JOBS / "debug.toml")
+
+    def named(function: str) -> str | None:
+        ppo = job.ppo.model_copy(update={"reward_function": function})
+        return dict(named_paths(job.model_copy(update={"ppo": ppo}))).get("ppo.reward_function")
+
+    assert named("my/rewards.py:score") == "my/rewards.py"
+    assert named("playground.rewards:gold") is None

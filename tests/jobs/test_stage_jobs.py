@@ -21,6 +21,7 @@ from lm.model import LanguageModel, ScalarModel
 from lm.source import materialise
 from lm.tokenizer import Tokenizer
 from lm.weights import NewHead, load_language_model, load_model, save_model
+from ppo.scale import was_measured
 from training.data import DataConfig, read_prompts
 from training.seeds import derive_seed
 
@@ -120,7 +121,7 @@ def test_published_rankings_do_not_set_the_scale_of_scores(tmp_path: Path, model
     reward = {"rankings": rows(tmp_path / "r.jsonl", rankings), "demonstrations": [demonstrations], **start}
     ppo = {**start, "prompts": prompts, "num_iterations": 1, "ptx_coef": 0.0, "ptx_rows": 0}
     job = load_job(job_of(tmp_path, "reward", "ppo", reward=reward, ppo=ppo))
-    assert not job.reward_stage_scores_policy
+    assert not was_measured(job)
     run = run_job(job, tmp_path / "runs")
     published, found = (json.loads((run / stage / "results.json").read_text()) for stage in ("reward", "ppo"))
     assert job.ppo is not None
@@ -137,7 +138,7 @@ def test_published_rankings_do_not_set_the_scale_of_scores(tmp_path: Path, model
 
 def test_collected_rankings_set_the_scale_of_scores() -> None:
     """[collect] samples the very policy that PPO starts from, so what the reward stage measured on them serves."""
-    assert load_job(DEBUG).reward_stage_scores_policy
+    assert was_measured(load_job(DEBUG))
 
 
 @pytest.mark.usefixtures("workers")
@@ -163,7 +164,7 @@ def test_a_reward_model_that_tells_nothing_apart_is_refused(
         (("model", "pretrain", "sft", "reward"), {}, r"reward needs collect: \[collect\] was expected"),
         (("model", "pretrain", "sft", "collect"), {}, r"world: missing; collect needs it"),
         (("model", "pretrain"), {}, r"world: missing; pretrain needs it"),
-        (("world", "pretrain"), {}, r"model: missing; pretraining needs a shape, or pretrain.init_from"),
+        (("world", "pretrain"), {}, r"model: missing; pretrain needs a shape, or pretrain.init_from"),
         (("world", "model", "pretrain", "ppo"), {}, r"ppo needs sft: \[sft\] or ppo.init_from was expected"),
     ],
 )
@@ -195,7 +196,7 @@ def test_two_starts_are_refused(tmp_path: Path, model_folder: Path) -> None:
 def test_a_kind_has_its_stages(tmp_path: Path, model: dict[str, Any], stages: tuple[str, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         load_job(job_of(tmp_path, "world", "model", *stages, model=model))
-    assert load_job(job_of(tmp_path, "world", "model", *stages[:-1], model=model)).stages == stages[:-1]
+    assert load_job(job_of(tmp_path, "world", "model", *stages[:-1], model=model)).stage_names == stages[:-1]
 
 
 def test_a_stage_does_not_start_from_what_is_no_language_model(tmp_path: Path, encoder_folder: Path) -> None:

@@ -16,7 +16,7 @@ from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels
 from reward.scoring import load_network
-from reward.stage import network_source
+from reward.training import network_source
 from training.config import EngineConfig
 from training.data import DataConfig
 

@@ -13,7 +13,7 @@ from lm.encoder import MaskedLanguageModel
 from lm.encoder_decoder import EncoderDecoder
 from lm.tokenizer import Tokenizer
 from lm.weights import load_model
-from pretrain.stage import PretrainConfig, prepare_tokenizer, run
+from pretrain.stage import PretrainConfig, prepare_tokenizer, train
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.metrics import read_metrics
@@ -50,7 +50,7 @@ def pretrain(folder: Path, model: ModelConfig, **changes: Any) -> Finished:
     config = PretrainConfig(**(values | changes))
     prepare_tokenizer(config, model, folder / "tokenizer")
     context = StageContext(folder / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
-    run(context, config, model, folder / "tokenizer")
+    train(context, config, model, folder / "tokenizer")
     return folder / "run", json.loads((folder / "run" / "results.json").read_text())
 
 

@@ -12,7 +12,7 @@ import torch
 from lm.config import ModelConfig
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
-from pretrain.stage import PretrainConfig, bits_per_byte, prepare_tokenizer, run, write_streams
+from pretrain.stage import PretrainConfig, bits_per_byte, prepare_tokenizer, train, write_streams
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.metrics import read_metrics
@@ -58,7 +58,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     config = write_config(folder)
     prepare_tokenizer(config, MODEL.model_copy(update={"vocab_size": 272}), folder / "tokenizer")
     context = StageContext(folder / "run", 3, 1, EngineConfig(precision="fp32"))
-    run(context, config, MODEL, folder / "tokenizer")
+    train(context, config, MODEL, folder / "tokenizer")
     return folder / "run", json.loads((folder / "run" / "results.json").read_text())
 
 
@@ -167,4 +167,4 @@ def test_a_vocabulary_that_is_larger_than_the_models_is_refused(tmp_path: Path) 
     prepare_tokenizer(config, MODEL.model_copy(update={"vocab_size": 272}), tmp_path / "tokenizer")
     context = StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
     with pytest.raises(ValueError, match=r"model.vocab_size is 270; the tokenizer in .* has 272 tokens"):
-        run(context, config, MODEL.model_copy(update={"vocab_size": 270}), tmp_path / "tokenizer")
+        train(context, config, MODEL.model_copy(update={"vocab_size": 270}), tmp_path / "tokenizer")

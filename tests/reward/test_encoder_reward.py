@@ -13,8 +13,9 @@ from lm.source import materialise
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, load_model, read_config, save_model
 from reward.comparisons import RankingsConfig
+from reward.config import RewardConfig
 from reward.scoring import Judge, load_network, sequence_scores
-from reward.stage import RewardConfig, network_source, run
+from reward.training import network_source, train
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.stage import StageContext
@@ -57,7 +58,7 @@ def config_for(folder: Path, **changes: object) -> RewardConfig:
 def finished(tmp_path_factory: pytest.TempPathFactory, encoder_folder: Path) -> Path:
     folder = tmp_path_factory.mktemp("reward")
     context = StageContext(folder / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
-    run(context, config_for(folder), encoder_folder)
+    train(context, config_for(folder), encoder_folder)
     return folder / "run"
 
 
@@ -89,7 +90,7 @@ def test_a_reward_model_is_trained_further(finished: Path, tmp_path: Path) -> No
     optimizer = OptimizerConfig(learning_rate=1e-12, schedule="constant")
     config = config_for(tmp_path, num_epochs=0.01, optimizer=optimizer)
     context = StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
-    run(context, config, finished / "model")
+    train(context, config, finished / "model")
     first, again = load_network(finished / "model"), load_network(context.model_folder)
     for name, tensor in first.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], tensor, atol=1e-5, rtol=0, msg=name)

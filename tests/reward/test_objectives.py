@@ -17,10 +17,11 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
 from preferences.records import Message, Ranking
 from reward.comparisons import Comparison, RankingsConfig, Verdict, encode_rankings
+from reward.config import RewardConfig
 from reward.learner import Beside, RewardLearner
 from reward.objective import RankingObjective
 from reward.scoring import Judge, head_scores, weights_by_label
-from reward.stage import RewardConfig, network_source, run
+from reward.training import network_source, train
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.metrics import read_metrics
@@ -84,7 +85,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Fi
     """The run directory, the config, results.json."""
     folder = tmp_path_factory.mktemp("objectives")
     config = config_for(folder, ranking_rows(), rating_coef=0.5, ties="davidson", labeler_weights="reliability")
-    run(context_of(folder / "run"), config, model_folder)
+    train(context_of(folder / "run"), config, model_folder)
     return folder / "run", config, json.loads((folder / "run" / "results.json").read_text())
 
 
@@ -197,7 +198,7 @@ def test_one_named_objective_is_a_plain_reward_model_bit_for_bit(tmp_path: Path,
     for name, found, objectives in (("named", both, (LOUD,)), ("plain", rows, ())):
         (tmp_path / name).mkdir()
         config = config_for(tmp_path / name, found, objectives=objectives, num_epochs=1.0)
-        run(context_of(tmp_path / name / "run"), config, model_folder)
+        train(context_of(tmp_path / name / "run"), config, model_folder)
         written = tmp_path / name / "run"
         files = [written / "model" / file for file in ("model.safetensors", "config.json")]
         weights.append([path.read_bytes() for path in (*files, written / "results.json")])
@@ -208,7 +209,7 @@ def test_one_named_objective_is_a_plain_reward_model_bit_for_bit(tmp_path: Path,
 def test_a_reward_model_of_several_objectives_is_trained_further(finished: Finished, tmp_path: Path) -> None:
     optimizer = OptimizerConfig(learning_rate=1e-12, schedule="constant")
     config = config_for(tmp_path, ranking_rows(), num_epochs=0.01, optimizer=optimizer)
-    run(context_of(tmp_path / "run"), config, finished[0] / "model")
+    train(context_of(tmp_path / "run"), config, finished[0] / "model")
     first, again = (load_scalar_model(folder / "model") for folder in (finished[0], tmp_path / "run"))
     for name, tensor in first.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], tensor, atol=1e-5, rtol=0, msg=name)
@@ -245,13 +246,13 @@ def test_objectives_that_are_not_there_are_refused(
     tmp_path: Path, model_folder: Path, objectives: tuple[str, ...], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        run(context_of(tmp_path / "run"), config_for(tmp_path, ranking_rows(), objectives=objectives), model_folder)
+        train(context_of(tmp_path / "run"), config_for(tmp_path, ranking_rows(), objectives=objectives), model_folder)
 
 
 def test_an_objective_without_a_heldout_ranking_is_named(tmp_path: Path, model_folder: Path) -> None:
     rows = [row for row in ranking_rows() if row["objective"] == LOUD or row["task_id"] == "calm0"]
     with pytest.raises(ValueError, match=r"splits the rankings of 'calm' of .* into [03] for training and [03] held"):
-        run(context_of(tmp_path / "run"), config_for(tmp_path, rows), model_folder)
+        train(context_of(tmp_path / "run"), config_for(tmp_path, rows), model_folder)
 
 
 @pytest.mark.parametrize("names", [("a", "a"), ("a", "")])

@@ -11,7 +11,8 @@ from lm.model import LanguageModel, initialise
 from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
 from reward.comparisons import RankingsConfig, read_judgments, read_rankings
-from reward.stage import ODDITIES, RewardConfig, run
+from reward.config import RewardConfig
+from reward.training import ODDITIES, train
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.metrics import read_metrics
@@ -49,7 +50,7 @@ def test_a_reward_model_trains_on_real_dialogues(tmp_path: Path, tiny_config: Mo
         save_every_steps=100,
         evaluate_every_steps=100,
     )
-    run(StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=())), config, start)
+    train(StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=())), config, start)
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     # Rows 1 to 90 without row 87, whose better reply is empty.
     assert results["train_comparisons"] + results["heldout_comparisons"] == NUM_ROWS - 1

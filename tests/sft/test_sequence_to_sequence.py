@@ -14,7 +14,7 @@ from lm.model import initialise
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import load_model, save_model
-from sft.stage import SFTConfig, make_objective, run, split_pair
+from sft.stage import SFTConfig, make_objective, split_pair, train
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.stage import StageContext
@@ -58,7 +58,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, start: Path) -> tuple[Pat
         evaluate_every_steps=1000,
     )
     context = StageContext(folder / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
-    run(context, config, start)
+    train(context, config, start)
     return folder / "run", json.loads((folder / "run" / "results.json").read_text())
 
 

@@ -11,7 +11,7 @@ from lm.generation import generate
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
-from sft.stage import SFTConfig, make_objective, run
+from sft.stage import SFTConfig, make_objective, train
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.metrics import read_metrics
@@ -45,7 +45,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> tu
     """The run directory and results.json."""
     folder = tmp_path_factory.mktemp("sft")
     context = StageContext(folder / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
-    run(context, config_for(folder), model_folder)
+    train(context, config_for(folder), model_folder)
     return folder / "run", json.loads((folder / "run" / "results.json").read_text())
 
 
@@ -91,7 +91,7 @@ def test_the_template_of_the_job_goes_into_the_model(tmp_path: Path, model_folde
     context = StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
     optimizer = OptimizerConfig(learning_rate=0.001, schedule="constant")
     config = config_for(tmp_path, chat_template="continuation", num_epochs=0.1, optimizer=optimizer)
-    run(context, config, model_folder)
+    train(context, config, model_folder)
     ours = Tokenizer.load(context.model_folder)
     assert ours.render([{"role": "user", "content": "A"}], add_generation_prompt=True) == "A"
     assert json.loads((context.folder / "results.json").read_text())["num_steps"] == 1

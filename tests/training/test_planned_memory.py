@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from benchmarks.speed.peak import peak_growth
-from jobs.planning.memory import Layout, Memory, count, forward_pass, training_memory
 from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import Fresh
+from planning.memory import Layout, Memory, count, forward_pass, training_memory
 from training.config import EngineConfig, OptimizerConfig, Precision
 from training.engine import Engine, LossAndMetrics
 from training.objectives import StreamObjective

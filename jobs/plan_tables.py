@@ -9,8 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from jobs.job_file import load_job
-from jobs.planning.hardware import GIB, hardware
-from jobs.planning.plan import Plan, Setting, StagePlan, make_plan, places
+from jobs.plan import Plan, Setting, make_plan, places
+from planning.hardware import GIB, hardware
+from stages.planner import StagePlan
 
 # CUDA's context, NCCL's buffers and the gaps of an allocator are not counted; a tenth is what they commonly take.
 COMFORTABLE = 0.9

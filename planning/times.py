@@ -4,10 +4,10 @@ the cache read once a token."""
 import math
 from dataclasses import dataclass
 
-from jobs.planning.hardware import Hardware
-from jobs.planning.memory import GENERATION_ROWS, Counts, Layout
 from lm.config import ModelConfig
 from lm.inspection import cache_bytes_per_token, flops_per_source_token, flops_per_token
+from planning.hardware import Hardware
+from planning.memory import GENERATION_ROWS, Counts, Layout
 
 
 @dataclass(frozen=True)

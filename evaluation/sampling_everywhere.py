@@ -1,0 +1,13 @@
+"""Sampling a policy on all workers of a stage."""
+
+from collections.abc import Sequence
+
+from evaluation.sampling import Sample, SamplingSpec, sample_policy
+from stages.run import StageRun
+from stages.sampling import sample_in_parts
+from training.data import Prompt
+
+
+def sample_everywhere(run: StageRun, phase: str, spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]:
+    """`sample_policy` on all workers; the result does not depend on how many there are."""
+    return [Sample(**row) for row in sample_in_parts(run, phase, sample_policy, spec, prompts)]

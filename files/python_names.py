@@ -1,0 +1,82 @@
+"""Objects of a user's Python code, found by `MODULE:NAME` or `FILE.py:NAME`, and what that code raises."""
+
+import importlib
+import importlib.util
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+SHOWN_FRAMES = 4  # of a traceback through a user's code
+_INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
+
+
+def load_function(name: str, what: str) -> Callable[..., Any]:
+    """The function that `MODULE:NAME` or `FILE.py:NAME` names, the current folder included.
+
+    `what` says in messages what is looked for. Raises: ValueError where there is none, or where the module's own code
+    fails: with the lines of it that led there.
+    """
+    place, _, attribute = name.partition(":")
+    found = getattr(load_module(place, what), attribute, None)
+    if not callable(found):
+        raise ValueError(f"{what} {name!r}: {place} has no function {attribute!r}")
+    function: Callable[..., Any] = found
+    return function
+
+
+def file_of(function: Callable[..., Any]) -> Path:
+    """The file in which a function's module is written."""
+    return Path(str(sys.modules[function.__module__].__file__))
+
+
+def load_module(place: str, what: str) -> ModuleType:
+    """The module of this name, or of this file. Raises: ValueError as `load_function`."""
+    if place.endswith(".py"):
+        return _module_of_file(Path(place).resolve(), what)
+    if str(Path.cwd()) not in sys.path:  # `heed` is a script, for which Python does not look in the current folder
+        sys.path.append(str(Path.cwd()))
+    try:
+        return importlib.import_module(place)
+    except Exception as error:  # a user's code
+        if isinstance(error, ModuleNotFoundError) and error.name == place:
+            raise ValueError(f"{what} {place!r}: {error}") from None
+        raise ValueError(f"{what} {place!r}: importing it raised {explain(error)}") from None
+
+
+def _module_of_file(path: Path, what: str) -> ModuleType:
+    name = f"heed_file_{path.stem}"
+    held = sys.modules.get(name)
+    if held is not None and held.__file__ == str(path):
+        return held
+    if not path.is_file():
+        raise ValueError(f"{what}: {path}: no such file")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, f"{path} is no Python file"
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a user's code
+        del sys.modules[name]  # half of a module would be found the next time
+        raise ValueError(f"{what}: importing {path} raised {explain(error)}") from None
+    return module
+
+
+def explain(error: Exception, caller: str = "") -> str:
+    """What a user's code raised, followed by the lines of that code which led there, the innermost last.
+
+    Lines of `caller`, the file that called it, are left out.
+    """
+    found = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in found if _is_users(frame.filename) and frame.filename != caller]
+    lines = "".join(traceback.format_list(frames[-SHOWN_FRAMES:])).rstrip()
+    return f"{type(error).__name__}: {error}" + (f"\n{lines}" if lines else "")
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file is neither this one nor part of Python or an installed library."""
+    return file != __file__ and not file.startswith(("<", *_INSTALLED))

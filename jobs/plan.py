@@ -1,0 +1,104 @@
+"""`heed plan`: a job in numbers before it runs, stage by stage: batches, memory per rank, time, cost, nodes."""
+
+import math
+from dataclasses import dataclass
+
+from jobs.job import JobConfig
+from jobs.registry import WORLD
+from planning.hardware import Hardware
+from planning.memory import Layout
+from planning.times import Times
+from stages.planner import Planner, StagePlan
+from stages.sizes import Sizes, SourceSize
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The hardware, the share of its peak that is reached, and the rows of a source that cannot be counted here."""
+
+    hardware: Hardware
+    share_of_peak: float
+    assumed_rows: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    job: JobConfig
+    setting: Setting
+    layout: Layout
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def dollars(self) -> float:
+        hours = sum(stage.seconds for stage in self.stages) / 3600
+        return hours * self.job.num_ranks * self.setting.hardware.dollars_per_hour
+
+    @property
+    def fits_memory(self) -> bool:
+        return all(stage.memory.peak <= self.setting.hardware.memory_bytes for stage in self.stages)
+
+
+def make_plan(job: JobConfig, setting: Setting) -> Plan:
+    """Errors: ValueError for a job without a shape, and for files of its data that are malformed."""
+    if job.model is None:
+        raise ValueError("model: missing; the plan needs the shape of the policy")
+    precision = job.engine.precision
+    if precision == "auto":
+        precision = "bf16" if setting.hardware.is_gpu else job.engine.resolved_precision()
+    layout = Layout(
+        job.workers,
+        job.engine.zero_stage,
+        precision == "bf16",
+        setting.hardware.is_gpu,
+        job.engine.offload,
+        job.engine.checkpoint_activations,
+    )
+    sizes = Sizes(
+        job.model.max_position_embeddings,
+        setting.assumed_rows,
+        longest=_longest_conversation(job),
+        world_rows=lambda source: _world_rows(job, source),
+        stage_size=lambda source: _stage_size(job, source, sizes),
+    )
+    times = Times(job.model, layout, setting.hardware, setting.share_of_peak)
+    plans = [
+        stage.plan(Planner(stage.name, job, job.model, layout, sizes, times), job.section_of(stage))
+        for stage in job.stages
+    ]
+    return Plan(job, setting, layout, tuple(plans))
+
+
+def _longest_conversation(job: JobConfig) -> int:
+    """The most tokens of a conversation that the job teaches; 0 where no stage bounds it."""
+    bounds = [stage.conversation_tokens(job.section_of(stage)) for stage in job.stages if stage.conversation_tokens]
+    return bounds[-1] if bounds else 0
+
+
+def _world_rows(job: JobConfig, source: str) -> int | None:
+    """Rows of a source "world:NAME", where the world's section names them."""
+    kind, _, name = source.partition(":")
+    fields = (f"num_{name}", f"max_{name}") if kind == WORLD else ()
+    found = next((getattr(job.world, field) for field in fields if hasattr(job.world, field)), None)
+    return None if found is None else int(found)
+
+
+def _stage_size(job: JobConfig, source: str, sizes: Sizes) -> SourceSize | None:
+    """What a stage of the job will write for a source "STAGE:NAME"."""
+    name, _, key = source.partition(":")
+    if name not in job.stage_names or key not in job.stage(name).sources:
+        return None
+    stage = job.stage(name)
+    return stage.sources[key].size(job.section_of(stage), sizes)
+
+
+def places(num_nodes: int, gpus_per_node: int, num_ranks: int) -> int:
+    """Nodes that are needed where each rank takes one GPU of a node. Errors: ValueError where there are not so many;
+    `num_nodes` 0 means as many as it takes.
+    """
+    needed = math.ceil(num_ranks / gpus_per_node)
+    if num_nodes and needed > num_nodes:
+        raise ValueError(
+            f"the job has {num_ranks} ranks, each with one GPU; {num_nodes} nodes of {gpus_per_node} have"
+            f" {num_nodes * gpus_per_node}; {needed} nodes are needed"
+        )
+    return needed

@@ -1,1 +1,0 @@
-"""A job in numbers before it runs."""

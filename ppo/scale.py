@@ -1,0 +1,70 @@
+"""The units of PPO's scores: how the starting policy's own samples score."""
+
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+from shutil import rmtree
+from statistics import mean, stdev
+
+from evaluation.sampling import SamplingSpec
+from evaluation.sampling_everywhere import sample_everywhere
+from ppo.config import PPOConfig
+from ppo.initial_models import ScoreScale
+from reward.elsewhere import Elsewhere
+from stages.run import JobView, StageRun, read_results
+from stages.sampling import SAMPLES
+from training.data import Prompt
+from training.seeds import derive_seed
+
+SCALE_PROMPTS = 512  # what the spread of an unknown reward model's scores is measured on
+
+
+def was_measured(job: JobView) -> bool:
+    """Whether the rankings that the reward stage scores are samples of the policy that PPO starts from."""
+    return {"sft", "reward"} <= set(job.parents("ppo")) and "collect" in job.parents("reward")
+
+
+def score_scale(
+    run: StageRun, policy: Path, judge: Path | Elsewhere, prompts: Sequence[Prompt], config: PPOConfig
+) -> ScoreScale:
+    """Mean and standard deviation of the scores of the starting policy's own samples: the units of PPO's scores.
+
+    Where [collect] sampled that policy, the reward stage has measured them. Otherwise they are measured here, on one
+    sample per prompt: published rankings hold responses of other policies, whose scores may lie elsewhere. The samples
+    are kept until the stage is done, so a run that resumes has the same scale.
+
+    Raises: ValueError for a reward that gives every sample the same score, and where too many fail.
+    """
+    if was_measured(run.job) and not config.objective_weights:
+        where, scores = str(run.folder_of("reward") / "results.json"), read_results(run.folder_of("reward"))
+        scale = ScoreScale(scores["sample_score_mean"], scores["sample_score_std"])
+    else:
+        where = run.job.substitute(run.name, "reward") or str(judge)
+        spec = SamplingSpec(
+            policy=policy,
+            num_samples=1,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            seed=derive_seed(run.seed, "ppo", "scale"),
+            precision=run.engine.resolved_precision(),
+            reward=str(judge) if isinstance(judge, Path) else "",
+            objective_weights=config.objective_weights,
+            elsewhere=None if isinstance(judge, Path) else judge,
+        )
+        samples = sample_everywhere(run, "scale", spec, prompts[:SCALE_PROMPTS])
+        found = [sample.score for sample in samples if isfinite(sample.score)]
+        num_failed = len(samples) - len(found)
+        if len(found) < 2 or num_failed > config.max_failed_share * len(samples):
+            rmtree(run.folder / SAMPLES / "scale")  # so that the next try asks again
+            raise ValueError(
+                f"{num_failed} of {len(samples)} samples of the SFT policy have no finite score; ppo.max_failed_share"
+                f" allows {config.max_failed_share:.0%}, and two scores are needed at least."
+                f" The first: {next(sample.failure for sample in samples if not isfinite(sample.score))}"
+            )
+        scale = ScoreScale(mean(found), stdev(found))
+    if not scale.std > 0:
+        raise ValueError(
+            f"{where}: the scores of the SFT policy's samples have a spread of {scale.std}; a reward that tells them"
+            " apart was expected"
+        )
+    return scale

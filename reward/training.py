@@ -1,0 +1,209 @@
+"""The reward model: the SFT model (or another decoder, or an encoder) with a scalar head, or one for each objective,
+trained on rankings of K responses.
+
+Held-out rankings are of prompts that training never saw. Afterwards the bias is shifted so that demonstrations score
+0 on average under every head, which fixes the one freedom that preferences leave open.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from files.atomic import write_json
+from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
+from lm.model import SCORE, LanguageModel, ScalarModel
+from lm.source import ModelSource, skeleton
+from lm.tokenizer import Tokenizer
+from lm.weights import NewHead, purpose_of, save_model
+from preferences.records import Ranking
+from preferences.splits import split_rankings
+from preferences.statistics.reliability import labeler_reliability, labeler_weights
+from reward.comparisons import Comparison, LabelerWeights, encode_rankings, read_judgments
+from reward.config import RewardConfig
+from reward.figures import (
+    demonstration_means,
+    joined_figures,
+    labeler_figures,
+    objective_figures,
+    rating_figures,
+    task_scores,
+)
+from reward.learner import Beside, LearnerSource, network_weights, spread_of_ratings, starting_log_nu
+from reward.objective import RankingObjective
+from reward.scoring import RewardNetwork, load_network, network_folder, shift_scores
+from training.loop import LoopConfig, TrainingLoop
+from training.seeds import derive_seed
+from training.stage import StageContext, build_engine
+
+ODDITIES = "oddities.json"  # what was odd about rows of the rankings, and what was done
+HELDOUT_SCORES = "heldout_scores.json"  # {task_id: scores of its responses, in the order of the rankings file}
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rankings of what a model learns, by side. A model of one objective gives its score, whatever it is called."""
+
+    objectives: tuple[str, ...]  # in the order of the heads
+    train: list[Ranking]
+    heldout: list[Ranking]  # of prompts that training does not see
+
+    def of(self, objective: str) -> tuple[list[Ranking], list[Ranking]]:
+        """One objective's rankings: to train on, and held out."""
+        train, heldout = ([r for r in side if r.objective == objective] for side in (self.train, self.heldout))
+        return train, heldout
+
+
+def network_source(
+    folder: Path, dropout: float, seed: int, labels: Sequence[str] = (SCORE,)
+) -> ModelSource[RewardNetwork]:
+    """A reward model to train further, or the body of a language model or an encoder with heads drawn from `seed`.
+
+    Errors: ValueError for a directory of anything else, and for a reward model with other labels.
+    """
+    purpose = purpose_of(folder)
+    if purpose == "language":
+        return NewHead(folder, LanguageModel, lambda shape: ScalarModel(shape, dropout, labels), seed)
+    if purpose in ("masked", "body"):
+        kind = MaskedLanguageModel if purpose == "masked" else EncoderModel
+        return NewHead(folder, kind, lambda shape: SequenceClassifier(shape, labels, dropout), seed)
+    trained = network_folder(folder, dropout)
+    found = skeleton(trained.build).labels
+    if found != tuple(labels):
+        raise ValueError(
+            f"{folder / 'config.json'}: id2label names {', '.join(found)}; {', '.join(labels)} was expected, the"
+            " objectives that are to be learned, in their order (score: the only one)"
+        )
+    return trained
+
+
+def train(context: StageContext, config: RewardConfig, start: Path) -> None:
+    """Train on this rank; rank 0 writes `model/`, `heldout_scores.json` and `results.json`.
+
+    Errors: ValueError naming file, line and field for rankings that cannot be used.
+    """
+    tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
+    tokenizer = tokenizer.with_template(config.chat_template)
+    source = network_source(start, config.dropout, derive_seed(context.seed, "reward", "head"), config.labels)
+    shape = skeleton(source.build).config
+    found = read_judgments(config.rankings)
+    split = split_of(found.rankings, config, context.seed)
+    encode = partial(encode_rankings, tokenizer, max_tokens=shape.max_position_embeddings, objectives=split.objectives)
+    trained_on = encode(split.train, weights=weights_of_labelers(split, config))
+    unseen = encode(split.heldout)  # measured alike, however training weighs
+    beside = learned_beside(config, split, trained_on)
+    engine = build_engine(context, LearnerSource(source, beside), config)
+    objectives = [
+        RankingObjective(
+            part,
+            shape.kind,
+            objectives=split.objectives,
+            rating_coef=config.rating_coef,
+            rating_std=beside.rating_std,
+        )
+        for part in (trained_on, unseen)
+    ]
+    num_steps = max(1, round(config.num_epochs * len(trained_on) / config.batch.batch_size))
+    loop_config = LoopConfig.of("reward", context.seed, num_steps, config)
+    TrainingLoop(engine, loop_config, objectives[0], objectives[1], context.folder).run()
+    tensors = engine.full_weights(on_main_alone=True)
+    if engine.is_main:
+        # What was learned beside the scores is no part of the model: it goes to the results.
+        save_model(context.model_folder, skeleton(source.build), network_weights(tensors), tokenizer)
+        learned = [beside.learned(tensors, shape.hidden_size, place) for place in range(len(split.objectives))]
+        finish(context, config, tokenizer, split, (trained_on, unseen), learned)
+        write_json(context.folder / ODDITIES, [vars(oddity) for oddity in found.report.oddities])
+    engine.barrier()
+    engine.close()
+
+
+def split_of(rankings: Sequence[Ranking], config: RewardConfig, seed: int) -> Split:
+    """The rankings of the objectives to learn, split by prompt.
+
+    Errors: ValueError for objectives that are not there, several of which none is named, and one without a ranking on
+    either side.
+    """
+    source, found = config.rankings.source, sorted({ranking.objective for ranking in rankings})
+    objectives = config.objectives or tuple(found)
+    if (not config.objectives and len(found) > 1) or not set(objectives) <= set(found):
+        raise ValueError(
+            f"reward.objectives is {list(config.objectives)}, and the rankings of {source} are of {', '.join(found)};"
+            " those of them that the reward model is to learn were expected"
+        )
+    chosen = [ranking for ranking in rankings if ranking.objective in objectives]
+    split = Split(objectives, *split_rankings(chosen, config.heldout_share, seed))
+    for objective in objectives:
+        train, heldout = split.of(objective)
+        if not train or not heldout:
+            of = f" of {objective!r}" if len(objectives) > 1 else ""
+            raise ValueError(
+                f"reward.heldout_share {config.heldout_share} splits the rankings{of} of {source} into"
+                f" {len(train)} for training and {len(heldout)} held out; both need at least one"
+            )
+    return split
+
+
+def weights_of_labelers(split: Split, config: RewardConfig) -> LabelerWeights:
+    """What each labeler's rankings of each objective weigh; those that are not named weigh 1."""
+    if config.labeler_weights == "equal":
+        return {}
+    found: dict[tuple[str, str], float] = {}
+    for objective in split.objectives:
+        train, _ = split.of(objective)
+        weights = labeler_weights(train, labeler_reliability(train))
+        found |= {(objective, name): weight for name, weight in weights.items()}
+    return found
+
+
+def learned_beside(config: RewardConfig, split: Split, comparisons: Sequence[Comparison]) -> Beside:
+    """What the losses that `config` asks for learn beside the scores, as far as training comparisons tell its start.
+
+    Errors: ValueError where ratings are to teach and there are none, or none that differ.
+    """
+    places = range(len(split.objectives))
+    spread = tuple(spread_of_ratings(comparisons, place) for place in places) if config.rating_coef else ()
+    if config.rating_coef and not any(spread):
+        raise ValueError(
+            f"reward.rating_coef is {config.rating_coef}, but no ranking of {config.rankings.source} has ratings that"
+            " tell its responses apart; a field 'ratings' with a number a response was expected"
+        )
+    log_nu = (starting_log_nu(comparisons, place) for place in places)
+    return Beside(tuple(log_nu) if config.ties == "davidson" else (), spread)
+
+
+def finish(
+    context: StageContext,
+    config: RewardConfig,
+    tokenizer: Tokenizer,
+    split: Split,
+    comparisons: tuple[Sequence[Comparison], Sequence[Comparison]],
+    learned: Sequence[Mapping[str, float]],
+) -> None:
+    """Shift the biases of the written model, then measure it on the held-out rankings as it will be used.
+
+    `comparisons` are those trained on and those held out; `learned` is what training left beside each head's score.
+    """
+    model = load_network(context.model_folder).eval()
+    means = demonstration_means(model, tokenizer, config.demonstrations, config.num_calibration)
+    shift_scores(model, [-mean for mean in means])
+    save_model(context.model_folder, model, model.state_dict(), tokenizer)
+    trained_on, unseen = comparisons
+    scores = task_scores(model, unseen)
+    write_json(context.folder / HELDOUT_SCORES, scores)
+    weights, figures = weights_of_labelers(split, config), dict[str, dict[str, Any]]()
+    for place, objective in enumerate(split.objectives):
+        train, heldout = split.of(objective)
+        own = [comparison for comparison in trained_on if comparison.objective == place][: config.num_calibration]
+        found = objective_figures(
+            train, heldout, {**task_scores(model, own), **scores}, score_shift=-means[place], seed=context.seed
+        )
+        found["ties"] = {"kind": config.ties, **found["ties"]}
+        found["labelers"] = labeler_figures(train, {n: w for (of, n), w in weights.items() if of == objective})
+        if "nu" in learned[place]:
+            found["ties"]["learned_nu"] = learned[place]["nu"]
+        if "rating_scale" in learned[place]:
+            found["ratings"] = rating_figures(heldout, scores, learned[place]["rating_scale"])
+        figures[objective] = found
+    results = next(iter(figures.values())) if len(figures) == 1 else joined_figures(figures, split.heldout, scores)
+    context.write_results(results)

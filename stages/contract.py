@@ -1,0 +1,103 @@
+"""What a stage is. Each stage's package exports one `Stage`; job files, pipeline, preflight, plan and report iterate
+over them and know none by name (docs/architecture.md, "The contract of a stage").
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+from lm.tokenizer import Tokenizer
+from stages.planner import Planner, StagePlan
+from stages.run import JobView, StageRun
+from stages.sizes import Sizes, SourceSize
+from training.config import Config
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+
+@dataclass(frozen=True)
+class Parent(Generic[AnyConfig]):
+    """A stage whose outputs another stage reads.
+
+    `substitutes` are the fields of the reader's section that name a model, or whatever gives scores, in the parent's
+    place; at most one of them is given. `is_read` tells from the section and the names of the job's stages whether the
+    parent is read at all. With `own_shape` a substitute may have another shape than `[model]`, and may be given even
+    though the job has the parent.
+    """
+
+    stage: str
+    substitutes: tuple[str, ...] = ()
+    is_read: Callable[[AnyConfig, Collection[str]], bool] = lambda _config, _stages: True
+    own_shape: bool = False
+
+
+@dataclass(frozen=True)
+class Source(Generic[AnyConfig]):
+    """A file of a stage that later stages may read as data: `source = "STAGE:NAME"` names it and makes it a parent.
+
+    `size` is what `heed plan` takes the file to hold, from the section of the stage that writes it.
+    """
+
+    file: str
+    size: Callable[[AnyConfig, Sizes], SourceSize]
+
+
+@dataclass(frozen=True)
+class Preparation(Generic[AnyConfig]):
+    """Data that a stage needs before any training starts. The driver writes it into RUN/`name`/data without workers.
+
+    `inputs` returns the values and the hashes of the files that it is made from; it is made again when they change.
+    """
+
+    name: str
+    inputs: Callable[[StageRun, AnyConfig], tuple[Mapping[str, Any], Mapping[str, str]]]
+    write: Callable[[StageRun, AnyConfig, Path], None]
+
+
+@dataclass(frozen=True)
+class Stage(Generic[AnyConfig]):
+    """One stage: its section of the job file, what it reads, how it runs, and what it leaves in its folder.
+
+    `name` is the section, the folder in the run and the argument of `--from` and `--only`. `run` is called on the
+    driver; it calls the ranks through `StageRun.workers` and must find what it has saved when it is called again.
+    Everything else has a default that fits a stage which trains one decoder.
+    """
+
+    name: str
+    config: type[AnyConfig]
+    run: Callable[[StageRun, AnyConfig], None]
+
+    # What it reads.
+    parents: tuple[Parent[AnyConfig], ...] = ()
+    sections: tuple[str, ...] = ()  # other sections that its result depends on, which the job must have
+    preparation: Preparation[AnyConfig] | None = None
+    model_fields: tuple[str, ...] = ("init_from",)  # fields that name a model directory or a hub id
+    function_fields: tuple[str, ...] = ()  # fields that name a Python function
+
+    # What it leaves. `results.json` is always among it.
+    output: str = "model"  # the file or folder that later stages read; its hash is part of their inputs
+    also_required: tuple[str, ...] = ()  # further files without which it has not finished
+    sources: Mapping[str, Source[AnyConfig]] = field(default_factory=dict)
+    tokenizer: Callable[[StageRun, AnyConfig], Tokenizer] | None = None  # of the model it will leave, before it runs
+
+    # What is checked across the job before anything runs. BatchConfig and OptimizerConfig fields are always checked.
+    model_kinds: tuple[str, ...] = ("decoder",)  # values of model.kind that it works with
+    context_tokens: Callable[[AnyConfig], Mapping[str, int]] = lambda _config: {}  # by field: must fit the context
+    split_rows: Callable[[AnyConfig], Mapping[str, int]] = lambda _config: {}  # by field: must divide among workers
+    extra_ranks: Callable[[AnyConfig], int] = lambda _config: 0  # processes next to the job's workers
+    check: Callable[[AnyConfig, JobView], None] = lambda _config, _job: None  # raises ValueError
+    preflight: Callable[[StageRun, AnyConfig], None] = lambda _run, _config: None  # reads every row; raises ValueError
+
+    # What the lineage leaves out, and what `heed plan` shows.
+    layout_keys: frozenset[str] = frozenset()  # keys that say how work is placed and change no result
+    plan: Callable[[Planner, AnyConfig], StagePlan] = lambda planner, _config: planner.unknown()
+    conversation_tokens: Callable[[AnyConfig], int] | None = None  # bound on the conversations it teaches
+
+    module: ModuleType | None = None  # of a stage that a job file brings; its file's hash is part of the inputs
+
+    @property
+    def has_own_shape(self) -> bool:
+        """Whether it may start from a model of another shape than the policy's."""
+        return any(parent.own_shape for parent in self.parents)

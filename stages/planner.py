@@ -1,0 +1,135 @@
+"""What a stage has at hand to say what it will take: batches, memory per rank and time, before anything runs.
+
+Nothing of a model is allocated. Batches are exact; what depends on data that is not here yet is an upper bound or an
+assumption, and each of those is reported (stages/sizes.py). Memory is the count of planning/memory.py, time that of
+planning/times.py.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lm.config import ModelConfig
+from planning.memory import (
+    GENERATION_ROWS,
+    Layout,
+    Memory,
+    count,
+    forward_pass,
+    sampling_phase,
+    training_memory,
+)
+from planning.times import Times
+from stages.run import JobView
+from stages.sampling import PROMPTS_AT_ONCE
+from stages.sizes import Sizes
+from training.config import OptimizerConfig, TrainingConfig
+
+_ANY_OPTIMIZER = OptimizerConfig(learning_rate=1.0, schedule="constant")
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage in numbers. `batch` holds numbers by name. A step is one step of the optimizer, one iteration of PPO,
+    or the whole of a stage that only samples.
+    """
+
+    name: str
+    unit: str
+    batch: Mapping[str, int]
+    memory: Memory
+    num_steps: int
+    seconds_per_step: float
+    assumptions: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.num_steps * self.seconds_per_step
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans one stage of a job: the policy's shape, how work is laid out, how much data there is, how fast it runs."""
+
+    name: str
+    job: JobView
+    model: ModelConfig
+    layout: Layout
+    sizes: Sizes
+    times: Times
+
+    def training(
+        self,
+        unit: str,
+        config: TrainingConfig,
+        num_steps: int,
+        seq_len: int,
+        num_logits: int,
+        *,
+        rows_per_unit: int = 1,
+        num_scores: int = 0,
+        is_packed: bool = False,
+    ) -> StagePlan:
+        """Plan a stage that trains one model of the policy's shape.
+
+        `num_logits` are held at once by one rank; each unit of the batch has `rows_per_unit` rows.
+        """
+        batch, layout = config.batch, self.layout
+        micro_batches = batch.num_micro_batches(layout.ranks)
+        counts = count(self.model, config.optimizer, num_scores=num_scores)
+        rows = batch.micro_batch_size * rows_per_unit
+        of = forward_pass(self.model, layout, rows, seq_len, is_packed=is_packed, dropout=config.dropout)
+        memory = training_memory(self.model, counts, layout, of, num_logits, micro_batches)
+        tokens = batch.batch_size * rows_per_unit * seq_len
+        flops = tokens * self.times.forward_flops(seq_len, 0.0 if num_scores else 1.0) * self.times.passes(counts)
+        numbers = {
+            "batch_size": batch.batch_size,
+            "micro_batch_size": batch.micro_batch_size,
+            "ranks": layout.ranks,
+            "micro-batches per rank and step": micro_batches,
+            "steps": num_steps,
+            "tokens per step": tokens,
+        }
+        if num_scores > 1:
+            numbers["heads, one per objective"] = num_scores
+        if rows_per_unit > 1:
+            numbers["responses per comparison"] = rows_per_unit
+        return self.planned(unit, numbers, memory, num_steps, self.times.compute_seconds(flops))
+
+    def sampling(
+        self,
+        num_prompts: int,
+        responses_per_prompt: int,
+        response_tokens: int,
+        *,
+        at_once: int,
+        measured_by: Mapping[str, int] | None = None,
+    ) -> StagePlan:
+        """Plan a stage that samples on all workers, `at_once` responses to a prompt.
+
+        `measured_by` are the models that the samples are then measured with: the bytes of each per parameter.
+        """
+        seq_len = self.sizes.conversation_tokens(response_tokens)
+        total = count(self.model, _ANY_OPTIMIZER).total
+        rows = min(GENERATION_ROWS, PROMPTS_AT_ONCE * at_once)
+        c = self.layout.compute_bytes
+        phases = {"generate": sampling_phase(self.model, self.layout, total, rows, seq_len)}
+        if measured_by:
+            logits = GENERATION_ROWS * response_tokens * self.model.vocab_size
+            held = {name: width * total for name, width in measured_by.items()}
+            phases["measure"] = {**held, "logits": (c + 8) * logits}
+        numbers = {"prompts": num_prompts, "responses per prompt": responses_per_prompt, "ranks": self.layout.ranks}
+        per_rank = math.ceil(num_prompts * responses_per_prompt / self.layout.ranks)
+        seconds = self.times.sampling_seconds(total, per_rank, seq_len, response_tokens)
+        return self.planned("responses", numbers, Memory({"weights": c * total}, phases), 1, seconds)
+
+    def unknown(self) -> StagePlan:
+        """Plan a stage that does not say what it takes."""
+        self.sizes.assume("this stage does not say what it takes; its memory and time are not counted")
+        return self.planned("–", {"ranks": self.layout.ranks}, Memory({}, {"unknown": {}}), 0, 0.0)
+
+    def planned(
+        self, unit: str, numbers: Mapping[str, int], memory: Memory, num_steps: int, seconds_per_step: float
+    ) -> StagePlan:
+        """The plan of this stage, with everything that was assumed on the way."""
+        return StagePlan(self.name, unit, numbers, memory, num_steps, seconds_per_step, self.sizes.taken())

@@ -1,0 +1,195 @@
+"""What a stage is given on the driver: its folder, its parents' models, workers, the world, and its job's sections."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple, Unpack
+
+from cluster.group import WorkerGroup
+from files.atomic import write_json
+from lm.config import ModelConfig
+from lm.hub import model_directory
+from lm.tokenizer import Tokenizer
+from stages.lineage import path_hash
+from stages.progress import StageProgress
+from stages.world import World
+from training.config import Config, EngineConfig
+from training.stage import StageContext
+
+if TYPE_CHECKING:
+    from stages.contract import Stage
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+Args = TypeVarTuple("Args")
+Result = TypeVar("Result")
+
+
+class JobView(Protocol):
+    """What a stage may see of its job."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def engine(self) -> EngineConfig: ...
+
+    @property
+    def model(self) -> ModelConfig | None:
+        """The shape of the policy, where the job knows it."""
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """The stages of the job, in order."""
+
+    def stage(self, name: str) -> "Stage[Any]":
+        """A known stage by its name."""
+
+    def section(self, stage: "Stage[AnyConfig]") -> AnyConfig | None:
+        """A stage's section; None where the job does not have that stage."""
+
+    def parents(self, name: str) -> tuple[str, ...]:
+        """The stages and preparations whose outputs a stage of the job reads, in order."""
+
+    def substitute(self, name: str, parent: str) -> str:
+        """What a stage's section names in the place of a parent; "" where it names nothing."""
+
+
+class StageWorkers(Protocol):
+    """The job's workers, started when a stage first asks for them and again after a loss."""
+
+    def __call__(self) -> WorkerGroup: ...
+
+    def beside(self, name: str, size: int) -> WorkerGroup:
+        """Another group of workers, for roles that have ranks of their own."""
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """One stage of one run, on the driver."""
+
+    name: str
+    job: JobView
+    run_folder: Path
+    workers: StageWorkers
+    opened_world: World | None
+    progress: StageProgress | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The stage's own folder."""
+        return self.run_folder / self.name
+
+    @property
+    def seed(self) -> int:
+        return self.job.seed
+
+    @property
+    def engine(self) -> EngineConfig:
+        return self.job.engine
+
+    @property
+    def model(self) -> ModelConfig:
+        """The shape of the policy."""
+        assert self.job.model is not None, "the job's own check lets no stage in that needs a shape it has not"
+        return self.job.model
+
+    @property
+    def world(self) -> World:
+        assert self.opened_world is not None, "the job's own check lets no stage in that needs a world it has not"
+        return self.opened_world
+
+    @property
+    def parents(self) -> tuple[str, ...]:
+        """The stages and preparations whose outputs this stage reads."""
+        return self.job.parents(self.name)
+
+    def at(self, stage: str) -> "StageRun":
+        """The same run, seen by another of its stages."""
+        return replace(self, name=stage)
+
+    def folder_of(self, stage: str) -> Path:
+        return self.run_folder / stage
+
+    def model_of(self, stage: str) -> Path:
+        """The model directory that a stage of this run leaves."""
+        return self.run_folder / stage / "model"
+
+    def start(self, parent: str) -> Path:
+        """The model that this stage takes from a parent, or that its section names in the parent's place."""
+        named = self.job.substitute(self.name, parent)
+        return model_directory(named) if named else self.model_of(parent)
+
+    def tokenizer_of(self, parent: str) -> Tokenizer:
+        """The tokenizer of the model that `start` gives, known before the parent has run."""
+        if self.job.substitute(self.name, parent):
+            return Tokenizer.load(self.start(parent))
+        stage, run = self.job.stage(parent), self.at(parent)
+        config = self.job.section(stage)
+        assert config is not None, f"{self.name} reads {parent}, which the job does not have"
+        if stage.tokenizer is None:
+            raise ValueError(f"stage {parent} does not say which tokenizer its model will have; {self.name} needs it")
+        return stage.tokenizer(run, run.resolve(config))
+
+    def context(self) -> StageContext:
+        """What each rank is told of the stage."""
+        return StageContext(self.folder, self.seed, self.workers().num_workers, self.engine)
+
+    def on_ranks(self, work: Callable[[StageContext, Unpack[Args]], Result], *args: *Args) -> list[Result]:
+        """`work(context, *args)` on every rank at once; returns the results by rank."""
+        return self.workers().run(self.name, work, self.context(), *args)
+
+    def show(self, done: int, total: int, what: str) -> None:
+        """Show progress: so many of so many."""
+        if self.progress is not None:
+            self.progress.update(done, total, what)
+
+    def write_results(self, results: Mapping[str, Any]) -> None:
+        """Write results.json, the numbers that the report shows."""
+        write_json(self.folder / "results.json", results)
+
+    def resolve(self, config: AnyConfig) -> AnyConfig:
+        """Return the config with the paths of sources such as "world:NAME" in place of their names."""
+        return type(config).model_validate(_replace_sources(config.model_dump(), self.path_of))
+
+    def path_of(self, source: str) -> str:
+        """The file that "world:NAME" or "STAGE:NAME" stands for; any other source is returned as it is."""
+        prefix, separator, name = source.partition(":")
+        if not separator:
+            return source
+        if prefix == "world":
+            return str(self.run_folder / "world" / "data" / f"{name}.jsonl")
+        if prefix in self.job.stage_names and name in self.job.stage(prefix).sources:
+            return str(self.folder_of(prefix) / self.job.stage(prefix).sources[name].file)
+        return source
+
+    def source_hashes(self, value: Any) -> dict[str, str]:
+        """SHA-256 by name of every `source` in a dumped config; a hub id is hashed as its name."""
+        return {source: path_hash(self.path_of(source)) for source in sources_in(value)}
+
+
+def _replace_sources(value: Any, path_of: Callable[[str], str]) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: path_of(item) if key == "source" and isinstance(item, str) else _replace_sources(item, path_of)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_replace_sources(item, path_of) for item in value]
+    return value
+
+
+def sources_in(value: Any) -> list[str]:
+    """Every `source` of a dumped config."""
+    if isinstance(value, dict):
+        own = [value["source"]] if isinstance(value.get("source"), str) else []
+        return own + [source for item in value.values() for source in sources_in(item)]
+    if isinstance(value, list | tuple):
+        return [source for item in value for source in sources_in(item)]
+    return []
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """A stage's results.json."""
+    results: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    return results
