@@ -106,7 +106,7 @@ def pulse(folder: Path) -> list[tuple[str, int]]:
             sizes.append((str(path), path.stat().st_size))
         except FileNotFoundError:  # the folder is away just now
             continue
-    saved = [(path.parent.name, len(milestones(path.parent))) for path in sorted(folder.glob("*/inputs.json"))]
+    saved = [(path.name, len(milestones(path))) for path in sorted(folder.glob("*/"))]
     return [(stage_of(folder), 0), *sorted(sizes), *saved]
 
 
