@@ -10,9 +10,11 @@ from compare.stage import STAGE as COMPARE
 from files.python_names import load_module
 from ppo.stage import STAGE as PPO
 from pretrain.stage import STAGE as PRETRAIN
+from reports.parts import StageReporter
 from reward.stage import STAGE as REWARD
 from sft.stage import STAGE as SFT
 from stages.contract import Stage
+from stages.report import plain_reporter
 
 PREPARED = "data"  # the folder that a preparation writes, below one of its own name
 WORLD = "world"  # the world's folder, which is a preparation of the job
@@ -47,6 +49,11 @@ class Registry:
     def output(self, name: str) -> str:
         """What is read of the folder of a stage or a preparation."""
         return self[name].output if name in self else PREPARED
+
+    @property
+    def reporters(self) -> dict[str, StageReporter]:
+        """How each stage is shown in the report of a run, in order."""
+        return {stage.name: stage.report or plain_reporter(stage.name) for stage in self.stages}
 
     def with_stages(self, added: Sequence[AnyStage]) -> "Registry":
         """This registry with more stages, each right after the last of its parents, or first if it has none."""

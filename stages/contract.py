@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from lm.tokenizer import Tokenizer
+from reports.parts import StageReporter
 from stages.planner import Planner, StagePlan
 from stages.run import JobView, StageRun
 from stages.sizes import Sizes, SourceSize
@@ -90,10 +91,11 @@ class Stage(Generic[AnyConfig]):
     check: Callable[[AnyConfig, JobView], None] = lambda _config, _job: None  # raises ValueError
     preflight: Callable[[StageRun, AnyConfig], None] = lambda _run, _config: None  # reads every row; raises ValueError
 
-    # What the lineage leaves out, and what `heed plan` shows.
+    # What the lineage leaves out, what `heed plan` shows, and what the report shows.
     layout_keys: frozenset[str] = frozenset()  # keys that say how work is placed and change no result
     plan: Callable[[Planner, AnyConfig], StagePlan] = lambda planner, _config: planner.unknown()
     conversation_tokens: Callable[[AnyConfig], int] | None = None  # bound on the conversations it teaches
+    report: StageReporter | None = None  # what the run's page shows; None: the numbers of results.json
 
     module: ModuleType | None = None  # of a stage that a job file brings; its file's hash is part of the inputs
 
