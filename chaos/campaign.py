@@ -1,7 +1,7 @@
-"""A campaign of faults against a job: undisturbed first, then again and again under faults, compared every time.
+"""Runs a job undisturbed, then repeatedly under faults, and compares the outputs each time.
 
-All runs are on a cluster of several nodes on this machine, each on a host of its own where network namespaces can be
-made. Faults strike one after another, each once the run has got going again after the one before.
+All runs use a cluster of several nodes on this machine; each node has its own network namespace if those can be made.
+Faults are injected one after another, each after the run has made progress since the previous one.
 """
 
 import json
@@ -30,11 +30,11 @@ from stages.progress import console
 FAULTS_PER_RUN = 6
 MAX_EMPTY_ROUNDS = 5
 MIN_DISK_BYTES = 64 << 20
-# A campaign does not wait for half an hour until a hang is beyond doubt. None of it changes a result.
+# Short limits, so that a campaign does not wait half an hour per hang. They change no result.
 LIMITS = (
     "cluster.silence_seconds=15",
     "cluster.stall_seconds=60",
-    "cluster.start_seconds=90",  # a worker that is stopped before its first heartbeat is missed by this alone
+    "cluster.start_seconds=90",  # the only limit that notices a worker stopped before its first heartbeat
     "engine.collective_timeout_seconds=30",
 )
 
@@ -49,10 +49,10 @@ def run_chaos(
     num_nodes: int,
     kinds: Sequence[str] = (),
 ) -> ChaosResult:
-    """Run the job undisturbed, then under faults of these kinds (default: all that this machine allows).
+    """Runs the job undisturbed, then under faults of these kinds (default: all that this machine allows).
 
-    Raises: ValueError for a job that cannot run here, and for kinds that are unknown or impossible; RuntimeError where
-    the undisturbed run fails, or a run does not end whatever the operator does.
+    Raises: ValueError for a job that cannot run here, and for kinds that are unknown or impossible; RuntimeError if the
+    undisturbed run fails, or if a run never ends despite restarts.
     """
     impossible = _impossible_kinds()
     chosen = choose_kinds(kinds, impossible)
@@ -77,7 +77,9 @@ def run_chaos(
             campaign.run_round(schedule)
             num_empty = num_empty + 1 if len(schedule) == num_before else 0
             if num_empty == MAX_EMPTY_ROUNDS:
-                raise RuntimeError(f"{num_empty} runs in a row ended before a fault could strike: stages are too short")
+                raise RuntimeError(
+                    f"{num_empty} runs in a row ended before a fault could be injected: stages are too short"
+                )
         chaos_seconds = time.monotonic() - begun
     unused = {kind: why for kind, why in impossible.items() if not kinds}
     result = ChaosResult(
@@ -88,13 +90,13 @@ def run_chaos(
 
 
 def choose_kinds(asked: Sequence[str], impossible: dict[str, str]) -> list[str]:
-    """The kinds to draw from. By default a frozen node stands in for a partition where there can be none.
+    """Returns the kinds to draw from. By default, a frozen node replaces a partition if partitions are impossible here.
 
-    Raises: ValueError for a kind that does not exist, or not here.
+    Raises: ValueError for an unknown kind, or one that is impossible here.
     """
     for kind in asked:
         if kind not in KINDS:
-            raise ValueError(f"--kinds: {kind!r} is no kind of fault; some of {', '.join(KINDS)} were expected")
+            raise ValueError(f"--kinds: {kind!r} is not a kind of fault; some of {', '.join(KINDS)} were expected")
         if kind in impossible:
             raise ValueError(f"--kinds: {kind} is not possible here: {impossible[kind]}")
     if asked:
@@ -109,7 +111,7 @@ def _impossible_kinds() -> dict[str, str]:
 
 
 class Campaign:
-    """The runs of one campaign, and what became of the faults so far."""
+    """The runs of one campaign, and the outcomes of its faults so far."""
 
     def __init__(
         self, job: JobConfig, job_file: Path | None, overrides: Sequence[str], runs: Path, cluster: LocalCluster
@@ -122,7 +124,7 @@ class Campaign:
         self._stage_seconds = dict[str, float]()
 
     def run_calm(self) -> float:
-        """The run that the others are compared with. Returns how long it took."""
+        """Runs the undisturbed job that the others are compared with. Returns its duration in seconds."""
         begun = time.monotonic()
         driver = self._start(self.calm)
         if driver.process.wait() != 0:
@@ -133,7 +135,7 @@ class Campaign:
         return time.monotonic() - begun
 
     def run_round(self, schedule: Schedule) -> None:
-        """One run to its end, struck by the next faults of the schedule."""
+        """Runs the job to its end under the next faults of the schedule."""
         self.rounds += 1
         name = f"{self.job.name}-chaos-{self.rounds}"
         folder = (self.disk.folder if self.disk else self.runs) / name
@@ -141,7 +143,7 @@ class Campaign:
             folder, lambda: self._start(folder), cluster=self.cluster, disk=self.disk, stages=self.job.stage_names
         )
         try:
-            self._strike_with(run, schedule)
+            self._inject(run, schedule)
             run.finish()
             self.differing |= set(differing_stages(self.calm, folder, self.job.registry))
         finally:
@@ -150,12 +152,12 @@ class Campaign:
             if self.disk and folder.exists():
                 shutil.move(folder, self.runs / name)
 
-    def _strike_with(self, run: Round, schedule: Schedule) -> None:
+    def _inject(self, run: Round, schedule: Schedule) -> None:
         plan = schedule.take(FAULTS_PER_RUN)
         for planned in plan:
             if not run.reach(planned, self._stage_seconds[planned.stage]):
                 break
-            fault = run.strike(planned)
+            fault = run.inject(planned)
             noticed = f", noticed after {fault.noticed_seconds:.1f} s" if fault.noticed_seconds >= 0 else ""
             message = f": {fault.message}" if fault.message else ""
             number = len(self.faults) + len(run.faults)
@@ -165,7 +167,7 @@ class Campaign:
         schedule.give_back(plan[len(run.faults) :])
 
     def _start(self, folder: Path) -> Driver:
-        """Once the cluster is whole, as an operator would."""
+        """Starts a driver once all nodes have joined, as an operator would."""
         wait_for_nodes(self.cluster)
         changed = [part for override in [*self._overrides, f"name={folder.name}"] for part in ("--set", override)]
         job = [str(self._job_file)] if self._job_file else []
@@ -183,7 +185,7 @@ def _size_of(folder: Path) -> int:
 
 @contextmanager
 def _ends_when_terminated() -> Iterator[None]:
-    """SIGTERM as Ctrl-C, so that namespaces, mounts and processes are removed then too."""
+    """Treats SIGTERM like Ctrl-C, so that namespaces, mounts and processes are removed on it too."""
 
     def end(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""A small disk of a campaign's own, which can be full: a tmpfs, so that no other process runs out of space."""
+"""A small disk that only the campaign uses and can fill: a tmpfs, so that no other process runs out of space."""
 
 import subprocess
 import tempfile
@@ -10,9 +10,9 @@ FILLER = ".filler"
 
 
 class SmallDisk:
-    """A mounted folder of limited size. Used as a context; what is on it is lost in the end.
+    """A mounted folder of limited size. Its contents are lost when it is closed.
 
-    Raises: OSError where this process may not mount anything.
+    Raises: OSError if this process may not mount anything.
     """
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
@@ -21,7 +21,7 @@ class SmallDisk:
         _run("mount", "-t", "tmpfs", "-o", f"size={num_bytes},mode=700", "heed-chaos", str(folder))
 
     def fill(self) -> None:
-        """Take all space that is free now; called again, what has become free since."""
+        """Takes all free space; call it again to take space freed since."""
         with suppress(OSError), (self.folder / FILLER).open("ab", buffering=0) as file:
             while file.write(bytes(1 << 16)):
                 pass
@@ -30,7 +30,7 @@ class SmallDisk:
         (self.folder / FILLER).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Unmount: at once where nobody uses it, else as soon as nobody does."""
+        """Unmounts at once, or if the disk is in use, as soon as it no longer is."""
         try:
             _run("umount", str(self.folder))
         except OSError:
@@ -48,12 +48,12 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[SmallDisk]:
 
 
 def why_no_disk() -> str:
-    """Why this process cannot have one, in words for its user; "" where it can. One is made and removed."""
+    """Returns why this process cannot mount a disk, or "" if it can. It tries to mount one and removes it."""
     try:
         with tempfile.TemporaryDirectory(prefix="heed-probe-") as folder, small_disk(Path(folder) / "disk", 1 << 20):
             return ""
     except OSError as error:
-        return f"no disk of a limited size can be mounted ({error}); root may do it"
+        return f"cannot mount a disk of limited size ({error}); root can"
 
 
 def _run(*command: str) -> None:

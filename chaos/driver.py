@@ -1,4 +1,4 @@
-"""`heed run` as a process of its own, which a campaign kills, and starts again as an operator would."""
+"""`heed run` as a separate process, which a campaign kills and restarts as an operator would."""
 
 import os
 import signal
@@ -10,28 +10,28 @@ from chaos.result import LOSS
 
 
 class Driver:
-    """One run of a command, in a process group of its own; what it says is added to `log`."""
+    """One run of a command in its own process group; its output is appended to `log`."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        self.log, self._said_before = log, log.stat().st_size if log.exists() else 0
+        self.log, self._start_of_output = log, log.stat().st_size if log.exists() else 0
         self.was_killed = False
-        with log.open("a") as output:
+        with log.open("a") as file:
             self.process = subprocess.Popen(
-                command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=output,
+                command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=file,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
     @property
-    def said(self) -> str:
-        """What this process has said, without that of earlier ones."""
+    def output(self) -> str:
+        """The output of this process, without that of earlier ones."""
         with self.log.open("rb") as file:
-            file.seek(self._said_before)
+            file.seek(self._start_of_output)
             return file.read().decode(errors="replace")
 
     @property
     def num_losses(self) -> int:
-        """How often it has said that it lost workers and continues."""
-        return len(LOSS.findall(self.said))
+        """How often it has reported lost workers and continued."""
+        return len(LOSS.findall(self.output))
 
     @property
     def is_running(self) -> bool:
@@ -43,12 +43,12 @@ class Driver:
 
     @property
     def was_explained(self) -> bool:
-        """Whether it ended as documented: with one line that says what to do, and no traceback."""
-        return not self.is_running and "Traceback (most recent call last)" not in self.said
+        """Whether it ended as documented: with one line that says what to do, without a traceback."""
+        return not self.is_running and "Traceback (most recent call last)" not in self.output
 
     @property
     def last_line(self) -> str:
-        return next((line for line in reversed(self.said.splitlines()) if line.strip()), "")
+        return next((line for line in reversed(self.output.splitlines()) if line.strip()), "")
 
     def kill(self) -> None:
         self.was_killed = True

@@ -1,7 +1,7 @@
-"""What goes wrong in a campaign: each fault strikes once, lasts for some seconds, and is then mended.
+"""The faults of a campaign: each is injected once, lasts for some seconds, and is then repaired.
 
-Mending is what an operator or the environment does: a node is started again, a link comes back, space is freed. That a
-hung worker is found and replaced, and that the driver is started again, is nobody's here.
+Repair stands for the operator or the environment: a node restarts, a link comes back, space is freed. Finding and
+replacing a hung worker is the job's own task, and restarting the driver is the round's.
 """
 
 import os
@@ -20,8 +20,8 @@ from cluster.network import Network
 
 
 class Fault:
-    """One thing that goes wrong. `what` says it in words, `seconds` is how long it lasts, `absent` the nodes that no
-    supervisor may start meanwhile.
+    """One fault. `what` describes it, `seconds` is its duration, `absent` are the nodes that the supervisor must not
+    restart meanwhile.
     """
 
     kind: ClassVar[str]
@@ -29,19 +29,19 @@ class Fault:
     seconds: float = 0.0
     absent: frozenset[str] = frozenset()
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         raise NotImplementedError
 
     def keep_up(self) -> None:
-        """Called again and again while it lasts."""
+        """Called repeatedly while the fault lasts."""
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended before its time, because what it struck is gone."""
+        """Whether it has ended early because its target is gone."""
         return False
 
-    def mend(self) -> None:
-        """Also called where the campaign fails, so it must work whatever has become of the run."""
+    def repair(self) -> None:
+        """Also called when the campaign fails, so it must work whatever state the run is in."""
 
 
 class WorkerKilled(Fault):
@@ -50,12 +50,12 @@ class WorkerKilled(Fault):
     def __init__(self, worker: int) -> None:
         self._worker, self.what = worker, "a worker killed"
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         kill_process(self._worker)
 
 
 class NodeKilled(Fault):
-    """The cluster's supervisor starts it again once the fault is over."""
+    """Kills a node. The cluster's supervisor restarts it after the fault."""
 
     kind = "node"
 
@@ -64,12 +64,14 @@ class NodeKilled(Fault):
         self.seconds, self.absent = seconds, frozenset({node})
         self.what = f"{node} killed, back after {seconds:.0f} s"
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         self._cluster.kill_node(self._node)
 
 
 class WorkerHangs(Fault):
-    """SIGSTOP. With infinite `seconds` it must be noticed, killed and replaced; otherwise SIGCONT follows."""
+    """Stops a worker by SIGSTOP. With infinite `seconds` it must be noticed, killed and replaced; otherwise SIGCONT
+    follows.
+    """
 
     kind = "hang"
 
@@ -77,20 +79,20 @@ class WorkerHangs(Fault):
         self._worker, self.seconds = worker, seconds
         self.what = "a worker stopped for good" if seconds == inf else f"a worker stopped for {seconds:.1f} s"
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         _signal([self._worker], signal.SIGSTOP)
 
     @property
     def is_over(self) -> bool:
         return not is_alive(self._worker)
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         _signal([self._worker], signal.SIGCONT if self.seconds < inf else signal.SIGKILL)
 
 
 class LinkDown(Fault):
-    """A node's cable is pulled out of the network's switch. If Ray gives the node up meanwhile, the supervisor starts
-    it again once it is back.
+    """Unplugs a node from the network's switch. If Ray gives the node up meanwhile, the supervisor restarts it once the
+    link is back.
     """
 
     kind = "partition"
@@ -100,16 +102,16 @@ class LinkDown(Fault):
         self.seconds, self.absent = seconds, frozenset({node})
         self.what = f"{node} unplugged for {seconds:.0f} s"
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         self._network.unplug(self._node)
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         self._network.plug(self._node)
 
 
 class NodeFrozen(Fault):
-    """SIGSTOP to everything on a node: to its peers it looks like a partition, though its own processes do not see
-    theirs go. For machines where links cannot be cut.
+    """Sends SIGSTOP to everything on a node. To its peers it looks like a partition, but its own processes do not see
+    their peers disappear. For machines where links cannot be cut.
     """
 
     kind = "freeze"
@@ -119,35 +121,35 @@ class NodeFrozen(Fault):
         self.seconds, self.absent = seconds, frozenset({node})
         self.what = f"{node} frozen for {seconds:.0f} s"
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         self._stopped = self._cluster.node_processes(self._node)
         _signal(self._stopped, signal.SIGSTOP)
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         _signal(self._stopped, signal.SIGCONT)
 
 
 class DiskFull(Fault):
-    """Another file takes all the space on the run's disk, and what becomes free while it lasts."""
+    """Fills the run's disk with another file, and keeps it full while the fault lasts."""
 
     kind = "disk"
 
     def __init__(self, disk: SmallDisk, seconds: float) -> None:
         self._disk, self.seconds, self.what = disk, seconds, f"the disk full for {seconds:.0f} s"
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         self._disk.fill()
 
     def keep_up(self) -> None:
         self._disk.fill()
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         self._disk.free()
 
 
 class FolderMissing(Fault):
-    """A folder of the run is renamed and comes back, as on a file system that is mounted again. What has been made in
-    its place meanwhile is put aside: mounted over, nobody would see it.
+    """Renames a folder of the run and brings it back, like a file system that is unmounted and mounted again. A folder
+    that the run creates in its place meanwhile is moved away, since a mount would hide it.
     """
 
     kind = "folder"
@@ -157,17 +159,17 @@ class FolderMissing(Fault):
         self._away = folder.with_name(f".{folder.name}.away")
         self.what = f"{folder.name}/ missing for {seconds:.0f} s"
 
-    def strike(self) -> None:
-        with suppress(FileNotFoundError):  # the run has just removed it itself
+    def inject(self) -> None:
+        with suppress(FileNotFoundError):  # the run has just removed it
             self._folder.rename(self._away)
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         if not self._away.exists():
             return
         number = 0
         while self._folder.exists():
             number += 1
-            with suppress(OSError):  # a number that is taken
+            with suppress(OSError):  # the number is taken
                 self._folder.rename(self._folder.with_name(f".{self._folder.name}.made-meanwhile-{number}"))
                 self.what += "; the run made it again"
         self._away.rename(self._folder)
@@ -175,7 +177,7 @@ class FolderMissing(Fault):
 
 KINDS = ("worker", "node", "driver", "hang", "partition", "freeze", "disk", "folder")
 LONGEST_SHORT_HANG_SECONDS = 6.0
-SECONDS = {  # how long each kind lasts, at least and at most
+SECONDS = {  # minimum and maximum duration per kind
     "node": (0.0, 5.0),
     "partition": (5.0, 40.0),
     "freeze": (5.0, 40.0),
@@ -187,9 +189,9 @@ SECONDS = {  # how long each kind lasts, at least and at most
 def make_fault(
     kind: str, chance: Random, *, cluster: LocalCluster, workers: Sequence[int], disk: SmallDisk | None, folder: Path
 ) -> Fault:
-    """A fault of that kind in what is there now: the `workers`, the run's `folder`, and the stage at work in it.
+    """Returns a fault of that kind for the current state: the `workers`, the run's `folder`, and its active stage.
 
-    `chance` draws what it strikes and how long it lasts.
+    `chance` draws the target and the duration.
     """
     worker, length, which = chance.choice(workers), chance.random(), chance.random()
     low, high = SECONDS.get(kind, (0.0, 0.0))
@@ -203,18 +205,18 @@ def make_fault(
         case "hang":
             return WorkerHangs(worker, inf if which < 0.5 else 1.0 + (LONGEST_SHORT_HANG_SECONDS - 1.0) * length)
         case "partition":
-            assert cluster.network is not None, "links can be cut in a network only"
+            assert cluster.network is not None, "cutting links needs a network of namespaces"
             return LinkDown(cluster.network, node, seconds)
         case "freeze":
             return NodeFrozen(cluster, node, seconds)
         case "disk":
-            assert disk is not None, "only a disk of the campaign's own is filled"
+            assert disk is not None, "only the campaign's own disk may be filled"
             return DiskFull(disk, seconds)
         case "folder":
             stage = folder / stage_of(folder)
             there = [path for path in (folder, stage, stage / "checkpoints") if path.is_dir()] or [folder]
             return FolderMissing(there[int(which * len(there))], seconds)
-    raise AssertionError(f"no fault of kind {kind!r} strikes a cluster")
+    raise AssertionError(f"unknown kind of fault: {kind!r}")
 
 
 def _signal(processes: Sequence[int], number: signal.Signals) -> None:

@@ -1,4 +1,4 @@
-"""What a campaign found, and what it reads of a run folder to find it."""
+"""The results of a campaign, and what it reads from run folders."""
 
 import re
 from collections import Counter
@@ -11,21 +11,22 @@ from jobs.recovery import milestones
 from jobs.registry import BUILT_IN, Registry
 from stages.lineage import LINEAGE, outputs_hash
 
-RIDDEN = "ridden through"  # no worker was given up
-RECOVERED = "recovered"  # by the driver itself
-RESTARTED = "restarted"  # the driver was killed, or ended with a message of one line; the same command continued
-FAILED = "failed"  # the driver ended with a traceback, or stood still
+TOLERATED = "tolerated"  # no worker was given up
+RECOVERED = "recovered"  # by the driver
+RESTARTED = "restarted"  # the driver was killed, or ended with a one-line message; the same command continued
+FAILED = "failed"  # the driver ended with a traceback, or made no progress
 
-# What `jobs.recovery.run_to_end` says once for every loss that it recovers from.
-LOSS = re.compile(r"^\w+: goes on from ", re.MULTILINE)
+# `jobs.recovery.run_to_end` prints this once per loss that it recovers from.
+LOSS = re.compile(r"^\w+: continues from ", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Injected:
-    """One fault and what became of it.
+    """One fault and its outcome.
 
-    `noticed_seconds` is the time until the driver said that it lost workers, `recovered_seconds` until the run got
-    going again after the fault was over; -1 for what did not happen. `message` is the last line of a driver that ended.
+    `noticed_seconds` is the time until the driver reported lost workers; `recovered_seconds` is the time from the end
+    of the fault until the run made progress again; both are -1 if that did not happen. `message` is the last line of a
+    driver that ended.
     """
 
     kind: str
@@ -39,8 +40,8 @@ class Injected:
 
 @dataclass(frozen=True)
 class ChaosResult:
-    """What became of a job under faults. `differing` are the stages whose outputs differ from the undisturbed run's,
-    `impossible` says for each kind that this machine does not allow why.
+    """Outcomes of a job under faults. `differing` lists the stages whose outputs differ from the undisturbed run's;
+    `impossible` gives the reason per kind that this machine does not allow.
     """
 
     faults: tuple[Injected, ...]
@@ -56,12 +57,12 @@ class ChaosResult:
 
 
 def summary(result: ChaosResult) -> str:
-    """In a few lines: what struck and where, what became of it, how soon it was noticed, whether anything differs."""
+    """Summarises in a few lines: faults by kind and stage, outcomes, time to notice, and whether any output differs."""
     faults, outcomes = result.faults, Counter(fault.outcome for fault in result.faults)
     lines = [
         f"{len(faults)} faults in {result.rounds} runs: {_counts([fault.kind for fault in faults])}",
         f"by stage: {_counts([fault.stage for fault in faults])}",
-        "; ".join(f"{outcomes[name]} {name}" for name in (RIDDEN, RECOVERED, RESTARTED, FAILED) if outcomes[name]),
+        "; ".join(f"{outcomes[name]} {name}" for name in (TOLERATED, RECOVERED, RESTARTED, FAILED) if outcomes[name]),
     ]
     for kind in dict.fromkeys(fault.kind for fault in faults):
         noticed = [f.noticed_seconds for f in faults if f.kind == kind and f.noticed_seconds >= 0]
@@ -83,8 +84,8 @@ def summary(result: ChaosResult) -> str:
 
 
 def worse(one: tuple[str, str], other: tuple[str, str]) -> tuple[str, str]:
-    """Of two (outcome, message) the one that says more."""
-    order = (RIDDEN, RECOVERED, RESTARTED, FAILED)
+    """Returns the worse of two (outcome, message)."""
+    order = (TOLERATED, RECOVERED, RESTARTED, FAILED)
     return max(one, other, key=lambda found: order.index(found[0]))
 
 
@@ -93,24 +94,24 @@ def _counts(names: Sequence[str]) -> str:
 
 
 def stage_of(folder: Path) -> str:
-    """The stage that is at work in a run folder: begun, and not finished."""
+    """Returns the active stage of a run folder: started, but not finished."""
     begun = [path.parent for path in sorted(folder.glob("*/inputs.json"))]
     return next((stage.name for stage in begun if not (stage / LINEAGE).exists()), "start")
 
 
 def pulse(folder: Path) -> list[tuple[str, int]]:
-    """Something that changes with every step of a run: its stage, the sizes of its logs, and what it has saved."""
+    """Returns a value that changes with every step of a run: its stage, log sizes and number of checkpoints."""
     sizes = []
     for path in folder.glob("*/metrics.jsonl"):
         try:
             sizes.append((str(path), path.stat().st_size))
-        except FileNotFoundError:  # the folder is away just now
+        except FileNotFoundError:  # the folder is missing right now
             continue
     saved = [(path.name, len(milestones(path))) for path in sorted(folder.glob("*/"))]
     return [(stage_of(folder), 0), *sorted(sizes), *saved]
 
 
 def differing_stages(calm: Path, chaos: Path, stages: Registry = BUILT_IN) -> list[str]:
-    """The stages whose outputs differ between two run folders."""
+    """Returns the stages whose outputs differ between two run folders."""
     outputs = {stage.name: Path(stage.name) / stage.output for stage in stages if (calm / stage.name).exists()}
     return [name for name, path in outputs.items() if outputs_hash(calm / path) != outputs_hash(chaos / path)]

@@ -1,4 +1,4 @@
-"""Which faults strike, and when: drawn from the seed before anything runs, so that a campaign can be repeated."""
+"""Which faults are injected, and when: drawn from the seed before anything runs, so a campaign can be repeated."""
 
 import random
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Planned:
-    """One fault to come: its kind, the stage in which it is due, and the moment as a fraction of that stage's time.
+    """A planned fault: its kind, the stage in which it is due, and the moment as a fraction of that stage's duration.
 
-    `seed` draws what it strikes and how long it lasts.
+    `seed` draws its target and duration.
     """
 
     kind: str
@@ -19,7 +19,7 @@ class Planned:
 
 
 class Schedule:
-    """Every kind once among as many faults as there are kinds, likewise every stage; moments are uniform."""
+    """Draws faults so that kinds and stages each occur equally often, up to one; moments are uniform."""
 
     def __init__(self, num_faults: int, seed: int, kinds: Sequence[str], stages: Sequence[str]) -> None:
         chance = random.Random(seed)
@@ -31,16 +31,16 @@ class Schedule:
         ]
 
     def __len__(self) -> int:
-        """How many faults are still to come."""
+        """Returns the number of remaining faults."""
         return len(self._to_come)
 
     def take(self, number: int) -> list[Planned]:
-        """The faults of one run, in the order of its stages; no more than `number`."""
+        """Takes at most `number` faults for one run, in the order of its stages."""
         taken, self._to_come = self._to_come[:number], self._to_come[number:]
         return sorted(taken, key=lambda planned: (self._stages.index(planned.stage), planned.moment))
 
     def give_back(self, planned: Sequence[Planned]) -> None:
-        """Faults that a run ended too early for; a later run takes them first."""
+        """Returns faults that a run ended too early for; the next run takes them first."""
         self._to_come = [*planned, *self._to_come]
 
 

@@ -121,7 +121,7 @@ def run_to_end(stage: str, folder: Path, work: Callable[[], None], abandon: Call
             if num_failures == MAX_LOSSES_IN_PLACE:
                 raise _given_up(stage, num_failures, found, error, trouble) from error
             first_line = trouble or str(error).split("\n")[0]
-            console.print(f"{first_line}\n{stage}: goes on {_since(found)}", markup=False)
+            console.print(f"{first_line}\n{stage}: continues {_since(found)}", markup=False)
 
 
 def _await_storage(stage: str, folder: Path, trouble: str, error: Exception) -> None:

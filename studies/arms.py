@@ -1,15 +1,15 @@
-"""The arms of `heed study`: ordinary jobs, each made of the study's own (configs/jobs/study.toml) by a few changes.
+"""The arms of `heed study`: ordinary jobs, each derived from configs/jobs/study.toml by a few changes.
 
-Arms of one seed share what they can: the base pretrains, fine-tunes and collects once, the others start from its
-models and its comparisons. What an arm differs in is all that its entry here names.
+Arms of one seed share as much as possible: the base pretrains, fine-tunes and collects once, and the others start from
+its models and comparisons. An arm differs only in what its entry here names.
 
-    base           pretraining, SFT, comparisons with several labelers a task
-    small-base     a language model with a quarter of the layers and half the width, for a small reward model
-    reward-full    every task, one labeler each
-    reward-few     a sixth of the tasks, one labeler each, twice the epochs
+    base           pretraining, SFT, comparisons with several labelers per task
+    small-base     a language model with a quarter of the layers and half the hidden size, for a small reward model
+    reward-full    every task, one labeler per task
+    reward-few     a sixth of the tasks, one labeler per task, twice the epochs
     reward-small   as reward-full, on the small base
-    reward-2, -4   half the tasks with two labelers each, a quarter with four: as many judgments and as many updates
-    ppo-full, -few, -small    against each of these reward models, without a KL penalty
+    reward-2, -4   half the tasks with two labelers each, a quarter with four: equally many judgments and updates
+    ppo-full, -few, -small    PPO against each of these reward models, without a KL penalty
     ppo-kl-low, -kl-high      as ppo-full, with a KL penalty
     ppo-ptx        as ppo-kl-low, with gradients of pretraining mixed in
 """
@@ -32,14 +32,14 @@ from reward.comparisons import RankingsConfig, read_rankings
 from reward.stage import STAGE as REWARD
 
 KL_COEFS = {"kl-low": 0.02, "kl-high": 0.1}
-LABELERS_A_TASK = (1, 2, 4)
+LABELERS_PER_TASK = (1, 2, 4)
 FEW_SHARE = 1 / 6
-FEW_EPOCHS = 2  # of few comparisons, times those of all, so that the head is not left at its start
+FEW_EPOCHS = 2  # relative to the other arms, so that few comparisons still train the head
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A job of these stages: the study's with `changes` by dotted key. `after` are the arms that it reads."""
+    """The study's job with these stages and `changes` by dotted key. `after` lists the arms that it reads."""
 
     name: str
     stages: tuple[str, ...]
@@ -48,9 +48,9 @@ class Arm:
 
 
 def arms_of(job: JobConfig, folder: Path) -> dict[str, Arm]:
-    """Every arm by name, each behind those that it reads; `folder` is the seed's.
+    """Returns every arm by name, each after those that it reads; `folder` is the seed's.
 
-    Errors: ValueError for a job that lacks a section.
+    Raises: ValueError for a job that lacks a section.
     """
     model, reward, ppo = job.model, job.section(REWARD), job.section(PPO)
     if model is None or reward is None or ppo is None or job.world is None or job.stage_names != BUILT_IN.names:
@@ -63,14 +63,14 @@ def arms_of(job: JobConfig, folder: Path) -> dict[str, Arm]:
         "model.num_key_value_heads": max(1, model.num_key_value_heads // 2),
         "model.intermediate_size": model.intermediate_size // 2,
     }
-    shared = {"collect.overlap_share": 1.0, "collect.overlap_labelers": max(LABELERS_A_TASK)}
+    shared = {"collect.overlap_share": 1.0, "collect.overlap_labelers": max(LABELERS_PER_TASK)}
     arms = [
         Arm("base", ("pretrain", "sft", "collect"), changes=shared),
         Arm("small-base", ("pretrain", "sft"), ("base",), small),
         _reward("full", folder, 1, epochs),
         _reward("few", folder, "few", FEW_EPOCHS * epochs),
         _reward("small", folder, 1, epochs, start="small-base"),
-        *(_reward(str(count), folder, count, count * epochs) for count in LABELERS_A_TASK[1:]),
+        *(_reward(str(count), folder, count, count * epochs) for count in LABELERS_PER_TASK[1:]),
         _ppo("full", folder),
         _ppo("few", folder, judge="reward-few"),
         _ppo("small", folder, judge="reward-small"),
@@ -102,7 +102,7 @@ def _ppo(name: str, folder: Path, changes: Mapping[str, Any] | None = None, judg
 
 
 def _ptx(folder: Path, ppo: PPOConfig) -> Arm:
-    """PPO-ptx reads the pretraining stage's text, so the arm has that stage, which takes the base's model as it is."""
+    """PPO-ptx reads the pretraining stage's text, so the arm includes that stage, with the base's model unchanged."""
     changes = {
         "pretrain.init_from": str(folder / "base" / "pretrain" / "model"),
         "pretrain.num_steps": 0,
@@ -114,18 +114,18 @@ def _ptx(folder: Path, ppo: PPOConfig) -> Arm:
 
 
 def with_those_before(arms: Mapping[str, Arm], wanted: Sequence[str]) -> list[Arm]:
-    """The wanted arms and all that they read, in an order in which they can run."""
+    """Returns the wanted arms and all that they read, in an order in which they can run."""
     needed = set(wanted)
-    for arm in reversed(list(arms.values())):  # each stands behind those that it reads
+    for arm in reversed(list(arms.values())):  # each arm comes after those that it reads
         if arm.name in needed:
             needed |= set(arm.after)
     return [arm for arm in arms.values() if arm.name in needed]
 
 
 def arm_job(job: JobConfig, arm: Arm, folder: Path) -> JobConfig:
-    """The arm as a job, which is also written to jobs/NAME.toml below the seed's `folder`.
+    """Returns the arm as a job, and writes it to jobs/NAME.toml in the seed's `folder`.
 
-    The base alone has the world; the other arms read the files that it has written.
+    Only the base has the world; the other arms read the files that it wrote.
     """
     values = job.model_dump(mode="json", exclude_none=True)
     kept = ("name", "note", "seed", "workers", "min_workers", "engine", *arm.stages)
@@ -150,7 +150,7 @@ def arm_job(job: JobConfig, arm: Arm, folder: Path) -> JobConfig:
 
 
 def _from_files(value: Any, data: Path) -> Any:
-    """A dumped config in which "world:NAME" has become the file of that name."""
+    """Returns a dumped config with each "world:NAME" replaced by the file of that name."""
     if isinstance(value, dict):
         return {key: _from_files(item, data) for key, item in value.items()}
     if isinstance(value, list):
@@ -161,36 +161,36 @@ def _from_files(value: Any, data: Path) -> Any:
 
 
 def cut_file(folder: Path, cut: int | str) -> Path:
-    """Where the comparisons of a reward-model arm lie: so many labelers a task, or "few"."""
+    """Returns the file of comparisons for a reward-model arm: a number of labelers per task, or "few"."""
     return folder / "rankings" / (f"{cut}-a-task.jsonl" if isinstance(cut, int) else f"{cut}.jsonl")
 
 
 def collected(folder: Path) -> list[Ranking]:
-    """All comparisons of the seed's base."""
+    """Returns all comparisons of the seed's base."""
     return read_rankings(RankingsConfig(source=str(folder / "base" / "collect" / "rankings.jsonl")))
 
 
 def write_cuts(folder: Path) -> None:
-    """The comparisons of every reward-model arm, all cut from the base's."""
+    """Writes the comparisons of every reward-model arm, all subsets of the base's."""
     rankings = collected(folder)
     cut_file(folder, 1).parent.mkdir(exist_ok=True)
-    for count in LABELERS_A_TASK:
+    for count in LABELERS_PER_TASK:
         write_rankings(cut_file(folder, count), cut_rankings(rankings, count, 1 / count))
     write_rankings(cut_file(folder, "few"), cut_rankings(rankings, 1, FEW_SHARE))
 
 
-def cut_rankings(rankings: Sequence[Ranking], labelers_a_task: int, share: float) -> list[Ranking]:
-    """The first `share` of the tasks with so many labelers each, who take turns, so that all judge about as much.
+def cut_rankings(rankings: Sequence[Ranking], labelers_per_task: int, share: float) -> list[Ranking]:
+    """Returns the first `share` of the tasks with this many labelers each, in turn, so that all judge equally often.
 
-    Errors: ValueError for a task that fewer labelers have judged.
+    Raises: ValueError for a task that fewer labelers have judged.
     """
     by_task: dict[str, list[Ranking]] = {}
     for ranking in rankings:
         by_task.setdefault(ranking.task_id, []).append(ranking)
     chosen: list[Ranking] = []
     for number, (task, judged) in enumerate(list(by_task.items())[: max(1, int(share * len(by_task)))]):
-        if len(judged) < labelers_a_task:
-            raise ValueError(f"task {task!r} has {len(judged)} labelers; {labelers_a_task} were expected")
+        if len(judged) < labelers_per_task:
+            raise ValueError(f"task {task!r} has {len(judged)} labelers; {labelers_per_task} were expected")
         turn = number % len(judged)
-        chosen += [*judged[turn:], *judged[:turn]][:labelers_a_task]
+        chosen += [*judged[turn:], *judged[:turn]][:labelers_per_task]
     return chosen

@@ -1,6 +1,6 @@
-"""The numbers of one seed that claims rest on: pure functions of curves and counts.
+"""One seed's numbers behind the claims: pure functions of curves and counts.
 
-Each gives an estimate with a 95% bootstrap interval over prompts, which are resampled alike for both sides.
+Each returns an estimate with a 95% bootstrap interval over prompts; both sides share the resamples.
 Shape letters: K policies, P prompts, S resamples.
 """
 
@@ -18,16 +18,16 @@ NUM_RESAMPLES = 2_000
 
 
 def rise_and_fall(curve: Curve, *, seed: int) -> tuple[Interval, Interval]:
-    """Gold gained where the curve is highest, and gold lost from there to its furthest policy.
+    """Returns the gold gain at the curve's maximum, and the gold loss from there to its furthest policy.
 
-    The highest of noisy points is too high. So one half of the prompts says which policy is best (the reference may
-    be) and the other half what it scores, and the other way round; the mean of both is free of that bias.
-    Errors: ValueError for fewer than two prompts.
+    The maximum of noisy points is biased upwards. So one half of the prompts selects the best policy (possibly the
+    reference) and the other half scores it, and vice versa; the mean of both is free of that bias.
+    Raises: ValueError for fewer than two prompts.
     """
     gains_PK = (curve.gold_KP - curve.start_gold_P).T[:, np.argsort(curve.d_K, kind="stable")]
     gains_PK = np.concatenate([np.zeros((len(gains_PK), 1)), gains_PK], axis=1)  # the reference itself first
     if len(gains_PK) < 2:
-        raise ValueError(f"{len(gains_PK)} prompts; two at least were expected, for two halves")
+        raise ValueError(f"{len(gains_PK)} prompts; at least two were expected, for two halves")
     halves = (gains_PK[::2], gains_PK[1::2])
     means = [half.mean(axis=0)[None] for half in halves]
     resampled = [
@@ -43,7 +43,7 @@ def rise_and_fall(curve: Curve, *, seed: int) -> tuple[Interval, Interval]:
 
 
 def _crossed(one_SK: Floats, other_SK: Floats) -> tuple[Floats, Floats]:
-    """Rise and fall [S]: the best policy by one half, scored by the other, both ways."""
+    """Returns rise and fall [S]: the best policy by one half, scored by the other, averaged over both directions."""
     rows = np.arange(len(one_SK))
     tops = [judging[rows, choosing.argmax(axis=1)] for choosing, judging in ((one_SK, other_SK), (other_SK, one_SK))]
     rise_S = (tops[0] + tops[1]) / 2
@@ -51,10 +51,10 @@ def _crossed(one_SK: Floats, other_SK: Floats) -> tuple[Floats, Floats]:
 
 
 def earlier(full: Curve, other: Curve, *, seed: int) -> Interval:
-    """How much sooner, in √nats, the fitted curve of `other` is highest than that of `full`.
+    """Returns how much earlier, in √nats, the fitted curve of `other` has its maximum than that of `full`.
 
-    A top beyond the range that both reach counts as at its end, since what lies there was not seen. Unknown where
-    neither has its top within it. Errors: ValueError for curves that no form can be fitted to.
+    A maximum beyond the range that both reach counts as lying at its end, since nothing was measured there. Unknown if
+    neither maximum lies within it. Raises: ValueError for curves that cannot be fitted.
     """
     furthest = min(float(full.d_K.max()), float(other.d_K.max()))
     tops = [gold_tops(curve, seed=seed) for curve in (full, other)]
@@ -67,7 +67,7 @@ def earlier(full: Curve, other: Curve, *, seed: int) -> Interval:
 
 
 def last_difference(what: str, one: Curve, other: Curve, *, seed: int) -> Interval:
-    """What the last policy of one has above the last of the other, prompt by prompt: "kl_KP" or "gold_KP"."""
+    """Returns the last policy's "kl_KP" or "gold_KP" on one curve minus that on the other, paired by prompt."""
     values_P: Floats = getattr(one, what)[-1] - getattr(other, what)[-1]
     return bootstrap_mean(values_P, seed=seed)
 
@@ -77,9 +77,9 @@ def negated(found: Interval) -> Interval:
 
 
 def ratio_difference(one_C: Floats, other_C: Floats, counts_C: Floats, *, seed: int) -> Interval:
-    """The difference of two totals over one count, by cluster (a text's bits and bytes, a task's pairs).
+    """Returns the difference of two totals over one count, by cluster (a text's bits and bytes, a task's pairs).
 
-    Clusters without a count say nothing and are left out; without any the difference is unknown.
+    Clusters with a count of 0 are left out; if none remain, the difference is unknown.
     """
     used_C = counts_C > 0
     if not used_C.any():

@@ -1,6 +1,6 @@
-"""The findings that a study tries again: which arms each needs, and the claims that decide it (studies/verdicts.py).
+"""The findings that a study tests: the arms each needs, and the claims that decide it (studies/verdicts.py).
 
-The sizes that matter were set before anything was run. Gold scores lie between 0 and 1; PPO's gain over SFT in the
+The smallest effects that matter were fixed before any run. Gold scores lie between 0 and 1; PPO's gain over SFT in the
 demo is about .24.
 """
 
@@ -11,21 +11,21 @@ from typing import Protocol
 from evaluation.measures.curves import Curve
 from evaluation.measures.equal_terms import mean_lead
 from intervals.estimates import Floats
-from studies.arms import KL_COEFS, LABELERS_A_TASK
+from studies.arms import KL_COEFS, LABELERS_PER_TASK
 from studies.contrasts import earlier, last_difference, negated, ratio_difference, rise_and_fall
 from studies.verdicts import Claim, Contrast, Overall, Rule, decide, overall
 
 GOLD = Rule("above", 0.02, "of gold score")
 DISTANCE = Rule("above", 0.1, "√nats")
 NATS = Rule("above", 0.5, "nats")
-BITS = Rule("above", 0.01, "bits a byte")
+BITS = Rule("above", 0.01, "bits per byte")
 ACCURACY = Rule("above", 0.01, "of accuracy")
 NO_SHIFT = Rule("within", 0.05, "of gold score")
 LITTLE_COST = Rule("below", 0.05, "of gold score")
 
 
 class Measures(Protocol):
-    """What the findings ask of one seed (`studies.measures.SeedMeasures`)."""
+    """What the findings need from one seed (`studies.measures.SeedMeasures`)."""
 
     @property
     def seed(self) -> int: ...
@@ -39,7 +39,7 @@ class Measures(Protocol):
     def right_pairs(self, judge: str) -> tuple[Floats, Floats]: ...
 
 
-Curves = dict[str, Curve]  # by the name that a figure shows
+Curves = dict[str, Curve]  # by their labels in the figure
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Finding:
-    """A published finding: `arms` are those that its contrasts read."""
+    """A published finding. `arms` lists the arms that its contrasts read."""
 
     name: str
     title: str
@@ -63,7 +63,7 @@ class Finding:
     contrasts: Callable[[Measures], list[Contrast]]
     curves: Callable[[Measures], Curves]
 
-    def look(self, seeds: Sequence[Measures]) -> Found:
+    def evaluate(self, seeds: Sequence[Measures]) -> Found:
         by_seed = [self.contrasts(measures) for measures in seeds]
         claims = tuple(decide(of_claim) for of_claim in zip(*by_seed, strict=True))
         return Found(self, claims, overall(claims), tuple(self.curves(measures) for measures in seeds))
@@ -83,12 +83,12 @@ def _over_optimisation(of: Measures) -> list[Contrast]:
         full = curves[f"{what}, full"]
         rise, fall = rise_and_fall(full, seed=of.seed)
         found += [
-            Contrast(f"{what}: gold rises to its highest by", GOLD, rise),
+            Contrast(f"{what}: gold rises to its maximum by", GOLD, rise),
             Contrast(f"{what}: gold falls from there to the furthest policy by", GOLD, fall),
         ]
         for name in ("a smaller reward model", "fewer comparisons"):
             sooner = earlier(full, curves[f"{what}, {name}"], seed=of.seed)
-            found.append(Contrast(f"{what}: with {name} gold is highest earlier by", DISTANCE, sooner))
+            found.append(Contrast(f"{what}: with {name}, gold peaks earlier by", DISTANCE, sooner))
     return found
 
 
@@ -104,8 +104,8 @@ def _penalty(of: Measures) -> list[Contrast]:
         less = last_difference("kl_KP", free[1], curve, seed=of.seed)
         lead = mean_lead("kl", curve, free[1], seed=of.seed)
         found += [
-            Contrast(f"{name}: training ends nearer to SFT by", NATS, less),
-            Contrast(f"{name}: gold at equal KL, above that without a penalty, is", NO_SHIFT, lead),
+            Contrast(f"{name}: training ends closer to SFT by", NATS, less),
+            Contrast(f"{name}: gold at equal KL, minus that without a penalty", NO_SHIFT, lead),
         ]
     return found
 
@@ -119,9 +119,11 @@ def _ptx(of: Measures) -> list[Contrast]:
     (before, num_bytes), (plain, _), (mixed, _) = (of.bits(f"{stage}") for stage in ("base/sft", *PTX_STAGES))
     cost = last_difference("gold_KP", curves["PPO"], curves["PPO-ptx"], seed=of.seed)
     return [
-        Contrast("PPO's tax: bits a byte above SFT's", BITS, ratio_difference(plain, before, num_bytes, seed=of.seed)),
+        Contrast(
+            "PPO's tax: bits per byte above SFT's", BITS, ratio_difference(plain, before, num_bytes, seed=of.seed)
+        ),
         Contrast("PPO-ptx lowers it by", BITS, ratio_difference(plain, mixed, num_bytes, seed=of.seed)),
-        Contrast("PPO-ptx costs gold score", LITTLE_COST, cost),
+        Contrast("PPO-ptx's cost in gold score", LITTLE_COST, cost),
     ]
 
 
@@ -139,7 +141,7 @@ def _equal_kl_curves(of: Measures) -> Curves:
 def _equal_kl(of: Measures) -> list[Contrast]:
     best, *others = _equal_kl_curves(of).items()
     return [
-        Contrast(f"best-of-n above {name} at equal KL", GOLD, negated(mean_lead("kl", curve, best[1], seed=of.seed)))
+        Contrast(f"best-of-n minus {name} at equal KL", GOLD, negated(mean_lead("kl", curve, best[1], seed=of.seed)))
         for name, curve in others
     ]
 
@@ -148,11 +150,11 @@ def _labelers(of: Measures) -> list[Contrast]:
     right, compared = of.right_pairs("reward-full")
     return [
         Contrast(
-            f"one labeler each on every prompt, above {count} each on 1/{count} of the prompts",
+            f"accuracy with one labeler on every prompt, minus {count} labelers on 1/{count} of the prompts",
             ACCURACY,
             ratio_difference(right, of.right_pairs(f"reward-{count}")[0], compared, seed=of.seed),
         )
-        for count in LABELERS_A_TASK[1:]
+        for count in LABELERS_PER_TASK[1:]
     ]
 
 
@@ -183,7 +185,7 @@ FINDINGS = (
     ),
     Finding(
         "equal-kl",
-        "At equal KL best-of-n has the higher gold score: RL spends more KL on it",
+        "At equal KL, best-of-n has the higher gold score: RL spends more KL for it",
         "Gao et al. 2022, arXiv 2210.10760",
         ("ppo-full", "ppo-kl-low"),
         _equal_kl,
@@ -191,9 +193,9 @@ FINDINGS = (
     ),
     Finding(
         "labelers",
-        "With as many judgments, one label each on more prompts beats several on fewer",
-        "Khetan et al. 2018, arXiv 1712.04577, of classifiers",
-        ("reward-full", *(f"reward-{count}" for count in LABELERS_A_TASK[1:])),
+        "With equally many judgments, one label each on more prompts beats several on fewer",
+        "Khetan et al. 2018, arXiv 1712.04577, for classifiers",
+        ("reward-full", *(f"reward-{count}" for count in LABELERS_PER_TASK[1:])),
         _labelers,
         lambda _of: {},
     ),

@@ -1,7 +1,7 @@
-"""What a study samples and scores of one seed's arms, each once: arrays in measured/NAME.npz, with what they are of.
+"""Samples and scores one seed's arms, each once: arrays in measured/NAME.npz with a stamp of what they depend on.
 
-Policies and the reference are sampled on the same held-out prompts with the same seeds, so arms compare prompt by
-prompt. The reference's pool is drawn once and read by every reward model.
+Policies and the reference are sampled on the same held-out prompts with the same seeds, so arms are paired by prompt.
+The reference's pool is drawn once and scored by every reward model.
 Shape letters: K policies, P prompts, N samples of the pool, T tasks, D documents.
 """
 
@@ -43,7 +43,7 @@ REFERENCE = "base/sft"
 
 @dataclass(frozen=True)
 class SeedMeasures:
-    """The measures of one seed, made when they are first asked for. Stages are named "ARM/STAGE"."""
+    """The measures of one seed, computed on first use. Stages are named "ARM/STAGE"."""
 
     folder: Path
     job: JobConfig
@@ -53,7 +53,7 @@ class SeedMeasures:
     @classmethod
     def of(cls, folder: Path, job: JobConfig) -> Self:
         world = job.open_world()
-        assert world is not None, "arms_of lets no job in without a world"
+        assert world is not None, "arms_of refuses jobs without a world"
         return cls(folder, job, world, gold_of_texts(world.gold_scores))
 
     @property
@@ -61,12 +61,12 @@ class SeedMeasures:
         return self.job.seed
 
     def best_of_n(self, judge: str) -> Curve:
-        """Best-of-n by the reward model of an arm, every power of two up to the pool's size."""
+        """Returns best-of-n by an arm's reward model, for every power of two up to the pool's size."""
         pool = self._pool()
         return best_of_n_curve(pool["gold_PN"], self._proxy_of_pool(judge))
 
     def rl(self, arm: str) -> Curve:
-        """The policies that a PPO arm kept, in the order of training; the proxy is the reward model that it climbed."""
+        """Returns the policies that a PPO arm kept, in training order; the proxy is the reward model it optimised."""
         judge = arms_of(self.job, self.folder)[arm].after[-1]
         policies = kept_policies(self.folder / arm / "ppo")
         found = self._kept(
@@ -83,7 +83,7 @@ class SeedMeasures:
         )
 
     def bits(self, stage: str) -> tuple[Floats, Floats]:
-        """Bits and bytes [D] of each held-out text of pretraining, by the language model that a stage left."""
+        """Returns bits and bytes [D] of each held-out pretraining text, by a stage's language model."""
 
         def make() -> dict[str, Floats]:
             sources = [DataConfig(source=str(self._world_file("pretrain_heldout")))]
@@ -97,9 +97,9 @@ class SeedMeasures:
         return found["bits_D"], found["bytes_D"]
 
     def right_pairs(self, judge: str) -> tuple[Floats, Floats]:
-        """How many pairs of each held-out task [T] a reward model orders as noiseless gold does, and of how many.
+        """Returns per held-out task [T] the pairs that a reward model orders like noiseless gold, and all pairs.
 
-        The tasks are those of the base that no arm trained on; a tie of the reward model's scores counts half.
+        The tasks are the base's tasks that no arm trained on; a tie in the reward model's scores counts half.
         """
         found = self._kept(f"right-{judge}.npz", ["base/collect", f"{judge}/reward"], lambda: self._judged(judge))
         return found["right_T"], found["compared_T"]
@@ -120,7 +120,7 @@ class SeedMeasures:
         return {"right_T": right_T, "compared_T": compared_T}
 
     def _pool(self) -> dict[str, Floats]:
-        """The reference's gold scores [P, N], and its responses as tokens, end to end, with their lengths."""
+        """Returns the reference's gold scores [P, N], and its responses as concatenated tokens with their lengths."""
 
         def make() -> dict[str, Floats]:
             drawn = self._draw(Policy.load(self.folder / REFERENCE / "model"), self.job.section_of(COMPARE).best_of)
@@ -134,7 +134,7 @@ class SeedMeasures:
         return self._kept("pool.npz", [REFERENCE], make)
 
     def _proxy_of_pool(self, judge: str) -> Floats:
-        """A reward model's scores of the pool [P, N]."""
+        """Returns a reward model's scores of the pool [P, N]."""
 
         def make() -> dict[str, Floats]:
             pool, tokenizer = self._pool(), Tokenizer.load(self.folder / REFERENCE / "model")
@@ -180,7 +180,7 @@ class SeedMeasures:
         return self.folder / "base" / "world" / "data" / f"{name}.jsonl"
 
     def _kept(self, name: str, stages: list[str], make: Callable[[], dict[str, Floats]]) -> dict[str, Floats]:
-        """What was measured before on the same stages and in the same way; else it is measured and written, whole."""
+        """Returns arrays measured before from the same stages and settings, or measures and writes them, atomically."""
         made_from: dict[str, Any] = {stage: _fingerprint(self.folder / stage) for stage in stages}
         made_from["compare"] = self.job.section_of(COMPARE).model_dump(mode="json")
         stamp = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
@@ -198,7 +198,7 @@ class SeedMeasures:
 
 
 def pairs_right(scores: list[float], truth: list[float]) -> tuple[float, int]:
-    """Of the pairs of responses that the truth tells apart: how many the scores order so (a tie is half), and all."""
+    """Counts the pairs with different truth that the scores order alike (a tie counts half), and all such pairs."""
     right, compared = 0.0, 0
     for i, j in combinations(range(len(scores)), 2):
         if truth[i] != truth[j]:
@@ -208,7 +208,7 @@ def pairs_right(scores: list[float], truth: list[float]) -> tuple[float, int]:
 
 
 def _fingerprint(stage: Path) -> str:
-    """What a finished stage was made from. Errors: ValueError for one that is not finished."""
+    """Returns a finished stage's fingerprint. Raises: ValueError if it is not finished."""
     if not (stage / LINEAGE).is_file():
         raise ValueError(f"{stage}: no {LINEAGE}; a finished stage was expected")
     return str(json.loads((stage / LINEAGE).read_text(encoding="utf-8"))["fingerprint"])

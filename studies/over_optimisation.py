@@ -1,4 +1,4 @@
-"""A run folder's policies against its own world: `heed measure over-optimisation`."""
+"""Measures a run folder's policies against its own world: `heed measure over-optimisation`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,10 +26,10 @@ def measure_run(
     seed: int,
     progress: Progress,
 ) -> OverOptimisation:
-    """Policies that `ppo.keep_policies_every` kept, against the policy that PPO began with, by the run's reward model.
+    """Measures the policies that `ppo.keep_policies_every` kept against PPO's first policy, by the run's reward model.
 
-    `prompts` "" are those that the job compares on; `gold` is `FILE.py:FUNCTION`, or "" for the scorer of the job's
-    world. Errors: ValueError for a run without PPO's model, or without what was asked for.
+    `prompts` defaults to those that the job compares on; `gold` is `FILE.py:FUNCTION`, or "" for the gold scorer of the
+    job's world. Raises: ValueError for a run without a PPO model, or without prompts or a gold scorer.
     """
     if not (folder / "job.toml").is_file():
         raise ValueError(f"{folder}: no job.toml; the folder of a run was expected")
@@ -38,7 +38,7 @@ def measure_run(
     if config is None:
         raise ValueError(f"{folder / 'job.toml'}: the job has no [ppo]")
     if config.elsewhere is not None:
-        raise ValueError(f"{folder / 'job.toml'}: the reward comes from no model; a reward model was expected as proxy")
+        raise ValueError(f"{folder / 'job.toml'}: the reward is not a model; a reward model was expected as proxy")
     run = Run(job, folder, job.open_world(), Workers(job.world_sizes, folder, job.cluster)).of(PPO.name)
     if prompts:
         source = DataConfig(source=prompts)
@@ -47,7 +47,7 @@ def measure_run(
     else:
         raise ValueError(f"{folder / 'job.toml'}: the job has no [compare] to take prompts from; give --prompts")
     if not gold and run.opened_world is None:
-        raise ValueError(f"{folder / 'job.toml'}: the job has no world whose gold scorer could be asked; give --gold")
+        raise ValueError(f"{folder / 'job.toml'}: the job has no world with a gold scorer; give --gold")
     spec = Spec(
         num_samples=num_samples,
         pool_samples=pool_samples,
@@ -68,20 +68,20 @@ def measure_run(
 
 
 def kept_policies(stage: Path) -> dict[str, Path]:
-    """The policies that a PPO stage kept, by iteration, and its last where that is not among them.
+    """Returns the policies that a PPO stage kept, by iteration, plus its last one if that was not kept.
 
-    Errors: ValueError for a stage that is not done.
+    Raises: ValueError for an unfinished stage.
     """
     if not (stage / "results.json").is_file():
         raise ValueError(f"{stage}: no results.json; a finished PPO stage was expected")
     last = kept_policy(stage, read_results(stage)["num_iterations"])
     kept = {f"iteration {int(path.name)}": path for path in sorted(last.parent.glob("[0-9]*"))}
-    return kept if last.is_dir() else {**kept, "the last": stage / "model"}
+    return kept if last.is_dir() else {**kept, "final": stage / "model"}
 
 
 def _function(name: str) -> Gold:
     reward = FunctionReward(name)
-    _ = reward.function  # a name that is not there is an error before anything is sampled
+    _ = reward.function  # raises for an unknown name before anything is sampled
 
     def gold(conversations: Sequence[Messages], responses: Sequence[str]) -> list[float]:
         return [scored.score for scored in reward.score(conversations, responses)]

@@ -1,4 +1,4 @@
-"""A study's findings on disk: findings.json, findings.md, and a figure for each finding that has curves."""
+"""Writes a study's findings: findings.json, findings.md, and a figure per finding with curves."""
 
 import json
 import re
@@ -21,12 +21,12 @@ from studies.verdicts import Claim
 LINE_TONES = ("ppo", "sft", "other-1")
 INTERVALS = (
     "Each seed's number has a 95% bootstrap interval over its held-out prompts (texts, tasks). The mean has a 95%"
-    " Student's interval over seeds, which alone decides; the rules are those of `studies/verdicts.py`."
+    " Student's interval over seeds, and only that one decides, by the rules in `studies/verdicts.py`."
 )
 
 
 def write_findings(folder: Path, found: Sequence[Found], num_seeds: int) -> None:
-    """Errors: OSError where the folder cannot be written."""
+    """Writes all findings. Raises: OSError if the folder cannot be written."""
     figures = folder / "figures"
     figures.mkdir(parents=True, exist_ok=True)
     for finding in found:
@@ -50,7 +50,7 @@ def _as_json(found: Found) -> dict[str, Any]:
         "claims": [
             {
                 "claim": claim.text,
-                "expected": claim.rule.words,
+                "expected": claim.rule.text,
                 "by_seed": claim.by_seed,
                 "over_seeds": claim.over_seeds,
                 "verdict": claim.verdict,
@@ -62,7 +62,7 @@ def _as_json(found: Found) -> dict[str, Any]:
 
 
 def as_markdown(found: Sequence[Found], num_seeds: int) -> str:
-    """Every finding with its verdict and the table of its claims."""
+    """Formats every finding with its verdict and a table of its claims."""
     parts = [f"# Findings over {num_seeds} seed{'s' if num_seeds > 1 else ''}", INTERVALS]
     for finding in found:
         parts.append(f"## {finding.finding.title}")
@@ -78,17 +78,17 @@ def as_markdown(found: Sequence[Found], num_seeds: int) -> str:
 
 def _row(claim: Claim) -> list[str]:
     seeds = [spread(value) for value in claim.by_seed]
-    return [claim.text, claim.rule.words, *seeds, spread(claim.over_seeds), claim.verdict]
+    return [claim.text, claim.rule.text, *seeds, spread(claim.over_seeds), claim.verdict]
 
 
 def spread(found: Interval) -> str:
-    """ "0.12 (0.10 to 0.15)"; a dash for what is unknown."""
+    """Formats "0.12 (0.10 to 0.15)"; a dash if unknown."""
     mean, low, high = (number(value, 3) if value == value else "–" for value in (found.mean, found.low, found.high))
     return mean if mean == "–" or low == high == "–" else f"{mean} ({low} to {high})"
 
 
 def draw_curves(name: str, title: str, by_seed: Sequence[Curves]) -> str:
-    """Gold gained against √KL, a line a seed and arm; best-of-n, whose KL is its bound, dashed."""
+    """Draws gold gain against √KL, one line per seed and arm; best-of-n, at the upper bound of its KL, is dashed."""
 
     def paint(axes: Any) -> None:
         for curves in by_seed:
@@ -112,12 +112,12 @@ def draw_curves(name: str, title: str, by_seed: Sequence[Curves]) -> str:
 
     return draw(
         paint, width=640, height=400, margins=(64, 16, 40, 12), name=name,
-        label=f"{title}: gold score above SFT's against the root of KL, a line a seed.",
+        label=f"{title}: gold score above SFT's against the root of KL, one line per seed.",
     )  # fmt: skip
 
 
 def standalone(svg: str) -> str:
-    """A chart of a report's page as a file of its own, in the page's light colours."""
+    """Turns a report's chart into a standalone SVG file, in the page's light colours."""
     css = files("reports").joinpath("report_style.html.jinja").read_text(encoding="utf-8")
     light = dict(reversed(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", css)))  # the first of each is the light one
     svg = re.sub(r"var\(--([\w-]+)\)", lambda found: light[found[1]], svg)

@@ -1,13 +1,13 @@
-"""`heed study`: published findings tried again in the playground world, over several seeds (docs/findings.md).
+"""`heed study`: tests published findings in the playground world, over several seeds (docs/findings.md).
 
-Every arm is an ordinary job, run by `jobs.pipeline`; what is done is not done again, so a study that was killed goes
-on, and a finding that is asked for later finds the arms that it shares with others.
+Every arm is an ordinary job, run by `jobs.pipeline`. Finished work is reused, so an interrupted study continues, and a
+later finding reuses the arms that it shares with others.
 
     runs/study/
       seed-0/jobs/ARM.toml     the arms as job files
       seed-0/ARM/              their run folders
-      seed-0/rankings/         the base's comparisons, cut for each reward model
-      seed-0/measured/         what was sampled and scored
+      seed-0/rankings/         subsets of the base's comparisons, one per reward model
+      seed-0/measured/         samples and scores
       findings.json, findings.md, figures/
 """
 
@@ -21,20 +21,20 @@ from jobs.job_file import load_job
 from jobs.pipeline import run_job
 from ppo.stage import STAGE as PPO
 from stages.progress import console
-from studies.arms import LABELERS_A_TASK, arm_job, arms_of, with_those_before, write_cuts
+from studies.arms import LABELERS_PER_TASK, arm_job, arms_of, with_those_before, write_cuts
 from studies.findings import FINDINGS, Finding, Found
 from studies.measures import SeedMeasures
 from studies.report import write_findings
 
-# What the debug job lacks for a study: enough of a pool and of policies for a curve.
+# The debug job's pool and number of policies are too small for a curve.
 QUICK = ("compare.best_of=8", "ppo.keep_policies_every=1")
 
 
 def run_study(wanted: str, job_file: Path, runs: Path, *, num_seeds: int, overrides: Sequence[str] = ()) -> list[Found]:
-    """Run the arms that are not done, measure, and write findings.json, findings.md and figures into `runs`.
+    """Runs unfinished arms, measures them, and writes findings.json, findings.md and figures into `runs`.
 
-    `wanted` names a finding, or "all". Seeds are 0, 1, ... in place of the job's. Errors: ValueError for an unknown
-    finding and whatever is wrong with the job, before anything runs.
+    `wanted` names a finding, or "all". Seeds 0, 1, ... replace the job's. Raises: ValueError for an unknown finding or
+    an invalid job, before anything runs.
     """
     findings = _named(wanted)
     seeds = [
@@ -54,26 +54,26 @@ def run_study(wanted: str, job_file: Path, runs: Path, *, num_seeds: int, overri
             if arm.name == "base":
                 write_cuts(folder)
         measures.append(SeedMeasures.of(folder, job))
-        found = [finding.look(measures) for finding in findings]
-        write_findings(runs, found, len(measures))  # after each seed: a study that is stopped has told what it knew
+        found = [finding.evaluate(measures) for finding in findings]
+        write_findings(runs, found, len(measures))  # after each seed, so that a stopped study has reported its results
     return found
 
 
 def _check(job: JobConfig) -> None:
-    """Errors: ValueError for a job with too few labelers, or whose curves would have too few policies to be fitted."""
-    compare, ppo = job.section_of(COMPARE), job.section_of(PPO)  # arms_of lets no job in without them
+    """Raises: ValueError for a job with too few labelers, or with too few policies per curve for a fit."""
+    compare, ppo = job.section_of(COMPARE), job.section_of(PPO)  # arms_of refuses jobs without them
     world = job.open_world()
     assert world is not None
     num_labelers = len(world.labelers(job.seed))
-    if num_labelers < max(LABELERS_A_TASK):
-        raise ValueError(f"the world has {num_labelers} labelers; {max(LABELERS_A_TASK)} a task were expected")
+    if num_labelers < max(LABELERS_PER_TASK):
+        raise ValueError(f"the world has {num_labelers} labelers; {max(LABELERS_PER_TASK)} per task were expected")
     if compare.best_of < 2**MIN_POLICIES:
-        raise ValueError(f"compare.best_of is {compare.best_of}; {2**MIN_POLICIES} at least was expected")
+        raise ValueError(f"compare.best_of is {compare.best_of}; at least {2**MIN_POLICIES} was expected")
     every = ppo.keep_policies_every
     if not every or ppo.num_iterations // every < MIN_POLICIES:
         raise ValueError(
-            f"ppo.keep_policies_every is {every} of {ppo.num_iterations} iterations; {MIN_POLICIES} policies at"
-            " least were expected to be kept"
+            f"ppo.keep_policies_every is {every} with {ppo.num_iterations} iterations; at least"
+            f" {MIN_POLICIES} policies must be kept"
         )
 
 

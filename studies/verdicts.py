@@ -1,9 +1,9 @@
 """How a study decides, fixed before anything is measured: rules, claims and their verdicts.
 
-A claim is a contrast of arms, one number a seed. Its interval is Student's over seeds, so it holds what seeds draw
-(data, weights, labelers, samples) and widens fast where they are few: with three seeds it is the mean ± 2.48 standard
-deviations. Beside it stands each seed's own interval, a bootstrap over that seed's held-out prompts (of texts or tasks
-where they are what is measured): it says how well the seed was measured and decides nothing.
+A claim is a contrast of arms with one number per seed. Its interval is Student's over seeds, so it includes everything
+that seeds draw (data, weights, labelers, samples) and is wide for few seeds: with three, it is the mean ± 2.48 standard
+deviations. Each seed also has its own interval, a bootstrap over its held-out prompts (or texts, or tasks). That one
+shows how precisely the seed was measured and decides nothing.
 """
 
 import math
@@ -22,14 +22,14 @@ Overall = Literal["replicates", "does not replicate", "undecided", "replicates i
 
 @dataclass(frozen=True)
 class Rule:
-    """What a contrast is expected to be, and the size of what matters, in its unit.
+    """The expected value of a contrast, and the smallest effect that matters, in its unit.
 
-    "above": above 0. It replicates where the interval lies above 0, and does not where the interval lies below `size`:
-    an effect, if there is one, that is too small to matter. Where both hold the effect is too small to matter.
-    "within": nearer to 0 than `size`. It replicates where the interval lies within ± size, and does not where the
-    interval lies wholly outside.
-    "below": less than `size`. It replicates where the interval lies below, and does not where the interval lies above.
-    All else, an unknown interval included, is undecided.
+    "above": expected above 0. It replicates if the interval lies above 0, and does not if the interval lies below
+    `size`, where any effect is too small to matter. If both hold, it does not replicate.
+    "within": expected closer to 0 than `size`. It replicates if the interval lies within ± size, and does not if the
+    interval lies entirely outside.
+    "below": expected below `size`. It replicates if the interval lies below, and does not if the interval lies above.
+    Everything else, including an unknown interval, is undecided.
     """
 
     kind: Literal["above", "within", "below"]
@@ -51,16 +51,16 @@ class Rule:
         return "replicates" if does else "undecided"
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         if self.kind == "above":
-            return f"above 0; below {self.size:g} {self.unit} is nothing"
+            return f"above 0; too small to matter below {self.size:g} {self.unit}"
         bound = f"±{self.size:g}" if self.kind == "within" else f"{self.size:g}"
         return f"{self.kind} {bound} {self.unit}"
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """One seed's number for a claim, with its bootstrap interval."""
+    """One seed's value for a claim, with its bootstrap interval."""
 
     claim: str
     rule: Rule
@@ -79,7 +79,7 @@ class Claim:
 
 
 def decide(contrasts: Sequence[Contrast]) -> Claim:
-    """The same contrast of every seed. A seed that has no number leaves the claim undecided."""
+    """Combines one contrast over all seeds. A seed without a number leaves the claim undecided."""
     first = contrasts[0]
     assert all((other.claim, other.rule) == (first.claim, first.rule) for other in contrasts), "contrasts of one claim"
     values = np.array([contrast.value.mean for contrast in contrasts])
@@ -89,7 +89,7 @@ def decide(contrasts: Sequence[Contrast]) -> Claim:
 
 
 def overall(claims: Sequence[Claim]) -> Overall:
-    """What all claims say where they say the same; "in part" where some replicate and others do not, or are open."""
+    """Returns the claims' common verdict; "in part" if some replicate and others do not or are undecided."""
     verdicts = {claim.verdict for claim in claims}
     if len(verdicts) == 1:
         return next(iter(verdicts))

@@ -1,4 +1,4 @@
-"""Fixtures that several packages' tests share: a tiny shape, a tiny tokenizer, a tiny model on disk, a label store."""
+"""Fixtures shared by several packages' tests: a tiny shape, a tiny tokenizer, a tiny model on disk, a label store."""
 
 import atexit
 import json
@@ -19,14 +19,14 @@ import pytest
 
 pytest_plugins = ["tests.databases"]
 
-# Read when the libraries are first imported: no test reaches for the network or for a GPU's DeepSpeed backend, and
-# matrices of 16 columns gain nothing from threads.
+# Read when the libraries are first imported. No test uses the network or DeepSpeed's GPU backend, and matrices of 16
+# columns gain nothing from threads.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Of two test processes neither may find, or be counted into, a Ray cluster that the other started.
+# A test process must not find, or join, a Ray cluster that another one started.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray-")
     atexit.register(shutil.rmtree, os.environ["RAY_TMPDIR"], ignore_errors=True)
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from lm.tokenizer import Tokenizer
     from preferences.store import LabelStore
 
-# Enough repetition for a few merges, and bytes outside ASCII.
+# Repetitive enough for a few merges, with bytes outside ASCII.
 TEXTS = (
     "The quick brown fox jumps over the lazy dog. The dog sleeps on.",
     "A bird in the hand is worth two in the bush, and the bush is far.",
@@ -57,7 +57,7 @@ def tokenizer() -> "Tokenizer":
 
 @pytest.fixture(scope="session")
 def wordpiece() -> "Tokenizer":
-    """A vocabulary of ten tokens as BERT has it: in lower case, without accents, spaces left out."""
+    """A WordPiece vocabulary of ten tokens, like BERT's: lower case, no accents, no spaces."""
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -75,7 +75,7 @@ def wordpiece() -> "Tokenizer":
 
 @pytest.fixture(scope="session")
 def tiny_config() -> "ModelConfig":
-    """Two layers, grouped queries, swiglu, tied; 288 tokens, so that the vocabulary above fits with room to spare."""
+    """Two layers, grouped queries, swiglu, tied; 288 tokens, more than the vocabulary above needs."""
     from lm.config import ModelConfig
 
     return ModelConfig(
@@ -133,7 +133,7 @@ def encoder_folder(tmp_path_factory: pytest.TempPathFactory, masking_tokenizer: 
 
 @pytest.fixture(scope="session")
 def sqlite_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty label store; copying it saves making its tables."""
+    """An empty label store; copying it is faster than creating its tables."""
     from preferences.store import LabelStore
 
     path = tmp_path_factory.mktemp("tables") / "labels.db"
@@ -143,7 +143,7 @@ def sqlite_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def new_store(sqlite_tables: Path, tmp_path: Path) -> "Iterator[Callable[[], LabelStore]]":
-    """Gives another empty label store each time."""
+    """Creates another empty label store per call."""
     from preferences.store import LabelStore
 
     opened: list[LabelStore] = []
@@ -159,7 +159,7 @@ def new_store(sqlite_tables: Path, tmp_path: Path) -> "Iterator[Callable[[], Lab
 
 @pytest.fixture(scope="module")
 def browser() -> "Iterator[Browser]":
-    """Chromium without a window; a test is skipped where none is installed."""
+    """Headless Chromium; tests are skipped if none is installed."""
     from playwright.sync_api import sync_playwright
 
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -180,11 +180,11 @@ def _longer(first: str, second: str) -> str:
 
 
 class ChatServer(ThreadingHTTPServer):
-    """An OpenAI-compatible server on loopback, whose models are kinds of behaviour.
+    """An OpenAI-compatible server on loopback; each model name selects a behaviour.
 
-    writer answers by prompt and seed, terse more briefly; longer judges by length, first prefers what it is shown
-    first, mumbling gives no verdict; flaky answers each request at the second time, overloaded never, forbidden repeats
-    the key, moved redirects, odd sends something else, slow is silent.
+    writer answers by prompt and seed, terse more briefly; longer judges by length, first prefers the response shown
+    first, mumbling gives no verdict; flaky answers each request on the second try, overloaded never, forbidden repeats
+    the key, moved redirects, odd sends a malformed body, slow answers after 2 s.
     """
 
     daemon_threads = True
@@ -197,7 +197,7 @@ class ChatServer(ThreadingHTTPServer):
         self.fails: Callable[[dict[str, Any]], bool] = lambda _: False
 
     def handle_error(self, *_: object) -> None:
-        """Who waits no longer for a slow answer has hung up."""
+        """Ignores clients that stopped waiting for a slow answer."""
 
     @property
     def url(self) -> str:
@@ -250,12 +250,12 @@ class _ChatHandler(BaseHTTPRequestHandler):
         return 200, {"choices": [choice], "usage": {"completion_tokens": tokens}}
 
     def log_message(self, *_: object) -> None:
-        """Nothing on the terminal."""
+        """Prints nothing."""
 
 
 @pytest.fixture
 def chat_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
-    """Its `url`, and what it was asked (`bodies`, `keys`)."""
+    """A running server with its `url` and the requests it received (`bodies`, `keys`)."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     for name in [name for name in os.environ if name.startswith("HEED_API_KEY")]:
         monkeypatch.delenv(name)
@@ -268,7 +268,7 @@ def chat_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
 
 
 class Outline(HTMLParser):
-    """Tags, ids, references, comments and unclosed elements of a page that loads and runs nothing."""
+    """Collects a page's tags, ids, references, comments and open elements; checks that it loads and runs nothing."""
 
     VOID = frozenset({"meta", "br", "img", "link", "hr", "input"})
 

@@ -17,7 +17,7 @@ from chaos.result import (
     FAILED,
     RECOVERED,
     RESTARTED,
-    RIDDEN,
+    TOLERATED,
     ChaosResult,
     Injected,
     differing_stages,
@@ -64,7 +64,7 @@ def test_a_run_survives_a_fault_of_every_kind(kind: str, request: pytest.Fixture
     (fault,) = [fault for fault in result.faults if fault.kind == kind]
     assert fault.outcome != FAILED, fault.message
     if kind in ("worker", "node"):
-        assert 0 <= fault.noticed_seconds < 60 or fault.outcome == RIDDEN  # an idle one is missed when next needed
+        assert 0 <= fault.noticed_seconds < 60 or fault.outcome == TOLERATED  # an idle one is missed when next needed
     if kind == "driver":
         assert fault.outcome == RESTARTED
 
@@ -96,19 +96,19 @@ def test_kinds_are_chosen_or_refused() -> None:
     assert choose_kinds([], {}) == [*everywhere, "partition", "disk", "folder"]
     assert choose_kinds([], {"partition": "why", "disk": "why"}) == [*everywhere, "freeze", "folder"]
     assert choose_kinds(["hang", "freeze", "hang"], {}) == ["hang", "freeze"]
-    with pytest.raises(ValueError, match=r"'fire' is no kind of fault; some of worker, node, driver"):
+    with pytest.raises(ValueError, match=r"'fire' is not a kind of fault; some of worker, node, driver"):
         choose_kinds(["fire"], {})
     with pytest.raises(ValueError, match="disk is not possible here: mount: no"):
         choose_kinds(["disk"], {"disk": "mount: no"})
 
 
 @pytest.mark.skipif(bool(IMPOSSIBLE["disk"]), reason=IMPOSSIBLE["disk"])
-def test_a_full_disk_is_full_until_it_is_mended_whatever_is_removed_meanwhile(tmp_path: Path) -> None:
+def test_a_full_disk_is_full_until_it_is_repaired_whatever_is_removed_meanwhile(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 4 << 20) as disk:
         own = disk.folder / "own"
         own.write_bytes(bytes(1 << 20))
         fault = DiskFull(disk, 1.0)
-        fault.strike()
+        fault.inject()
         with pytest.raises(OSError, match="No space left"):
             (disk.folder / "more").write_bytes(bytes(1 << 18))
         (disk.folder / "more").unlink(missing_ok=True)
@@ -116,7 +116,7 @@ def test_a_full_disk_is_full_until_it_is_mended_whatever_is_removed_meanwhile(tm
         fault.keep_up()
         with pytest.raises(OSError, match="No space left"):
             own.write_bytes(bytes(1 << 20))
-        fault.mend()
+        fault.repair()
         own.write_bytes(bytes(1 << 20))
     assert not (tmp_path / "disk").exists()
 
@@ -125,32 +125,32 @@ def test_a_missing_folder_comes_back_over_what_was_made_in_its_place(tmp_path: P
     run = tmp_path / "run"
     (run / "pretrain").mkdir(parents=True)
     fault = FolderMissing(run, 1.0)
-    fault.strike()
+    fault.inject()
     assert not run.exists()
     run.mkdir()
     (run / "stray").touch()
-    fault.mend()
+    fault.repair()
     assert [path.name for path in run.iterdir()] == ["pretrain"]
     assert (tmp_path / ".run.made-meanwhile-1" / "stray").exists()
     assert fault.what == "run/ missing for 1 s; the run made it again"
-    fault.mend()
+    fault.repair()
     assert run.exists()
 
 
 def test_a_stopped_worker_counts_as_gone_once_somebody_has_killed_it() -> None:
     with subprocess.Popen(["sleep", "60"]) as worker:
         short, for_good = WorkerHangs(worker.pid, 2.0), WorkerHangs(worker.pid, float("inf"))
-        short.strike()
+        short.inject()
         _wait_for_state(worker.pid, "T")
-        short.mend()
+        short.repair()
         _wait_for_state(worker.pid, "S")
-        for_good.strike()
+        for_good.inject()
         _wait_for_state(worker.pid, "T")
         assert not for_good.is_over
         worker.kill()
         worker.wait()
         assert for_good.is_over
-        for_good.mend()
+        for_good.repair()
 
 
 def _wait_for_state(pid: int, state: str) -> None:
@@ -166,7 +166,7 @@ def _wait_for_state(pid: int, state: str) -> None:
 )
 def test_an_end_with_one_line_is_told_from_one_with_a_traceback(tmp_path: Path, script: str, explained: bool) -> None:
     log = tmp_path / "driver.log"
-    log.write_text("Traceback (most recent call last): of an earlier driver\npretrain: goes on from its start\n")
+    log.write_text("Traceback (most recent call last): of an earlier driver\npretrain: continues from its start\n")
     driver = Driver([sys.executable, "-c", script], {}, log)
     driver.process.wait()
     assert driver.was_explained is explained
@@ -231,14 +231,14 @@ def test_the_summary_says_what_struck_and_what_became_of_it() -> None:
         Injected("node", "node-1 killed, back after 2 s", "ppo", RECOVERED, 3.0, 9.0),
         Injected("node", "node-2 killed, back after 1 s", "sft", RECOVERED, 1.0, 9.0),
         Injected("driver", "the driver killed", "ppo", RESTARTED),
-        Injected("hang", "a worker stopped for 2.0 s", "ppo", RIDDEN),
+        Injected("hang", "a worker stopped for 2.0 s", "ppo", TOLERATED),
         Injected("disk", "the disk full for 9 s", "ppo", RESTARTED, message="error: free space there"),
     )
     result = ChaosResult(faults, 2, (), 60.0, 300.0, {"partition": "no root"})
     assert summary(result).splitlines() == [
         "6 faults in 2 runs: 1 worker, 2 node, 1 driver, 1 hang, 1 disk",
         "by stage: 2 sft, 4 ppo",
-        "1 ridden through; 3 recovered; 2 restarted",
+        "1 tolerated; 3 recovered; 2 restarted",
         "worker: 1 losses noticed after 0.4 s (median), 0.4 s at most",
         "node: 2 losses noticed after 2.0 s (median), 3.0 s at most",
         "operator restart after the disk full for 9 s in ppo: error: free space there",

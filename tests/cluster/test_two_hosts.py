@@ -57,4 +57,4 @@ def test_a_network_that_fails_for_half_a_minute_ends_no_run(
     assert "done" in said
     assert len(list((tmp_path / "checkpoints").iterdir())) == 60
     if moment != "placing":
-        assert "count: rank 1 of 2 was lost" in said or "count: goes on from" in said
+        assert "count: rank 1 of 2 was lost" in said or "count: continues from" in said

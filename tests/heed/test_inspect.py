@@ -55,7 +55,10 @@ def test_the_model_of_a_directory_and_of_a_job(call: Call, model_folder: Path) -
 
 def test_what_is_no_shape_is_refused_by_name(call: Call, tmp_path: Path) -> None:
     path = tmp_path / "shape.toml"
-    path.write_text("vocab_size = 300\ncontext_tokens = 8\nwidth = 6\nnum_layers = 1\nnum_heads = 4\n")
+    path.write_text(
+        "vocab_size = 300\nmax_position_embeddings = 8\nhidden_size = 6\nnum_hidden_layers = 1\n"
+        "num_attention_heads = 4\n"
+    )
     code, _, said = call("inspect", "model", str(path))
     assert code == 2
     assert "shape.toml" in said

@@ -53,7 +53,7 @@ def heed(*arguments: object) -> str:
 
 
 def test_policies_of_a_run_are_those_that_were_kept_and_the_last(run_folder: Path, tmp_path: Path) -> None:
-    assert list(kept_policies(run_folder / "ppo")) == ["iteration 2", "iteration 4", "iteration 6", "the last"]
+    assert list(kept_policies(run_folder / "ppo")) == ["iteration 2", "iteration 4", "iteration 6", "final"]
     shutil.copytree(run_folder / "ppo", tmp_path / "ppo")
     (tmp_path / "ppo" / "results.json").write_text('{"num_iterations": 6}')
     assert list(kept_policies(tmp_path / "ppo")) == ["iteration 2", "iteration 4", "iteration 6"]
@@ -71,7 +71,7 @@ def test_over_optimisation_of_a_run(
     assert "iteration 6" in shown
     assert "PPO minus best-of-n at equal proxy gain" in shown or "share no range of proxy gain" in shown
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [point["name"] for point in found["rl_points"]] == ["iteration 2", "iteration 4", "iteration 6", "the last"]
+    assert [point["name"] for point in found["rl_points"]] == ["iteration 2", "iteration 4", "iteration 6", "final"]
     assert [point["name"] for point in found["best_of_n_points"]] == ["best of 2", "best of 4", "best of 8"]
     twin, last = found["rl_points"][1], found["rl_points"][3]
     assert {**twin, "name": ""} == {**last, "name": ""}  # the same weights, the same seeds

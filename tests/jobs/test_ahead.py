@@ -50,7 +50,7 @@ def test_a_worker_lost_with_rollouts_in_flight_changes_no_bit(
     assert struck, "no rollout was kept before the kill"
     said = capsys.readouterr().err
     assert "was lost" in said
-    assert "ppo: goes on from checkpoints/step-" in said
+    assert "ppo: continues from checkpoints/step-" in said
     assert outputs_hash(ppo["struck"], "ppo") == outputs_hash(ppo["calm"], "ppo")
     curves = [[line["staleness"] for line in read_metrics(ppo[name] / "metrics.jsonl")] for name in ppo]
     assert curves == [[0, 1, 1, 1]] * 2

@@ -45,7 +45,7 @@ def test_a_lost_node_leaves_one_worker_to_finish(
         said = capsys.readouterr().err
         assert "2 workers with 1 CPU each found no place in 3 s" in said
         assert "trying fewer" in said
-        assert "pretrain: goes on from checkpoints/step-" in said
+        assert "pretrain: continues from checkpoints/step-" in said
         run_job(load_job(DEBUG, ["workers=1", *LONGER]), tmp_path / "one", only="pretrain")
     alone = load_language_model(tmp_path / "one" / "debug" / "pretrain" / "model").state_dict()
     found = load_language_model(folder / "model").state_dict()

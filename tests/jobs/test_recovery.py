@@ -65,7 +65,7 @@ def test_a_worker_killed_in_every_stage_changes_no_file(
     assert hashes(folder) == hashes(untouched)
     said = command.output
     assert "pretrain: rank 0 of 1 was lost" in said
-    assert "pretrain: goes on from checkpoints/step-000005" in said
+    assert "pretrain: continues from checkpoints/step-000005" in said
     for stage in ("pretrain", "sft", "reward", "ppo"):
         steps = [json.loads(line)["step"] for line in (folder / stage / "metrics.jsonl").read_text().splitlines()]
         assert steps == list(range(1, len(steps) + 1)), stage

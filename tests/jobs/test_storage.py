@@ -45,7 +45,7 @@ def test_a_folder_that_is_away_for_a_while_costs_a_stage_no_more_than_that(
     assert (len(tries), ended) == (2, ["workers"])
     said = capsys.readouterr().err
     assert f"collect: No such file or directory (ENOENT): {folder / 'samples.writing'}; waiting up to 120 s" in said
-    assert "collect: goes on from its start" in said
+    assert "collect: continues from its start" in said
 
 
 def test_a_label_store_that_cannot_grow_for_a_while_costs_a_stage_no_more_than_that(

@@ -80,7 +80,7 @@ def test_a_study_runs_its_arms_once(
         names = [name for name in curves if name.startswith(what)]
         assert len({json.dumps([point["proxy"] for point in curves[name]]) for name in names}) == 3
     assert (runs / "figures" / "over-optimisation.svg").read_text().count("PPO, full") == 1
-    assert "| PPO: gold rises to its highest by |" in (runs / "findings.md").read_text()
+    assert "| PPO: gold rises to its maximum by |" in (runs / "findings.md").read_text()
     collected = read_rankings(RankingsConfig(source=str(runs / "seed-0" / "base" / "collect" / "rankings.jsonl")))
     assert set(Counter(ranking.task_id for ranking in collected).values()) == {4}  # labelers a task
     sizes = {
@@ -106,14 +106,14 @@ def test_a_study_runs_its_arms_once(
 def test_refusals_come_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"finding 'gao': one of over-optimisation, kl-penalty, .*, or all"):
         run_study("gao", JOBS / "study.toml", tmp_path, num_seeds=1)
-    with pytest.raises(ValueError, match=r"compare.best_of is 4; 8 at least"):
+    with pytest.raises(ValueError, match=r"compare.best_of is 4; at least 8"):
         run_study("all", JOBS / "debug.toml", tmp_path, num_seeds=1)
-    with pytest.raises(ValueError, match=r"keep_policies_every is 2 of 3 iterations; 3 policies at least"):
+    with pytest.raises(ValueError, match=r"keep_policies_every is 2 with 3 iterations; at least 3 policies"):
         run_study(
             "all", JOBS / "debug.toml", tmp_path, num_seeds=1,
             overrides=["compare.best_of=8", "ppo.keep_policies_every=2"],
         )  # fmt: skip
-    with pytest.raises(ValueError, match=r"the world has 3 labelers; 4 a task were expected"):
+    with pytest.raises(ValueError, match=r"the world has 3 labelers; 4 per task were expected"):
         run_study("all", JOBS / "study.toml", tmp_path, num_seeds=1, overrides=["world.num_labelers=3"])
     with pytest.raises(ValueError, match=r"a study needs \[world\], \[model\] and a section of every stage"):
         run_study("all", JOBS / "function.toml", tmp_path, num_seeds=1)

@@ -102,7 +102,7 @@ def the_opposite(seed: int) -> Planted:
 
 
 def look(finding: Finding, plant: Callable[[int], Planted], num_seeds: int = 3) -> Found:
-    return finding.look([plant(seed) for seed in range(num_seeds)])
+    return finding.evaluate([plant(seed) for seed in range(num_seeds)])
 
 
 @pytest.mark.parametrize("finding", FINDINGS, ids=lambda finding: finding.name)
@@ -117,10 +117,10 @@ def test_what_is_planted_the_other_way_does_not(finding: Finding) -> None:
     verdicts = {claim.text: claim.verdict for claim in look(finding, the_opposite).claims}
     # What the other world shares with the published one, or does not show: rises, PPO's fall, no top to compare.
     apart = {
-        "best-of-n: gold rises to its highest by": "replicates",
-        "best-of-n: with a smaller reward model gold is highest earlier by": "undecided",
-        "best-of-n: with fewer comparisons gold is highest earlier by": "undecided",
-        "PPO: gold rises to its highest by": "replicates",
+        "best-of-n: gold rises to its maximum by": "replicates",
+        "best-of-n: with a smaller reward model, gold peaks earlier by": "undecided",
+        "best-of-n: with fewer comparisons, gold peaks earlier by": "undecided",
+        "PPO: gold rises to its maximum by": "replicates",
         "PPO: gold falls from there to the furthest policy by": "replicates",
     }
     assert verdicts == {text: apart.get(text, "does not replicate") for text in verdicts}
