@@ -13,15 +13,16 @@ from statistics import median
 import ray
 import torch
 
-from cluster.group import WorkerGroup, disconnect
+from cluster.connection import disconnect
+from cluster.group import WorkerGroup
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, initialise
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.groups import DisaggregatedGroup
 from ppo.initial_models import InitialModels, ScoreScale
+from ppo.roles import Roles
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 
@@ -59,7 +60,10 @@ def main() -> None:
 def timed_run(groups: list[WorkerGroup], models: InitialModels, max_staleness: int) -> float:
     """Seconds of all iterations; prints, too, what of them the learner waited and how long each rank computed."""
     config = ppo_config(max_staleness)
-    roles = DisaggregatedGroup(groups[0], groups[1], groups[2], config, EngineConfig(trackers=()), models)
+    learners, generators, scorers = groups
+    roles = Roles.on_groups(
+        config, EngineConfig(trackers=()), models, [], learners=learners, generators=generators, scorers=scorers
+    )
     controller = PPOController(config, roles, PROMPTS, models.scale, num_pretraining_rows=0, seed=0)
     before = [group.run("clock", time.process_time)[0] for group in groups]
     begun, waited = time.monotonic(), 0.0

@@ -37,6 +37,14 @@ DEVICE_WORDS = ("cuda error", "uncorrectable ecc", "hip error")
 MEMORY_WORDS = ("out of memory", "can't allocate memory", "running low on memory")
 
 
+class WorkerError(RuntimeError):
+    """A call failed on some rank; the message holds the first cause: stage, rank, exception, its traceback."""
+
+
+class WorkerLostError(WorkerError):
+    """A rank is gone: its process was killed, or its node. A new group may finish what this one could not."""
+
+
 class UnsentError(RuntimeError):
     """Stands for an exception that could not be sent from its rank; the text is what it said there."""
 

@@ -5,7 +5,8 @@ import os
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.group import WorkerLostError, connect
+from cluster.connection import connect
+from cluster.failures import WorkerLostError
 from cluster.places import Bundle, hidden_gpus
 from training.config import EngineConfig, Precision, cpu_multiplies_bf16
 

@@ -1,10 +1,10 @@
-"""One rank: a process that keeps objects and does what the driver calls. It imports torch only once it gives beats."""
+"""One rank: a process that keeps objects and runs what the driver calls. It imports torch once it sends heartbeats."""
 
 import math
 import os
 import random
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import ray
 
 from cluster.heartbeat import send_beats
 
-# Below the ports that systems give to outgoing connections (32768 and up), so that none of those takes it in the
-# minutes until the first process group binds it; above those that Ray gives to its own workers (10002 to 19999).
+# Below the ports that systems use for outgoing connections (32768 and up), so that none of those takes the port in the
+# minutes until the first process group binds it; above those that Ray uses for its own workers (10002 to 19999).
 RENDEZVOUS_PORTS = range(20_000, 32_000)
 PORT_TRIES = 100
 
@@ -29,7 +29,7 @@ class _Worker:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch loads
         interface = interface_of(ray.util.get_node_ip_address())
         if interface:
-            # Else gloo takes the address to which this machine's own name leads: on Debian that is 127.0.1.1.
+            # Otherwise gloo takes the address that this machine's own name resolves to: on Debian that is 127.0.1.1.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         import torch
 
@@ -39,7 +39,7 @@ class _Worker:
         torch.set_num_threads(threads)
         speak_through(notices.send)
         self.rank = rank
-        self.objects: dict[str, Any] = {}
+        self.kept: dict[str, Any] = {}
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(num_workers))
 
     def address(self) -> tuple[bool, Any]:
@@ -49,36 +49,42 @@ class _Worker:
     def join(self, host: str, port: int) -> tuple[bool, Any]:
         return self._guarded(lambda: os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port)))
 
-    def run(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[bool, Any]:
-        return self._guarded(lambda: function(*args))
+    def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
+        return self._guarded(lambda: function(*args, **kwargs))
 
-    def build(self, name: str, factory: Callable[..., Any], args: Sequence[Any]) -> tuple[bool, Any]:
+    def put(
+        self, key: str, factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[bool, Any]:
         def make() -> None:
-            self.objects[name] = factory(*args)
+            self.kept[key] = factory(*args, **kwargs)
 
         return self._guarded(make)
 
-    def call(self, name: str, method: str, args: Sequence[Any]) -> tuple[bool, Any]:
-        return self._guarded(lambda: getattr(self.objects[name], method)(*args))
+    def call(self, key: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
+        return self._guarded(lambda: getattr(self.kept[key], method)(*args, **kwargs))
 
-    def offer(self, name: str, method: str) -> tuple[bool, Any]:
-        """Call a method, and put what rank 0 returns where others can fetch it."""
+    def hand_over(self, key: str, give: str, taker: str, take: str) -> tuple[bool, Any]:
+        """Call a method of one kept object with what a method of another returns."""
+        return self._guarded(lambda: getattr(self.kept[taker], take)(getattr(self.kept[key], give)()))
+
+    def offer(self, key: str, give: str) -> tuple[bool, Any]:
+        """Call a method, and put what rank 0 returns where other groups can fetch it."""
 
         def put() -> list[Any]:
-            value = getattr(self.objects[name], method)()
+            value = getattr(self.kept[key], give)()
             return [ray.put(value)] if self.rank == 0 else []
 
         return self._guarded(put)
 
-    def receive(self, name: str, method: str, value: Any) -> tuple[bool, Any]:
-        """Ray has fetched the value."""
-        return self._guarded(lambda: getattr(self.objects[name], method)(value))
+    def receive(self, key: str, take: str, value: Any) -> tuple[bool, Any]:
+        """Call a method with an offered value; Ray has fetched it when this runs."""
+        return self._guarded(lambda: getattr(self.kept[key], take)(value))
 
-    def drop(self, name: str) -> tuple[bool, Any]:
-        return self._guarded(lambda: self.objects.pop(name).close())
+    def drop(self, key: str) -> tuple[bool, Any]:
+        return self._guarded(lambda: self.kept.pop(key).close())
 
     def _guarded(self, work: Callable[[], Any]) -> tuple[bool, Any]:
-        """(True, result) or (False, Failure): the driver must learn which rank failed first, and of what."""
+        """Returns (True, result) or (False, Failure), so that the driver learns which rank failed first and why."""
         from cluster.failures import Failure
 
         try:
@@ -88,12 +94,12 @@ class _Worker:
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may use, by its affinity and its container's limit, not those of the whole machine."""
+    """Cores that this process may use, given its affinity and its container's limit; not those of the whole machine."""
     cores = float(len(os.sched_getaffinity(0)))
     try:
-        quota, period = (cgroup / "cpu.max").read_text().split()  # microseconds of computing in so many by the clock
+        quota, period = (cgroup / "cpu.max").read_text().split()  # CPU microseconds per period of so many
         limit = cores if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):  # the first version of control groups, or none
+    except (OSError, ValueError):  # control groups version 1, or none
         limit = cores
     try:
         old_quota = int((cgroup / "cpu" / "cpu.cfs_quota_us").read_text())  # -1 for no limit
@@ -105,7 +111,7 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that carries this address; "" where none does, as behind an address translation."""
+    """The network interface that carries this address; "" where none does, as behind NAT."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -115,7 +121,7 @@ def interface_of(address: str) -> str:
 
 
 def free_port() -> int:
-    """A port of this machine on which nobody listens. Raises: OSError where none is found."""
+    """A port of this machine on which nobody listens. Raises OSError where none is found."""
     for port in random.sample(RENDEZVOUS_PORTS, PORT_TRIES):
         with socket.socket() as probe:
             try:

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import tenacity
 import tomli_w
 
-from cluster.group import WorkerError, disconnect
+from cluster.connection import disconnect
+from cluster.failures import WorkerError
 from cluster.precision import resolve_precision
 from files.atomic import write_json
 from files.hashes import file_hash, folder_hash

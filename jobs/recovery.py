@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cluster.config import ClusterConfig
-from cluster.group import WorkerGroup, WorkerLostError, disconnect, has_room, require_room
+from cluster.connection import disconnect, has_room, require_room
+from cluster.failures import WorkerLostError
+from cluster.group import WorkerGroup
 from cluster.places import Bundle, NoPlaceError
 from cluster.shared_folder import require_shared
 from jobs.storage import STORAGE_SECONDS, storage_trouble, wait_for_storage

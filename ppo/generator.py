@@ -1,27 +1,56 @@
-"""A rank that samples from a copy of the policy."""
+"""Sampling from a copy of the policy: what each rank does, and all ranks' samples as one rollout."""
 
 from collections.abc import Sequence
 
+from cluster.calls import Pending
+from cluster.remote import Handle
 from lm.generation import generate
 from lm.sampling import Choice
 from lm.weights import load_language_model
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
 from ppo.rank import Rank, SentWeights, checksum_of
-from ppo.rollout import Rollout
+from ppo.rollout import Rollout, equal_slices
 from training.config import EngineConfig
 
 
-class GeneratorWorker(Rank):
+class Generators:
+    """The generators of all ranks, as the controller calls them: with whole batches, which are split by rank."""
+
+    def __init__(self, ranks: Handle["Generator"]) -> None:
+        self.ranks = ranks
+        # Waits until the weights sent last have arrived; all ranks begin with the SFT policy's.
+        self.weights_arrived: Pending[object] = lambda: None
+
+    def start_sampling(
+        self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]
+    ) -> Pending[Rollout]:
+        """Begin one response to each prompt, each from its own seed, with the weights sent last before this call.
+
+        `rows` say which of the job's prompts these are. Where generators are other processes this returns at once, and
+        rollouts are made in the order of the calls. That the weights arrived is proved before a rollout is returned.
+        """
+        weights_arrived = self.weights_arrived
+        slices = equal_slices(len(prompts), self.ranks.num_ranks)
+        parts = self.ranks.start_split(Generator.generate, [(rows[s], prompts[s], seeds[s]) for s in slices])
+
+        def collect() -> Rollout:
+            weights_arrived()
+            return Rollout.join(parts())
+
+        return collect
+
+
+class Generator(Rank):
     """Holds a copy of the policy in compute precision, and samples from it."""
 
-    def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels, num_workers: int) -> None:
-        super().__init__(config, engine_config, models, num_workers)
-        self.generator = load_language_model(models.sft).to(self.device, self._compute_dtype).eval()
+    def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
+        super().__init__(config, engine_config, models)
+        self.policy = load_language_model(models.sft).to(self.device, self._compute_dtype).eval()
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Rollout:
+    def generate(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Rollout:
         sampled = generate(
-            self.generator,
+            self.policy,
             prompts,
             max_new_tokens=self.config.max_new_tokens,
             end_id=self.tokenizer.end_id,
@@ -29,6 +58,7 @@ class GeneratorWorker(Rank):
             seeds=seeds,
         )
         return Rollout.of(
+            rows,
             prompts,
             sampled.responses,
             sampled.finished,
@@ -38,14 +68,14 @@ class GeneratorWorker(Rank):
         )
 
     def receive(self, sent: SentWeights) -> None:
-        """Take the learner's weights; a checksum over both sides proves it."""
-        self.generator.load_state_dict(sent.weights)
+        """Take the learner's weights; comparing checksums on both sides proves that they arrived."""
+        self.policy.load_state_dict(sent.weights)
         self._require(sent.checksum)
 
     def receive_broadcast(self) -> None:
-        """As `receive`, from the sender's `broadcast_weights`."""
-        self._require(self.broadcast.receive(self.generator.state_dict()))
+        """As `receive`, when the first learner broadcasts."""
+        self._require(self.broadcast.receive(self.policy.state_dict()))
 
     def _require(self, checksum: int) -> None:
-        held = checksum_of(self.generator.state_dict())
+        held = checksum_of(self.policy.state_dict())
         assert checksum == held, f"the generator holds weights with checksum {held}; the learner's have {checksum}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lm.tokenizer import Tokenizer
 from reward.elsewhere import Elsewhere
 
 
@@ -38,3 +39,8 @@ class InitialModels:
     reward: Path | Elsewhere
     scale: ScoreScale
     pretraining: TokenStream | None
+
+    @property
+    def reward_reads_texts(self) -> bool:
+        """Whether the reward reads texts, since it is no model or one with another tokenizer than the policy's."""
+        return not isinstance(self.reward, Path) or Tokenizer.load(self.reward) != Tokenizer.load(self.sft)

@@ -1,24 +1,27 @@
-"""A rank that trains the policy and the value function.
+"""Learning: what the controller calls, with whole batches, and what each rank does with its share.
 
 Shape letters: B responses, R response tokens.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cluster.calls import Pending
+from cluster.remote import Handle
 from files.atomic import atomic_folder
 from lm.model import LanguageModel, ScalarModel
 from lm.progress import note_progress
 from lm.weights import ModelFolder, save_model
 from ppo.algorithm import policy_loss, value_loss
+from ppo.average import MovingAverage
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
 from ppo.rank import Rank, SentWeights, checksum_of
-from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from ppo.rollout import PolicyBatch, Rollout, ValueBatch, joined
 from ppo.value import value_source
 from training.checkpoint import changed_files, share_of_files, step_of
 from training.config import EngineConfig
@@ -26,17 +29,77 @@ from training.engine import Engine
 from training.notices import say
 from training.objectives import StreamObjective
 from training.packing import stream_rows
-from training.state import SavedState, state_of, whole_tensors
 
 
-class LearnerWorker(Rank):
+class Learners:
+    """The learners of all ranks, as the controller calls them: with whole batches, which are split by rank.
+
+    Raises:
+        ValueError: a batch does not divide among the ranks.
+    """
+
+    def __init__(self, ranks: Handle["Learner"]) -> None:
+        self.ranks = ranks
+
+    def start_policy_logprobs(self, rollout: Rollout) -> Pending[Tensor]:
+        """Start log π of each response token [B, R], nats, at the sampling temperature; 0 where there is none."""
+        shares = [(share,) for share in rollout.shares(self.ranks.num_ranks)]
+        return joined(self.ranks.start_split(Learner.policy_logprobs, shares))
+
+    def start_values(self, rollout: Rollout) -> Pending[Tensor]:
+        """Start the value of the state before each response token [B, R]; 0 where there is no token."""
+        shares = [(share,) for share in rollout.shares(self.ranks.num_ranks)]
+        return joined(self.ranks.start_split(Learner.values, shares))
+
+    def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> dict[str, float]:
+        """One optimizer step. Returns metrics: means over the batch's counted tokens."""
+        shares = [(share, learning_rate, update) for share in batch.shares(self.ranks.num_ranks)]
+        return _total(self.ranks.call_split(Learner.update_policy, shares))
+
+    def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> dict[str, float]:
+        """One optimizer step. Returns metrics: means over the batch's counted tokens."""
+        shares = [(share, learning_rate, update) for share in batch.shares(self.ranks.num_ranks)]
+        return _total(self.ranks.call_split(Learner.update_value, shares))
+
+    def keep_policy(self, folder: Path) -> None:
+        """Write the current policy as a model directory, replacing whatever is there."""
+        self.ranks.call_all(Learner.keep_policy, folder)
+
+    def export_policy(self, folder: Path) -> None:
+        """Write `model/` and `model_ema/`."""
+        self.ranks.call_all(Learner.export_policy, folder)
+
+    def save(
+        self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]
+    ) -> None:
+        """Begin to write a checkpoint: everything needed to continue exactly, `progress`, and `files` by name."""
+        # Only rank 0 writes whole files, which may be large (rollouts), so only rank 0 is sent them.
+        others: Sequence[Mapping[str, bytes]] = [{}] * (self.ranks.num_ranks - 1)
+        shares = [(checkpoints, iteration, progress, own) for own in (files, *others)]
+        self.ranks.call_split(Learner.save, shares)
+
+    def finish_saving(self) -> None:
+        """Wait for checkpoints being written; one that failed is reported to the user."""
+        self.ranks.call_all(Learner.finish_saving)
+
+    def changed_files(self, folder: Path, sha256: Mapping[str, str]) -> list[str]:
+        """Names of a checkpoint's files whose SHA-256 is not the given one."""
+        return [name for names in self.ranks.call_all(Learner.changed_files, folder, sha256) for name in names]
+
+    def load(self, folder: Path) -> None:
+        """Load a checkpoint."""
+        self.ranks.call_all(Learner.load, folder)
+
+
+class Learner(Rank):
     """Trains the policy and the value function, and keeps the policy's moving average.
 
-    Figures that updates return are shares of a mean: they add up over ranks.
+    The metrics that updates return are shares of a mean: they add up over ranks.
     """
 
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels, num_workers: int) -> None:
-        super().__init__(config, engine_config, models, num_workers)
+        super().__init__(config, engine_config, models)
+        self.num_workers = num_workers
         policy = ModelFolder(models.sft, LanguageModel)
         value = value_source(models.sft, models.reward, config.objective_weights, models.scale)
         micro = config.minibatch.micro_batch_size
@@ -46,7 +109,7 @@ class LearnerWorker(Rank):
         self.value: Engine[ScalarModel] = Engine(
             value, config.value_optimizer, engine_config, world_size=num_workers, micro_batch=micro
         )
-        self.average = _copies(self.policy.full_weights())
+        self.average = MovingAverage(self.policy.full_weights(), config.ema_decay)
         self.writer = self.policy.checkpoint_writer()
         stream = models.pretraining
         self.stream = StreamObjective(stream_rows(stream.path, stream.seq_len)) if stream else None
@@ -71,7 +134,7 @@ class LearnerWorker(Rank):
         size = self.config.minibatch.micro_batch_size
         self.policy.set_learning_rate(learning_rate)
         starts = range(0, len(batch.rollout), size)
-        ptx_size = -(-len(batch.ptx_rows) // max(1, len(starts)))  # pretraining rows ride along, spread evenly
+        ptx_size = -(-len(batch.ptx_rows) // max(1, len(starts)))  # pretraining rows, spread evenly over the parts
         parts = [
             batch.rows(slice(start, start + size), slice(number * ptx_size, (number + 1) * ptx_size))
             for number, start in enumerate(starts)
@@ -132,16 +195,15 @@ class LearnerWorker(Rank):
     def advance_and_send(self) -> SentWeights:
         """As `send`, and the moving average takes a step towards the weights, which are gathered once for both."""
         weights = self.policy.full_weights()
-        for name, average in _distinct(self.average).items():
-            average.lerp_(weights[name].to(average.dtype), 1 - self.config.ema_decay)
+        self.average.advance(weights)
         return self._as_generated(weights)
 
     def broadcast_weights(self) -> None:
-        """`send` by `broadcast`, from the rank that has it."""
+        """As `send`, by broadcast from the main rank."""
         self._broadcast(self.send())
 
     def advance_and_broadcast(self) -> None:
-        """`advance_and_send` by `broadcast`, from the rank that has it."""
+        """As `advance_and_send`, by broadcast from the main rank."""
         self._broadcast(self.advance_and_send())
 
     def _broadcast(self, sent: SentWeights) -> None:
@@ -155,26 +217,22 @@ class LearnerWorker(Rank):
     def save(
         self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]
     ) -> None:
-        average = [
-            shard.share(self.policy.rank, self.num_workers) for shard in whole_tensors(_distinct(self.average).items())
-        ]
-        models = {"policy": self.policy.state(), "value": self.value.state(), "average": state_of(average)}
+        average = self.average.state(self.policy.rank, self.num_workers)
+        models = {"policy": self.policy.state(), "value": self.value.state(), "average": average}
         self.writer.save(checkpoints, iteration, models, progress, files)
 
     def finish_saving(self) -> None:
         self.writer.wait()
 
     def changed_files(self, folder: Path, sha256: Mapping[str, str]) -> list[str]:
-        """Of the files of a checkpoint those that do not verify; a rank reads its share."""
+        """The files of a checkpoint that do not verify, out of this rank's share."""
         return changed_files(folder, share_of_files(sha256, self.policy.rank, self.num_workers))
 
     def load(self, folder: Path) -> None:
         self.writer.sound_step = step_of(folder)
         self.policy.load(folder / "policy")
         self.value.load(folder / "value")
-        held = SavedState(folder / "average")
-        for shard in whole_tensors(_distinct(self.average).items()):
-            shard.restore(held)
+        self.average.load(folder / "average")
 
     def keep_policy(self, folder: Path) -> None:
         weights = self.policy.full_weights(on_main_alone=True)
@@ -187,9 +245,9 @@ class LearnerWorker(Rank):
     def export_policy(self, folder: Path) -> None:
         weights = self.policy.full_weights(on_main_alone=True)
         if self.policy.is_main:
-            final = weights if self.config.final_weights == "last" else self.average
+            final = weights if self.config.final_weights == "last" else self.average.weights
             save_model(folder / "model", self.policy.module, final, self.tokenizer)
-            save_model(folder / "model_ema", self.policy.module, self.average, self.tokenizer)
+            save_model(folder / "model_ema", self.policy.module, self.average.weights, self.tokenizer)
         self.policy.barrier()
 
     def close(self) -> None:
@@ -206,18 +264,5 @@ def _floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of each tensor; tied weights are one, by all their names."""
-    copied: dict[int, Tensor] = {}
-    for tensor in weights.values():
-        if tensor.data_ptr() not in copied:
-            copied[tensor.data_ptr()] = tensor.clone()
-    return {name: copied[tensor.data_ptr()] for name, tensor in weights.items()}
-
-
-def _distinct(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor by the first of its names."""
-    first: dict[int, str] = {}
-    for name, tensor in weights.items():
-        first.setdefault(id(tensor), name)
-    return {name: weights[name] for name in first.values()}
+def _total(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(share[name] for share in shares) for name in shares[0]}

@@ -1,4 +1,4 @@
-"""What every rank of PPO knows, whichever roles it has.
+"""What learners, generators and scorers have in common on a rank.
 
 Shape letters: B responses, T tokens, R response tokens, C counted positions, V vocabulary.
 """
@@ -21,17 +21,17 @@ from training.config import EngineConfig
 
 @dataclass(frozen=True)
 class SentWeights:
-    """Weights on their way, and the sum of their bit patterns."""
+    """Weights on their way to a generator, and the sum of their bit patterns."""
 
     weights: Mapping[str, Tensor]
     checksum: int
 
 
 class Rank:
-    """What every rank of PPO knows. Batches it is given are its own shard; counts in them are global."""
+    """One rank of a role. The batches it is given are its own share; the counts in them are global."""
 
-    def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels, num_workers: int) -> None:
-        self.config, self.engine_config, self.models, self.num_workers = config, engine_config, models, num_workers
+    def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
+        self.config, self.engine_config, self.models = config, engine_config, models
         self.tokenizer = Tokenizer.load(models.sft)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._compute_dtype = torch.bfloat16 if engine_config.resolved_precision() == "bf16" else torch.float32
@@ -51,7 +51,7 @@ class Rank:
         return self.device.type == "cuda"
 
     def open_broadcast(self, host: str, port: int, rank: int, num_ranks: int) -> None:
-        """Take part in the broadcasts of weights; a collective call of the sender and all receivers."""
+        """Join the group that weights are broadcast in; a collective call of the sender and all receivers."""
         seconds = self.engine_config.collective_timeout_seconds
         self.broadcast = WeightBroadcast(host, port, rank, num_ranks, device=self.device, timeout_seconds=seconds)
 

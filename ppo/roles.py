@@ -1,98 +1,86 @@
-"""What the controller asks of others. Plain objects serve these in one process, groups of workers on a cluster.
+"""Who does PPO's work: learners, generators and scorers, on the same ranks (colocated) or on their own (disaggregated).
 
-Every call is about a whole batch; whoever serves it splits it among ranks.
+The controller is the same for both, and for one rank in its own process.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Self
 
-from torch import Tensor
+from cluster.group import WorkerGroup
+from cluster.remote import Local
+from lm.tokenizer import Messages
+from ppo.config import PPOConfig
+from ppo.generator import Generator, Generators
+from ppo.initial_models import InitialModels
+from ppo.learner import Learner, Learners
+from ppo.scorer import Scorer, Scorers
+from ppo.weight_transport import Broadcast, Direct, WeightTransport, broadcasts
+from training.config import EngineConfig
 
-from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 
-Sampling = Callable[[], Rollout]  # waits for a rollout that was begun; every call gives the same
+@dataclass(frozen=True)
+class Roles:
+    """The three roles, and how weights get from learners to generators."""
 
+    learners: Learners
+    generators: Generators
+    scorers: Scorers
+    transport: WeightTransport
 
-class Generator(Protocol):
-    def start_sampling(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Sampling:
-        """Begin one response a prompt, each from its own seed, with the weights that were given last before this call.
+    @classmethod
+    def on_groups(
+        cls,
+        config: PPOConfig,
+        engine: EngineConfig,
+        models: InitialModels,
+        conversations: Sequence[Messages],
+        *,
+        learners: WorkerGroup,
+        generators: WorkerGroup,
+        scorers: WorkerGroup,
+    ) -> Self:
+        """One role per group, or all roles on every rank where the groups are one and the same.
 
-        It returns at once where generators are workers of their own; rollouts are made in the order of the calls.
+        `conversations` are the prompts' messages, in the order of the prompts' rows.
+        Raises:
+            ValueError: a minibatch does not divide among the learners.
         """
-        ...
+        config.minibatch.num_micro_batches(learners.num_workers)
+        scoring = scorers.put("ppo", Scorer, config, engine, models)
+        sampling = generators.put("ppo", Generator, config, engine, models)
+        learning = learners.put("ppo", Learner, config, engine, models, learners.num_workers)
+        transport: WeightTransport = Direct(learning, sampling)
+        if learners is not generators and broadcasts(config, learning, sampling):
+            transport = Broadcast.open(learners, learning, sampling)
+        asked = conversations if models.reward_reads_texts else ()
+        return cls(Learners(learning), Generators(sampling), Scorers(scoring, asked), transport)
 
-
-class Scorer(Protocol):
-    def scores(self, rollout: Rollout) -> Tensor:
-        """Scores of each response [B, O]; higher is better. NaN = scoring failed: the response is masked and counted.
-
-        O objectives, in the order of the config's `objective_weights`; one where it has none.
-        """
-        ...
-
-    def first_failure(self) -> str:
-        """Why the first of those that had no score in the last call had none; "" where all had one."""
-        ...
-
-
-class Reference(Protocol):
-    def reference_logprobs(self, rollout: Rollout) -> Tensor:
-        """log π_ref of each response token [B, R], nats, at the sampling temperature; 0 where there is no token."""
-        ...
-
-
-class PolicyLearner(Protocol):
-    def policy_logprobs(self, rollout: Rollout) -> Tensor:
-        """log π of each response token [B, R], as `reference_logprobs`."""
-        ...
-
-    def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
-        """One optimizer step. Returns figures, means over the batch's counted tokens."""
-        ...
+    @classmethod
+    def in_process(
+        cls, config: PPOConfig, engine: EngineConfig, models: InitialModels, conversations: Sequence[Messages] = ()
+    ) -> Self:
+        """All roles on one rank, which is this process. Arguments as for `on_groups`."""
+        scoring = Local(Scorer(config, engine, models))
+        sampling = Local(Generator(config, engine, models))
+        learning = Local(Learner(config, engine, models, num_workers=1))
+        asked = conversations if models.reward_reads_texts else ()
+        return cls(Learners(learning), Generators(sampling), Scorers(scoring, asked), Direct(learning, sampling))
 
     def sync_weights(self) -> None:
-        """Give the learner's weights to the generator, and advance the moving average. Whether they arrived is proved
-        before a rollout that they sampled is handed out.
+        """Give the learners' weights to the generators, and advance the moving average.
+
+        Whether they arrived is proved before a rollout sampled with them is returned.
         """
-        ...
+        self.generators.weights_arrived = self.transport.advance_and_send()
 
-    def keep_policy(self, folder: Path) -> None:
-        """Write the policy as it is now as a model directory, in place of what may lie there."""
-        ...
+    def load(self, folder: Path) -> None:
+        """Load a checkpoint into the learners, and give its weights to the generators."""
+        self.learners.load(folder)
+        self.generators.weights_arrived = self.transport.send()
 
-    def export_policy(self, folder: Path) -> None:
-        """Write `model/` and `model_ema/`."""
-        ...
-
-
-class ValueLearner(Protocol):
-    def values(self, rollout: Rollout) -> Tensor:
-        """Value of the state before each response token [B, R]; 0 where there is no token."""
-        ...
-
-    def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> Mapping[str, float]:
-        """One optimizer step. Returns figures, means over the batch's counted tokens."""
-        ...
-
-
-class Checkpointed(Protocol):
-    def save(
-        self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]
-    ) -> None:
-        """Begin to write a checkpoint: everything needed to continue exactly, `progress`, and `files` by name."""
-        ...
-
-    def finish_saving(self) -> None:
-        """Wait for what was begun; a checkpoint that failed is reported to the user."""
-        ...
-
-    def changed_files(self, folder: Path, sha256: Mapping[str, str]) -> Sequence[str]:
-        """Names of those files of a checkpoint whose SHA-256 is not the given one."""
-        ...
-
-    def load(self, folder: Path) -> None: ...
-
-
-class Roles(Generator, Scorer, Reference, PolicyLearner, ValueLearner, Checkpointed, Protocol):
-    """All roles in one place, as colocated workers offer them."""
+    def close(self) -> None:
+        self.generators.weights_arrived()
+        for role in (self.learners, self.generators, self.scorers):
+            role.ranks.close()

@@ -1,4 +1,4 @@
-"""A rank that holds what never moves.
+"""Scoring by the models that stay fixed: what each rank does, and all ranks' scores of a rollout.
 
 Shape letters: B responses, O objectives, R response tokens.
 """
@@ -6,33 +6,66 @@ Shape letters: B responses, O objectives, R response tokens.
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from cluster.calls import Pending
+from cluster.remote import Handle
 from lm.progress import note_progress
 from lm.tokenizer import Messages
 from lm.weights import load_language_model
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
 from ppo.rank import Rank
-from ppo.rollout import Rollout
+from ppo.rollout import Rollout, joined
 from reward.elsewhere import Elsewhere, Scored
 from reward.scoring import Judge, sequence_scores
 from training.config import EngineConfig
-from training.data import read_prompts
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
-class ScorerWorker(Rank):
-    """Holds what never moves: the reward model, or what stands for it elsewhere, and the reference policy."""
+class Scorers:
+    """The scorers of all ranks, as the controller calls them: with whole rollouts, which are split by rank.
 
-    def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels, num_workers: int) -> None:
-        super().__init__(config, engine_config, models, num_workers)
+    `conversations` are the job's prompts by row, where the reward reads texts; it may be empty where it reads tokens.
+    """
+
+    def __init__(self, ranks: Handle["Scorer"], conversations: Sequence[Messages]) -> None:
+        self.ranks, self.conversations = ranks, conversations
+
+    def start_scores(self, rollout: Rollout) -> Pending[Tensor]:
+        """Start the scores of each response [B, O]; higher is better. NaN = scoring failed: mask and count it.
+
+        O objectives, in the order of the config's `objective_weights`; one where it has none.
+        """
+        shares = [(share, self._asked(share)) for share in rollout.shares(self.ranks.num_ranks)]
+        return joined(self.ranks.start_split(Scorer.scores, shares))
+
+    def _asked(self, rollout: Rollout) -> list[Messages]:
+        """What the responses answer; sent along, since a rollout's messages are fewer than a job's."""
+        return [self.conversations[row] for row in rollout.prompt_rows_B.tolist()] if self.conversations else []
+
+    def first_failure(self) -> str:
+        """Why the first response without a score in the last call has none; "" where all have one."""
+        return next(filter(None, self.ranks.call_all(Scorer.first_failure)), "")
+
+    def start_reference_logprobs(self, rollout: Rollout) -> Pending[Tensor]:
+        """Start log π_ref of each response token [B, R], nats, at the sampling temperature; 0 where there is none."""
+        shares = [(share,) for share in rollout.shares(self.ranks.num_ranks)]
+        return joined(self.ranks.start_split(Scorer.reference_logprobs, shares))
+
+
+class Scorer(Rank):
+    """Holds the models that stay fixed: the reward model, or the function or endpoint in its place, and the reference
+    policy.
+    """
+
+    def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
+        super().__init__(config, engine_config, models)
         self.reference = self._frozen(load_language_model(models.sft))
         reward, weights = models.reward, config.objective_weights
         self.judge = Judge.load(reward, weights) if isinstance(reward, Path) else reward
@@ -42,8 +75,9 @@ class ScorerWorker(Rank):
 
     @property
     def _autocast(self) -> bool:
-        """Under ZeRO the learner's weights are bf16 themselves; without it autocast rounds them at each use. The frozen
-        models round where the learner does, so that the KL to the reference starts at exactly 0.
+        """Whether autocast rounds weights to bf16 at each use, as for the learner without ZeRO; under ZeRO the
+        learner's weights are bf16 themselves. The frozen models round where the learner does, so that the KL to the
+        reference starts at exactly 0.
         """
         return self._compute_dtype == torch.bfloat16 and self.engine_config.zero_stage == 0
 
@@ -58,21 +92,20 @@ class ScorerWorker(Rank):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)
 
     @torch.no_grad()
-    def scores(self, rollout: Rollout) -> Tensor:
+    def scores(self, rollout: Rollout, conversations: Sequence[Messages]) -> Tensor:
+        """Scores [B, O]. `conversations` are the prompts' messages, where the reward reads texts."""
         prompts, responses = rollout.token_lists()
         if isinstance(self.judge, Judge):
-            return self._judged(self.judge, prompts, responses)
-        scored = self._asked(self.judge, prompts, responses)
+            sequences = self.judge.sequences(self.tokenizer, conversations, prompts, responses)
+            return self._network_scores(self.judge, sequences)
+        scored = self._text_scores(self.judge, conversations, responses)
         self._failure = next((found.failure for found in scored if found.failure), "")
         return torch.tensor([[found.score] for found in scored])
 
     def first_failure(self) -> str:
         return self._failure
 
-    def _judged(self, judge: Judge, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Tensor:
-        reads_texts = judge.tokenizer != self.tokenizer
-        conversations = [self._conversations[tuple(prompt)] for prompt in prompts] if reads_texts else []
-        sequences = judge.sequences(self.tokenizer, conversations, prompts, responses)
+    def _network_scores(self, judge: Judge, sequences: Sequence[Sequence[int]]) -> Tensor:
         network, size = judge.network, self.config.minibatch.micro_batch_size
         fitting = [row for row, tokens in enumerate(sequences) if judge.fits(tokens)]
         room, too_long = judge.room_tokens, [len(row) for row in sequences if not judge.fits(row)]
@@ -87,21 +120,14 @@ class ScorerWorker(Rank):
         order = [network.labels.index(name) for name in self.config.objective_weights] or [0]
         return scores_BO[:, order]
 
-    def _asked(
-        self, elsewhere: Elsewhere, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+    def _text_scores(
+        self, elsewhere: Elsewhere, conversations: Sequence[Messages], responses: Sequence[Sequence[int]]
     ) -> list[Scored]:
-        conversations = [self._conversations[tuple(prompt)] for prompt in prompts]
         texts = [self.tokenizer.decode(response).strip() for response in responses]
         size, scored = self.config.minibatch.micro_batch_size, list[Scored]()
         for start in range(0, len(texts), size):
             scored += elsewhere.score(conversations[start : start + size], texts[start : start + size])
         return scored
-
-    @cached_property
-    def _conversations(self) -> dict[tuple[int, ...], Messages]:
-        """What each prompt's tokens say."""
-        prompts = read_prompts(self.config.prompts)
-        return {tuple(self.tokenizer.encode_prompt(prompt.messages)): prompt.messages for prompt in prompts}
 
     @torch.no_grad()
     def reference_logprobs(self, rollout: Rollout) -> Tensor:
@@ -110,8 +136,8 @@ class ScorerWorker(Rank):
 
 
 def _round_products(model: nn.Module) -> None:
-    """Keep in bf16 what autocast would round at every use: matrices of products, but not an embedding's table that a
-    head shares. The same bits come out.
+    """Keep in bf16 what autocast would round at every use, which gives the same bits: the matrices of products, except
+    an embedding's table that a head shares.
     """
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():

@@ -5,14 +5,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from cluster.calls import Pending
 from files.atomic import remove_unfinished
 from lm.tokenizer import Tokenizer
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.groups import ColocatedGroup, DisaggregatedGroup
 from ppo.initial_models import InitialModels, TokenStream
 from ppo.plan import plan
-from ppo.roles import Roles, Sampling
+from ppo.roles import Roles
 from ppo.rollout import Rollout
 from ppo.scale import score_scale
 from pretrain.stage import STAGE as PRETRAIN
@@ -49,21 +49,21 @@ def run(
     checkpoints, waited_seconds = context.folder / "checkpoints", 0.0
     for iteration in range(first, config.num_iterations):
         started = time.monotonic()
-        figures = controller.step(iteration)
+        metrics = controller.step(iteration)
         done, seconds = iteration + 1, time.monotonic() - started
-        tokens = figures["response_tokens"] * config.rollout_batch_size
-        figures |= {"tokens_per_second": tokens / seconds, "checkpoint_seconds": waited_seconds}
-        log.log(done, config.num_iterations, figures)
+        tokens = metrics["response_tokens"] * config.rollout_batch_size
+        metrics |= {"tokens_per_second": tokens / seconds, "checkpoint_seconds": waited_seconds}
+        log.log(done, config.num_iterations, metrics)
         started = time.monotonic()
         # Before the checkpoint, so that a run that goes on from one has every policy up to it.
         if config.keep_policies_every and done % config.keep_policies_every == 0:
-            roles.keep_policy(kept_policy(context.folder, done))
+            roles.learners.keep_policy(kept_policy(context.folder, done))
         if done % config.save_every_iterations == 0 or done == config.num_iterations:
             _save(roles, checkpoints, controller, done)
         waited_seconds = time.monotonic() - started
     log.close()
-    roles.finish_saving()
-    roles.export_policy(context.folder)
+    roles.learners.finish_saving()
+    roles.learners.export_policy(context.folder)
     scale = {"score_scale_mean": models.scale.mean, "score_scale_std": models.scale.std}
     context.write_results({"num_iterations": config.num_iterations, "final_kl_coef": controller.kl.coef, **scale})
 
@@ -79,7 +79,7 @@ def _save(roles: Roles, checkpoints: Path, controller: PPOController, done: int)
         controller.start_sampling(done)  # generators need not wait for the checkpoint
     stale = controller.stale_rollouts(done)
     rollouts = {f"rollout-{iteration:06d}.safetensors": rollout.as_bytes() for iteration, rollout in stale.items()}
-    roles.save(checkpoints, done, {"kl_coef": controller.kl.coef}, rollouts)
+    roles.learners.save(checkpoints, done, {"kl_coef": controller.kl.coef}, rollouts)
 
 
 def _resume(context: StageContext, controller: PPOController) -> int:
@@ -90,7 +90,7 @@ def _resume(context: StageContext, controller: PPOController) -> int:
     """
     checkpoints = context.folder / "checkpoints"
     remove_unfinished(checkpoints)
-    found = find_resumption(checkpoints, "ppo", controller.roles.changed_files)
+    found = find_resumption(checkpoints, "ppo", controller.roles.learners.changed_files)
     for notice in found.notices("ppo", controller.config.num_iterations, "iteration"):
         say(notice)
     if not found.name:
@@ -103,7 +103,7 @@ def _resume(context: StageContext, controller: PPOController) -> int:
     return found.step
 
 
-def _held(rollout: Rollout) -> Sampling:
+def _held(rollout: Rollout) -> Pending[Rollout]:
     return lambda: rollout
 
 
@@ -118,14 +118,14 @@ def run_ppo(stage: StageRun, config: PPOConfig) -> None:
         stream = TokenStream(stage.folder_of(PRETRAIN.name) / "data" / "train.bin", pretraining.seq_len)
     scale = score_scale(stage, policy, judge, prompts, config)
     models = InitialModels(sft=policy, reward=judge, scale=scale, pretraining=stream)
-    if config.placement == "colocated":
-        roles = ColocatedGroup(stage.workers(), config, stage.engine, models)
-    else:
-        others = (
-            stage.workers.beside("generators", config.num_generators),
-            stage.workers.beside("scorers", config.num_scorers),
-        )
-        roles = DisaggregatedGroup(stage.workers(), *others, config, stage.engine, models)
+    learners = generators = scorers = stage.workers()
+    if config.placement == "disaggregated":
+        generators = stage.workers.beside("generators", config.num_generators)
+        scorers = stage.workers.beside("scorers", config.num_scorers)
+    conversations = [prompt.messages for prompt in prompts]
+    roles = Roles.on_groups(
+        config, stage.engine, models, conversations, learners=learners, generators=generators, scorers=scorers
+    )
     run(stage.context(), config, roles, models, prompts)
     roles.close()
 

@@ -41,7 +41,7 @@ def sample_in_parts(
     for start in range(0, len(missing), group.num_workers):
         turn = missing[start : start + group.num_workers]
         shares = [parts[number] for number in turn] + [[]] * (group.num_workers - len(turn))
-        found = group.run_each(f"{run.name}: {phase}", sample, [(spec, share) for share in shares])
+        found = group.run_split(f"{run.name}: {phase}", sample, [(spec, share) for share in shares])
         for number, rows in zip(turn, found, strict=False):  # a rank without a share has none
             write_text(paths[number], "".join(json.dumps(row.as_dict()) + "\n" for row in rows))
         num_done = len(parts) - len(missing) + start + len(turn)

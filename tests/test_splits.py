@@ -30,10 +30,12 @@ from lm.model import LanguageModel, ScalarModel, initialise
 from lm.source import Fresh, ModelSource, materialise
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, save_model
-from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
+from ppo.generator import Generator
 from ppo.initial_models import InitialModels, ScoreScale, TokenStream
+from ppo.learner import Learner
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from ppo.scorer import Scorer
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective
 from reward.comparisons import Comparison, Verdict
 from reward.learner import Beside, LearnerSource
@@ -255,7 +257,7 @@ CASES |= {name + DROPOUT: replace(CASES[name], source=source) for name, source i
 # --- PPO: a rollout with unequal responses, of which some failed to be scored -----------------------------------------
 
 PROMPTS, RESPONSES = [tokens(n) for n in (3, 9, 1, 4, 2, 7, 5, 6)], [tokens(n) for n in (5, 1, 6, 2, 4, 6, 1, 3)]
-ROLLOUT = Rollout.of(PROMPTS, RESPONSES, [True] * NUM_ROWS, RESPONSES, max_new_tokens=6, pad_id=PAD)
+ROLLOUT = Rollout.of(range(NUM_ROWS), PROMPTS, RESPONSES, [True] * NUM_ROWS, RESPONSES, max_new_tokens=6, pad_id=PAD)
 SCORED_BR = ROLLOUT.response_mask_BR & torch.tensor([1, 1, 0, 0, 1, 0, 1, 1]).bool()[:, None]
 OLD_LOGPROBS_BR, ADVANTAGES_BR, OLD_VALUES_BR, RETURNS_BR = (
     torch.from_numpy(drawn.normal(mean, 1, (NUM_ROWS, 6)).astype(np.float32)) for mean in (-6.0, 0.0, 0.0, 1.0)
@@ -389,7 +391,9 @@ def train_ppo(split: Split, folder: Path, rank: int) -> dict[str, Any]:
     models = InitialModels(
         folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), TokenStream(folder / "train.bin", 9)
     )
-    worker = ColocatedWorker(ppo_config(split.micro_batch), split.engine, models, split.num_ranks)
+    config = ppo_config(split.micro_batch)
+    scorer, generator = Scorer(config, split.engine, models), Generator(config, split.engine, models)
+    learner = Learner(config, split.engine, models, split.num_ranks)
     mine, ptx = (slice(rank * n // split.num_ranks, (rank + 1) * n // split.num_ranks) for n in (NUM_ROWS, 4))
     policy = PolicyBatch(
         ROLLOUT, OLD_LOGPROBS_BR, ADVANTAGES_BR, SCORED_BR, NUM_RESPONSE_TOKENS, PTX_ROWS, len(PTX_ROWS)
@@ -397,21 +401,21 @@ def train_ppo(split: Split, folder: Path, rank: int) -> dict[str, Any]:
     value = ValueBatch(ROLLOUT, OLD_VALUES_BR, RETURNS_BR, SCORED_BR, NUM_RESPONSE_TOKENS).rows(mine)
     mine_alone = ROLLOUT.rows(mine)
     passes = {
-        "generate": lambda: worker.generate(PROMPTS[mine], range(len(mine_alone))),
-        "scores": lambda: worker.scores(mine_alone),
-        "reference_logprobs": lambda: worker.reference_logprobs(mine_alone),
-        "policy_logprobs": lambda: worker.policy_logprobs(mine_alone),
+        "generate": lambda: generator.generate(range(NUM_ROWS)[mine], PROMPTS[mine], range(len(mine_alone))),
+        "scores": lambda: scorer.scores(mine_alone, []),
+        "reference_logprobs": lambda: scorer.reference_logprobs(mine_alone),
+        "policy_logprobs": lambda: learner.policy_logprobs(mine_alone),
     }
     collectives = {name: num_collectives(run) for name, run in passes.items()}
     shares = []
     for update in range(NUM_STEPS):
-        shares.append(dict(worker.update_policy(policy, 1e6, update)) | dict(worker.update_value(value, 1e6, update)))
+        shares.append(dict(learner.update_policy(policy, 1e6, update)) | dict(learner.update_value(value, 1e6, update)))
     weights = {
         f"{role}/{name}": weight.clone()
-        for role, engine in (("policy", worker.policy), ("value", worker.value))
+        for role, engine in (("policy", learner.policy), ("value", learner.value))
         for name, weight in engine.full_weights().items()
     }
-    worker.close()
+    learner.close()
     return {"shares": shares, "weights": weights, "collectives": collectives}
 
 

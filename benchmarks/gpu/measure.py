@@ -5,11 +5,10 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from benchmarks.gpu.device import describe, now, peak_bytes
 from benchmarks.gpu.rows import ROWS, TINY_ROWS, Generation, Iteration, Pretraining, Row
 from benchmarks.speed.own import ENGINE, NO_END, OPTIMIZER, OneRow, Timed, ppo_config
 from benchmarks.speed.protocol import Clock, Task
+from cluster.remote import Closeable, Local
 from lm.generation import generate
 from lm.graphs import StepKind
 from lm.model import LanguageModel, ScalarModel
@@ -28,28 +28,34 @@ from lm.sampling import Choice
 from lm.source import Fresh, materialise
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
-from ppo.colocated import ColocatedWorker
 from ppo.controller import PPOController
+from ppo.generator import Generator, Generators
 from ppo.initial_models import InitialModels, ScoreScale
+from ppo.learner import Learner, Learners
 from ppo.roles import Roles
+from ppo.scorer import Scorer, Scorers
+from ppo.weight_transport import Direct
 from training.config import BatchConfig
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
 from training.objectives import StreamObjective
 
+Role = TypeVar("Role", bound=Closeable)
+
 COPIED_BYTES, TINY_COPIED_BYTES = 2**32, 2**22
 FIRST_WORD = 300  # tokens below are bytes and special tokens, which no drawn prompt contains
 CEILINGS = "ceilings"  # in place of a row's name
-# Which part of an iteration a call of PPO's roles belongs to.
-PHASES = {
-    "start_sampling": "sampling",
-    "scores": "scoring",
-    "policy_logprobs": "scoring",
-    "reference_logprobs": "scoring",
-    "values": "scoring",
-    "update_policy": "learning",
-    "update_value": "learning",
-    "sync_weights": "weights",
+# Which part of an iteration each method of PPO's roles belongs to.
+PHASES: dict[Callable[..., object], str] = {
+    Generator.generate: "sampling",
+    Scorer.scores: "scoring",
+    Learner.policy_logprobs: "scoring",
+    Scorer.reference_logprobs: "scoring",
+    Learner.values: "scoring",
+    Learner.update_policy: "learning",
+    Learner.update_value: "learning",
+    Learner.advance_and_send: "weights",
+    Generator.receive: "weights",
 }
 
 
@@ -120,48 +126,45 @@ def measure_generation(row: Row, sizes: Generation, device: torch.device, _folde
     }
 
 
-@dataclass
-class Phased:
-    """A worker whose calls are timed, phase by phase."""
+class Phased(Local[Role]):
+    """A role in this process, whose calls are timed by phase."""
 
-    worker: ColocatedWorker
-    device: torch.device
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    def __init__(self, kept: Role, device: torch.device, seconds: defaultdict[str, float]) -> None:
+        super().__init__(kept)
+        self.device, self.seconds = device, seconds
 
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self.worker, name)
-        if name not in PHASES:
-            return method
-
-        def timed(*arguments: Any) -> Any:
-            started = now(self.device)
-            result = method(*arguments)
-            self.seconds[PHASES[name]] += now(self.device) - started
-            return result
-
-        return timed
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        started = now(self.device)
+        result = super().run(method, *args, **kwargs)
+        if method in PHASES:
+            self.seconds[PHASES[method]] += now(self.device) - started
+        return result
 
 
 def measure_iteration(row: Row, sizes: Iteration, device: torch.device, folder: Path) -> dict[str, float]:
-    """Iterations of one worker that has all roles, the timed ones' mean."""
+    """The mean of the timed iterations of one rank with all roles."""
     write_models(folder, sizes)
     models = InitialModels(folder / "policy", folder / "reward", ScoreScale(0.0, 1.0), None)
     num_iterations = row.warmup_steps + row.timed_steps
     minibatch = BatchConfig(batch_size=sizes.minibatch, micro_batch_size=sizes.micro_batch)
     config = ppo_config(num_iterations, sizes.rollout, minibatch, sizes.response_tokens)
-    worker = Phased(ColocatedWorker(config, ENGINE, models, 1), device)
+    seconds: defaultdict[str, float] = defaultdict(float)
+    scorer = Phased(Scorer(config, ENGINE, models), device, seconds)
+    generator = Phased(Generator(config, ENGINE, models), device, seconds)
+    learner = Phased(Learner(config, ENGINE, models, num_workers=1), device, seconds)
+    roles = Roles(Learners(learner), Generators(generator), Scorers(scorer, ()), Direct(learner, generator))
     prompts = draw_prompts(sizes.rollout, sizes.prompt_tokens, sizes.model.vocab_size)
-    controller = PPOController(config, cast(Roles, worker), prompts, models.scale, num_pretraining_rows=0, seed=0)
+    controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=0, seed=0)
     tokens, started = 0.0, now(device)
     for iteration in range(num_iterations):
         if iteration == row.warmup_steps:
-            worker.seconds.clear()
+            seconds.clear()
             tokens, started = 0.0, now(device)
         tokens += controller.step(iteration)["response_tokens"] * sizes.rollout
     whole = (now(device) - started) / row.timed_steps
-    worker.worker.close()
-    phases = {name: worker.seconds[name] / row.timed_steps for name in dict.fromkeys(PHASES.values())}
-    named = {f"{name}_seconds": seconds for name, seconds in phases.items()}
+    roles.close()
+    phases = {name: seconds[name] / row.timed_steps for name in dict.fromkeys(PHASES.values())}
+    named = {f"{name}_seconds": mean for name, mean in phases.items()}
     rest = whole - sum(phases.values())
     rate = tokens / row.timed_steps / whole
     return {"seconds": whole, **named, "rest_seconds": rest, "response_tokens_per_second": rate}

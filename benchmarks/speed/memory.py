@@ -28,9 +28,9 @@ from lm.model import LanguageModel
 from lm.weights import ModelFolder
 from planning.hardware import GIB, Hardware
 from planning.memory import Memory
-from ppo.colocated import ColocatedWorker
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
+from ppo.roles import Roles
 from ppo.stage import STAGE as PPO
 from pretrain.stage import STAGE as PRETRAIN
 from sft.stage import STAGE as SFT
@@ -94,15 +94,15 @@ def ppo(job: JobConfig, folder: Path) -> None:
     """One worker with all roles: an iteration, a checkpoint, and another iteration while it is written."""
     config = job.section_of(PPO)
     models = InitialModels(folder / "policy", folder / "reward", ScoreScale(0.0, 1.0), None)
-    worker = ColocatedWorker(config, job.engine, models, 1)
+    roles = Roles.in_process(config, job.engine, models)
     prompts = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
-    controller = PPOController(config, worker, prompts, models.scale, num_pretraining_rows=0, seed=0)
+    controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=0, seed=0)
     for iteration in range(2):
         controller.step(iteration)
         if iteration == 0:
-            worker.save(folder / "checkpoints", 1, {}, {})
-    worker.finish_saving()
-    worker.close()
+            roles.learners.save(folder / "checkpoints", 1, {}, {})
+    roles.learners.finish_saving()
+    roles.close()
 
 
 STAGES: dict[str, Callable[[JobConfig, Path], None]] = {"pretrain": pretrain, "ppo": ppo}

@@ -14,10 +14,10 @@ from lm.model import LanguageModel, ScalarModel
 from lm.sampling import Choice
 from lm.source import ModelSource
 from lm.weights import ModelFolder, load_language_model
-from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
+from ppo.roles import Roles
 from reward.comparisons import Comparison, Verdict
 from reward.learner import Beside, LearnerSource
 from reward.objective import RankingObjective
@@ -164,12 +164,12 @@ def measure_ppo(task: Task, clock: Clock) -> str:
     models = InitialModels(task.path / "policy", task.path / "reward", ScoreScale(0.0, 1.0), None)
     batch = BatchConfig(batch_size=task.batch, micro_batch_size=task.micro_batch)
     config = ppo_config(task.num_steps, task.batch, batch, task.response_tokens)
-    worker = ColocatedWorker(config, ENGINE, models, 1)
-    controller = PPOController(config, worker, task.read("prompts"), models.scale, num_pretraining_rows=0, seed=0)
+    roles = Roles.in_process(config, ENGINE, models)
+    controller = PPOController(config, roles, task.read("prompts"), models.scale, num_pretraining_rows=0, seed=0)
     for iteration in range(task.num_steps):
         figures = controller.step(iteration)
         clock.tick(figures["response_tokens"] * task.batch)
-    worker.close()
+    roles.close()
     return LIBRARY
 
 

@@ -26,7 +26,7 @@ from chaos.result import (
     summary,
 )
 from chaos.schedule import Schedule
-from cluster.group import WorkerLostError
+from cluster.failures import WorkerLostError
 from cluster.network import why_no_network
 from jobs.recovery import run_to_end
 from jobs.registry import BUILT_IN

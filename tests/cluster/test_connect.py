@@ -5,7 +5,8 @@ import os
 import pytest
 import ray
 
-from cluster.group import WorkerGroup, connect
+from cluster.connection import connect
+from cluster.group import WorkerGroup
 
 
 def test_more_workers_than_cores_are_refused_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:

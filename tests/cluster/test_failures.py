@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from ray import cloudpickle
 
-from cluster.failures import Failure, kind_of
-from cluster.group import WorkerError, WorkerGroup, WorkerLostError, connect, disconnect
+from cluster.connection import connect, disconnect
+from cluster.failures import Failure, WorkerError, WorkerLostError, kind_of
+from cluster.group import WorkerGroup
 
 # Workers cannot import this module, so what they run of it travels by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -10,11 +10,14 @@ import pytest
 import ray
 from ray import cloudpickle
 
-from cluster import group as group_module
+from cluster import first_cause
 from cluster.config import ClusterConfig
+from cluster.connection import connect, disconnect
 from cluster.environment import WORKER_ENVIRONMENT
-from cluster.group import WorkerError, WorkerGroup, WorkerLostError, connect, disconnect
+from cluster.failures import WorkerError, WorkerLostError
+from cluster.group import WorkerGroup
 from cluster.places import require_places
+from cluster.remote import Local
 
 # Workers cannot import this module, so what they run of it travels by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -30,6 +33,9 @@ class Counter:
 
     def add(self, amount: int) -> int:
         self.total += amount
+        return self.total
+
+    def value(self) -> int:
         return self.total
 
     def close(self) -> None:
@@ -55,7 +61,7 @@ def opened() -> Iterator[list[WorkerGroup]]:
 @pytest.fixture
 def pair(opened: list[WorkerGroup]) -> WorkerGroup:
     """Two workers; those of the test before where it left them whole."""
-    if not opened or not opened[-1]._workers:
+    if not opened or not opened[-1].is_open:
         opened.append(WorkerGroup(2))
     return opened[-1]
 
@@ -77,15 +83,15 @@ def test_every_rank_sees_its_environment(pair: WorkerGroup) -> None:
     assert {name: first[name] for name in WORKER_ENVIRONMENT} == WORKER_ENVIRONMENT
 
 
-def test_run_and_run_each_give_results_by_rank(pair: WorkerGroup) -> None:
+def test_run_and_run_split_give_results_by_rank(pair: WorkerGroup) -> None:
     def late_first(word: str) -> str:
         time.sleep(0.2 * (1 - rank()))  # the order of arrival is not that of the ranks
         return f"{word} {rank()}"
 
     assert pair.run("words", late_first, "a") == ["a 0", "a 1"]
-    assert pair.run_each("words", late_first, [("a",), ("b",)]) == ["a 0", "b 1"]
+    assert pair.run_split("words", late_first, [("a",), ("b",)]) == ["a 0", "b 1"]
     with pytest.raises(ValueError, match="zip"):
-        pair.run_each("words", late_first, [("a",)])
+        pair.run_split("words", late_first, [("a",)])
 
 
 def test_the_ranks_are_processes_of_their_own(pair: WorkerGroup) -> None:
@@ -107,14 +113,45 @@ def test_the_ranks_form_one_process_group(pair: WorkerGroup) -> None:
     assert [found for _, found in pair.run("sum", total)] == [21.0, 21.0]
 
 
-def test_build_call_and_drop(pair: WorkerGroup) -> None:
-    pair.build("counter", Counter, 100)
-    assert pair.call("counter", "add", [(1,), (2,)]) == [101, 103]
-    assert pair.call("counter", "add", [(0,), (0,)]) == [101, 103]
-    pair.drop("counter")
+def test_put_call_and_close(pair: WorkerGroup) -> None:
+    counters, others = pair.put("count", Counter, 100), pair.put("count", Counter, start=200)
+    assert counters.call_split(Counter.add, [(1,), (2,)]) == [101, 103]
+    assert counters.call_all(Counter.add, 0) == counters.call_all(Counter.add, amount=0) == [101, 103]
+    assert counters.start_first(Counter.add, 7)() == [108]
+    assert others.call_all(Counter.add, 0) == [200, 201]
+    with pytest.raises(ValueError, match="zip"):
+        counters.call_split(Counter.add, [(1,)])
+    counters.close()
     assert pair.run("look", lambda: os.environ.pop("COUNTER_CLOSED", "no")) == ["yes", "yes"]
-    with pytest.raises(WorkerError, match="counter"):
-        pair.call("counter", "add", [(1,), (2,)])
+    assert others.call_all(Counter.add, 0) == [200, 201]
+    with pytest.raises(WorkerError, match=r"^count\.add: rank \d of 2: KeyError"):
+        counters.call_split(Counter.add, [(1,), (2,)])
+
+
+def test_calls_of_a_rank_run_in_the_order_they_were_started(pair: WorkerGroup) -> None:
+    counters = pair.put("count", Counter, 0)
+    started = [counters.start_all(Counter.add, amount) for amount in range(10)]
+    assert [calls()[0] for calls in started] == [0, 1, 3, 6, 10, 15, 21, 28, 36, 45]
+    assert started[3]() == started[3]() == [6, 7]  # waiting again gives the same
+    counters.close()
+
+
+def test_values_pass_from_object_to_object_on_each_rank_and_from_rank_0_to_another_group(pair: WorkerGroup) -> None:
+    givers, takers = pair.put("count", Counter, 10), pair.put("count", Counter, 0)
+    givers.pass_on(Counter.value, takers, Counter.add)()
+    assert takers.call_all(Counter.value) == [0 + 10, 1 + 11]
+    with WorkerGroup(1) as group:
+        others = group.put("count", Counter, 5)
+        givers.pass_on(Counter.value, others, Counter.add)()
+        assert others.call_all(Counter.value) == [15]
+
+
+def test_an_object_in_this_process_is_called_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    giver, taker = Local(Counter(1)), Local(Counter(2))
+    assert giver.call_all(Counter.add, 5) == giver.call_split(Counter.add, [(0,)]) == [6]
+    giver.pass_on(Counter.value, taker, Counter.add)
+    assert taker.call_all(Counter.value) == [8]
 
 
 def test_the_first_cause_is_named_by_phase_rank_and_exception(pair: WorkerGroup) -> None:
@@ -193,7 +230,7 @@ def test_a_broken_connection_that_nobody_explains_is_a_loss(pair: WorkerGroup) -
 
 
 def test_a_rank_that_hangs_is_named_and_not_those_that_wait(pair: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "LOSS_SECONDS", 1.0)
+    monkeypatch.setattr(first_cause, "LOSS_SECONDS", 1.0)
 
     def wait() -> None:
         if rank() == 1:
@@ -228,8 +265,8 @@ def test_memory_that_ran_out_comes_with_advice(pair: WorkerGroup, hold: Callable
 
 def test_a_worker_that_ray_ended_for_its_memory_comes_with_advice() -> None:
     error = ray.exceptions.OutOfMemoryError("Task was killed due to the node running low on memory.")
-    assert "a smaller micro_batch_size" in group_module._advice(error)
-    assert group_module._advice(ray.exceptions.RayError("the worker was killed")) == ""
+    assert "a smaller micro_batch_size" in first_cause._advice(error)
+    assert first_cause._advice(ray.exceptions.RayError("the worker was killed")) == ""
 
 
 def test_a_group_that_could_never_be_placed_is_refused_at_once(opened: list[WorkerGroup]) -> None:

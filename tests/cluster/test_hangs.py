@@ -15,8 +15,11 @@ import pytest
 import ray
 from ray import cloudpickle
 
+from cluster.calls import wait_all
 from cluster.config import ClusterConfig
-from cluster.group import WorkerGroup, WorkerLostError, connect, disconnect, wait_all
+from cluster.connection import connect, disconnect
+from cluster.failures import WorkerLostError
+from cluster.group import WorkerGroup
 from lm.progress import note_progress
 
 # Workers cannot import this module, so what they run of it travels by value.
@@ -115,10 +118,8 @@ def test_work_that_goes_on_for_longer_than_the_limit_is_no_hang() -> None:
 
 def test_of_groups_that_wait_for_each_other_the_stopped_one_is_named() -> None:
     with WorkerGroup(1, SOON) as learners, WorkerGroup(1, SOON) as generators:
-        learners.build("role", Role)
-        generators.build("role", Role)
-        sending = learners.start("role", "wait", [()])
-        receiving = generators.start("role", "stop", [()])
+        sending = learners.put("role", Role).start_all(Role.wait)
+        receiving = generators.put("role", Role).start_all(Role.stop)
         with pytest.raises(WorkerLostError, match=r"^role\.stop: rank 0 of 1 was lost: no sign of life"):
             wait_all(sending, receiving)
 
@@ -129,6 +130,9 @@ class Role:
 
     def stop(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
+
+    def close(self) -> None:
+        pass
 
 
 def test_a_rank_stopped_while_it_starts_is_named() -> None:
@@ -179,7 +183,7 @@ def command_of(pid: int) -> bytes:
 
 def test_the_listener_may_die_and_hangs_are_found_still() -> None:
     with WorkerGroup(2, SOON) as group:
-        killing = threading.Timer(1.0, lambda: ray.kill(group.heartbeats, no_restart=False))
+        killing = threading.Timer(1.0, lambda: ray.kill(group.ranks.heartbeats, no_restart=False))
         killing.start()
         with pytest.raises(WorkerLostError, match=r"^sft: rank 1 of 2 was lost: no sign of life"):
             group.run("sft", stop_rank_1_while_0_works, 300.0)

@@ -10,7 +10,8 @@ import pytest
 import ray
 
 from cluster.config import ClusterConfig
-from cluster.group import WorkerGroup, disconnect, require_room
+from cluster.connection import disconnect, require_room
+from cluster.group import WorkerGroup
 from cluster.places import ON_CPU, ON_GPU, NoPlaceError, choose_bundle, most_ranks_per_node, require_machine
 from cluster.worker import usable_cores
 from jobs.job_file import load_job

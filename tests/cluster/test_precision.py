@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.group import disconnect
+from cluster.connection import disconnect
 from cluster.local import LocalCluster
 from cluster.places import ON_CPU
 from cluster.precision import fast_precision, resolve_precision

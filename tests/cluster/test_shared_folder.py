@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.group import WorkerGroup, connect, disconnect
+from cluster.connection import connect, disconnect
+from cluster.group import WorkerGroup
 from cluster.shared_folder import require_shared
 
 

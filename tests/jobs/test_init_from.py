@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from cluster.group import connect, disconnect
+from cluster.connection import connect, disconnect
 from jobs import recovery
 from jobs.job_file import load_job
 from jobs.pipeline import run_job

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from cluster.group import connect, disconnect
+from cluster.connection import connect, disconnect
 from jobs import recovery
 from jobs.job_file import load_job
 from jobs.pipeline import run_job

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cluster.group import connect, disconnect
+from cluster.connection import connect, disconnect
 from heed.cli import app
 from heed.commands.inspect import read_shape
 from jobs.job_file import load_job

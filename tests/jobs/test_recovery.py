@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from cluster.config import ClusterConfig
-from cluster.group import WorkerLostError, disconnect
+from cluster.connection import disconnect
+from cluster.failures import WorkerLostError
 from jobs.recovery import MAX_LOSSES_IN_PLACE, Workers, run_to_end
 
 

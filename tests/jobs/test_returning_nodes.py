@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ClusterConfig
-from cluster.group import WorkerLostError, disconnect
+from cluster.connection import disconnect
+from cluster.failures import WorkerLostError
 from cluster.local import LocalCluster
 from jobs.recovery import Workers
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from cluster.group import connect, disconnect
+from cluster.connection import connect, disconnect
 from heed.cli import main
 from jobs import recovery
 from jobs.job_file import load_job

@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 import torch
 
-from cluster.group import connect, disconnect
+from cluster.connection import connect, disconnect
 from evaluation.sampling import SamplingSpec, sample_policy
 from jobs import recovery
 from jobs.job_file import load_job

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import Connection, event
 
 import jobs.recovery as recovery_module
-from cluster.group import WorkerError
+from cluster.failures import WorkerError
 from jobs.recovery import MAX_LOSSES_IN_PLACE, run_to_end
 from jobs.storage import missing_in_one_line, storage_trouble, wait_for_storage
 from preferences.records import Message, Task

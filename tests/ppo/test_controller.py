@@ -13,10 +13,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from cluster.calls import Pending
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import ScoreScale
-from ppo.roles import Sampling
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from training.checkpoint import changed_files
 from training.failures import RunError
@@ -27,7 +27,9 @@ PROMPTS = [[7] * (1 + i % 3) for i in range(24)]
 
 
 class ToyRoles:
-    """Implements `ppo.roles.Roles`: log odds of GOOD, the same at every token, and one constant as the value."""
+    """Stands for `ppo.roles.Roles` and each role in it: log odds of GOOD, the same at every token, and one constant as
+    the value.
+    """
 
     def __init__(self, *, rate: float = 0.1) -> None:
         self.odds, self.value = torch.zeros(2), torch.zeros(())
@@ -37,8 +39,11 @@ class ToyRoles:
         self.rollouts: list[Rollout] = []
         self.learning_rates: list[float] = []
         self.num_syncs, self.syncs_before_rollout = 0, list[int]()
+        self.learners = self.generators = self.scorers = self
 
-    def start_sampling(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Sampling:
+    def start_sampling(
+        self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]
+    ) -> Pending[Rollout]:
         """As a generator with a queue: what is begun now has the weights sent last, whenever it is asked for."""
         chance = float(self.sent_odds.softmax(0)[GOOD])
         draws = [np.random.default_rng(seed).random(R) < chance for seed in seeds]
@@ -47,7 +52,7 @@ class ToyRoles:
         responses = [draw[:length].astype(int).tolist() for draw, length in zip(draws, lengths, strict=True)]
         finished = [seed % 2 == 0 for seed in seeds]
         logprobs = [self.sent_odds.log_softmax(0)[response].tolist() for response in responses]
-        rollout = Rollout.of(prompts, responses, finished, logprobs, max_new_tokens=R, pad_id=9)
+        rollout = Rollout.of(rows, prompts, responses, finished, logprobs, max_new_tokens=R, pad_id=9)
         self.rollouts.append(rollout)
         self.syncs_before_rollout.append(self.num_syncs)
         return lambda: rollout
@@ -63,14 +68,23 @@ class ToyRoles:
         tokens = torch.where(rollout.response_mask_BR, rollout.response_BR, 0)
         return odds.log_softmax(0)[tokens] * rollout.response_mask_BR
 
+    def start_scores(self, rollout: Rollout) -> Pending[Tensor]:
+        return lambda: self.scores(rollout)
+
+    def start_reference_logprobs(self, rollout: Rollout) -> Pending[Tensor]:
+        return lambda: self.reference_logprobs(rollout)
+
+    def start_policy_logprobs(self, rollout: Rollout) -> Pending[Tensor]:
+        return lambda: self.policy_logprobs(rollout)
+
+    def start_values(self, rollout: Rollout) -> Pending[Tensor]:
+        return lambda: self.value * rollout.response_mask_BR
+
     def reference_logprobs(self, rollout: Rollout) -> Tensor:
         return self._logprobs(torch.zeros(2), rollout)
 
     def policy_logprobs(self, rollout: Rollout) -> Tensor:
         return self._logprobs(self.odds, rollout)
-
-    def values(self, rollout: Rollout) -> Tensor:
-        return self.value * rollout.response_mask_BR
 
     def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
         assert update == len(self.policy_batches)
@@ -346,8 +360,10 @@ def test_weights_of_a_fixed_age_sample_every_rollout(start: Callable[..., PPOCon
 class Rounded(ToyRoles):
     """The generator computes in less precision than the learner."""
 
-    def start_sampling(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Sampling:
-        rollout = super().start_sampling(prompts, seeds)()
+    def start_sampling(
+        self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]
+    ) -> Pending[Rollout]:
+        rollout = super().start_sampling(rows, prompts, seeds)()
         return lambda: replace(rollout, behaviour_logprobs_BR=rollout.behaviour_logprobs_BR.bfloat16().float() * 1.01)
 
 

@@ -16,13 +16,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cluster.config import ClusterConfig
-from cluster.group import WorkerError, WorkerGroup, WorkerLostError, disconnect
+from cluster.connection import disconnect
+from cluster.failures import WorkerError, WorkerLostError
+from cluster.group import WorkerGroup
 from ppo import generator, learner
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.groups import ColocatedGroup, DisaggregatedGroup
 from ppo.initial_models import InitialModels
 from ppo.roles import Roles
+from ppo.rollout import Rollout
 from training.config import EngineConfig
 from training.packing import stream_rows
 
@@ -36,6 +38,17 @@ def _room() -> Iterator[None]:
     ray.init("local", num_cpus=6, include_dashboard=False, log_to_driver=False)
     yield
     disconnect()
+
+
+def disaggregated(
+    learners: WorkerGroup,
+    generators: WorkerGroup,
+    scorers: WorkerGroup,
+    config: PPOConfig,
+    engine: EngineConfig,
+    models: InitialModels,
+) -> Roles:
+    return Roles.on_groups(config, engine, models, [], learners=learners, generators=generators, scorers=scorers)
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +71,13 @@ def train(models: InitialModels, prompts: list[list[int]], config: PPOConfig) ->
         num_rows = len(stream_rows(models.pretraining.path, models.pretraining.seq_len))
         controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=num_rows, seed=5)
         figures = [controller.step(0)]
-        roles.save(folder, 1, {}, {})
+        roles.learners.save(folder, 1, {}, {})
         figures.append(controller.step(1))
-        roles.finish_saving()
+        roles.learners.finish_saving()
         roles.load(folder / "step-000001")  # the generators, too, go back
         controller.kl.coef = figures[1]["kl_coef"]
         assert controller.step(1) == figures[1]
-        roles.export_policy(folder)
+        roles.learners.export_policy(folder)
         roles.close()
         weights = {
             f"{part}/{name}": tensor
@@ -84,7 +97,8 @@ def colocated(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Trained:
     with WorkerGroup(1) as group:
-        return train(ColocatedGroup(group, config, ENGINE, models), tmp_path_factory.mktemp("colocated"))
+        roles = Roles.on_groups(config, ENGINE, models, [], learners=group, generators=group, scorers=group)
+        return train(roles, tmp_path_factory.mktemp("colocated"))
 
 
 @pytest.mark.parametrize("transport", ["object_store", "broadcast"])
@@ -98,7 +112,7 @@ def test_groups_of_one_give_the_same_bits(
 ) -> None:
     config = config.model_copy(update={"weight_transport": transport})
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, models)
+        roles = disaggregated(learners, generators, scorers, config, ENGINE, models)
         weights, figures = train(roles, tmp_path)
     expected, expected_figures = colocated
     assert figures == expected_figures
@@ -118,7 +132,7 @@ def test_groups_of_other_sizes_and_shards_agree_to_rounding(
     config = config.model_copy(update={"weight_transport": "broadcast"})
     engine = ENGINE.model_copy(update={"zero_stage": 3})
     with WorkerGroup(1) as learners, WorkerGroup(2) as generators, WorkerGroup(2) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, engine, models)
+        roles = disaggregated(learners, generators, scorers, config, engine, models)
         weights, _ = train(roles, tmp_path)
     for name, tensor in colocated[0].items():
         torch.testing.assert_close(weights[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
@@ -140,11 +154,11 @@ def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(
     config: PPOConfig, models: InitialModels, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, models)
-        busy = generators._workers[0].run.remote(_wait_for, (tmp_path / "sent",))
-        first = roles.start_sampling(prompts, range(16))
+        roles = disaggregated(learners, generators, scorers, config, ENGINE, models)
+        busy = generators.ranks.actors[0].run.remote(_wait_for, (tmp_path / "sent",), {})
+        first = roles.generators.start_sampling(range(len(prompts)), prompts, range(16))
         roles.sync_weights()
-        second = roles.start_sampling(prompts, range(16))
+        second = roles.generators.start_sampling(range(len(prompts)), prompts, range(16))
         (tmp_path / "sent").touch()
         assert ray.get(busy)[0], "the learner waited for the generator"
         found = second()
@@ -153,9 +167,34 @@ def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(
         # Weights that do not arrive are found out before anything that was sampled with them is used.
         generators.run("confuse", _confuse)
         roles.sync_weights()
-        third = roles.start_sampling(prompts, range(16))
+        third = roles.generators.start_sampling(range(len(prompts)), prompts, range(16))
         with pytest.raises(WorkerError, match=r"ppo\.receive: rank 0 of 1: AssertionError.*checksum -1"):
             third()
+
+
+def _touch_after_values(path: Path) -> None:
+    """From now on learners of this process leave a file when they have computed values."""
+    values = learner.Learner.values
+
+    def touching(self: learner.Learner, rollout: Rollout) -> Tensor:
+        found = values(self, rollout)
+        path.touch()
+        return found
+
+    learner.Learner.values = touching  # type: ignore[method-assign]
+
+
+def test_learners_and_scorers_work_on_a_rollout_at_the_same_time(
+    config: PPOConfig, models: InitialModels, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """The scorer waits until the learner's passes are done; were those started after the scores, both would wait."""
+    with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
+        roles = disaggregated(learners, generators, scorers, config, ENGINE, models)
+        controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=9, seed=5)
+        learners.run("patch", _touch_after_values, tmp_path / "values")
+        busy = scorers.ranks.actors[0].run.remote(_wait_for, (tmp_path / "values",), {})
+        assert controller.step(0)["kl_nats"] == 0.0
+        assert ray.get(busy)[0], "the learner's passes waited for the scorer"
 
 
 def test_a_generator_lost_in_a_broadcast_is_named_though_the_learner_waits_for_it(
@@ -163,13 +202,13 @@ def test_a_generator_lost_in_a_broadcast_is_named_though_the_learner_waits_for_i
 ) -> None:
     by_broadcast = config.model_copy(update={"weight_transport": "broadcast"})
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, by_broadcast, ENGINE, models)
+        roles = disaggregated(learners, generators, scorers, by_broadcast, ENGINE, models)
         learners.run("confuse", _confuse)
         with pytest.raises(WorkerError, match=r"ppo\.receive_broadcast: rank 0 of 1: AssertionError.*have -1"):
             roles.sync_weights()
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, by_broadcast, ENGINE, models)
-        ray.kill(generators._workers[0])
+        roles = disaggregated(learners, generators, scorers, by_broadcast, ENGINE, models)
+        ray.kill(generators.ranks.actors[0])
         begun = time.monotonic()
         with pytest.raises(WorkerLostError):
             roles.sync_weights()
@@ -178,10 +217,10 @@ def test_a_generator_lost_in_a_broadcast_is_named_though_the_learner_waits_for_i
 
 def test_a_lost_generator_is_named(config: PPOConfig, models: InitialModels, prompts: list[list[int]]) -> None:
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, models)
-        ray.kill(generators._workers[0])
+        roles = disaggregated(learners, generators, scorers, config, ENGINE, models)
+        ray.kill(generators.ranks.actors[0])
         with pytest.raises(WorkerLostError, match=r"ppo\.generate: rank 0 of 1 was lost"):
-            roles.start_sampling(prompts, range(len(prompts)))()
+            roles.generators.start_sampling(range(len(prompts)), prompts, range(len(prompts)))()
 
 
 def test_a_generator_and_a_scorer_that_are_stopped_are_named(
@@ -191,13 +230,13 @@ def test_a_generator_and_a_scorer_that_are_stopped_are_named(
     soon = ClusterConfig(silence_seconds=4)
     seeds = range(len(prompts))
     with WorkerGroup(1, soon) as learners, WorkerGroup(1, soon) as generators, WorkerGroup(1, soon) as scorers:
-        roles = DisaggregatedGroup(learners, generators, scorers, config, ENGINE, models)
+        roles = disaggregated(learners, generators, scorers, config, ENGINE, models)
         generator = generators.run("pid", os.getpid)[0]
-        rollout = roles.start_sampling(prompts, seeds)()
+        rollout = roles.generators.start_sampling(range(len(prompts)), prompts, seeds)()
         os.kill(scorers.run("pid", os.getpid)[0], signal.SIGSTOP)
         with pytest.raises(WorkerLostError, match=r"^ppo\.scores: rank 0 of 1 was lost: no sign of life for 4 s"):
-            roles.scores(rollout)
-        sampling = roles.start_sampling(prompts, seeds)
+            roles.scorers.start_scores(rollout)()
+        sampling = roles.generators.start_sampling(range(len(prompts)), prompts, seeds)
         os.kill(generator, signal.SIGSTOP)
         with pytest.raises(WorkerLostError, match=r"^ppo\.generate: rank 0 of 1 was lost: no sign of life for 4 s"):
             sampling()

@@ -10,28 +10,28 @@ import torch
 from lm.source import materialise
 from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
-from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
 from ppo.value import value_source
+from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig
 
 ENGINE = EngineConfig(precision="fp32", trackers=())
 WEIGHTS = {"brief": -0.5, "kind": 2.0}  # in another order than the heads'
 Prompts = list[list[int]]
-Start = Callable[..., ColocatedWorker]
+Start = Callable[..., OneRank]
 
 
 @pytest.fixture
 def start(two_objectives: InitialModels, ppo_config: Callable[..., PPOConfig]) -> Iterator[Start]:
     """Workers that are closed when the test ends; `models` says which models are others."""
-    workers: list[ColocatedWorker] = []
+    workers: list[OneRank] = []
 
-    def build(weights: dict[str, float], models: dict[str, object], **changes: object) -> ColocatedWorker:
+    def build(weights: dict[str, float], models: dict[str, object], **changes: object) -> OneRank:
         config = ppo_config(objective_weights=weights, ptx_coef=0.0, ptx_rows=0, **changes)
         given = replace(two_objectives, pretraining=None, **models)  # type: ignore[arg-type]
-        workers.append(ColocatedWorker(config, ENGINE, given, 1))
+        workers.append(OneRank(config, ENGINE, given))
         return workers[-1]
 
     yield build
@@ -39,14 +39,14 @@ def start(two_objectives: InitialModels, ppo_config: Callable[..., PPOConfig]) -
         worker.close()
 
 
-def controlled(worker: ColocatedWorker, prompts: Prompts) -> PPOController:
-    return PPOController(worker.config, worker, prompts, worker.models.scale, num_pretraining_rows=0, seed=5)
+def controlled(worker: OneRank, prompts: Prompts) -> PPOController:
+    return PPOController(worker.config, worker.roles, prompts, worker.models.scale, num_pretraining_rows=0, seed=5)
 
 
 def test_scores_are_each_heads_and_first_values_their_weighted_sum(start: Start, prompts: Prompts) -> None:
     worker = start(WEIGHTS, {})
-    rollout = worker.generate(prompts, range(16))
-    scores_BO, values_BR = worker.scores(rollout), worker.values(rollout)
+    rollout = worker.sample(prompts, range(16))
+    scores_BO, values_BR = worker.scores(rollout), worker.learner.values(rollout)
     model = load_scalar_model(worker.models.reward)  # type: ignore[arg-type]
     assert scores_BO.shape == (16, 2)
     for row, (prompt, response) in enumerate(zip(*rollout.token_lists(), strict=True)):
@@ -69,7 +69,7 @@ def test_the_reward_is_the_weighted_sum_and_each_score_is_logged(start: Start, p
     assert figures["score/kind"] == pytest.approx(kind, abs=1e-5)
     assert figures["score"] == pytest.approx(2 * kind - 0.5 * brief, abs=1e-5)
     assert figures["scaled_score"] == pytest.approx((figures["score"] - 0.5) / 2.0, abs=1e-5)
-    assert worker.value.module.labels == ("score",)  # one number, whatever the reward model has
+    assert worker.learner.value.module.labels == ("score",)  # one number, whatever the reward model has
 
 
 @pytest.mark.parametrize(("weights", "sign"), [({"kind": 1.0, "brief": 0.25}, 1), ({"kind": 0.25, "brief": 1.0}, -1)])
@@ -93,10 +93,12 @@ def test_weights_decide_which_of_two_conflicting_objectives_is_climbed(
 def test_a_text_that_does_not_fit_fails_by_every_objective(start: Start, prompts: Prompts) -> None:
     worker = start(WEIGHTS, {})
     too_long = [prompts[0][0]] * 60
-    rollout = worker.generate([too_long[:58], prompts[0]], [0, 1])
-    worker.judge.network.config = worker.judge.network.config.model_copy(update={"max_position_embeddings": 40})  # type: ignore[union-attr]
+    rollout = worker.sample([too_long[:58], prompts[0]], [0, 1])
+    worker.scorer.judge.network.config = worker.scorer.judge.network.config.model_copy(
+        update={"max_position_embeddings": 40}
+    )  # type: ignore[union-attr]
     assert worker.scores(rollout).isnan().tolist() == [[True, True], [False, False]]
-    assert "it has 65 tokens; the reward model reads 41" in worker.first_failure()
+    assert "it has 65 tokens; the reward model reads 41" in worker.scorer.first_failure()
 
 
 @pytest.mark.parametrize(

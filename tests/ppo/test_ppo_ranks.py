@@ -8,11 +8,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cluster.group import WorkerGroup, disconnect
-from ppo.colocated import ColocatedWorker
+from cluster.connection import disconnect
+from cluster.group import WorkerGroup
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.groups import ColocatedGroup
 from ppo.initial_models import InitialModels
 from ppo.roles import Roles
 from training.config import BatchConfig, EngineConfig
@@ -44,7 +43,7 @@ def train(models: InitialModels, prompts: list[list[int]], config: PPOConfig) ->
         num_rows = len(stream_rows(models.pretraining.path, models.pretraining.seq_len))
         controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=num_rows, seed=5)
         figures = [controller.step(iteration) for iteration in range(NUM_ITERATIONS)]
-        roles.export_policy(folder)
+        roles.learners.export_policy(folder)
         weights = {
             f"{part}/{name}": tensor
             for part in ("model", "model_ema")
@@ -62,9 +61,9 @@ def one_rank(
     train: Callable[[Roles, Path], Trained],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Trained:
-    worker = ColocatedWorker(config, EngineConfig(precision="fp32", trackers=()), models, 1)
-    trained = train(worker, tmp_path_factory.mktemp("one"))
-    worker.close()
+    roles = Roles.in_process(config, EngineConfig(precision="fp32", trackers=()), models)
+    trained = train(roles, tmp_path_factory.mktemp("one"))
+    roles.close()
     return trained
 
 
@@ -79,13 +78,13 @@ def test_two_ranks_give_the_weights_of_one(
     tmp_path: Path,
 ) -> None:
     engine = EngineConfig.model_validate({"precision": "fp32", "zero_stage": zero_stage, "trackers": ()})
-    roles = ColocatedGroup(group, config, engine, models)
+    roles = Roles.on_groups(config, engine, models, [], learners=group, generators=group, scorers=group)
     weights, figures = train(roles, tmp_path)
     # Every rank writes its part of a checkpoint, and reading it back brings the same weights.
-    roles.save(tmp_path / "checkpoints", 7, {}, {})
-    roles.finish_saving()
+    roles.learners.save(tmp_path / "checkpoints", 7, {}, {})
+    roles.learners.finish_saving()
     roles.load(tmp_path / "checkpoints" / "step-000007")
-    roles.export_policy(tmp_path / "again")
+    roles.learners.export_policy(tmp_path / "again")
     roles.close()
     again = load_file(tmp_path / "again" / "model" / "model.safetensors")
     expected, expected_figures = one_rank
@@ -109,4 +108,4 @@ def test_a_batch_that_does_not_divide_among_the_ranks_is_refused(
     engine = EngineConfig(precision="fp32", trackers=())
     odd = config.model_copy(update={"minibatch": BatchConfig(batch_size=2, micro_batch_size=2)})
     with pytest.raises(ValueError, match="batch_size over ranks x micro_batch_size: 2 is not a multiple of 4"):
-        ColocatedGroup(group, odd, engine, models)
+        Roles.on_groups(odd, engine, models, [], learners=group, generators=group, scorers=group)

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor
 
+from cluster.calls import Pending
 from lm.tokenizer import Tokenizer
 from ppo import stage
-from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
+from ppo.roles import Roles
 from ppo.rollout import Rollout
 from training.config import EngineConfig
 from training.data import Prompt
@@ -24,17 +26,18 @@ class Killed(BaseException):
     """As a SIGKILL: nothing between here and the top handles it."""
 
 
-class Mortal(ColocatedWorker):
-    """Dies in its third iteration."""
+def make_mortal(roles: Roles) -> None:
+    """Let it die in its third iteration."""
+    rollouts, reference_logprobs = [], roles.scorers.start_reference_logprobs
 
-    num_rollouts_left = 2
-
-    def reference_logprobs(self, rollout: Rollout) -> object:  # type: ignore[override]
-        self.num_rollouts_left -= 1
-        if self.num_rollouts_left < 0:
-            self.finish_saving()  # on a slow disk the checkpoint of iteration 2 might still be on its way
+    def die_in_time(rollout: Rollout) -> Pending[Tensor]:
+        rollouts.append(rollout)
+        if len(rollouts) == 3:
+            roles.learners.finish_saving()  # on a slow disk the checkpoint of iteration 2 might not be written yet
             raise Killed
-        return super().reference_logprobs(rollout)
+        return reference_logprobs(rollout)
+
+    roles.scorers.start_reference_logprobs = die_in_time  # type: ignore[method-assign]
 
 
 @pytest.fixture
@@ -46,9 +49,10 @@ def run(models: InitialModels, prompts: list[list[int]], ppo_config: Callable[..
         for i, tokens in enumerate(prompts)
     ]
 
-    def build(folder: Path, kind: type[ColocatedWorker], **changes: object) -> None:
+    def build(folder: Path, change: Callable[[Roles], None] = lambda _roles: None, **changes: object) -> None:
         config = ppo_config(kl_control="adaptive", kl_horizon=50, learning_rate=1e-2, **changes)
-        roles = kind(config, ENGINE, models, 1)
+        roles = Roles.in_process(config, ENGINE, models)
+        change(roles)
         try:
             stage.run(StageContext(folder, 11, 1, ENGINE), config, roles, models, asked)
         finally:
@@ -63,9 +67,9 @@ def test_a_killed_run_ends_as_the_run_nobody_touched(
 ) -> None:
     # To the stage any roles are as good as generators of their own: these sample at once what is begun.
     ahead = {"placement": "disaggregated", "max_staleness": max_staleness}
-    run(tmp_path / "whole", ColocatedWorker, **ahead)
+    run(tmp_path / "whole", **ahead)
     with pytest.raises(Killed):
-        run(tmp_path / "killed", Mortal, **ahead)
+        run(tmp_path / "killed", make_mortal, **ahead)
     held = sorted(path.name for path in (tmp_path / "killed" / "checkpoints" / "step-000002").glob("rollout-*"))
     assert held == ["rollout-000002.safetensors"] * max_staleness
     assert not (tmp_path / "killed" / "model").exists()
@@ -73,7 +77,7 @@ def test_a_killed_run_ends_as_the_run_nobody_touched(
     (tmp_path / "killed" / "checkpoints" / ".writing-000003").mkdir()
     with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "num_st')
-    run(tmp_path / "killed", ColocatedWorker, **ahead)
+    run(tmp_path / "killed", **ahead)
     for name in ("model", "model_ema"):
         weights = [(tmp_path / kind / name / "model.safetensors").read_bytes() for kind in ("whole", "killed")]
         assert weights[0] == weights[1]
@@ -100,11 +104,11 @@ def test_damaged_checkpoints_are_passed_over_aloud_and_never_for_nothing(
     run: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "whole"
-    run(folder, ColocatedWorker)
+    run(folder)
     assert "ppo: starts from iteration 0 of 3 (no checkpoint yet)" in caplog.text
     weights = (folder / "model" / "model.safetensors").read_bytes()
     cut_the_policy(folder / "checkpoints" / "step-000003")
-    run(folder, ColocatedWorker)
+    run(folder)
     assert "ppo: checkpoint step-000003 is damaged and passed over: files changed" in caplog.text
     assert "policy/rank-00000.safetensors" in caplog.text
     assert "ppo: resumes from iteration 2 of 3 (checkpoints/step-000002)" in caplog.text
@@ -112,16 +116,16 @@ def test_damaged_checkpoints_are_passed_over_aloud_and_never_for_nothing(
     for name in ("step-000002", "step-000003"):
         cut_the_policy(folder / "checkpoints" / name)
     with pytest.raises(ValueError, match=r"every checkpoint of ppo is damaged .*--from ppo"):
-        run(folder, ColocatedWorker)
+        run(folder)
 
 
 def test_policies_along_the_way_are_kept(run: Callable[..., None], tmp_path: Path) -> None:
     with pytest.raises(Killed):
-        run(tmp_path / "killed", Mortal, keep_policies_every=1)
+        run(tmp_path / "killed", make_mortal, keep_policies_every=1)
     assert sorted(path.name for path in (tmp_path / "killed" / "policies").iterdir()) == ["000001", "000002"]
     (tmp_path / "killed" / "policies" / ".writing-000003").mkdir()  # what a kill in the middle of a write leaves behind
-    run(tmp_path / "killed", ColocatedWorker, keep_policies_every=1)
-    run(tmp_path / "whole", ColocatedWorker, keep_policies_every=2)
+    run(tmp_path / "killed", keep_policies_every=1)
+    run(tmp_path / "whole", keep_policies_every=2)
     assert [path.name for path in (tmp_path / "whole" / "policies").iterdir()] == ["000002"]
     weights = {
         name: (tmp_path / name / "model.safetensors").read_bytes()
@@ -137,7 +141,7 @@ def test_policies_along_the_way_are_kept(run: Callable[..., None], tmp_path: Pat
 def test_training_moved_the_weights_and_the_average_lags(
     run: Callable[..., None], models: InitialModels, tmp_path: Path
 ) -> None:
-    run(tmp_path, ColocatedWorker)
+    run(tmp_path)
     name = "model.embed_tokens.weight"
     start, last, average = (
         load_file(folder / "model.safetensors")[name]
@@ -147,8 +151,8 @@ def test_training_moved_the_weights_and_the_average_lags(
 
 
 def test_a_finished_run_that_lost_its_model_writes_it_again(run: Callable[..., None], tmp_path: Path) -> None:
-    run(tmp_path, ColocatedWorker)
+    run(tmp_path)
     weights = (tmp_path / "model" / "model.safetensors").read_bytes()
     (tmp_path / "model" / "model.safetensors").unlink()
-    run(tmp_path, ColocatedWorker)  # killed after the last checkpoint, before the export
+    run(tmp_path)  # killed after the last checkpoint, before the export
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == weights

@@ -1,6 +1,5 @@
 """PPO on a reward that is no model: it learns, what fails is masked and counted, too much of it stops the run."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
 from reward.elsewhere import FunctionReward
+from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig
-from training.data import DataConfig
 
 REWARDS = """
 def lengths(prompts, responses):
@@ -23,62 +21,58 @@ def lengths(prompts, responses):
 def nothing(prompts, responses):
     raise RuntimeError("the machine is off")
 """
-QUESTIONS = [f"the cat sat {i}" for i in range(16)]
+ASKED = [[{"role": "user", "content": f"the cat sat {i}"}] for i in range(16)]
 
 
 @pytest.fixture
 def build(
     models: InitialModels, ppo_config: Callable[..., PPOConfig], tmp_path: Path
-) -> Callable[[str], tuple[PPOController, ColocatedWorker]]:
+) -> Callable[[str], tuple[PPOController, OneRank]]:
     (tmp_path / "rewards.py").write_text(REWARDS)
-    data = tmp_path / "prompts.jsonl"
-    data.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in QUESTIONS))
 
-    def make(function: str) -> tuple[PPOController, ColocatedWorker]:
+    def make(function: str) -> tuple[PPOController, OneRank]:
         name = f"{tmp_path / 'rewards.py'}:{function}"
-        config = ppo_config(
-            prompts=DataConfig(source=str(data)), ptx_coef=0.0, ptx_rows=0, reward_function=name, max_failed_share=0.125
-        )
+        config = ppo_config(ptx_coef=0.0, ptx_rows=0, reward_function=name, max_failed_share=0.125)
         own = replace(models, reward=config.elsewhere or Path(), scale=ScoreScale(10.0, 4.0), pretraining=None)
         assert own.reward == FunctionReward(name)
-        worker = ColocatedWorker(config, EngineConfig(precision="fp32", trackers=()), own, 1)
-        prompts = [worker.tokenizer.encode_prompt([{"role": "user", "content": question}]) for question in QUESTIONS]
-        return PPOController(config, worker, prompts, own.scale, num_pretraining_rows=0, seed=5), worker
+        worker = OneRank(config, EngineConfig(precision="fp32", trackers=()), own, ASKED)
+        prompts = [worker.tokenizer.encode_prompt(asked) for asked in ASKED]
+        return PPOController(config, worker.roles, prompts, own.scale, num_pretraining_rows=0, seed=5), worker
 
     return make
 
 
 def test_scores_are_the_functions_and_failures_are_masked(
-    build: Callable[[str], tuple[PPOController, ColocatedWorker]],
+    build: Callable[[str], tuple[PPOController, OneRank]],
 ) -> None:
     controller, worker = build("lengths")
-    rollout = worker.generate(controller.prompts, range(16))
-    scores, values = worker.scores(rollout), worker.values(rollout)
+    rollout = worker.sample(controller.prompts, range(16))
+    scores, values = worker.scores(rollout), worker.learner.values(rollout)
     _, responses = rollout.token_lists()
     for row, response in enumerate(responses):
         if row % 10 == 3:  # questions 3 and 13
             assert scores[row].isnan()
         else:
             assert float(scores[row]) == len(worker.tokenizer.decode(response).strip())
-    why, place = worker.first_failure().splitlines()
+    why, place = worker.scorer.first_failure().splitlines()
     assert why.endswith("rewards.py:lengths gave None; a finite number was expected")
     assert place.endswith('rewards.py", line 2, in lengths')
     assert not values.any()  # the mean of the rewards: nothing is known of a half-written response
     figures = [controller.step(iteration) for iteration in range(2)]
     assert [f["failed_scores"] for f in figures] == [2.0, 2.0]
     assert figures[0]["scaled_score"] == pytest.approx((figures[0]["score"] - 10) / 4)
-    assert worker.values(rollout).any()  # learned
+    assert worker.learner.values(rollout).any()  # learned
     worker.close()
 
 
 def test_too_many_failures_stop_the_run_and_name_the_first_cause(
-    build: Callable[[str], tuple[PPOController, ColocatedWorker]],
+    build: Callable[[str], tuple[PPOController, OneRank]],
 ) -> None:
     controller, worker = build("nothing")
-    before = {name: weight.clone() for name, weight in worker.policy.module.state_dict().items()}
+    before = {name: weight.clone() for name, weight in worker.learner.policy.module.state_dict().items()}
     with pytest.raises(ValueError, match=r"16 of 16 .*:nothing raised RuntimeError: the machine is off"):
         controller.step(0)
-    assert all(torch.equal(weight, before[name]) for name, weight in worker.policy.module.state_dict().items())
+    assert all(torch.equal(weight, before[name]) for name, weight in worker.learner.policy.module.state_dict().items())
     worker.close()
 
 

@@ -13,12 +13,13 @@ PROMPTS = [[11, 12, 13], [21], [31, 32, 33, 34, 35], [41, 42]]
 RESPONSES = [[14, 15], [22, 23, 24, 25], [36], [43, 44, 45]]
 FINISHED = [True, False, True, False]
 LOGPROBS = [[-0.5, -1.5], [-0.25, -0.75, -1.25, -3.0], [-2.5], [-4.0, -0.125, -2.0]]
+ROWS = [70, 30, 30, 10]
 PAD, R = 99, 4
 
 
 @pytest.fixture
 def rollout() -> Rollout:
-    return Rollout.of(PROMPTS, RESPONSES, FINISHED, LOGPROBS, max_new_tokens=R, pad_id=PAD)
+    return Rollout.of(ROWS, PROMPTS, RESPONSES, FINISHED, LOGPROBS, max_new_tokens=R, pad_id=PAD)
 
 
 def rows_hold(rollout: Rollout, rows: list[int]) -> None:
@@ -28,6 +29,7 @@ def rows_hold(rollout: Rollout, rows: list[int]) -> None:
     for place, row in enumerate(rows):
         whole = PROMPTS[row] + RESPONSES[row]
         assert rollout.tokens_BT[place, : len(whole)].tolist() == whole
+        assert int(rollout.prompt_rows_B[place]) == ROWS[row]
         assert int(rollout.prompt_tokens_B[place]) == len(PROMPTS[row])
         assert int(rollout.response_tokens_B[place]) == len(RESPONSES[row])
         assert bool(rollout.finished_B[place]) == FINISHED[row]
@@ -49,7 +51,7 @@ def test_of_lays_prompts_and_responses_side_by_side(rollout: Rollout) -> None:
 
 
 def test_a_response_as_long_as_allowed_reaches_the_last_column() -> None:
-    full = Rollout.of([[1, 2]], [[3, 4, 5]], [False], [[-1.0, -1.0, -1.0]], max_new_tokens=3, pad_id=0)
+    full = Rollout.of([7], [[1, 2]], [[3, 4, 5]], [False], [[-1.0, -1.0, -1.0]], max_new_tokens=3, pad_id=0)
     assert full.response_BR.tolist() == [[3, 4, 5]]
 
 
@@ -139,7 +141,14 @@ def sent_bytes(num_ranks: int) -> int:
     tokens_BT = torch.zeros(rows, prompt + response, dtype=torch.int64)
     lengths_B = torch.full((rows,), response)
     mask_BR, table_BR = torch.ones(rows, response, dtype=torch.bool), torch.zeros(rows, response)
-    rollout = Rollout(tokens_BT, torch.full((rows,), prompt), lengths_B, torch.ones(rows, dtype=torch.bool), table_BR)
+    rollout = Rollout(
+        tokens_BT,
+        torch.arange(rows),
+        torch.full((rows,), prompt),
+        lengths_B,
+        torch.ones(rows, dtype=torch.bool),
+        table_BR,
+    )
     ptx_rows = torch.arange(rows)
     policy = PolicyBatch(rollout, table_BR.clone(), table_BR.clone(), mask_BR, rows * response, ptx_rows, rows)
     value = ValueBatch(rollout, table_BR.clone(), table_BR.clone(), mask_BR, rows * response)
@@ -161,6 +170,7 @@ def test_what_is_sent_to_all_ranks_together_is_the_batch_once(num_ranks: int) ->
 def test_one_of_eight_ranks_is_sent_an_eighth() -> None:
     rows = Rollout(
         torch.zeros(1024, 2048, dtype=torch.int64),
+        torch.arange(1024),
         torch.full((1024,), 1024),
         torch.full((1024,), 1024),
         torch.ones(1024, dtype=torch.bool),

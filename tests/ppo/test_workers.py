@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,30 +12,30 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lm.tokenizer import Tokenizer
+from lm.tokenizer import Messages, Tokenizer
 from lm.weights import load_language_model, load_scalar_model
-from ppo.colocated import ColocatedWorker
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from reward.scoring import Judge
+from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig
 from training.packing import stream_rows
 
 Prompts = list[list[int]]
-Start = Callable[..., ColocatedWorker]
-Controlled = Callable[[ColocatedWorker], PPOController]
+Start = Callable[..., OneRank]
+Controlled = Callable[[OneRank], PPOController]
 
 
 @pytest.fixture
 def start(models: InitialModels, ppo_config: Callable[..., PPOConfig]) -> Iterator[Start]:
     """Workers that are closed when the test ends."""
-    workers: list[ColocatedWorker] = []
+    workers: list[OneRank] = []
 
-    def build(precision: str = "fp32", **changes: object) -> ColocatedWorker:
+    def build(precision: str = "fp32", **changes: object) -> OneRank:
         engine = EngineConfig.model_validate({"precision": precision, "trackers": ()})
-        workers.append(ColocatedWorker(ppo_config(**changes), engine, models, 1))
+        workers.append(OneRank(ppo_config(**changes), engine, models))
         return workers[-1]
 
     yield build
@@ -45,17 +45,21 @@ def start(models: InitialModels, ppo_config: Callable[..., PPOConfig]) -> Iterat
 
 @pytest.fixture
 def controlled(models: InitialModels, prompts: Prompts) -> Controlled:
-    def build(worker: ColocatedWorker) -> PPOController:
+    def build(worker: OneRank) -> PPOController:
         rows = stream_rows(models.pretraining.path, models.pretraining.seq_len)
-        return PPOController(worker.config, worker, prompts, models.scale, num_pretraining_rows=len(rows), seed=5)
+        return PPOController(worker.config, worker.roles, prompts, models.scale, num_pretraining_rows=len(rows), seed=5)
 
     return build
 
 
-def weights_of(worker: ColocatedWorker) -> dict[str, Tensor]:
-    parts = {"policy": worker.policy.module, "value": worker.value.module, "generator": worker.generator}
+def weights_of(worker: OneRank) -> dict[str, Tensor]:
+    parts = {
+        "policy": worker.learner.policy.module,
+        "value": worker.learner.value.module,
+        "generator": worker.generator.policy,
+    }
     found = {f"{part}.{name}": t.clone() for part, model in parts.items() for name, t in model.state_dict().items()}
-    return found | {f"average.{name}": tensor.clone() for name, tensor in worker.average.items()}
+    return found | {f"average.{name}": tensor.clone() for name, tensor in worker.learner.average.weights.items()}
 
 
 def sequences(rollout: Rollout) -> Iterator[tuple[int, int, list[int]]]:
@@ -65,17 +69,17 @@ def sequences(rollout: Rollout) -> Iterator[tuple[int, int, list[int]]]:
         yield row, prompt, rollout.tokens_BT[row, : prompt + response].tolist()
 
 
-def batches(worker: ColocatedWorker, prompts: Prompts) -> tuple[PolicyBatch, ValueBatch]:
+def batches(worker: OneRank, prompts: Prompts) -> tuple[PolicyBatch, ValueBatch]:
     """A whole-rollout batch of made-up advantages and old numbers, a few responses of it masked."""
-    rollout = worker.generate(prompts, range(16))
+    rollout = worker.sample(prompts, range(16))
     generator = torch.Generator().manual_seed(9)
     mask = rollout.response_mask_BR.clone()
     mask[[2, 7]] = False
-    logprobs = worker.policy_logprobs(rollout)
+    logprobs = worker.learner.policy_logprobs(rollout)
     old = logprobs + 0.4 * torch.randn(logprobs.shape, generator=generator) * mask
     advantages = torch.randn(logprobs.shape, generator=generator) * mask
     returns = torch.randn(logprobs.shape, generator=generator) * mask
-    old_values = worker.values(rollout) + 0.4 * torch.randn(logprobs.shape, generator=generator) * mask
+    old_values = worker.learner.values(rollout) + 0.4 * torch.randn(logprobs.shape, generator=generator) * mask
     num_tokens = int(mask.sum())
     policy = PolicyBatch(rollout, old, advantages, mask, num_tokens, torch.tensor([3, 0, 6, 1]), 4)
     return policy, ValueBatch(rollout, old_values, returns, mask, num_tokens)
@@ -90,25 +94,28 @@ def test_kl_starts_at_exactly_zero_and_then_moves(start: Start, controlled: Cont
 
 def test_frozen_matrices_in_bf16_give_the_bits_that_autocast_gives(start: Start, prompts: Prompts) -> None:
     worker = start("bf16")
-    assert isinstance(worker.judge, Judge)
-    linear, table = worker.reference.decoder.blocks[0].mlp.up.weight, worker.reference.decoder.embedding.weight
+    assert isinstance(worker.scorer.judge, Judge)
+    linear, table = (
+        worker.scorer.reference.decoder.blocks[0].mlp.up.weight,
+        worker.scorer.reference.decoder.embedding.weight,
+    )
     assert (linear.dtype, table.dtype) == (torch.bfloat16, torch.float32)
-    assert worker.reference.head.weight is table  # tied: a product of it is rounded at each use
-    assert worker.judge.network.score.weight.dtype == torch.bfloat16
-    rollout = worker.generate(prompts, range(16))
-    found = worker.reference_logprobs(rollout), worker.scores(rollout)
-    worker.reference = load_language_model(worker.models.sft).eval()
-    worker.judge = Judge.load(worker.models.reward)
-    assert worker.judge.network.score.weight.dtype == torch.float32
-    expected = worker.reference_logprobs(rollout), worker.scores(rollout)
+    assert worker.scorer.reference.head.weight is table  # tied: a product of it is rounded at each use
+    assert worker.scorer.judge.network.score.weight.dtype == torch.bfloat16
+    rollout = worker.sample(prompts, range(16))
+    found = worker.scorer.reference_logprobs(rollout), worker.scores(rollout)
+    worker.scorer.reference = load_language_model(worker.models.sft).eval()
+    worker.scorer.judge = Judge.load(worker.models.reward)
+    assert worker.scorer.judge.network.score.weight.dtype == torch.float32
+    expected = worker.scorer.reference_logprobs(rollout), worker.scores(rollout)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
 def test_responses_that_fill_the_context_have_the_scores_that_a_judge_gives_them(start: Start) -> None:
     worker = start(max_new_tokens=4)
-    assert isinstance(worker.judge, Judge)
+    assert isinstance(worker.scorer.judge, Judge)
     prompts = [[row, *range(20, 79)] for row in range(5, 21)]  # 60 tokens of a context of 64
-    rollout = worker.generate(prompts, range(16))
+    rollout = worker.sample(prompts, range(16))
     written, responses = rollout.token_lists()
     assert any(len(response) == 4 and response[-1] != worker.tokenizer.end_id for response in responses)
     scores = worker.scores(rollout)
@@ -119,10 +126,12 @@ def test_responses_that_fill_the_context_have_the_scores_that_a_judge_gives_them
 
 def test_the_average_of_tied_weights_is_held_once(start: Start, tmp_path: Path) -> None:
     worker = start()
-    assert worker.average["head.weight"] is worker.average["decoder.embedding.weight"]
-    assert worker.average["head.weight"].data_ptr() != worker.policy.module.head.weight.data_ptr()
-    worker.save(tmp_path, 1, {}, {})
-    worker.finish_saving()
+    assert worker.learner.average.weights["head.weight"] is worker.learner.average.weights["decoder.embedding.weight"]
+    assert (
+        worker.learner.average.weights["head.weight"].data_ptr() != worker.learner.policy.module.head.weight.data_ptr()
+    )
+    worker.learner.save(tmp_path, 1, {}, {})
+    worker.learner.finish_saving()
     saved = load_file(tmp_path / "step-000001" / "average" / "rank-00000.safetensors")
     assert [name for name in saved if "head" in name] == []
 
@@ -131,22 +140,22 @@ def test_policy_logprobs_match_transformers_at_the_sampling_temperature(
     start: Start, models: InitialModels, prompts: Prompts
 ) -> None:
     worker = start(temperature=0.6)
-    rollout = worker.generate(prompts, range(16))
-    found = worker.policy_logprobs(rollout)
+    rollout = worker.sample(prompts, range(16))
+    found = worker.learner.policy_logprobs(rollout)
     model = transformers.AutoModelForCausalLM.from_pretrained(models.sft)
     for row, prompt, tokens in sequences(rollout):
         with torch.no_grad():
             logits = model(torch.tensor([tokens])).logits[0].double() / 0.6
         expected = [float(logits[at - 1].log_softmax(-1)[tokens[at]]) for at in range(prompt, len(tokens))]
         assert found[row].tolist() == pytest.approx(expected + [0.0] * (6 - len(expected)), abs=2e-5)
-    assert torch.equal(worker.reference_logprobs(rollout), found)
+    assert torch.equal(worker.scorer.reference_logprobs(rollout), found)
     # Those of sampling are computed a token at a time, with a cache.
     torch.testing.assert_close(rollout.behaviour_logprobs_BR, found, atol=2e-5, rtol=0)
 
 
 def test_rollouts_end_with_the_end_token_where_they_are_finished(start: Start, prompts: Prompts) -> None:
     worker = start()
-    rollout = worker.generate(prompts * 4, range(64))
+    rollout = worker.sample(prompts * 4, range(64))
     for row, prompt, tokens in sequences(rollout):
         response = tokens[prompt:]
         assert tokens[:prompt] == (prompts * 4)[row]
@@ -159,18 +168,18 @@ def test_rollouts_end_with_the_end_token_where_they_are_finished(start: Start, p
 
 def test_a_sample_depends_on_its_seed_and_not_on_its_batch(start: Start, prompts: Prompts) -> None:
     worker = start()
-    together = worker.generate(prompts, range(16))
-    alone = Rollout.join([worker.generate([prompts[row]], [row]) for row in range(16)])
+    together = worker.sample(prompts, range(16))
+    alone = Rollout.join([worker.sample([prompts[row]], [row]) for row in range(16)])
     for (_, _, tokens), (_, _, same) in zip(sequences(together), sequences(alone), strict=True):
         assert tokens == same
-    reseeded = worker.generate(prompts, range(100, 116))
+    reseeded = worker.sample(prompts, range(100, 116))
     assert [t for _, _, t in sequences(reseeded)] != [t for _, _, t in sequences(together)]
 
 
 def test_scores_and_first_values_are_the_reward_models(start: Start, models: InitialModels, prompts: Prompts) -> None:
     worker = start()
-    rollout = worker.generate(prompts, range(16))
-    scores, values = worker.scores(rollout), worker.values(rollout)
+    rollout = worker.sample(prompts, range(16))
+    scores, values = worker.scores(rollout), worker.learner.values(rollout)
     model = load_scalar_model(models.reward)
     assert 0 < int(rollout.finished_B.sum()) < 16
     for row, prompt, tokens in sequences(rollout):
@@ -197,7 +206,7 @@ def naive_adamw(model: torch.nn.Module, loss: Tensor, rate: float) -> float:
     return norm
 
 
-def naive_policy_loss(worker: ColocatedWorker, model: torch.nn.Module, batch: PolicyBatch) -> tuple[Tensor, Tensor]:
+def naive_policy_loss(worker: OneRank, model: torch.nn.Module, batch: PolicyBatch) -> tuple[Tensor, Tensor]:
     """Policy loss and pretraining loss, token by token, one sequence at a time."""
     loss = torch.zeros(())
     for row, prompt, tokens in sequences(batch.rollout):
@@ -224,13 +233,13 @@ def test_a_policy_update_equals_the_naive_one_for_every_micro_batch_size(
     batch, _ = batches(worker, prompts)
     naive = load_language_model(models.sft)
     loss, ptx = naive_policy_loss(worker, naive, batch)
-    figures = worker.update_policy(batch, 1e-2, 0)
+    figures = worker.learner.update_policy(batch, 1e-2, 0)
     norm = naive_adamw(naive, loss + 0.3 * ptx, 1e-2)
     assert figures["policy_loss"] == pytest.approx(loss.item(), abs=1e-5)
     assert figures["ptx_loss"] == pytest.approx(ptx.item(), rel=1e-5)
     assert figures["policy_gradient_norm"] == pytest.approx(norm, rel=1e-4)
     expected = naive.state_dict()
-    for name, weight in worker.policy.module.state_dict().items():
+    for name, weight in worker.learner.policy.module.state_dict().items():
         torch.testing.assert_close(weight, expected[name], atol=1e-6, rtol=0)
     before = load_language_model(models.sft).state_dict()
     assert any(float((before[name] - expected[name]).abs().max()) > 1e-4 for name in before)
@@ -254,12 +263,12 @@ def test_a_value_update_equals_the_naive_one_for_every_micro_batch_size(
                 value, old, target = values[prompt + t - 1], batch.values_BR[row, t], batch.returns_BR[row, t]
                 clipped = old + (value - old).clamp(-0.2, 0.2)
                 loss = loss + 0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2) / batch.num_tokens
-    figures = worker.update_value(batch, 1e-2, 0)
+    figures = worker.learner.update_value(batch, 1e-2, 0)
     norm = naive_adamw(naive, loss, 1e-2)
     assert figures["value_loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert figures["value_gradient_norm"] == pytest.approx(norm, rel=1e-4)
     expected = naive.state_dict()
-    for name, weight in worker.value.module.state_dict().items():
+    for name, weight in worker.learner.value.module.state_dict().items():
         torch.testing.assert_close(weight, expected[name], atol=1e-6, rtol=0)
 
 
@@ -273,15 +282,17 @@ def test_a_minibatch_whose_scores_all_failed(start: Start, prompts: Prompts) -> 
     worker = start(
         minibatch=1, micro=1, rollout_batch_size=16, num_epochs=1, max_failed_share=0.07, ptx_coef=0, ptx_rows=0
     )
-    scores = worker.scores
+    scores = worker.scorer.scores
 
-    def one_fails(rollout: Rollout) -> Tensor:
-        found = scores(rollout)
+    def one_fails(rollout: Rollout, conversations: Sequence[Messages]) -> Tensor:
+        found = scores(rollout, conversations)
         found[0] = math.nan
         return found
 
-    worker.scores = one_fails  # type: ignore[method-assign]
-    controller = PPOController(worker.config, worker, prompts, worker.models.scale, num_pretraining_rows=1, seed=5)
+    worker.scorer.scores = one_fails  # type: ignore[method-assign]
+    controller = PPOController(
+        worker.config, worker.roles, prompts, worker.models.scale, num_pretraining_rows=1, seed=5
+    )
     figures = controller.step(0)
     assert figures["failed_scores"] == 1
     assert math.isfinite(figures["policy_loss"])
@@ -291,10 +302,10 @@ def test_a_minibatch_whose_scores_all_failed(start: Start, prompts: Prompts) -> 
 def test_after_a_sync_generator_and_learner_hold_the_same_weights(start: Start, prompts: Prompts) -> None:
     worker = start(learning_rate=1e-2)
     batch, _ = batches(worker, prompts)
-    worker.update_policy(batch, 1e-2, 0)
+    worker.learner.update_policy(batch, 1e-2, 0)
     found = weights_of(worker)
     assert not torch.equal(found["policy.head.weight"], found["generator.head.weight"])
-    worker.sync_weights()
+    worker.roles.sync_weights()
     found = weights_of(worker)
     names = [name.removeprefix("policy.") for name in found if name.startswith("policy.")]
     assert names
@@ -304,10 +315,10 @@ def test_after_a_sync_generator_and_learner_hold_the_same_weights(start: Start, 
 def test_a_sync_that_does_not_arrive_is_found_out(start: Start, prompts: Prompts) -> None:
     worker = start()
     batch, _ = batches(worker, prompts)
-    worker.update_policy(batch, 1e-2, 0)
-    worker.generator.load_state_dict = lambda _weights: None  # type: ignore[method-assign, assignment, misc]
+    worker.learner.update_policy(batch, 1e-2, 0)
+    worker.generator.policy.load_state_dict = lambda _weights: None  # type: ignore[method-assign, assignment, misc]
     with pytest.raises(AssertionError, match="checksum"):
-        worker.sync_weights()
+        worker.roles.sync_weights()
 
 
 def test_the_moving_average_by_hand(start: Start, models: InitialModels, prompts: Prompts, tmp_path: Path) -> None:
@@ -315,14 +326,14 @@ def test_the_moving_average_by_hand(start: Start, models: InitialModels, prompts
     batch, _ = batches(worker, prompts)
     expected = {name: tensor.clone() for name, tensor in load_language_model(models.sft).state_dict().items()}
     for update in range(3):
-        worker.update_policy(batch, 1e-2, update)
-        worker.sync_weights()
-        for name, weight in worker.policy.module.state_dict().items():
+        worker.learner.update_policy(batch, 1e-2, update)
+        worker.roles.sync_weights()
+        for name, weight in worker.learner.policy.module.state_dict().items():
             expected[name] = 0.75 * expected[name] + 0.25 * weight
-    for name, average in worker.average.items():
+    for name, average in worker.learner.average.weights.items():
         torch.testing.assert_close(average, expected[name], atol=1e-6, rtol=0)
-    assert not torch.equal(worker.average["head.weight"], worker.policy.module.head.weight)
-    worker.export_policy(tmp_path)
+    assert not torch.equal(worker.learner.average.weights["head.weight"], worker.learner.policy.module.head.weight)
+    worker.learner.export_policy(tmp_path)
     exported = [load_file(tmp_path / name / "model.safetensors") for name in ("model", "model_ema")]
     for model in exported:  # "ema" asks for the average in both places
         torch.testing.assert_close(model["model.embed_tokens.weight"], expected["head.weight"], atol=1e-6, rtol=0)
@@ -331,11 +342,13 @@ def test_the_moving_average_by_hand(start: Start, models: InitialModels, prompts
 def test_the_last_weights_are_exported_with_the_sft_template(start: Start, prompts: Prompts, tmp_path: Path) -> None:
     worker = start()
     batch, _ = batches(worker, prompts)
-    worker.update_policy(batch, 1e-2, 0)
-    worker.sync_weights()
-    worker.export_policy(tmp_path)
+    worker.learner.update_policy(batch, 1e-2, 0)
+    worker.roles.sync_weights()
+    worker.learner.export_policy(tmp_path)
     exported = load_language_model(tmp_path / "model").state_dict()
-    assert all(torch.equal(exported[name], weight) for name, weight in worker.policy.module.state_dict().items())
+    assert all(
+        torch.equal(exported[name], weight) for name, weight in worker.learner.policy.module.state_dict().items()
+    )
     tokenizer, parent = Tokenizer.load(tmp_path / "model"), worker.tokenizer
     assert tokenizer.chat_template == parent.chat_template
 
@@ -347,14 +360,14 @@ def test_save_and_load_continue_bit_for_bit(
     whole = start(precision, learning_rate=1e-2)
     controller = controlled(whole)
     controller.step(0)
-    whole.save(tmp_path, 1, {"kl_coef": 0.25}, {"rollout.bin": b"in flight"})
+    whole.learner.save(tmp_path, 1, {"kl_coef": 0.25}, {"rollout.bin": b"in flight"})
     saved = weights_of(whole)
     figures = controller.step(1)  # while what was saved is written
-    whole.finish_saving()
+    whole.learner.finish_saving()
     assert json.loads((tmp_path / "step-000001" / "progress.json").read_text()) == {"step": 1, "kl_coef": 0.25}
     assert (tmp_path / "step-000001" / "rollout.bin").read_bytes() == b"in flight"
     resumed = start(precision, learning_rate=1e-2)
-    resumed.load(tmp_path / "step-000001")
+    resumed.roles.load(tmp_path / "step-000001")
     loaded = weights_of(resumed)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
     assert controlled(resumed).step(1) == figures
@@ -367,17 +380,19 @@ def test_an_update_without_a_finite_gradient_is_skipped(
     start: Start, prompts: Prompts, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = start()
-    rollout = worker.generate(prompts, range(16))
-    old_BR, mask_BR = worker.policy_logprobs(rollout), rollout.response_mask_BR
+    rollout = worker.sample(prompts, range(16))
+    old_BR, mask_BR = worker.learner.policy_logprobs(rollout), rollout.response_mask_BR
     advantages_BR = torch.ones_like(old_BR)
     advantages_BR[3] = torch.nan
-    before = {name: weight.clone() for name, weight in worker.policy.full_weights().items()}
+    before = {name: weight.clone() for name, weight in worker.learner.policy.full_weights().items()}
     num_tokens = int(mask_BR.sum())
     for rows in (slice(0, 8), slice(8, 16)):
         batch = PolicyBatch(
             rollout.rows(rows), old_BR[rows], advantages_BR[rows], mask_BR[rows], num_tokens, torch.arange(0), 0
         )
-        worker.update_policy(batch, 1e-3, 4)
-        is_same = all(torch.equal(weight, before[name]) for name, weight in worker.policy.full_weights().items())
+        worker.learner.update_policy(batch, 1e-3, 4)
+        is_same = all(
+            torch.equal(weight, before[name]) for name, weight in worker.learner.policy.full_weights().items()
+        )
         assert is_same == (rows.start == 0)
     assert caplog.text.count("ppo: update 5 of the policy is skipped: its gradient is not finite") == 1

@@ -1,0 +1,70 @@
+"""Joining a Ray cluster, or starting one in this process, and whether it has room for a job."""
+
+import logging
+import os
+
+import ray
+
+from cluster.places import (
+    Bundle,
+    NoPlaceError,
+    choose_bundle,
+    cluster_gpus,
+    living_nodes,
+    require_cores,
+    require_machine,
+    require_places,
+)
+
+
+def connect(num_workers: int) -> None:
+    """Join the cluster that RAY_ADDRESS names, or start one in this process for `num_workers` workers.
+
+    Raises:
+        ValueError: this machine has fewer cores than workers.
+    """
+    if ray.is_initialized():
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=False, logging_level=logging.WARNING)
+        return
+    require_cores(num_workers)
+    # A local cluster uses a token by default, and Ray warns about it at each start. The setting that silences the
+    # warning works only before Ray is imported, when nobody knows yet which cluster is meant.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    # "local": a head that somebody started on this machine is not joined unless RAY_ADDRESS names it.
+    ray.init(
+        "local",
+        num_cpus=os.cpu_count() or 1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+    )
+
+
+def disconnect() -> None:
+    ray.shutdown()
+
+
+def require_room(num_ranks: int, *, use_gpus: bool) -> Bundle:
+    """Returns what each of a job's ranks will take of its machine: of the cluster that RAY_ADDRESS names, or of this
+    machine, where Ray need not run yet.
+
+    Raises:
+        ValueError: there could never be room for all ranks at once.
+    """
+    if not os.environ.get("RAY_ADDRESS") and not ray.is_initialized():
+        return require_machine(num_ranks, use_gpus=use_gpus)
+    connect(num_ranks)
+    bundle = choose_bundle(num_ranks, cluster_gpus(), use_gpus=use_gpus)
+    require_places(num_ranks, bundle, living_nodes())
+    return bundle
+
+
+def has_room(num_ranks: int, bundle: Bundle) -> bool:
+    """Whether the cluster's living nodes hold this many ranks."""
+    try:
+        require_places(num_ranks, bundle, living_nodes())
+    except NoPlaceError:
+        return False
+    return True

@@ -1,0 +1,78 @@
+"""The processes of a worker group: Ray actors in one placement group, numbered so that ranks of one node are
+neighbours.
+"""
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.config import ClusterConfig
+from cluster.environment import WORKER_ENVIRONMENT
+from cluster.heartbeat import open_heartbeats
+from cluster.places import Bundle, hidden_gpus, most_ranks_per_node, nodes_of, place
+from cluster.worker import _Worker
+
+
+@dataclass
+class Ranks:
+    """The processes of one group and what is needed to watch them."""
+
+    actors: list[Any]  # by rank; empty once closed
+    names: list[str]  # by rank, as heartbeats know them
+    placement: PlacementGroup
+    heartbeats: Any
+    limits: ClusterConfig  # how long they may be silent or stuck
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.names)
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.actors)
+
+    def close(self) -> None:
+        """End the processes and free their places."""
+        if not self.is_open:
+            return
+        for actor in self.actors:
+            ray.kill(actor, no_restart=True)
+        self.actors = []
+        remove_placement_group(self.placement)  # ends stopped processes, too
+        self.heartbeats.forget.remote(self.names)
+
+
+def start_ranks(num_ranks: int, bundle: Bundle, config: ClusterConfig) -> Ranks:
+    """Reserve places and start one process in each. Returns while the processes still load their libraries.
+
+    Raises:
+        NoPlaceError: no place is free within `cluster.wait_for_nodes_seconds`.
+    """
+    heartbeats = open_heartbeats()
+    placement = place(num_ranks, bundle, config.wait_for_nodes_seconds)
+    group_name = secrets.token_hex(4)
+    names = [f"{group_name}/{rank}" for rank in range(num_ranks)]
+    per_node = most_ranks_per_node(num_ranks, bundle)
+    # Loading libraries does not count as progress.
+    stall_seconds = max(config.start_seconds, config.stall_seconds)
+    limits = config.model_copy(update={"stall_seconds": stall_seconds})
+    actors = []
+    for rank, index in enumerate(_neighbours(nodes_of(placement))):
+        remote = ray.remote(_Worker).options(
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0.0),
+            runtime_env={"env_vars": {**WORKER_ENVIRONMENT, **hidden_gpus(bundle)}},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index),
+        )
+        actors.append(remote.remote(rank, num_ranks, per_node, heartbeats, names[rank], config.beat_limit_seconds))
+    return Ranks(actors, names, placement, heartbeats, limits)
+
+
+def _neighbours(nodes: list[str]) -> list[int]:
+    """Numbers of the bundles, those of one node next to each other; `nodes` are the nodes of the bundles."""
+    first = {node: index for index, node in reversed(list(enumerate(nodes)))}
+    return sorted(range(len(nodes)), key=lambda index: (first[nodes[index]], index))

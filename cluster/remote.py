@@ -1,0 +1,178 @@
+"""Typed handles to objects on ranks. A call names the method it runs, as in
+
+    learners = group.put("ppo", Learner, config, ...)               # Remote[Learner]: one on every rank
+    learners.call_all(Learner.finish_saving)                        # the same arguments for every rank
+    learners.call_split(Learner.update_policy, [(shard, rate, update), ...])    # each rank's own
+
+so mypy checks arguments and results, and an editor goes from the call to the method. Only the method's name travels.
+"""
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, TypeVarTuple
+
+from cluster.calls import Calls, Pending
+from cluster.ranks import Ranks
+
+
+class Closeable(Protocol):
+    def close(self) -> None: ...
+
+
+Kept = TypeVar("Kept", bound=Closeable)
+Taker = TypeVar("Taker", bound=Closeable)
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+P = ParamSpec("P")
+Arguments = TypeVarTuple("Arguments")
+
+_numbers = itertools.count()
+
+
+class Handle(ABC, Generic[Kept]):
+    """One object of a class on each of `num_ranks` ranks. A rank works through its calls in the order they started."""
+
+    num_ranks: int
+
+    @abstractmethod
+    def start_all(
+        self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[list[Result]]:
+        """Start a method on every rank with the same arguments. The returned function waits for results by rank."""
+
+    @abstractmethod
+    def start_split(
+        self, method: Callable[[Kept, *Arguments], Result], args_of_rank: Sequence[tuple[*Arguments]]
+    ) -> Pending[list[Result]]:
+        """As `start_all`, with each rank's own arguments."""
+
+    @abstractmethod
+    def pass_on(
+        self, give: Callable[[Kept], Given], to: "Handle[Taker]", take: Callable[[Taker, Given], object]
+    ) -> Pending[object]:
+        """Call `take` on the objects of `to` with what `give` returns here, without a detour through the driver.
+
+        Where both are kept by the same ranks, each rank hands over its own value. Else every rank gives, and rank 0's
+        value goes to every rank of `to` through Ray's object store. This returns once all have given. The takers take
+        it after whatever they were called for before, and the returned function waits for that.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the objects and forget them."""
+
+    def call_all(
+        self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Result]:
+        """`start_all`, and wait."""
+        return self.start_all(method, *args, **kwargs)()
+
+    def call_split(
+        self, method: Callable[[Kept, *Arguments], Result], args_of_rank: Sequence[tuple[*Arguments]]
+    ) -> list[Result]:
+        """`start_split`, and wait."""
+        return self.start_split(method, args_of_rank)()
+
+
+class Remote(Handle[Kept]):
+    """Objects on the ranks of a `WorkerGroup`, which makes the handle (`WorkerGroup.put`).
+
+    Raises:
+        WorkerError: a call failed; the message names stage, method, rank and the first cause.
+    """
+
+    def __init__(self, ranks: Ranks, stage: str, key: str) -> None:
+        self.ranks, self.stage, self.num_ranks, self._key = ranks, stage, ranks.num_ranks, key
+
+    @classmethod
+    def put(
+        cls, ranks: Ranks, stage: str, factory: Callable[P, Kept], *args: P.args, **kwargs: P.kwargs
+    ) -> "Remote[Kept]":
+        key = f"{stage}/{next(_numbers)}"
+        references = tuple(actor.put.remote(key, factory, args, kwargs) for actor in ranks.actors)
+        Calls[None](ranks, stage, references)()
+        return Remote(ranks, stage, key)
+
+    def start_all(
+        self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
+    ) -> Calls[Result]:
+        name = _name_of(method)
+        return self._started(name, [a.call.remote(self._key, name, args, kwargs) for a in self.ranks.actors])
+
+    def start_split(
+        self, method: Callable[[Kept, *Arguments], Result], args_of_rank: Sequence[tuple[*Arguments]]
+    ) -> Calls[Result]:
+        name, ranks = _name_of(method), zip(self.ranks.actors, args_of_rank, strict=True)
+        return self._started(name, [actor.call.remote(self._key, name, args, {}) for actor, args in ranks])
+
+    def start_first(
+        self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
+    ) -> Calls[Result]:
+        """As `start_all`, on rank 0 alone."""
+        name = _name_of(method)
+        return self._started(name, [self.ranks.actors[0].call.remote(self._key, name, args, kwargs)])
+
+    def pass_on(
+        self, give: Callable[[Kept], Given], to: Handle[Taker], take: Callable[[Taker, Given], object]
+    ) -> Pending[object]:
+        assert isinstance(to, Remote), f"a handle to ranks of a group was expected, not {to!r}"
+        offer, receive = _name_of(give), _name_of(take)
+        if to.ranks is self.ranks:
+            handed = [a.hand_over.remote(self._key, offer, to._key, receive) for a in self.ranks.actors]
+            return _waited(self._started(offer, handed))
+        offered = self._started(offer, [a.offer.remote(self._key, offer) for a in self.ranks.actors])
+        (value,), *_ = offered()
+        return to._started(receive, [a.receive.remote(to._key, receive, value) for a in to.ranks.actors])
+
+    def close(self) -> None:
+        self._started("close", [actor.drop.remote(self._key) for actor in self.ranks.actors])()
+
+    def _started(self, name: str, references: Sequence[Any]) -> Calls[Any]:
+        return Calls(self.ranks, f"{self.stage}.{name}", tuple(references))
+
+
+class Local(Handle[Kept]):
+    """An object in this process, called at once: one rank without Ray, for tests and measurements."""
+
+    num_ranks = 1
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
+
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Every call comes through here."""
+        return getattr(self.kept, _name_of(method))(*args, **kwargs)
+
+    def start_all(
+        self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[list[Result]]:
+        result: Result = self.run(method, *args, **kwargs)
+        return lambda: [result]
+
+    def start_split(
+        self, method: Callable[[Kept, *Arguments], Result], args_of_rank: Sequence[tuple[*Arguments]]
+    ) -> Pending[list[Result]]:
+        ((*args,),) = args_of_rank
+        result: Result = self.run(method, *args)
+        return lambda: [result]
+
+    def pass_on(
+        self, give: Callable[[Kept], Given], to: Handle[Taker], take: Callable[[Taker, Given], object]
+    ) -> Pending[object]:
+        assert isinstance(to, Local), f"a handle to an object of this process was expected, not {to!r}"
+        to.run(take, self.run(give))
+        return lambda: None
+
+    def close(self) -> None:
+        self.kept.close()
+
+
+def _name_of(method: Callable[..., object]) -> str:
+    name: str = method.__name__
+    return name
+
+
+def _waited(calls: Calls[object]) -> Pending[object]:
+    calls()
+    return lambda: None
