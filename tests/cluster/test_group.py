@@ -38,6 +38,9 @@ class Counter:
     def value(self) -> int:
         return self.total
 
+    def fail(self, amount: int) -> None:
+        raise RuntimeError(f"no more than {amount}")
+
     def close(self) -> None:
         os.environ["COUNTER_CLOSED"] = "yes"
 
@@ -136,14 +139,21 @@ def test_calls_of_a_rank_run_in_the_order_they_were_started(pair: WorkerGroup) -
     counters.close()
 
 
-def test_values_pass_from_object_to_object_on_each_rank_and_from_rank_0_to_another_group(pair: WorkerGroup) -> None:
+def test_a_value_passes_from_object_to_object_on_each_rank(pair: WorkerGroup) -> None:
     givers, takers = pair.put("count", Counter, 10), pair.put("count", Counter, 0)
     givers.pass_on(Counter.value, takers, Counter.add)()
     assert takers.call_all(Counter.value) == [0 + 10, 1 + 11]
-    with WorkerGroup(1) as group:
-        others = group.put("count", Counter, 5)
-        givers.pass_on(Counter.value, others, Counter.add)()
-        assert others.call_all(Counter.value) == [15]
+
+
+def test_the_value_of_rank_0_passes_to_every_rank_of_another_group(opened: list[WorkerGroup]) -> None:
+    for group in opened:
+        group.close()
+    with WorkerGroup(1) as giving, WorkerGroup(1) as taking:
+        givers, takers = giving.put("count", Counter, 10), taking.put("count", Counter, 5)
+        givers.pass_on(Counter.value, takers, Counter.add)()
+        assert takers.call_all(Counter.value) == [15]
+        with pytest.raises(WorkerError, match=r"^count\.fail: rank 0 of 1: .*no more"):
+            givers.pass_on(Counter.value, takers, Counter.fail)()
 
 
 def test_an_object_in_this_process_is_called_alike(monkeypatch: pytest.MonkeyPatch) -> None:
