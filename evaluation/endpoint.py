@@ -1,23 +1,20 @@
 """Client for a model behind an OpenAI-compatible endpoint (chat/completions)."""
 
-import http.client
 import json
 import os
 import re
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO, Any, Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
-from reward.elsewhere import FIRST_WAIT_SECONDS, RETRIED_STATUSES, SHOWN_CHARACTERS
+import httpx
+
+from endpoints.retries import post_json
+from reward.elsewhere import SHOWN_CHARACTERS
 
 KEY = "HEED_API_KEY"  # environment variable; HEED_API_KEY_<NAME> takes precedence for the policy or judge called NAME
-LONGEST_WAIT_SECONDS = 60.0
-MOST_BYTES = 16 * 2**20  # per answer
 
 
 @dataclass(frozen=True)
@@ -31,13 +28,6 @@ class Answer:
     finished: bool | None = None
     num_tokens: int | None = None
     failure: str = ""
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Treats redirects as errors, because the key would be sent to wherever they lead."""
-
-    def redirect_request(self, *_arguments: Any, **_more: Any) -> None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -77,28 +67,23 @@ class Endpoint:
 
     def ask(self, request: Mapping[str, Any], stop: threading.Event) -> Answer:
         """Returns the answer to a request (its fields except the model). Setting `stop` ends the wait between tries."""
-        body = json.dumps({"model": self.model, **request}).encode()
-        failure, wait = "", 0.0
-        for attempt in range(self.num_retries + 1):
-            if attempt and stop.wait(max(wait, FIRST_WAIT_SECONDS * 2 ** (attempt - 1))):
-                break
-            try:
-                return self._answer(body)
-            except urllib.error.HTTPError as error:
-                failure = f"status {error.code} ({error.reason}): {self._shown(_beginning(error))}"
-                wait = _asked_wait(error.headers.get("Retry-After", ""))
-                if error.code < 500 and error.code not in RETRIED_STATUSES:
-                    break
-            except (OSError, http.client.HTTPException) as error:  # refused, reset, truncated, timed out
-                failure, wait = f"{type(error).__name__}: {error}", 0.0
-        return Answer("", failure=f"{self.url}: {failure}")
+        try:
+            response = post_json(
+                f"{self.url}/chat/completions",
+                {"model": self.model, **request},
+                headers={"Authorization": f"Bearer {self.key}"} if self.key else {},
+                timeout_seconds=self.timeout_seconds,
+                num_retries=self.num_retries,
+                stopped=stop,
+            )
+        except httpx.RequestError as error:  # refused, reset, truncated, timed out
+            return Answer("", failure=f"{self.url}: {type(error).__name__}: {error}")
+        if not response.is_success:
+            said = self._shown(response.content)
+            return Answer("", failure=f"{self.url}: status {response.status_code} ({response.reason_phrase}): {said}")
+        return self._answer(response.content)
 
-    def _answer(self, body: bytes) -> Answer:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
-        request = urllib.request.Request(f"{self.url}/chat/completions", body, headers)
-        opener = urllib.request.build_opener(_NoRedirect)
-        with opener.open(request, timeout=self.timeout_seconds) as response:
-            said = _read(response)
+    def _answer(self, said: bytes) -> Answer:
         try:
             answer = json.loads(said)
             choice = answer["choices"][0]
@@ -117,22 +102,3 @@ class Endpoint:
         """Returns the beginning of a server's reply without the key, which some servers repeat."""
         text = " ".join(said.decode(errors="replace").split())
         return repr((text.replace(self.key, "***") if self.key else text)[:SHOWN_CHARACTERS])
-
-
-def _read(response: IO[bytes]) -> bytes:
-    said = response.read(MOST_BYTES + 1)
-    if len(said) > MOST_BYTES:
-        raise OSError(f"the answer has more than {MOST_BYTES:,} bytes")
-    return said
-
-
-def _beginning(error: urllib.error.HTTPError) -> bytes:
-    """Returns the body of an error response, or nothing if reading it fails too."""
-    with error, suppress(OSError, http.client.HTTPException):
-        return error.read(MOST_BYTES)
-    return b""
-
-
-def _asked_wait(value: str) -> float:
-    """Returns the wait that Retry-After asks for, in seconds; 0 if it is absent or not a number of seconds."""
-    return min(float(value), LONGEST_WAIT_SECONDS) if value.isdecimal() else 0.0

@@ -18,9 +18,9 @@ from reading.rows import LOADERS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
-    "lm", "reading", "intervals", "files", "training", "preferences", "playground", "reports", "labeling", "cluster",
-    "planning", "stages", "pretrain", "sft", "reward", "evaluation", "collect", "ppo", "compare", "jobs", "studies",
-    "chaos", "heed", "configs",
+    "lm", "reading", "intervals", "files", "endpoints", "training", "preferences", "playground", "reports",
+    "labeling", "cluster", "planning", "stages", "pretrain", "sft", "reward", "evaluation", "collect", "ppo",
+    "compare", "jobs", "studies", "chaos", "heed", "configs",
 )  # fmt: skip
 SHIPPED_MIB = 100  # the head keeps what is shipped in memory; more belongs on the shared folder
 

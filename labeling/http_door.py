@@ -3,13 +3,14 @@
 Leaves out: labelers that answer at the same time (a door a thread, or a process, does that).
 """
 
-import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
+import tenacity
 
+from endpoints.retries import send_with_retries
 from preferences.records import Answer, Labeler, Message, ShownTask
 
 FIRST_WAIT_SECONDS = 0.2  # before the first retry; each further one waits twice as long, up to LONGEST_WAIT_SECONDS
@@ -68,23 +69,19 @@ class HttpDoor:
         return ""
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        deadline, wait_seconds = time.monotonic() + self._patience_seconds, FIRST_WAIT_SECONDS
-        while True:
-            try:
-                response = self._client.request(method, path, json=body)
-            except httpx.TransportError:
-                if time.monotonic() > deadline:
-                    raise
-            else:
-                if response.status_code < 400:
-                    return response.json() if response.content else None
-                if response.status_code < 500 or time.monotonic() > deadline:
-                    raise ValueError(
-                        f"labeler {self.labeler.name!r}: {method} {response.url} was refused with status"
-                        f" {response.status_code}: {response.text}"
-                    )
-            time.sleep(wait_seconds)
-            wait_seconds = min(2 * wait_seconds, LONGEST_WAIT_SECONDS)
+        response = send_with_retries(
+            lambda: self._client.request(method, path, json=body),
+            tenacity.stop_after_delay(self._patience_seconds),
+            first_pause_seconds=FIRST_WAIT_SECONDS,
+            longest_pause_seconds=LONGEST_WAIT_SECONDS,
+            retried_statuses=(),  # a labeler who has to wait is told so
+        )
+        if response.is_success:
+            return response.json() if response.content else None
+        raise ValueError(
+            f"labeler {self.labeler.name!r}: {method} {response.url} was refused with status"
+            f" {response.status_code}: {response.text}"
+        )
 
 
 def answer_in_turns(doors: Sequence[HttpDoor]) -> dict[str, str]:

@@ -1,17 +1,16 @@
 """Rewards from elsewhere: a Python function, or an HTTP endpoint. What fails has no score and says why."""
 
-import http.client
 import inspect
 import json
 import math
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+import httpx
+
+from endpoints.retries import post_json
 from files.python_names import explain, file_of, load_function
 from lm.progress import note_progress
 from lm.tokenizer import Messages
@@ -20,8 +19,6 @@ from reading.fields import shown
 # Called with prompts (each a list of messages) and responses (texts); gives a number a response, None where it fails.
 RewardFunction = Callable[[list[list[dict[str, str]]], list[str]], Sequence[float | None]]
 
-FIRST_WAIT_SECONDS = 0.5  # before the first retry; each further one waits twice as long
-RETRIED_STATUSES = (408, 425, 429)  # "try later"; as are all from 500 on. Other refusals would only be repeated.
 SHOWN_CHARACTERS = 200  # of an answer that makes no sense
 
 
@@ -96,27 +93,24 @@ class HTTPReward:
 
     def score(self, conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
         prompts = [[dict(message) for message in messages] for messages in conversations]
-        body = json.dumps({"prompts": prompts, "responses": list(responses)}).encode()
-        failure = ""
-        for attempt in range(self.num_retries + 1):
-            note_progress()
-            if attempt:
-                time.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
-            try:
-                return self._answer(body, len(responses))
-            except urllib.error.HTTPError as error:
-                failure = f"{self.url} answered with status {error.code} ({error.reason})"
-                error.close()
-                if error.code < 500 and error.code not in RETRIED_STATUSES:
-                    break
-            except (OSError, http.client.HTTPException) as error:  # refused, reset, cut short, timed out
-                failure = f"{self.url}: {type(error).__name__}: {error}"
-        return [Scored(math.nan, failure)] * len(responses)
+        try:
+            response = post_json(
+                self.url,
+                {"prompts": prompts, "responses": list(responses)},
+                headers={},
+                timeout_seconds=self.timeout_seconds,
+                num_retries=self.num_retries,
+                on_attempt=note_progress,
+            )
+        except httpx.RequestError as error:  # refused, reset, cut short, timed out
+            failure = f"{self.url}: {type(error).__name__}: {error}"
+            return [Scored(math.nan, failure)] * len(responses)
+        if not response.is_success:
+            failure = f"{self.url} answered with status {response.status_code} ({response.reason_phrase})"
+            return [Scored(math.nan, failure)] * len(responses)
+        return self._scores(response.content, len(responses))
 
-    def _answer(self, body: bytes, num_responses: int) -> list[Scored]:
-        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=self.timeout_seconds) as answer:
-            text = answer.read()
+    def _scores(self, text: bytes, num_responses: int) -> list[Scored]:
         try:
             values = json.loads(text)["scores"]
         except (ValueError, KeyError, TypeError):

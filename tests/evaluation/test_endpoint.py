@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from evaluation import endpoint as endpoint_module
+from endpoints import retries
 from evaluation.answers import AnswerCache, Asker
 from evaluation.endpoint import Answer, Endpoint
 
@@ -15,7 +15,7 @@ KEY = "sk-very-secret"
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.01)
 
 
 def endpoint_of(

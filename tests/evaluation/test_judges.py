@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from evaluation import endpoint as endpoint_module
+from endpoints import retries
 from evaluation.answers import Asker
 from evaluation.endpoint import Endpoint
 from evaluation.judges.judge import Pair, pairs_of, refuse_too_many_failures
@@ -163,7 +163,7 @@ def test_a_language_model_that_prefers_the_first(pairs: Sequence[Pair], chat_ser
 def test_no_verdict_is_a_failed_verdict(
     pairs: Sequence[Pair], chat_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_module, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.01)
     mumbling = language_model(chat_server, tmp_path, "mumbling").judge(pairs, ignore)
     failures = {verdict.failure for verdict in mumbling if verdict.first}
     expected = "a line 'Verdict: 1', '2' or 'tie' was expected"

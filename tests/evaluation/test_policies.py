@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from evaluation import endpoint as endpoint_module
+from endpoints import retries
 from evaluation.answers import Asker
 from evaluation.endpoint import Endpoint
 from evaluation.policies.local import LocalPolicy
@@ -91,7 +91,7 @@ def test_an_endpoint_is_asked_with_a_seed_a_sample(chat_server: Any, tmp_path: P
 def test_an_endpoint_has_to_answer_every_prompt(
     chat_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_module, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.01)
     chat_server.fails = lambda body: body["messages"][0]["content"] == "The fox 1?"
     with pytest.raises(ValueError, match=r"policy 'r': 2 of 6 requests failed, the first on prompt 'p1'.*503"):
         remote(chat_server, tmp_path, "writer").respond(ignore)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from reward import elsewhere
+from endpoints import retries
 from reward.elsewhere import FunctionReward, HTTPReward, Scored
 
 ASKED = [[{"role": "user", "content": text}] for text in ("one?", "two?", "three?")]
@@ -212,7 +212,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    monkeypatch.setattr(elsewhere, "FIRST_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.02)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with Endpoint() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})

@@ -1,0 +1,1 @@
+"""Calls to other people's HTTP servers, below every package that makes them."""
