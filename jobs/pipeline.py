@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import tenacity
 import tomli_w
 
+from cluster.code import send_by_value
 from cluster.connection import disconnect
 from cluster.failures import WorkerError
 from cluster.precision import resolve_precision
@@ -67,6 +68,9 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
         engine = resolve_precision(job.engine, workers.check(), job.fewest_ranks, job.cluster.start_seconds)
         job = job.model_copy(update={"engine": engine})
         run = Run(job, folder, job.open_world(), workers)
+        for stage in job.stages:
+            if stage.module is not None:
+                send_by_value(stage.module)
         _write_job(job, folder / "job.toml")
         _prepare_world(run)
         _prepare_stages(run)

@@ -1,0 +1,125 @@
+"""The stage of CONTRIBUTING.md, "Adding a stage": a file outside the tree that a job names is a stage like any."""
+
+import json
+import os
+import re
+import signal
+import time
+import tomllib
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from jobs.job_file import load_job
+from jobs.submission import packed
+from training.metrics import read_metrics
+
+ROOT = Path(__file__).parents[2]
+DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Adding a stage")[1]
+CODE, SECTION = (re.search(rf"```{kind}\n(.*?)```", GUIDE, re.DOTALL)[1] for kind in ("python", "toml"))
+
+
+def job_file(folder: Path, code: str = CODE, **changes: Any) -> Path:
+    """The debug job's pretraining and the guide's stage, whose code lies in the same folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "midtrain.py").write_text(code, encoding="utf-8")
+    debug, added = tomllib.loads(DEBUG.read_text(encoding="utf-8")), tomllib.loads(SECTION)
+    kept = {key: debug[key] for key in ("name", "seed", "workers", "world", "engine", "model", "pretrain")}
+    values = {**kept, **added, "custom_stages": [f"{folder / 'midtrain.py'}:STAGE"]}
+    values["midtrain"] |= changes
+    (folder / "job.toml").write_text(tomli_w.dumps(values), encoding="utf-8")
+    return folder / "job.toml"
+
+
+def test_it_takes_under_sixty_lines() -> None:
+    assert len([line for line in CODE.splitlines() if line.strip()]) < 60
+
+
+def test_it_runs_is_killed_resumes_and_is_recorded(heed: Callable[..., Any], tmp_path: Path) -> None:
+    path = job_file(tmp_path, num_steps=30)
+    arguments = ("run", str(path), "--runs", str(tmp_path / "runs"))
+    run = tmp_path / "runs" / "debug"
+
+    def wait_for_steps(command: Any, steps: int) -> None:
+        end = time.monotonic() + 240
+        while len(read_metrics(run / "midtrain" / "metrics.jsonl")) < steps:
+            assert command.process.poll() is None, command.output
+            assert time.monotonic() < end, command.output
+            time.sleep(0.02)
+
+    killed = heed(*arguments)
+    wait_for_steps(killed, 5)
+    killed.kill_everything()
+    for process in killed.wait_until_gone():
+        os.kill(process, signal.SIGKILL)
+    resumed = heed(*arguments)
+    assert resumed.wait() == 0, resumed.output
+    assert "pretrain: unchanged, skipped" in resumed.output
+    assert re.search(r"midtrain: resumes from step \d+ of 30", resumed.output), resumed.output
+    assert [line["step"] for line in read_metrics(run / "midtrain" / "metrics.jsonl")] == list(range(1, 31))
+    whole = heed(*arguments[:-1], str(tmp_path / "whole"))
+    assert whole.wait() == 0, whole.output
+    weights = Path("midtrain") / "model" / "model.safetensors"
+    assert (run / weights).read_bytes() == (tmp_path / "whole" / "debug" / weights).read_bytes()
+
+    lineage = json.loads((run / "midtrain" / "lineage.json").read_text())
+    pretrained = json.loads((run / "pretrain" / "lineage.json").read_text())
+    assert lineage["parents"] == {"pretrain": pretrained["outputs"]}
+    assert lineage["data"]["stage midtrain"] == sha256((tmp_path / "midtrain.py").read_bytes()).hexdigest()
+    (tmp_path / "midtrain.py").write_text(CODE + "# changed\n")
+    again = heed(*arguments, "--only", "midtrain")
+    wait_for_steps(again, 1)
+    assert "midtrain: the earlier result is kept in" in again.output
+    again.process.send_signal(signal.SIGINT)
+    assert again.wait(60) == 130, again.output
+
+
+def test_it_is_planned(heed: Callable[..., Any], tmp_path: Path) -> None:
+    planned = heed("plan", str(job_file(tmp_path)))
+    assert planned.wait() == 0, planned.output
+    midtrain = planned.output.split("\nmidtrain\n")[1]
+    assert re.search(r"tokens per step +640", midtrain)
+    assert re.search(r"peak +0\.\d+", midtrain)
+
+
+def test_its_rows_are_read_before_anything_is_trained(heed: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "one"}\n{"body": "two"}\n')
+    path = job_file(tmp_path, texts={"source": str(tmp_path / "texts.jsonl")})
+    refused = heed("run", str(path), "--runs", str(tmp_path / "runs"))
+    assert refused.wait() == 2, refused.output
+    assert re.search(r"texts.jsonl: line 2: field 'text' is missing", refused.output), refused.output
+    assert not (tmp_path / "runs" / "debug" / "pretrain").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "changes", "message"),
+    [
+        (CODE, {"num_stepz": 3}, r"midtrain\.num_stepz: unknown key; did you mean 'num_steps'\?"),
+        (CODE, {"num_steps": 0}, r"midtrain\.num_steps: .* greater than or equal to 1, found 0"),
+        (CODE, {"batch": {"batch_size": 4, "micro_batch_size": 3}}, r"midtrain\.batch: batch_size over micro_batch"),
+        (CODE.replace('"midtrain"', '"sft"'), {}, r"custom_stages: stage .*: the name 'sft' is taken"),
+        (
+            CODE.replace("STAGE = ", "OTHER = "),
+            {},
+            r"midtrain\.py has no stages\.contract\.Stage 'STAGE'",
+        ),
+        (CODE.replace('Parent("pretrain"', 'Parent("pretrian"'), {}, r"parent 'pretrian' is no stage; known are pretr"),
+        ("import nowhere_at_all", {}, r"custom_stages: stage: importing .*midtrain\.py raised ModuleNotFoundError"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(tmp_path: Path, code: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_job(job_file(tmp_path, code, **changes))
+
+
+def test_its_file_is_shipped_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = job_file(tmp_path)
+    path.write_text(path.read_text().replace(f"{tmp_path}/midtrain.py", "midtrain.py"))
+    monkeypatch.chdir(tmp_path)
+    with packed(path, load_job(path)) as folder:
+        assert (folder / "midtrain.py").read_text() == CODE
