@@ -4,10 +4,11 @@ import hashlib
 import json
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
+from collect.report import REPORTER
+from collect.results import CollectResults
 from evaluation.sampling import Sample, SamplingSpec
 from evaluation.sampling_everywhere import sample_everywhere
 from preferences.door import answer_all
@@ -109,9 +110,9 @@ def write_rankings(path: Path, rankings: Sequence[Ranking]) -> None:
             file.write(json.dumps(ranking_row(ranking)) + "\n")
 
 
-def collection_figures(
+def collect_results(
     rankings: Sequence[Ranking], num_prompts: int, num_identical: int, world: World, responses_per_prompt: int
-) -> dict[str, Any]:
+) -> CollectResults:
     """What was collected, how far labelers agree, and how far they are right."""
     truth = label_truth(rankings, world)
     pairs = [
@@ -120,16 +121,16 @@ def collection_figures(
         for index, first in enumerate(ranking.ranks)
         for second in ranking.ranks[index + 1 :]
     ]
-    return {
-        "num_prompts": num_prompts,
-        "num_identical": num_identical,
-        "responses_per_prompt": responses_per_prompt,
-        "num_judgments": len(rankings),
-        "tie_share": sum(first == second for first, second in pairs) / len(pairs),
-        "agreement": pairwise_agreement(rankings).as_dict(),
-        "gold_accuracy": accuracy_against(rankings, truth).as_dict(),
-        "labelers": sorted({ranking.labeler for ranking in rankings}),
-    }
+    return CollectResults(
+        num_prompts=num_prompts,
+        num_identical=num_identical,
+        responses_per_prompt=responses_per_prompt,
+        num_judgments=len(rankings),
+        tie_share=sum(first == second for first, second in pairs) / len(pairs),
+        agreement=pairwise_agreement(rankings),
+        gold_accuracy=accuracy_against(rankings, truth),
+        labelers=tuple(sorted({ranking.labeler for ranking in rankings})),
+    )
 
 
 def run_collect(run: StageRun, config: CollectConfig) -> None:
@@ -155,7 +156,7 @@ def run_collect(run: StageRun, config: CollectConfig) -> None:
         )  # fmt: skip
     write_rankings(run.folder / "rankings.jsonl", rankings)
     num_identical = len(prompts) - len(tasks)
-    run.write_results(collection_figures(rankings, len(prompts), num_identical, run.world, config.responses_per_prompt))
+    run.write_results(collect_results(rankings, len(prompts), num_identical, run.world, config.responses_per_prompt))
 
 
 def preflight(run: StageRun, config: CollectConfig) -> None:
@@ -185,4 +186,5 @@ STAGE = Stage(
     context_tokens=lambda config: {"max_new_tokens": config.max_new_tokens + 1},
     preflight=preflight,
     plan=plan,
+    report=REPORTER,
 )

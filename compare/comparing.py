@@ -12,7 +12,7 @@ from typing import Any
 from compare.folder import (
     Settings,
     holding,
-    read_judged,
+    read_comparison,
     read_settings,
     refuse_other_settings,
     sampled_before,
@@ -23,8 +23,9 @@ from compare.folder import (
 from compare.judges import Judging, open_judges
 from evaluation.answers import OnProgress
 from evaluation.judges.external import read_verdict_file
-from evaluation.judges.judge import Judge, Pair, pairs_of, refuse_too_many_failures
+from evaluation.judges.judge import Judge, pairs_of, refuse_too_many_failures
 from evaluation.judges.people import PeopleJudge
+from evaluation.judges.scorers import MAX_PAIRS, ScoreJudge
 from evaluation.names import named_specs
 from evaluation.policies.local import LocalPolicy
 from evaluation.policies.policy import Policy, Sampling
@@ -84,10 +85,10 @@ def compare(compared: Compared, folder: Path, progress: Progress) -> Outcome:
             refuse_other_settings(folder, read_settings(folder), settings)
             return judge_again(folder, judges, max_failed_share, progress)
         responses = _sample(policies, prompts, aside, progress)
-        settings["responses"] = {name: _counts(own) for name, own in responses.items()}
+        settings["responses"] = {name: counts_of(own) for name, own in responses.items()}
         verdicts: list[Verdict] = []
         for judge in judges:
-            entry, own = _judge(judge, pairs_of(prompts, responses), max_failed_share, progress)
+            entry, own = judged(judge, prompts, responses, max_failed_share, progress)
             settings["judges"].append(entry)
             verdicts += own
         if verdicts:
@@ -102,16 +103,17 @@ def judge_again(folder: Path, judges: Sequence[Judge], max_failed_share: float, 
     Errors: ValueError for a judge that fails too often, and for a folder that holds no comparison.
     """
     settings = read_settings(folder)
-    prompts, responses, verdicts = read_judged(folder)
-    pairs = pairs_of(prompts, responses)
+    found = read_comparison(folder)
     by_judge: dict[str, list[Verdict]] = {entry["name"]: [] for entry in settings["judges"]}
-    for verdict in verdicts:
+    for verdict in found.verdicts:
         if verdict.judge in by_judge:  # else a run ended between writing it and naming its judge
             by_judge[verdict.judge].append(verdict)
     entries = {entry["name"]: entry for entry in settings["judges"]}
     asked = [judge for judge in judges if _is_asked(judge, entries.get(judge.name, {}))]
     for judge in asked:
-        entries[judge.name], by_judge[judge.name] = _judge(judge, pairs, max_failed_share, progress)
+        entries[judge.name], by_judge[judge.name] = judged(
+            judge, found.prompts, found.by_policy, max_failed_share, progress
+        )
     settings["judges"] = list(entries.values())
     if asked:
         write_verdicts(folder, settings, [verdict for own in by_judge.values() for verdict in own])
@@ -139,7 +141,9 @@ def take_verdicts(spec: str, form: str, folder: Path, *, category: str, seed: in
             "num_unknown": found.num_unknown,
             "num_again": found.num_again,
         },
-        "responses": {name: _counts([row for row in found.responses if row.policy == name]) for name in found.policies},
+        "responses": {
+            name: counts_of([row for row in found.responses if row.policy == name]) for name in found.policies
+        },
         "judges": [
             {"name": name, "kind": MADE_ELSEWHERE} | _failed([row for row in found.verdicts if row.judge == name])
             for name in found.judges
@@ -207,10 +211,19 @@ def _is_asked(judge: Judge, known: Mapping[str, Any]) -> bool:
     return isinstance(judge, PeopleJudge) or not is_as_it_was
 
 
-def _judge(
-    judge: Judge, pairs: Sequence[Pair], max_failed_share: float, progress: Progress
+def judged(
+    judge: Judge,
+    prompts: Sequence[Prompt],
+    responses: Mapping[str, Sequence[Response]],
+    max_failed_share: float,
+    progress: Progress,
 ) -> tuple[dict[str, Any], list[Verdict]]:
-    """A judge's entry in the settings, and its verdicts. Errors: ValueError where too many of them failed."""
+    """A judge's entry in the settings, and its verdicts. Raises: ValueError where too many of them failed.
+
+    A judge that scores single responses compares every two samples; others the i-th of one policy with the i-th of the
+    other.
+    """
+    pairs = pairs_of(prompts, responses, max_pairs=MAX_PAIRS if isinstance(judge, ScoreJudge) else 0)
     verdicts = judge.judge(pairs, progress(f"judge {judge.name}"))
     if isinstance(judge, PeopleJudge):  # that somebody skips a task is no fault
         return judge.describe() | asdict(judge.put_tasks(pairs)) | _failed(verdicts), verdicts
@@ -222,7 +235,8 @@ def _failed(verdicts: Sequence[Verdict]) -> dict[str, int]:
     return {"num_verdicts": len(verdicts), "num_failed": sum(bool(verdict.failure) for verdict in verdicts)}
 
 
-def _counts(responses: Sequence[Response]) -> dict[str, int]:
+def counts_of(responses: Sequence[Response]) -> dict[str, int]:
+    """How many responses a policy gave, and how many are empty or cut off."""
     return {
         "num_responses": len(responses),
         "num_empty": sum(not response.text.strip() for response in responses),

@@ -15,21 +15,26 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from evaluation.policies.policy import Policy
 from evaluation.verdicts import Response, Verdict, read_responses, read_verdicts, write_rows
-from files.atomic import atomic_folder, write_json
+from files.atomic import atomic_folder, write_json, write_text
+from files.hashes import file_hash
 from files.lock import lock
-from reading.fields import any_messages, any_text, text_field
+from reading.fields import any_messages, any_text, list_field, text_field, whole_field
 from reading.rows import read_source
+from reports.run import parse_object
+from reports.text import clean_json
 from stages.lineage import code_version
 from training.data import Prompt
 
 SETTINGS, PROMPTS, MEASURES = "compare.json", "prompts.jsonl", "measures.json"
 RESPONSES, VERDICTS = "responses.parquet", "verdicts.parquet"
+BEST_OF_N = "best of n"  # the kind of policies that choose among another one's samples
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy")
 
 Settings = dict[str, Any]
@@ -73,10 +78,21 @@ def write_comparison(
         raise ValueError(f"{folder}: is there already; a new folder was expected (--out)")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_folder(folder) as aside:
-        write_rows(aside / RESPONSES, responses)
-        with (aside / PROMPTS).open("w", encoding="utf-8", newline="\n") as file:
-            file.writelines(json.dumps(_prompt_row(prompt), ensure_ascii=False) + "\n" for prompt in prompts)
-        write_verdicts(aside, settings, verdicts)
+        write_files(aside, settings, prompts, responses, verdicts)
+
+
+def write_files(
+    folder: Path,
+    settings: Settings,
+    prompts: Sequence[Prompt],
+    responses: Sequence[Response],
+    verdicts: Sequence[Verdict],
+) -> None:
+    """The files of a comparison into a folder that is there, compare.json last."""
+    write_rows(folder / RESPONSES, responses)
+    lines = [json.dumps(_prompt_row(prompt), ensure_ascii=False) + "\n" for prompt in prompts]
+    write_text(folder / PROMPTS, "".join(lines))
+    write_verdicts(folder, settings, verdicts)
 
 
 def write_verdicts(folder: Path, settings: Settings, verdicts: Sequence[Verdict]) -> None:
@@ -89,14 +105,38 @@ def _prompt_row(prompt: Prompt) -> dict[str, Any]:
     return {"prompt_id": prompt.prompt_id, "messages": list(prompt.messages), "category": prompt.kind}
 
 
-def _prompt(where: str, row: Mapping[str, Any]) -> Prompt:
-    messages = any_messages(where, row.get("messages"), "messages")
-    prompt_id, category = text_field(where, row, "prompt_id"), any_text(where, row, "category")
-    return Prompt(prompt_id=prompt_id, messages=tuple(messages), kind=category)
+@dataclass(frozen=True)
+class ComparisonFolder:
+    """A comparison as it was left, checked. `policies` and `judges` are names in the order of compare.json.
+
+    `settings` and `measures` are what compare.json and measures.json hold, numbers that are not finite as None;
+    `measures` is empty where there is no such file. `files` maps every file that was read to its SHA-256.
+    """
+
+    name: str
+    settings: Settings
+    policies: tuple[str, ...]
+    judges: tuple[str, ...]
+    seed: int
+    prompts: Sequence[Prompt]
+    responses: Sequence[Response]
+    verdicts: Sequence[Verdict]
+    measures: Mapping[str, Any]
+    files: Mapping[str, str]
+
+    @property
+    def by_policy(self) -> dict[str, list[Response]]:
+        """The responses of each policy."""
+        return {name: [row for row in self.responses if row.policy == name] for name in self.policies}
+
+
+def is_comparison(folder: Path) -> bool:
+    """Whether a folder is a comparison's, rather than a run's."""
+    return (folder / SETTINGS).is_file()
 
 
 def read_settings(folder: Path) -> Settings:
-    """Errors: ValueError for a folder that holds no comparison."""
+    """compare.json. Raises: ValueError for a folder that holds no comparison."""
     path = folder / SETTINGS
     if not path.is_file():
         raise ValueError(f"{path}: no such file; the folder of a finished comparison was expected")
@@ -107,13 +147,71 @@ def read_settings(folder: Path) -> Settings:
     return settings
 
 
-def read_judged(folder: Path) -> tuple[list[Prompt], dict[str, list[Response]], list[Verdict]]:
-    """Prompts, responses by policy in the order of the settings, and verdicts of a comparison's folder."""
-    prompts = [_prompt(where, row) for where, row in read_source(str(folder / PROMPTS))]
-    responses: dict[str, list[Response]] = {policy["name"]: [] for policy in read_settings(folder)["policies"]}
-    for response in read_responses(folder / RESPONSES):
-        responses[response.policy].append(response)
-    return prompts, responses, read_verdicts(folder / VERDICTS)
+def read_comparison(folder: Path) -> ComparisonFolder:
+    """Read and check a comparison's folder.
+
+    Raises:
+        ValueError: a file is absent, malformed, or contradicts another; the message names it, and the line or row.
+    """
+    settings = clean_json(read_settings(folder))
+    policies = _names(folder / SETTINGS, settings, "policies")
+    seed = whole_field(str(folder / SETTINGS), settings, "seed", 0, 2**63 - 1)
+    prompts = _prompts(folder / PROMPTS)
+    verdicts = read_verdicts(folder / VERDICTS)
+    responses = read_responses(folder / RESPONSES)
+    known = {prompt.prompt_id for prompt in prompts}
+    _check_responses(folder / RESPONSES, responses, policies, known)
+    _check_verdicts(folder / VERDICTS, verdicts, responses, policies, known)
+    path = folder / MEASURES
+    measures = parse_object(path.read_text(encoding="utf-8", errors="replace"), str(path)) if path.is_file() else {}
+    read = [SETTINGS, PROMPTS, RESPONSES, VERDICTS] + ([MEASURES] if measures else [])
+    return ComparisonFolder(
+        name=folder.resolve().name,
+        settings=settings,
+        policies=policies,
+        judges=_judges(folder / SETTINGS, settings, verdicts),
+        seed=seed,
+        prompts=prompts,
+        responses=responses,
+        verdicts=verdicts,
+        measures=measures,
+        files={file: file_hash(folder / file) for file in read},
+    )
+
+
+def _names(path: Path, settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    """The names in a list of names, or of objects with a name each."""
+    entries = list_field(str(path), settings, field)
+    where = [f"{path}: {field}[{place}]" for place in range(len(entries))]
+    names = [
+        text_field(at, entry if isinstance(entry, dict) else {"name": entry}, "name")
+        for at, entry in zip(where, entries, strict=True)
+    ]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{path}: field {field!r} names one of {', '.join(names)} twice")
+    return tuple(names)
+
+
+def _judges(path: Path, settings: Mapping[str, Any], verdicts: Sequence[Verdict]) -> tuple[str, ...]:
+    """The judges whose verdicts there are, in the order of the settings, then by name."""
+    listed = _names(path, settings, "judges") if "judges" in settings else ()
+    found = {verdict.judge for verdict in verdicts}
+    return (*(name for name in listed if name in found), *sorted(found - set(listed)))
+
+
+def _prompts(path: Path) -> list[Prompt]:
+    prompts, seen = [], set()
+    for where, row in read_source(str(path)):
+        prompt_id = text_field(where, row, "prompt_id")
+        if prompt_id in seen:
+            raise ValueError(f"{where}: prompt_id {prompt_id!r} is there twice")
+        seen.add(prompt_id)
+        messages = tuple(any_messages(where, row.get("messages"), "messages"))
+        category = any_text(where, {"category": "", **row}, "category")
+        prompts.append(Prompt(prompt_id=prompt_id, messages=messages, kind=category))
+    if not prompts:
+        raise ValueError(f"{path}: no prompts")
+    return prompts
 
 
 def refuse_other_settings(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -124,3 +222,39 @@ def refuse_other_settings(folder: Path, found: Mapping[str, Any], wanted: Mappin
                 f"{folder}: holds a comparison whose {name} differ: {json.dumps(found.get(name))}; now"
                 f" {json.dumps(wanted.get(name))}. Give another --out, or remove the folder"
             )
+
+
+def _check_responses(path: Path, rows: Sequence[Response], policies: Sequence[str], known: set[str]) -> None:
+    seen: set[tuple[str, str, int]] = set()
+    for number, row in enumerate(rows, 1):
+        where = f"{path}: row {number}"
+        _check_known(where, row.prompt_id, known, [row.policy], policies)
+        key = (row.policy, row.prompt_id, row.index)
+        if key in seen:
+            raise ValueError(
+                f"{where}: response {row.index} of {row.policy!r} to prompt {row.prompt_id!r} is there twice"
+            )
+        seen.add(key)
+
+
+def _check_verdicts(
+    path: Path, rows: Sequence[Verdict], responses: Sequence[Response], policies: Sequence[str], known: set[str]
+) -> None:
+    given = {(row.policy, row.prompt_id, row.index) for row in responses}
+    for number, row in enumerate(rows, 1):
+        where = f"{path}: row {number}"
+        _check_known(where, row.prompt_id, known, [row.policy_a, row.policy_b], policies)
+        for policy, index in ((row.policy_a, row.index_a), (row.policy_b, row.index_b)):
+            if (policy, row.prompt_id, index) not in given:
+                raise ValueError(
+                    f"{where}: it is of response {index} of {policy!r} to prompt {row.prompt_id!r}, which {RESPONSES}"
+                    " does not hold"
+                )
+
+
+def _check_known(where: str, prompt_id: str, known: set[str], named: Sequence[str], policies: Sequence[str]) -> None:
+    if prompt_id not in known:
+        raise ValueError(f"{where}: prompt {prompt_id!r} is not in {PROMPTS}")
+    for name in named:
+        if name not in policies:
+            raise ValueError(f"{where}: policy {name!r} is not in {SETTINGS}; {', '.join(policies)} were expected")

@@ -12,7 +12,7 @@ from evaluation.endpoint import Endpoint
 from evaluation.judges.judge import Judge
 from evaluation.judges.language_model import LanguageModelJudge
 from evaluation.judges.people import PeopleJudge
-from evaluation.judges.scorers import Score, ScoreJudge, reward_model_score
+from evaluation.judges.scorers import ScoreJudge, reward_model_score
 from evaluation.judges.template import read_template
 from evaluation.names import named_specs
 from files.hashes import file_hash, folder_hash
@@ -134,12 +134,14 @@ def _gold(name: str, spec: str, judging: Judging, prompts: Sequence[Prompt]) -> 
             world.gold_scores([prompt.messages[-1]["content"]], [""])
         except ValueError as error:  # a prompt of another world
             raise ValueError(f"judge {name!r}: prompt {prompt.prompt_id!r}: {error}") from None
-    return ScoreJudge(name, "gold", spec, _gold_score(world), {"description": world.describe()})
+    return gold_judge(name, spec, world)
 
 
-def _gold_score(world: World) -> Score:
+def gold_judge(name: str, spec: str, world: World) -> ScoreJudge:
+    """A world's gold scorer."""
+
     def score(conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
         asked = [messages[-1]["content"] for messages in conversations]
         return [Scored(value) for value in world.gold_scores(asked, list(responses))]
 
-    return score
+    return ScoreJudge(name, "gold", spec, score, {"description": world.describe(), "pass_mark": world.pass_mark})

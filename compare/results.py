@@ -1,75 +1,88 @@
-"""What comes of a comparison's verdicts: the statistics, the report, a table for the terminal."""
+"""What the compare stage leaves in results.json: figures of each policy, and win rates of each two."""
 
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from rich.table import Table
-
-from compare.folder import MEASURES, RESPONSES, read_settings
-from compare.report.page import write_comparison_report
-from evaluation.measures.policies import measure_policies
-from evaluation.verdicts import Response, read_responses
-from files.atomic import write_json
-from files.records import as_json
+from evaluation.measures.curves import BestOfN
+from intervals.estimates import Interval
 
 
-def conclude(folder: Path) -> dict[str, Any]:
-    """The one place where a comparison's statistics, measures and report are made, of its folder alone.
+@dataclass(frozen=True)
+class PolicyResults:
+    """Means over responses with 95% intervals over prompts. `by_kind` is the mean gold score by kind of prompt.
 
-    Returns what report.json holds.
+    `kl_nats` is None where it was not measured, and for best-of-n, whose KL is known by its bound. `distinct_2` is
+    measured on the same number of words of each policy.
     """
-    seed = read_settings(folder)["seed"]
-    responses = read_responses(folder / RESPONSES)
-    path = folder / MEASURES
-    measures = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}  # others may have left theirs
-    if _share_prompts(responses):
-        write_json(path, measures | {"policies": as_json(measure_policies(responses, seed=seed))})
-    return write_comparison_report(folder)
+
+    gold_score: Interval
+    pass_share: Interval
+    kl_nats: Interval | None
+    proxy_score: Interval | None
+    distinct_2: float
+    end_rate: float
+    mean_tokens: float
+    by_kind: Mapping[str, float]
 
 
-def _share_prompts(responses: Sequence[Response]) -> bool:
-    """Whether all policies answer one prompt, at least, which they do unless judgments were made elsewhere."""
-    by_policy: dict[str, set[str]] = {}
-    for response in responses:
-        by_policy.setdefault(response.policy, set()).add(response.prompt_id)
-    return bool(set.intersection(*by_policy.values()))
+@dataclass(frozen=True)
+class WinRateResults:
+    """How often the first policy is preferred, ties counting half. `holm_p` is corrected for all pairs."""
+
+    mean: float
+    low: float
+    high: float
+    num_prompts: int
+    holm_p: float
 
 
-def results_table(report: Mapping[str, Any]) -> Table:
-    """Every two policies by every judge, in the report's own numbers: the win rate of the first, and is it real?"""
-    table = Table(box=None, pad_edge=False)
-    for column in ("judge", "policies", "win rate (95%)", "p (Holm)", "prompts", ""):
-        table.add_column(column, no_wrap=column not in ("judge", "policies", ""))
-    for judge in report["summary"]["judges"]:
-        for pair in judge["pairs"]:
-            rate = pair["win_rate"]
-            interval = f"({_share(rate['low'])} to {_share(rate['high'])})"
-            failed = f"; {pair['num_failed']} verdicts failed" if pair["num_failed"] else ""
-            table.add_row(
-                judge["judge"],
-                f"{pair['policy_a']} against {pair['policy_b']}",
-                f"{_share(rate['mean'])} {interval}",
-                f"{pair['significance']['holm_p']:.3g}",
-                f"{rate['num_prompts']:,}",
-                in_words(pair) + failed,
-            )
-    return table
+@dataclass(frozen=True)
+class PairResults:
+    """What the judge says of two policies, called "first/second"."""
+
+    win_rate: WinRateResults
 
 
-def in_words(pair: Mapping[str, Any]) -> str:
-    """Which of the two is better; where that is not shown, the smallest win rate that would have been."""
-    if pair["different"]:
-        return f"{pair['policy_a'] if pair['win_rate']['mean'] > 0.5 else pair['policy_b']} is better"
-    detectable = pair["power"]["detectable"]
-    if pair["verdicts"]["wins"] == pair["verdicts"]["losses"] == 0:
-        return "no difference shown: all verdicts are ties"
-    if detectable is None:
-        return "no difference shown: too few prompts"
-    return f"no difference shown; {_share(0.5 + detectable)} would be"
+@dataclass(frozen=True)
+class JudgeResults:
+    """Who judged, and what it measures."""
+
+    name: str
+    description: str
 
 
-def _share(value: float | None) -> str:
-    """A share in percent; None is what is not known."""
-    return "?" if value is None else f"{value:.1%}"
+@dataclass(frozen=True)
+class SampledText:
+    """A policy's first response to a prompt, with both scores."""
+
+    text: str
+    gold_score: float
+    proxy_score: float
+
+
+@dataclass(frozen=True)
+class SampledPrompt:
+    """A prompt with the first response of each policy."""
+
+    prompt_id: str
+    kind: str
+    prompt: str
+    responses: Mapping[str, SampledText]
+
+
+@dataclass(frozen=True)
+class CompareResults:
+    """All of it. `best_of_n` are of the SFT policy's samples by the reward model. `training_kl_nats` and
+    `training_scores` are PPO's, iteration by iteration, from its metrics.
+    """
+
+    judge: JudgeResults
+    num_prompts: int
+    num_samples: int
+    temperature: float
+    policies: Mapping[str, PolicyResults]
+    pairs: Mapping[str, PairResults]
+    best_of_n: tuple[BestOfN, ...] = ()
+    training_kl_nats: tuple[float, ...] = ()
+    training_scores: tuple[float, ...] = ()
+    samples: tuple[SampledPrompt, ...] = ()

@@ -26,8 +26,9 @@ class Response:
     """One response of a policy to a prompt. `index` counts a policy's samples of the prompt from 0.
 
     `num_tokens` and `finished` (it ended with EOS) are None if the source does not say. `log_ratio`, log π - log π_ref
-    of the whole response in nats, is NaN if no reference was measured. `where` names the file and line it was read
-    from, "" if it was sampled here.
+    of the whole response in nats, is NaN if no reference was measured; `proxy_score`, of the reward model that a policy
+    was trained on, is NaN if it was not asked. `where` names the file and line it was read from, "" if it was sampled
+    here.
     """
 
     policy: str
@@ -37,6 +38,7 @@ class Response:
     num_tokens: int | None = None
     finished: bool | None = None
     log_ratio: float = math.nan
+    proxy_score: float = math.nan
     where: str = ""
 
 

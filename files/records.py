@@ -1,9 +1,11 @@
 """Dataclasses to JSON and back: `record_of` reads what `as_json` wrote, with its types."""
 
+import json
 import math
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 AnyRecord = TypeVar("AnyRecord")
@@ -27,6 +29,14 @@ def record_of(value: Mapping[str, Any], kind: type[AnyRecord], where: str) -> An
         ValueError: a field is missing or of another type; the message begins with `where` and names it.
     """
     return cast(AnyRecord, _read(value, kind, where, ""))
+
+
+def read_record(path: Path, kind: type[AnyRecord]) -> AnyRecord:
+    """A dataclass from a JSON file. Raises: as `record_of` does, and ValueError for a file without a JSON object."""
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: a JSON object was expected, not {type(value).__name__}")
+    return record_of(value, kind, str(path))
 
 
 def _read(value: Any, kind: Any, where: str, path: str) -> Any:

@@ -86,14 +86,14 @@ def report(
     folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/demo, or of a comparison.")],
 ) -> None:
     """Write report.html and report.json of a run or a comparison again."""
-    from compare.report.folder import is_comparison
+    from compare.folder import is_comparison
     from compare.report.page import write_comparison_report
-    from reports.report import write_report
+    from jobs.report import write_run_report
 
     if is_comparison(folder):
         write_comparison_report(folder)
     else:
-        write_report(folder)
+        write_run_report(folder)
     console.print(str(folder / "report.html"))
 
 

@@ -25,6 +25,7 @@ from jobs.job import JobConfig
 from jobs.preflight import check_data, refuse_missing
 from jobs.recovery import Workers, run_to_end
 from jobs.registry import PREPARED, WORLD, AnyStage
+from jobs.report import write_run_report
 from jobs.run import Run
 from jobs.storage import missing_in_one_line
 from lm.hub import model_directory
@@ -76,10 +77,8 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
         _prepare_stages(run)
         check_data(run)
         _run_stages(run, workers, first, only)
-    from reports.report import write_report  # draws, which takes a second to import and is not needed before
-
     with missing_in_one_line(folder):
-        write_report(folder)
+        write_run_report(folder)
     console.print(f"report: {folder / 'report.html'}  ({time.monotonic() - started:.0f} s)")
     return folder
 

@@ -8,10 +8,12 @@ from statistics import mean, stdev
 
 from evaluation.sampling import SamplingSpec
 from evaluation.sampling_everywhere import sample_everywhere
+from files.records import read_record
 from ppo.config import PPOConfig
 from ppo.initial_models import ScoreScale
 from reward.elsewhere import Elsewhere
-from stages.run import JobView, StageRun, read_results
+from reward.results import RewardResults
+from stages.run import JobView, StageRun
 from stages.sampling import SAMPLES
 from training.data import Prompt
 from training.seeds import derive_seed
@@ -36,8 +38,11 @@ def score_scale(
     Raises: ValueError for a reward that gives every sample the same score, and where too many fail.
     """
     if was_measured(run.job) and not config.objective_weights:
-        where, scores = str(run.folder_of("reward") / "results.json"), read_results(run.folder_of("reward"))
-        scale = ScoreScale(scores["sample_score_mean"], scores["sample_score_std"])
+        path = run.folder_of("reward") / "results.json"
+        where, scores = str(path), read_record(path, RewardResults)
+        assert scores.sample_score_mean is not None, "a reward model of a single objective has a mean score"
+        assert scores.sample_score_std is not None, "a reward model of a single objective has a spread of scores"
+        scale = ScoreScale(scores.sample_score_mean, scores.sample_score_std)
     else:
         where = run.job.substitute(run.name, "reward") or str(judge)
         spec = SamplingSpec(

@@ -12,6 +12,8 @@ from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, TokenStream
 from ppo.plan import plan
+from ppo.report import REPORTER
+from ppo.results import PPOResults
 from ppo.roles import Roles
 from ppo.rollout import Rollout
 from ppo.scale import score_scale
@@ -64,8 +66,8 @@ def run(
     log.close()
     roles.learners.finish_saving()
     roles.learners.export_policy(context.folder)
-    scale = {"score_scale_mean": models.scale.mean, "score_scale_std": models.scale.std}
-    context.write_results({"num_iterations": config.num_iterations, "final_kl_coef": controller.kl.coef, **scale})
+    scale = models.scale
+    context.write_results(PPOResults(config.num_iterations, controller.kl.coef, scale.mean, scale.std))
 
 
 def kept_policy(folder: Path, iteration: int) -> Path:
@@ -170,4 +172,5 @@ STAGE = Stage(
         ("placement", "num_generators", "num_scorers", "weight_transport", "reward_timeout_seconds", "reward_retries")
     ),
     plan=plan,
+    report=REPORTER,
 )

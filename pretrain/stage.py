@@ -25,6 +25,8 @@ from lm.source import Fresh, ModelSource, skeleton
 from lm.tokenizer import TOKENIZER_FILES, Tokenizer
 from lm.weights import PRETRAINED, ModelFolder, save_model
 from pretrain.corruption import NUM_VIEWS, DenoisingObjective, HiddenWords, MaskedObjective
+from pretrain.report import REPORTER
+from pretrain.results import PretrainResults
 from stages.contract import Preparation, Stage
 from stages.planner import Planner, StagePlan
 from stages.run import StageRun
@@ -80,15 +82,16 @@ def train(context: StageContext, config: PretrainConfig, model_config: ModelConf
     weights = engine.full_weights(on_main_alone=True)
     if engine.is_main:
         save_model(context.model_folder, engine.module, weights, tokenizer)
-        results = {
-            **{f"heldout_{name}": value for name, value in figures.items()},
-            "num_parameters": count_parameters([skeleton(source.build)]),
-            "vocab_size": tokenizer.vocab_size,
-            "train_tokens": int(rows.size),
-            "trained_tokens": config.num_steps * config.batch.batch_size * config.seq_len,
-        }
-        if model_config.kind == "decoder":  # the others see what comes behind, so their loss is that of no text
-            results["heldout_bits_per_byte"] = bits_per_byte(figures["loss"], heldout_bytes)
+        is_decoder = model_config.kind == "decoder"  # the others see what comes after, so their loss is that of no text
+        results = PretrainResults(
+            heldout_loss=figures["loss"],
+            heldout_accuracy=figures.get("accuracy"),
+            num_parameters=count_parameters([skeleton(source.build)]),
+            vocab_size=tokenizer.vocab_size,
+            train_tokens=int(rows.size),
+            trained_tokens=config.num_steps * config.batch.batch_size * config.seq_len,
+            heldout_bits_per_byte=bits_per_byte(figures["loss"], heldout_bytes) if is_decoder else None,
+        )
         context.write_results(results)
     engine.barrier()
     engine.close()
@@ -213,4 +216,5 @@ STAGE = Stage(
     context_tokens=lambda config: {"seq_len": config.seq_len},
     preflight=preflight,
     plan=plan,
+    report=REPORTER,
 )

@@ -1,18 +1,20 @@
-"""A stage's training curves, from its metrics.jsonl."""
+"""A stage's training curves and what its metrics say of the whole of training, from its metrics.jsonl."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from reports.run import Run
-from reports.svg import ROUND_STEPS, Chart, Floats, Key, draw, running_mean, tone
-from reports.text import label, number, percent
+from reports.parts import Columns, Facts, Figure, Key
+from reports.stage_folder import StageFolder
+from reports.svg import Floats, draw, running_mean, set_ticks, show_percent, tone
+from reports.text import count, duration, number, percent
 
 CURVE_SIZE = {"width": 340, "height": 200}
 MAX_POINTS = 600  # more would only make the page heavier
+FEW_POINTS = 30  # up to which a curve's points are shown
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,8 @@ class Series:
     """One field of metrics.jsonl: a curve, or dots where it is measured now and then."""
 
     field: str
-    name: str
-    tone: str
+    name: str = "train"
+    tone: str = "train"
     is_sparse: bool = False
 
 
@@ -35,60 +37,42 @@ class Panel:
     is_share: bool = False
 
 
-LOSS = (Series("loss", "train", "train"), Series("heldout_loss", "held-out", "heldout", is_sparse=True))
-ACCURACY = (Series("accuracy", "train", "train"), Series("heldout_accuracy", "held-out", "heldout", is_sparse=True))
-PANELS = {
-    "pretrain": (
-        Panel("Loss", "nats per token", LOSS),
-        Panel("Gradient norm", "", (Series("gradient_norm", "train", "train"),)),
-    ),
-    "sft": (
-        Panel("Loss", "nats per response token", LOSS),
-        Panel("Gradient norm", "", (Series("gradient_norm", "train", "train"),)),
-    ),
-    "reward": (
-        Panel("Loss", "nats per pair", LOSS),
-        Panel("Accuracy", "pairs ordered as the labelers did", ACCURACY, is_share=True),
-    ),
-    "ppo": (
-        Panel("Score", "from the reward model, higher is better", (Series("score", "PPO", "ppo"),)),
-        Panel("KL from SFT", "nats per response", (Series("kl_nats", "PPO", "ppo"),)),
-        Panel("Responses that end", "before the length limit", (Series("eos_rate", "PPO", "ppo"),), is_share=True),
-        Panel("Response length", "tokens", (Series("response_tokens", "PPO", "ppo"),)),
-        Panel("Entropy", "nats per token, estimated", (Series("entropy_estimate", "PPO", "ppo"),)),
-    ),
-}
+def train_and_heldout(field: str) -> tuple[Series, Series]:
+    """A metric of training, and the same of held-out data, measured now and then."""
+    return Series(field), Series(f"heldout_{field}", "held-out", "heldout", is_sparse=True)
 
 
-def stage_charts(run: Run, stage: str) -> list[Chart]:
+GRADIENT_NORM = Panel("Gradient norm", "", (Series("gradient_norm"),))
+
+
+def stage_block(
+    stage: StageFolder, facts: Sequence[tuple[str, str]], figures: Sequence[Figure], *, in_a_row: bool = False
+) -> Columns:
+    """A stage's facts, with those of training and its time, next to its figures."""
+    speeds = [line["tokens_per_second"] for line in stage.metrics if line.get("tokens_per_second") is not None]
+    all_facts = [*facts]
+    if speeds:
+        all_facts.append(("Tokens per second, median", count(median(speeds))))
+    if any("failed_scores" in line for line in stage.metrics):
+        failed = sum(line.get("failed_scores") or 0 for line in stage.metrics)
+        all_facts.append(("Responses without a score", count(int(failed))))
+    all_facts.append(("Time", duration(stage.seconds)))
+    return Columns((Facts(tuple(all_facts), in_a_row), *figures), "grid")
+
+
+def metric_figures(stage: StageFolder, panels: Sequence[Panel], x_label: str = "step") -> list[Figure]:
     """The curves of a stage, without those that its metrics lack."""
-    metrics = run.stages[stage].metrics
-    panels = (*PANELS.get(stage, ()), *_objective_panels(stage, metrics))
-    charts = [_curves(panel, metrics, stage, number) for number, panel in enumerate(panels)]
-    return [chart for chart in charts if chart is not None]
+    figures = [_curves(panel, stage, f"{stage.name}-{place}", x_label) for place, panel in enumerate(panels)]
+    return [figure for figure in figures if figure is not None]
 
 
-def _objective_panels(stage: str, metrics: Sequence[dict[str, Any]]) -> list[Panel]:
-    """A chart for each objective of a reward model of several."""
-    fields = dict.fromkeys(field for line in metrics for field in line)
-    split = [field.split("/", 1) for field in fields if "/" in field]
-    if stage == "ppo":
-        scores = [(name, Series(f"score/{name}", "PPO", "ppo")) for kind, name in split if kind == "score"]
-        return [Panel(f"Score, {label(name)}", "from the head of this objective", (series,)) for name, series in scores]
-    names = [name for kind, name in split if kind == "accuracy"]
-    train, heldout = ACCURACY
-    return [
-        Panel(
-            f"Accuracy, {label(name)}",
-            "pairs of this objective",
-            (replace(train, field=f"accuracy/{name}"), replace(heldout, field=f"heldout_accuracy/{name}")),
-            is_share=True,
-        )
-        for name in names
-    ]
+def fields_under(stage: StageFolder, prefix: str) -> list[str]:
+    """NAME of each metric called "PREFIX/NAME"."""
+    fields = dict.fromkeys(field for line in stage.metrics for field in line)
+    return [field.split("/", 1)[1] for field in fields if field.startswith(f"{prefix}/")]
 
 
-def _points(metrics: Sequence[dict[str, Any]], field: str) -> tuple[Floats, Floats]:
+def _points(metrics: Sequence[Mapping[str, Any]], field: str) -> tuple[Floats, Floats]:
     """Steps and finite values of a field, thinned to at most MAX_POINTS by averaging neighbours."""
     pairs = [(line.get("step"), line.get(field)) for line in metrics]
     kept = [(x, y) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
@@ -98,8 +82,8 @@ def _points(metrics: Sequence[dict[str, Any]], field: str) -> tuple[Floats, Floa
     return points[:, 0], points[:, 1]
 
 
-def _curves(panel: Panel, metrics: Sequence[dict[str, Any]], stage: str, place: int) -> Chart | None:
-    drawn = [(series, *_points(metrics, series.field)) for series in panel.series]
+def _curves(panel: Panel, stage: StageFolder, name: str, x_label: str) -> Figure | None:
+    drawn = [(series, *_points(stage.metrics, series.field)) for series in panel.series]
     drawn = [(series, xs, ys) for series, xs, ys in drawn if len(xs) > 0]
     if not drawn:
         return None
@@ -108,28 +92,27 @@ def _curves(panel: Panel, metrics: Sequence[dict[str, Any]], stage: str, place: 
     def paint(axes: Any) -> None:
         for series, xs, ys in drawn:
             _curve(axes, series, xs, ys)
-        axes.set_xlabel("iteration" if stage == "ppo" else "step", loc="right")
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
-        axes.yaxis.set_major_locator(MaxNLocator(4, steps=ROUND_STEPS))
+        axes.set_xlabel(x_label, loc="right")
+        set_ticks(axes.xaxis, 5, whole=True)
+        set_ticks(axes.yaxis, 4)
         if panel.is_share:
-            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+            show_percent(axes.yaxis)
         axes.margins(x=0.02)
 
     parts = [f"{series.name} from {show(ys[0])} to {show(ys[-1])}" for series, _, ys in drawn]
-    svg = draw(
-        paint, **CURVE_SIZE, margins=(44, 10, 34, 8), name=f"{stage}-{place}",
-        label=f"Curves of {stage}, {panel.title.lower()}: {'; '.join(parts)}; {number(int(drawn[0][1][-1]))} steps.",
-    )  # fmt: skip
+    num_steps = number(int(drawn[0][1][-1]))
+    spoken = f"Curves of {stage.name}, {panel.title.lower()}: {'; '.join(parts)}; {num_steps} steps."
+    svg = draw(paint, **CURVE_SIZE, margins=(44, 10, 34, 8), name=name, label=spoken)
     keys = tuple(
         Key(series.tone, "o" if series.is_sparse else "line", f"{series.name} {show(ys[-1])}")
         for series, _, ys in drawn
     )
-    return Chart(panel.title, panel.unit, keys, svg, f"{stage}/metrics.jsonl")
+    return Figure(panel.title, panel.unit, keys, svg)
 
 
 def _curve(axes: Any, series: Series, xs: Floats, ys: Floats) -> None:
     colour = tone(series.tone)
-    if series.is_sparse or len(xs) < 30:
+    if series.is_sparse or len(xs) < FEW_POINTS:
         axes.plot(xs, ys, "o-", color=colour, markersize=4 if len(xs) < 40 else 0, linewidth=1.6)
         return
     axes.plot(xs, ys, color=colour, linewidth=0.8, alpha=0.35)

@@ -10,6 +10,8 @@ from typing import ClassVar, Literal
 
 from markupsafe import Markup
 
+from reports.forest import Forest
+from reports.samples import Samples
 from reports.stage_folder import StageFolder
 from reports.styles import PolicyStyle
 
@@ -18,10 +20,11 @@ Head = PolicyStyle | str  # a policy is shown with its mark
 
 @dataclass(frozen=True)
 class Note:
-    """A paragraph: what a section is about, an aside, what is absent, or a warning."""
+    """A paragraph: what a section is about, an aside, or what is absent."""
 
     text: str
-    kind: Literal["about", "aside", "absent", "caution"] = "about"
+    kind: Literal["about", "aside", "absent"] = "about"
+    link: tuple[str, str] | None = None  # address and text, behind the paragraph
     part: ClassVar[str] = "note"
 
 
@@ -127,7 +130,18 @@ class Code:
     part: ClassVar[str] = "code"
 
 
-Part = Note | Facts | Table | Figure | Columns | Details | Code
+@dataclass(frozen=True)
+class Block:
+    """Parts under a smaller heading with a number, such as a stage of a run."""
+
+    anchor: str
+    place: int
+    title: str
+    parts: "tuple[Part, ...]"
+    part: ClassVar[str] = "block"
+
+
+Part = Note | Facts | Table | Figure | Columns | Details | Code | Block | Forest | Samples
 
 
 @dataclass(frozen=True)
@@ -170,7 +184,7 @@ class StageReport:
     """What a stage shows of its folder.
 
     `parts` are the stage's block among the stages; `sections` stand on their own above them. `sentence` says what the
-    stage reached, for a run whose stages give no `answer`.
+    stage reached, for a run whose stages give no `answer`. `styles` are those of the policies that it shows.
     """
 
     parts: tuple[Part, ...] = ()
@@ -178,6 +192,7 @@ class StageReport:
     headlines: tuple[Headline, ...] = ()
     sentence: str = ""
     answer: Answer | None = None
+    styles: tuple[PolicyStyle, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,22 +7,18 @@ import io
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
 
-import matplotlib
 import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 
 Floats = npt.NDArray[np.float64]
 
 ROUND_STEPS = [1, 2, 2.5, 5, 10]  # between an axis's ticks, times a power of ten
 
-# The CSS variables a chart may use; report_style.html.jinja gives each a value for light and for dark.
+# The CSS variables a chart may use; style.html.jinja gives each a value for light and for dark.
 TONES = (
     "ink", "muted", "grid", "page", "train", "heldout",
     "pretrained", "sft", "best-of-n", "ppo", "other-1", "other-2", "other-3",
@@ -56,27 +52,6 @@ STYLE = {
 }
 
 
-@dataclass(frozen=True)
-class Key:
-    """One entry beside a chart's title: what a colour and shape mean, and where the series ends."""
-
-    tone: str
-    shape: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A chart with its caption."""
-
-    title: str
-    unit: str
-    keys: tuple[Key, ...]
-    svg: Markup
-    source: str
-    is_wide: bool = False
-
-
 def running_mean(values: Floats, window: int) -> Floats:
     """The mean of up to `window` values around each, fewer at the ends."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -90,6 +65,21 @@ def tone(name: str) -> str:
     return STAND_INS[name]
 
 
+def set_ticks(axis: Any, num: int, *, whole: bool = False) -> None:
+    """At most `num` ticks on one of matplotlib's axes, at round values."""
+    from matplotlib.ticker import MaxNLocator
+
+    steps = [1, 2, 5, 10] if whole else ROUND_STEPS
+    axis.set_major_locator(MaxNLocator(num, integer=whole, steps=steps))
+
+
+def show_percent(axis: Any) -> None:
+    """Label the ticks of shares in percent."""
+    from matplotlib.ticker import PercentFormatter
+
+    axis.set_major_formatter(PercentFormatter(1, decimals=0))
+
+
 def draw(
     paint: Callable[[Any], None], *, width: float, height: float, margins: tuple[float, ...], label: str, name: str
 ) -> Markup:
@@ -98,6 +88,10 @@ def draw(
     `paint` draws on matplotlib axes. `width`, `height` and `margins` (left, right, bottom, top) are in CSS pixels at
     the natural size; `label` is what a screen reader says; `name` sets the chart's ids apart from other charts'.
     """
+    import matplotlib  # takes a second, and most commands draw nothing
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
     left, right, bottom, top = margins
     # From the defaults, so that a reader's own matplotlibrc does not change the report.
     style: dict[Any, Any] = {

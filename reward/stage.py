@@ -7,12 +7,13 @@ from lm.tokenizer import Tokenizer
 from preferences.records import OVERALL
 from reward.comparisons import RankingsConfig, encode_rankings, read_judgments
 from reward.config import RewardConfig
+from reward.report import REPORTER
 from reward.training import ODDITIES, network_source, split_of, train
 from reward.world_measures import measure_reward_model
 from stages.contract import Parent, Stage
 from stages.planner import Planner, StagePlan
 from stages.progress import console
-from stages.run import JobView, StageRun, read_results
+from stages.run import JobView, StageRun
 
 COLLECTED = "collect:rankings"  # the source that names what labelers gave
 FIRST_ROWS = 100  # of a rankings file, to see how many responses its tasks have
@@ -23,7 +24,7 @@ def run_reward(run: StageRun, config: RewardConfig) -> None:
     run.on_ranks(train, config, run.start("sft"))
     if "collect" in run.parents:  # so the world knows what its labelers went by
         measured = measure_reward_model(run.folder, config, run.world, run.seed)
-        run.write_results({**read_results(run.folder), **measured})
+        run.write_results(measured)
 
 
 def check(config: RewardConfig, _job: JobView) -> None:
@@ -104,4 +105,5 @@ STAGE = Stage(
     check=check,
     preflight=preflight,
     plan=plan,
+    report=REPORTER,
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from files.atomic import write_json
+from files.records import record_of
 from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
 from lm.model import SCORE, LanguageModel, ScalarModel
 from lm.source import ModelSource, skeleton
@@ -32,6 +33,7 @@ from reward.figures import (
 )
 from reward.learner import Beside, LearnerSource, network_weights, spread_of_ratings, starting_log_nu
 from reward.objective import RankingObjective
+from reward.results import RewardResults
 from reward.scoring import RewardNetwork, load_network, network_folder, shift_scores
 from training.loop import LoopConfig, TrainingLoop
 from training.seeds import derive_seed
@@ -206,4 +208,4 @@ def finish(
             found["ratings"] = rating_figures(heldout, scores, learned[place]["rating_scale"])
         figures[objective] = found
     results = next(iter(figures.values())) if len(figures) == 1 else joined_figures(figures, split.heldout, scores)
-    context.write_results(results)
+    context.write_results(record_of(results, RewardResults, "results.json"))

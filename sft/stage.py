@@ -16,6 +16,8 @@ from lm.model import LanguageModel
 from lm.source import ModelSource
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, purpose_of, save_model
+from sft.report import REPORTER
+from sft.results import SFTResults
 from stages.contract import Parent, Stage
 from stages.planner import Planner, StagePlan
 from stages.run import StageRun
@@ -62,13 +64,13 @@ def train(context: StageContext, config: SFTConfig, start: Path) -> None:
     if engine.is_main:
         save_model(context.model_folder, engine.module, weights, tokenizer)
         context.write_results(
-            {
-                "heldout_loss": figures["loss"],
-                "heldout_loss_before": before["loss"],
-                "num_steps": num_steps,
-                "num_rows": len(training),
-                "packing_efficiency": packing_efficiency(training),
-            }
+            SFTResults(
+                heldout_loss=figures["loss"],
+                heldout_loss_before=before["loss"],
+                num_steps=num_steps,
+                num_rows=len(training),
+                packing_efficiency=packing_efficiency(training),
+            )
         )
     engine.barrier()
     engine.close()
@@ -174,5 +176,6 @@ STAGE = Stage(
     context_tokens=lambda config: {"seq_len": config.seq_len},
     preflight=preflight,
     plan=plan,
+    report=REPORTER,
     conversation_tokens=lambda config: config.seq_len,
 )

@@ -1,6 +1,5 @@
 """What a stage is given on the driver: its folder, its parents' models, workers, the world, and its job's sections."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple, Unpack
 
 from cluster.group import WorkerGroup
 from files.atomic import write_json
+from files.records import as_json
 from lm.config import ModelConfig
 from lm.hub import model_directory
 from lm.tokenizer import Tokenizer
@@ -18,6 +18,8 @@ from training.config import Config, EngineConfig
 from training.stage import StageContext
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from stages.contract import Stage
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -144,9 +146,9 @@ class StageRun:
         if self.progress is not None:
             self.progress.update(done, total, what)
 
-    def write_results(self, results: Mapping[str, Any]) -> None:
-        """Write results.json, the numbers that the report shows."""
-        write_json(self.folder / "results.json", results)
+    def write_results(self, results: "DataclassInstance | Mapping[str, Any]") -> None:
+        """Write results.json, the numbers that the report shows; `files.records.read_record` reads them back."""
+        write_json(self.folder / "results.json", as_json(results))
 
     def resolve(self, config: AnyConfig) -> AnyConfig:
         """Return the config with the paths of sources such as "world:NAME" in place of their names."""
@@ -187,9 +189,3 @@ def sources_in(value: Any) -> list[str]:
     if isinstance(value, list | tuple):
         return [source for item in value for source in sources_in(item)]
     return []
-
-
-def read_results(folder: Path) -> dict[str, Any]:
-    """A stage's results.json."""
-    results: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    return results

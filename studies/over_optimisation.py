@@ -5,14 +5,15 @@ from pathlib import Path
 
 from compare.stage import STAGE as COMPARE
 from evaluation.measures.checkpoints import Gold, OverOptimisation, Progress, Spec, gold_of_texts, over_optimisation
+from files.records import read_record
 from jobs.job_file import load_job
 from jobs.recovery import Workers
 from jobs.run import Run
 from lm.tokenizer import Messages
+from ppo.results import PPOResults
 from ppo.stage import STAGE as PPO
 from ppo.stage import kept_policy
 from reward.elsewhere import FunctionReward
-from stages.run import read_results
 from training.data import DataConfig, read_prompts
 
 
@@ -74,7 +75,7 @@ def kept_policies(stage: Path) -> dict[str, Path]:
     """
     if not (stage / "results.json").is_file():
         raise ValueError(f"{stage}: no results.json; a finished PPO stage was expected")
-    last = kept_policy(stage, read_results(stage)["num_iterations"])
+    last = kept_policy(stage, read_record(stage / "results.json", PPOResults).num_iterations)
     kept = {f"iteration {int(path.name)}": path for path in sorted(last.parent.glob("[0-9]*"))}
     return kept if last.is_dir() else {**kept, "final": stage / "model"}
 

@@ -118,7 +118,7 @@ def draw_curves(name: str, title: str, by_seed: Sequence[Curves]) -> str:
 
 def standalone(svg: str) -> str:
     """Turns a report's chart into a standalone SVG file, in the page's light colours."""
-    css = files("reports").joinpath("report_style.html.jinja").read_text(encoding="utf-8")
+    css = files("reports").joinpath("style.html.jinja").read_text(encoding="utf-8")
     light = dict(reversed(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", css)))  # the first of each is the light one
     svg = re.sub(r"var\(--([\w-]+)\)", lambda found: light[found[1]], svg)
     svg = re.sub(r"calc\(([\d.]+px) \* var\(--text, 1\)\)", r"\1", svg)

@@ -3,14 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
 from files.atomic import write_json
+from files.records import as_json
 from lm.source import ModelSource
 from training.config import EngineConfig, TrainingConfig
 from training.engine import Engine
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -28,9 +32,9 @@ class StageContext:
     def model_folder(self) -> Path:
         return self.folder / "model"
 
-    def write_results(self, results: Mapping[str, Any]) -> None:
-        """The stage's figures, for the report."""
-        write_json(self.folder / "results.json", results)
+    def write_results(self, results: "DataclassInstance | Mapping[str, Any]") -> None:
+        """Write the stage's results.json, which the report and later stages read back (`files.records`)."""
+        write_json(self.folder / "results.json", as_json(results))
 
 
 def build_engine(context: StageContext, source: ModelSource[AnyModule], config: TrainingConfig) -> Engine[AnyModule]:

@@ -1,22 +1,28 @@
 """The measures of a comparison as tables: whatever measures.json holds is shown, nothing is picked.
 
-    policies            {policy: evaluation.measures.policies.PolicyMeasures}: a table with a column a policy
+    policies            {policy: evaluation.measures.policies.PolicyMeasures}: a table with a column per policy
     tax                 evaluation.measures.tax.Tax: likewise
-    anything else       figures by their place, a list of objects as a table of its own; report_curves draws
+    anything else       figures by their place, a list of objects as a table of its own; curves.py draws
                         `over_optimisation` and `reward_model`
 
 A figure is a number, a text, or {mean, low, high}; objects nest.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from reports.text import Policy, number
+from compare.report.answer import Styles
+from evaluation.measures.tax import Tax
+from files.records import as_json, record_of
+from intervals.estimates import Interval
+from reports.parts import Cell, Details, Row, Table
+from reports.text import UNKNOWN, number
 
 # What places in PolicyMeasures are called; others are called as they are.
 TITLES = {
     "kl_nats": "KL to the reference, nats",
+    "kl_bound_nats": "KL of best-of-n at most, nats",
+    "proxy_score": "score of the reward model that was trained on",
     "diversity.num_prompts": "prompts",
     "diversity.num_responses": "responses",
     "diversity.within.num_samples": "within a prompt: responses compared",
@@ -28,106 +34,102 @@ TITLES = {
     "diversity.across.distinct_1": "across prompts: distinct words",
     "diversity.across.distinct_2": "across prompts: distinct bigrams",
     "diversity.across.self_bleu": "across prompts: self-BLEU",
-    "diversity.words.mean": "words a response",
+    "diversity.words.mean": "words per response",
     "diversity.words.quantiles": "words: 0, 5, 25, 50, 75, 95 and 100% quantiles",
-    "diversity.tokens": "tokens a response",
-    "diversity.tokens.mean": "tokens a response",
+    "diversity.tokens": "tokens per response",
+    "diversity.tokens.mean": "tokens per response",
     "diversity.tokens.quantiles": "tokens: 0, 5, 25, 50, 75, 95 and 100% quantiles",
-    "diversity.finished": "ended by themselves",
+    "diversity.finished": "ended with the end token",
     "diversity.repetition": "repeated 4-grams",
     "diversity.empty": "empty responses",
 }
-UNKNOWN = "–"
-
+FROM_FILE = "From measures.json."
 SMALL = 0.01  # below it a number is shown by significant digits
 
 
-@dataclass(frozen=True)
-class MeasureTable:
-    """A table of texts; the first cell of a row is its head."""
-
-    title: str
-    caption: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    is_main: bool = False  # open on the page
-
-
-def measure_tables(measures: Mapping[str, Any], looks: Mapping[str, Policy]) -> list[MeasureTable]:
+def measure_tables(measures: Mapping[str, Any], styles: Styles) -> list[Details]:
     """All tables: that of policies first, then the rest in the file's order."""
     tables = []
     policies = measures.get("policies")
     if isinstance(policies, Mapping) and policies:
-        tables.append(_policy_table(policies, looks))
+        tables.append(_policy_table(policies, styles))
     tax = measures.get("tax")
     if isinstance(tax, Mapping):
-        tables.append(_tax_table(tax, looks))
+        tables.append(_tax_table(record_of(tax, Tax, "measures.json: tax"), styles))
     rest = {name: value for name, value in measures.items() if name not in ("policies", "tax")}
     single = [
         line for name, value in rest.items() if not isinstance(value, Mapping | list) for line in figures(value, name)
     ]
     if single:
-        tables.append(MeasureTable("Single figures", "From measures.json.", ("Measure", "Value"), _titled(single)))
+        tables.append(_table("Single figures", FROM_FILE, ("Measure", "Value"), _titled(single)))
     for name, value in rest.items():
         if isinstance(value, Mapping | list):
             tables += _tables(name, value)
     return tables
 
 
-def _policy_table(policies: Mapping[str, Any], looks: Mapping[str, Policy]) -> MeasureTable:
+def _table(
+    title: str, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, is_open: bool = False
+) -> Details:
+    """A folded table of texts; the first cell of a row is its head."""
+    found = tuple(Row((head,), tuple(Cell(text) for text in texts)) for head, *texts in rows)
+    return Details(title, (Table(caption, tuple(columns), found, title=title),), is_open)
+
+
+def _policy_table(policies: Mapping[str, Any], styles: Styles) -> Details:
     found = {name: dict(figures(value)) for name, value in policies.items()}
     places = list(dict.fromkeys(place for own in found.values() for place in own))
     known = [place for place in places if any(own.get(place, UNKNOWN) != UNKNOWN for own in found.values())]
     # Lengths in tokens are one place where nobody counted them, and two where somebody did.
     unknown = [place for place in places if place not in known and not any(k.startswith(f"{place}.") for k in known)]
-    titles = tuple(looks[name].title if name in looks else name for name in found)
-    rows = tuple((_title(place), *(own.get(place, UNKNOWN) for own in found.values())) for place in known)
-    caption = "Every policy's measures; in brackets 95% intervals over prompts. From measures.json."
+    titles = (styles[name].title if name in styles else name for name in found)
+    rows = [(_title(place), *(own.get(place, UNKNOWN) for own in found.values())) for place in known]
+    caption = f"The measures of each policy; in brackets 95% intervals over prompts. {FROM_FILE}"
     if unknown:
         caption += f" Not known of any policy: {'; '.join(_title(place) for place in unknown)}."
-    return MeasureTable("Policies", caption, ("Measure", *titles), rows, is_main=True)
+    return _table("Policies", caption, ("Measure", *titles), rows, is_open=True)
 
 
-def _tax_table(tax: Mapping[str, Any], looks: Mapping[str, Policy]) -> MeasureTable:
+def _tax_table(tax: Tax, styles: Styles) -> Details:
     """Every policy's quality as a language model, and below it how far it is above that of the one before."""
-    before = str(tax["before"])
-    measured = [("bits a byte", tax["bits_per_byte"])]
-    for task in tax["tasks"]:
-        name = f"{task['task']}, {number(task['num_shots'])} shots"
-        measured += [(f"{name}: exact match", task["exact_match"]), (f"{name}: bits a byte", task["bits_per_byte"])]
+    measured = [("bits per byte", tax.bits_per_byte)]
+    for task in tax.tasks:
+        name = f"{task.task}, {number(task.num_shots)} shots"
+        measured += [(f"{name}: exact match", task.exact_match), (f"{name}: bits per byte", task.bits_per_byte)]
     policies = list(dict.fromkeys(policy for _, changes in measured for policy in changes))
-    titles = {policy: looks[policy].title if policy in looks else policy for policy in [*policies, before]}
-    rows: list[tuple[str, ...]] = []
+    titles = {policy: styles[policy].title if policy in styles else policy for policy in [*policies, tax.before]}
+    rows = []
     for name, changes in measured:
-        for field, text in (("figure", name), ("above_before", f"{name}, above {titles[before]}'s")):
-            cells = [_figure(changes[policy][field]) if policy in changes else "–" for policy in policies]
-            rows.append((text, *cells))
+        own = [changes.get(policy) for policy in policies]
+        rows.append((name, *(UNKNOWN if one is None else _interval(one.value) for one in own)))
+        above = [UNKNOWN if one is None else _interval(one.above_before) for one in own]
+        rows.append((f"{name}, above {titles[tax.before]}'s", *above))
     caption = (
-        f"{number(tax['num_documents'])} held-out texts of {number(tax['num_bytes'])} bytes; bits a byte: lower is"
-        " better; exact match: higher is. In brackets 95% intervals. From measures.json."
+        f"{number(tax.num_documents)} held-out texts of {number(tax.num_bytes)} bytes; bits per byte: lower is"
+        f" better; exact match: higher is. In brackets 95% intervals. {FROM_FILE}"
     )
     columns = ("Measure", *(titles[policy] for policy in policies))
-    return MeasureTable("Alignment tax", caption, columns, tuple(rows), is_main=True)
+    return _table("Alignment tax", caption, columns, rows, is_open=True)
 
 
-def _tables(name: str, value: Any) -> list[MeasureTable]:
+def _tables(name: str, value: Any) -> list[Details]:
     """One table of single figures, and one of every list of objects within."""
     rows = figures(value)
-    tables = [MeasureTable(_title(name), "From measures.json.", ("Measure", "Value"), _titled(rows))] if rows else []
+    tables = [_table(_title(name), FROM_FILE, ("Measure", "Value"), _titled(rows))] if rows else []
     return tables + [
         _list_table(_title(f"{name}.{place}" if place else name), entries) for place, entries in _lists(value)
     ]
 
 
-def _titled(rows: Sequence[tuple[str, str]]) -> tuple[tuple[str, ...], ...]:
-    return tuple((_title(place), text) for place, text in rows)
+def _titled(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(_title(place), text) for place, text in rows]
 
 
-def _list_table(title: str, entries: Sequence[Mapping[str, Any]]) -> MeasureTable:
+def _list_table(title: str, entries: Sequence[Mapping[str, Any]]) -> Details:
     found = [dict(figures(entry)) for entry in entries]
-    columns = tuple(dict.fromkeys(place for own in found for place in own))
-    rows = tuple(tuple(own.get(place, "–") for place in columns) for own in found)
-    return MeasureTable(title, "From measures.json.", tuple(_title(column) for column in columns), rows)
+    columns = list(dict.fromkeys(place for own in found for place in own))
+    rows = [tuple(own.get(place, UNKNOWN) for place in columns) for own in found]
+    return _table(title, FROM_FILE, [_title(column) for column in columns], rows)
 
 
 def figures(value: Any, place: str = "") -> list[tuple[str, str]]:
@@ -169,11 +171,15 @@ def _figure(value: Mapping[str, Any]) -> str:
     return _number(value["mean"]) + ends
 
 
+def _interval(found: Interval) -> str:
+    return _figure(as_json(found))
+
+
 def _number(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, str):
-        return value or "–"
+        return value or UNKNOWN
     if isinstance(value, float) and 0 < abs(value) < SMALL:
         return f"{value:.2g}".replace("-", "\u2212")
     return number(value)

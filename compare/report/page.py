@@ -1,48 +1,42 @@
 """The report of a comparison: report.json with every number and its rows, and report.html to look at.
 
-Both are functions of the comparison's folder alone, so the same folder gives the same report, byte for byte. The page
-stands alone: nothing is loaded, and its one script, named by hash in its policy, only filters the samples.
+Both are functions of the comparison's folder alone, so the same folder gives the same report, byte for byte.
 """
 
-import base64
-import hashlib
 import json
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from markupsafe import Markup
-
-import reports
-from compare.report.curves import curve_view
-from compare.report.folder import VERDICTS, ComparisonFolder, read_comparison
+from compare.folder import VERDICTS, ComparisonFolder, read_comparison
+from compare.report.answer import Styles, answer_of
+from compare.report.curves import curve_parts
 from compare.report.measures import measure_tables
-from compare.report.pairs import PAIR_COLUMNS, as_shown
-from compare.report.samples import MAX_CHARACTERS, MAX_PROMPTS, Samples, samples_of
-from compare.report.sources import sources_of
-from compare.report.view import View, meta_of
+from compare.report.pairs import as_shown
+from compare.report.samples import MAX_CHARACTERS, MAX_PROMPTS, samples_of
+from compare.report.sections import Sections, meta_of
+from compare.report.sources import Source, sources_of
 from compare.report.warnings import warnings_of
-from compare.report.words import Answer, answer_of, looks_of
 from evaluation.statistics.results import Summary
 from evaluation.statistics.summary import summarise
-from files.atomic import write_text
 from files.records import as_json
-from reports.run import clean_text
-from reports.run import plain as finite
-
-SCRIPT = Path(__file__).with_name("page.js")
+from reports.page import Page
+from reports.page import render as render_page
+from reports.parts import Cell, Details, Note, Row, Section, Table
+from reports.report import write_pages
+from reports.samples import Samples
+from reports.styles import styles_of
+from reports.text import clean_json, number
 
 
 def write_comparison_report(folder: Path) -> dict[str, Any]:
     """Write report.json and report.html into a comparison's folder. Returns what report.json holds.
 
-    Errors: ValueError naming the file (and row) in the folder that is absent, malformed, or contradicts another.
+    Raises:
+        ValueError: a file in the folder is absent, malformed, or contradicts another; the message names it and the row.
     """
-    comparison = read_comparison(folder)
-    page, report = render(comparison)
-    write_text(folder / "report.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    write_text(folder / "report.html", page)
+    page, report = render(read_comparison(folder))
+    write_pages(folder, page, report)
     return report
 
 
@@ -50,57 +44,90 @@ def render(
     comparison: ComparisonFolder, *, max_prompts: int = MAX_PROMPTS, max_characters: int = MAX_CHARACTERS
 ) -> tuple[str, dict[str, Any]]:
     """The page, and what report.json holds. The bounds are on the prompts and characters of the sample browser."""
-    summary = as_shown(_summary_of(comparison), comparison.judges)
-    looks = looks_of(comparison.policies)
-    answer = answer_of(summary, looks)
-    warnings = warnings_of(comparison, summary, looks)
+    summary = as_shown(summary_of(comparison), comparison.judges)
+    styles = styles_of(comparison.policies)
     sources = sources_of(comparison, summary)
-    samples = samples_of(comparison, looks, max_prompts=max_prompts, max_characters=max_characters)
-    view = View(summary, looks, sources)
-    script = SCRIPT.read_text(encoding="utf-8")
-    page = (
-        _environment()
-        .get_template("page.html.jinja")
-        .render(
-            comparison=comparison,
-            meta=meta_of(summary),
-            answer=answer,
-            warnings=warnings,
-            judges=view.judges(),
-            pair_columns=PAIR_COLUMNS,
-            agreement=view.agreement(),
-            failures=view.failures(),
-            measure_tables=measure_tables(comparison.measures, looks),
-            curves=curve_view(comparison.measures),
-            samples=samples,
-            settings=flat(comparison.settings),
-            sources=sources,
-            script=Markup(script),
-            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        )
+    samples = samples_of(comparison, styles, max_prompts=max_prompts, max_characters=max_characters)
+    page = Page(
+        kicker="Heed comparison",
+        title=comparison.name,
+        meta=meta_of(summary),
+        answer=answer_of(summary, styles),
+        sections=(
+            *Sections(summary, styles, sources).all(),
+            *_measures(comparison, styles),
+            Section("samples", "Samples side by side", (_about(samples), samples)),
+            _origins(comparison, sources),
+        ),
+        skip_to=("samples", "the samples"),
+        styles=tuple(styles.values()),
+        warnings=warnings_of(comparison, summary, styles),
     )
-    return clean_text(page), finite(_report(comparison, answer, warnings, samples, as_json(summary), as_json(sources)))
+    return render_page(page), clean_json(_report(comparison, page, samples, as_json(summary), as_json(sources)))
 
 
-def _summary_of(comparison: ComparisonFolder) -> Summary:
+def summary_of(comparison: ComparisonFolder) -> Summary:
+    """All that its verdicts say. Raises: ValueError for verdicts that contradict each other."""
     try:
         return summarise(comparison.verdicts, comparison.policies, seed=comparison.seed)
     except ValueError as error:
         raise ValueError(f"{VERDICTS}: {error}") from None
 
 
+def _measures(comparison: ComparisonFolder, styles: Styles) -> list[Section]:
+    parts = (*curve_parts(comparison.measures), *measure_tables(comparison.measures, styles))
+    return [Section("measures", "Measures", parts)] if parts else []
+
+
+def _about(samples: Samples) -> Note:
+    held = (
+        f"This page holds {number(len(samples.prompts))} of {number(samples.num_prompts)} prompts, evenly spread over"
+        " all; the files hold the rest."
+        if samples.is_cut
+        else f"All {number(samples.num_prompts)} prompts, with every response and every verdict."
+    )
+    return Note(f"{held} Next to each prompt is what each judge's verdicts on it come to.")
+
+
+def _origins(comparison: ComparisonFolder, sources: Mapping[str, Source]) -> Section:
+    about = Note(
+        "Every figure is computed from rows of this folder's files, named below it. report.json holds all of them in"
+        " full precision; its sources give each field's file and rows, as filters that pandas and pyarrow take."
+    )
+    settings = [Row((path,), (Cell(value),)) for path, value in flat(comparison.settings)]
+    files = [Row((file,), (Cell(sha256, is_code=True),)) for file, sha256 in comparison.files.items()]
+    rows = [
+        Row((field,), (Cell(source.file), Cell(_num_rows(source)), Cell(source.how)))
+        for field, source in sources.items()
+    ]
+    places = (
+        "Places in report.json, the rows they are computed from, and how. Where a field is not listed, the longest"
+        " place that it begins with is."
+    )
+    columns = ("In report.json", "File", "Rows", "How")
+    tables = (
+        Details("Settings", (Table("compare.json, as resolved.", (), tuple(settings), title="Settings"),)),
+        Details("Files", (Table("What was read, by SHA-256.", (), tuple(files), title="Files"),)),
+        Details(
+            "Rows of each figure",
+            (Table(places, columns, tuple(rows), title="Rows of each figure"),),
+            is_printed=False,
+        ),
+    )
+    return Section("made", "How it was made, and where the numbers come from", (about, *tables))
+
+
+def _num_rows(source: Source) -> str:
+    return number(source.num_rows) if source.file == VERDICTS else ""
+
+
 def _report(
-    comparison: ComparisonFolder,
-    answer: Answer,
-    warnings: tuple[str, ...],
-    samples: Samples,
-    summary: dict[str, Any],
-    sources: dict[str, Any],
+    comparison: ComparisonFolder, page: Page, samples: Samples, summary: dict[str, Any], sources: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "comparison": comparison.name,
-        "answer": as_json(answer),
-        "warnings": list(warnings),
+        "answer": as_json(page.answer),
+        "warnings": list(page.warnings),
         "summary": summary,
         "measures": dict(comparison.measures),
         "samples": {
@@ -115,19 +142,8 @@ def _report(
 
 
 def flat(value: Any, path: str = "") -> list[tuple[str, str]]:
-    """Settings as (dotted path, text), an entry a line."""
+    """Settings as (dotted path, text), an entry per line."""
     if isinstance(value, dict | list) and value:
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         return [line for key, entry in entries for line in flat(entry, f"{path}.{key}" if path else str(key))]
     return [(path, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))]
-
-
-@cache
-def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader([Path(__file__).parent, Path(reports.__file__).parent]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from compare.report.words import p_value, points, span
+from compare.report.answer import Styles
 from evaluation.statistics.results import (
     CategoryWinRate,
     Counts,
@@ -15,7 +15,8 @@ from evaluation.statistics.results import (
     WinRate,
 )
 from intervals.estimates import Interval
-from reports.text import Policy, number, percent
+from reports.parts import Cell, Row, SampleFilter, Table
+from reports.text import count_of, number, p_value, percent, points, share_ends
 
 
 def as_shown(summary: Summary, judges: Sequence[str]) -> Summary:
@@ -66,71 +67,54 @@ def _turned_category(found: CategoryWinRate) -> CategoryWinRate:
     return replace(found, win_rate=_turned_rate(found.win_rate))
 
 
-@dataclass(frozen=True)
-class Link:
-    """A number that leads to its rows: the sample browser filtered to them, by place of policies, judge and verdict."""
-
-    text: str
-    pair: str
-    judge: int
-    verdict: str
-
-
-@dataclass(frozen=True)
-class PairRow:
-    """A row of the table of tests."""
-
-    policy_a: Policy
-    policy_b: Policy
-    is_different: bool
-    links: tuple[Link, ...]
-    cells: tuple[tuple[str, str], ...]  # text, and a second line
-
-
 PAIR_COLUMNS = (
-    "Wins", "Ties", "Losses", "Win rate", "Bootstrap", "Permutation p", "Holm p", "Sign test p", "Detectable",
+    "Pair", "Wins", "Ties", "Losses", "Win rate", "Bootstrap", "Permutation p", "Holm p", "Sign test p", "Detectable",
     "Failed",
 )  # fmt: skip
 
 
-def pair_rows(
-    judge: JudgeSummary, place: int, policies: Sequence[str], looks: dict[str, Policy]
-) -> tuple[PairRow, ...]:
-    """The table's rows, a pair each."""
-    return tuple(_pair_row(pair, place, policies, looks) for pair in judge.pairs)
+def tests_table(judge: JudgeSummary, place: int, policies: Sequence[str], styles: Styles) -> Table:
+    """A row of tests for each pair; the numbers of prompts filter the samples."""
+    rows = tuple(_row(pair, place, policies, styles) for pair in judge.pairs)
+    caption = (
+        'Prompts won, tied and lost, and tests of "preferred equally often"; a number leads to its prompts. Permutation'
+        f" p-values are corrected for {count_of(len(rows), 'pair')} (Holm); a difference counts as shown below .05."
+        " Detectable: the distance from 50% that 4 of 5 such studies would have seen, in points."
+    )
+    return Table(caption, PAIR_COLUMNS, rows, "tests", f"Tests of each pair by {judge.judge}")
 
 
-def _pair_row(pair: PairSummary, judge: int, policies: Sequence[str], looks: dict[str, Policy]) -> PairRow:
+def _row(pair: PairSummary, judge: int, policies: Sequence[str], styles: Styles) -> Row:
     a, b = policies.index(pair.policy_a), policies.index(pair.policy_b)
     key, rate, significance = f"{min(a, b)}-{max(a, b)}", pair.win_rate, pair.significance
-    counts = ((pair.prompts.wins, str(a)), (pair.prompts.ties, "tie"), (pair.prompts.losses, str(b)))
-    over = rate.over_labelers
-    return PairRow(
-        policy_a=looks[pair.policy_a],
-        policy_b=looks[pair.policy_b],
-        is_different=pair.different,
-        links=tuple(Link(number(num), key, judge, verdict) for num, verdict in counts),
-        cells=(
-            ("–" if math.isnan(rate.mean) else percent(rate.mean), span(rate.low, rate.high)),
-            (
-                _bootstrap(rate.bootstrap),
-                "" if math.isnan(over.low) else f"other labelers {span(over.low, over.high)}",
-            ),
-            (_p(significance.permutation_p), ""),
-            (_p(significance.holm_p), "different" if pair.different else "not shown"),
-            (_p(significance.sign_p), ""),
-            ("none" if math.isnan(pair.power.detectable) else f"±{points(pair.power.detectable)}", _needed(pair)),
-            (
-                number(pair.num_failed),
-                f"{number(pair.num_prompts_missing)} missing" if pair.num_prompts_missing else "",
-            ),
-        ),
+    counts = (
+        ("wins", pair.prompts.wins, str(a)),
+        ("ties", pair.prompts.ties, "tie"),
+        ("losses", pair.prompts.losses, str(b)),
     )
+    links = [
+        Cell(number(num), filter=SampleFilter(key, judge, verdict, f"{number(num)} {name}: show the prompts"))
+        for name, num, verdict in counts
+    ]
+    over = rate.over_labelers
+    other_labelers = "" if math.isnan(over.low) else f"other labelers {share_ends(over.low, over.high)}"
+    detectable = "none" if math.isnan(pair.power.detectable) else f"±{points(pair.power.detectable)}"
+    missing = f"{number(pair.num_prompts_missing)} missing" if pair.num_prompts_missing else ""
+    numbers = (
+        Cell(percent(rate.mean), share_ends(rate.low, rate.high)),
+        Cell(_bootstrap(rate.bootstrap), other_labelers),
+        Cell(_p(significance.permutation_p)),
+        Cell(_p(significance.holm_p), "different" if pair.different else "not shown"),
+        Cell(_p(significance.sign_p)),
+        Cell(detectable, _needed(pair)),
+        Cell(number(pair.num_failed), missing),
+    )
+    return Row((styles[pair.policy_a], styles[pair.policy_b]), (*links, *numbers), is_strong=pair.different)
 
 
 def _bootstrap(found: Interval) -> str:
     """Prompts that came out alike are alike in every resample, which is no precision."""
-    return "no spread" if found.low == found.high else span(found.low, found.high)
+    return "no spread" if found.low == found.high else share_ends(found.low, found.high)
 
 
 def _p(p: float) -> str:

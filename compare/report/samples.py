@@ -1,109 +1,41 @@
-"""The sample browser: prompts with their responses side by side and every verdict on them.
+"""The sample browser of a comparison: prompts with their responses side by side and what judges say of them.
 
-All of it is HTML that reads without JavaScript; the page's script hides what a filter leaves out, and shows a page at a
-time. A report holds at most MAX_PROMPTS prompts and MAX_CHARACTERS of their texts, taken evenly from all in the order
-of prompts.jsonl; it says how many of how many, and the files have the rest.
+A report holds at most MAX_PROMPTS prompts and MAX_CHARACTERS of their texts, taken evenly from all in the order of
+prompts.jsonl; it says how many of how many, and the files have the rest.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from urllib.parse import quote
 
-from compare.report.folder import ComparedPrompt, ComparisonFolder
+from compare.folder import ComparisonFolder
+from compare.report.answer import Styles
 from evaluation.verdicts import Response, Verdict
-from reports.text import Policy, number, percent
+from reports.samples import (
+    TEXT_CHARACTERS,
+    Chip,
+    Outcome,
+    Samples,
+    ShownPrompt,
+    ShownResponse,
+    ShownVerdict,
+    anchor_of,
+    evenly,
+    folded,
+    start_of,
+)
+from reports.text import number, percent
+from training.data import Prompt
 
 MAX_PROMPTS = 1_000
 MAX_CHARACTERS = 6_000_000
-UNFOLDED_CHARACTERS = 1_200  # of one text; the rest is folded away
-TEXT_CHARACTERS = 20_000  # of one text; the rest is in the files
-
-
-@dataclass(frozen=True)
-class Folded:
-    """A text: what is shown at once, what is folded behind it, and how many characters are in the files alone."""
-
-    text: str
-    rest: str
-    num_left: int
-
-
-@dataclass(frozen=True)
-class ShownResponse:
-    """One response of a policy."""
-
-    index: int
-    text: Folded
-    about: str
-
-
-@dataclass(frozen=True)
-class ShownVerdict:
-    """One verdict in words."""
-
-    judge: str
-    labeler: str
-    kind: str  # won, tied, failed
-    winner: Policy | None
-    detail: str
-
-
-@dataclass(frozen=True)
-class Chip:
-    """What one judge says of a pair, or which policy it prefers among several, in the sample's summary line."""
-
-    judge: str
-    kind: str  # won, tied, failed
-    winner: Policy | None
-
-
-@dataclass(frozen=True)
-class ShownPrompt:
-    """A prompt with everything said of it. `outcomes` is what the filters read: "a-b:judge:outcome" by place."""
-
-    anchor: str
-    prompt_id: str
-    category: str
-    category_place: int
-    start: str
-    messages: tuple[tuple[str, Folded], ...]
-    responses: tuple[tuple[Policy, tuple[ShownResponse, ...]], ...]
-    verdicts: tuple[ShownVerdict, ...]
-    chips: tuple[Chip, ...]
-    outcomes: str
-    disagree: bool
-
-
-@dataclass(frozen=True)
-class Samples:
-    """The prompts that the page holds, and the choices of its filters."""
-
-    prompts: tuple[ShownPrompt, ...]
-    num_prompts: int
-    policies: tuple[Policy, ...]
-    pairs: tuple[tuple[int, int], ...]
-    judges: tuple[str, ...]
-    categories: tuple[str, ...]
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether there are prompts that the page leaves out."""
-        return len(self.prompts) < self.num_prompts
-
-
-def anchor_of(prompt_id: str) -> str:
-    """The fragment that leads to a prompt, as in `report.html#prompt-p7`."""
-    return f"prompt-{quote(prompt_id, safe='', errors='replace')}"
+MAX_LISTED = 4  # verdicts of one labeler on the same two policies; more are counted
+NUM_OPEN = 2
 
 
 def samples_of(
-    folder: ComparisonFolder,
-    looks: dict[str, Policy],
-    *,
-    max_prompts: int = MAX_PROMPTS,
-    max_characters: int = MAX_CHARACTERS,
+    folder: ComparisonFolder, styles: Styles, *, max_prompts: int = MAX_PROMPTS, max_characters: int = MAX_CHARACTERS
 ) -> Samples:
     """The sample browser's contents, from the folder alone."""
     responses, verdicts = defaultdict(list), defaultdict(list)
@@ -111,145 +43,184 @@ def samples_of(
         responses[response.prompt_id].append(response)
     for verdict in folder.verdicts:
         verdicts[verdict.prompt_id].append(verdict)
-    categories = sorted({prompt.category for prompt in folder.prompts})
-    place = {name: number_of for number_of, name in enumerate(folder.policies)}
+    builder = _Builder(folder, styles)
     sizes = [_characters(prompt, responses[prompt.prompt_id]) for prompt in folder.prompts]
     chosen = [folder.prompts[index] for index in evenly(sizes, max_prompts, max_characters)]
     shown = tuple(
-        _shown(prompt, responses[prompt.prompt_id], verdicts[prompt.prompt_id], folder, looks, categories)
-        for prompt in chosen
+        builder.prompt(prompt, responses[prompt.prompt_id], verdicts[prompt.prompt_id], is_open=number_of < NUM_OPEN)
+        for number_of, prompt in enumerate(chosen)
     )
-    pairs = {tuple(sorted((place[v.policy_a], place[v.policy_b]))) for v in folder.verdicts}
+    pairs = {tuple(sorted((builder.place[v.policy_a], builder.place[v.policy_b]))) for v in folder.verdicts}
     return Samples(
         prompts=shown,
         num_prompts=len(folder.prompts),
-        policies=tuple(looks[name] for name in folder.policies),
+        is_filtered=True,
+        policies=tuple(styles[name] for name in folder.policies),
         pairs=tuple(sorted((first, second) for first, second in pairs)),
         judges=folder.judges,
-        categories=tuple(categories),
+        categories=tuple(builder.categories),
     )
 
 
-def _characters(prompt: ComparedPrompt, responses: Sequence[Response]) -> int:
-    texts = [text for _, text in prompt.messages] + [response.text for response in responses]
+def _characters(prompt: Prompt, responses: Sequence[Response]) -> int:
+    texts = [turn["content"] for turn in prompt.messages] + [response.text for response in responses]
     return sum(min(len(text), TEXT_CHARACTERS) for text in texts)
 
 
-def evenly(sizes: Sequence[int], max_prompts: int, max_characters: int) -> list[int]:
-    """Places of as many prompts as fit both bounds, evenly spread over all; at least one."""
-    num = min(len(sizes), max_prompts)
-    while True:
-        places = [place * len(sizes) // num for place in range(num)]
-        total = sum(sizes[place] for place in places)
-        if total <= max_characters or num == 1:
-            return places
-        num = max(1, min(num - 1, num * max_characters // total))
+class _Builder:
+    """Shows prompts of one comparison."""
+
+    def __init__(self, folder: ComparisonFolder, styles: Styles) -> None:
+        self.folder, self.styles = folder, styles
+        self.place = {name: number_of for number_of, name in enumerate(folder.policies)}
+        self.categories = sorted({prompt.kind for prompt in folder.prompts})
+
+    def prompt(
+        self, prompt: Prompt, responses: Sequence[Response], verdicts: Sequence[Verdict], *, is_open: bool
+    ) -> ShownPrompt:
+        messages = tuple((turn["role"], turn["content"]) for turn in prompt.messages)
+        scores = _scores(verdicts)
+        by_policy = [
+            sorted((row for row in responses if row.policy == name), key=lambda row: row.index)
+            for name in self.folder.policies
+        ]
+        chips, outcomes = self._outcomes(verdicts)
+        return ShownPrompt(
+            anchor=anchor_of(prompt.prompt_id),
+            prompt_id=prompt.prompt_id,
+            category=prompt.kind,
+            start=start_of(messages),
+            messages=tuple((role, folded(text)) for role, text in messages),
+            responses=tuple(
+                (self.styles[name], tuple(ShownResponse(r.index, folded(r.text), _about(r, scores)) for r in own))
+                for name, own in zip(self.folder.policies, by_policy, strict=True)
+            ),
+            is_open=is_open,
+            verdicts=tuple(self._verdicts(verdicts)),
+            chips=chips,
+            category_place=self.categories.index(prompt.kind),
+            outcomes=outcomes,
+            disagree=verdicts_disagree(verdicts),
+        )
+
+    def _verdicts(self, verdicts: Sequence[Verdict]) -> list[ShownVerdict]:
+        """Each verdict in words; where a labeler has many on the same two policies, what they come to."""
+        groups: dict[tuple[int, int, int, str], list[Verdict]] = defaultdict(list)
+        for row in verdicts:
+            a, b = sorted((self.place[row.policy_a], self.place[row.policy_b]))
+            groups[a, b, self.folder.judges.index(row.judge), row.labeler].append(row)
+        shown = []
+        for (a, b, _, _), rows in sorted(groups.items()):
+            if len(rows) > MAX_LISTED:
+                shown.append(self._counted(self.folder.policies[a], self.folder.policies[b], rows))
+            else:
+                rows = sorted(rows, key=lambda row: (row.index_a, row.index_b, row.first))
+                shown += [self._verdict(row) for row in rows]
+        return shown
+
+    def _counted(self, first: str, second: str, rows: Sequence[Verdict]) -> ShownVerdict:
+        found = _Counted.of(first, rows)
+        one, other = self.styles[first], self.styles[second]
+        kind, winner = found.outcome
+        ties = f", {number(found.num_ties)} ties" if found.num_ties else ""
+        failed = f", {number(found.num_failed)} failed" if found.num_failed else ""
+        detail = (
+            f"{one.title} and {other.title}: {number(found.num_first)} to {number(found.num_second)}{ties}{failed}, of"
+            f" {number(len(rows))} pairs of responses"
+        )
+        style = None if winner is None else (one if winner == 0 else other)
+        return ShownVerdict(rows[0].judge, rows[0].labeler, kind, style, detail)
+
+    def _verdict(self, row: Verdict) -> ShownVerdict:
+        a, b = self.styles[row.policy_a], self.styles[row.policy_b]
+        found = _Counted.of(row.policy_a, [row])
+        share, (kind, place) = row.preference_a, found.outcome
+        parts = [f"{a.title} and {b.title}"] if len(self.styles) > 2 else []
+        parts += [f"responses {row.index_a + 1} and {row.index_b + 1}"] if row.index_a or row.index_b else []
+        parts += [f"{(a if row.first == 'a' else b).title} shown first"] if row.first else []
+        parts += [row.failure] if row.failure else []
+        parts += [f"{percent(max(share, 1 - share))} sure"] if not row.failure and share not in (0, 0.5, 1) else []
+        if not (math.isnan(row.score_a) or math.isnan(row.score_b)):
+            parts.append(f"scores {number(float(row.score_a))} and {number(float(row.score_b))}")
+        winner = None if place is None else (a, b)[place]
+        return ShownVerdict(row.judge, row.labeler, kind, winner, "; ".join(parts))
+
+    def _outcomes(self, verdicts: Sequence[Verdict]) -> tuple[tuple[Chip, ...], str]:
+        """Chips and filter words: what each judge's verdicts on each pair come to, by their mean."""
+        by_pair: dict[tuple[int, int, int], list[Verdict]] = defaultdict(list)
+        for row in verdicts:
+            a, b = sorted((self.place[row.policy_a], self.place[row.policy_b]))
+            by_pair[self.folder.judges.index(row.judge), a, b].append(row)
+        words: list[str] = []
+        won: dict[int, list[int | None]] = defaultdict(list)
+        for (judge, a, b), rows in by_pair.items():
+            found = _Counted.of(self.folder.policies[a], rows)
+            kind, winner = found.outcome
+            if found.num_failed:
+                words.append(f"{a}-{b}:{judge}:failed")
+                won[judge] += []
+            if kind != "failed":
+                place = None if winner is None else (a, b)[winner]
+                won[judge].append(place)
+                words.append(f"{a}-{b}:{judge}:{'tie' if place is None else place}")
+        return tuple(self._chip(judge, won[judge]) for judge in sorted(won)), " ".join(sorted(set(words)))
+
+    def _chip(self, judge: int, winners: Sequence[int | None]) -> Chip:
+        """The winner of most pairs; a tie where none has more than the next."""
+        name = self.folder.judges[judge]
+        if not winners:
+            return Chip(name, "failed", None)
+        counts = sorted(((winners.count(place), place) for place in set(winners) if place is not None), reverse=True)
+        if not counts or (len(counts) > 1 and counts[0][0] == counts[1][0]):
+            return Chip(name, "tied", None)
+        return Chip(name, "won", self.styles[self.folder.policies[counts[0][1]]])
 
 
-def folded(text: str) -> Folded:
-    """A text as the page holds it; words are not cut in two where that can be helped."""
-    text = text
-    kept = text[:TEXT_CHARACTERS]
-    if len(kept) <= UNFOLDED_CHARACTERS:
-        return Folded(kept, "", 0)
-    cut = max(kept.rfind(" ", 0, UNFOLDED_CHARACTERS), kept.rfind("\n", 0, UNFOLDED_CHARACTERS))
-    cut = cut if cut > UNFOLDED_CHARACTERS // 2 else UNFOLDED_CHARACTERS
-    return Folded(kept[:cut], kept[cut:], len(text) - len(kept))
+@dataclass(frozen=True)
+class _Counted:
+    """What verdicts on the same two policies come to, from the first one's side."""
+
+    mean: float  # NaN where all failed
+    num_first: int
+    num_second: int
+    num_ties: int
+    num_failed: int
+
+    @classmethod
+    def of(cls, first: str, rows: Sequence[Verdict]) -> "_Counted":
+        shares = [r.preference_a if r.policy_a == first else 1 - r.preference_a for r in rows if not r.failure]
+        mean = math.fsum(shares) / len(shares) if shares else math.nan
+        ahead, behind = sum(share > 0.5 for share in shares), sum(share < 0.5 for share in shares)
+        return cls(mean, ahead, behind, len(shares) - ahead - behind, len(rows) - len(shares))
+
+    @property
+    def outcome(self) -> tuple[Outcome, int | None]:
+        """won, tied or failed, and whether the first (0) or the second (1) won."""
+        if math.isnan(self.mean):
+            return "failed", None
+        return ("tied", None) if abs(self.mean - 0.5) < 1e-9 else ("won", int(self.mean < 0.5))
 
 
-def _shown(
-    prompt: ComparedPrompt,
-    responses: Sequence[Response],
-    verdicts: Sequence[Verdict],
-    folder: ComparisonFolder,
-    looks: dict[str, Policy],
-    categories: Sequence[str],
-) -> ShownPrompt:
-    place = {name: number_of for number_of, name in enumerate(folder.policies)}
-    by_policy = []
-    for name in folder.policies:
-        own = sorted((row for row in responses if row.policy == name), key=lambda row: row.index)
-        by_policy.append((looks[name], tuple(ShownResponse(row.index, folded(row.text), _about(row)) for row in own)))
-    chips, outcomes = _outcomes(verdicts, folder, looks, place)
-    last_user = next((text for role, text in reversed(prompt.messages) if role == "user"), prompt.messages[-1][1])
-    return ShownPrompt(
-        anchor=anchor_of(prompt.prompt_id),
-        prompt_id=prompt.prompt_id,
-        category=prompt.category,
-        category_place=categories.index(prompt.category),
-        start=" ".join(last_user[:400].split())[:140],
-        messages=tuple((role, folded(text)) for role, text in prompt.messages),
-        responses=tuple(by_policy),
-        verdicts=tuple(
-            _verdict(row, looks) for row in sorted(verdicts, key=lambda row: _order(row, folder.judges, place))
-        ),
-        chips=chips,
-        outcomes=outcomes,
-        disagree=verdicts_disagree(verdicts),
-    )
+Scores = dict[tuple[str, int], list[tuple[str, float]]]
 
 
-def _about(row: Response) -> str:
-    parts = [] if row.num_tokens is None else [f"{number(row.num_tokens)} tokens"]
-    parts += ["did not end by itself"] if row.finished is False else []
+def _scores(verdicts: Sequence[Verdict]) -> Scores:
+    """What judges that score single responses gave each of them: (judge, score) by policy and sample."""
+    found: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    for row in verdicts:
+        if not (math.isnan(row.score_a) or math.isnan(row.score_b)):
+            found[row.policy_a, row.index_a][row.judge] = row.score_a
+            found[row.policy_b, row.index_b][row.judge] = row.score_b
+    return {key: list(scores.items()) for key, scores in found.items()}
+
+
+def _about(row: Response, scores: Scores) -> str:
+    parts = [f"{judge} {number(float(score))}" for judge, score in scores.get((row.policy, row.index), [])]
+    parts += [f"reward model {number(float(row.proxy_score))}"] if not math.isnan(row.proxy_score) else []
+    parts += [] if row.num_tokens is None else [f"{number(row.num_tokens)} tokens"]
+    parts += ["cut off at the length limit"] if row.finished is False else []
     parts += [f"log ratio {number(float(row.log_ratio), 1)} nats"] if not math.isnan(row.log_ratio) else []
     return ", ".join(parts)
-
-
-def _order(row: Verdict, judges: Sequence[str], place: dict[str, int]) -> tuple[object, ...]:
-    pair = sorted((place[row.policy_a], place[row.policy_b]))
-    return (*pair, judges.index(row.judge), row.labeler, row.index_a, row.index_b, row.first)
-
-
-def _verdict(row: Verdict, looks: dict[str, Policy]) -> ShownVerdict:
-    a, b = looks[row.policy_a], looks[row.policy_b]
-    share = row.preference_a
-    winner, kind = None, "failed"
-    if not row.failure:
-        kind = "tied" if share == 0.5 else "won"
-        winner = None if share == 0.5 else (a if share > 0.5 else b)
-    parts = [f"{a.title} and {b.title}"] if len(looks) > 2 else []
-    parts += [f"responses {row.index_a + 1} and {row.index_b + 1}"] if row.index_a or row.index_b else []
-    parts += [f"{(a if row.first == 'a' else b).title} shown first"] if row.first else []
-    parts += [row.failure] if row.failure else []
-    parts += [f"{percent(max(share, 1 - share))} sure"] if not row.failure and share not in (0, 0.5, 1) else []
-    if not (math.isnan(row.score_a) or math.isnan(row.score_b)):
-        parts.append(f"scores {number(float(row.score_a))} and {number(float(row.score_b))}")
-    return ShownVerdict(row.judge, row.labeler, kind, winner, "; ".join(parts))
-
-
-def _outcomes(
-    verdicts: Sequence[Verdict], folder: ComparisonFolder, looks: dict[str, Policy], place: dict[str, int]
-) -> tuple[tuple[Chip, ...], str]:
-    """Chips and filter words: what each judge's verdicts on each pair come to, by their mean."""
-    shares: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-    words, failed = [], set()
-    for row in verdicts:
-        a, b, judge = place[row.policy_a], place[row.policy_b], folder.judges.index(row.judge)
-        key = (min(a, b), max(a, b), judge)
-        if row.failure:
-            words.append(f"{key[0]}-{key[1]}:{judge}:failed")
-            failed.add(judge)
-        else:
-            shares[key].append(row.preference_a if a < b else 1 - row.preference_a)
-    won: dict[int, list[int | None]] = defaultdict(list)
-    for (a, b, judge), values in sorted(shares.items()):
-        mean = math.fsum(values) / len(values)
-        winner = None if abs(mean - 0.5) < 1e-9 else (a if mean > 0.5 else b)
-        won[judge].append(winner)
-        words.append(f"{a}-{b}:{judge}:{'tie' if winner is None else winner}")
-    chips = [_chip(folder.judges[judge], won.get(judge, []), folder, looks) for judge in sorted(set(won) | failed)]
-    return tuple(chips), " ".join(sorted(set(words)))
-
-
-def _chip(judge: str, winners: Sequence[int | None], folder: ComparisonFolder, looks: dict[str, Policy]) -> Chip:
-    """The winner of most pairs; a tie where none has more than the next."""
-    if not winners:
-        return Chip(judge, "failed", None)
-    counts = sorted(((winners.count(place), place) for place in set(winners) if place is not None), reverse=True)
-    if not counts or (len(counts) > 1 and counts[0][0] == counts[1][0]):
-        return Chip(judge, "tied", None)
-    return Chip(judge, "won", looks[folder.policies[counts[0][1]]])
 
 
 def verdicts_disagree(verdicts: Sequence[Verdict]) -> bool:

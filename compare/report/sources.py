@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from compare.report.folder import MEASURES, SETTINGS, VERDICTS, ComparisonFolder
+from compare.folder import MEASURES, SETTINGS, VERDICTS, ComparisonFolder
+from compare.report.answer import Styles
 from evaluation.statistics.results import JudgeSummary, PairSummary, Summary
 from evaluation.verdicts import Verdict
-from reports.text import Policy, number
+from reports.text import count_of
 
 Filter = tuple[str, str, str | tuple[str, ...]]
 
@@ -130,14 +131,14 @@ def _of_pair(rows: Rows, path: str, judge: str, pair: PairSummary) -> dict[str, 
     return sources
 
 
-def source_text(source: Source, looks: dict[str, Policy]) -> str:
+def source_text(source: Source, styles: Styles) -> str:
     """A source in a line, as the page shows it below its figure."""
     words = []
     for column, operator, value in source.rows:
         if column == "policy_b":  # policy_a has said it
             continue
         if column == "policy_a":
-            words.append(" and ".join(looks[name].title for name in value))
+            words.append(" and ".join(styles[name].title for name in value))
         elif (column, operator, value) == STANDING:
             words.append("not failed")
         elif (column, operator, value) == FAILED:
@@ -147,4 +148,4 @@ def source_text(source: Source, looks: dict[str, Policy]) -> str:
         else:
             words.append(f"{column} {value if isinstance(value, str) else ' or '.join(value)}")
     where = f"{source.file}: {', '.join(words)}" if words else source.file
-    return f"{where} ({number(source.num_rows)} row{'' if source.num_rows == 1 else 's'})"
+    return f"{where} ({count_of(source.num_rows, 'row')})"

@@ -2,13 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from compare.report.folder import ComparisonFolder
-from compare.report.words import listed, of, span
+from compare.folder import ComparisonFolder
+from compare.report.answer import Styles
 from evaluation.statistics.results import JudgeSummary, PairSummary, Summary
 from evaluation.verdicts import Verdict
-from reports.text import Policy, number, percent
+from reports.text import count_of, listed, number, percent, share_ends
 
 FEW_PROMPTS = 100
 MANY_FLIPS = 0.2
@@ -16,18 +16,18 @@ LEAST_AGREEMENT = 0.667  # below it Krippendorff would draw no conclusions (Cont
 UNEVEN_ORDER = 0.1  # from ½ of a pair's verdicts
 
 
-def warnings_of(folder: ComparisonFolder, summary: Summary, looks: Mapping[str, Policy]) -> tuple[str, ...]:
+def warnings_of(folder: ComparisonFolder, summary: Summary, styles: Styles) -> tuple[str, ...]:
     """Warnings, a sentence or two each, in order of the report's sections."""
     found = [*_few_prompts(summary)]
     for judge in summary.judges:
-        found += [*_labelers(folder, judge), *_lost(judge), *_order(folder, judge, looks), *_lengths(judge, looks)]
+        found += [*_labelers(folder, judge), *_lost(judge), *_order(folder, judge, styles), *_lengths(judge, styles)]
     return (*found, *_agreement(summary), *_missing(folder))
 
 
 def _few_prompts(summary: Summary) -> list[str]:
     if summary.num_prompts >= FEW_PROMPTS:
         return []
-    return [f"Only {of(summary.num_prompts, 'prompt')}: differences that matter may well go unseen."]
+    return [f"Only {count_of(summary.num_prompts, 'prompt')}: differences that matter may well go unseen."]
 
 
 def _labelers(folder: ComparisonFolder, judge: JudgeSummary) -> list[str]:
@@ -38,10 +38,10 @@ def _labelers(folder: ComparisonFolder, judge: JudgeSummary) -> list[str]:
         return [f"{judge.judge} is the only judge: no interval here shows what it gets wrong."]
     apart = [pair for pair in judge.pairs if pair.different and pair.win_rate.over_labelers.low <= 0.5]
     if apart:
-        rate = apart[0].win_rate
+        rate, over = apart[0].win_rate, apart[0].win_rate.over_labelers
         return [
             f"With other labelers than these {number(rate.num_labelers)} of the judge {judge.judge} a difference might"
-            f" not show: the interval over labelers too is {span(rate.over_labelers.low, rate.over_labelers.high)}."
+            f" not show: the interval over labelers too is {share_ends(over.low, over.high)}."
         ]
     return []
 
@@ -52,37 +52,37 @@ def _lost(judge: JudgeSummary) -> list[str]:
     if judge.num_failed:
         share = judge.num_failed / (judge.num_failed + judge.num_verdicts)
         found.append(
-            f"{of(judge.num_failed, 'verdict')} of the judge {judge.judge} failed ({percent(share)}); they count for"
-            " nobody."
+            f"{count_of(judge.num_failed, 'verdict')} of the judge {judge.judge} failed ({percent(share)}); they are"
+            " left out."
         )
     missing = max((pair.num_prompts_missing for pair in judge.pairs), default=0)
     if missing:
-        found.append(f"On up to {of(missing, 'prompt')} of a pair the judge {judge.judge} has no verdict that stands.")
+        found.append(
+            f"On up to {count_of(missing, 'prompt')} of a pair the judge {judge.judge} has no verdict that stands."
+        )
     return found
 
 
-def _order(folder: ComparisonFolder, judge: JudgeSummary, looks: Mapping[str, Policy]) -> list[str]:
+def _order(folder: ComparisonFolder, judge: JudgeSummary, styles: Styles) -> list[str]:
     found, bias = [], judge.position_bias
     if bias.low > 0.5 or bias.high < 0.5:
         which = "first" if bias.mean > 0.5 else "second"
         often = bias.mean if bias.mean > 0.5 else 1 - bias.mean
         found.append(
             f"The judge {judge.judge} prefers the response shown {which}, {percent(often)} of the time"
-            f" ({span(bias.low, bias.high) if bias.mean > 0.5 else span(1 - bias.high, 1 - bias.low)})."
+            f" ({share_ends(bias.low, bias.high) if bias.mean > 0.5 else share_ends(1 - bias.high, 1 - bias.low)})."
         )
-        found += [text for pair in judge.pairs for text in _uneven(folder.verdicts, judge, pair, looks)]
+        found += [text for pair in judge.pairs for text in _uneven(folder.verdicts, judge, pair, styles)]
     changed = judge.flips.changed
     if changed.mean > MANY_FLIPS:
         found.append(
             f"The judge {judge.judge} changes {percent(changed.mean)} of its verdicts"
-            f" ({span(changed.low, changed.high)}) when the order is turned."
+            f" ({share_ends(changed.low, changed.high)}) when the order is turned."
         )
     return found
 
 
-def _uneven(
-    verdicts: Sequence[Verdict], judge: JudgeSummary, pair: PairSummary, looks: Mapping[str, Policy]
-) -> list[str]:
+def _uneven(verdicts: Sequence[Verdict], judge: JudgeSummary, pair: PairSummary, styles: Styles) -> list[str]:
     """A pair whose first policy was shown first much more, or much less, often than its second."""
     firsts = Counter(
         row.policy_a if row.first == "a" else row.policy_b
@@ -93,20 +93,20 @@ def _uneven(
     if not firsts or abs(firsts[pair.policy_a] / firsts.total() - 0.5) <= UNEVEN_ORDER:
         return []
     share = percent(firsts[pair.policy_a] / firsts.total())
-    a, b = looks[pair.policy_a].title, looks[pair.policy_b].title
-    return [f"Beside {b}, {a} was shown first in {share} of these verdicts, which the bias turns into wins."]
+    a, b = styles[pair.policy_a].title, styles[pair.policy_b].title
+    return [f"Next to {b}, {a} was shown first in {share} of these verdicts, which the bias turns into wins."]
 
 
-def _lengths(judge: JudgeSummary, looks: Mapping[str, Policy]) -> list[str]:
+def _lengths(judge: JudgeSummary, styles: Styles) -> list[str]:
     """Pairs whose difference is one of length."""
     found = []
     for pair in judge.pairs:
         fitted = pair.length_controlled
         if pair.different and not math.isnan(fitted.mean) and fitted.low <= 0.5:
-            a, b = looks[pair.policy_a].title, looks[pair.policy_b].title
+            a, b = styles[pair.policy_a].title, styles[pair.policy_b].title
             found.append(
                 f"At equal length the judge {judge.judge} shows no preference for {a} over {b}: {percent(fitted.mean)}"
-                f" ({span(fitted.low, fitted.high)}), not {percent(pair.win_rate.mean)}."
+                f" ({share_ends(fitted.low, fitted.high)}), not {percent(pair.win_rate.mean)}."
             )
     return found
 
@@ -135,4 +135,4 @@ def _missing(folder: ComparisonFolder) -> list[str]:
     lacking = [f"{name} to {number(num)}" for name, num in short.items() if num]
     if not lacking:
         return []
-    return [f"Responses are missing, of {of(len(folder.prompts), 'prompt')}: {listed(lacking)}."]
+    return [f"Responses are missing, of {count_of(len(folder.prompts), 'prompt')}: {listed(lacking)}."]

@@ -68,12 +68,16 @@ class Judge(Protocol):
         """Returns verdicts on the pairs, in their order. A pair that it cannot judge gives a verdict with a failure."""
 
 
-def pairs_of(prompts: Sequence[Prompt], responses: Mapping[str, Sequence[Response]]) -> list[Pair]:
+def pairs_of(
+    prompts: Sequence[Prompt], responses: Mapping[str, Sequence[Response]], *, max_pairs: int = 0
+) -> list[Pair]:
     """Returns the pairs to judge: for each prompt every two policies, sample by sample. `responses` is keyed by policy,
     and its order is the order of the policies.
 
     The i-th sample of one policy is compared with the i-th of the other. If one has fewer samples, they are reused in
     turn, so that every response is judged and the number of verdicts grows with the samples, not with their square.
+    With `max_pairs`, the i-th is compared with the (i+1)-th, (i+2)-th, ... too, in as many whole rounds as give at most
+    `max_pairs` pairs per prompt and two policies; where that is enough, every two samples meet once.
     Two policies are compared on the prompts that both have answered.
     """
     found: dict[tuple[str, str], list[Response]] = {}
@@ -85,9 +89,16 @@ def pairs_of(prompts: Sequence[Prompt], responses: Mapping[str, Sequence[Respons
         for first, second in combinations(responses, 2):
             ours, theirs = found.get((first, prompt.prompt_id)), found.get((second, prompt.prompt_id))
             if ours and theirs:
-                places = range(max(len(ours), len(theirs)))
-                pairs += [Pair(prompt, ours[i % len(ours)], theirs[i % len(theirs)]) for i in places]
+                pairs += [Pair(prompt, ours[i], theirs[j]) for i, j in _meetings(len(ours), len(theirs), max_pairs)]
     return pairs
+
+
+def _meetings(num_ours: int, num_theirs: int, max_pairs: int) -> list[tuple[int, int]]:
+    """Places of the samples that are compared: rounds in which each sample of the longer side meets another one."""
+    longer, shorter = max(num_ours, num_theirs), min(num_ours, num_theirs)
+    num_rounds = min(shorter, max(1, max_pairs // longer))
+    rounds = [(i, (i + shift) % shorter) for shift in range(num_rounds) for i in range(longer)]
+    return rounds if num_ours >= num_theirs else [(j, i) for i, j in rounds]
 
 
 def refuse_too_many_failures(verdicts: Sequence[Verdict], max_failed_share: float) -> None:

@@ -20,6 +20,7 @@ from reward.scoring import Judge as RewardModel
 Score = Callable[[Sequence[Messages], Sequence[str]], Sequence[Scored]]
 
 BATCH = 128  # responses per call
+MAX_PAIRS = 64  # of one prompt and two policies: a score costs the same however many responses it is compared with
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,33 @@ def best_of_n_curve(gold_PN: Floats, proxy_PN: Floats, sizes: Sequence[int] = ()
     )
 
 
+@dataclass(frozen=True)
+class BestOfN:
+    """Mean scores of the best of n by the proxy, with 95% intervals over prompts; its KL is at most `kl_bound_nats`."""
+
+    n: int
+    kl_bound_nats: float
+    gold_score: Interval
+    proxy_score: Interval
+
+
+def best_of_n_scores(gold_PN: Floats, proxy_PN: Floats) -> tuple[BestOfN, ...]:
+    """Returns the scores of best-of-n for n = 1, 2, 4, ... up to N. Raises: as `best_of_n_curve` does."""
+    prompt_P = np.arange(len(gold_PN))
+    curve = best_of_n_curve(gold_PN, proxy_PN)
+    rows = [
+        (1, 0.0, curve.start_gold_P, curve.start_proxy_P),
+        *(
+            (2 ** (k + 1), float(curve.kl_KP[k, 0]), curve.gold_KP[k], curve.proxy_KP[k])
+            for k in range(len(curve.names))
+        ),
+    ]
+    return tuple(
+        BestOfN(n, kl, clustered_mean(gold_P, prompt_P), clustered_mean(proxy_P, prompt_P))
+        for n, kl, gold_P, proxy_P in rows
+    )
+
+
 def expanded_level(num_prompts: int) -> float:
     """Returns the level of the bootstrap percentiles that gives a 95% interval with this many prompts.
 

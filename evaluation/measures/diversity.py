@@ -1,17 +1,16 @@
 """Signs of collapse: similar responses to one prompt, similar responses to all prompts, repetition, length, EOS rate.
 
-Words are lower-cased text split at white space, as in `evaluation.diversity`. Measures that depend on the amount of
+Words are lower-cased text split at white space. Measures that depend on the amount of
 text use the same prompts, and equally many responses or words, for every policy.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from evaluation.diversity import distinct_n, repetition
 from evaluation.verdicts import Response
 from intervals.clustered import clustered_mean
 from intervals.estimates import UNKNOWN, Interval
@@ -245,3 +244,31 @@ def _closest_other(lengths: Sequence[int], own: int) -> int:
     place = int(np.searchsorted(lengths, own))
     others = [*lengths[max(0, place - 1) : place], *lengths[place + 1 : place + 2]]
     return min(others, key=lambda length: (abs(length - own), length))
+
+
+def distinct_n(texts: Sequence[str], n: int) -> float:
+    """Distinct n-grams over all n-grams, across all texts: from 0 (everything repeats) to 1.
+
+    Falls as the amount of text grows, so compare policies on the same number of samples of like length. NaN when no
+    text has n words. distinct-1 and distinct-2 of Li et al. 2016, arXiv 1510.03055. Raises ValueError for n < 1.
+    """
+    return _share_distinct([gram for text in texts for gram in _ngrams(text, n)])
+
+
+def repetition(text: str, n: int) -> float:
+    """The share of a text's n-grams that repeat an earlier one: 0 is none; near 1, the text loops.
+
+    NaN when the text has fewer than n words. seq-rep-n of Welleck et al. 2019, arXiv 1908.04319, here over words.
+    """
+    return 1 - _share_distinct(list(_ngrams(text, n)))
+
+
+def _ngrams(text: str, n: int) -> Iterator[tuple[str, ...]]:
+    if n < 1:
+        raise ValueError(f"n is {n}; at least 1 was expected")
+    words = text.lower().split()
+    return zip(*(words[start:] for start in range(n)), strict=False)
+
+
+def _share_distinct(grams: Sequence[tuple[str, ...]]) -> float:
+    return len(set(grams)) / len(grams) if grams else float("nan")

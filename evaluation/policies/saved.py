@@ -108,7 +108,8 @@ class _Found:
             text=text,
             num_tokens=whole_field(where, row, "num_tokens", 0, 2**31) if "num_tokens" in row else None,
             finished=_flag(where, row, "finished"),
-            log_ratio=_log_ratio(where, row),
+            log_ratio=_measured(where, row, "log_ratio"),
+            proxy_score=_measured(where, row, "proxy_score"),
             where=where,
         )
 
@@ -147,9 +148,9 @@ def _flag(where: str, row: Mapping[str, Any], field: str) -> bool | None:
     return value
 
 
-def _log_ratio(where: str, row: Mapping[str, Any]) -> float:
+def _measured(where: str, row: Mapping[str, Any], field: str) -> float:
     """Treats NaN, as Parquet stores it, like an absent field: not measured."""
-    value = row.get("log_ratio")
+    value = row.get(field)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return float("nan")
-    return number_field(where, row, "log_ratio")
+    return number_field(where, row, field)

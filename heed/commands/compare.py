@@ -118,14 +118,14 @@ def judge_again(
 ) -> None:
     """Add judges to a finished comparison, without sampling again. Existing verdicts stay."""
     from compare.comparing import judge_again as judge_folder
-    from compare.folder import holding, read_judged, read_settings
+    from compare.folder import holding, read_comparison, read_settings
     from compare.judges import Asking, Judging, open_judges
     from jobs.worlds import open_world
 
     settings = read_settings(folder)
     asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
     judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, settings["seed"], open_world)
-    prompts, _, _ = read_judged(folder)
+    prompts = read_comparison(folder).prompts
     opened = open_judges(judges, judging, prompts, len(settings["policies"]))
     with holding(folder), _bars() as progress:
         outcome = judge_folder(folder, opened, max_failed_share, progress)
@@ -195,7 +195,7 @@ def _print_people(outcome: "Outcome", judges: Sequence[str]) -> None:
 
 
 def _print_results(outcome: "Outcome", folder: Path) -> None:
-    from compare.results import conclude, results_table
+    from compare.outcome import conclude, results_table
 
     if not outcome.has_verdicts:
         console.print("no verdicts yet, nothing to report")

@@ -153,7 +153,7 @@ OUTPUTS = (
     "reward/model/model.safetensors",
     "ppo/model/model.safetensors",
     "ppo/model_ema/model.safetensors",
-    "compare/samples.jsonl",
+    "compare/responses.parquet",
     "compare/results.json",
 )
 

@@ -176,7 +176,7 @@ def test_from_reward_runs_reward_and_all_after_it_and_gives_the_same(rerun: Reru
     after = contents(copied)
     for name in ("reward/model", "ppo/model", "ppo/model_ema"):
         assert after[f"{name}/model.safetensors"] == before[f"{name}/model.safetensors"]
-    for name in ("compare/results.json", "compare/samples.jsonl"):
+    for name in ("compare/results.json", "compare/responses.parquet"):
         assert after[name] == before[name]
     # The earlier results are aside, whole; what was not run again was not touched.
     for name, found in before.items():

@@ -13,14 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reports.report import write_report
-from reports.run import STAGES, clean_text, plain, read_run
+from compare.report.stage import answer_of, policy_table
+from compare.results import CompareResults
+from files.records import read_record
+from intervals.estimates import Interval
+from jobs.registry import BUILT_IN
+from reports import report as run_report
+from reports.parts import Answer
+from reports.styles import styles_of
 from reports.svg import running_mean
-from reports.text import duration, interval, number, percent, policies_of, verdict_of
-from reports.view import policy_table
+from reports.text import clean_json, clean_text, duration, ends_of, number, percent, share_ends
 
 ReadPage = Callable[[str], Any]
 
+REPORTERS = BUILT_IN.reporters
+STAGES = BUILT_IN.names
 HOSTILE = "<script>alert(1)</script>"
 KINDS = ("story", "question", "list", "brief", "decline", "help")
 
@@ -114,7 +121,7 @@ def compare_results() -> dict[str, Any]:
         for b in strength:
             if a != b:
                 rate = 1 / (1 + math.exp(-4.7 * (strength[a] - strength[b])))
-                pairs[f"{a}/{b}"] = {"win_rate": share(rate, 0.038, num_prompts=200)}
+                pairs[f"{a}/{b}"] = {"win_rate": share(rate, 0.038, num_prompts=200, holm_p=0.001)}
     curve = [
         {
             "n": n,
@@ -178,7 +185,7 @@ def make_run(run: Path, *, note: str = "") -> Path:
     )  # fmt: skip
     write_stage(
         run, "collect",
-        {"num_prompts": 600, "responses_per_prompt": 4, "num_judgments": 1200, "tie_share": 0.06,
+        {"num_prompts": 600, "num_identical": 0, "responses_per_prompt": 4, "num_judgments": 1200, "tie_share": 0.06,
          "agreement": mean(0.731, 0.014, num_pairs=3311, num_tasks=600),
          "gold_accuracy": mean(0.794, 0.012, num_pairs=6720, num_tasks=600), "labelers": ["ada", "bo", "cleo"]},
         [],
@@ -188,12 +195,17 @@ def make_run(run: Path, *, note: str = "") -> Path:
         {"heldout_accuracy": 0.776, "heldout_pairs": 1344, "heldout_comparisons": 120, "train_comparisons": 1080,
          "train_rankings": 1190,
          "score_bias": -0.4, "sample_score_mean": -0.3, "sample_score_std": 1.27,
-         "gold_accuracy": mean(0.861, 0.017, num_pairs=1100)},
+         "gold_accuracy": mean(0.861, 0.017, num_pairs=1100, num_tasks=300)},
         reward_metrics(rng, 120),
     )  # fmt: skip
-    write_stage(run, "ppo", {"num_iterations": 80, "final_kl_coef": 0.0512}, ppo_metrics(rng, 80))
+    scale = {"score_scale_mean": -0.3, "score_scale_std": 1.27}
+    write_stage(run, "ppo", {"num_iterations": 80, "final_kl_coef": 0.0512, **scale}, ppo_metrics(rng, 80))
     write_stage(run, "compare", compare_results(), [])
     return run
+
+
+def write_report(run: Path) -> dict[str, Any]:
+    return run_report.write_report(run, REPORTERS)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +247,7 @@ def test_promised_fields(whole_run: Path) -> None:
     assert report["reward"]["heldout_accuracy"] == 0.776
     assert report["ppo"]["kl_nats"] == 5.21
     rate = report["compare"]["pairs"]["ppo/sft"]["win_rate"]
-    assert set(rate) == {"mean", "low", "high", "num_prompts"}
+    assert set(rate) == {"mean", "low", "high", "num_prompts", "holm_p"}
     assert rate == read(whole_run / "compare/results.json")["pairs"]["ppo/sft"]["win_rate"]
     for policy in ("pretrained", "sft", "best_of_16", "ppo"):
         assert set(report["compare"]["policies"][policy]["gold_score"]) == {"mean", "low", "high"}
@@ -275,11 +287,11 @@ def test_page_is_sound_and_loads_nothing(whole_run: Path, read_page: ReadPage) -
     assert outline.open == []
     assert not {"script", "img", "link", "iframe", "object", "image"} & set(outline.tags)
     assert len(outline.ids) == len(set(outline.ids))
-    assert set(outline.references) <= set(outline.ids)
+    assert set(outline.references) <= {*outline.ids, "compare/report.html"}
     without_text = re.sub(r">[^<]*<", "><", page)
     assert not re.search(r"https?://|@import|url\((?!#)", without_text)
     assert outline.tags.count("table") == outline.tags.count("caption")
-    assert page.count('role="img" aria-label="') == outline.tags.count("figure") == 15
+    assert page.count('role="img" aria-label="') == outline.tags.count("figure") == 16
 
 
 def test_hostile_text_is_escaped(run: Path, read_page: ReadPage) -> None:
@@ -313,9 +325,8 @@ def test_stages_that_have_not_run(run: Path, num_finished: int, read_page: ReadP
     page = (run / "report.html").read_text(encoding="utf-8")
     assert report["stages_missing"] == list(missing)
     assert [stage for stage in STAGES if stage in report] == list(STAGES[:num_finished])
-    assert page.count("This stage has not run.") == len(missing) - 1
-    assert "The compare stage has not run" in page
-    assert "have not been compared" in report["verdict"]
+    assert page.count("This stage has not run.") == len(missing)
+    assert "have been compared" in report["verdict"]
     assert read_page(page).open == []
 
 
@@ -328,7 +339,7 @@ def test_a_job_of_one_stage_is_about_that_stage(run: Path, read_page: ReadPage) 
     page = (run / "report.html").read_text(encoding="utf-8")
     assert report["stages"] == {"reward": {"status": "finished"}}
     assert report["stages_missing"] == []
-    assert report["verdict"].startswith("This job compares no policies.")
+    assert report["verdict"].startswith("No policies have been compared. The reward model orders")
     assert "has not run" not in page
     assert "The comparison" not in page
     assert read_page(page).open == []
@@ -386,29 +397,33 @@ def test_broken_files_are_named(run: Path) -> None:
         write_report(run / "sft")
 
 
-def verdict_with(run: Path, mean: float, low: float | None, high: float | None) -> tuple[str, str]:
-    rate = {"mean": mean, "low": low, "high": high, "num_prompts": 200}
+def answer(run: Path) -> Answer:
+    results = read_record(run / "compare/results.json", CompareResults)
+    return answer_of(results, styles_of(list(results.policies)))
+
+
+def answer_with(run: Path, mean: float, low: float | None, high: float | None) -> tuple[str, str]:
+    rate = {"mean": mean, "low": low, "high": high, "num_prompts": 200, "holm_p": 0.03}
     change(run, "compare/results.json", "pairs.ppo/sft.win_rate", rate)
-    verdict = verdict_of(read_run(run))
-    return verdict.tone, verdict.text
+    return answer(run).tone, answer(run).text
 
 
 def test_verdict_is_honest(run: Path) -> None:
-    tone, text = verdict_with(run, 0.83, 0.79, 0.87)
+    tone, text = answer_with(run, 0.83, 0.79, 0.87)
     assert tone == "better"
     assert text.startswith(
-        "PPO beats SFT 83% of the time on 200 held-out prompts (ties count half; 95% interval 79–87%)"
+        "PPO beats SFT 83% of the time on 200 held-out prompts (ties count half; 95% interval 79 to 87%)"
     )
     assert "at 5.2 nats of KL from SFT." in text
-    tone, text = verdict_with(run, 0.54, 0.48, 0.6)
+    tone, text = answer_with(run, 0.54, 0.48, 0.6)
     assert tone == "unclear"
     assert text.startswith("No difference between PPO and SFT is shown: PPO wins 54%")
     assert "includes 50%" in text
-    assert verdict_with(run, 0.5, 0.5, 0.5)[0] == "unclear"
-    tone, text = verdict_with(run, 0.31, 0.25, 0.37)
+    assert answer_with(run, 0.5, 0.5, 0.5)[0] == "unclear"
+    tone, text = answer_with(run, 0.31, 0.25, 0.37)
     assert tone == "worse"
     assert text.startswith("PPO is worse than SFT: it wins only 31%")
-    tone, text = verdict_with(run, 1.0, None, None)
+    tone, text = answer_with(run, 1.0, None, None)
     assert tone == "unclear"
     assert "too few prompts for an interval" in text
 
@@ -416,8 +431,8 @@ def test_verdict_is_honest(run: Path) -> None:
 def test_verdict_warns_of_what_a_win_rate_hides(run: Path) -> None:
     change(run, "compare/results.json", "policies.ppo.distinct_2", 0.31)
     change(run, "compare/results.json", "policies.ppo.end_rate", 0.42)
-    change(run, "compare/results.json", "pairs.ppo/best_of_16.win_rate", mean(0.4, 0.05, num_prompts=200))
-    text = verdict_of(read_run(run)).text
+    change(run, "compare/results.json", "pairs.ppo/best_of_16.win_rate", mean(0.4, 0.05, num_prompts=200, holm_p=0.01))
+    text = answer(run).text
     assert "less varied: distinct-2 fell from 0.78 to 0.31" in text
     assert "Only 42% of PPO's responses end" in text
     assert "Best of 16 is still ahead of PPO, which wins 40% against it." in text
@@ -435,9 +450,10 @@ def test_numbers_as_people_read_them() -> None:
     assert [number(value) for value in (-1.5, 12345, 0.005, None)] == ["\u22121.50", "12,345", "0.01", "–"]
     assert [percent(value) for value in (0.826, 0.999, 1.0, 0.0, 0.001)] == ["83%", "99.9%", "100%", "0%", "0.1%"]
     assert [duration(value) for value in (3.21, 48.2, 252.0, 7500.0)] == ["3.2 s", "48 s", "4 min 12 s", "2 h 05 min"]
-    assert interval({"mean": 0.8, "low": 0.79, "high": 0.87}, share=True) == "79–87%"
-    assert interval({"mean": 0, "low": -0.2, "high": 0.1}) == "\u22120.20 to 0.10"
-    assert interval({"mean": 0.8, "low": None, "high": None}) == ""
+    assert [number(math.nan), percent(math.nan)] == ["–", "–"]
+    assert [share_ends(0.79, 0.87), share_ends(0.79, math.nan)] == ["79 to 87%", "unknown"]
+    assert ends_of(Interval(0, -0.2, 0.1)) == "\u22120.20 to 0.10"
+    assert ends_of(Interval(0.8, math.nan, math.nan)) == ""
 
 
 @pytest.mark.parametrize("window", [1, 3, 4, 50])
@@ -451,18 +467,20 @@ def test_running_mean(window: int) -> None:
 def test_best_of_n_stands_at_its_bound(run: Path) -> None:
     # log 16 - 15/16, whatever KL the results name: a selected sample's log ratio says nothing of selection.
     change(run, "compare/results.json", "policies.best_of_16.kl_nats", mean(0.0, 0.0))
-    table = policy_table(read_run(run))
-    assert table is not None
-    cells = next(cells for head, cells in table.rows if head == "KL from SFT, nats")
-    assert [cell.text for cell in cells] == ["–", "0.0", "≤ 1.8", "5.2"]
+    results = read_record(run / "compare/results.json", CompareResults)
+    table = policy_table(results, styles_of(list(results.policies)))
+    (row,) = [row for row in table.rows if row.heads == ("KL from SFT, nats",)]
+    assert [cell.text for cell in row.cells] == ["–", "0.0", "≤ 1.8", "5.2"]
 
 
-def test_policies_keep_their_order_and_colour() -> None:
-    policies = policies_of(["ppo", "odd", "best_of_64", "sft", "best_of_4", "pretrained"])
-    assert [policy.name for policy in policies] == ["pretrained", "sft", "best_of_64", "ppo", "odd", "best_of_4"]
-    assert len({policy.tone for policy in policies}) == len({policy.marker for policy in policies}) == 6
+def test_policies_keep_their_colour() -> None:
+    styles = styles_of(["ppo", "odd", "best_of_64", "sft", "best_of_4", "pretrained"])
+    assert list(styles) == ["ppo", "odd", "best_of_64", "sft", "best_of_4", "pretrained"]
+    assert len({style.tone for style in styles.values()}) == len({style.marker for style in styles.values()}) == 6
+    known = styles_of(["sft", "ppo"])
+    assert [styles[name] for name in known] == list(known.values())
 
 
 def test_text_that_no_page_can_carry() -> None:
     assert clean_text("a\tb\r\nc\x1b[31m\ufffe\U0001ffff é 😀") == "a\tb\nc\ufffd[31m\ufffd\ufffd é 😀"
-    assert plain({"a": [1, math.nan, True], "b\x00": math.inf}) == {"a": [1, None, True], "b\ufffd": None}
+    assert clean_json({"a": [1, math.nan, True], "b\x00": math.inf}) == {"a": [1, None, True], "b\ufffd": None}

@@ -168,7 +168,7 @@ def test_rows_that_contradict_each_other_are_named(make_folder: MakeFolder) -> N
         write_comparison_report(folder)
     table = pyarrow.table({"prompt_id": ["p-0000"]})
     parquet.write_table(table, folder / "verdicts.parquet")
-    with pytest.raises(ValueError, match=r"verdicts\.parquet: its columns are prompt_id"):
+    with pytest.raises(ValueError, match=r"verdicts\.parquet: found columns prompt_id"):
         write_comparison_report(folder)
     write_rows(folder / "verdicts.parquet", verdicts)
     (folder / "measures.json").write_text("[]")

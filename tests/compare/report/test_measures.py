@@ -9,7 +9,6 @@ import numpy as np
 
 from compare.report.measures import figures, measure_tables
 from compare.report.page import write_comparison_report
-from compare.report.words import looks_of
 from evaluation.measures.calibration import ScoredPairs, calibration
 from evaluation.measures.checkpoints import OverOptimisation
 from evaluation.measures.curves import Curve, points
@@ -21,6 +20,8 @@ from evaluation.measures.tax import Change, TaskTax, Tax
 from evaluation.verdicts import Response
 from files.records import as_json
 from intervals.estimates import Interval, Share
+from reports.parts import Table
+from reports.styles import styles_of
 from reports.text import percent
 
 
@@ -108,17 +109,17 @@ def test_curves_are_drawn_with_their_advice(make_folder: Callable[..., Path], re
         assert measures["over_optimisation"][kind]["advice"].split(".")[0] in page
         assert f"{kind} 0 " in page
     kl = measures["policies"]["ppo"]["kl_nats"]
-    assert f"<td>{kl['mean']:.2f} ({kl['low']:.2f} to {kl['high']:.2f})</td>" in page
+    assert f"<td><bdi>{kl['mean']:.2f} ({kl['low']:.2f} to {kl['high']:.2f})</bdi></td>" in page
     for text in (
         "across prompts: distinct bigrams",
         "1.60 (1.50 to 1.70)",
-        "bits a byte, above SFT&#39;s",
+        "bits per byte, above SFT&#39;s",
         "at equal kl",
     ):
         assert text in page
     accuracy = measures["reward_model"]["calibration"]["accuracy"]
     ends = f"({accuracy['low']:.2f} to {accuracy['high']:.2f})"
-    assert f"<td>{accuracy['mean']:.2f} {ends}</td>" in page
+    assert f"<td><bdi>{accuracy['mean']:.2f} {ends}</bdi></td>" in page
     for entry in measures["reward_model"]["calibration"]["bins"]:
         assert f"{percent(entry['accuracy']['mean'])} where {percent(entry['confidence'])} sure" in page
     assert "ceiling by the labelers&#39; own agreement, 88%" in page
@@ -145,17 +146,25 @@ def test_no_figure_is_left_out() -> None:
     lengths = {"mean": {"mean": 35.7, "low": 33.1, "high": 38.3}, "quantiles": [18.0, 24.0]}
     assert figures(lengths) == [("mean", "35.70 (33.10 to 38.30)"), ("quantiles", "18.00, 24.00")]
     assert figures(0.00012) == [("", "0.00012")]
-    tables = measure_tables({"x": 1, "y": [{"p": 1}, {"q": -2}], "policies": {"sft": {"z": 3}}}, looks_of(["sft"]))
+    tables = measure_tables({"x": 1, "y": [{"p": 1}, {"q": -2}], "policies": {"sft": {"z": 3}}}, styles_of(["sft"]))
     assert [table.title for table in tables] == ["Policies", "Single figures", "y"]
-    assert tables[2].columns == ("p", "q")
-    assert tables[2].rows == (("1", "–"), ("–", "\u22122"))
+    (table,) = tables[2].parts
+    assert isinstance(table, Table)
+    assert table.columns == ("p", "q")
+    assert [(row.heads, [cell.text for cell in row.cells]) for row in table.rows] == [
+        (("1",), ["–"]),
+        (("–",), ["\u22122"]),
+    ]
 
 
 def test_what_is_known_of_no_policy_is_named_once() -> None:
     rows = [Response(name, f"p{place}", 0, "one two three four five") for name in ("sft", "ppo") for place in range(4)]
-    (table,) = measure_tables({"policies": as_json(measure_policies(rows, seed=0))}, looks_of(["sft", "ppo"]))
-    shown = [row[0] for row in table.rows]
-    assert "words a response" in shown
-    assert not any(set(row[1:]) == {"–"} for row in table.rows)
-    assert "Not known of any policy: KL to the reference, nats; within a prompt: identical pairs; " in table.caption
-    assert table.caption.endswith("; tokens a response; ended by themselves.")
+    (details,) = measure_tables({"policies": as_json(measure_policies(rows, seed=0))}, styles_of(["sft", "ppo"]))
+    (table,) = details.parts
+    assert isinstance(table, Table)
+    shown = [row.heads[0] for row in table.rows]
+    assert "words per response" in shown
+    assert not any({cell.text for cell in row.cells} == {"–"} for row in table.rows)
+    unknown = table.caption.split("Not known of any policy: ")[1].split("; ")
+    assert {"KL to the reference, nats", "within a prompt: identical pairs"} <= set(unknown)
+    assert table.caption.endswith("; tokens per response; ended with the end token.")

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from compare.report.folder import read_comparison
+from compare.folder import read_comparison
 from compare.report.page import render, write_comparison_report
 from compare.report.pairs import turned
-from compare.report.samples import TEXT_CHARACTERS, UNFOLDED_CHARACTERS, evenly, folded, verdicts_disagree
-from compare.report.words import looks_of, p_value
+from compare.report.samples import verdicts_disagree
 from evaluation.statistics.summary import summarise
 from evaluation.verdicts import read_verdicts, write_rows
 from heed.cli import main
-from reports.text import percent
+from reports.samples import TEXT_CHARACTERS, UNFOLDED_CHARACTERS, evenly, folded
+from reports.styles import styles_of
+from reports.text import p_value, percent
 
 MakeFolder = Callable[..., Path]
 
@@ -325,7 +326,7 @@ def test_verdicts_disagree_on_the_same_two_responses_alone(two_policies: Path) -
 
 def test_looks_stay_apart_and_names_that_shorten_alike_are_whole() -> None:
     names = ["ppo", *(f"a-very-long-name-of-a-policy-{number}" for number in range(3)), "best_of_4"]
-    looks = looks_of(names)
+    looks = styles_of(names)
     assert list(looks) == names
     assert len({(look.tone, look.marker) for look in looks.values()}) == 5
     assert (looks["ppo"].title, looks["best_of_4"].title) == ("PPO", "Best of 4")

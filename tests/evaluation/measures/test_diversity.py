@@ -8,8 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from evaluation.diversity import distinct_n
-from evaluation.measures.diversity import distinct_at, identical_share, measure_diversity, self_bleu
+from evaluation.measures.diversity import distinct_at, distinct_n, identical_share, measure_diversity, self_bleu
 from evaluation.measures.policies import measure_policies
 from evaluation.verdicts import Response
 from files.records import as_json

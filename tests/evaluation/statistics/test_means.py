@@ -1,12 +1,9 @@
-"""Intervals and win rates against hand calculations, a loop, and their own promise of coverage."""
-
-import itertools
-import time
+"""The bootstrap mean against hand calculations and its own promise of coverage."""
 
 import numpy as np
 import pytest
 
-from evaluation.statistics.means import bootstrap_mean, win_rate
+from evaluation.statistics.means import bootstrap_mean
 from intervals.estimates import Interval
 
 NAN = float("nan")
@@ -81,73 +78,3 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(draw):
         interval = bootstrap_mean(values, seed=trial, num_resamples=2_000)
         num_covered += interval.low <= truth <= interval.high
     assert 0.90 <= num_covered / 300 <= 0.98
-
-
-def test_win_rate_by_hand():
-    # Prompt 0: 2>1 win, 2=2 tie, 3>1 win, 3>2 win: 3.5 of 4. Prompt 1: 0<5, 0<5, 5=5, 5=5: 1 of 4.
-    result = win_rate([[2.0, 3.0], [0.0, 5.0]], [[1.0, 2.0], [5.0, 5.0]])
-    assert result.mean == pytest.approx((3.5 / 4 + 1 / 4) / 2)
-    assert (result.num_prompts, result.num_masked, result.num_prompts_lost) == (2, 0, 0)
-    assert result.low < 0.2 < 0.85 < result.high  # two prompts tell little
-
-
-def test_win_rate_equals_a_loop_over_pairs(monkeypatch):
-    monkeypatch.setattr("evaluation.statistics.means._PAIRS_PER_CHUNK", 40)  # several chunks
-    generator = np.random.default_rng(4)
-    a, b = generator.integers(0, 4, size=(23, 3)).astype(float), generator.integers(0, 4, size=(23, 5)).astype(float)
-    a[2, 1] = b[7, 0] = b[7, 4] = NAN
-    rates = []
-    for row_a, row_b in zip(a, b, strict=True):
-        pairs = [(x, y) for x, y in itertools.product(row_a, row_b) if x == x and y == y]
-        rates.append(np.mean([1.0 if x > y else 0.5 if x == y else 0.0 for x, y in pairs]))
-    result = win_rate(a, b)
-    assert result.mean == pytest.approx(np.mean(rates))
-    assert (result.num_prompts, result.num_masked) == (23, 3)
-
-
-def test_win_rate_is_antisymmetric():
-    generator = np.random.default_rng(8)
-    a, b = generator.integers(0, 6, size=(60, 4)), generator.integers(0, 5, size=(60, 2))
-    forth, back = win_rate(a, b), win_rate(b, a)
-    assert (forth.mean, forth.low, forth.high) == pytest.approx((1 - back.mean, 1 - back.high, 1 - back.low))
-    assert win_rate(a, a).mean == pytest.approx(0.5)
-
-
-def test_a_failed_score_is_masked_and_counted_never_a_loss():
-    result = win_rate([[1.0, NAN], [1.0, 1.0], [NAN, NAN]], [[0.0], [0.0], [0.0]])
-    assert (result.mean, result.num_prompts, result.num_masked, result.num_prompts_lost) == (1.0, 2, 3, 1)
-
-
-def test_prompts_that_all_went_alike_have_an_interval_with_a_width():
-    """Wilson's lower end for n wins of n is n / (n + z²), the upper end for none n's mirror image."""
-    all_won, none_won = win_rate(np.ones(6), np.zeros(6)), win_rate(np.zeros(6), np.ones(6))
-    assert (all_won.mean, all_won.low, all_won.high) == pytest.approx((1.0, 6 / (6 + 1.959964**2), 1.0))
-    assert (none_won.mean, none_won.low, none_won.high) == pytest.approx((0.0, 0.0, 1.959964**2 / (6 + 1.959964**2)))
-
-
-def test_nothing_left_is_unknown_not_zero():
-    result = win_rate([NAN, NAN], [1.0, 2.0])
-    assert result.as_dict() == {
-        "mean": None,
-        "low": None,
-        "high": None,
-        "num_prompts": 0,
-        "num_masked": 2,
-        "num_prompts_lost": 2,
-    }
-
-
-def test_win_rate_refuses_other_prompts_and_shapes():
-    with pytest.raises(ValueError, match="scores_a has 2 prompts and scores_b 3"):
-        win_rate([1, 2], [1, 2, 3])
-    with pytest.raises(ValueError, match="scores_b has shape"):
-        win_rate([1.0], np.zeros((1, 1, 1)))
-    with pytest.raises(ValueError, match="scores_a has shape"):
-        win_rate([], [])
-
-
-def test_500_prompts_of_8_samples_are_quick():
-    a, b = np.random.default_rng(0).normal(size=(2, 500, 8))
-    began = time.process_time()
-    win_rate(a, b)
-    assert time.process_time() - began < 1.0  # about 0.1 s; the machine may be busy

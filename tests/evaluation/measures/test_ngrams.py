@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from evaluation.diversity import distinct_n, eos_rate, mean_length, repetition
+from evaluation.measures.diversity import distinct_n, repetition
 
 
 def test_distinct_n_by_hand():
@@ -27,12 +27,3 @@ def test_repetition_by_hand():
 def test_ngrams_refuse_n_below_one():
     with pytest.raises(ValueError, match="n is 0"):
         distinct_n(["a b"], 0)
-
-
-def test_rates_and_lengths():
-    assert eos_rate([True, False, True, True]) == 0.75
-    assert mean_length([3, 4, 8]) == 5.0
-    with pytest.raises(ValueError, match="finished is empty"):
-        eos_rate([])
-    with pytest.raises(ValueError, match="lengths_tokens is empty"):
-        mean_length([])

@@ -1,6 +1,6 @@
 """What the terminal says of a comparison's results."""
 
-from compare.results import in_words, results_table
+from compare.outcome import in_words, results_table
 
 
 def test_results_in_words() -> None:

@@ -1,0 +1,39 @@
+"""What the report of a run shows of pretraining."""
+
+from pretrain.results import PretrainResults
+from reports.curves import GRADIENT_NORM, Panel, metric_figures, stage_block, train_and_heldout
+from reports.parts import StageReport, StageReporter
+from reports.stage_folder import StageFolder
+from reports.stage_report import headline_of
+from reports.text import count, number, percent
+
+PANELS = (Panel("Loss", "nats per token", train_and_heldout("loss")), GRADIENT_NORM)
+
+
+def report(stage: StageFolder) -> StageReport:
+    figures = metric_figures(stage, PANELS)
+    results = stage.results(PretrainResults)
+    if results is None:
+        return StageReport((stage_block(stage, (), figures),))
+    facts = [
+        ("Parameters", count(results.num_parameters)),
+        ("Vocabulary", count(results.vocab_size)),
+        ("Tokens of text", count(results.train_tokens)),
+        ("Tokens trained on", count(results.trained_tokens)),
+        ("Held-out loss", number(results.heldout_loss)),
+    ]
+    if results.heldout_accuracy is not None:
+        facts.append(("Hidden words found", percent(results.heldout_accuracy)))
+    bits = results.heldout_bits_per_byte
+    if bits is None:
+        return StageReport((stage_block(stage, facts, figures),))
+    facts.append(("Bits per byte", number(bits)))
+    field, detail = "heldout_bits_per_byte", "pretraining, held-out text"
+    return StageReport(
+        (stage_block(stage, facts, figures),),
+        headlines=(headline_of(stage, field, "Bits per byte", bits, number(bits), detail),),
+        sentence=f"Pretraining reaches {number(bits)} bits per byte on held-out text.",
+    )
+
+
+REPORTER = StageReporter("Pretraining", "A tokenizer and a language model, from raw text.", report)

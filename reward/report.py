@@ -1,0 +1,101 @@
+"""What the report of a run shows of training the reward model."""
+
+from collections.abc import Sequence
+from math import isfinite, nan
+
+from intervals.estimates import Share
+from reports.curves import Panel, fields_under, metric_figures, stage_block, train_and_heldout
+from reports.parts import Headline, StageReport, StageReporter
+from reports.plots import Measured, interval_figure
+from reports.stage_folder import StageFolder
+from reports.stage_report import headline_of, headline_of_share
+from reports.text import count, count_of, label, number, percent
+from reward.results import RewardResults
+
+PANELS = (
+    Panel("Loss", "nats per pair", train_and_heldout("loss")),
+    Panel("Accuracy", "pairs ordered as the labelers did", train_and_heldout("accuracy"), is_share=True),
+)
+
+
+def report(stage: StageFolder) -> StageReport:
+    figures = metric_figures(stage, (*PANELS, *_objective_panels(stage)))
+    results = stage.results(RewardResults)
+    if results is None:
+        return StageReport((stage_block(stage, (), figures),))
+    rows = _agreement(results)
+    if rows:
+        title, unit = "Reward model's agreement", "pairs of responses ordered alike; chance is 50%"
+        figures.append(interval_figure(rows, title=title, unit=unit, name="reward-agreement", is_share=True))
+    accuracy = results.heldout_accuracy
+    sentence = f"The reward model orders {percent(accuracy)} of held-out pairs as the labelers did."
+    return StageReport(
+        (stage_block(stage, _facts(results), figures),),
+        headlines=_headlines(stage, results),
+        sentence=sentence if isfinite(accuracy) else "",
+    )
+
+
+def _objective_panels(stage: StageFolder) -> list[Panel]:
+    """A chart for each objective of a reward model of several."""
+    names = fields_under(stage, "accuracy")
+    series = [train_and_heldout(f"accuracy/{name}") for name in names]
+    unit = "pairs of this objective"
+    return [Panel(f"Accuracy, {label(n)}", unit, own, is_share=True) for n, own in zip(names, series, strict=True)]
+
+
+def _facts(results: RewardResults) -> list[tuple[str, str]]:
+    found = [
+        ("Comparisons, train", count(results.train_comparisons)),
+        ("Rankings of them", count(results.train_rankings)),
+        ("Comparisons, held-out", count(results.heldout_comparisons)),
+        ("Held-out pairs", count(results.heldout_pairs)),
+        ("Held-out accuracy", percent(results.heldout_accuracy)),
+    ]
+    if results.ties is not None:
+        found.append(("Log-likelihood of wins and ties, nats per pair", number(results.ties.heldout_log_likelihood, 4)))
+    if results.ratings is not None:
+        found.append(("Ratings explained, held-out", percent(results.ratings.heldout_explained)))
+    if results.sample_score_mean is not None:
+        found.append(("Score of samples, mean", number(results.sample_score_mean)))
+        found.append(("Score of samples, std", number(results.sample_score_std)))
+    for name, own in results.objectives.items():
+        text = f"{percent(own.heldout_accuracy)} of {count_of(own.heldout_pairs, 'pair')}"
+        found.append((f"Held-out accuracy, {label(name)}", text))
+    return found
+
+
+def _agreement(results: RewardResults) -> Sequence[Measured]:
+    """How often the reward model orders two responses as others do."""
+    labelers = Share(results.heldout_accuracy, nan, nan, results.heldout_pairs, results.heldout_comparisons)
+    shares = (
+        ("labelers", "o", labelers),
+        ("gold", "s", results.gold_accuracy),
+        ("people", "D", results.human_pairs_accuracy),
+    )
+    return [
+        Measured(f"Reward model, {name}", "heldout", marker, share)
+        for name, marker, share in shares
+        if share is not None and isfinite(share.mean)
+    ]  # fmt: skip
+
+
+def _headlines(stage: StageFolder, results: RewardResults) -> tuple[Headline, ...]:
+    found, accuracy = [], results.heldout_accuracy
+    if isfinite(accuracy):
+        detail = "held-out pairs ordered as labelers did"
+        title = "Reward model accuracy"
+        found.append(headline_of(stage, "heldout_accuracy", title, accuracy, percent(accuracy), detail))
+    for field, title, share in (
+        ("gold_accuracy", "Reward model, gold", results.gold_accuracy),
+        ("human_pairs_accuracy", "Reward model, people", results.human_pairs_accuracy),
+    ):
+        if share is not None and isfinite(share.mean):
+            span = (share.mean, share.low, share.high)
+            found.append(headline_of_share(stage, field, title, span, count_of(share.num_pairs, "pair")))
+    return tuple(found)
+
+
+REPORTER = StageReporter(
+    "Reward model", "The SFT model with a scalar head learns to order responses as the labelers did.", report
+)

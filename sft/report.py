@@ -1,0 +1,38 @@
+"""What the report of a run shows of supervised fine-tuning."""
+
+from reports.curves import GRADIENT_NORM, Panel, metric_figures, stage_block, train_and_heldout
+from reports.parts import StageReport, StageReporter
+from reports.stage_folder import StageFolder
+from reports.stage_report import headline_of
+from reports.text import count, number, percent
+from sft.results import SFTResults
+
+PANELS = (Panel("Loss", "nats per response token", train_and_heldout("loss")), GRADIENT_NORM)
+
+
+def report(stage: StageFolder) -> StageReport:
+    figures = metric_figures(stage, PANELS)
+    results = stage.results(SFTResults)
+    if results is None:
+        return StageReport((stage_block(stage, (), figures),))
+    loss, before = results.heldout_loss, number(results.heldout_loss_before)
+    facts = (
+        ("Packed rows", count(results.num_rows)),
+        ("Steps", count(results.num_steps)),
+        ("Held-out loss before", before),
+        ("Held-out loss after", number(loss)),
+        ("Packing efficiency", percent(results.packing_efficiency)),
+    )
+    detail = f"nats per token, {before} before"
+    return StageReport(
+        (stage_block(stage, facts, figures),),
+        headlines=(headline_of(stage, "heldout_loss", "SFT held-out loss", loss, number(loss), detail),),
+        sentence=f"SFT reaches a held-out loss of {number(loss)} nats per token.",
+    )
+
+
+REPORTER = StageReporter(
+    "Supervised fine-tuning",
+    "Demonstrations teach the model to follow instructions; the loss is on responses only.",
+    report,
+)
