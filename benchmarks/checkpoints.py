@@ -21,7 +21,7 @@ from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
 from training.metrics import read_metrics
-from training.objectives import StreamObjective
+from training.objectives import CausalLMObjective
 from training.state import State
 from training.writer import CheckpointWriter
 
@@ -77,7 +77,7 @@ def train(folder: Path, num_steps: int, save_every: int, kind: type[CheckpointWr
     engine.kind = kind
     rows = np.random.default_rng(0).integers(0, MODEL.vocab_size, (64, MODEL.max_position_embeddings)).astype(np.int32)
     config = LoopConfig("benchmark", 0, num_steps, BATCH, save_every, num_steps)
-    loop = TrainingLoop(engine, config, StreamObjective(rows), StreamObjective(rows[:4]), folder)
+    loop = TrainingLoop(engine, config, CausalLMObjective(rows), CausalLMObjective(rows[:4]), folder)
     begun = time.monotonic()
     loop.run()
     total = time.monotonic() - begun

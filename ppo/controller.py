@@ -18,7 +18,7 @@ from ppo.initial_models import ScoreScale
 from ppo.roles import Roles
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from training.failures import RunError
-from training.packing import DataOrder
+from training.packing import Sampler
 from training.seeds import derive_seed
 
 # Covers the rounding of bf16 passes over batches of different shapes; a policy that really differs is far beyond it.
@@ -42,8 +42,8 @@ class PPOController:
         self.weights_O = torch.tensor([*config.objective_weights.values()] or [1.0])
         self.kl = KLController(config, config.kl_coef)
         self.in_flight: dict[int, Pending[Rollout]] = {}  # by the iteration that will learn from it
-        self.prompt_order = DataOrder(len(prompts), config.rollout_batch_size, derive_seed(seed, "ppo", "prompts"))
-        self.ptx_order = DataOrder(max(1, num_pretraining_rows), config.ptx_rows, derive_seed(seed, "ppo", "ptx"))
+        self.prompt_order = Sampler(len(prompts), config.rollout_batch_size, derive_seed(seed, "ppo", "prompts"))
+        self.ptx_order = Sampler(max(1, num_pretraining_rows), config.ptx_rows, derive_seed(seed, "ppo", "ptx"))
 
     def step(self, iteration: int) -> dict[str, float]:
         """One iteration of the algorithm, 0 .. num_iterations - 1. Returns its metrics."""

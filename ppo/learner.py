@@ -27,7 +27,7 @@ from training.checkpoint import changed_files, share_of_files, step_of
 from training.config import EngineConfig
 from training.engine import Engine
 from training.notices import say
-from training.objectives import StreamObjective
+from training.objectives import CausalLMObjective
 from training.packing import stream_rows
 
 
@@ -112,7 +112,7 @@ class Learner(Rank):
         self.average = MovingAverage(self.policy.full_weights(), config.ema_decay)
         self.writer = self.policy.checkpoint_writer()
         stream = models.pretraining
-        self.stream = StreamObjective(stream_rows(stream.path, stream.seq_len)) if stream else None
+        self.stream = CausalLMObjective(stream_rows(stream.path, stream.seq_len)) if stream else None
 
     @torch.no_grad()
     def policy_logprobs(self, rollout: Rollout) -> Tensor:

@@ -33,7 +33,7 @@ from stages.run import StageRun
 from training.config import InitConfig, TrainingConfig
 from training.data import DataConfig, read_texts
 from training.loop import LoopConfig, Objective, TrainingLoop
-from training.objectives import StreamObjective
+from training.objectives import CausalLMObjective
 from training.packing import chunks, stream_rows, write_token_stream
 from training.seeds import derive_seed
 from training.stage import StageContext, build_engine
@@ -114,7 +114,7 @@ def make_objective(
 ) -> Objective[Any]:
     """What a model of this kind learns from the rows. Errors: ValueError for a vocabulary that cannot hide words."""
     if model.kind == "decoder":
-        return StreamObjective(rows_BT)
+        return CausalLMObjective(rows_BT)
     words = HiddenWords.of(tokenizer, seed)
     if model.kind == "encoder":
         return MaskedObjective(rows_BT, words, num_views)

@@ -45,7 +45,7 @@ from training.data import DataConfig
 from training.engine import Engine
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.metrics import read_metrics
-from training.objectives import PackedObjective, PairsObjective, StreamObjective
+from training.objectives import CausalLMObjective, PackedObjective, PairsObjective
 from training.packing import PackedRows, pack
 
 LIMIT_SECONDS = 560
@@ -212,7 +212,7 @@ NUM_HIDDEN = 4 * 2 + 1  # 15% of 14 words are 2
 LANGUAGE = Fresh(lambda: LanguageModel(DECODER), 1)
 TRANSLATE = Fresh(lambda: EncoderDecoder(BOTH), 3)
 CASES = {
-    "stream": Case(LANGUAGE, StreamObjective(STREAM), lambda model: stream_sum(model) / (NUM_ROWS * 8)),
+    "stream": Case(LANGUAGE, CausalLMObjective(STREAM), lambda model: stream_sum(model) / (NUM_ROWS * 8)),
     "masked": Case(
         Fresh(lambda: MaskedLanguageModel(ENCODER), 2),
         MaskedObjective(TEXT, WORDS, num_views=1),

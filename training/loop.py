@@ -24,7 +24,7 @@ from training.config import BatchConfig, TrainingConfig
 from training.engine import Engine, LossAndMetrics
 from training.metrics import MetricsLog
 from training.notices import say
-from training.packing import DataOrder, IntArray
+from training.packing import IntArray, Sampler
 from training.seeds import derive_seed
 
 MODEL = "model"  # the folder of its state in a checkpoint
@@ -88,7 +88,7 @@ class TrainingLoop(Generic[AnyModule]):
     ) -> None:
         self.engine, self.config, self.training, self.heldout, self.folder = engine, config, training, heldout, folder
         self.num_micro_batches = config.batch.num_micro_batches(engine.world_size)
-        self.order = DataOrder(len(training), config.batch.batch_size, derive_seed(config.seed, config.stage, "order"))
+        self.order = Sampler(len(training), config.batch.batch_size, derive_seed(config.seed, config.stage, "order"))
 
     def run(self) -> dict[str, float]:
         """Train to the end. Returns the held-out figures of the final weights, `loss` among them."""

@@ -18,7 +18,7 @@ from lm.padding import pad_right
 from training.packing import IntArray, PackedRows
 
 
-class StreamObjective:
+class CausalLMObjective:
     """-Σ log p(token | tokens before it in the row), every token but each row's first. Lower is better."""
 
     def __init__(self, rows_BT: NDArray[np.int32]) -> None:

@@ -151,7 +151,7 @@ def ahead(items: Iterator[Item]) -> Iterator[Item]:
             yield item  # type: ignore[misc]
 
 
-class DataOrder:
+class Sampler:
     """Which rows make up the global batch of each step: a fresh permutation an epoch, drawn from the seed.
 
     A pure function of (seed, step), so a resumed run needs no cursor. Every epoch visits every row once; a batch

@@ -38,7 +38,7 @@ from ppo.weight_transport import Direct
 from training.config import BatchConfig
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
-from training.objectives import StreamObjective
+from training.objectives import CausalLMObjective
 
 Role = TypeVar("Role", bound=Closeable)
 
@@ -77,7 +77,7 @@ def measure_pretraining(row: Row, sizes: Pretraining, device: torch.device, fold
     task = Task("train", str(folder), rows, sizes.micro_batch, sizes.seq_len, 0, row.warmup_steps, row.timed_steps)
     clock = DeviceClock(task, device)
     tokens = np.random.default_rng(0).integers(0, sizes.model.vocab_size, (4 * rows, sizes.seq_len + 1), np.int32)
-    objective = StreamObjective(tokens)
+    objective = CausalLMObjective(tokens)
     source = Fresh(partial(LanguageModel, sizes.model), seed=0)
     engine: Engine[Any] = Engine(source, OPTIMIZER, ENGINE, world_size=1, micro_batch=sizes.micro_batch)
     batch = BatchConfig(batch_size=rows, micro_batch_size=sizes.micro_batch)

@@ -28,7 +28,7 @@ from lm.sampling import Choice
 from lm.source import Fresh, materialise, skeleton
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
-from training.objectives import StreamObjective
+from training.objectives import CausalLMObjective
 
 PLOT = ROOT / "docs" / "growth.svg"
 CONFIDENCE = 0.95
@@ -82,7 +82,7 @@ def training_step(point: Point, rounds: int, clock: Callable[[], float]) -> list
         world_size=1, micro_batch=point.batch,
     )  # fmt: skip
     drawn = np.random.default_rng(0).integers(8, VOCAB_SIZE, (point.batch, point.tokens + 1), dtype=np.int32)
-    objective, rows = StreamObjective(drawn), np.arange(point.batch)
+    objective, rows = CausalLMObjective(drawn), np.arange(point.batch)
 
     def step() -> None:
         count = objective.count(rows)

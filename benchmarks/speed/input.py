@@ -35,8 +35,8 @@ from sft.stage import encode_demonstrations
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig, read_conversations, read_texts
 from training.engine import Engine
-from training.objectives import PackedObjective, StreamObjective
-from training.packing import DataOrder, IntArray, PackedRows, pack, stream_rows
+from training.objectives import CausalLMObjective, PackedObjective
+from training.packing import IntArray, PackedRows, Sampler, pack, stream_rows
 
 WAIT_AIM, RATE_AIM = 0.02, 1.0
 VOCAB_SIZES = (800, 8192)  # the demo's, and one more common
@@ -131,7 +131,7 @@ def fetchers() -> Iterator[tuple[str, Any, Fresh[Any], Callable[[IntArray], Any]
     def fresh(build: Callable[[], nn.Module]) -> Fresh[Any]:
         return Fresh(build, seed=0)
 
-    stream = StreamObjective(rows_BT)
+    stream = CausalLMObjective(rows_BT)
     yield "pretraining", stream, fresh(lambda: LanguageModel(shape)), lambda rows: stream.batch(rows, CPU)
     segments_BT = np.broadcast_to(np.arange(97) // 33 + 1, rows_BT.shape).astype(np.int64)
     numbers_BS = np.arange(3 * len(rows_BT)).reshape(-1, 3)
@@ -153,9 +153,9 @@ def wait(rounds: int, num_steps: int, clock: Clock) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, objective, source, fetch in fetchers():
         engine = Engine(source, ADAMW, EngineConfig(trackers=()), world_size=1, micro_batch=BATCH_SIZE)
-        order = DataOrder(len(objective), BATCH_SIZE, seed=0)
+        order = Sampler(len(objective), BATCH_SIZE, seed=0)
 
-        def fetch_step(step: int, objective: Any = objective, fetch: Any = fetch, order: DataOrder = order) -> None:
+        def fetch_step(step: int, objective: Any = objective, fetch: Any = fetch, order: Sampler = order) -> None:
             rows = order.batch(step)
             objective.count(rows)
             fetch(rows)

@@ -36,7 +36,7 @@ from pretrain.stage import STAGE as PRETRAIN
 from sft.stage import STAGE as SFT
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
-from training.objectives import StreamObjective
+from training.objectives import CausalLMObjective
 
 # A model that outweighs what libraries take, in the demo's job; 29M parameters.
 SHAPE = (
@@ -84,7 +84,7 @@ def pretrain(job: JobConfig, folder: Path) -> None:
     source = ModelFolder(folder / "policy", LanguageModel)
     engine = Engine(source, config.optimizer, job.engine, world_size=1, micro_batch=micro)
     rows_BT = np.random.default_rng(0).integers(8, shape.vocab_size, (64, config.seq_len), dtype=np.int32)
-    objective = StreamObjective(rows_BT)
+    objective = CausalLMObjective(rows_BT)
     loop = LoopConfig("memory", 0, STEPS, config.batch, save_every_steps=STEPS - 1, evaluate_every_steps=STEPS + 1)
     TrainingLoop(engine, loop, objective, OneRow(objective), folder / "run").run()
     engine.close()

@@ -30,7 +30,7 @@ from sft.stage import STAGE as SFT
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.loop import LoopConfig, Objective, TrainingLoop
-from training.objectives import PackedObjective, StreamObjective
+from training.objectives import CausalLMObjective, PackedObjective
 from training.optimizers import make_optimizers
 from training.packing import IntArray, pack
 from training.seeds import derive_seed
@@ -146,7 +146,7 @@ def works() -> Iterator[tuple[str, Work]]:
     rows_BT = rng.integers(8, shape.vocab_size, (NUM_ROWS, pretrain.seq_len), dtype=np.int32)
     lengths = rng.integers(sft.seq_len // 4, sft.seq_len // 2, 4 * NUM_ROWS).tolist()
     sequences = [(rng.integers(8, shape.vocab_size, n).tolist(), responses(range(n), n // 2)) for n in lengths]
-    stream, packed = StreamObjective(rows_BT), PackedObjective(pack(sequences, sft.seq_len, pad_id=0))
+    stream, packed = CausalLMObjective(rows_BT), PackedObjective(pack(sequences, sft.seq_len, pad_id=0))
     rank_rows = pretrain.batch.batch_size // job.workers
     yield "pretraining, Muon", Work(shape, pretrain.optimizer, stream, rank_rows, pretrain.dropout, job.engine)
     yield "pretraining, AdamW", Work(shape, sft.optimizer, stream, rank_rows, pretrain.dropout, job.engine)

@@ -25,7 +25,7 @@ from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.engine import Engine
 from training.loop import LoopConfig, Objective, TrainingLoop
-from training.objectives import PackedObjective, StreamObjective
+from training.objectives import CausalLMObjective, PackedObjective
 from training.packing import IntArray, pack
 
 LIBRARY = "heed"
@@ -116,7 +116,7 @@ class OneRow:
 
 
 def measure_training(task: Task, clock: Clock) -> str:
-    objective = StreamObjective(np.array(task.read("rows"), dtype=np.int32))
+    objective = CausalLMObjective(np.array(task.read("rows"), dtype=np.int32))
     return train(task, clock, ModelFolder(task.path / "policy", LanguageModel), objective, objective.num_tokens)
 
 

@@ -13,7 +13,7 @@ from benchmarks.speed.overhead import Work, take_turns, works
 from lm.config import ModelConfig
 from training.config import EngineConfig, OptimizerConfig
 from training.metrics import read_metrics
-from training.objectives import StreamObjective
+from training.objectives import CausalLMObjective
 
 NUM_STEPS = 4
 
@@ -28,7 +28,7 @@ def _own_precision() -> Iterator[None]:
 def tiny(shape: ModelConfig, **optimizer: object) -> Work:
     rows_BT = np.random.default_rng(0).integers(0, 288, (12, 9)).astype(np.int32)
     config = OptimizerConfig.model_validate({"learning_rate": 0.01, "schedule": "cosine", **optimizer})
-    return Work(shape, config, StreamObjective(rows_BT), 4, 0.0, EngineConfig(precision="bf16", trackers=()))
+    return Work(shape, config, CausalLMObjective(rows_BT), 4, 0.0, EngineConfig(precision="bf16", trackers=()))
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

@@ -1,10 +1,12 @@
 """Two gloo ranks as two processes."""
 
 import os
+import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 LIMIT_SECONDS = 480
 
 StartRanks = Callable[..., None]
+LimitFileSize = Callable[[int], AbstractContextManager[None]]
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +46,19 @@ def start_two_ranks() -> StartRanks:
         assert codes == [0] * num_ranks, "\n".join(logs)
 
     return start
+
+
+@pytest.fixture
+def limit_file_size() -> LimitFileSize:
+    """A context in which no file grows past so many bytes: as on a full disk, a write begins and then fails."""
+
+    @contextmanager
+    def limit(num_bytes: int) -> Iterator[None]:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    return limit

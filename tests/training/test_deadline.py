@@ -19,7 +19,7 @@ from lm.model import LanguageModel
 from lm.source import Fresh
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
-from training.objectives import StreamObjective
+from training.objectives import CausalLMObjective
 
 SECONDS = 10.0
 CONFIG = ModelConfig(
@@ -48,7 +48,7 @@ def step_alone(zero_stage: int, folder: Path) -> None:
         wait_for(folder / f"given-up-{zero_stage}")
         os._exit(0)  # what is left of the group cannot be taken down in order
     started = time.monotonic()
-    objective = StreamObjective(np.arange(18, dtype=np.int32).reshape(2, 9))
+    objective = CausalLMObjective(np.arange(18, dtype=np.int32).reshape(2, 9))
     try:
         engine.accumulate([np.array([0])] * 2, lambda rows: objective.loss(engine.model, rows, engine.device))
     except RuntimeError as error:

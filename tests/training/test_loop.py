@@ -21,7 +21,7 @@ from training.engine import Engine
 from training.failures import CheckpointError
 from training.loop import LoopConfig, TrainingLoop
 from training.metrics import read_metrics
-from training.objectives import StreamObjective
+from training.objectives import CausalLMObjective
 from training.packing import IntArray
 from training.writer import CheckpointWriter
 
@@ -33,7 +33,7 @@ class KilledError(Exception):
     pass
 
 
-class Mortal(StreamObjective):
+class Mortal(CausalLMObjective):
     """Dies at its n-th forward pass; before some passes something happens."""
 
     def __init__(self, rows: np.ndarray, passes: int, events: Mapping[int, Callable[[], object]]) -> None:
@@ -76,7 +76,7 @@ def make(
     engine = Impatient(source, OPTIMIZER, engine_config, world_size=1, micro_batch=2)
     rows = np.random.default_rng(0).integers(0, 288, (10, 9)).astype(np.int32)
     loop_config = LoopConfig("test", 17, NUM_STEPS, BatchConfig(batch_size=4, micro_batch_size=2), save_every, 2)
-    training, heldout = Mortal(rows[:7], passes, events), StreamObjective(rows[7:])
+    training, heldout = Mortal(rows[:7], passes, events), CausalLMObjective(rows[7:])
     return engine, TrainingLoop(engine, loop_config, training, heldout, folder)
 
 
@@ -269,6 +269,6 @@ def test_heldout_loss_is_the_mean_over_all_rows_whatever_the_micro_batch(
     engine = Engine(source, OPTIMIZER, EngineConfig(precision="fp32", trackers=()), world_size=1, micro_batch=2)
     for micro in (1, 2, 4):
         loop_config = LoopConfig("test", 17, 1, BatchConfig(batch_size=4, micro_batch_size=micro), 1, 1)
-        loop = TrainingLoop(engine, loop_config, StreamObjective(rows), StreamObjective(rows), tmp_path)
+        loop = TrainingLoop(engine, loop_config, CausalLMObjective(rows), CausalLMObjective(rows), tmp_path)
         assert loop.evaluate()["loss"] == pytest.approx(expected, abs=1e-5)
     engine.close()

@@ -1,14 +1,15 @@
 """The metrics log across kills and resumes."""
 
 import math
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from training.metrics import MetricsLog, read_metrics
+
+LimitFileSize = Callable[[int], AbstractContextManager[None]]
 
 
 @pytest.fixture
@@ -65,21 +66,12 @@ def test_tensorboard_events_lie_in_the_run_directory(folder: Path) -> None:
     assert [(event.step, event.value) for event in accumulator.Scalars("loss")] == [(1, 3.25)]
 
 
-@contextmanager
-def no_file_past(num_bytes: int) -> Iterator[None]:
-    """As on a full disk: writing begins and then fails."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_lines_that_cannot_be_written_wait_for_their_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_that_cannot_be_written_wait_for_their_turn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, limit_file_size: LimitFileSize
+) -> None:
     log = MetricsLog(tmp_path, (), resume_step=0)
     log.log(1, 6, {"loss": 0.5})
-    with no_file_past(log.path.stat().st_size + 20):  # a line is begun and cut off
+    with limit_file_size(log.path.stat().st_size + 20):  # a line is begun and cut off
         for step in (2, 3):
             log.log(step, 6, {"loss": 0.5})
         assert [line["step"] for line in read_metrics(log.path)] == [1]
@@ -87,7 +79,7 @@ def test_lines_that_cannot_be_written_wait_for_their_turn(tmp_path: Path, caplog
     log.log(4, 6, {"loss": 0.5})
     assert [line["step"] for line in read_metrics(log.path)] == [1, 2, 3, 4]
     assert caplog.text.count("metrics.jsonl: File too large (EFBIG). The run continues") == 1
-    with no_file_past(log.path.stat().st_size):
+    with limit_file_size(log.path.stat().st_size):
         for step in (5, 6):
             log.log(step, 6, {"loss": 0.5})
         log.close()

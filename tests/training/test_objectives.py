@@ -8,7 +8,7 @@ import torch
 
 from lm.config import ModelConfig
 from lm.model import LanguageModel, initialise
-from training.objectives import PackedObjective, StreamObjective
+from training.objectives import CausalLMObjective, PackedObjective
 from training.packing import pack
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def looped_loss(model: LanguageModel, tokens: list[int], counted: list[bool]) ->
 
 def test_stream_loss_equals_a_loop(model: LanguageModel) -> None:
     rows = np.random.default_rng(0).integers(0, 288, (5, 6)).astype(np.int32)
-    objective = StreamObjective(rows)
+    objective = CausalLMObjective(rows)
     chosen = np.array([3, 0])
     loss, extra = objective.loss(model, chosen, CPU)
     expected = sum(looped_loss(model, rows[i].tolist(), [True] * 6) for i in chosen)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.packing import DataOrder, ahead, chunks, pack, stream_rows, write_token_stream
+from training.packing import Sampler, ahead, chunks, pack, stream_rows, write_token_stream
 
 PAD = 0
 sequences_of = st.lists(
@@ -140,7 +140,7 @@ def test_chunks_hold_everything_in_order() -> None:
 
 @pytest.mark.parametrize(("num_rows", "batch_size"), [(10, 4), (7, 7), (3, 8), (5, 1)])
 def test_every_epoch_visits_every_row_once(num_rows: int, batch_size: int) -> None:
-    order = DataOrder(num_rows, batch_size, seed=3)
+    order = Sampler(num_rows, batch_size, seed=3)
     num_steps = 4 * num_rows
     visited = np.concatenate([order.batch(step) for step in range(num_steps)])
     assert len(visited) == num_steps * batch_size
@@ -151,12 +151,12 @@ def test_every_epoch_visits_every_row_once(num_rows: int, batch_size: int) -> No
 
 
 def test_the_order_is_a_pure_function_of_seed_and_step() -> None:
-    forwards = [DataOrder(11, 4, seed=5).batch(step).tolist() for step in range(9)]
-    order = DataOrder(11, 4, seed=5)
+    forwards = [Sampler(11, 4, seed=5).batch(step).tolist() for step in range(9)]
+    order = Sampler(11, 4, seed=5)
     assert [order.batch(step).tolist() for step in reversed(range(9))] == forwards[::-1]
-    assert [DataOrder(11, 4, seed=6).batch(step).tolist() for step in range(9)] != forwards
+    assert [Sampler(11, 4, seed=6).batch(step).tolist() for step in range(9)] != forwards
 
 
 def test_no_rows_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no rows to train on"):
-        DataOrder(0, 4, seed=5)
+        Sampler(0, 4, seed=5)

@@ -22,7 +22,7 @@ from lm.source import Fresh
 from planning.memory import Layout, Memory, count, forward_pass, training_memory
 from training.config import EngineConfig, OptimizerConfig, Precision
 from training.engine import Engine, LossAndMetrics
-from training.objectives import StreamObjective
+from training.objectives import CausalLMObjective
 from training.packing import IntArray
 
 CONFIG = ModelConfig(
@@ -48,7 +48,7 @@ def train(
         precision=precision, zero_stage=zero_stage, checkpoint_activations=recomputes, trackers=()
     )
     rows_BT = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, config.max_position_embeddings))
-    objective = StreamObjective(rows_BT.astype(np.int32))
+    objective = CausalLMObjective(rows_BT.astype(np.int32))
     source = Fresh(lambda: LanguageModel(config), seed=0)
 
     def steps() -> Engine[LanguageModel]:

@@ -21,7 +21,7 @@ from lm.model import LanguageModel
 from lm.source import Fresh
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
-from training.objectives import StreamObjective
+from training.objectives import CausalLMObjective
 
 SMALL = ModelConfig(
     vocab_size=32,
@@ -53,7 +53,7 @@ def build(config: ModelConfig, **settings: Any) -> Engine[LanguageModel]:
     return Engine(Fresh(lambda: LanguageModel(config), seed=3), optimizer, engine_config, world_size=2, micro_batch=4)
 
 
-def step(engine: Engine[LanguageModel], objective: StreamObjective) -> float:
+def step(engine: Engine[LanguageModel], objective: CausalLMObjective) -> float:
     rows = np.arange(4) + 4 * engine.rank
     engine.set_learning_rate(engine.optimizer_config.learning_rate)
     count = objective.count(np.arange(8))
@@ -61,8 +61,8 @@ def step(engine: Engine[LanguageModel], objective: StreamObjective) -> float:
     return engine.step()[0]
 
 
-def stream(seq_len: int) -> StreamObjective:
-    return StreamObjective(np.random.default_rng(4).integers(0, 32, (8, seq_len)).astype(np.int32))
+def stream(seq_len: int) -> CausalLMObjective:
+    return CausalLMObjective(np.random.default_rng(4).integers(0, 32, (8, seq_len)).astype(np.int32))
 
 
 def learn(precision: str, zero_stage: int) -> dict[str, Any]:

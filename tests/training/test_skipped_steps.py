@@ -21,7 +21,7 @@ from training.config import BatchConfig, EngineConfig, OptimizerConfig, Precisio
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
 from training.metrics import read_metrics
-from training.objectives import StreamObjective
+from training.objectives import CausalLMObjective
 from training.packing import IntArray
 
 CONFIG = ModelConfig(
@@ -39,7 +39,7 @@ NUM_STEPS, BATCH, POISONED_STEP = 4, 4, 2
 CASES: list[tuple[int, Precision]] = [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")]
 
 
-class Poisoned(StreamObjective):
+class Poisoned(CausalLMObjective):
     """The loss of the last row of one step's batch is no number; on one rank of two, if there are two."""
 
     def __init__(self, num_ranks: int, rank: int) -> None:
@@ -64,7 +64,7 @@ def train(folder: Path, zero_stage: int, precision: Precision, num_ranks: int, r
     engine = Engine(source, OPTIMIZER, engine_config, world_size=num_ranks, micro_batch=1)
     batch = BatchConfig(batch_size=BATCH, micro_batch_size=1)
     config = LoopConfig("test", 5, NUM_STEPS, batch, save_every_steps=9, evaluate_every_steps=9)
-    TrainingLoop(engine, config, Poisoned(num_ranks, rank), StreamObjective(ROWS[:2]), folder).run()
+    TrainingLoop(engine, config, Poisoned(num_ranks, rank), CausalLMObjective(ROWS[:2]), folder).run()
     weights = {name: weight.clone() for name, weight in engine.full_weights().items()}
     engine.close()
     return weights

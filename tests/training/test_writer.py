@@ -1,22 +1,23 @@
-"""Checkpoints are written behind training's back: what is saved is what was there, and no failure goes unheard."""
+"""Checkpoints are written while training continues: they hold the state of their step, and no failure is lost."""
 
 import errno
 import json
 import re
-import resource
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
 
-import training.writer as writer_module
+import training.checkpoint_part as part_module
 from training.checkpoint import find_resumption, latest_checkpoint
 from training.failures import CheckpointError
 from training.state import SavedState, ShardRange, State
 from training.writer import CheckpointWriter
+
+LimitFileSize = Callable[[int], AbstractContextManager[None]]
 
 
 def start(
@@ -33,9 +34,9 @@ def part(*values: float, offset: int = 0) -> dict[str, State]:
 
 
 def thread_of(writer: CheckpointWriter) -> threading.Thread:
-    assert writer._write is not None
-    assert writer._write.thread is not None
-    return writer._write.thread
+    assert writer._part is not None
+    assert writer._part.thread is not None
+    return writer._part.thread
 
 
 def read(checkpoint: Path, size: int) -> list[float]:
@@ -48,13 +49,13 @@ def read(checkpoint: Path, size: int) -> list[float]:
 @pytest.fixture
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """No file of a state is written before this is set."""
-    event, original = threading.Event(), writer_module.write_state
+    event, original = threading.Event(), part_module.write_state
 
     def write(state: State, path: Path) -> None:
         assert event.wait(30)
         original(state, path)
 
-    monkeypatch.setattr(writer_module, "write_state", write)
+    monkeypatch.setattr(part_module, "write_state", write)
     yield event
     event.set()
 
@@ -125,23 +126,14 @@ def test_failed_training_waits_for_no_other_rank(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
-@contextmanager
-def no_file_past(num_bytes: int) -> Iterator[None]:
-    """As on a full disk: writing begins and then fails."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 LARGE = tuple(float(number) for number in range(10_000))
 
 
-def test_a_write_that_fails_is_reported_and_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_write_that_fails_is_reported_and_leaves_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, limit_file_size: LimitFileSize
+) -> None:
     writer = start()
-    with no_file_past(4096):
+    with limit_file_size(4096):
         writer.save(tmp_path, 6, part(*LARGE))
         writer.wait()
     assert re.search(r"step-000006: File too large \(EFBIG\).*; trying again for 0\.4 s", caplog.text)
@@ -149,18 +141,22 @@ def test_a_write_that_fails_is_reported_and_leaves_nothing(tmp_path: Path, caplo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_an_older_checkpoint_the_next_save_stops_the_run(tmp_path: Path) -> None:
+def test_without_an_older_checkpoint_the_next_save_stops_the_run(
+    tmp_path: Path, limit_file_size: LimitFileSize
+) -> None:
     writer = start()
-    with no_file_past(4096):
+    with limit_file_size(4096):
         writer.save(tmp_path, 6, part(*LARGE))
         with pytest.raises(CheckpointError, match=r"^no checkpoint can be written: .*step-000006.*the stage again$"):
             writer.save(tmp_path, 7, part(*LARGE))
 
 
-def test_with_an_older_checkpoint_training_continues_until_too_many_fail(tmp_path: Path) -> None:
+def test_with_an_older_checkpoint_training_continues_until_too_many_fail(
+    tmp_path: Path, limit_file_size: LimitFileSize
+) -> None:
     writer = start()
     writer.save(tmp_path, 1, part(1.0))
-    with no_file_past(4096):
+    with limit_file_size(4096):
         for step in (2, 3, 4):
             writer.save(tmp_path, step, part(*LARGE))
         with pytest.raises(CheckpointError, match=r"^3 checkpoints .*which resumes from step 1$") as told:
@@ -169,10 +165,10 @@ def test_with_an_older_checkpoint_training_continues_until_too_many_fail(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
-def test_a_checkpoint_that_succeeds_forgives_those_that_failed(tmp_path: Path) -> None:
+def test_a_checkpoint_that_succeeds_forgives_those_that_failed(tmp_path: Path, limit_file_size: LimitFileSize) -> None:
     writer = start(sound_step=1)
     for step in range(2, 9, 2):
-        with no_file_past(4096):
+        with limit_file_size(4096):
             writer.save(tmp_path, step, part(*LARGE))
             writer.wait()
         writer.save(tmp_path, step + 1, part(*LARGE))
@@ -207,14 +203,14 @@ def test_a_part_that_changes_on_the_disk_makes_no_checkpoint(
     writer.keep = 1
     writer.save(tmp_path, 1, part(1.0))
     writer.wait()
-    original = writer_module._leave_note
+    original = part_module.write_json
 
-    def leave(path: Path, hashes: Mapping[str, str]) -> None:
+    def write(path: Path, hashes: Mapping[str, str]) -> None:
         original(path, hashes)
         if path.name.startswith("written"):
             (tmp_path / ".writing-000002" / "progress.json").write_text("other")
 
-    monkeypatch.setattr(writer_module, "_leave_note", leave)
+    monkeypatch.setattr(part_module, "write_json", write)
     writer.save(tmp_path, 2, part(2.0))
     writer.wait()
     assert "progress.json read back other than rank 0 wrote" in caplog.text
@@ -256,14 +252,14 @@ def test_ranks_agree_on_what_became_of_a_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk of one rank is full for steps 2 to 4; the other one's part of them is written, and removed."""
-    original, gathering = writer_module.write_state, Gathering(2)
+    original, gathering = part_module.write_state, Gathering(2)
 
     def write(state: State, path: Path) -> None:
         original(state, path)
         if path.name == "rank-00001.safetensors" and path.parts[-3] > ".writing-000001":
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(writer_module, "write_state", write)
+    monkeypatch.setattr(part_module, "write_state", write)
     stopped: list[str] = []
 
     def run(rank: int) -> None:
