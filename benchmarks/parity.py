@@ -285,16 +285,17 @@ def table(rows: Sequence[Parity]) -> str:
 
 INTRODUCTION = """# Parity with transformers
 
-Largest absolute difference between our logits and those of `transformers` {version} in fp32, on randomly initialised
-models: all weights, norms and biases far from their defaults, 3 rows of {context} tokens, odd shapes (heads whose size
-is not the width over their number or is odd, grouped queries, windows shorter than the text, a rotary clock that is
-stretched, stacks of different depth). Two of the rows that BERT and BART read are padded, behind {lengths} tokens;
-what is given for padding is not compared. "Written as" is the family that our own checkpoint of the shape takes.
-Greedy tokens: our batch of ragged prompts, two of which run at a time, against `generate` on each alone; BART's prompts
-begin its targets.
+Largest absolute difference between Heed's logits and those of `transformers` {version} in fp32, on randomly
+initialised models: all weights, norms and biases far from their defaults, 3 rows of {context} tokens, unusual
+shapes (odd head sizes and head sizes other than hidden size / heads, grouped queries, windows shorter than the
+text, scaled rotary positions, encoder and decoder of different depth). For BERT and BART, two of the rows are
+padded, after {lengths} tokens; outputs at padding are not compared. "Written as" is the family in which Heed saves
+the shape. Greedy tokens compare Heed's batch of ragged prompts, two running at a time, with `generate` on each
+prompt separately; BART's prompts are the beginning of its targets.
 
-Made by `python -m benchmarks.parity docs/parity.md`; `tests/lm/test_families.py` holds every difference below 1e-4.
-`tests/lm/test_conversations.py` compares the tokens of conversations, in 17 kinds of vocabulary under 6 templates.
+`python -m benchmarks.parity docs/parity.md` writes this file; `tests/lm/test_families.py` requires every difference
+to be below 1e-4. `tests/lm/test_conversations.py` compares the tokens of conversations, in 17 kinds of vocabulary
+under 6 templates.
 """
 
 
