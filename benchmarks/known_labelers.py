@@ -8,7 +8,7 @@ to the last. An inattentive labeler answers unread, in under a second: in the or
 (`lazy_random`). An attentive one ties a whole task now and then.
 
 They see what people see, the texts in the order shown, so they answer through any door: `judged` is the shortest one,
-`preferences.door` goes to a store, `labeling.http_door` to a server. All that is drawn follows from (seed,
+`preferences.scripted` goes to a store, `labeling.client` to a server. All that is drawn follows from (seed,
 labeler, task) and (seed, response), so whoever asks gets the same answer.
 """
 
@@ -20,10 +20,10 @@ from functools import lru_cache
 from statistics import NormalDist
 
 from playground.labelers import uniform
-from preferences.door import assign
-from preferences.leasing import canonical, display_order
+from preferences.leases import canonical, display_order
 from preferences.records import Answer, Judgment, Message, ShownTask, Skip, Task, dense_ranks
 from preferences.results import Coverage
+from preferences.scripted import assign
 
 NUM_RESPONSES = 3
 NUM_WORDS = 301  # a task: a prompt of one, three responses of a hundred
@@ -218,7 +218,7 @@ def _judgment(
 
 
 def draw_world(size: Size, seed: int) -> tuple[list[Task], list[Judgment]]:
-    """A world's tasks and what its labelers say of them, dealt out as `preferences.door` deals."""
+    """A world's tasks and what its labelers say of them, dealt out as `preferences.scripted` deals."""
     drawn = draw_tasks(size, seed)
     tasks = [task for task, _ in drawn]
     asked = assign([Coverage(task.task_id, quota, ()) for task, quota in drawn], [traits.name for traits in TRAITS])

@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.postgres_server import postgres_programs, running_postgres
 from labeling.config import LabelingConfig
-from preferences.people import People
+from preferences.accounts import Accounts
 from preferences.records import Judgment, Message, Task
 from preferences.store import LabelStore
 
@@ -52,17 +52,17 @@ def fill(url: str, num_tasks: int, num_labelers: int, judged_share: float) -> li
         )
         for number in range(num_tasks)
     ]
-    people = People(url)
+    accounts = Accounts(url)
     with LabelStore(url) as store:
         store.add_tasks(tasks, batch="main", num_labelers=2)
         store.import_judgments("main", judged(tasks[: int(judged_share * num_tasks)], num_labelers))
     sessions = []
     for number in range(num_labelers):
         name = f"labeler-{number}"
-        people.accept(people.invite(name, "labeler"))
-        people.has_read(name, CONFIG.version)
-        sessions.append(people.open_session(name))
-    people.close()
+        accounts.accept(accounts.invite(name, "labeler"))
+        accounts.confirm_reading(name, CONFIG.version)
+        sessions.append(accounts.open_session(name))
+    accounts.close()
     return sessions
 
 

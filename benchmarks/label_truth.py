@@ -34,7 +34,7 @@ def held_against_truth(report: LabelReport) -> Iterator[tuple[str, str, Interval
     yield "alpha of rankings", "", report.alpha, alpha()
     yield "alpha of ratings", "", report.rating_alpha, rating_alpha()
     yield "shown first, over all", "", report.shown_first, overall_shown_first()
-    for place, mean in enumerate(report.ranks_by_place[0].means):
+    for place, mean in enumerate(report.ranks_by_position[0].means):
         yield "mean rank by place", "", mean, mean_rank(place)
     by_name = {labeler.labeler: labeler for labeler in report.labelers}
     for traits in TRAITS:

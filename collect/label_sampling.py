@@ -1,12 +1,12 @@
-"""From policies and prompts to tasks for labelers: every policy is sampled, some samples are chosen and stored."""
+"""Making tasks for labelers: sample every policy on every prompt, and select some of the samples."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from evaluation.sampling import SamplingSpec, sample_policy
-from preferences.choosing import Candidate, Candidates, Method, choose_tasks
 from preferences.records import Message, Task
+from preferences.task_selection import Candidate, Method, PromptCandidates, choose_tasks
 from reward.comparisons import encode_response
 from reward.scoring import Judge, labels_of, weights_by_label
 from training.data import Prompt
@@ -14,8 +14,8 @@ from training.seeds import derive_seed
 
 
 @dataclass(frozen=True)
-class Choosing:
-    """How samples become tasks: `preferences.choosing.choose_tasks` explains each."""
+class TaskSelection:
+    """How samples become tasks. `preferences.task_selection.choose_tasks` explains each field."""
 
     batch: str
     method: Method
@@ -29,7 +29,7 @@ def sample_tasks(
     policies: Sequence[Path],
     judges: Sequence[Path],
     prompts: Sequence[Prompt],
-    choosing: Choosing,
+    selection: TaskSelection,
     *,
     num_samples: int,
     max_new_tokens: int,
@@ -51,7 +51,7 @@ def sample_tasks(
             num_samples=num_samples,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
-            seed=derive_seed(choosing.seed, "label sample", str(policy)),
+            seed=derive_seed(selection.seed, "label sample", str(policy)),
             precision="fp32",
         )
         for sample in sample_policy(spec, prompts):
@@ -59,7 +59,7 @@ def sample_tasks(
     texts = {name: [text for text, _ in samples] for name, samples in found.items()}
     scores = scores_of(judges, weights, prompts, texts)
     candidates = [
-        Candidates(
+        PromptCandidates(
             prompt.prompt_id,
             tuple(Message(**message) for message in prompt.messages),
             tuple(
@@ -71,12 +71,12 @@ def sample_tasks(
     ]
     return choose_tasks(
         candidates,
-        batch=choosing.batch,
-        method=choosing.method,
-        responses_per_task=choosing.responses_per_task,
-        tasks_per_prompt=choosing.tasks_per_prompt,
-        evaluation_share=choosing.evaluation_share,
-        seed=choosing.seed,
+        batch=selection.batch,
+        method=selection.method,
+        responses_per_task=selection.responses_per_task,
+        tasks_per_prompt=selection.tasks_per_prompt,
+        evaluation_share=selection.evaluation_share,
+        seed=selection.seed,
     )
 
 

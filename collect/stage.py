@@ -11,10 +11,10 @@ from collect.report import REPORTER
 from collect.results import CollectResults
 from evaluation.sampling import Sample, SamplingSpec
 from evaluation.sampling_everywhere import sample_everywhere
-from preferences.door import answer_all
 from preferences.formats.own import ranking_row
 from preferences.records import MAX_RESPONSES, Message, Ranking, Task
 from preferences.results import Progress
+from preferences.scripted import answer_all
 from preferences.statistics.agreement import accuracy_against, pairwise_agreement
 from preferences.store import LabelStore
 from stages.contract import Parent, Source, Stage

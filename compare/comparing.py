@@ -136,7 +136,7 @@ def take_verdicts(spec: str, form: str, folder: Path, *, category: str, seed: in
             "source": source,
             "sha256": file_hash(path) if path.is_file() else "",
             "format": found.format,
-            "oddities": found.report.counts(),
+            "warnings": found.report.counts(),
             "num_same_policy": found.num_same_policy,
             "num_unknown": found.num_unknown,
             "num_again": found.num_again,

@@ -1,1 +1,1 @@
-"""The labeling page and its HTTP API."""
+"""The labeling server: pages for labelers and leads, an HTTP API, and its client."""

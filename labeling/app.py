@@ -1,4 +1,4 @@
-"""The labeling server: pages and API on one label store."""
+"""The labeling server as an ASGI application: pages and API on one label store."""
 
 import json
 import logging
@@ -15,22 +15,24 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from labeling.account_pages import AccountPages
 from labeling.api import Api
 from labeling.attempts import Attempts, TooManyTriesError
 from labeling.config import LabelingConfig
-from labeling.html import TOO_LATE, Pages, SignInNeededError
-from labeling.labeling import Labeling, RefusedError
 from labeling.lead import LeadView
-from labeling.people_pages import PeoplePages
+from labeling.lead_pages import LeadPages
 from labeling.security import MAX_BODY_BYTES, Harden
-from labeling.unsaved import RETRY_SECONDS, STORE_AWAY, reason
+from labeling.service import LabelingService, RefusedError
+from labeling.site import SignInNeededError, Site
+from labeling.task_pages import TOO_LATE, TaskPages
+from labeling.unsaved import RETRY_SECONDS, STORE_AWAY, reason_of
+from preferences.accounts import Accounts
 from preferences.keys import BusyError
-from preferences.leasing import LeaseLostError
-from preferences.people import People
+from preferences.leases import LeaseLostError
 from preferences.store import LabelStore
 
 LOG = logging.getLogger(__name__)
-AWAY = "The store cannot be reached or takes nothing just now. What was stored is safe; try again in a moment."
+AWAY = "The label store cannot be reached or cannot save just now. What was stored is safe; try again in a moment."
 HEADINGS = {
     400: "This request cannot be read",
     404: "There is no such page",
@@ -41,46 +43,46 @@ HEADINGS = {
 }
 TEXTS = {
     404: "The address may be mistyped.",
-    413: "What was sent is longer than anything that this page takes.",
+    413: "What was sent is longer than this page accepts.",
 }
 
 
 def make_app(
-    store: LabelStore, people: People, config: LabelingConfig, *, clock: Callable[[], float] = time.time
+    store: LabelStore, accounts: Accounts, config: LabelingConfig, *, clock: Callable[[], float] = time.time
 ) -> FastAPI:
-    """The whole server as an ASGI application. `clock` gives epoch seconds, as those of store and people do."""
+    """Returns the server as an ASGI application. `clock` returns seconds since the epoch, as the store's clock does."""
     app = FastAPI(
         title="Heed labels",
         version="1",
         openapi_url="/api/openapi.json",
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # such a redirect would lead to whatever the Host header names
+        redirect_slashes=False,  # such a redirect would go wherever the Host header says
         max_body_size=MAX_BODY_BYTES,
     )
-    labeling, lead = Labeling(store, people, config, clock=clock), LeadView(store)
-    attempts = Attempts()
-    pages = Pages(labeling, people, lead)
-    app.include_router(Api(labeling, people, lead, attempts).router)
-    app.include_router(pages.router)
-    app.include_router(PeoplePages(pages, people, attempts).router)
+    service, lead = LabelingService(store, accounts, config, clock=clock), LeadView(store)
+    site, attempts = Site(config, accounts), Attempts()
+    app.include_router(Api(service, accounts, lead, attempts).router)
+    app.include_router(TaskPages(site, service).router)
+    app.include_router(LeadPages(site, lead).router)
+    app.include_router(AccountPages(site, attempts).router)
     app.mount("/static", StaticFiles(directory=str(files("labeling") / "static")))
-    # The last one added sees a request first.
+    # The middleware added last sees a request first.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=config.server.hosts, www_redirect=False)
     if config.server.trusted_proxies:
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(config.server.trusted_proxies))
     app.add_middleware(Harden)
-    _handle_errors(app, pages)
+    _handle_errors(app, site)
     return app
 
 
-def _handle_errors(app: FastAPI, pages: Pages) -> None:
+def _handle_errors(app: FastAPI, site: Site) -> None:
     def problem(
         request: Request, status: int, heading: str, detail: str, headers: dict[str, str] | None = None
     ) -> Response:
         if request.url.path.startswith("/api/"):
             return in_json(detail, status, headers)
-        page = pages.message(request, status, heading, detail)
+        page = site.message(request, status, heading, detail)
         page.headers.update(headers or {})
         return page
 
@@ -97,7 +99,7 @@ def _handle_errors(app: FastAPI, pages: Pages) -> None:
         return problem(request, 409, "Too late", TOO_LATE)
 
     def store_is_away(request: Request, error: Exception) -> Response:
-        LOG.error("the store is away: %s", reason(error))
+        LOG.error("the store cannot be reached: %s", reason_of(error))
         return problem(request, 503, "Not possible just now", AWAY, {"Retry-After": str(RETRY_SECONDS)})
 
     for kind in STORE_AWAY:
@@ -124,10 +126,10 @@ def _handle_errors(app: FastAPI, pages: Pages) -> None:
 
     @app.exception_handler(RequestValidationError)
     def invalid(request: Request, error: RequestValidationError) -> Response:  # noqa: ARG001
-        # What was sent is not sent back: it may be a key, and may hold what no answer can.
+        # Do not send the input back: it may be a key, or contain what a response cannot encode.
         return in_json([{name: found[name] for name in ("type", "loc", "msg")} for found in error.errors()], 422)
 
 
 def in_json(detail: Any, status: int, headers: dict[str, str] | None = None) -> Response:
-    """A problem as the API says it, in ASCII, which holds lone surrogates as well."""
+    """Returns a problem in the API's format, as ASCII, which can escape lone surrogates too."""
     return Response(json.dumps({"detail": detail}), status, headers, "application/json")

@@ -1,7 +1,7 @@
-"""How often somebody may try to sign in or to open a link, by address and by name.
+"""Rate limits for signing in and for opening links, by address and by name.
 
-Limits count failures. A try is counted before it is verified and taken back where it succeeds, so that tries sent at
-once cannot pass together. Leaves out: counts shared by several servers on one store; each has its own.
+Limits count failures. A try is counted before it is verified and uncounted if it succeeds, so that tries sent at the
+same time cannot pass together. Leaves out: counts shared by several servers on one store; each has its own.
 """
 
 import ipaddress
@@ -14,38 +14,38 @@ from limits.storage import MemoryStorage
 from limits.strategies import FixedWindowRateLimiter
 from starlette.requests import Request
 
+from preferences.accounts import Account, Accounts
 from preferences.names import MAX_NAME_CHARACTERS
-from preferences.people import Account, People
 
 WINDOW_SECONDS = 300
 PER_NAME_AND_ADDRESS = 8
-PER_ADDRESS = 64  # an office behind one address mistypes too
-PER_NAME = 100  # beyond it an address that has failed at the name waits; others are still heard
+PER_ADDRESS = 64  # leaves room for the typing errors of an office behind one address
+PER_NAME = 100  # above it, addresses that have failed at the name must wait; others may still try
 LINKS_PER_ADDRESS = 32
 
 
 class TooManyTriesError(Exception):
-    """Tries failed too often; `wait_seconds` have to pass."""
+    """Tries failed too often. The next one is allowed in `wait_seconds`."""
 
     def __init__(self, wait_seconds: int) -> None:
-        super().__init__(f"too many tries; again in {wait_seconds} seconds")
+        super().__init__(f"too many tries; try again in {wait_seconds} seconds")
         self.wait_seconds = wait_seconds
 
 
 @dataclass(frozen=True)
 class Try:
-    """A try that was counted: under which keys, so that it can be taken back."""
+    """A try that was counted, with the keys under which it was, so that it can be uncounted."""
 
     counted: tuple[tuple[RateLimitItem, str], ...]
 
 
 class Attempts:
-    """Failed tries within `seconds` of the first; what is blocked is free again when they have passed."""
+    """Counts failed tries in windows of `seconds` from the first failure. A block ends with its window."""
 
     def __init__(self, seconds: int = WINDOW_SECONDS) -> None:
         self._storage = MemoryStorage()
         self._limiter = FixedWindowRateLimiter(self._storage)
-        # The library locks each counter, but forgets locks along with what ran out; and several counters change here.
+        # The library locks single counters, and drops locks with expired ones; here several counters change at once.
         self._lock = threading.Lock()
         self._pair = RateLimitItemPerSecond(PER_NAME_AND_ADDRESS, seconds, "pair")
         self._address = RateLimitItemPerSecond(PER_ADDRESS, seconds, "address")
@@ -53,9 +53,11 @@ class Attempts:
         self._links = RateLimitItemPerSecond(LINKS_PER_ADDRESS, seconds, "links")
 
     def reserve_sign_in(self, name: str, address: str) -> Try:
-        """Count a try at a name from an address. Raises TooManyTriesError.
+        """Counts a try at a name from an address.
 
-        A name that is tried from everywhere is not locked: whoever has not failed at it from their address gets in.
+        A name under attack from everywhere is not locked: an address that has not failed at it may still try.
+
+        Raises: TooManyTriesError.
         """
         pair = f"{address} {name}"
         with self._lock:
@@ -64,12 +66,12 @@ class Attempts:
             return self._reserve((self._pair, pair), (self._address, address), (self._name, name))
 
     def reserve_link(self, address: str) -> Try:
-        """Count a try to use a link from an address. Raises TooManyTriesError."""
+        """Counts a try to use a link from an address. Raises: TooManyTriesError."""
         with self._lock:
             return self._reserve((self._links, address))
 
     def succeeded(self, tried: Try) -> None:
-        """Take a try back: it was no failure."""
+        """Uncounts a try that was not a failure."""
         with self._lock:
             for item, key in tried.counted:
                 if self._num(item, key):
@@ -92,7 +94,7 @@ class Attempts:
 
 
 def address_of(request: Request) -> str:
-    """Who sends this, as far as limits go: an IPv4 address, or the network that a site has of IPv6 addresses."""
+    """Returns the sender that limits apply to: an IPv4 address, or the /64 network of an IPv6 address."""
     host = request.client.host if request.client is not None else ""
     try:
         address = ipaddress.ip_address(host)
@@ -103,11 +105,11 @@ def address_of(request: Request) -> str:
     return str(address.ipv4_mapped or address) if isinstance(address, ipaddress.IPv6Address) else str(address)
 
 
-def sign_in(people: People, attempts: Attempts, request: Request, name: str, key: str) -> str | None:
-    """A session's token; None where name and key do not go together. Raises TooManyTriesError and BusyError."""
+def sign_in(accounts: Accounts, attempts: Attempts, request: Request, name: str, key: str) -> str | None:
+    """Returns a session's token, or None if name and key do not match. Raises: TooManyTriesError, BusyError."""
     tried = attempts.reserve_sign_in(name[:MAX_NAME_CHARACTERS], address_of(request))
     try:
-        token = people.sign_in(name, key)
+        token = accounts.sign_in(name, key)
     except BaseException:
         attempts.succeeded(tried)  # nothing was verified
         raise
@@ -116,11 +118,11 @@ def sign_in(people: People, attempts: Attempts, request: Request, name: str, key
     return token
 
 
-def use_link(people: People, attempts: Attempts, request: Request, code: str) -> tuple[Account, str] | None:
-    """As `People.accept`. Raises TooManyTriesError and BusyError."""
+def use_link(accounts: Accounts, attempts: Attempts, request: Request, code: str) -> tuple[Account, str] | None:
+    """Like `Accounts.accept`, with rate limits. Raises: TooManyTriesError, BusyError."""
     tried = attempts.reserve_link(address_of(request))
     try:
-        accepted = people.accept(code)
+        accepted = accounts.accept(code)
     except BaseException:
         attempts.succeeded(tried)
         raise

@@ -1,6 +1,6 @@
-"""Whether formatted text shows all of its source: both are compared character by character.
+"""Checks, character by character, that formatted text shows all of its source.
 
-What formatting may take away is markup: white space and the punctuation that Markdown is written with.
+Formatting may remove only markup: white space and Markdown's punctuation.
 """
 
 import re
@@ -10,24 +10,24 @@ from html.parser import HTMLParser
 
 MARKUP = frozenset("\\*_`#>-+=~|:")
 NAMES = {"\\": "backslashes", "&": "character references", "_": "underscores", "*": "asterisks"}
-_NUMBER_ENDS = "\ue000"  # stands where "." or ")" ended the number of a list's item; a private character
-_NAME = re.compile(r"__\w+__|[\w./\\]_\w+_|_\w+_[./\\(\[]\w")  # of a program, rather than an emphasis
+_NUMBER_ENDS = "\ue000"  # a private character, in place of the "." or ")" that ends a list item's number
+_NAME = re.compile(r"__\w+__|[\w./\\]_\w+_|_\w+_[./\\(\[]\w")  # a program's identifier, rather than emphasis
 _REFERENCE = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,31});")
 
 
 @dataclass(frozen=True)
 class Compared:
-    """`hidden` names what was taken away that is more than markup may be: an escape's backslash, say."""
+    """`hidden` names removed characters that may have been meant as text, such as an escape's backslash."""
 
     is_whole: bool
     hidden: tuple[str, ...] = ()
 
 
 def compared(source: str, html: str) -> Compared:
-    """Walk through a source and the HTML made of it. Whole: nothing but markup is missing, nothing is out of order.
+    """Walks through a source and its HTML. `is_whole` means that only markup is missing and the order is the same.
 
-    A source's character is either the next one shown or markup. Taking the first that fits is right: between it and a
-    later one that fits there can be only markup, which may be missing as well.
+    Each character of the source is either the next one shown or markup. Taking the first match is safe: between it and
+    a later match there can be only markup, which may be missing too.
     """
     if _NUMBER_ENDS in source:
         return Compared(False)
@@ -60,14 +60,14 @@ def _fits(character: str, shown: str) -> bool:
     return character == shown or (shown == _NUMBER_ENDS and character in ".)")
 
 
-def _is_notable(source: str, place: int) -> bool:
-    """Whether markup that is taken away may have been meant as text: `C:\\*temp`, `__init__.py`, `2*3*4`."""
-    character = source[place]
+def _is_notable(source: str, at: int) -> bool:
+    """Whether removed markup may have been meant as text: `C:\\*temp`, `__init__.py`, `2*3*4`."""
+    character = source[at]
     if character == "\\":
         return True
     if character not in "_*":
         return False
-    start, end = place, place + 1
+    start, end = at, at + 1
     while start > 0 and source[start - 1] == character:
         start -= 1
     while end < len(source) and source[end] == character:
@@ -82,7 +82,7 @@ def _is_notable(source: str, place: int) -> bool:
 
 
 def _text_of(html: str) -> str:
-    """All that a page shows of HTML, without white space."""
+    """Returns everything that a page shows of HTML, without white space."""
     parser = _Text()
     parser.feed(html)
     parser.close()
@@ -90,7 +90,7 @@ def _text_of(html: str) -> str:
 
 
 class _Text(HTMLParser):
-    """Collects text; of formulas their source, which they carry as an annotation; numbers of list items."""
+    """Collects text, the numbers of list items, and for formulas their source, which is in an annotation."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)

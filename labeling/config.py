@@ -1,4 +1,4 @@
-"""What a labeling lead configures: what is asked, of whom, for how long."""
+"""What a labeling lead configures: the task, the labelers, the server."""
 
 import hashlib
 import ipaddress
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-# What InstructGPT's labelers marked beside a rank (arXiv 2203.02155, table 3), but for the overall quality.
+# What InstructGPT's labelers marked in addition to a rank (arXiv 2203.02155, table 3), except the overall quality.
 INSTRUCT_GPT_FLAGS = (
     "fails to follow the instruction",
     "inappropriate for a customer assistant",
@@ -28,7 +28,7 @@ INSTRUCT_GPT_FLAGS = (
 INSTRUCTIONS = """\
 You will see what somebody wrote to an assistant, and several responses in random order.
 
-1. **Read** the prompt and all responses to their end.
+1. **Read** the prompt and all responses to the end.
 2. **Rate** each response from 1 (very bad) to 7 (very good), and mark what applies to it.
 3. **Rank** the responses: 1 is the best. Responses that you cannot tell apart share a rank.
 
@@ -37,13 +37,13 @@ If you cannot judge a prompt, skip it and say why. If you made a mistake, take t
 
 
 class Screening(BaseModel):
-    """New labelers first judge gold tasks; who agrees with them often enough goes on by themselves."""
+    """New labelers first judge gold tasks. Those who agree with them often enough get the other batches."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     batch: str
     min_tasks: int = Field(default=10, ge=1)
-    min_accuracy: float = Field(default=0.7, gt=0, le=1)  # share of the gold answers' untied pairs
+    min_accuracy: float = Field(default=0.7, gt=0, le=1)  # share of the gold rankings' untied pairs
 
 
 DEFAULT_URL = "http://127.0.0.1:8100"
@@ -51,22 +51,24 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 class ServerConfig(BaseModel):
-    """How the server is reached, and how long it waits for whom."""
+    """The server's addresses, timeouts and limits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    public_url: str = Field(default="", description="How people reach the server; links are made of it. No path.")
+    public_url: str = Field(default="", description="The server's address for its users, without a path. Links use it.")
     trusted_proxies: tuple[str, ...] = Field(
-        default=(), description="Addresses and networks whose X-Forwarded-For and X-Forwarded-Proto are believed."
+        default=(), description="Addresses and networks whose X-Forwarded-For and X-Forwarded-Proto are trusted."
     )
     trusted_hosts: tuple[str, ...] = Field(
-        default=(), description="Names in the Host header that are answered, besides that of public_url and loopback."
+        default=(), description="Host headers that are accepted, in addition to those of public_url and loopback."
     )
-    header_seconds: float = Field(default=10.0, gt=0, description="In which a request's headers must have come.")
-    body_seconds: float = Field(default=60.0, gt=0, description="In which a request's body must have come.")
-    reading_seconds: float = Field(default=60.0, gt=0, description="How long a client may leave an answer unread.")
+    header_seconds: float = Field(default=10.0, gt=0, description="Time limit for receiving a request's headers.")
+    body_seconds: float = Field(default=60.0, gt=0, description="Time limit for receiving a request's body.")
+    reading_seconds: float = Field(default=60.0, gt=0, description="How long a client may leave a response unread.")
     keep_alive_seconds: int = Field(default=15, gt=0, description="How long a connection may idle between requests.")
-    max_connections: int = Field(default=1_000, ge=1, description="Open at once; the idlest makes room for another.")
+    max_connections: int = Field(
+        default=1_000, ge=1, description="Open connections. Above it, the one idle for longest is closed."
+    )
 
     @field_validator("public_url")
     @classmethod
@@ -74,14 +76,16 @@ class ServerConfig(BaseModel):
         found = urlsplit(url)
         is_whole = found.scheme in ("http", "https") and found.hostname and not found.username
         if url and (not is_whole or found.path.strip("/") or found.query or found.fragment or found.port == 0):
-            raise ValueError(f"{url!r} was given; https://labels.example.org, say, without a path was expected")
+            raise ValueError(
+                f"{url!r} was given; an address without a path, like https://labels.example.org, was expected"
+            )
         return url.rstrip("/")
 
     @field_validator("trusted_proxies")
     @classmethod
     def _are_networks(cls, proxies: tuple[str, ...]) -> tuple[str, ...]:
         for proxy in proxies:
-            ipaddress.ip_network(proxy)  # raises ValueError with what is wrong
+            ipaddress.ip_network(proxy)  # raises ValueError with the reason
         return proxies
 
     @field_validator("trusted_hosts")
@@ -94,7 +98,7 @@ class ServerConfig(BaseModel):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """What the Host header may name; anything where neither hosts nor a public URL are configured."""
+        """The accepted Host headers: any, if neither hosts nor a public URL are configured."""
         if not self.trusted_hosts and not self.public_url:
             return ("*",)
         public = urlsplit(self.public_url).hostname
@@ -105,15 +109,15 @@ class ServerConfig(BaseModel):
         return self.public_url.startswith("https://")
 
     def link(self, code: str) -> str:
-        """A one-time link; never made of what a request says of its host."""
+        """Returns a one-time link. It never uses a request's Host header."""
         return f"{self.public_url or DEFAULT_URL}/welcome/{code}"
 
 
 class LabelingConfig(BaseModel):
-    """The page. `batches` are offered in this order; an empty list means all that the store has, in order of arrival.
+    """The pages. Labelers get `batches` in this order; an empty list means all batches, in order of arrival.
 
-    `flags` are offered of each response. `instructions` is Markdown. `text_view` is how prompts and responses come
-    first: formatted as Markdown, or exactly as they were written; labelers can switch either way.
+    `flags` can be given to each response. `instructions` is Markdown. `text_view` is how prompts and responses are
+    first shown: formatted as Markdown, or exactly as written. Labelers can switch between the two.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -130,13 +134,13 @@ class LabelingConfig(BaseModel):
 
     @property
     def version(self) -> str:
-        """Names what labelers were told: another text, other flags or ratings are another version."""
-        told = json.dumps([self.instructions, self.flags, self.asks_ratings])
-        return hashlib.sha256(told.encode()).hexdigest()[:12]
+        """The instructions' version. Another text, other flags, or ratings on or off make another version."""
+        content = json.dumps([self.instructions, self.flags, self.asks_ratings])
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a TOML file. Raises ValueError naming the file and each field that is wrong."""
+        """Reads a TOML file. Raises: ValueError naming the file and each invalid field."""
         try:
             return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
         except tomllib.TOMLDecodeError as error:
@@ -145,7 +149,7 @@ class LabelingConfig(BaseModel):
             raise ValueError(f"{path}: {_wrong(error)}") from error
 
     def with_server(self, options: Mapping[str, object]) -> Self:
-        """The same with other values of the server's. Raises ValueError naming each option that is wrong."""
+        """Returns a copy with these server options. Raises: ValueError naming each invalid option."""
         try:
             server = ServerConfig.model_validate(self.server.model_dump() | dict(options))
         except ValidationError as error:

@@ -1,10 +1,10 @@
-"""What a labeler's form says, read into an answer; what is missing is named in words that the page can show."""
+"""Reading a labeler's form into an answer, with sentences for the page about what is missing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from labeling.config import LabelingConfig
-from labeling.labeling import ShownForm
+from labeling.service import TaskForm
 from preferences.records import Answer
 
 MIN_RATING, MAX_RATING = 1, 7
@@ -14,7 +14,7 @@ LETTERS = "ABCDEFGHI"
 
 @dataclass(frozen=True)
 class Fields:
-    """A posted form: single values, and those of boxes that may be ticked together."""
+    """A posted form: single values, and the values of checkboxes."""
 
     values: Mapping[str, str]
     ticked: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -23,30 +23,30 @@ class Fields:
         return self.values.get(name, "")
 
     def number(self, name: str) -> int | None:
-        """The whole number, or None where there is none. Digits alone, so that no '1_0' or ' 1' passes."""
+        """Returns the integer, or None if there is none. It accepts only digits, so not '1_0' or ' 1'."""
         found = self.text(name)
         return int(found) if found.isascii() and found.isdigit() and len(found) < 18 else None
 
 
-def shown_form(fields: Fields) -> ShownForm:
-    """What the form brings back of its task; a seal that does not fit is found later."""
-    return ShownForm(
+def task_form(fields: Fields) -> TaskForm:
+    """Returns what the form sends back about its task. The seal is checked later."""
+    return TaskForm(
         fields.text("task"), fields.number("revision") or 0, fields.number("shown_at") or 0, fields.text("seal")
     )
 
 
 def read_answer(fields: Fields, num_responses: int, config: LabelingConfig) -> tuple[Answer | None, list[str]]:
-    """The answer, responses in the order shown, or None and what is wrong, one sentence each."""
+    """Returns the answer, in the order shown, or None and a sentence for each thing that is wrong."""
     wrong: list[str] = []
     ranks = _read_each(fields, "rank", num_responses, 1, num_responses, wrong)
     ratings = _read_each(fields, "rating", num_responses, MIN_RATING, MAX_RATING, wrong) if config.asks_ratings else []
     flags = [tuple(fields.ticked.get(f"flags_{place}", ())) for place in range(num_responses)]
     unknown = sorted({flag for marked in flags for flag in marked} - set(config.flags))
     if unknown:
-        wrong.append(f"“{unknown[0]}” is not among the marks that can be given.")
+        wrong.append(f"“{unknown[0]}” is not one of the marks that you can give.")
     note = fields.text("note").strip()
     if len(note) > MAX_NOTE_CHARACTERS:
-        wrong.append(f"The note has {len(note)} characters; at most {MAX_NOTE_CHARACTERS} can be kept.")
+        wrong.append(f"The note has {len(note)} characters; at most {MAX_NOTE_CHARACTERS} are allowed.")
     if wrong:
         return None, wrong
     marked = tuple(flags) if any(flags) else ()
@@ -60,7 +60,7 @@ def _read_each(fields: Fields, name: str, num_responses: int, lowest: int, highe
         wrong.append(f"Response {', '.join(missing)} has no {name}." if len(missing) == 1 else _several(missing, name))
     for place, value in enumerate(found):
         if value is not None and not lowest <= value <= highest:
-            wrong.append(f"The {name} of response {LETTERS[place]} is {value}; {lowest} to {highest} is expected.")
+            wrong.append(f"The {name} of response {LETTERS[place]} is {value}; it must be {lowest} to {highest}.")
     return [value or 0 for value in found]
 
 

@@ -1,4 +1,4 @@
-"""Code in texts with colours: Pygments' classes, which page.css colours for light and dark."""
+"""Highlighting code in texts with Pygments' classes, which page.css colours for light and dark themes."""
 
 from collections.abc import Sequence
 from html import escape
@@ -13,7 +13,7 @@ from pygments.token import STANDARD_TYPES
 PREFIX = "code-"
 CLASSES = {PREFIX + name for name in STANDARD_TYPES.values() if name}
 MAX_COLOURED_CHARACTERS = 20_000
-# Those that answers are written in; a lexer of regular expressions is a risk each time, the more the rarer it is used.
+# The languages that responses are usually written in. Lexers are regular expressions, and rare ones are less tested.
 LANGUAGES = {
     "bash", "c", "c++", "cpp", "cs", "csharp", "css", "diff", "go", "haskell", "html", "java", "javascript", "js",
     "json", "jsx", "julia", "kotlin", "latex", "lua", "makefile", "matlab", "perl", "php", "py", "python", "python3",
@@ -24,7 +24,7 @@ _FORMATTER = HtmlFormatter(nowrap=True, classprefix=PREFIX)
 
 
 def add_code(markdown: MarkdownIt) -> None:
-    """Let fenced code name its language, which a renderer usually drops, and have its colours."""
+    """Shows the language of fenced code, which a renderer usually drops, and highlights the code."""
     markdown.add_render_rule("fence", _fence)
 
 

@@ -1,4 +1,4 @@
-"""What a lead sees: counts at once, and statistics of a batch, computed again only when something was judged."""
+"""What a lead sees: batch counts, and a batch's statistics, cached until its next judgment."""
 
 import json
 import threading
@@ -8,35 +8,28 @@ from typing import Any
 
 from markupsafe import Markup
 
-from preferences.formats.parts import Oddity, Report
+from preferences.current import current_judgments
+from preferences.formats.parts import Report, RowWarning
 from preferences.formats.registry import format_to_write
 from preferences.records import Judgment
 from preferences.results import BatchCounts
-from preferences.standing import standing
-from preferences.statistics.plots import labeler_shares, places_plot, progress_plot, share_plot, time_plot
+from preferences.statistics.plots import labeler_shares, positions_plot, progress_plot, share_plot, time_plot
 from preferences.statistics.summary import LabelReport, summary
 from preferences.store import LabelStore
 
 EXPORTS = ("heed", "rankings", "trl", "hh")
-EXAMPLES_PER_KIND = 5  # of what an export leaves out, on the page; the report's file has all
+EXAMPLES_PER_KIND = 5  # shown on the page for each kind of warning of an export; the report's file has all
 SHARES = {
-    "agreement": "Agrees with the others",
+    "agreement": "Agrees with others",
     "gold_accuracy": "Agrees with gold tasks",
     "shown_first": "Prefers what is shown first",
 }
-SEED = 0  # of the intervals: the same judgments give the same page
-
-
-@dataclass(frozen=True)
-class Counts:
-    """How far all batches are."""
-
-    batches: list[BatchCounts]
+SEED = 0  # for the intervals: the same judgments give the same page
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Statistics of a batch and its plots with their titles, as of the batch's newest judgment."""
+    """A batch's statistics and its plots with their titles, as of its newest judgment."""
 
     newest: int
     report: LabelReport
@@ -45,7 +38,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class Exported:
-    """A batch in a format, with what the format has no place for."""
+    """A batch in a format, with a report of what the format cannot hold."""
 
     rows: list[dict[str, Any]]
     report: Report
@@ -58,15 +51,15 @@ class Exported:
     @property
     def report_lines(self) -> str:
         """Everything that was left out or changed, as JSONL."""
-        return _as_lines([dict(vars(oddity)) for oddity in self.report.oddities])
+        return _as_lines([dict(vars(warning)) for warning in self.report.warnings])
 
     @property
-    def examples(self) -> Mapping[str, list[Oddity]]:
-        """Of each kind of oddity the first few, the most frequent kind first."""
-        found: dict[str, list[Oddity]] = {kind: [] for kind in self.report.counts()}
-        for oddity in self.report.oddities:
-            if len(found[oddity.kind]) < EXAMPLES_PER_KIND:
-                found[oddity.kind].append(oddity)
+    def examples(self) -> Mapping[str, list[RowWarning]]:
+        """The first few warnings of each kind, most frequent kind first."""
+        found: dict[str, list[RowWarning]] = {kind: [] for kind in self.report.counts()}
+        for warning in self.report.warnings:
+            if len(found[warning.kind]) < EXAMPLES_PER_KIND:
+                found[warning.kind].append(warning)
         return found
 
 
@@ -76,17 +69,17 @@ class LeadView:
     def __init__(self, store: LabelStore) -> None:
         self.store = store
         self._known: dict[str, Quality] = {}
-        self._lock = threading.Lock()  # one report at a time: it takes a core for a second
+        self._lock = threading.Lock()  # one report at a time, because it takes a core for a second
 
-    def counts(self) -> Counts:
-        return Counts(self.store.batch_counts())
+    def batches(self) -> list[BatchCounts]:
+        return self.store.batch_counts()
 
     def report(self, batch: str) -> LabelReport:
-        """Statistics of a batch. Raises ValueError for an unknown one."""
+        """Returns a batch's statistics. Raises: ValueError for an unknown batch."""
         return self._quality(batch).report
 
     def quality(self, batch: str) -> dict[str, Any]:
-        """What the page on quality shows; of the first batch unless one is named."""
+        """Returns what the quality page shows, for the first batch if none is named."""
         batches = self.store.batches()
         chosen = batch or next(iter(batches), "")
         found = self._quality(chosen) if chosen else None
@@ -107,7 +100,7 @@ class LeadView:
             return self._known[batch]
 
     def export(self, batch: str, form: str) -> Exported:
-        """A batch in a format. Raises ValueError for an unknown batch or format."""
+        """Returns a batch in a format. Raises: ValueError for an unknown batch or format."""
         write = format_to_write(form).write
         assert write is not None, f"{form} is not written"
         stored = self.store.tasks(batch)
@@ -124,13 +117,13 @@ def _as_lines(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def plots_of(judgments: Sequence[Judgment], num_wanted: int, report: LabelReport) -> list[tuple[str, Markup]]:
-    """What people would rather look at than read, each with its title."""
-    milliseconds = [answer.milliseconds for answer in standing(judgments).answers if answer.milliseconds > 0]
+    """Returns the plots of the quality page, each with its title."""
+    milliseconds = [answer.milliseconds for answer in current_judgments(judgments).answers if answer.milliseconds > 0]
     plots = [("Answers over time", progress_plot(judgments, num_wanted=num_wanted))]
     for field, title in SHARES.items():
         rows = labeler_shares(report.labelers, field)
         plots.append((title, share_plot(rows, name=field, title=title, chance=0.5)))
-    for places in report.ranks_by_place:
-        plots.append((f"Mean rank by place, {places.num_responses} responses", places_plot(places)))
-    plots.append(("Seconds an answer", time_plot(milliseconds)))
+    for ranks in report.ranks_by_position:
+        plots.append((f"Mean rank by position, {ranks.num_responses} responses", positions_plot(ranks)))
+    plots.append(("Seconds per answer", time_plot(milliseconds)))
     return [(title, Markup(plot)) for title, plot in plots if plot]

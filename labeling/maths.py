@@ -1,6 +1,6 @@
-"""Formulas in texts: where they stand in Markdown, and LaTeX as MathML, which browsers show without a script.
+"""Formulas in texts: finding them in Markdown, and converting LaTeX to MathML, which browsers show without a script.
 
-A formula whose MathML would leave something out, and one that the library cannot read, is shown as its source.
+A formula is shown as its source if its MathML would leave something out, or if the library cannot parse it.
 """
 
 import re
@@ -42,19 +42,19 @@ NUM_CHILDREN = {
 }  # fmt: skip
 MAX_FORMULA_CHARACTERS = 2_000
 MAX_BRACES = 200  # deeper nesting ends in a RecursionError somewhere
-# Macros may grow without end; the others hide, move or colour what they are given.
+# Macros may expand without end; the others hide, move or colour their arguments.
 _NOT_RENDERED = re.compile(
     r"\\(?:(?:re)?newcommand|providecommand|[gex]?def|let|DeclareMathOperator|\w*phantom|smash|[rl]lap|\w*color\w*"
     r"|href|style|class|cssId|require|rule|raisebox|kern|mkern|mskip|hskip|hspace\*?|label|ref|eqref)(?![a-zA-Z])"
 )
 _COMMAND = re.compile(r"\\(?:begin|end)\s*\{[^{}]*\}(?:\{[clr|@\s]*\})?|\\[a-zA-Z]+\*?|\\.", re.DOTALL)
-_ENTITY = re.compile("&#x([0-9A-Fa-f]{1,6});")  # as the library writes what is beyond ASCII
-_ALIGNED = re.compile(r"(?<=\\begin)\{aligned\}|(?<=\\end)\{aligned\}")  # the same to the eye, and known to the library
-_COUNTED = re.compile(r"[^\W_]|[+=<>!,/();|]")  # what has to be in the formula that is shown as often as in its source
+_ENTITY = re.compile("&#x([0-9A-Fa-f]{1,6});")  # how the library writes characters outside ASCII
+_ALIGNED = re.compile(r"(?<=\\begin)\{aligned\}|(?<=\\end)\{aligned\}")  # looks like align*, which the library knows
+_COUNTED = re.compile(r"[^\W_]|[+=<>!,/();|]")  # what must occur in the rendered formula as often as in its source
 
 
 def add_maths(markdown: MarkdownIt) -> None:
-    r"""Let `$..$`, `$$..$$`, `\(..\)`, `\[..\]` and amsmath's environments be formulas; "$5 and $10" is none."""
+    r"""Recognises `$..$`, `$$..$$`, `\(..\)`, `\[..\]` and amsmath's environments as formulas, but not "$5 and $10"."""
     dollarmath_plugin(markdown, allow_labels=False, allow_space=False, allow_blank_lines=False, double_inline=True)
     amsmath_plugin(markdown)
     rules = {rule.name: rule.fn for rule in markdown.inline.ruler.__rules__}
@@ -67,15 +67,16 @@ def add_maths(markdown: MarkdownIt) -> None:
         markdown.add_render_rule(name, _render)
 
 
-# ---- where formulas stand ----
+# ---- finding formulas ----
 
 _AMOUNT = re.compile(r"\d[\d.,]*\s*(?:[kKmMbB]\b|[^\W\d_]{2,}|[-–—]|and\b|or\b|to\b)")
 _FOLLOWS_WORD = re.compile(r"(?!(?:th|st|nd|rd|s|d)\b)[\w{]")
 
 
 def _if_no_money(rule: Callable[[StateInline, bool], bool]) -> Callable[[StateInline, bool], bool]:
-    """The rule of dollars, but for sums of money and shell variables: what starts like an amount and holds no TeX, and
-    what has a digit or a word right before or after it.
+    """Excludes sums of money and shell variables from the rule for dollars.
+
+    They start like an amount and contain no TeX, or have a digit or a word directly before or after them.
     """
 
     def careful(state: StateInline, silent: bool) -> bool:
@@ -110,7 +111,7 @@ def _inline_brackets(state: StateInline, silent: bool) -> bool:
 
 
 def _block_brackets(state: StateBlock, first: int, end: int, silent: bool) -> bool:
-    r"""Lines from one that begins with \[ to one that ends with \]; without this rule "+ x" within would be a list."""
+    r"""Parses lines from \[ to \]. Without this rule a line "+ x" between them would become a list."""
 
     def line(number: int) -> str:
         return state.src[state.bMarks[number] + state.tShift[number] : state.eMarks[number]].rstrip()
@@ -132,7 +133,7 @@ def _block_brackets(state: StateBlock, first: int, end: int, silent: bool) -> bo
     return True
 
 
-# ---- what is shown of them ----
+# ---- rendering formulas ----
 
 _CLOSING = {"$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]", "": ""}
 
@@ -150,12 +151,12 @@ def _render(_self: object, tokens: Sequence[Token], index: int, _options: object
 
 
 def _mathml(tex: str, source: str, display: str) -> str:
-    """MathML with its source as an annotation; "" where the source has to be shown instead."""
+    """Returns MathML with its source as an annotation, or "" if the source must be shown instead."""
     if len(tex) > MAX_FORMULA_CHARACTERS or _NOT_RENDERED.search(tex) or "&#" in tex or tex.count("{") > MAX_BRACES:
         return ""
     try:
         math = convert_to_element(_ALIGNED.sub("{align*}", tex), xmlns="", display=display)
-    except Exception:  # of any kind, RecursionError included: the text is anybody's, the library's errors many
+    except Exception:  # the text is untrusted, and the library raises many kinds of errors, RecursionError included
         return ""
     for element in math.iter():
         element.text = _ENTITY.sub(lambda found: chr(int(found[1], 16)), element.text or "") or None
@@ -172,7 +173,7 @@ def _mathml(tex: str, source: str, display: str) -> str:
 
 
 def _in_lines(math: ET.Element) -> list[ET.Element]:
-    r"""What is between the top level's \\ as rows of a table; browsers do not break a line there."""
+    r"""Puts what is between top-level \\ into the rows of a table, because browsers do not break lines there."""
     parts: list[list[ET.Element]] = [[]]
     for element in math[0] if len(math) == 1 else math:
         if element.tag == "mspace" and element.get("linebreak"):

@@ -1,4 +1,4 @@
-"""What every request has to be before a route sees it, and what every answer of the server carries."""
+"""Checks on every request before a route sees it, and the security headers of every response."""
 
 from urllib.parse import unquote_to_bytes
 
@@ -6,7 +6,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# Nothing is loaded from elsewhere, nothing is framed, and no script stands in the page itself.
+# No loading from other sites, no framing, and no inline scripts.
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self' data:; form-action 'self';"
@@ -19,11 +19,11 @@ HEADERS = {
 }
 MAX_BODY_BYTES = 1_000_000
 MAX_TASKS_BYTES = 4_000_000  # tasks that a lead adds
-MAX_SIGN_IN_BYTES = 16_000  # what may come without a session
+MAX_SIGN_IN_BYTES = 16_000  # the most that may come without a session
 
 
 class Harden:
-    """ASGI middleware: refuses what another site's page sends and what no address holds; sets the headers."""
+    """ASGI middleware: refuses requests from other sites' pages and invalid addresses, and sets the headers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -40,7 +40,7 @@ class Harden:
                 if not scope["path"].startswith("/static/"):
                     headers.setdefault("Cache-Control", "no-store")
                 if message["status"] == 413:
-                    headers["Connection"] = "close"  # else the server would read the rest, to throw it away
+                    headers["Connection"] = "close"  # otherwise the server would read the rest and discard it
             await send(message)
 
         refused = _refusal(scope)
@@ -64,13 +64,13 @@ def _refused(scope: Scope, text: str, status: int) -> Response:
 
 
 def is_storable(text: str) -> bool:
-    """Whether every database holds the text: PostgreSQL takes no NUL, and UTF-8 has no lone surrogates."""
+    """Whether every supported database can store the text: PostgreSQL has no NUL, UTF-8 no lone surrogates."""
     return "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def unstorable_in(value: object) -> bool:
-    """Whether a text that cannot be stored is anywhere in a JSON value."""
-    waiting = [value]  # a loop, since JSON may be nested deeper than Python's stack
+    """Whether a JSON value contains a text that cannot be stored."""
+    waiting = [value]  # a loop, because JSON may be nested deeper than Python's stack
     while waiting:
         found = waiting.pop()
         if isinstance(found, str):

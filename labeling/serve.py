@@ -1,4 +1,4 @@
-"""The labeling server as a process."""
+"""Running the labeling server."""
 
 import errno
 import socket
@@ -12,45 +12,45 @@ import uvicorn
 from labeling.app import make_app
 from labeling.config import LabelingConfig, ServerConfig
 from labeling.timed_protocol import Deadlines, timed_protocol
+from preferences.accounts import Accounts
 from preferences.database import create_or_check
-from preferences.people import People
 from preferences.store import LabelStore
 
 MAX_HEADER_BYTES = 32_000
 SHUTDOWN_SECONDS = 10
-EVERYWHERE = ("0.0.0.0", "::", "")  # not an address that a link could name
+EVERYWHERE = ("0.0.0.0", "::", "")  # no link can use these addresses
 
 
 def serve(
     url_or_path: str | Path, config: LabelingConfig, *, host: str, port: int, announce: Callable[[str], None]
 ) -> None:
-    """Serve the page and the API until interrupted. Where nobody leads yet, a one-time link for a lead is announced.
+    """Serves the pages and the API until interrupted. If there is no lead yet, it announces a one-time link for one.
 
-    Raises ValueError for a database that cannot be one or is damaged, and for an address that cannot be listened on.
+    Raises: ValueError for an unusable or damaged database, and for an address that it cannot listen on.
     """
     with _listening(host, port) as listener:
         created = create_or_check(url_or_path)
         with LabelStore(url_or_path) as store:
-            people = People(url_or_path)
+            accounts = Accounts(url_or_path)
             try:
                 server = _reached_at(config.server, host, listener.getsockname()[1])
                 if created:
                     announce(created)
                 announce(f"labeling page: {server.public_url}")
-                first = people.invite_first_lead()
+                first = accounts.invite_first_lead()
                 if first is not None:
-                    announce(f"nobody leads yet; one-time link for {first[0]!r}: {server.link(first[1])}")
-                app = make_app(store, people, config.model_copy(update={"server": server}))
+                    announce(f"there is no lead yet; one-time link for {first[0]!r}: {server.link(first[1])}")
+                app = make_app(store, accounts, config.model_copy(update={"server": server}))
                 with suppress(KeyboardInterrupt):
                     uvicorn.Server(server_settings(app, server)).run([listener])
             finally:
-                people.close()
+                accounts.close()
 
 
 def server_settings(app: Any, config: ServerConfig) -> uvicorn.Config:
-    """How uvicorn serves the application: with deadlines, and believing no header about who sends a request.
+    """Returns uvicorn's configuration: with deadlines, and trusting no header about the sender of a request.
 
-    Whose headers are believed, the application knows (`ServerConfig.trusted_proxies`).
+    The application itself decides which proxies' headers to trust (`ServerConfig.trusted_proxies`).
     """
     deadlines = Deadlines(config.header_seconds, config.body_seconds, config.reading_seconds, config.max_connections)
     return uvicorn.Config(
@@ -68,22 +68,22 @@ def server_settings(app: Any, config: ServerConfig) -> uvicorn.Config:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A socket that others can connect to from now on. Raises ValueError where there can be none."""
+    """Returns a listening socket. Raises: ValueError if it cannot listen there."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2_048)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ValueError(
-                f"--port is {port}, which another program listens on at {host}; a free port was expected"
+                f"--port is {port}, on which another program already listens at {host}; a free port was expected"
             ) from error
-        raise ValueError(f"--host is {host!r} and --port {port}, where nothing can listen: {error.strerror}") from error
+        raise ValueError(f"--host is {host!r} and --port {port}: cannot listen there: {error.strerror}") from error
 
 
 def _reached_at(config: ServerConfig, host: str, port: int) -> ServerConfig:
-    """The configuration with the address that is listened on, where it says no public one.
+    """Fills in the address that the server listens on, if the configuration has no public one.
 
-    A server that listens everywhere is reached by names that it cannot know, so it answers to all of them.
+    A server that listens on all addresses cannot know the names by which it is reached, so it accepts all of them.
     """
     hosts = config.trusted_hosts
     if not hosts:

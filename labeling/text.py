@@ -1,7 +1,8 @@
-"""Texts of models and people as HTML: Markdown, through an allow-list. Nothing that they wrote is trusted.
+"""Untrusted texts of models and people as HTML: Markdown, through an allow-list.
 
-Formatting may take away markup, and nothing else. `show` compares what the browser will show with the source: what
-would lose anything is not formatted, and what lost more than is plain to see (backslashes, spacing) says so.
+Formatting may remove markup and nothing else. `show` compares what the browser will show with the source. A text that
+would lose anything else is not formatted, and a text that loses characters a reader may miss (backslashes, spacing)
+says so.
 """
 
 import re
@@ -17,7 +18,7 @@ from markdown_it.token import Token
 from labeling import highlighting, maths
 from labeling.comparing import compared
 
-# No links, images or raw HTML: a response must not fetch, lead away, or look like a part of the page.
+# No links, images or raw HTML: a response must not load anything, lead away, or look like a part of the page.
 TAGS = {
     "p", "br", "hr", "em", "strong", "s", "code", "pre", "blockquote", "ul", "ol", "li", "h1", "h2", "h3", "h4", "h5",
     "h6", "table", "thead", "tbody", "tr", "th", "td", "span", "div",
@@ -29,16 +30,16 @@ _MARKDOWN = MarkdownIt("commonmark", {"html": False, "breaks": True}).enable(["t
 _MARKDOWN.disable(["link", "image", "autolink", "reference"])
 maths.add_maths(_MARKDOWN)
 highlighting.add_code(_MARKDOWN)
-# A response's headings must not stand among the page's own, which people go through by ear.
+# A response's headings must not mix with the page's own, by which users of screen readers navigate.
 _HEADINGS = {f"<{slash}h{level}>": f"<{slash}p>" for slash in ("", "/") for level in range(1, 7)}
-_LENGTH = re.compile(r"[0-4](\.\d+)?em")  # of space in formulas; more would draw over what is beside them
+_LENGTH = re.compile(r"[0-4](\.\d+)?em")  # of space in formulas; more could draw over the text around them
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A text in both views. `formatted` is "" where formatting would lose something, for the reason in `why_raw`.
+class RenderedText:
+    """A text in both views. `formatted` is "" if formatting would lose something; `why_raw` then says why.
 
-    `hidden` names what formatting took away that a reader may want to see: "backslashes", "spacing", ...
+    `hidden` names what formatting removed that a reader may want to see: "backslashes", "spacing", ...
     """
 
     formatted: str
@@ -48,25 +49,27 @@ class Shown:
 
 
 @lru_cache(maxsize=512)
-def show(text: str) -> Shown:
-    """Both views of a text, as safe HTML. Lone surrogates and NUL, which HTML cannot hold, are shown as signs."""
+def show(text: str) -> RenderedText:
+    """Returns both views of a text, as safe HTML. Lone surrogates and NUL, which HTML cannot hold, become symbols."""
     raw = _raw(text)
     if len(text) > MAX_FORMATTED_CHARACTERS:
-        return Shown("", raw, f"it is longer than {MAX_FORMATTED_CHARACTERS:,} characters")
+        return RenderedText("", raw, f"it is longer than {MAX_FORMATTED_CHARACTERS:,} characters")
     sound = text.encode("utf-8", "replace").decode("utf-8").replace("\0", "\ufffd")
     tokens = _MARKDOWN.parse(sound)
     if any(token.level >= _MARKDOWN.options["maxNesting"] - 1 for token in tokens):
-        return Shown("", raw, "its quotes or lists are nested too deeply")
+        return RenderedText("", raw, "its quotes or lists are nested too deeply")
     formatted = _clean(_MARKDOWN.renderer.render(_numbered(tokens), _MARKDOWN.options, {}))
     found = compared(sound, formatted)
     if not found.is_whole:
-        return Shown("", raw, "formatting would leave some of it out")
+        return RenderedText("", raw, "formatting would leave some of it out")
     more = {"spacing": _loses_spacing(sound, tokens), "control characters": '"sign"' in raw}
-    return Shown(formatted, raw, hidden=(*found.hidden, *(name for name, is_hidden in more.items() if is_hidden)))
+    return RenderedText(
+        formatted, raw, hidden=(*found.hidden, *(name for name, is_hidden in more.items() if is_hidden))
+    )
 
 
 def _numbered(tokens: list[Token]) -> list[Token]:
-    """Give items of numbered lists the number that was written; HTML would count on from the first."""
+    """Gives items of numbered lists the number that was written. HTML would count up from the first."""
     for token in tokens:
         if token.type == "list_item_open" and token.info:
             token.attrSet("value", token.info)
@@ -100,8 +103,8 @@ _INNER = re.compile(r"\t|(?<![.!?:;,\s])[ ]{2,}(?=\S)|\n[ \t]+\S|\S[ ]{3,}\S")
 
 
 def _loses_spacing(text: str, tokens: list[Token]) -> bool:
-    """Whether empty lines, indentation or runs of spaces outside of code are shown as less than they are."""
-    lines = text.rstrip().split("\n")  # at the end nothing is lost that could be seen
+    """Whether formatting shortens empty lines, indentation or runs of spaces outside of code."""
+    lines = text.rstrip().split("\n")  # nothing visible is lost at the end
     in_code = {line for token in tokens if token.type in _CODE and token.map for line in range(*token.map)}
     is_empty = [not line.strip() and number not in in_code for number, line in enumerate(lines)]
     if any(one and other for one, other in pairwise(is_empty)):
@@ -116,12 +119,12 @@ def _loses_spacing(text: str, tokens: list[Token]) -> bool:
 
 # ---- the exact text ----
 
-# Controls but line feed and tab, and what turns the direction of all that follows: Unicode's bidirectional controls.
+# Control characters except line feed and tab, and Unicode's bidirectional controls, which turn the text after them.
 _SIGNS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def _raw(text: str) -> str:
-    """Every character of a text, white space kept by page.css; controls as signs that name them."""
+    """Returns every character of a text. page.css keeps the white space; control characters become symbols."""
     return _SIGNS.sub(_sign, escape(text.replace("\r\n", "\n")))
 
 

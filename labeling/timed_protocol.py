@@ -1,8 +1,8 @@
-"""HTTP connections with deadlines: uvicorn waits for the rest of a request for ever, and holds every connection.
+"""HTTP connections with deadlines, because uvicorn waits forever for the rest of a request and keeps every connection.
 
-A connection must bring a whole request's headers, then its body, in time; a client that does not read what it asked
-for is cut off too. With too many connections, the one that has gone longest without a whole request makes room, so
-that half-sent requests do not keep others out. Leaves out: HTTP/2 and WebSockets.
+A connection must deliver all of a request's headers, then its body, in time. A client that does not read its response
+is cut off too. If there are too many connections, the one that has gone longest without a complete request is closed,
+so that half-sent requests do not keep others out. Leaves out: HTTP/2 and WebSockets.
 """
 
 import asyncio
@@ -15,24 +15,24 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 @dataclass
 class Deadlines:
-    """How long a connection may take, in seconds, how many there may be; and those that may be closed for others."""
+    """Time limits of a connection in seconds, the number of connections, and those that may be closed for others."""
 
     header_seconds: float
     body_seconds: float
     reading_seconds: float
     max_connections: int
-    waiting: dict["TimedProtocol", None] = field(default_factory=dict)  # in the order in which they came
+    waiting: dict["TimedProtocol", None] = field(default_factory=dict)  # in order of arrival
 
 
 class TimedProtocol(H11Protocol):
-    """Uvicorn's HTTP/1.1 with deadlines; `timed_protocol` makes the class that a server uses."""
+    """Uvicorn's HTTP/1.1 protocol with deadlines. `timed_protocol` makes the class for a server."""
 
     deadlines: Deadlines
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._deadline: asyncio.TimerHandle | None = None
-        self._awaited = ""  # "headers", "body", "request" between two of them, or "" while one is answered
+        self._awaited = ""  # "headers", "body", "request" between two requests, or "" while one is answered
         self._reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -59,25 +59,25 @@ class TimedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client does not read what is sent."""
+        """Starts a deadline: the client does not read what is sent."""
         super().pause_writing()
         if self._reading is None:
             self._reading = self.loop.call_later(self.deadlines.reading_seconds, self.abort)
 
     def resume_writing(self) -> None:
-        """The client reads on."""
+        """Cancels the deadline: the client reads again."""
         super().resume_writing()
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
 
     def abort(self) -> None:
-        """Close the connection at once."""
+        """Closes the connection immediately."""
         self._await("")
         self.transport.abort()
 
     def _look(self) -> None:
-        """What is awaited after what has just come."""
+        """Starts the deadline for what must arrive next."""
         if self.transport.is_closing():
             return self._await("")
         state = self.conn.their_state
@@ -88,7 +88,7 @@ class TimedProtocol(H11Protocol):
         return self._await("headers" if self.conn.trailing_data[0] else "request")
 
     def _await(self, what: str) -> None:
-        """Start the deadline for this, unless it is running: a byte now and then must not move it."""
+        """Starts a deadline, unless it is running already: a byte now and then must not extend it."""
         if what == self._awaited:
             return
         if self._deadline is not None:
@@ -106,5 +106,5 @@ class TimedProtocol(H11Protocol):
 
 
 def timed_protocol(deadlines: Deadlines) -> type[TimedProtocol]:
-    """The protocol class of one server."""
+    """Returns the protocol class for one server."""
     return type("ServerProtocol", (TimedProtocol,), {"deadlines": deadlines})

@@ -1,1 +1,1 @@
-"""The label store and the door through which every labeler, person or script, enters. No torch."""
+"""The label store: tasks, leases, judgments, accounts, and statistics of labels. No torch."""

@@ -1,4 +1,4 @@
-"""How the label store's database is opened: a SQLite file, or PostgreSQL by its URL."""
+"""Opening the label store's database: a SQLite file, or PostgreSQL by its URL."""
 
 import sqlite3
 from contextlib import closing
@@ -10,19 +10,19 @@ from sqlalchemy.exc import DatabaseError, OperationalError
 
 BUSY_TIMEOUT_MILLISECONDS = 30_000
 POOL_SIZE = 8
-MAX_CHECKED_BYTES = 2 * 2**30  # read whole at each start, some seconds
+MAX_CHECKED_BYTES = 2 * 2**30  # a file up to this size is read whole at each start, which takes some seconds
 _BEGIN = "heed_begin"
-_MIGRATING = 7_243_001  # the advisory lock of who migrates; any number that is Heed's own
-FIRST_REVISION = "0001"  # of stores that are older than the migrations
+_MIGRATING = 7_243_001  # key of the migration's advisory lock; any number that only Heed uses
+FIRST_REVISION = "0001"  # the revision of stores that are older than the migrations
 
 
 def open_engines(url_or_path: str | Path) -> tuple[Engine, Engine]:
-    """Open the database, make it where it is new, migrate it where it is old; (reader, writer) over one pool.
+    """Opens the database, creates a new one, migrates an old one. Returns (reader, writer) engines over one pool.
 
     On SQLite the writer's transactions start with BEGIN IMMEDIATE: a deferred transaction that turns from reading to
     writing is refused with SQLITE_BUSY at once, whatever the busy_timeout.
 
-    Raises ValueError for another database, for one that cannot be opened, and for one that a newer Heed has migrated.
+    Raises: ValueError for an unsupported database, one that cannot be opened, and one that a newer Heed has migrated.
     """
     url = _database_url(url_or_path)
     if url.get_backend_name() == "postgresql":
@@ -40,19 +40,22 @@ def open_engines(url_or_path: str | Path) -> tuple[Engine, Engine]:
 
 
 def _open(engine: Engine) -> None:
-    """Migrate, for the first time that anything is asked of the database."""
+    """Migrates the database, which is also the first statement that it gets."""
     try:
         migrate(engine)
     except DatabaseError as error:
         engine.dispose()
         if type(error) not in (DatabaseError, OperationalError):
-            raise  # a mistake of ours, not of the database or its address
+            raise  # our own mistake, not the database's or its address's
         reason = str(error.orig).strip().partition("\n")[0]
         raise ValueError(f"label store {engine.url.render_as_string()} cannot be opened: {reason}") from error
 
 
 def require_store(url_or_path: str | Path) -> None:
-    """Raises ValueError where a file that should hold a label store is missing or damaged; makes nothing."""
+    """Checks that a SQLite store exists and is undamaged; creates nothing.
+
+    Raises: ValueError if the file is missing or damaged.
+    """
     path = store_file(url_or_path)
     if path is None:
         return
@@ -62,7 +65,7 @@ def require_store(url_or_path: str | Path) -> None:
 
 
 def create_or_check(url_or_path: str | Path) -> str:
-    """As `require_store`, but a store that is missing is to be made: returns a sentence that says so, else ""."""
+    """Like `require_store`, but returns a sentence saying that a store was created if it is missing, else ""."""
     path = store_file(url_or_path)
     if path is None or path.exists():
         require_store(url_or_path)
@@ -71,15 +74,15 @@ def create_or_check(url_or_path: str | Path) -> str:
 
 
 def store_file(url_or_path: str | Path) -> Path | None:
-    """The file of a SQLite store; None for a database server's."""
+    """Returns the file of a SQLite store, or None for a database server."""
     url = _database_url(url_or_path)
     return Path(url.database or "") if url.get_backend_name() == "sqlite" else None
 
 
 def _require_sound(path: Path) -> None:
-    """Raises ValueError for a file that is no SQLite database, or whose pages are damaged."""
+    """Raises: ValueError for a file that is not a SQLite database, or whose pages are damaged."""
     if path.stat().st_size > MAX_CHECKED_BYTES:
-        return  # it would take minutes; SQLite's own shell does it: PRAGMA quick_check
+        return  # it would take minutes; run PRAGMA quick_check in SQLite's shell instead
     try:
         with closing(sqlite3.connect(path, timeout=BUSY_TIMEOUT_MILLISECONDS / 1_000)) as connection:
             (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
@@ -94,8 +97,8 @@ def _require_sound(path: Path) -> None:
 
 
 def migrate(engine: Engine) -> None:
-    """Bring the database to the newest revision; one process at a time, whole or not at all."""
-    from alembic import command  # half a second, which those that open no store need not wait for
+    """Brings the database to the newest revision, one process at a time, in one transaction."""
+    from alembic import command  # takes half a second, so import it only when a store is opened
     from alembic.config import Config
     from alembic.runtime.migration import MigrationContext
     from alembic.script import ScriptDirectory
@@ -114,8 +117,8 @@ def migrate(engine: Engine) -> None:
         known = {script.revision for script in scripts.walk_revisions()}
         if found is not None and found not in known:
             raise ValueError(
-                f"label store {engine.url.render_as_string()}: its tables are of revision {found}, which this Heed does"
-                f" not know; its own newest is {newest}. A newer Heed has written it"
+                f"label store {engine.url.render_as_string()}: its tables have revision {found}, which this version of"
+                f" Heed does not know (its newest is {newest}); a newer Heed has written it"
             )
         if found is None and inspect(connection).has_table("tasks"):
             command.stamp(config, FIRST_REVISION)
@@ -138,7 +141,7 @@ def _database_url(url_or_path: str | Path) -> URL:
 
 
 def _configure_connection(connection: sqlite3.Connection, _record: object) -> None:
-    connection.isolation_level = None  # SQLAlchemy's begin event starts transactions, not the driver
+    connection.isolation_level = None  # SQLAlchemy's begin event starts the transactions, not the driver
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MILLISECONDS}")
     (journal_mode,) = cursor.execute("PRAGMA journal_mode = WAL").fetchone()

@@ -1,21 +1,21 @@
-"""Judged tasks from elsewhere on their way into a label store: all of them or none, within one transaction."""
+"""Importing tasks with external judgments into a label store: all of them or none, within one transaction."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, func, insert, select
 
-from preferences import acts
+from preferences import events
 from preferences.records import Judgment, Task
-from preferences.rows import NOWHERE, Places, Values, judgment_row, named, parts, refuse_different, task_row
-from preferences.schema import places, tasks
+from preferences.rows import NO_LOCATIONS, Locations, Values, judgment_row, named, parts, refuse_different, task_row
+from preferences.schema import assignments, tasks
 
-_IMPORTING = 7_243_003  # the advisory lock of who imports; any number that is Heed's own
+_IMPORTING = 7_243_003  # key of the importers' advisory lock; any number that only Heed uses
 
 
 @dataclass(frozen=True)
 class Import:
-    """Tasks of one batch with the judgments of them; `quotas` says how many labelers each task is for."""
+    """Tasks of one batch with their judgments. `quotas` says how many labelers each task wants."""
 
     batch: str
     tasks: Sequence[Task]
@@ -25,15 +25,15 @@ class Import:
 
 @dataclass(frozen=True)
 class ImportRows:
-    """An import in table rows, everything checked that can be checked without a database."""
+    """An import as table rows, checked as far as that is possible without a database."""
 
     batch: str
     tasks: list[Values]
     judgments: list[Values]
 
     @classmethod
-    def of(cls, coming: Import, files: Places) -> "ImportRows":
-        """Raises ValueError, naming file and line, for what no store takes."""
+    def of(cls, coming: Import, files: Locations) -> "ImportRows":
+        """Raises: ValueError, naming file and line, for rows that no store accepts."""
         pairs = zip(coming.tasks, coming.quotas, strict=True)
         rows = [task_row(task, coming.batch, quota, files) for task, quota in pairs]
         sizes = {task.task_id: len(task.responses) for task in coming.tasks}
@@ -41,11 +41,11 @@ class ImportRows:
 
 
 def judgment_rows(
-    batch: str, judgments: Sequence[Judgment], sizes: Mapping[str, int], files: Places = NOWHERE
+    batch: str, judgments: Sequence[Judgment], sizes: Mapping[str, int], files: Locations = NO_LOCATIONS
 ) -> list[Values]:
-    """Rows in order of revision. `sizes` has the number of responses of each of the batch's tasks.
+    """Returns rows in order of revision. `sizes` has the number of responses of each of the batch's tasks.
 
-    Raises ValueError, naming task and labeler, for a judgment of another task and one that is malformed.
+    Raises: ValueError, naming task and labeler, for a malformed judgment and for one of a task outside the batch.
     """
     rows = []
     for judgment in sorted(judgments, key=lambda judgment: judgment.revision):
@@ -56,10 +56,10 @@ def judgment_rows(
     return rows
 
 
-def store_rows(connection: Connection, coming: Sequence[ImportRows], files: Places, now: float) -> None:
-    """Store imports, one after another. What is stored already is left alone.
+def store_rows(connection: Connection, coming: Sequence[ImportRows], files: Locations, now: float) -> None:
+    """Stores imports, one after another. Rows that are stored already are left alone.
 
-    Raises ValueError, naming file and line, for what contradicts the store or has no place in it.
+    Raises: ValueError, naming file and line, for rows that contradict the store or exceed a task's quota.
     """
     if connection.dialect.name == "postgresql":  # SQLite has one writer anyway
         connection.execute(select(func.pg_advisory_xact_lock(_IMPORTING)))
@@ -68,19 +68,19 @@ def store_rows(connection: Connection, coming: Sequence[ImportRows], files: Plac
         record(connection, one.judgments, now, files)
 
 
-def record(connection: Connection, rows: Sequence[Values], now: float, files: Places = NOWHERE) -> None:
-    """Store judgments that were made elsewhere, one labeler after another. Raises as for `acts.record`."""
+def record(connection: Connection, rows: Sequence[Values], now: float, files: Locations = NO_LOCATIONS) -> None:
+    """Stores external judgments, one labeler after another. Raises what `events.record` raises."""
     by_labeler: dict[str, list[Values]] = {}
     for row in rows:
         by_labeler.setdefault(row["labeler"], []).append(row)
     for labeler, own in by_labeler.items():
-        acts.record(connection, own, labeler, now, now, made_elsewhere=True, files=files)
+        events.record(connection, own, labeler, now, now, external=True, files=files)
 
 
-def add(connection: Connection, wanted: Sequence[Values], files: Places = NOWHERE) -> None:
-    """Add tasks with their places. One that is there with the same content is left alone.
+def add(connection: Connection, wanted: Sequence[Values], files: Locations = NO_LOCATIONS) -> None:
+    """Adds tasks with their assignments. A task that is stored with the same content is left alone.
 
-    Raises ValueError, naming the task, for an id that other content has, and for a repeat of nothing.
+    Raises: ValueError, naming the task, for an id that is taken by other content, and for a repeat of an unknown task.
     """
     known = stored(connection, [name for row in wanted for name in (row["task_id"], row["repeat_of"]) if name])
     missing: dict[str, Values] = {}
@@ -97,7 +97,7 @@ def add(connection: Connection, wanted: Sequence[Values], files: Places = NOWHER
 
 
 def stored(connection: Connection, task_ids: Sequence[str]) -> dict[str, Values]:
-    """The tasks of these ids that the store has, by id."""
+    """Returns those of these tasks that the store has, by id."""
     found: dict[str, Values] = {}
     for part in parts(task_ids):
         for row in connection.execute(select(tasks).where(tasks.c.task_id.in_(part))).mappings():
@@ -106,18 +106,18 @@ def stored(connection: Connection, task_ids: Sequence[str]) -> dict[str, Values]
 
 
 def _insert(connection: Connection, rows: Sequence[Values], known: Mapping[str, Values]) -> None:
-    """New tasks with their places."""
+    """Inserts new tasks with their assignments."""
     if not rows:
         return
     connection.execute(insert(tasks), rows)
     positions = {name: row["position"] for name, row in known.items()}
     positions |= {name: row["position"] for name, row in stored(connection, [row["task_id"] for row in rows]).items()}
     connection.execute(
-        insert(places),
+        insert(assignments),
         [
             {
                 "task": positions[row["task_id"]],
-                "place": place,
+                "place": number,
                 "batch": row["batch"],
                 "original": positions.get(row["repeat_of"], 0),
                 "labeler": None,
@@ -126,6 +126,6 @@ def _insert(connection: Connection, rows: Sequence[Values], known: Mapping[str, 
                 "given_at": 0.0,
             }
             for row in rows
-            for place in range(row["num_labelers"])
+            for number in range(row["num_labelers"])
         ],
     )

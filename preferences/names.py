@@ -1,10 +1,10 @@
-"""Names of people: what can be one, and which look alike. A name stands on pages and in data files."""
+"""Account names: which are allowed, and which look alike. Names appear on pages and in data files."""
 
 import unicodedata
 from functools import lru_cache
 
 MAX_NAME_CHARACTERS = 64
-# Characters that print nothing although Unicode does not class them as control or format characters.
+# Characters that print nothing, although Unicode does not classify them as control or format characters.
 _INVISIBLE = frozenset(
     "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
     + "".join(map(chr, (*range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))))
@@ -18,7 +18,7 @@ def is_name(name: str) -> bool:
 
 
 def require_name(name: str) -> None:
-    """Raises ValueError for what cannot name an account."""
+    """Raises: ValueError for a name that no account may have."""
     if not is_name(name):
         raise ValueError(
             f"name is {name!a}; 1 to {MAX_NAME_CHARACTERS} printable characters without space around them were expected"
@@ -26,22 +26,22 @@ def require_name(name: str) -> None:
 
 
 def look_alike(one: str, other: str) -> bool:
-    """Whether people may take one name for the other: "Ann" and "ann", or "ann" with a Cyrillic "а"."""
+    """Whether people may mistake one name for the other: "Ann" and "ann", or "ann" with a Cyrillic "а"."""
     return not _appearances(one).isdisjoint(_appearances(other))
 
 
 @lru_cache(maxsize=10_000)
 def _appearances(name: str) -> frozenset[str]:
-    """What the name may be read as, small letters and capitals alike.
+    """Returns what the name may be read as, ignoring case.
 
-    A capital I looks like a small l, and its small letter does not; so the skeleton is taken with and without folding.
+    A capital I looks like a small l, but a small i does not, so the skeleton is taken with and without case folding.
     """
     sound = " ".join(unicodedata.normalize("NFKC", name).split())
     return frozenset({_skeleton(sound.casefold()), _skeleton(sound).casefold()})
 
 
 def _skeleton(text: str) -> str:
-    """The text with each character replaced by what all that look like it share (Unicode TR 39, section 4)."""
+    """Replaces each character with the prototype of the characters that look like it (Unicode TR 39, section 4)."""
     prototypes = _prototypes()
     parts = [prototypes.get(letter, letter) for letter in unicodedata.normalize("NFD", text)]
     return unicodedata.normalize("NFD", "".join(parts))
@@ -49,10 +49,11 @@ def _skeleton(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def _prototypes() -> dict[str, str]:
-    """For each character that looks like others, the one (or the few) that stands for them all.
+    """Maps each character that looks like others to the prototype (one or several characters) of them all.
 
-    The library lists pairs in both directions. A prototype has all that look like it in its list; everything else has
-    its prototype alone. Of a pair that only lists each other either could be it, so the longer or the smaller is.
+    The library lists pairs in both directions. A prototype's list has every character that looks like it; every other
+    character lists only its prototype. In a pair that lists only each other, either could be the prototype: the longer
+    one is, else the smaller one.
     """
     from confusable_homoglyphs.confusables import confusables_data  # a megabyte of JSON
 

@@ -1,6 +1,6 @@
-"""What passes through the label door: tasks, what a labeler is shown, answers, judgments, rankings.
+"""The records of labeling: tasks, what a labeler is shown, answers, judgments, rankings.
 
-Ranks count from 1 (best); equal ranks are ties; gaps are normalised away (1, 1, 3 becomes 1, 1, 2).
+Ranks count from 1 (best), equal ranks are ties, and gaps are closed (1, 1, 3 becomes 1, 1, 2).
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,12 @@ from typing import Any, Literal, Protocol
 
 MIN_RESPONSES = 2
 MAX_RESPONSES = 9
-MAX_LABELERS = 1_000  # of one task; each is a row of the store from the start
-MAX_REVISION = 10_000  # acts of one labeler on one task
-MAX_MILLISECONDS = 2**31 - 1  # nearly 25 days: the largest whole number of the store's column
-OVERALL = "overall"  # the objective of those who ask for one judgment of everything
+MAX_LABELERS = 1_000  # per task; the store has a row for each from the start
+MAX_REVISION = 10_000  # events of one labeler on one task
+MAX_MILLISECONDS = 2**31 - 1  # nearly 25 days: the largest integer that the store's column holds
+OVERALL = "overall"  # the objective if there is only one
 
-Flags = tuple[tuple[str, ...], ...]  # of each response, the flags it was given
+Flags = tuple[tuple[str, ...], ...]  # the flags that each response was given
 Kind = Literal["answer", "skip", "undo", "adjudication"]
 
 
@@ -30,9 +30,9 @@ class Message:
 class Task:
     """A prompt and the K responses to rank, in canonical order. `sources[i]` names who wrote `responses[i]`.
 
-    `objective` is what labelers judge by ("helpful", ...). `gold_ranks` are a gold task's right answer, `repeat_of` the
-    task that this one repeats for whoever judged it; both are hidden from labelers, as is `details`: where the task
-    comes from and how it was chosen, in JSON's types.
+    `objective` is what labelers judge by ("helpful", ...). `gold_ranks` is the right answer of a gold task. `repeat_of`
+    names the task that this one repeats for those who judged it. Both are hidden from labelers, as is `details`: where
+    the task comes from and how it was chosen, in JSON's types.
     """
 
     task_id: str
@@ -67,7 +67,7 @@ class Task:
 
 @dataclass(frozen=True)
 class ShownTask:
-    """What a labeler sees: blinded, the responses in the order shown."""
+    """What a labeler sees: no sources, and the responses in the order shown."""
 
     task_id: str
     prompt: tuple[Message, ...]
@@ -76,7 +76,7 @@ class ShownTask:
 
 @dataclass(frozen=True)
 class Answer:
-    """A labeler's answer, `ranks`, `ratings` and `flags` in the order shown. `()` = no ratings, no flags."""
+    """A labeler's answer. `ranks`, `ratings` and `flags` are in the order shown; `()` means no ratings or no flags."""
 
     ranks: tuple[int, ...]
     milliseconds: int
@@ -87,14 +87,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Skip:
-    """A labeler leaves the task to others; `reason` is not empty."""
+    """A labeler leaves the task to others. `reason` is not empty."""
 
     reason: str
     milliseconds: int
 
 
 class Labeler(Protocol):
-    """Anyone who judges: a person behind the page, or a script with known noise."""
+    """Anyone who judges: a person using the page, or a script with known noise."""
 
     @property
     def name(self) -> str: ...
@@ -104,7 +104,7 @@ class Labeler(Protocol):
 
 @dataclass(frozen=True)
 class Ranking:
-    """One labeler's judgment of one task, back in canonical order: what a reward model trains on."""
+    """One labeler's ranking of one task, in canonical order: what a reward model trains on."""
 
     task_id: str
     prompt: tuple[Message, ...]
@@ -112,15 +112,15 @@ class Ranking:
     ranks: tuple[int, ...]
     labeler: str
     objective: str = OVERALL
-    ratings: tuple[float, ...] = ()  # one a response, higher is better; () = none were given
+    ratings: tuple[float, ...] = ()  # one per response, higher is better; () = none were given
 
 
 @dataclass(frozen=True)
 class Judgment:
-    """One row of the label store, never changed: all that is known of one act of one labeler.
+    """One immutable row of the label store: everything known about one event of one labeler.
 
-    Lists are in canonical order. `revision` counts a labeler's acts on one task; the last one stands. Of an undo or a
-    skip, `ranks` is empty and `note` gives the reason.
+    Lists are in canonical order. `revision` counts a labeler's events on one task; the last one is current. For an undo
+    or a skip, `ranks` is empty and `note` gives the reason.
     """
 
     task_id: str
@@ -131,7 +131,7 @@ class Judgment:
     ratings: tuple[float, ...]
     flags: Flags
     note: str
-    shown_order: tuple[int, ...]  # shown_order[i]: canonical index of the response shown at place i
+    shown_order: tuple[int, ...]  # shown_order[i]: canonical index of the response shown at position i
     instructions_version: str
     milliseconds: int
     client: str
@@ -139,6 +139,6 @@ class Judgment:
 
 
 def dense_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
-    """Ranks 1, 2, ... without gaps, ties kept: (4, 4, 9) gives (1, 1, 2)."""
-    place = {rank: position for position, rank in enumerate(sorted(set(ranks)), start=1)}
-    return tuple(place[rank] for rank in ranks)
+    """Closes gaps and keeps ties: (4, 4, 9) gives (1, 1, 2)."""
+    dense = {rank: number for number, rank in enumerate(sorted(set(ranks)), start=1)}
+    return tuple(dense[rank] for rank in ranks)

@@ -1,17 +1,18 @@
-"""Between records and table rows: what a column holds, and what is refused before it gets there."""
+"""Converting between records and table rows, and checking everything before it is stored."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from preferences.leasing import Lease, canonical, display_order, require_fits
+from preferences.leases import Lease, canonical, display_order
 from preferences.records import MAX_LABELERS, MAX_MILLISECONDS, Answer, Judgment, Message, Task, dense_ranks
 
 ROLES = ("system", "user", "assistant")
 KINDS = ("answer", "skip", "undo", "adjudication")
 NAMES = ("task_id", "objective", "repeat_of")  # a task's text columns
-COMPARED = ("kind", "ranks", "ratings", "flags", "note")  # what two acts of one revision must have in common
+COMPARED = ("kind", "ranks", "ratings", "flags", "note")  # what two events with the same revision must agree on
 MAX_NAME_CHARACTERS = 500  # PostgreSQL's indexes take 2,704 bytes, and a character is four at most
 _VARIABLES_PER_STATEMENT = 5_000  # SQLite takes 32,766
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -19,15 +20,15 @@ _NO_NAME = re.compile(r"[\0\ud800-\udfff]")
 
 _T = TypeVar("_T")
 Values = dict[str, Any]
-Places = Mapping[tuple[str, str, int], str]  # file and line by (task, labeler, revision); ("task", "", 0) is the task
-NOWHERE: Places = {}  # of what comes from no file
+Locations = Mapping[tuple[str, str, int], str]  # file and line by (task, labeler, revision), a task's by (task, "", 0)
+NO_LOCATIONS: Locations = {}  # for rows that come from no file
 
 
-def named(places: Places, task_id: str, labeler: str = "", revision: int = 0) -> str:
-    """A task, and who judged it, as error messages name them; file and line come first where they are known."""
-    place = places.get((task_id, labeler, revision), "")
+def named(locations: Locations, task_id: str, labeler: str = "", revision: int = 0) -> str:
+    """Names a task, and who judged it, for an error message. File and line come first if they are known."""
+    location = locations.get((task_id, labeler, revision), "")
     name = f"task {_short(task_id)}, labeler {_short(labeler)}" if labeler else f"task {_short(task_id)}"
-    return f"{place}: {name}" if place else name
+    return f"{location}: {name}" if location else name
 
 
 def _short(name: str) -> str:
@@ -35,30 +36,57 @@ def _short(name: str) -> str:
 
 
 def require_name(where: str, field: str, text: str) -> None:
-    """Raise ValueError for what a text column of some database cannot hold: NUL, half a surrogate pair, too much."""
+    """Checks that a text column of every supported database can hold the text.
+
+    Raises: ValueError for NUL, half a surrogate pair, and more than MAX_NAME_CHARACTERS.
+    """
     found = _NO_NAME.search(text)
     if found:
-        raise ValueError(f"{where}: {field} contains the character {found.group()!r}, which no name may hold")
+        raise ValueError(f"{where}: {field} contains the character {found.group()!r}, which no name may contain")
     if len(text) > MAX_NAME_CHARACTERS:
         raise ValueError(f"{where}: {field} has {len(text):,} characters; at most {MAX_NAME_CHARACTERS} were expected")
 
 
 def _require_text(where: str, field: str, texts: Sequence[str]) -> None:
-    """Raise ValueError for what no UTF-8 holds. NUL is kept: these columns are JSON, which escapes it."""
+    """Checks that UTF-8 can encode the texts. NUL is allowed: these columns are JSON, which escapes it.
+
+    Raises: ValueError for half a surrogate pair.
+    """
     found = next((found for text in texts if (found := _SURROGATE.search(text))), None)
     if found:
         raise ValueError(f"{where}: {field} contains {found.group()!r}, half of a surrogate pair")
 
 
+def _require_fits(where: str, answer: Answer, num_responses: int) -> None:
+    """Raises: ValueError, which begins with `where` and names the field, if the answer does not fit the task."""
+    if len(answer.ranks) != num_responses:
+        raise ValueError(f"{where}: ranks has {len(answer.ranks)} entries for {num_responses} responses")
+    for rank in answer.ranks:
+        if type(rank) is not int or rank < 1:
+            raise ValueError(f"{where}: ranks contains {rank!r}; integers from 1 (best) were expected")
+    if type(answer.milliseconds) is not int or answer.milliseconds < 0:
+        raise ValueError(f"{where}: milliseconds is {answer.milliseconds!r}; an integer of at least 0 was expected")
+    for name, entries in (("ratings", answer.ratings), ("flags", answer.flags)):
+        if entries and len(entries) != num_responses:
+            raise ValueError(f"{where}: {name} has {len(entries)} entries for {num_responses} responses")
+    if not all(isinstance(flag, str) for flags in answer.flags for flag in flags):
+        raise ValueError(f"{where}: flags is {answer.flags!r}; strings were expected")
+    if not all(type(rating) in (int, float) and math.isfinite(rating) for rating in answer.ratings):
+        raise ValueError(f"{where}: ratings is {answer.ratings!r}; finite numbers were expected")
+
+
 def answer_row(lease: Lease, answer: Answer, kind: str) -> Values:
-    """An answer's columns, in canonical order. Raises ValueError for an answer that does not fit the lease."""
+    """Returns an answer's columns, in canonical order.
+
+    Raises: ValueError for an answer that does not fit the lease.
+    """
     where = f"task {lease.task_id!r}, labeler {lease.labeler!r}"
-    require_fits(where, answer, len(lease.order))
+    _require_fits(where, answer, len(lease.order))
     _require_text(where, "note", [answer.note])
     _require_text(where, "flags", [flag for flags in answer.flags for flag in flags])
     expected = display_order(lease.task_id, lease.labeler, len(lease.order))
     assert lease.order == expected, f"{where}: order {lease.order}, but {expected} was shown"
-    return _act_row(lease, kind, answer.milliseconds) | {
+    return _event_row(lease, kind, answer.milliseconds) | {
         "ranks": canonical(lease.order, dense_ranks(answer.ranks)),
         "ratings": canonical(lease.order, answer.ratings),
         "flags": [list(flags) for flags in canonical(lease.order, answer.flags)],
@@ -67,14 +95,14 @@ def answer_row(lease: Lease, answer: Answer, kind: str) -> Values:
 
 
 def empty_row(lease: Lease, kind: str, reason: str, milliseconds: int) -> Values:
-    """The columns of an act without a ranking: a skip, an undo."""
+    """Returns the columns of an event without a ranking: a skip or an undo."""
     if not reason:
         raise ValueError(f"task {lease.task_id!r}, labeler {lease.labeler!r}: note is empty; a reason was expected")
     _require_text(f"task {lease.task_id!r}, labeler {lease.labeler!r}", "note", [reason])
-    return _act_row(lease, kind, milliseconds) | {"ranks": [], "ratings": [], "flags": [], "note": reason}
+    return _event_row(lease, kind, milliseconds) | {"ranks": [], "ratings": [], "flags": [], "note": reason}
 
 
-def _act_row(lease: Lease, kind: str, milliseconds: int) -> Values:
+def _event_row(lease: Lease, kind: str, milliseconds: int) -> Values:
     return {
         "task_id": lease.task_id,
         "revision": lease.revision,
@@ -84,10 +112,12 @@ def _act_row(lease: Lease, kind: str, milliseconds: int) -> Values:
     }
 
 
-def judgment_row(judgment: Judgment, num_responses: int, places: Places = NOWHERE) -> Values:
-    """A judgment made elsewhere. Raises ValueError, naming task, labeler and field, for one that cannot be."""
-    named_act = named(places, judgment.task_id, judgment.labeler, judgment.revision)
-    where = f"{named_act}, revision {judgment.revision}"
+def judgment_row(judgment: Judgment, num_responses: int, locations: Locations = NO_LOCATIONS) -> Values:
+    """Returns the columns of an external judgment.
+
+    Raises: ValueError, naming task, labeler and field, for a malformed judgment.
+    """
+    where = f"{named(locations, judgment.task_id, judgment.labeler, judgment.revision)}, revision {judgment.revision}"
     for field in ("labeler", "instructions_version", "client"):
         require_name(where, field, getattr(judgment, field))
     if not judgment.labeler:
@@ -104,7 +134,7 @@ def judgment_row(judgment: Judgment, num_responses: int, places: Places = NOWHER
         )
     if judgment.kind in ("answer", "adjudication"):
         answer = Answer(judgment.ranks, judgment.milliseconds, judgment.ratings, judgment.flags, judgment.note)
-        require_fits(where, answer, num_responses)
+        _require_fits(where, answer, num_responses)
     elif judgment.ranks or judgment.ratings or judgment.flags:
         raise ValueError(f"{where}: ranks, ratings or flags in a judgment of kind {judgment.kind!r}")
     return asdict(judgment) | {
@@ -116,7 +146,7 @@ def judgment_row(judgment: Judgment, num_responses: int, places: Places = NOWHER
 
 
 def as_judgment(row: Mapping[str, Any]) -> Judgment:
-    """A stored row as a record."""
+    """Converts a stored row to a record."""
     return Judgment(
         task_id=row["task_id"],
         labeler=row["labeler"],
@@ -134,9 +164,12 @@ def as_judgment(row: Mapping[str, Any]) -> Judgment:
     )
 
 
-def task_row(task: Task, batch: str, quota: int, places: Places = NOWHERE) -> Values:
-    """A task's columns. Raises ValueError, naming task and field, for what a task cannot hold."""
-    where = named(places, task.task_id)
+def task_row(task: Task, batch: str, quota: int, locations: Locations = NO_LOCATIONS) -> Values:
+    """Returns a task's columns.
+
+    Raises: ValueError, naming task and field, for a malformed task.
+    """
+    where = named(locations, task.task_id)
     for field, name in (("batch", batch), *((field, getattr(task, field)) for field in NAMES)):
         require_name(where, field, name)
     if not 1 <= quota <= MAX_LABELERS:
@@ -164,7 +197,7 @@ def task_row(task: Task, batch: str, quota: int, places: Places = NOWHERE) -> Va
 
 
 def as_task(row: Mapping[str, Any]) -> Task:
-    """A stored row as a record."""
+    """Converts a stored row to a record."""
     return Task(
         task_id=row["task_id"],
         prompt=messages(row["prompt"]),
@@ -177,27 +210,27 @@ def as_task(row: Mapping[str, Any]) -> Task:
     )
 
 
-def refuse_different(row: Values, stored: Values, places: Places = NOWHERE) -> None:
-    """Raise ValueError, naming task and field, where an arriving task contradicts the stored one."""
+def refuse_different(row: Values, stored: Values, locations: Locations = NO_LOCATIONS) -> None:
+    """Raises: ValueError, naming task and field, if a new task contradicts the stored one with its id."""
     for field, value in row.items():
         if stored[field] != value:
-            where = named(places, row["task_id"])
+            where = named(locations, row["task_id"])
             raise ValueError(f"{where}: {field} is {value!r}, but the store has {stored[field]!r}")
 
 
 def refuse_other(row: Values, stored: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError where an act contradicts the stored one of the same task, labeler and revision."""
+    """Raises: ValueError if an event contradicts the stored one of the same task, labeler and revision."""
     for field in COMPARED:
         if stored[field] != row[field]:
             raise ValueError(f"{where}: {field} {row[field]!r} differs from the stored {stored[field]!r}")
 
 
 def messages(prompt: list[list[str]]) -> tuple[Message, ...]:
-    """A stored prompt as messages."""
+    """Converts a stored prompt to messages."""
     return tuple(Message(role, content) for role, content in prompt)
 
 
 def parts(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """Runs of items short enough for one statement."""
+    """Splits items into runs that are short enough for one SQL statement."""
     for start in range(0, len(items), _VARIABLES_PER_STATEMENT):
         yield items[start : start + _VARIABLES_PER_STATEMENT]

@@ -1,9 +1,12 @@
-"""The label store's tables as they are now; `migrations` makes them, and turns older stores into these.
+"""The label store's current tables. `migrations` creates them and brings older stores up to date.
 
-tasks      one row a task, in order of arrival; the content never changes
-places     one row a labeler that a task wants: free, leased or done; what is leased is found here alone
-judgments  one row an act of a labeler, append-only: triggers refuse UPDATE and DELETE
-people_acts  one row an act on people or on what they made (an invitation, an export), append-only likewise
+tasks        one row per task, in order of arrival; the content never changes
+places       one row per assignment (a labeler that a task wants): free, leased or done; leases are stored only here
+judgments    one row per event of a labeler, append-only: triggers refuse UPDATE and DELETE
+people_acts  the audit log: one row per event on accounts or exports, append-only in the same way
+
+Tables and columns keep the names that older stores have: `assignments` is the table `places`, its column `place` the
+assignment's number, and `audit_log` is the table `people_acts`.
 """
 
 import secrets
@@ -28,7 +31,7 @@ metadata = MetaData()
 
 
 def new_handle() -> str:
-    """A task's handle: random, so that it says nothing of the task, its batch or its place in it."""
+    """Returns a random handle, which reveals neither the task nor its batch nor its position in it."""
     return secrets.token_urlsafe(12)
 
 
@@ -43,36 +46,36 @@ tasks = Table(
     Column("responses", JSON, nullable=False),
     Column("sources", JSON, nullable=False),
     Column("objective", String, nullable=False),
-    Column("gold_ranks", JSON, nullable=False),  # [] = no gold task
-    Column("repeat_of", String, nullable=False),  # "" = no repeat
+    Column("gold_ranks", JSON, nullable=False),  # [] = not a gold task
+    Column("repeat_of", String, nullable=False),  # "" = not a repeat
     Column("details", JSON, nullable=False),
-    # What labelers are shown instead of task_id, which may say what they must not know ("gold-7", "repeat of ...").
+    # What labelers see instead of task_id, which may reveal what they must not know ("gold-7", "repeat of ...").
     Column("handle", String, nullable=False, default=new_handle),
     Index("tasks_by_handle", "handle", unique=True),
     Index("tasks_by_batch", "batch", "position"),
 )
 
-places = Table(
+assignments = Table(
     "places",
     metadata,
     Column("task", ForeignKey("tasks.position"), nullable=False),
     Column("place", Integer, nullable=False),  # 0 .. num_labelers - 1
     Column("batch", String, nullable=False),  # its task's
     Column("original", Integer, nullable=False),  # position of the task that its task repeats; 0 = none
-    Column("labeler", String),  # who holds it or is done with it; NULL = nobody
-    Column("expires_at", Float, nullable=False),  # of a lease, seconds since the epoch
+    Column("labeler", String),  # who has leased or finished it; NULL = nobody
+    Column("expires_at", Float, nullable=False),  # end of the lease, seconds since the epoch
     Column("is_done", Boolean, nullable=False),
-    Column("given_at", Float, nullable=False),  # when its labeler was first shown the task under this lease; 0 = not
+    Column("given_at", Float, nullable=False),  # when this lease was granted, seconds since the epoch; 0 = no lease
     PrimaryKeyConstraint("task", "place"),
     Index(
         "places_open",
         "batch",
         "task",
         "place",
-        sqlite_where=text("is_done = 0"),  # as queries say it: else the index is not used
+        sqlite_where=text("is_done = 0"),  # must match the queries' wording, or SQLite ignores the index
         postgresql_where=text("NOT is_done"),
     ),
-    Index("places_by_labeler", "labeler", "task", unique=True),  # nobody has two places of one task
+    Index("places_by_labeler", "labeler", "task", unique=True),  # a labeler has at most one assignment of a task
     Index(
         "places_held",
         "labeler",
@@ -88,18 +91,18 @@ judgments = Table(
     Column("judgment_id", Integer, primary_key=True),
     Column("task", ForeignKey("tasks.position"), nullable=False),
     Column("labeler", String, nullable=False),
-    Column("revision", Integer, nullable=False),  # 0, 1, ...: the labeler's acts on this task; the last one stands
+    Column("revision", Integer, nullable=False),  # 0, 1, ...: the labeler's events on this task; the last is current
     Column("kind", String, nullable=False),  # answer, skip, undo, adjudication
-    Column("ranks", JSON, nullable=False),  # in canonical order, dense, 1 is best; [] of a skip or an undo
+    Column("ranks", JSON, nullable=False),  # in canonical order, dense, 1 is best; [] for a skip or an undo
     Column("ratings", JSON, nullable=False),  # in canonical order; [] = none
-    Column("flags", JSON, nullable=False),  # in canonical order, a list a response; [] = none
-    Column("note", JSON, nullable=False),  # a string; JSON takes every one, PostgreSQL's text does not
-    Column("shown_order", JSON, nullable=False),  # shown_order[i]: canonical index of the response shown at place i
+    Column("flags", JSON, nullable=False),  # in canonical order, one list per response; [] = none
+    Column("note", JSON, nullable=False),  # a string; JSON holds any string, PostgreSQL's text type does not
+    Column("shown_order", JSON, nullable=False),  # shown_order[i]: canonical index of the response shown at position i
     Column("instructions_version", String, nullable=False),
     Column("milliseconds", Integer, nullable=False),
     Column("client", String, nullable=False),
     Column("created_at", Float, nullable=False),  # seconds since the epoch
-    # Also the index that finds a task's judgments.
+    # This constraint's index also finds a task's judgments.
     UniqueConstraint("task", "labeler", "revision", name="judgments_once"),
     Index("judgments_by_labeler", "labeler", "judgment_id"),
 )
@@ -110,8 +113,8 @@ accounts = Table(
     Column("name", String, primary_key=True),
     Column("role", String, nullable=False),  # lead or labeler
     Column("key_hash", String, nullable=False),  # argon2
-    Column("state", String, nullable=False),  # new, admitted, closed; only screening makes a difference of new
-    Column("read_version", String, nullable=False),  # the instructions that they said they have read
+    Column("state", String, nullable=False),  # new, admitted, closed; "new" matters only with screening
+    Column("read_version", String, nullable=False),  # the version of the instructions that they confirmed reading
     Column("created_at", Float, nullable=False),
 )
 
@@ -133,13 +136,13 @@ invitations = Table(
     Column("invited_by", String, nullable=False),  # a lead, "command line" or "server"
 )
 
-people_acts = Table(
+audit_log = Table(
     "people_acts",
     metadata,
     Column("act_id", Integer, primary_key=True),
     Column("actor", String, nullable=False),
     Column("act", String, nullable=False),  # invited, revoked, joined, closed, admitted, exported, read
-    Column("subject", String, nullable=False),  # a name, or a batch
+    Column("subject", String, nullable=False),  # a name or a batch
     Column("created_at", Float, nullable=False),
 )
 

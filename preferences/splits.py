@@ -1,7 +1,7 @@
 """Held-out comparisons, split by prompt: no prompt is ever on both sides.
 
-Which side a prompt falls on depends on its own text, the share and the seed, not on what else is in the data; so a
-batch collected later never moves a prompt across.
+A prompt's side depends only on its own text, the share and the seed, not on the rest of the data, so a batch collected
+later never moves a prompt to the other side.
 """
 
 import hashlib
@@ -12,10 +12,11 @@ from preferences.records import Message, Ranking
 
 
 def is_heldout(prompt: Sequence[Message], share: float, seed: int) -> bool:
-    """Whether the prompt is held out; over many prompts, `share` (0 to 1) of them are.
+    """Whether the prompt is held out. Over many prompts, `share` (0 to 1) of them are.
 
-    Prompts that differ only in letter case or spacing fall on the same side. Raises ValueError for a share outside
-    0 to 1.
+    Prompts that differ only in letter case or spacing fall on the same side.
+
+    Raises: ValueError for a share outside 0 to 1.
     """
     if not 0 <= share <= 1:
         raise ValueError(f"heldout share is {share}; a number from 0 to 1 was expected")
@@ -25,7 +26,7 @@ def is_heldout(prompt: Sequence[Message], share: float, seed: int) -> bool:
 
 
 def split_rankings(rankings: Sequence[Ranking], heldout_share: float, seed: int) -> tuple[list[Ranking], list[Ranking]]:
-    """(train, heldout), each in the order given."""
+    """Returns (train, heldout), each in the order given."""
     train: list[Ranking] = []
     heldout: list[Ranking] = []
     for ranking in rankings:

@@ -1,7 +1,7 @@
 """The label store: tasks go in, labelers lease and answer them, rankings come out.
 
-Promises: an act that a call returned from is on disk; nothing is stored twice, changed or deleted; no task gets more
-labelers than asked for. Any number of processes may use one store at a time; each call is one transaction.
+Guarantees: once a call returns, its event is on disk; nothing is stored twice, changed or deleted; no task gets more
+labelers than it wants. Any number of processes may use one store at the same time. Each call is one transaction.
 """
 
 import time
@@ -10,24 +10,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import select
 
-from preferences import acts, claims, importing, results
+from preferences import events, importing, leases, results
 from preferences.database import open_engines
 from preferences.importing import Import, ImportRows, stored
-from preferences.leasing import Lease, display_order
-from preferences.records import Answer, Judgment, Ranking, ShownTask, Task
-from preferences.results import BatchCounts, Coverage, PastAct, Progress, StoredTask
-from preferences.rows import NOWHERE, Places, Values, answer_row, empty_row, messages, parts, task_row
-from preferences.schema import judgments, places, tasks
+from preferences.leases import Lease
+from preferences.records import Answer, Judgment, Ranking, Task
+from preferences.results import BatchCounts, Coverage, PastEvent, Progress, StoredTask
+from preferences.rows import NO_LOCATIONS, Locations, Values, answer_row, empty_row, parts, task_row
+from preferences.schema import tasks
 
-UNDO_SECONDS = 3_600.0  # how long a task stays with the labeler who took an answer back
+UNDO_SECONDS = 3_600.0  # how long a task stays leased to the labeler who undid an answer
 
 
 class LabelStore:
-    """Tasks, places and judgments in a SQLite file (a path, or a `sqlite:///` URL) or in PostgreSQL (`postgresql://`).
+    """Tasks, assignments and judgments in SQLite (a path or a `sqlite:///` URL) or PostgreSQL (`postgresql://`).
 
-    `clock` gives epoch seconds.
+    `clock` returns seconds since the epoch.
     """
 
     def __init__(self, url_or_path: str | Path, *, clock: Callable[[], float] = time.time) -> None:
@@ -48,13 +48,13 @@ class LabelStore:
     # ---- tasks in ----
 
     def add_tasks(self, new_tasks: Sequence[Task], *, batch: str, num_labelers: int | Sequence[int]) -> None:
-        """Add tasks, each to be judged by `num_labelers` distinct labelers (one number, or one per task).
+        """Adds tasks, each to be judged by `num_labelers` distinct labelers (one number, or one per task).
 
-        All or none are added. A task that is already there with the same content is left alone, so a killed caller
-        can repeat the call.
+        Either all tasks are added or none. A task that is already stored with the same content is left alone, so a
+        caller that was killed can repeat the call.
 
-        Raises ValueError, naming the task, if its id is taken by other content, a field is malformed, or what it
-        repeats is neither there nor before it.
+        Raises: ValueError, naming the task, if its id is taken by other content, a field is malformed, or the task that
+        it repeats is neither stored nor earlier in `new_tasks`.
         """
         quotas = [num_labelers] * len(new_tasks) if isinstance(num_labelers, int) else list(num_labelers)
         if len(quotas) != len(new_tasks):
@@ -66,121 +66,123 @@ class LabelStore:
     # ---- leases ----
 
     def lease(self, labeler: str, *, seconds: float, batch: str) -> Lease | None:
-        """The task `labeler` should judge next, reserved for `seconds`; None when none is open for them.
+        """Returns the task that `labeler` should judge next, leased for `seconds`, or None if none is open for them.
 
-        A lease that the labeler still holds is renewed and returned again, responses in the same order.
+        A live lease of the labeler is renewed and returned again, with the responses in the same order.
         """
         granted = self.lease_many(labeler, 1, seconds=seconds, batch=batch)
         return granted[0] if granted else None
 
     def lease_many(self, labeler: str, num_tasks: int, *, seconds: float, batch: str) -> list[Lease]:
-        """Up to `num_tasks` leases: first those the labeler still holds, then new ones in order of arrival.
+        """Returns up to `num_tasks` leases: first the labeler's live ones, then new ones in order of arrival.
 
-        A task is open for a labeler who has neither judged nor skipped it while fewer than the labelers asked for have
-        judged it or hold a live lease; a repeat, once they have judged what it repeats.
+        A task is open for a labeler who has neither judged nor skipped it, while fewer labelers than it wants have
+        judged it or hold a live lease. A repeat opens once the labeler has judged the task that it repeats.
         """
         _check_lease(labeler, seconds)
         if num_tasks < 1:
             raise ValueError(f"num_tasks is {num_tasks}; at least 1 was expected")
         with self._writer.begin() as connection:
             now = self._clock()
-            claims.one_at_a_time(connection, labeler)
-            granted = claims.held(connection, labeler, now, batch)[:num_tasks]
-            claims.renew(connection, granted, now + seconds)
+            leases.lock_labeler(connection, labeler)
+            granted = leases.live(connection, labeler, now, batch)[:num_tasks]
+            leases.renew(connection, granted, now + seconds)
             if len(granted) < num_tasks:
                 limit = num_tasks - len(granted)
-                granted += claims.claim(connection, labeler, now, now + seconds, batch=batch, limit=limit)
-            return _leases(connection, [task for task, _ in granted], labeler, now + seconds)
+                granted += leases.lease_open(connection, labeler, now, now + seconds, batch=batch, limit=limit)
+            return results.leases_of(connection, [task for task, _ in granted], labeler, now + seconds)
 
     def lease_these(self, labeler: str, task_ids: Sequence[str], *, seconds: float, batch: str) -> list[Lease]:
-        """Leases on those of the batch's `task_ids` that are open for the labeler or held by them, in order of
-        arrival.
-        """
+        """Leases those of the batch's `task_ids` that are open for the labeler or leased by them, in arrival order."""
         _check_lease(labeler, seconds)
         with self._writer.begin() as connection:
             now, until = self._clock(), self._clock() + seconds
-            claims.one_at_a_time(connection, labeler)
+            leases.lock_labeler(connection, labeler)
             wanted = {row["position"] for row in stored(connection, task_ids).values()}
-            held = claims.held(connection, labeler, now, batch)
-            granted = [place for place in held if place[0] in wanted]
-            claims.renew(connection, granted, until)
+            granted = [one for one in leases.live(connection, labeler, now, batch) if one[0] in wanted]
+            leases.renew(connection, granted, until)
             for part in parts(sorted(wanted)):
-                granted += claims.claim(connection, labeler, now, until, batch=batch, limit=len(part), positions=part)
-            return _leases(connection, [task for task, _ in granted], labeler, until)
+                limit = len(part)
+                granted += leases.lease_open(connection, labeler, now, until, batch=batch, limit=limit, positions=part)
+            return results.leases_of(connection, [task for task, _ in granted], labeler, until)
 
-    # ---- acts of labelers ----
+    # ---- what labelers do ----
 
     def submit(self, lease: Lease, answer: Answer, *, client: str, instructions_version: str) -> None:
-        """Store one answer; on return it is on disk. See `submit_many`."""
+        """Stores one answer. On return it is on disk. See `submit_many`."""
         self.submit_many([lease], [answer], client=client, instructions_version=instructions_version)
 
     def submit_many(
-        self, held: Sequence[Lease], answers: Sequence[Answer], *, client: str, instructions_version: str
+        self, granted: Sequence[Lease], answers: Sequence[Answer], *, client: str, instructions_version: str
     ) -> None:
-        """Store one labeler's answers, all or none; lists in `answers[i]` follow the order that `held[i]` was shown in.
+        """Stores one labeler's answers, all or none. Lists in `answers[i]` follow the order shown in `granted[i]`.
 
         An answer that is already stored (same task, labeler, revision and content) is accepted and not stored again.
-        An answer whose lease ran out is still taken while the task has a place for it.
+        An answer whose lease ran out is still accepted while the task has a free assignment.
 
-        Raises ValueError for a malformed answer, an unknown task, or one that contradicts the labeler's stored
-        answer; LeaseLostError if the lease ran out and the task's places went to others.
+        Raises: ValueError for a malformed answer, an unknown task, or an answer that contradicts the labeler's stored
+        one; LeaseLostError if the lease ran out and other labelers took the task's assignments.
         """
-        if len(held) != len(answers):
-            raise ValueError(f"answers has {len(answers)} entries for {len(held)} leases")
-        for lease in held[1:]:
-            if lease.labeler != held[0].labeler:
+        if len(granted) != len(answers):
+            raise ValueError(f"answers has {len(answers)} entries for {len(granted)} leases")
+        for lease in granted[1:]:
+            if lease.labeler != granted[0].labeler:
                 raise ValueError(
-                    f"leases of {held[0].labeler!r} and {lease.labeler!r} in one call; one labeler was expected"
+                    f"leases of {granted[0].labeler!r} and {lease.labeler!r} in one call; one labeler was expected"
                 )
-        # Everything that can be refused without the database is refused before the write lock is taken.
-        rows = [answer_row(lease, answer, "answer") for lease, answer in zip(held, answers, strict=True)]
+        # Check everything that needs no database before taking the write lock.
+        rows = [answer_row(lease, answer, "answer") for lease, answer in zip(granted, answers, strict=True)]
         if rows:
-            self._record(held[0].labeler, rows, client, instructions_version)
+            self._record(granted[0].labeler, rows, client, instructions_version)
 
     def skip(self, lease: Lease, reason: str, milliseconds: int, *, client: str, instructions_version: str) -> None:
-        """The labeler leaves the task to others, and says why. Idempotent, and errors, as for `submit_many`."""
+        """Leaves the task to other labelers, with a reason. Idempotent; raises what `submit_many` raises."""
         rows = [empty_row(lease, "skip", reason, milliseconds)]
         self._record(lease.labeler, rows, client, instructions_version)
 
     def undo(self, lease: Lease, reason: str, *, client: str, instructions_version: str) -> None:
-        """Take the labeler's last act on a task back; they hold the task again. What was said stays in the store.
+        """Takes the labeler's last event on a task back and leases the task to them again. The event stays stored.
 
-        `lease` is as `reopened` gives it. Raises ValueError where nothing stands that could be taken back, and
-        LeaseLostError where what was skipped went to others.
+        `lease` comes from `reopened`.
+
+        Raises: ValueError if there is nothing to take back; LeaseLostError if other labelers took the skipped task.
         """
         self._record(lease.labeler, [empty_row(lease, "undo", reason, 0)], client, instructions_version)
 
     def adjudicate(self, lease: Lease, answer: Answer, *, client: str, instructions_version: str) -> None:
-        """A lead's answer, which stands over those of all labelers and takes no place. `lease` from `reopened`."""
+        """Stores a lead's answer, which overrides those of labelers and needs no assignment.
+
+        `lease` comes from `reopened`.
+        """
         rows = [answer_row(lease, answer, "adjudication")]
         self._record(lease.labeler, rows, client, instructions_version)
 
     def reopened(self, labeler: str, task_id: str) -> Lease:
-        """A task as this labeler was, or would be, shown it, for acts that need no live lease.
+        """Returns a task as this labeler was, or would be, shown it, for events that need no live lease.
 
-        Raises ValueError for an unknown task.
+        Raises: ValueError for an unknown task.
         """
         with self._reader.begin() as connection:
             found = stored(connection, [task_id])
             if task_id not in found:
                 raise ValueError(f"task {task_id!r}: task_id is not in the store")
-            return _leases(connection, [found[task_id]["position"]], labeler, self._clock())[0]
+            return results.leases_of(connection, [found[task_id]["position"]], labeler, self._clock())[0]
 
     def by_handle(self, labeler: str, handle: str) -> Lease:
-        """As `reopened`, for what the labeler knows of the task. Raises ValueError for an unknown handle."""
+        """Like `reopened`, but by the task's handle. Raises: ValueError for an unknown handle."""
         with self._reader.begin() as connection:
             position = connection.scalar(select(tasks.c.position).where(tasks.c.handle == handle))
             if position is None:
                 raise ValueError("no task in the store has this handle")
-            return _leases(connection, [position], labeler, self._clock())[0]
+            return results.leases_of(connection, [position], labeler, self._clock())[0]
 
-    def acted_on(self, labeler: str, handle: str) -> Lease | None:
-        """As `by_handle`, for a task that the labeler did something on; None for any other."""
+    def with_history(self, labeler: str, handle: str) -> Lease | None:
+        """Like `by_handle`, but returns None for a task that is unknown or that the labeler has no event on."""
         with self._reader.begin() as connection:
             position = connection.scalar(select(tasks.c.position).where(tasks.c.handle == handle))
             if position is None:
                 return None
-            lease = _leases(connection, [position], labeler, self._clock())[0]
+            lease = results.leases_of(connection, [position], labeler, self._clock())[0]
         return lease if lease.revision > 0 else None
 
     def _record(self, labeler: str, rows: Sequence[Values], client: str, instructions_version: str) -> None:
@@ -192,27 +194,30 @@ class LabelStore:
                 "instructions_version": instructions_version,
                 "created_at": now,
             }
-            acts.record(connection, [row | shared for row in rows], labeler, now, now + UNDO_SECONDS)
+            events.record(connection, [row | shared for row in rows], labeler, now, now + UNDO_SECONDS)
 
     def import_judgments(self, batch: str, judgments: Sequence[Judgment]) -> None:
-        """Store judgments of the batch's tasks that were made elsewhere, all or none; what is stored already is left.
+        """Stores external judgments of the batch's tasks, all or none. Those that are stored already are left alone.
 
-        Raises ValueError, naming task and labeler, for a task that the batch lacks, for a judgment that contradicts a
-        stored one, and for one more than the task wants.
+        Raises: ValueError, naming task and labeler, for a task outside the batch, for a judgment that contradicts a
+        stored one, and for more labelers than the task wants.
         """
         with self._writer.begin() as connection:
             known = results.task_rows(connection, batch)
             sizes = {task_id: len(row["responses"]) for task_id, row in known.items()}
             importing.record(connection, importing.judgment_rows(batch, judgments, sizes), self._clock())
 
-    def import_all(self, coming: Sequence[Import], *, files: Places = NOWHERE, only_check: bool = False) -> None:
-        """Store tasks with judgments that were made elsewhere, all in one transaction; see `import_judgments`.
+    def import_all(
+        self, coming: Sequence[Import], *, files: Locations = NO_LOCATIONS, only_check: bool = False
+    ) -> None:
+        """Stores tasks with external judgments, all in one transaction; see `import_judgments`.
 
-        `files` names where they come from. `only_check` does the same and takes it back, so whatever an import would
-        refuse is refused.
-        Raises ValueError, naming file and line, for what contradicts the store or is malformed.
+        `files` says which file and line each comes from. `only_check` does the same and rolls back, so it refuses
+        exactly what an import would refuse.
+
+        Raises: ValueError, naming file and line, for rows that contradict the store or are malformed.
         """
-        rows = [ImportRows.of(one, files) for one in coming]  # whatever needs no database, before the write lock
+        rows = [ImportRows.of(one, files) for one in coming]  # check what needs no database before the write lock
         with self._writer.connect() as connection, connection.begin() as transaction:
             importing.store_rows(connection, rows, files, self._clock())
             if only_check:
@@ -221,79 +226,62 @@ class LabelStore:
     # ---- results out ----
 
     def batches(self) -> list[str]:
-        """Names, in order of arrival."""
+        """Returns the batches' names, in order of arrival."""
         with self._reader.begin() as connection:
             return results.batches(connection)
 
     def tasks(self, batch: str) -> list[StoredTask]:
-        """In order of arrival."""
+        """Returns the batch's tasks, in order of arrival."""
         with self._reader.begin() as connection:
             return results.stored_tasks(connection, batch)
 
     def judgments(self, batch: str) -> list[Judgment]:
-        """Every act on the batch's tasks, in the order in which they were stored."""
+        """Returns every event on the batch's tasks, in the order in which they were stored."""
         with self._reader.begin() as connection:
             return results.judgments_of(connection, batch)
 
     def rankings(self, batch: str) -> list[Ranking]:
-        """What stands and is training data: each labeler's last answer, or of a task that was adjudicated that alone;
-        in the tasks' order of arrival, then by labeler name. Gold tasks and hidden repeats are left out.
+        """Returns the training data: each labeler's current answer, or only the adjudication of an adjudicated task.
+
+        They are in the tasks' order of arrival, then by labeler name. Gold tasks and hidden repeats are left out.
         """
         with self._reader.begin() as connection:
             return results.rankings(connection, batch)
 
-    def history(self, labeler: str, limit: int) -> list[PastAct]:
-        """The labeler's last acts, the newest first."""
+    def history(self, labeler: str, limit: int) -> list[PastEvent]:
+        """Returns the labeler's last events, newest first."""
         with self._reader.begin() as connection:
             return results.history(connection, labeler, limit)
 
-    def num_standing(self, labeler: str) -> int:
-        """How many of the labeler's answers stand, adjudications aside."""
+    def num_current_answers(self, labeler: str) -> int:
+        """Counts the labeler's current answers, without adjudications."""
         with self._reader.begin() as connection:
-            return results.num_standing(connection, labeler)
+            return results.num_current_answers(connection, labeler)
 
     def coverage(self, batch: str) -> list[Coverage]:
-        """Who has judged each task of the batch, in order of arrival."""
+        """Returns who has judged each task of the batch, in order of arrival."""
         with self._reader.begin() as connection:
             return results.coverage(connection, batch)
 
     def progress(self, batch: str) -> Progress:
-        """Counts over one batch; all 0 for a batch without tasks."""
+        """Counts over one batch: all 0 for a batch without tasks."""
         with self._reader.begin() as connection:
             return results.progress(connection, batch)
 
     def batch_counts(self) -> list[BatchCounts]:
-        """How far each batch is and who did what, in order of arrival."""
+        """Returns each batch's progress and who did how much of it, in order of arrival."""
         with self._reader.begin() as connection:
             return results.batch_counts(connection, self._clock())
 
     def newest_judgment(self, batch: str) -> int:
-        """A number that grows with every judgment of the batch; 0 = none."""
+        """Returns a number that grows with every judgment of the batch; 0 = none."""
         with self._reader.begin() as connection:
             return results.newest_judgment(connection, batch)
 
     def content_hash(self, batch: str) -> str:
-        """SHA-256 over what was judged and how; see `results.content_hash`."""
+        """Returns a SHA-256 over what was judged and how; see `results.content_hash`."""
         with self._reader.begin() as connection:
             return results.content_hash(connection, batch)
-
-
-def _leases(connection: Connection, positions: Sequence[int], labeler: str, expires_at: float) -> list[Lease]:
-    num_acts = select(func.count()).where(judgments.c.task == tasks.c.position, judgments.c.labeler == labeler)
-    revision = num_acts.correlate(tasks).scalar_subquery()
-    own = select(func.max(places.c.given_at)).where(
-        places.c.task == tasks.c.position, places.c.labeler == labeler, ~places.c.is_done
-    )
-    given_at = func.coalesce(own.correlate(tasks).scalar_subquery(), 0.0)
-    columns = (tasks.c.task_id, tasks.c.handle, tasks.c.prompt, tasks.c.responses)
-    wanted = select(*columns, revision.label("revision"), given_at.label("given_at"))
-    leases = []
-    for part in parts(positions):
-        for row in connection.execute(wanted.where(tasks.c.position.in_(part)).order_by(tasks.c.position)):
-            order = display_order(row.task_id, labeler, len(row.responses))
-            shown = ShownTask(row.task_id, messages(row.prompt), tuple(row.responses[index] for index in order))
-            leases.append(Lease(shown, labeler, order, expires_at, row.revision, row.handle, row.given_at))
-    return leases
 
 
 def _check_lease(labeler: str, seconds: float) -> None:

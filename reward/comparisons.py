@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pydantic import field_validator
 
 from lm.tokenizer import Messages, Tokenizer
-from preferences.formats.merging import Found, collect_all, note_held_back
+from preferences.formats.merging import Found, collect_all, report_excluded
 from preferences.formats.registry import format_to_read
 from preferences.records import Message, Ranking
 from training.data import DataConfig, read_rows
@@ -57,7 +57,7 @@ def read_judgments(data: RankingsConfig) -> Found:
     found = collect_all(format_to_read(data.format), read_rows(data))
     if not found.judgments:
         raise ValueError(f"{data.source}: no rankings; at least one was expected")
-    note_held_back(found)
+    report_excluded(found)
     if not found.rankings:
         counts = ", ".join(f"{count:,} x {kind}" for kind, count in found.report.counts().items())
         raise ValueError(f"{data.source}: no ranking to train on ({counts}); at least one was expected")

@@ -8,7 +8,7 @@ from preferences.records import OVERALL
 from reward.comparisons import RankingsConfig, encode_rankings, read_judgments
 from reward.config import RewardConfig
 from reward.report import REPORTER
-from reward.training import ODDITIES, network_source, split_of, train
+from reward.training import WARNINGS, network_source, split_of, train
 from reward.world_measures import measure_reward_model
 from stages.contract import Parent, Stage
 from stages.planner import Planner, StagePlan
@@ -49,7 +49,7 @@ def preflight(run: StageRun, config: RewardConfig) -> None:
         console.print(f"{config.rankings.source}: {left_out:,} rankings are of objectives that are not learned")
     counts = ", ".join(f"{count:,} x {kind}" for kind, count in found.report.counts().items())
     if counts:
-        console.print(f"{config.rankings.source}: oddities, told in reward/{ODDITIES}: {counts}", markup=False)
+        console.print(f"{config.rankings.source}: warnings, told in reward/{WARNINGS}: {counts}", markup=False)
     if config.init_from:
         start = run.start("sft")
         tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)

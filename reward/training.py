@@ -39,7 +39,7 @@ from training.loop import LoopConfig, TrainingLoop
 from training.seeds import derive_seed
 from training.stage import StageContext, build_engine
 
-ODDITIES = "oddities.json"  # what was odd about rows of the rankings, and what was done
+WARNINGS = "warnings.json"  # what was odd about rows of the rankings, and what was done
 HELDOUT_SCORES = "heldout_scores.json"  # {task_id: scores of its responses, in the order of the rankings file}
 
 
@@ -115,7 +115,7 @@ def train(context: StageContext, config: RewardConfig, start: Path) -> None:
         save_model(context.model_folder, skeleton(source.build), network_weights(tensors), tokenizer)
         learned = [beside.learned(tensors, shape.hidden_size, place) for place in range(len(split.objectives))]
         finish(context, config, tokenizer, split, (trained_on, unseen), learned)
-        write_json(context.folder / ODDITIES, [vars(oddity) for oddity in found.report.oddities])
+        write_json(context.folder / WARNINGS, [vars(warning) for warning in found.report.warnings])
     engine.barrier()
     engine.close()
 

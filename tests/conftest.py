@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -45,6 +46,23 @@ TEXTS = (
     "Über den Wolken muss die Freiheit wohl grenzenlos sein. 山高月小。",
     "The fox and the dog and the bird went over the bush and slept in the hand.",
 )
+
+
+@pytest.fixture
+def heed_label(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs `heed label` with arguments; returns (exit code, standard output, standard error)."""
+    from heed.cli import main
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["heed", "label", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        printed = capsys.readouterr()
+        return int(caught.value.code or 0), printed.out, printed.err
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,11 @@ from itertools import combinations
 from typing import Any, NamedTuple, TypeGuard
 
 from evaluation.verdicts import Response, Side, Verdict
+from preferences.current import current_judgments
 from preferences.formats.merging import Found, collect_all
 from preferences.formats.parts import UNKNOWN, Report, as_turns
 from preferences.formats.registry import AUTO, format_to_read, sniff
 from preferences.records import Judgment, Message, Task
-from preferences.standing import standing
 from reading.rows import read_source
 from training.data import Prompt
 
@@ -52,8 +52,8 @@ def read_verdict_file(source: str, form: str = AUTO, *, judge: str, category: st
     found = collect_all(chosen, read_source(source))
     rows = _Rows(judge, category, is_soft=chosen.name == "alpacaeval")
     acts: dict[str, list[Judgment]] = {}
-    stands = standing(found.judgments)
-    for act in (*stands.settled, *stands.skips):
+    stands = current_judgments(found.judgments)
+    for act in (*stands.final, *stands.skips):
         acts.setdefault(act.task_id, []).append(act)
     for task_id, task in found.tasks.items():
         rows.add(task, acts.get(task_id, []), found)
@@ -145,7 +145,7 @@ class _Rows:
             return
         prompt = self._prompt(task)
         for act in sorted(acts, key=lambda act: act.labeler):
-            where = found.places[task.task_id, act.labeler, act.revision]
+            where = found.locations[task.task_id, act.labeler, act.revision]
             self.verdicts += [self._verdict(prompt, task, act, first, second, where) for first, second in pairs]
 
     def _pairs(self, task: Task) -> Iterator[tuple[_Wrote, _Wrote]]:

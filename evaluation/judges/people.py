@@ -1,4 +1,4 @@
-"""People as judges: comparisons become tasks in a label store, and the labelers' judgments so far become verdicts."""
+"""Accounts as judges: comparisons become tasks in a label store, and the labelers' judgments so far become verdicts."""
 
 import hashlib
 import json
@@ -9,8 +9,8 @@ from typing import Any
 from evaluation.answers import OnProgress
 from evaluation.judges.judge import SAME_TEXT, Pair
 from evaluation.verdicts import Side, Verdict
+from preferences.current import current_judgments
 from preferences.records import MAX_RESPONSES, Judgment, Message, Task
-from preferences.standing import standing
 from preferences.store import LabelStore
 
 
@@ -70,9 +70,9 @@ class PeopleJudge:
         coverage = self.put_tasks(pairs)
         on_progress(coverage.num_tasks - coverage.num_open, coverage.num_tasks)
         with LabelStore(self.store_url) as store:
-            stands = standing(store.judgments(self.batch))
+            stands = current_judgments(store.judgments(self.batch))
         acts: dict[str, list[Judgment]] = {}
-        for act in sorted((*stands.settled, *stands.skips), key=lambda act: act.labeler):
+        for act in sorted((*stands.final, *stands.skips), key=lambda act: act.labeler):
             acts.setdefault(act.task_id, []).append(act)
         verdicts: list[Verdict] = []
         for group in _groups(pairs) if acts else []:

@@ -12,7 +12,7 @@ import numpy as np
 from evaluation.measures.calibration import Calibration, ScoredPairs, by_category, calibration
 from evaluation.measures.rewardbench import RewardBenchScore, rewardbench_score
 from intervals.estimates import Interval, Share
-from preferences.formats.merging import Found, collect_all, note_held_back
+from preferences.formats.merging import Found, collect_all, report_excluded
 from preferences.formats.registry import AUTO, format_to_read, sniff
 from preferences.records import Ranking, Task
 from preferences.splits import is_heldout
@@ -33,7 +33,7 @@ class Judgments:
     form: str
     tasks: Mapping[str, Task]
     rankings: tuple[Ranking, ...]
-    oddities: Mapping[str, int]
+    warnings: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RewardMeasures:
     num_tied_pairs: int
     num_too_long: int
     too_long: str
-    oddities: Mapping[str, int]
+    warnings: Mapping[str, int]
     calibration: Calibration
     agreement: Share
     ceiling: Interval
@@ -65,7 +65,7 @@ def read_judged(source: str, form: str = AUTO) -> Judgments:
     """
     name = sniff(read_source(source))[0].name if form == AUTO else form
     found: Found = collect_all(format_to_read(name), read_source(source))
-    note_held_back(found)
+    report_excluded(found)
     rankings = tuple(found.rankings)
     if not rankings:
         raise ValueError(f"{source}: {found.report.num_rows} rows, but no valid ranking")
@@ -80,7 +80,7 @@ def heldout_only(judged: Judgments, share: float, seed: int) -> Judgments:
     kept = tuple(ranking for ranking in judged.rankings if is_heldout(ranking.prompt, share, seed))
     if not kept:
         raise ValueError(f"a held-out share of {share} with seed {seed} keeps none of {len(judged.rankings)} rankings")
-    return Judgments(judged.form, judged.tasks, kept, judged.oddities)
+    return Judgments(judged.form, judged.tasks, kept, judged.warnings)
 
 
 def measure_reward_model(
@@ -122,7 +122,7 @@ def measures_of_scores(
         num_tied_pairs=num_tied,
         num_too_long=len(too_long),
         too_long=next(iter(too_long), ""),
-        oddities=judged.oddities,
+        warnings=judged.warnings,
         calibration=calibration(pairs, seed=seed),
         agreement=agreement,
         ceiling=Interval(*(highest_accuracy(value) for value in (agreement.mean, agreement.low, agreement.high))),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from heed.commands.label import tell
+from heed.commands.label import print_warnings
 from stages.progress import StageProgress, console, results_console
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from evaluation.answers import OnProgress
 
 LONGEST_NAME = 80
-ODDITIES = "oddities.jsonl"  # in the comparison's folder: warnings about a file of judgments
+WARNINGS = "warnings.jsonl"  # in the comparison's folder: warnings about a file of judgments
 JUDGES = "people:STORE, gold:JOB.toml, URL#MODEL, URL, FILE.py:FUNCTION or a reward model"
 
 Template = Annotated[Path | None, typer.Option(help="File with the prompt template for a language-model judge.")]
@@ -90,7 +90,7 @@ def compare(
     folder = out or Path("runs") / f"compare-{_called(policies or [verdicts], 'policy')}"
     if verdicts:
         outcome, report = take_verdicts(verdicts, form, folder, category=category, seed=seed)
-        tell(report, folder / ODDITIES if report.oddities else None)
+        print_warnings(report, folder / WARNINGS if report.warnings else None)
     else:
         asking = Asking(cache or _answers(folder), concurrency, timeout, retries, max_failed_share)
         judging = Judging(asking, template, judge_tokens, folder.absolute().name, labelers, seed, open_world)

@@ -1,4 +1,4 @@
-"""Command lines for labels: in and out of a store, and the labeling server."""
+"""`heed label`: import and export labels, sample tasks, serve the labeling pages, manage links."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -14,40 +14,46 @@ from stages.progress import console
 
 if TYPE_CHECKING:
     from labeling.config import LabelingConfig
-    from preferences.choosing import Method
+    from preferences.accounts import Accounts
     from preferences.formats.merging import Found
-    from preferences.formats.parts import Oddity, Report
-    from preferences.people import People
+    from preferences.formats.parts import Report, RowWarning
     from preferences.store import LabelStore
+    from preferences.task_selection import Method
 
-label_app = typer.Typer(no_args_is_help=True, help="Labels: published and own, in and out of the store.")
+label_app = typer.Typer(no_args_is_help=True, help="Collect labels; import and export published and own ones.")
 
-SHOWN_A_KIND = 10  # oddities that are told one by one; a report file has them all
+SHOWN_PER_KIND = 10  # warnings of each kind that are printed; a report file has them all
 STATUS_ROWS = 500
 
-Store = Annotated[str, typer.Option(help="The label store: a file's path, or a database's URL.", show_default=False)]
-LabelToml = Annotated[Path | None, typer.Option(help="TOML: title, instructions, batches, flags; docs/labels.md.")]
-PublicUrl = Annotated[str, typer.Option(help="How people reach the server: https://labels.example.org, say.")]
-Strict = Annotated[bool, typer.Option(help="Refuse the first oddity, instead of reporting it and going on.")]
-ReportFile = Annotated[Path | None, typer.Option("--report", help="Where every oddity goes, as JSONL.")]
+Store = Annotated[str, typer.Option(help="The label store: a file path or a database URL.", show_default=False)]
+LabelToml = Annotated[
+    Path | None, typer.Option(help="TOML file with title, instructions, batches, flags; see docs/labels.md.")
+]
+PublicUrl = Annotated[str, typer.Option(help="The server's address for its users, such as https://labels.example.org.")]
+Strict = Annotated[bool, typer.Option(help="Stop at the first warning instead of reporting it and continuing.")]
+ReportFile = Annotated[Path | None, typer.Option("--report", help="Write every warning to this file, as JSONL.")]
 
 
 @label_app.command("import")
 def import_labels(
-    file: Annotated[str, typer.Argument(help="JSONL, JSON, Parquet (.gz allowed), a data set's folder or a hub id.")],
+    file: Annotated[
+        str, typer.Argument(help="A JSONL, JSON or Parquet file (.gz allowed), a dataset folder or a hub id.")
+    ],
     store: Store = "",
-    batch: Annotated[str, typer.Option(help="The batch that the tasks go to; our own format names them itself.")] = "",
-    form: Annotated[str, typer.Option("--format", help="What the rows are; docs/labels.md lists them.")] = "auto",
-    objective: Annotated[str, typer.Option(help="What was judged by, where the rows do not say: helpful, say.")] = "",
+    batch: Annotated[str, typer.Option(help="The tasks' batch. Rows in Heed's own format name it themselves.")] = "",
+    form: Annotated[str, typer.Option("--format", help="The rows' format; docs/labels.md lists them.")] = "auto",
+    objective: Annotated[
+        str, typer.Option(help="What the labelers judged by, such as helpful, if the rows do not say.")
+    ] = "",
     strict: Strict = False,
     check: Annotated[
-        bool, typer.Option(help="Only read and report, as an import into an empty store, or into --store, would.")
+        bool, typer.Option(help="Read and report without storing, as if importing into --store or an empty store.")
     ] = False,
     report: ReportFile = None,
-    split: Annotated[str, typer.Option(help="Of a data set's folder or a hub id.")] = "train",
-    subset: Annotated[str, typer.Option(help="Of a hub id that has several.")] = "",
+    split: Annotated[str, typer.Option(help="Split of a dataset folder or a hub id.")] = "train",
+    subset: Annotated[str, typer.Option(help="Subset of a hub id that has several.")] = "",
 ) -> None:
-    """Bring judgments into a label store, all of a file or nothing. The same import again changes nothing."""
+    """Import judgments into a label store: all of a file or nothing. Repeating an import changes nothing."""
     from preferences.formats.registry import AUTO, format_to_read, sniff
     from reading.rows import read_source
 
@@ -65,8 +71,8 @@ def import_labels(
     with console.status("reading") as status:
         for found in collect(format_to_read(form), rows, strict=strict, objective=objective):
             if found.report.num_rows % STATUS_ROWS == 0:
-                status.update(f"reading: {found.report.num_rows:,} rows, {len(found.report.oddities):,} oddities")
-    tell(found.report, report)
+                status.update(f"reading: {found.report.num_rows:,} rows, {len(found.report.warnings):,} warnings")
+    print_warnings(found.report, report)
     if not found.tasks:
         raise ValueError(f"{file}: {found.report.num_rows} rows, none of which holds a judgment; see above")
     with console.status("checking" if check else "storing"):
@@ -75,7 +81,7 @@ def import_labels(
 
 
 def _store(file: str, found: "Found", batch: str, store: str, *, only_check: bool) -> None:
-    """Store what was found. A check without a store is one against an empty store, which is thrown away."""
+    """Stores what was found. A check without a store uses an empty temporary one."""
     from sqlalchemy.exc import DBAPIError
 
     from preferences.database import store_file
@@ -85,25 +91,27 @@ def _store(file: str, found: "Found", batch: str, store: str, *, only_check: boo
     with ExitStack() as stack:
         if only_check and (not store or (path is not None and not path.exists())):
             store = str(Path(stack.enter_context(TemporaryDirectory(prefix="heed-check-"))) / "empty.sqlite")
-            if not all(found.batches.values()):  # the rows name none, and none is asked for before there is a store
+            if not all(found.batches.values()):  # a check needs no --batch, even if the rows name none
                 batch = batch or "check"
         opened = stack.enter_context(open_store(store))
         try:
             store_found(opened, found, batch, only_check=only_check)
-        except DBAPIError as error:  # a full disk, a server that went away, a lock that others keep
+        except DBAPIError as error:  # a full disk, a server that went away, a lock that somebody else holds
             raise ValueError(f"{file}: the database stored nothing of it: {error.orig}") from error
 
 
 @label_app.command("export")
 def export_labels(
-    out: Annotated[Path, typer.Option(help="A new .jsonl, .json (also .gz) or .parquet file, or a folder.")],
+    out: Annotated[Path, typer.Option(help="A new .jsonl, .json (.gz allowed) or .parquet file, or a new folder.")],
     store: Store,
-    form: Annotated[str, typer.Option("--format", help="docs/labels.md lists them; heed loses nothing.")] = "heed",
-    batch: Annotated[str, typer.Option(help="This batch alone.")] = "",
+    form: Annotated[
+        str, typer.Option("--format", help="The output format; docs/labels.md lists them. `heed` loses nothing.")
+    ] = "heed",
+    batch: Annotated[str, typer.Option(help="Export only this batch.")] = "",
     strict: Strict = False,
     report: ReportFile = None,
 ) -> None:
-    """Write judgments out of a label store."""
+    """Export judgments from a label store."""
     from preferences.database import require_store
     from preferences.formats.exchange import export
     from preferences.formats.registry import format_to_write
@@ -111,57 +119,61 @@ def export_labels(
     chosen = format_to_write(form)
     require_store(store)
     with open_store(store) as opened, console.status("writing"):
-        told, num_rows = export(opened, chosen, out, batch=batch, strict=strict)
-    tell(told, report)
+        found, num_rows = export(opened, chosen, out, batch=batch, strict=strict)
+    print_warnings(found, report)
     typer.echo(f"{num_rows:,} rows of {chosen.name} ({chosen.description}) in {out}")
 
 
 @label_app.command("sample")
 def sample_for_labelers(
-    policies: Annotated[list[Path], typer.Argument(help="Model directories; all of them answer every prompt.")],
+    policies: Annotated[list[Path], typer.Argument(help="Model directories. Every policy answers every prompt.")],
     prompts: Annotated[str, typer.Option(help="Rows with prompt_id and messages that end with a user's turn.")],
     store: Store,
     batch: Annotated[str, typer.Option(help="The batch that the tasks go to.")],
-    responses: Annotated[int, typer.Option(help="In a task, 2 to 9.")] = 4,
-    samples: Annotated[int, typer.Option(min=1, help="Drawn of every policy for every prompt.")] = 4,
+    responses: Annotated[int, typer.Option(help="Responses per task, 2 to 9.")] = 4,
+    samples: Annotated[int, typer.Option(min=1, help="Samples per policy and prompt.")] = 4,
     tasks_per_prompt: Annotated[int, typer.Option(min=1)] = 1,
-    judge: Annotated[list[Path] | None, typer.Option(help="A reward model that chooses what is uncertain.")] = None,
+    judge: Annotated[
+        list[Path] | None, typer.Option(help="A reward model that selects uncertain comparisons; may repeat.")
+    ] = None,
     weight: Weights = None,
-    evaluation_share: Annotated[float, typer.Option(help="Of the prompts, chosen uniformly in any case.")] = 0.1,
-    labelers: Annotated[int, typer.Option(min=1, help="How many are to judge each task.")] = 1,
+    evaluation_share: Annotated[
+        float, typer.Option(help="Share of the prompts whose tasks are always selected uniformly, for evaluation.")
+    ] = 0.1,
+    labelers: Annotated[int, typer.Option(min=1, help="How many labelers judge each task.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.01)] = 1.0,
     seed: int = 0,
 ) -> None:
-    """Put samples of policies before labelers. With reward models (--judge), those that they are least sure of."""
-    from collect.label_sampling import Choosing, sample_tasks
+    """Sample policies and make labeling tasks, with --judge those that reward models are least certain about."""
+    from collect.label_sampling import TaskSelection, sample_tasks
     from training.data import DataConfig, read_prompts
 
-    asked = read_prompts(DataConfig(source=prompts))
+    read = read_prompts(DataConfig(source=prompts))
     if weight and not judge:
-        raise ValueError("--weight is of a --judge's objectives, and none is given")
+        raise ValueError("--weight sets the weight of a --judge's objective, but no --judge is given")
     method: Method = "uncertainty" if judge else "uniform"
-    choosing = Choosing(batch, method, responses, tasks_per_prompt, evaluation_share, seed)
-    with console.status(f"sampling {len(policies)} x {samples} responses to {len(asked):,} prompts"):
+    selection = TaskSelection(batch, method, responses, tasks_per_prompt, evaluation_share, seed)
+    with console.status(f"sampling {len(policies)} x {samples} responses to {len(read):,} prompts"):
         tasks = sample_tasks(
             policies,
             judge or [],
-            asked,
-            choosing,
+            read,
+            selection,
             num_samples=samples,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             weights=read_weights(weight),
         )
     if not tasks:
-        raise ValueError(f"{prompts}: no prompt has {responses} different responses; more --samples may give them")
+        raise ValueError(f"{prompts}: no prompt has {responses} different responses; try more --samples")
     with open_store(store) as opened:
         opened.add_tasks(tasks, batch=batch, num_labelers=labelers)
     judged = len({task.prompt for task in tasks})
-    typer.echo(f"{len(tasks):,} tasks of {judged:,} prompts, chosen by {method}; in batch {batch!r} of {store}")
-    if judged < len(asked):
+    typer.echo(f"{len(tasks):,} tasks of {judged:,} prompts, selected by {method}; in batch {batch!r} of {store}")
+    if judged < len(read):
         typer.echo(
-            f"{len(asked) - judged:,} of {len(asked):,} prompts are left out: the policies gave fewer than {responses}"
+            f"{len(read) - judged:,} of {len(read):,} prompts are left out: the policies gave fewer than {responses}"
             " different responses to each"
         )
 
@@ -171,40 +183,40 @@ def serve_labels(
     store: Store,
     config: LabelToml = None,
     host: Annotated[
-        str, typer.Option(help="Where to listen. Beyond this machine, put a TLS proxy before it.")
+        str, typer.Option(help="Address to listen on. For users on other machines, put a TLS proxy in front.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65_535)] = 8100,
     public_url: PublicUrl = "",
     trusted_proxy: Annotated[
         list[str] | None,
-        typer.Option(help="Address or network of a proxy whose X-Forwarded headers are believed; may repeat."),
+        typer.Option(help="Address or network of a proxy whose X-Forwarded headers are trusted; may repeat."),
     ] = None,
     trusted_host: Annotated[
-        list[str] | None, typer.Option(help="A further name that the server answers to; may repeat.")
+        list[str] | None, typer.Option(help="Another host name that the server accepts; may repeat.")
     ] = None,
 ) -> None:
-    """Serve the labeling page and its API. Where nobody leads yet, it prints a one-time link for a lead."""
+    """Serve the labeling pages and their API. If there is no lead yet, print a one-time link for one."""
     from labeling.serve import serve
 
-    told = _labeling_config(config, public_url, trusted_proxy or [], trusted_host or [])
-    serve(store, told, host=host, port=port, announce=typer.echo)
+    merged = _labeling_config(config, public_url, trusted_proxy or [], trusted_host or [])
+    serve(store, merged, host=host, port=port, announce=typer.echo)
 
 
 @label_app.command("invite")
 def invite_labeler(
-    name: Annotated[str, typer.Argument(help="It stands next to the judgments.")],
+    name: Annotated[str, typer.Argument(help="The account's name. Exports show it with each judgment.")],
     store: Store,
-    lead: Annotated[bool, typer.Option("--lead", help="Somebody who leads, instead of a labeler.")] = False,
+    lead: Annotated[bool, typer.Option("--lead", help="Invite a lead instead of a labeler.")] = False,
     config: LabelToml = None,
     public_url: PublicUrl = "",
 ) -> None:
-    """Make a one-time link for somebody new, or for somebody who lost their key. An older link of theirs is void."""
+    """Make a one-time link for somebody new, or for somebody who lost their key. It voids an older link."""
     server = _labeling_config(config, public_url, [], []).server
-    with _people(store) as people:
-        link = server.link(people.invite(name, "lead" if lead else "labeler"))
-    typer.echo(f"Send this to {name}. It opens once, within a week, and shows the key to sign in with:\n{link}")
+    with _people(store) as accounts:
+        link = server.link(accounts.invite(name, "lead" if lead else "labeler"))
+    typer.echo(f"Send this link to {name}. It works once, within a week, and shows the key to sign in with:\n{link}")
     if not server.public_url:
-        console.print("The address is that of a server on this machine; --public-url says another.", markup=False)
+        console.print("It points to a server on this machine; use --public-url for another address.", markup=False)
 
 
 @label_app.command("links")
@@ -212,45 +224,45 @@ def list_links(store: Store) -> None:
     """List one-time links that nobody has used yet."""
     from datetime import UTC, datetime
 
-    with _people(store) as people:
-        links = people.links()
+    with _people(store) as accounts:
+        links = accounts.links()
     for link in links:
         until = datetime.fromtimestamp(link.expires_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
         typer.echo(f"{link.name}: {link.role}, until {until}, invited by {link.invited_by or 'unknown'}")
     if not links:
-        console.print("no link is waiting to be used")
+        console.print("there are no unused links")
 
 
 @label_app.command("revoke")
-def revoke_link(name: Annotated[str, typer.Argument(help="Whose one-time link.")], store: Store) -> None:
-    """Void the one-time link of somebody who has not used it. An account is closed on the page of people."""
-    with _people(store) as people:
-        people.revoke(name)
+def revoke_link(name: Annotated[str, typer.Argument(help="The name that the link is for.")], store: Store) -> None:
+    """Void an unused one-time link. To close an account, use the People page."""
+    with _people(store) as accounts:
+        accounts.revoke(name)
     typer.echo(f"the link of {name} no longer works")
 
 
 @contextmanager
-def _people(store: str) -> "Iterator[People]":
+def _people(store: str) -> "Iterator[Accounts]":
+    from preferences.accounts import Accounts
     from preferences.database import require_store
-    from preferences.people import People
 
     require_store(store)
-    people = People(store)
+    accounts = Accounts(store)
     try:
-        yield people
+        yield accounts
     finally:
-        people.close()
+        accounts.close()
 
 
 def _labeling_config(
     path: Path | None, public_url: str, proxies: Sequence[str], hosts: Sequence[str]
 ) -> "LabelingConfig":
-    """The file's configuration with what the command line says of the server instead."""
+    """Returns the file's configuration, with the server options of the command line."""
     from labeling.config import LabelingConfig
 
-    told = LabelingConfig.load(path) if path is not None else LabelingConfig()
+    config = LabelingConfig.load(path) if path is not None else LabelingConfig()
     options = {"public_url": public_url, "trusted_proxies": tuple(proxies), "trusted_hosts": tuple(hosts)}
-    return told.with_server({name: value for name, value in options.items() if value})
+    return config.with_server({name: value for name, value in options.items() if value})
 
 
 def open_store(url_or_path: str) -> "LabelStore":
@@ -259,29 +271,29 @@ def open_store(url_or_path: str) -> "LabelStore":
     return LabelStore(url_or_path)
 
 
-def tell(report: "Report", path: Path | None) -> None:
-    """Oddities: counted by kind, the first of each one by one; all of them in the report file."""
-    by_kind: dict[str, list[Oddity]] = {}
-    for oddity in report.oddities:
-        by_kind.setdefault(oddity.kind, []).append(oddity)
+def print_warnings(report: "Report", path: Path | None) -> None:
+    """Prints the number of warnings of each kind and the first few; writes all of them to the report file."""
+    by_kind: dict[str, list[RowWarning]] = {}
+    for warning in report.warnings:
+        by_kind.setdefault(warning.kind, []).append(warning)
     for kind, count in report.counts().items():
         console.print(f"{kind}: {count:,}", style="bold", markup=False)
-        for oddity in by_kind[kind][:SHOWN_A_KIND]:
-            console.print(f"  {oddity.where}: {oddity.found}; {oddity.done}", markup=False)
-        if count > SHOWN_A_KIND:
-            console.print(f"  and {count - SHOWN_A_KIND:,} more" + ("" if path else " (--report FILE has them all)"))
+        for warning in by_kind[kind][:SHOWN_PER_KIND]:
+            console.print(f"  {warning.where}: {warning.found}; {warning.done}", markup=False)
+        if count > SHOWN_PER_KIND:
+            rest = f"  and {count - SHOWN_PER_KIND:,} more"
+            console.print(rest + ("" if path else " (use --report FILE for all of them)"))
     if path is not None:
-        path.write_text("".join(json.dumps(vars(oddity)) + "\n" for oddity in report.oddities), encoding="utf-8")
-        console.print(f"{len(report.oddities):,} oddities in {path}", markup=False)
+        path.write_text("".join(json.dumps(vars(warning)) + "\n" for warning in report.warnings), encoding="utf-8")
+        console.print(f"{len(report.warnings):,} warnings in {path}", markup=False)
 
 
 def _summary(found: "Found", done: str) -> str:
-    labelers = {act.labeler for act in found.judgments}
-    told = found.report
+    labelers = {judgment.labeler for judgment in found.judgments}
     lines = [
-        f"{told.num_rows:,} rows: {len(found.tasks):,} tasks, {len(found.judgments):,} judgments of"
+        f"{found.report.num_rows:,} rows: {len(found.tasks):,} tasks, {len(found.judgments):,} judgments by"
         f" {_names(sorted(labelers))}; {done}",
-        *(f"  {count:>7,}  {kind}" for kind, count in told.counts().items()),
+        *(f"  {count:>7,}  {kind}" for kind, count in found.report.counts().items()),
     ]
     return "\n".join(lines)
 

@@ -80,7 +80,7 @@ def reward_tables(found: RewardMeasures) -> list[RenderableType]:
     left_out = [f"{found.num_tied_pairs:,} pairs that a labeler tied"] if found.num_tied_pairs else []
     if found.num_too_long:
         left_out.append(f"{found.num_too_long:,} tasks too long for the model, first {found.too_long!r}")
-    left_out += [f"{count:,} x {kind}" for kind, count in found.oddities.items()]
+    left_out += [f"{count:,} x {kind}" for kind, count in found.warnings.items()]
     return [*tables, f"left out or unusual: {'; '.join(left_out)}"] if left_out else tables
 
 

@@ -1,7 +1,7 @@
-// Shortcuts for those who want them; every page works without this file.
+// Keyboard shortcuts and drafts. Every page works without this file.
 "use strict";
 
-// What was typed into a task's form outlives a reload, the Back button and a server that is away: in this tab alone, and
+// What was typed into a task's form survives a reload, the Back button and an unreachable server: only in this tab, and
 // until another task is shown. A form that the server has filled in is left as it is.
 function keepDraft() {
   const form = document.getElementById("answer");

@@ -29,11 +29,11 @@ def store_found(store: LabelStore, found: Found, batch: str, *, only_check: bool
     for task_id, task in found.tasks.items():
         name = batch or found.batches[task_id]
         if not name:
-            where = named(found.places, task_id)
+            where = named(found.locations, task_id)
             raise ValueError(f"{where} comes without a batch; a name for one was expected (--batch)")
         by_batch.setdefault(name, []).append(task)
     coming = [Import(name, tasks, *_of_tasks(found, tasks)) for name, tasks in by_batch.items()]
-    store.import_all(coming, files=found.places, only_check=only_check)
+    store.import_all(coming, files=found.locations, only_check=only_check)
 
 
 def _of_tasks(found: Found, tasks: Sequence[Task]) -> tuple[list[int], list[Judgment]]:

@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from preferences.current import current_judgments, ranking_of, why_excluded
 from preferences.formats.parts import UNKNOWN, Format, Judged, Report, Row, Vote
 from preferences.records import MAX_LABELERS, Judgment, Ranking, Task
-from preferences.rows import NOWHERE, named
-from preferences.standing import held_back, ranking_of, standing
+from preferences.rows import NO_LOCATIONS, named
 from reading.fields import shown
 
 UNFORESEEN = "not readable as"  # what the reader of a format ran into without foreseeing it
@@ -26,7 +26,7 @@ class Found:
     batches: dict[str, str] = field(default_factory=dict)
     quotas: dict[str, int] = field(default_factory=dict)
     acts: dict[str, dict[str, list[Judgment]]] = field(default_factory=dict)  # task id -> labeler -> acts in order
-    places: dict[tuple[str, str, int], str] = field(default_factory=dict)
+    locations: dict[tuple[str, str, int], str] = field(default_factory=dict)
 
     @property
     def judgments(self) -> list[Judgment]:
@@ -34,8 +34,8 @@ class Found:
 
     @property
     def rankings(self) -> list[Ranking]:
-        """Those that stand and are training data; `note_held_back` counts the others."""
-        return [ranking for _, ranking in standing_rankings(self.tasks.values(), self.judgments, Report())]
+        """Those that stand and are training data; `report_excluded` counts the others."""
+        return [ranking for _, ranking in final_rankings(self.tasks.values(), self.judgments, Report())]
 
 
 def collect(
@@ -45,18 +45,18 @@ def collect(
 
     The same judgment of one labeler in two rows counts once; another one of a labeler whose name is known is a
     revision; another one of an unknown labeler is somebody else's. Errors: ValueError naming file, line and field, or,
-    of a strict import, the first oddity.
+    of a strict import, the first warning.
     """
     found = Found(Report(strict=strict))
     yield found
     for where, row in rows:
         found.report.num_rows += 1
-        num_before = len(found.report.oddities)
+        num_before = len(found.report.warnings)
         judged = _read(form, where, row, found.report, objective)
         for one in judged:
             _merge(found, one, form.name)
-        told = len(found.report.oddities) > num_before
-        assert judged or told, f"{where}: the row left neither a task nor an oddity"
+        told = len(found.report.warnings) > num_before
+        assert judged or told, f"{where}: the row left neither a task nor an warning"
         yield found
 
 
@@ -83,28 +83,30 @@ def _merge(found: Found, judged: Judged, name: str) -> None:
     task, task_id = judged.task, judged.task.task_id
     is_known = task_id in found.tasks
     if is_known:
-        _compare(found, judged, found.places[task_id, "", 0])
+        _compare(found, judged, found.locations[task_id, "", 0])
     else:
         found.tasks[task_id], found.batches[task_id] = task, judged.batch
-        found.places[task_id, "", 0] = judged.where
+        found.locations[task_id, "", 0] = judged.where
     by_labeler = found.acts.setdefault(task_id, {})
     for vote in judged.votes:
         act = _add_vote(by_labeler, task_id, vote, name, judged.where, found.report)
-        found.places.setdefault((task_id, act.labeler, act.revision), judged.where)
+        found.locations.setdefault((task_id, act.labeler, act.revision), judged.where)
     for act in judged.whole:
         _add_act(by_labeler.setdefault(act.labeler, []), act, judged.where, found.report)
-        found.places.setdefault((task_id, act.labeler, act.revision), judged.where)
+        found.locations.setdefault((task_id, act.labeler, act.revision), judged.where)
     if is_known and not judged.votes and not judged.whole:
         found.report.add("row seen twice", judged.where, "the task is there already, and nobody judged it", "left out")
     if len(by_labeler) > MAX_LABELERS:
-        raise ValueError(f"{judged.where}: {named(NOWHERE, task_id)}: judged by more than {MAX_LABELERS:,} labelers")
+        raise ValueError(
+            f"{judged.where}: {named(NO_LOCATIONS, task_id)}: judged by more than {MAX_LABELERS:,} labelers"
+        )
     found.quotas[task_id] = judged.num_labelers or max(len(by_labeler), 1)
 
 
 def _compare(found: Found, judged: Judged, first: str) -> None:
     """Errors: ValueError where two rows give one id to different prompts or responses, or contradict each other."""
     known, task = found.tasks[judged.task.task_id], judged.task
-    where = named(NOWHERE, task.task_id)
+    where = named(NO_LOCATIONS, task.task_id)
     told = {"batch": judged.batch, "num_labelers": judged.num_labelers or found.quotas[task.task_id]}
     before = {"batch": found.batches[task.task_id], "num_labelers": found.quotas[task.task_id]}
     for name in ("gold_ranks", "repeat_of"):
@@ -182,51 +184,51 @@ def _add_act(acts: list[Judgment], act: Judgment, where: str, report: Report) ->
         report.add("row seen twice", where, f"revision {act.revision} of {act.labeler}", "counted once")
     else:
         raise ValueError(
-            f"{where}: {named(NOWHERE, act.task_id, act.labeler)}: revision {act.revision} is there twice and"
+            f"{where}: {named(NO_LOCATIONS, act.task_id, act.labeler)}: revision {act.revision} is there twice and"
             " differs; one judgment a revision was expected"
         )
 
 
-def standing_rankings(
+def final_rankings(
     tasks: Iterable[Task], judgments: Iterable[Judgment], report: Report
 ) -> Iterator[tuple[Task, Ranking]]:
     """The rankings that stand and are training data, in the order of the tasks.
 
-    What does not stand is reported, and what is held back (`preferences.standing.held_back`).
+    What does not stand is reported, and what is held back (`preferences.current.why_excluded`).
     """
-    stands = standing(judgments)
+    stands = current_judgments(judgments)
     for act in stands.replaced:
-        _say_fallen(report, act, "superseded", "was revised")
+        _report_not_current(report, act, "superseded", "was revised")
     for act in (*stands.skips, *stands.undos):
-        _say_fallen(report, act, act.kind, act.note)
+        _report_not_current(report, act, act.kind, act.note)
     settled: dict[str, list[Judgment]] = {}
-    for act in stands.settled:
+    for act in stands.final:
         settled.setdefault(act.task_id, []).append(act)
     for act in stands.answers:
         if act not in settled[act.task_id]:
-            _say_fallen(report, act, "superseded", "the task was adjudicated")
+            _report_not_current(report, act, "superseded", "the task was adjudicated")
     for task in tasks:
-        why = held_back(task)
+        why = why_excluded(task)
         for act in settled.get(task.task_id, []):
             if why:
-                _say_held_back(report, act, why)
+                _report_excluded(report, act, why)
             else:
                 yield task, ranking_of(task, act)
 
 
-def note_held_back(found: Found) -> None:
+def report_excluded(found: Found) -> None:
     """Report, of an import that is trained on, the judgments that are left out because they measure labelers."""
-    kept = {task_id: held_back(task) for task_id, task in found.tasks.items()}
-    for act in standing(found.judgments).settled:
+    kept = {task_id: why_excluded(task) for task_id, task in found.tasks.items()}
+    for act in current_judgments(found.judgments).final:
         if kept[act.task_id]:
-            _say_held_back(found.report, act, kept[act.task_id])
+            _report_excluded(found.report, act, kept[act.task_id])
 
 
-def _say_held_back(report: Report, act: Judgment, why: str) -> None:
+def _report_excluded(report: Report, act: Judgment, why: str) -> None:
     where = f"task {act.task_id!r}, labeler {act.labeler!r}"
     report.add(why, where, "it measures labelers and is no training data", "left out")
 
 
-def _say_fallen(report: Report, act: Judgment, kind: str, why: str) -> None:
+def _report_not_current(report: Report, act: Judgment, kind: str, why: str) -> None:
     where = f"task {act.task_id!r}, labeler {act.labeler!r}"
     report.add(kind, where, f"{act.kind} {act.revision}: {why or 'no reason given'}", "no ranking of it stands")

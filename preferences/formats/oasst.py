@@ -44,9 +44,9 @@ def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judge
         "message_tree_id": text_field(where, row, "message_tree_id"),
         "tree_state": optional_text(where, row, "tree_state") or None,
     }
-    num_before = len(report.oddities)
+    num_before = len(report.warnings)
     judged = list(_walk(where, object_field(where, row, "prompt"), (), tree, report, objective))
-    if not judged and len(report.oddities) == num_before:
+    if not judged and len(report.warnings) == num_before:
         report.add("nothing to rank", where, "no reply of the tree has siblings", "left out")
     yield from judged
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from preferences.formats.merging import standing_rankings
+from preferences.formats.merging import final_rankings
 from preferences.formats.parts import UNKNOWN, Judged, Report, Row, Vote, as_messages, as_turns
 from preferences.records import (
     MAX_LABELERS,
@@ -170,7 +170,7 @@ def write_rankings(
     stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
 ) -> Iterator[dict[str, Any]]:
     """One row a ranking that stands."""
-    for _, ranking in standing_rankings([one.task for one in stored], judgments, report):
+    for _, ranking in final_rankings([one.task for one in stored], judgments, report):
         yield ranking_row(ranking)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from preferences.formats.merging import standing_rankings
+from preferences.formats.merging import final_rankings
 from preferences.formats.parts import Report
 from preferences.records import Judgment, Ranking, Task
 from preferences.results import StoredTask
@@ -38,7 +38,7 @@ class Pair:
 
 def all_pairs(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[Pair]:
     """Every pair of every standing ranking, ties in canonical order."""
-    for task, ranking in standing_rankings([one.task for one in stored], judgments, report):
+    for task, ranking in final_rankings([one.task for one in stored], judgments, report):
         for first, second in combinations(range(len(task.responses)), 2):
             swapped = ranking.ranks[first] > ranking.ranks[second]
             yield Pair(task, ranking, *((second, first) if swapped else (first, second)))

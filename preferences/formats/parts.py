@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Oddity:
+class RowWarning:
     """Something that a sound row would not have: `where` (file and line), what was found, what was done about it."""
 
     kind: str
@@ -36,23 +36,23 @@ class Oddity:
 
 
 class Report:
-    """What an import or an export met, row by row. A strict one refuses the first oddity."""
+    """What an import or an export met, row by row. A strict one refuses the first warning."""
 
     def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
         self.num_rows = 0
-        self.oddities: list[Oddity] = []
+        self.warnings: list[RowWarning] = []
 
     def add(self, kind: str, where: str, found: str, done: str) -> None:
-        """Errors: ValueError with the oddity, of a strict report."""
-        oddity = Oddity(kind, where, found, done)
+        """Errors: ValueError with the warning, of a strict report."""
+        warning = RowWarning(kind, where, found, done)
         if self.strict:
             raise ValueError(f"{where}: {kind}: {found}; with --strict that is refused (else: {done})")
-        self.oddities.append(oddity)
+        self.warnings.append(warning)
 
     def counts(self) -> dict[str, int]:
         """Oddities by kind, the most frequent first."""
-        return dict(Counter(oddity.kind for oddity in self.oddities).most_common())
+        return dict(Counter(warning.kind for warning in self.warnings).most_common())
 
 
 @dataclass(frozen=True)

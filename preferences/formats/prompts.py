@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from preferences.formats.merging import standing_rankings
+from preferences.current import why_excluded
+from preferences.formats.merging import final_rankings
 from preferences.formats.parts import Report, as_turns, is_sound_prompt
 from preferences.records import Judgment
 from preferences.results import StoredTask
-from preferences.standing import held_back
 
 
 def write_demonstrations(
@@ -15,7 +15,7 @@ def write_demonstrations(
 ) -> Iterator[dict[str, Any]]:
     """{"messages"}: of each task the response that its first standing ranking puts alone at the top."""
     told = set[str]()
-    for task, ranking in standing_rankings([one.task for one in stored], judgments, report):
+    for task, ranking in final_rankings([one.task for one in stored], judgments, report):
         where = f"task {task.task_id!r}, labeler {ranking.labeler!r}"
         best = [response for response, rank in zip(task.responses, ranking.ranks, strict=True) if rank == 1]
         if task.task_id in told:
@@ -35,7 +35,7 @@ def write_prompts(
     told = set[tuple[Any, ...]]()
     for one in stored:
         task = one.task
-        if why := held_back(task):
+        if why := why_excluded(task):
             report.add(why, f"task {task.task_id!r}", "it measures labelers and is no training data", "left out")
         elif task.prompt not in told and is_sound_prompt(f"task {task.task_id!r}", task.prompt, report):
             told.add(task.prompt)

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from preferences.current import CurrentJudgments
 from preferences.records import Judgment
-from preferences.standing import Standing
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class LabelerCount:
     last_at: float
 
 
-def labeler_counts(judgments: Sequence[Judgment], stands: Standing) -> tuple[LabelerCount, ...]:
+def labeler_counts(judgments: Sequence[Judgment], stands: CurrentJudgments) -> tuple[LabelerCount, ...]:
     """What each labeler did, by name; `stands` is what stands of the judgments."""
     answers = Counter(answer.labeler for answer in stands.answers)
     skips = Counter(skip.labeler for skip in stands.skips)

@@ -15,9 +15,9 @@ from html import escape
 import numpy as np
 
 from intervals.estimates import Interval, Share
+from preferences.current import current_judgments
 from preferences.records import Judgment
-from preferences.standing import standing
-from preferences.statistics.quality import PlaceRanks
+from preferences.statistics.quality import PositionRanks
 from preferences.statistics.summary import LabelerReport
 
 WIDTH = 480.0  # all lengths are in CSS pixels at the natural size
@@ -57,7 +57,7 @@ class Frame:
 
 def progress_plot(judgments: Sequence[Judgment], *, num_wanted: int) -> str:
     """Answers that stand, over time, by when they were given; `num_wanted` is where all tasks are done."""
-    times = np.sort([answer.created_at for answer in standing(judgments).answers])
+    times = np.sort([answer.created_at for answer in current_judgments(judgments).answers])
     if len(times) == 0:
         return ""
     start, end = float(times[0]), max(float(times[-1]), float(times[0]) + 60)
@@ -106,7 +106,7 @@ def share_plot(rows: Sequence[tuple[str, Share]], *, name: str, title: str, chan
     return _svg(name, title, f"{spoken}.{by_chance}", frame.bottom + 26, marks)
 
 
-def places_plot(places: PlaceRanks) -> str:
+def positions_plot(places: PositionRanks) -> str:
     """The mean rank by place shown, best on top, and what it is without bias."""
     k = places.num_responses
     frame = Frame(52, 14, WIDTH - 16, 190, (0.5, k + 0.5), (k, 1))

@@ -22,7 +22,7 @@ Verdict = Literal["passed", "failed", "not yet"]
 
 
 @dataclass(frozen=True)
-class PlaceRanks:
+class PositionRanks:
     """Of tasks with K responses, the mean rank by place shown, first to last; ties share the mean of their ranks.
 
     Lower is better. Where order is random and labelers have no bias, all are (K + 1)/2.
@@ -137,7 +137,7 @@ def shown_first(panel: Panel) -> tuple[Share, list[Share]]:
     return overall, by_labeler
 
 
-def ranks_by_place(panel: Panel) -> tuple[PlaceRanks, ...]:
+def ranks_by_position(panel: Panel) -> tuple[PositionRanks, ...]:
     """Mean ranks by place shown, for each number of responses that a task has."""
     signs_JP, width = _signs_as_shown(panel), panel.ranks_JK.shape[1]
     prompt_J = panel.prompt_T[panel.task_J]
@@ -150,7 +150,7 @@ def ranks_by_place(panel: Panel) -> tuple[PlaceRanks, ...]:
     for num_responses in np.unique(panel.responses_J):
         rows = panel.responses_J == num_responses
         means = tuple(clustered_mean(midranks_JK[rows, place], prompt_J[rows]) for place in range(num_responses))
-        found.append(PlaceRanks(int(num_responses), int(rows.sum()), means))
+        found.append(PositionRanks(int(num_responses), int(rows.sum()), means))
     return tuple(found)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from files.records import as_json
 from intervals.estimates import Share
+from preferences.current import current_judgments
 from preferences.records import Judgment, Task
-from preferences.standing import standing
 from preferences.statistics.agreement import share_of_tasks
 from preferences.statistics.alpha import Alpha, ranking_alpha, rating_alpha
 from preferences.statistics.counts import LabelerCount, labeler_counts
@@ -34,11 +34,11 @@ from preferences.statistics.habits import (
 )  # fmt: skip
 from preferences.statistics.panel import Panel, count_pairs, pair_signs
 from preferences.statistics.quality import (
-    PlaceRanks,
+    PositionRanks,
     agreement_counts,
     agreement_with_others,
     gold_accuracy,
-    ranks_by_place,
+    ranks_by_position,
     self_agreement,
     shown_first,
 )  # fmt: skip
@@ -75,7 +75,7 @@ class LabelReport:
     alpha: Alpha
     rating_alpha: Alpha
     shown_first: Share
-    ranks_by_place: tuple[PlaceRanks, ...]
+    ranks_by_position: tuple[PositionRanks, ...]
     labelers: tuple[LabelerReport, ...]
     disagreements: tuple[Disagreement, ...]  # most first
     fast_answers: tuple[FastAnswer, ...]  # fastest first
@@ -97,7 +97,7 @@ def summary(
 
     Raises ValueError, naming the task, for judgments that fit no task, or twice the same revision.
     """
-    stands = standing(judgments)
+    stands = current_judgments(judgments)
     counts = labeler_counts(judgments, stands)
     panel = Panel.of(tasks, stands.answers, [count.labeler for count in counts])
     ordinary = panel.of_tasks(np.array([not task.gold_ranks and not task.repeat_of for task in tasks], dtype=bool))
@@ -117,7 +117,7 @@ def summary(
         alpha=ranking_alpha(count_pairs(ordinary, pair_signs(ordinary.ranks_JK)), panel.prompt_T, seed=seed),
         rating_alpha=rating_alpha(ordinary, seed=seed),
         shown_first=first,
-        ranks_by_place=ranks_by_place(panel),
+        ranks_by_position=ranks_by_position(panel),
         labelers=_labelers(panel, ordinary, counts, stands.skips, first_by_labeler, pace_by_labeler),
         disagreements=disagreements(ordinary, stands.adjudications, limit=NUM_LISTED),
         fast_answers=fast_answers(panel, words_J, rate_J, limit=NUM_LISTED, threshold=too_fast_words_per_minute),

@@ -1,14 +1,12 @@
 """`heed label sample`: responses of policies become tasks that labelers can be given."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from heed.cli import main
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, initialise
 from lm.tokenizer import Tokenizer
@@ -16,18 +14,6 @@ from lm.weights import load_scalar_model, save_model
 from preferences.store import LabelStore
 
 Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def heed_label(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["heed", "label", "sample", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        said = capsys.readouterr()
-        return int(caught.value.code or 0), said.out, said.err
-
-    return call
 
 
 @pytest.fixture
@@ -46,14 +32,14 @@ def folder(tmp_path: Path, tiny_config: ModelConfig, tokenizer: Tokenizer) -> Pa
 
 
 def arguments(folder: Path, *more: str) -> list[str]:
-    given = [str(folder / "one"), str(folder / "two"), "--prompts", str(folder / "prompts.jsonl")]
+    given = ["sample", str(folder / "one"), str(folder / "two"), "--prompts", str(folder / "prompts.jsonl")]
     return [*given, "--store", str(folder / "labels.sqlite"), "--batch", "b", "--max-response-tokens", "6", *more]
 
 
 def test_samples_of_two_policies_are_put_before_labelers(folder: Path, heed_label: Call) -> None:
     for _ in range(2):  # the same again changes nothing
         code, said, _ = heed_label(*arguments(folder, "--responses", "3", "--samples", "2", "--labelers", "2"))
-        assert (code, said.split(";")[0]) == (0, "6 tasks of 6 prompts, chosen by uniform")
+        assert (code, said.split(";")[0]) == (0, "6 tasks of 6 prompts, selected by uniform")
     with LabelStore(folder / "labels.sqlite") as store:
         stored = store.tasks("b")
         lease = store.lease("ann", seconds=60, batch="b")
@@ -68,7 +54,7 @@ def test_samples_of_two_policies_are_put_before_labelers(folder: Path, heed_labe
 def test_reward_models_choose_what_they_are_unsure_of(folder: Path, heed_label: Call) -> None:
     judged = ("--judge", str(folder / "judge"), "--evaluation-share", "0.5", "--responses", "2", "--samples", "3")
     code, said, _ = heed_label(*arguments(folder, *judged))
-    assert (code, "chosen by uncertainty" in said) == (0, True)
+    assert (code, "selected by uncertainty" in said) == (0, True)
     with LabelStore(folder / "labels.sqlite") as store:
         details = [one.task.details for one in store.tasks("b")]
     assert {(told["slice"], told["method"]) for told in details} == {
@@ -106,7 +92,7 @@ def test_a_judge_of_several_objectives_is_given_their_weights(
         code, _, err = heed_label(*arguments(folder, "--judge", str(folder / "several"), *weights))
         assert (code, words in " ".join(err.split())) == (2, True), err
     code, _, err = heed_label(*arguments(folder, "--weight", "kind=1"))
-    assert (code, "--weight is of a --judge's objectives, and none is given" in err) == (2, True)
+    assert (code, "--weight sets the weight of a --judge's objective, but no --judge is given" in err) == (2, True)
 
 
 def test_refusals(folder: Path, heed_label: Call) -> None:

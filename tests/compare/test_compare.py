@@ -99,11 +99,11 @@ def test_verdicts_made_elsewhere(place: Path, heed_main: Call, settings_of: Sett
     command = ("compare", "--verdicts", str(place / "annotations.json"), "--out", str(place / "out"))
     code, said = heed_main(*command)
     assert (code, "no preference: 1" in said) == (0, True)
-    (oddity,) = (place / "out" / "oddities.jsonl").read_text().splitlines()
-    assert json.loads(oddity)["kind"] == "no preference"
+    (warning,) = (place / "out" / "warnings.jsonl").read_text().splitlines()
+    assert json.loads(warning)["kind"] == "no preference"
     settings = settings_of(place / "out")
     assert [policy["name"] for policy in settings["policies"]] == ["new", "old"]
-    assert (settings["verdicts"]["format"], settings["verdicts"]["oddities"]) == ("alpacaeval", {"no preference": 1})
+    assert (settings["verdicts"]["format"], settings["verdicts"]["warnings"]) == ("alpacaeval", {"no preference": 1})
     assert [v.preference_a for v in by_judge(place / "out")["gpt"]] == [0.0] * 3
     assert heed_main(*command)[0] == 0  # once more: it is there
     # Its responses can be judged by others too, without sampling.

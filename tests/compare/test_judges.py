@@ -10,8 +10,8 @@ from typing import Any
 from evaluation.verdicts import Verdict
 from playground.gold import gold_score
 from playground.world import PlaygroundConfig, PlaygroundWorld, draw_prompts
-from preferences.door import answer_all
 from preferences.records import Answer, ShownTask
+from preferences.scripted import answer_all
 from preferences.store import LabelStore
 
 FILES = ("compare.json", "prompts.jsonl", "responses.parquet", "verdicts.parquet")

@@ -13,10 +13,10 @@ from evaluation.judges.external import ExternalJudgments, read_verdict_file
 from evaluation.judges.judge import pairs_of
 from evaluation.judges.people import PeopleJudge
 from evaluation.verdicts import Response
-from preferences.door import answer_all
 from preferences.formats.exchange import export
 from preferences.formats.registry import format_to_write
 from preferences.records import Answer, ShownTask
+from preferences.scripted import answer_all
 from preferences.store import LabelStore
 from training.data import Prompt
 

@@ -21,8 +21,8 @@ from lm.config import ModelConfig
 from lm.model import ScalarModel, initialise
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
-from preferences.door import answer_all
 from preferences.records import Answer, ShownTask
+from preferences.scripted import answer_all
 from preferences.store import LabelStore
 from reward.elsewhere import FunctionReward
 from reward.scoring import Judge as RewardModel

@@ -4,8 +4,7 @@ import json
 import re
 import shlex
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from typer.main import get_command
 
 import heed.commands.label
-from heed.cli import main
 from preferences.formats.registry import FORMATS
 from preferences.store import LabelStore
 
@@ -37,20 +35,6 @@ def whole(store: LabelStore) -> list[Any]:
     return [(name, store.tasks(name), store.judgments(name)) for name in store.batches()]
 
 
-@pytest.fixture
-def heed_label(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Runs `heed label` with arguments; returns (exit code, standard output, standard error)."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["heed", "label", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        said = capsys.readouterr()
-        return int(caught.value.code or 0), said.out, said.err
-
-    return call
-
-
 def write(path: Path, *rows: Any) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -65,7 +49,7 @@ def test_import_tells_what_it_found_and_stores_the_rest(tmp_path: Path, book: La
     for _ in range(2):
         code, out, err = heed_label(*arguments)
         assert code == 0
-        assert "2 rows: 1 tasks, 1 judgments of unknown; stored in labels.sqlite" in out
+        assert "2 rows: 1 tasks, 1 judgments by unknown; stored in labels.sqlite" in out
         assert "1  empty reply" in out
         assert "format: hh (Anthropic's HH-RLHF): its rows have chosen and rejected begin with" in err
         assert f"{file}: line 2: chosen ends with an empty reply; left out" in err
@@ -76,10 +60,10 @@ def test_import_tells_what_it_found_and_stores_the_rest(tmp_path: Path, book: La
 def test_check_stores_nothing(tmp_path: Path, book: LabelStore, heed_label: Any) -> None:
     code, out, _ = heed_label("import", write(tmp_path / "hh.jsonl", GOOD), "--check")
     assert (code, book.batches()) == (0, [])
-    assert "1 judgments of unknown; checked" in out
+    assert "1 judgments by unknown; checked" in out
 
 
-def test_every_oddity_goes_to_the_report_file(tmp_path: Path, heed_label: Any) -> None:
+def test_every_warning_goes_to_the_report_file(tmp_path: Path, heed_label: Any) -> None:
     file, report = write(tmp_path / "hh.jsonl", GOOD, *[EMPTY] * 12), tmp_path / "odd.jsonl"
     _, _, err = heed_label("import", file, "--check", "--report", str(report))
     assert "and 2 more" in err
@@ -170,7 +154,7 @@ def test_the_table_of_formats_is_that_of_the_code() -> None:
     assert told == {name: (form.read is not None, form.write is not None) for name, form in FORMATS.items()}
 
 
-def test_every_kind_of_oddity_is_explained() -> None:
+def test_every_kind_of_warning_is_explained() -> None:
     code = "".join(path.read_text() for path in (ROOT / "preferences" / "formats").glob("*.py"))
     kinds = set(re.findall(r"report\.add\(\s*\"([^\"]+)\"", code))
     assert len(kinds) > 20
@@ -187,7 +171,7 @@ def test_a_real_file_through_the_store_and_out_for_every_stage(
         pytest.skip(f"the real data ({file}) is not on this machine")
     code, out, _ = heed_label("import", str(file), "--format", "hh", *STORE, "--batch", "test")
     assert code == 0
-    assert "2,000 rows: 1,992 tasks, 1,992 judgments of unknown" in out
+    assert "2,000 rows: 1,992 tasks, 1,992 judgments by unknown" in out
     assert len(book.judgments("test")) == 1992
     for name in ("demonstrations", "prompts", "hh"):
         code, out, _ = heed_label("export", *STORE, "--format", name, "--out", str(tmp_path / f"{name}.jsonl"))

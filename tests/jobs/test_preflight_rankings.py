@@ -1,4 +1,4 @@
-"""Rankings in a published format are read, measured and their oddities told before any training starts."""
+"""Rankings in a published format are read, measured and their warnings told before any training starts."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def check(tmp_path: Path, model_folder: Path, *rows: Any) -> None:
 def test_oddities_are_counted(tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check(tmp_path, model_folder, GOOD, GOOD, GOOD | {"chosen": ""})
     said = " ".join(capsys.readouterr().err.split())
-    assert "pairs.jsonl: oddities, told in reward/oddities.json: 1 x row seen twice, 1 x empty reply" in said
+    assert "pairs.jsonl: warnings, told in reward/warnings.json: 1 x row seen twice, 1 x empty reply" in said
     check(tmp_path, model_folder, GOOD)
     assert capsys.readouterr().err == ""
 

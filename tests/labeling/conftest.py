@@ -17,10 +17,10 @@ import uvicorn
 from fastapi.testclient import TestClient
 
 from labeling.app import make_app
+from labeling.client import LabelClient
 from labeling.config import LabelingConfig, ServerConfig
-from labeling.http_door import HttpDoor
 from labeling.serve import server_settings
-from preferences.people import People, Role
+from preferences.accounts import Accounts, Role
 from preferences.records import Answer, Labeler, ShownTask, Skip, Task
 from preferences.store import LabelStore
 
@@ -36,11 +36,11 @@ class World:
     url: str
     clock: Any  # of tests/preferences/conftest.py
     store: LabelStore
-    people: People
+    accounts: Accounts
     keys: dict[str, str] = field(default_factory=dict)
 
     def join(self, name: str, role: Role = "labeler") -> str:
-        accepted = self.people.accept(self.people.invite(name, role))
+        accepted = self.accounts.accept(self.accounts.invite(name, role))
         assert accepted is not None
         self.keys[name] = accepted[1]
         return accepted[1]
@@ -52,14 +52,14 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path, clock: Any) -> Iterator[World]:
     url = str(tmp_path / "labels.db")
-    people = People(url, clock=clock)
+    accounts = Accounts(url, clock=clock)
     with LabelStore(url, clock=clock) as store:
-        made = World(url, clock, store, people)
+        made = World(url, clock, store, accounts)
         for name in ("ann", "bob"):
             made.join(name)
         made.join("eve", "lead")
         yield made
-    people.close()
+    accounts.close()
 
 
 @pytest.fixture
@@ -68,10 +68,10 @@ def visit(world: World) -> Callable[..., TestClient]:
 
     def open_page(name: str, config: LabelingConfig | None = None, *, has_read: bool = True) -> TestClient:
         config = config or LabelingConfig()
-        client = TestClient(make_app(world.store, world.people, config, clock=world.clock))
+        client = TestClient(make_app(world.store, world.accounts, config, clock=world.clock))
         client.post("/sign-in", data={"name": name, "key": world.keys[name]})
         if has_read:
-            world.people.has_read(name, config.version)
+            world.accounts.confirm_reading(name, config.version)
         return client
 
     return open_page
@@ -162,8 +162,8 @@ class Running:
         self, url: str, config: LabelingConfig, *, port: int = 0, around: Callable[[Any], Any] = lambda app: app
     ) -> None:
         self.clock = ScriptedClock()
-        self.store, self.people = LabelStore(url, clock=self.clock), People(url, clock=self.clock)
-        self.app = around(make_app(self.store, self.people, config, clock=self.clock))
+        self.store, self.accounts = LabelStore(url, clock=self.clock), Accounts(url, clock=self.clock)
+        self.app = around(make_app(self.store, self.accounts, config, clock=self.clock))
         self.port, self.keys = port, dict[str, str]()
 
     def __enter__(self) -> "Running":
@@ -180,18 +180,18 @@ class Running:
     def __exit__(self, *error: object) -> None:
         self.server.should_exit = True
         self.thread.join()
-        self.people.close()
+        self.accounts.close()
         self.store.close()
 
     def join(self, name: str, role: Role = "labeler") -> None:
-        accepted = self.people.accept(self.people.invite(name, role))
+        accepted = self.accounts.accept(self.accounts.invite(name, role))
         assert accepted is not None
         self.keys[name] = accepted[1]
 
-    def door(self, labeler: Labeler) -> HttpDoor:
+    def door(self, labeler: Labeler) -> LabelClient:
         """Signed in, the instructions read."""
-        door = HttpDoor(self.address, TakingTime(labeler, self.clock, self.store), self.keys[labeler.name])
-        door.read_instructions()
+        door = LabelClient(self.address, TakingTime(labeler, self.clock, self.store), self.keys[labeler.name])
+        door.confirm_reading()
         return door
 
     def get(self, name: str, path: str) -> Any:

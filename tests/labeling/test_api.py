@@ -20,7 +20,7 @@ AS_DESCRIBED = (status_code_conformance, content_type_conformance, response_sche
 @pytest.fixture
 def call(world):
     """Calls the API as somebody; returns status and body."""
-    app = make_app(world.store, world.people, CONFIG, clock=world.clock)
+    app = make_app(world.store, world.accounts, CONFIG, clock=world.clock)
     client = TestClient(app)
     tokens = {}
 
@@ -64,7 +64,7 @@ def test_a_batch_from_tasks_to_labels(call):
         (False, True),
     ]
     assert call("ann", "POST", "/undos", {"task": told[1]["task"], "revision": 1})[0] == 204
-    assert [(act["kind"], act["stands"]) for act in call("ann", "GET", "/history")[1]] == [
+    assert [(act["kind"], act["is_current"]) for act in call("ann", "GET", "/history")[1]] == [
         ("undo", False), ("skip", True), ("answer", False),
     ]  # fmt: skip
     asked = call("ann", "POST", "/lease")[1]
@@ -88,7 +88,7 @@ def test_an_export_counts_what_it_leaves_out(call):
     status, found = call("eve", "GET", "/export/main?format=trl")
     assert (status, len(found["rows"])) == (200, 1)
     assert found["left_out"] == {"tie": 1, "gold task": 1}
-    assert [act["held_back"] for act in call("eve", "GET", "/judgments/main")[1]] == ["", "gold task", ""]
+    assert [act["why_excluded"] for act in call("eve", "GET", "/judgments/main")[1]] == ["", "gold task", ""]
     assert len(call("eve", "GET", "/export/main?format=heed")[1]["rows"]) == 3
     assert call("eve", "GET", "/export/main?format=nothing")[0] == 409
     assert call("ann", "GET", "/export/main?format=trl")[0] == 403
@@ -110,11 +110,11 @@ def test_refusals_come_with_reasons(call):
     status, body = call("eve", "POST", "/tasks", {"batch": "main", "tasks": [new_task("t1", num_labelers=3)]})
     assert (status, "num_labelers is 3" in body["detail"]) == (409, True)
     assert call("eve", "GET", "/quality/nothing")[0] == 404
-    assert call("eve", "POST", "/people/state", {"name": "eve", "state": "closed"})[0] == 403
+    assert call("eve", "POST", "/accounts/state", {"name": "eve", "state": "closed"})[0] == 403
 
 
 def test_a_token_is_needed(world):
-    client = TestClient(make_app(world.store, world.people, CONFIG))
+    client = TestClient(make_app(world.store, world.accounts, CONFIG))
     described = client.get("/api/openapi.json").json()
     for path, methods in described["paths"].items():
         for method in methods:
@@ -128,8 +128,8 @@ def test_a_token_is_needed(world):
 @pytest.mark.parametrize("name", ["ann", "eve"])
 def test_a_fuzzer_finds_no_server_error(world, name):
     """schemathesis, from the API's own description; whoever is signed in, nothing is a 5xx, and all is as described."""
-    app = make_app(world.store, world.people, CONFIG)
-    token = world.people.open_session(name)
+    app = make_app(world.store, world.accounts, CONFIG)
+    token = world.accounts.open_session(name)
     schema = schemathesis.openapi.from_asgi("/api/openapi.json", app)
     tried = []
 

@@ -22,8 +22,8 @@ from labeling.config import LabelingConfig, ServerConfig
 from labeling.security import MAX_BODY_BYTES, MAX_SIGN_IN_BYTES
 from labeling.serve import server_settings
 from preferences import keys
+from preferences.accounts import INVITATION_SECONDS, Accounts
 from preferences.keys import HASHES_AT_ONCE, HASHES_WAITING
-from preferences.people import INVITATION_SECONDS, People
 from preferences.records import Message, Task
 from preferences.store import LabelStore
 from tests.labeling.test_pages import form
@@ -38,13 +38,13 @@ class Site:
     """A server with people in it, and clients that are signed in."""
 
     def __init__(self, url, config, run):
-        self.store, self.people, self.config = LabelStore(url), People(url), config
+        self.store, self.accounts, self.config = LabelStore(url), Accounts(url), config
         self.keys, self.clients = {}, []
-        self.address, self.stop = run(make_app(self.store, self.people, config), config.server)
+        self.address, self.stop = run(make_app(self.store, self.accounts, config), config.server)
 
     def join(self, name, role="labeler"):
-        _, self.keys[name] = self.people.accept(self.people.invite(name, role))
-        self.people.has_read(name, self.config.version)
+        _, self.keys[name] = self.accounts.accept(self.accounts.invite(name, role))
+        self.accounts.confirm_reading(name, self.config.version)
 
     def client(self, address="", **options):
         transport = httpx.HTTPTransport(local_address=address) if address else None
@@ -60,13 +60,13 @@ class Site:
 
     def call(self, name):
         """The API, signed in."""
-        return self.client(headers={"Authorization": f"Bearer {self.people.open_session(name)}"})
+        return self.client(headers={"Authorization": f"Bearer {self.accounts.open_session(name)}"})
 
     def close(self):
         for client in self.clients:
             client.close()
         self.stop()
-        self.people.close()
+        self.accounts.close()
         self.store.close()
 
 
@@ -115,7 +115,7 @@ def test_a_closed_account_does_not_come_back_by_a_link(site, role):
     opened = site()
     opened.join("mal", role)
     mal, eve = opened.visit("mal"), opened.visit("eve")
-    link = opened.people.invite("mal", role)
+    link = opened.accounts.invite("mal", role)
     kept = opened.call("mal")
     eve.post("/lead/state", data={"csrf": token_of(eve), "name": "mal", "state": "closed"})
     stranger = opened.client()
@@ -128,15 +128,15 @@ def test_a_closed_account_does_not_come_back_by_a_link(site, role):
     page = opened.visit("eve").post("/lead/invite", data={"csrf": token_of(eve), "name": "mal", "role": role})
     assert page.status_code in (403, 422)  # of another session, or of a closed account
     with pytest.raises(ValueError, match="the account is closed"):
-        opened.people.invite("mal", role)
+        opened.accounts.invite("mal", role)
     with pytest.raises(ValueError, match="a closed one"):
-        opened.people.open_session("mal")
+        opened.accounts.open_session("mal")
 
 
 def test_closing_an_account_through_the_api_ends_its_sessions_and_link(site):
     opened = site()
-    eve, ann, link = opened.call("eve"), opened.call("ann"), opened.people.invite("ann", "labeler")
-    assert eve.post("/api/people/state", json={"name": "ann", "state": "closed"}).status_code == 204
+    eve, ann, link = opened.call("eve"), opened.call("ann"), opened.accounts.invite("ann", "labeler")
+    assert eve.post("/api/accounts/state", json={"name": "ann", "state": "closed"}).status_code == 204
     assert ann.post("/api/lease").status_code == 401
     assert opened.client().post(f"/welcome/{link}").status_code == 410
 
@@ -144,18 +144,18 @@ def test_closing_an_account_through_the_api_ends_its_sessions_and_link(site):
 def test_a_session_of_a_closed_account_is_none_even_where_it_was_left(site):
     """As of a store that an older version closed the account in."""
     opened = site()
-    ann, token = opened.call("ann"), opened.people.open_session("ann")
-    with opened.people._writer.begin() as connection:
+    ann, token = opened.call("ann"), opened.accounts.open_session("ann")
+    with opened.accounts._writer.begin() as connection:
         connection.exec_driver_sql("UPDATE accounts SET state = 'closed' WHERE name = 'ann'")
     assert ann.post("/api/lease").status_code == 401
-    assert opened.people.session(token) is None
+    assert opened.accounts.session(token) is None
 
 
 def test_screening_does_not_open_an_account_that_was_closed_meanwhile(site):
     opened = site()
-    opened.people.set_state("ann", "closed")
-    opened.people.admit_screened("ann")
-    assert opened.people.account("ann").state == "closed"
+    opened.accounts.set_state("ann", "closed")
+    opened.accounts.admit_screened("ann")
+    assert opened.accounts.account("ann").state == "closed"
 
 
 def test_leases_of_a_closed_account_go_to_others(site):  # B7
@@ -163,21 +163,21 @@ def test_leases_of_a_closed_account_go_to_others(site):  # B7
     ann = opened.call("ann")
     handles = {one.handle: one.task.task_id for one in opened.store.tasks("main")}
     first = handles[ann.post("/api/lease").json()["form"]["task"]]
-    opened.people.set_state("ann", "closed")
-    assert opened.store.batch_counts()[0].num_held == 0
+    opened.accounts.set_state("ann", "closed")
+    assert opened.store.batch_counts()[0].num_leased == 0
     taken = [opened.store.lease(name, seconds=60, batch="main").task_id for name in ("bob", "cy")]
     assert taken == [first, first]  # two labelers wanted, and none of them is ann
 
 
 def test_a_newer_link_voids_older_ones_and_using_one_voids_all(site):
     opened = site()
-    old, new = (opened.people.invite("ann", "labeler") for _ in range(2))
+    old, new = (opened.accounts.invite("ann", "labeler") for _ in range(2))
     stranger = opened.client()
     assert stranger.post(f"/welcome/{old}").status_code == 410
     assert opened.visit("ann").get("/task").url.path == "/task"  # the key still works
     assert stranger.post(f"/welcome/{new}").status_code == 200
     assert stranger.post(f"/welcome/{new}").status_code == 410
-    assert opened.people.links() == []
+    assert opened.accounts.links() == []
 
 
 def test_links_are_listed_and_revoked_on_the_page(site):
@@ -210,13 +210,13 @@ def test_links_are_listed_and_revoked_through_the_api(site):
 
 
 def test_there_is_one_link_for_the_first_lead_and_none_once_somebody_leads(new_database):
-    people = People(new_database())
-    codes = [people.invite_first_lead() for _ in range(16)]
-    assert [people.invitation(code) is not None for _, code in codes] == [False] * 15 + [True]
-    people.accept(people.invite("eve", "lead"))
-    assert people.links() == []
-    assert people.invite_first_lead() is None
-    people.close()
+    accounts = Accounts(new_database())
+    codes = [accounts.invite_first_lead() for _ in range(16)]
+    assert [accounts.invitation(code) is not None for _, code in codes] == [False] * 15 + [True]
+    accounts.accept(accounts.invite("eve", "lead"))
+    assert accounts.links() == []
+    assert accounts.invite_first_lead() is None
+    accounts.close()
 
 
 def test_what_leads_do_is_kept_and_shown(site):
@@ -224,9 +224,9 @@ def test_what_leads_do_is_kept_and_shown(site):
     eve = opened.call("eve")
     eve.post("/api/invitations", json={"name": "cy", "role": "labeler"})
     eve.post("/api/invitations/revoked", json={"name": "cy"})
-    eve.post("/api/people/state", json={"name": "bob", "state": "closed"})
+    eve.post("/api/accounts/state", json={"name": "bob", "state": "closed"})
     eve.get("/api/judgments/main")
-    acts = [(act["actor"], act["act"], act["subject"]) for act in eve.get("/api/acts").json()]
+    acts = [(act["actor"], act["action"], act["subject"]) for act in eve.get("/api/audit-log").json()]
     assert acts[:4] == [
         ("eve", "exported", "main (judgments)"), ("eve", "closed", "bob"), ("eve", "revoked", "cy"),
         ("eve", "invited", "cy"),
@@ -234,7 +234,7 @@ def test_what_leads_do_is_kept_and_shown(site):
     assert ("ann", "joined", "ann") in acts
     assert "closed bob" in opened.visit("eve").get("/lead/people").text
     for statement in ("UPDATE people_acts SET actor = 'x'", "DELETE FROM people_acts"):
-        with pytest.raises(Exception, match="append-only"), opened.people._writer.begin() as connection:
+        with pytest.raises(Exception, match="append-only"), opened.accounts._writer.begin() as connection:
             connection.exec_driver_sql(statement)
 
 
@@ -254,7 +254,7 @@ def test_few_keys_are_checked_at_once_and_the_rest_is_told_to_come_back(site):
     """All 40 threads of the server could be hashing otherwise, 64 MiB each."""
     opened = site()
     at_once, most, lock = itertools.count(), [0, 0], threading.Lock()
-    plain = opened.people._hasher._hasher
+    plain = opened.accounts._hasher._hasher
 
     class Slow:
         def verify(self, kept, key):
@@ -266,7 +266,7 @@ def test_few_keys_are_checked_at_once_and_the_rest_is_told_to_come_back(site):
                 most[0] -= 1
             return plain.verify(kept, key)
 
-    opened.people._hasher._hasher = Slow()
+    opened.accounts._hasher._hasher = Slow()
     named = [f"somebody-{next(at_once)}" for _ in range(40)]  # 40 names, so that no limit of one name is met
 
     def sign_in(name):
@@ -314,7 +314,7 @@ def test_nobody_locks_a_name_out_from_elsewhere(site):
     assert attacker.post("/api/session", json=right).status_code == 429
     assert opened.client().post("/api/session", json=right).status_code == 200
     # A new link is a way in for whoever shares the attacker's address.
-    assert attacker.post(f"/welcome/{opened.people.invite('ann', 'labeler')}").status_code == 200
+    assert attacker.post(f"/welcome/{opened.accounts.invite('ann', 'labeler')}").status_code == 200
 
 
 def test_a_name_that_everybody_guesses_at_is_slowed_down_not_locked(site):
@@ -325,13 +325,13 @@ def test_a_name_that_everybody_guesses_at_is_slowed_down_not_locked(site):
         headers = {"X-Forwarded-For": address}
         return client.post("/api/session", json={"name": "ann", "key": key}, headers=headers).status_code
 
-    opened.people._hasher._hasher = Refusing()
+    opened.accounts._hasher._hasher = Refusing()
     for number in range(PER_NAME):
         assert guess(f"192.0.{number // 4}.{number % 4}") == 403
     assert guess("192.0.0.0") == 429  # has failed
     assert guess("198.51.100.1") == 403  # has not
     assert guess("198.51.100.1") == 429
-    opened.people._hasher = keys.KeyHasher()
+    opened.accounts._hasher = keys.KeyHasher()
     assert guess("198.51.100.2", opened.keys["ann"]) == 200
 
 
@@ -344,7 +344,7 @@ class Refusing:
 
 def test_one_address_cannot_try_names_without_end(site):
     opened = site()
-    opened.people._hasher._hasher = Refusing()
+    opened.accounts._hasher._hasher = Refusing()
     client = opened.client()
     codes = [
         client.post("/api/session", json={"name": f"n{n}", "key": "x"}).status_code for n in range(PER_ADDRESS + 2)
@@ -354,7 +354,7 @@ def test_one_address_cannot_try_names_without_end(site):
 
 def test_addresses_of_one_ipv6_network_count_as_one(site):
     opened = site(trusted_proxies=("127.0.0.1",))
-    opened.people._hasher._hasher = Refusing()
+    opened.accounts._hasher._hasher = Refusing()
     client, codes = opened.client(), []
     for number in range(PER_NAME_AND_ADDRESS + 1):
         headers = {"X-Forwarded-For": f"2001:db8::{number:x}"}
@@ -367,15 +367,15 @@ def test_addresses_of_one_ipv6_network_count_as_one(site):
 
 def test_forwarded_headers_are_believed_of_nobody_by_default(site):
     opened = site()
-    opened.people._hasher._hasher = Refusing()
+    opened.accounts._hasher._hasher = Refusing()
     client, codes = opened.client(), []
     for number in range(PER_NAME_AND_ADDRESS + 1):
         headers = {"X-Forwarded-For": f"192.0.2.{number}", "X-Forwarded-Proto": "https"}
         codes.append(client.post("/api/session", json={"name": "ann", "key": "x"}, headers=headers).status_code)
     assert codes[-1] == 429
-    opened.people._hasher = keys.KeyHasher()
+    opened.accounts._hasher = keys.KeyHasher()
     headers = {"X-Forwarded-Proto": "https"}
-    cookie = opened.client(OTHER_ADDRESS).post(f"/welcome/{opened.people.invite('cy', 'labeler')}", headers=headers)
+    cookie = opened.client(OTHER_ADDRESS).post(f"/welcome/{opened.accounts.invite('cy', 'labeler')}", headers=headers)
     assert "Secure" not in cookie.headers["set-cookie"]
 
 
@@ -525,7 +525,7 @@ def test_nul_in_forms_and_addresses(site):
         eve.get("/lead/quality?batch=a%00b"),
     ]  # fmt: skip
     assert {answer.status_code for answer in tried} == {400}
-    assert opened.people.session(eve.cookies["heed_session"]) is not None
+    assert opened.accounts.session(eve.cookies["heed_session"]) is not None
 
 
 @pytest.mark.parametrize("text", ["a\\u0000b", "a\\ud800b"])
@@ -545,7 +545,7 @@ def test_texts_that_cannot_be_stored_in_json(site, text):
         (ann, "/api/answers", f'{{"form": {sent.replace(asked["task"], text)}, "ranks": [1, 2]}}'),
         (ann, "/api/skips", f'{{"form": {sent}, "reason": "{text}"}}'),
         (ann, "/api/undos", f'{{"task": "{text}", "revision": 1}}'),
-        (eve, "/api/people/state", f'{{"name": "{text}", "state": "closed"}}'),
+        (eve, "/api/accounts/state", f'{{"name": "{text}", "state": "closed"}}'),
         (eve, "/api/invitations", f'{{"name": "{text}", "role": "labeler"}}'),
         (eve, "/api/invitations/revoked", f'{{"name": "{text}"}}'),
         (eve, "/api/tasks", f'{{"batch": "{text}", "tasks": [{task % ("n1", "hi")}]}}'),
@@ -583,15 +583,15 @@ def test_no_traceback_and_no_parameters_in_the_log(new_database, serve):
 
 
 def test_a_failing_statement_is_logged_without_its_values(new_database):
-    people = People(new_database())
-    with pytest.raises(Exception, match="hide_parameters") as failed, people._writer.begin() as connection:
+    accounts = Accounts(new_database())
+    with pytest.raises(Exception, match="hide_parameters") as failed, accounts._writer.begin() as connection:
         connection.exec_driver_sql(
             "INSERT INTO accounts (name) VALUES (%s)" if connection.dialect.name == "postgresql" else
             "INSERT INTO accounts (name) VALUES (?)", ("somebody's secret",),
         )  # fmt: skip
     assert connection.engine.hide_parameters
     assert "[SQL parameters hidden" in str(failed.value)
-    people.close()
+    accounts.close()
 
 
 # ---- A9: half-sent requests ----
@@ -702,17 +702,17 @@ def test_names_that_look_like_another_or_like_nothing(site):
     for name in refused:
         found = eve.post("/api/invitations", content=json.dumps({"name": name, "role": "labeler"}), headers=kind)
         assert found.status_code in (409, 422), (name, found.text)
-    assert opened.people.links() == []
+    assert opened.accounts.links() == []
 
 
 def test_names_that_look_like_somebody_who_is_only_invited(site):
     opened = site()
-    opened.people.invite("Ian Miller", "labeler")
+    opened.accounts.invite("Ian Miller", "labeler")
     for name in ("lan Miller", "Ian  Miller", "Ian Mi11er", "ian miller", "Ian\u00a0Miller"):
         with pytest.raises(ValueError, match="looks like 'Ian Miller'"):
-            opened.people.invite(name, "labeler")
+            opened.accounts.invite(name, "labeler")
     for name in ("Ian Muller", "Jörg", "Jorg", "李雷", "Анна", "labeler-1", "labeler-2", "labeler-10"):
-        opened.people.invite(name, "labeler")
+        opened.accounts.invite(name, "labeler")
 
 
 def test_equal_flags_and_too_many(site):

@@ -13,7 +13,7 @@ from sqlalchemy import event
 
 from labeling.app import make_app
 from labeling.config import LabelingConfig
-from preferences.people import People
+from preferences.accounts import Accounts
 from preferences.records import Answer, Message, Task
 from preferences.store import LabelStore
 
@@ -32,10 +32,10 @@ class Site:
 
     def __init__(self, url: str, config: LabelingConfig, browser: Browser) -> None:
         self.url, self.browser, self.pages = url, browser, []
-        self.store, self.people = LabelStore(url), People(url)
+        self.store, self.accounts = LabelStore(url), Accounts(url)
         listening = socket.create_server(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        app = make_app(self.store, self.people, config)
+        app = make_app(self.store, self.accounts, config)
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
         self.thread = threading.Thread(target=self.server.run, args=([listening],), daemon=True)
         self.thread.start()
@@ -46,18 +46,18 @@ class Site:
         self.server.should_exit = True
         self.thread.join()
         self.store.close()
-        self.people.close()
+        self.accounts.close()
 
     def visit(self, name: str, role="labeler", path="/", **options) -> Page:
         """Sign in with the key of a fresh link, as people do, and read the instructions."""
-        link = f"{self.address}/welcome/{self.people.invite(name, role)}"
+        link = f"{self.address}/welcome/{self.accounts.invite(name, role)}"
         page = self.browser.new_context(**options).new_page()
         page.set_default_timeout(20_000)
         page.goto(link)
         page.get_by_role("button", name="Give me my key").click()
-        page.get_by_role("link", name="I have kept it: go on").click()
+        page.get_by_role("link", name="I have stored it: continue").click()
         if role == "labeler":
-            page.get_by_role("button", name="I have read this: begin").click()
+            page.get_by_role("button", name="I have read this: start").click()
         page.wait_for_url("**/task" if role == "labeler" else "**/lead")  # keys are not for a page that is on its way
         if path != "/":
             page.goto(self.address + path)
@@ -97,7 +97,7 @@ def rank(page: Page, *ranks: int) -> None:
 
 
 def store_it(page: Page) -> None:
-    page.get_by_role("button", name="Store and go on").click()
+    page.get_by_role("button", name="Save and continue").click()
 
 
 def as_shown(judgment):
@@ -193,7 +193,7 @@ def test_a_double_click_stores_once_and_the_back_button_nothing_else(site):
     opened = site([make_task("t1"), make_task("t2")])
     page = opened.visit("ann")
     rank(page, 1, 2, 3)
-    page.get_by_role("button", name="Store and go on").dblclick()
+    page.get_by_role("button", name="Save and continue").dblclick()
     expect(page.get_by_text("You have judged 1 task.")).to_be_visible()
     page.go_back()  # pages are not kept: the task at hand comes, not the one that was judged
     expect(page.locator(".message.user .text")).to_have_text("Say t2")

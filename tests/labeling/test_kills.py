@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from labeling.config import LabelingConfig
-from preferences.people import People
+from preferences.accounts import Accounts
 from preferences.records import Message, Task
 from preferences.store import LabelStore
 
@@ -58,17 +58,17 @@ class Labeler(threading.Thread):
 
 def put_under_load(url, server, strike):
     """Kills by `strike` while labelers answer; returns what was acknowledged, by (task, labeler)."""
-    people = People(url)
+    accounts = Accounts(url)
     with LabelStore(url) as store:
         tasks = [Task(f"t{n}", (Message("user", "?"),), ("a", "b", "c"), ("x", "y", "z")) for n in range(NUM_TASKS)]
         store.add_tasks(tasks, batch="main", num_labelers=2)
     labelers = []
     for number in range(NUM_LABELERS):
         name = f"labeler-{number}"
-        people.accept(people.invite(name, "labeler"))
-        people.has_read(name, CONFIG.version)
-        labelers.append(Labeler(name, server.address, people.open_session(name)))
-    people.close()
+        accounts.accept(accounts.invite(name, "labeler"))
+        accounts.confirm_reading(name, CONFIG.version)
+        labelers.append(Labeler(name, server.address, accounts.open_session(name)))
+    accounts.close()
     for labeler in labelers:
         labeler.start()
     draw = random.Random(0)

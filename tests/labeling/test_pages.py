@@ -101,11 +101,11 @@ def test_what_was_filled_in_survives_an_error(world, visit):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (ranks(1, 2, 4), "The rank of response C is 4; 1 to 3 is expected."),
-        (ranks(1, 2, 0), "The rank of response C is 0; 1 to 3 is expected."),
+        (ranks(1, 2, 4), "The rank of response C is 4; it must be 1 to 3."),
+        (ranks(1, 2, 0), "The rank of response C is 0; it must be 1 to 3."),
         (ranks(1, 2, "1_0"), "Response C has no rank."),
         (ranks(1, 2, "²"), "Response C has no rank."),
-        (ranks(1, 2, 3) | {"flags_0": "made up"}, "“made up” is not among the marks"),
+        (ranks(1, 2, 3) | {"flags_0": "made up"}, "“made up” is not one of the marks"),
         (ranks(1, 2, 3) | {"note": "x" * 5_000}, "The note has 5000 characters"),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_lease_that_ran_out_and_went_to_another(world, visit):
     world.clock.now += PLAIN.lease_seconds + 1
     assert "t1: response" in bob.get("/task").text
     page = ann.post("/task/answer", data=fields | ranks(1, 2, 3) | {"note": "so <close>", "flags_1": "hallucinates"})
-    assert (page.status_code, "went to others" in page.text) == (409, True)
+    assert (page.status_code, "went to another labeler" in page.text) == (409, True)
     assert "Response B: rank 2, hallucinates\nResponse C: rank 3\nNote: so &lt;close&gt;" in page.text  # to be copied
 
 
@@ -198,19 +198,19 @@ def test_pages_of_leads_are_for_leads(world, visit):
     token = form(ann.get("/answers"), "/sign-out")["csrf"]
     for path, fields in (("/lead/invite", {"name": "x"}), ("/lead/state", {"name": "bob", "state": "closed"})):
         assert ann.post(path, data=fields | {"csrf": token}).status_code == 403, path
-    assert world.people.account("bob").state != "closed"
+    assert world.accounts.account("bob").state != "closed"
 
 
 def test_without_a_session_there_is_only_the_door(world):
-    stranger = TestClient(make_app(world.store, world.people, PLAIN))
+    stranger = TestClient(make_app(world.store, world.accounts, PLAIN))
     for path in ("/", "/task", "/answers", "/instructions", "/lead"):
         assert stranger.get(path).url.path == "/sign-in", path
 
 
 def test_signing_in_and_out(world):
-    client = TestClient(make_app(world.store, world.people, PLAIN))
+    client = TestClient(make_app(world.store, world.accounts, PLAIN))
     page = client.post("/sign-in", data={"name": "ann", "key": "wrong"})
-    assert (page.status_code, "do not go together" in page.text) == (403, True)
+    assert (page.status_code, "do not match" in page.text) == (403, True)
     page = client.post("/sign-in", data={"name": "ann", "key": world.keys["ann"]})
     cookie = page.history[0].headers["set-cookie"]
     assert "HttpOnly" in cookie
@@ -220,7 +220,7 @@ def test_signing_in_and_out(world):
 
 
 def test_guessing_is_slowed_down(world):
-    client = TestClient(make_app(world.store, world.people, PLAIN))
+    client = TestClient(make_app(world.store, world.accounts, PLAIN))
     codes = [client.post("/sign-in", data={"name": "ann", "key": str(n)}).status_code for n in range(10)]
     assert codes == [403] * 8 + [429] * 2
     page = client.post("/sign-in", data={"name": "ann", "key": world.keys["ann"]})
@@ -238,8 +238,8 @@ def test_attempts_are_forgotten_in_time():
 
 
 def test_a_one_time_link(world):
-    client = TestClient(make_app(world.store, world.people, PLAIN))
-    path = f"/welcome/{world.people.invite('cy', 'labeler')}"
+    client = TestClient(make_app(world.store, world.accounts, PLAIN))
+    path = f"/welcome/{world.accounts.invite('cy', 'labeler')}"
     assert "Welcome, cy" in client.get(path).text  # looking does not use it up
     page = client.post(path)
     assert "Your key" in page.text
@@ -289,8 +289,8 @@ def test_new_labelers_are_screened(world, visit):
             good_first = page.text.index("<p>good") < page.text.index("<p>bad")
             page = client.post("/task/answer", data=form(page) | ranks(*((1, 2) if good_first == right else (2, 1))))
         assert ("t1: response" in page.text) == right
-    assert world.people.account("ann").state == "admitted"
-    assert world.people.account("bob").state == "new"
+    assert world.accounts.account("ann").state == "admitted"
+    assert world.accounts.account("bob").state == "new"
     eve, token = visit("eve", config), form(visit("eve", config).get("/lead"), "/sign-out")["csrf"]
     token = form(eve.get("/lead"), "/sign-out")["csrf"]
     eve.post("/lead/state", data={"name": "bob", "state": "admitted", "csrf": token})
@@ -349,12 +349,12 @@ def test_a_lead_invites_and_closes(world, visit):
     page = eve.get("/lead/people")
     page = eve.post("/lead/invite", data=form(page, "/lead/invite") | {"name": "cy", "role": "labeler"})
     link = page.text.split("/welcome/")[1].split("<")[0]
-    assert world.people.invitation(link).name == "cy"
+    assert world.accounts.invitation(link).name == "cy"
     page = eve.post("/lead/invite", data=form(page, "/lead/invite") | {"name": " ", "role": "labeler"})
     assert page.status_code == 422
     token = form(page, "/sign-out")["csrf"]
     eve.post("/lead/state", data={"name": "bob", "state": "closed", "csrf": token})
-    assert world.people.account("bob").state == "closed"
+    assert world.accounts.account("bob").state == "closed"
     page = eve.post("/lead/state", data={"name": "eve", "state": "closed", "csrf": token})
     assert page.status_code == 403
 

@@ -15,13 +15,13 @@ from scipy import stats
 from benchmarks.known_labelers import FLAG, REASON, TRAITS, KnownLabeler, Size, draw_tasks, judged
 from benchmarks.label_truth import held_against_truth, is_covered
 from intervals.estimates import LEVEL
+from labeling.client import answer_in_turns
 from labeling.config import LabelingConfig
-from labeling.http_door import answer_in_turns
 from labeling.lead import SEED
 from playground.calibration import draw_tasks as draw_playground_tasks
 from playground.world import PlaygroundConfig, PlaygroundWorld
-from preferences.door import answer_all
 from preferences.records import Task
+from preferences.scripted import answer_all
 from preferences.statistics.summary import LabelReport, summary
 from preferences.store import LabelStore
 

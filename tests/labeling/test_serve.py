@@ -4,34 +4,23 @@ import random
 import re
 import socket
 import sqlite3
-import sys
 
 import httpx
 import pytest
 
-from heed.cli import main
 from labeling.config import LabelingConfig
 from labeling.serve import serve as serve_store
+from preferences.accounts import Accounts
 from preferences.database import open_engines, require_store
-from preferences.people import People
 from preferences.records import Message, Task
 from preferences.store import LabelStore
 
 
-@pytest.fixture
-def heed_label(monkeypatch, capsys, tmp_path):
-    """Runs `heed label` with arguments; returns (exit code, standard output, standard error)."""
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch, tmp_path):
+    """Commands run in a folder of their own, and print on wide lines."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "400")
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["heed", "label", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        said = capsys.readouterr()
-        return int(caught.value.code or 0), said.out, said.err
-
-    return call
 
 
 def links_in(text):
@@ -133,7 +122,7 @@ def test_links_on_the_command_line(heed_label, tmp_path):
     LabelStore(tmp_path / "labels.sqlite").close()
     store = ("--store", "labels.sqlite")
     code, out, err = heed_label("invite", "ann", *store)
-    assert (code, "Send this to ann." in out, "--public-url" in err) == (0, True, True)
+    assert (code, "Send this link to ann." in out, "--public-url" in err) == (0, True, True)
     (path,) = links_in(out)
     code, out, err = heed_label("invite", "eve", "--lead", "--public-url", "https://labels.example.org/", *store)
     assert (code, err, "\nhttps://labels.example.org/welcome/" in out) == (0, "", True)
@@ -144,9 +133,9 @@ def test_links_on_the_command_line(heed_label, tmp_path):
     assert [line.partition(", until ")[0] for line in out.splitlines()] == ["ann: labeler", "bob: labeler", "eve: lead"]
     assert "invited by command line" in out
     assert heed_label("revoke", "ann", *store)[0] == 0
-    people = People(tmp_path / "labels.sqlite")
-    assert people.invitation(path.rpartition("/")[2]) is None
-    people.close()
+    accounts = Accounts(tmp_path / "labels.sqlite")
+    assert accounts.invitation(path.rpartition("/")[2]) is None
+    accounts.close()
     code, _, err = heed_label("revoke", "ann", *store)
     assert (code, "has no link" in err) == (2, True)
     code, _, err = heed_label("invite", "ANN ", *store)
@@ -179,12 +168,12 @@ def test_an_older_store_keeps_one_link_per_name_and_nothing_of_closed_accounts(e
             connection.exec_driver_sql(f"INSERT INTO accounts VALUES ('{name}', '{role}', 'kept', '{state}', '', 1.0)")
         connection.exec_driver_sql("INSERT INTO sessions VALUES ('token', 'mal', 9e9)")
     reader.dispose()
-    people = People(url)
-    assert [(link.name, link.expires_at) for link in people.links()] == [("ann", 9e9 + 2)]
-    with people._reader.begin() as connection:
+    accounts = Accounts(url)
+    assert [(link.name, link.expires_at) for link in accounts.links()] == [("ann", 9e9 + 2)]
+    with accounts._reader.begin() as connection:
         assert connection.exec_driver_sql("SELECT count(*) FROM sessions").scalar() == 0
         assert connection.exec_driver_sql("SELECT count(*) FROM places WHERE labeler IS NOT NULL").scalar() == 0
-    people.close()
+    accounts.close()
 
 
 BACK_TO_0004 = (

@@ -13,7 +13,7 @@ from sqlalchemy import event
 
 from labeling.app import make_app
 from labeling.config import LabelingConfig
-from preferences.people import People
+from preferences.accounts import Accounts
 from preferences.records import Message, Task
 from preferences.store import LabelStore
 from tests.labeling.test_pages import form
@@ -101,22 +101,22 @@ def disk(request, tmp_path):
 @pytest.fixture
 def visit(disk):
     """Signs somebody in at a server on the disk; `another()` is a second server on the same store."""
-    people = People(disk.url)
+    accounts = Accounts(disk.url)
     with LabelStore(disk.url) as store:
-        for one in (store, people):
+        for one in (store, accounts):
             disk.limit_pages(one._reader)
 
         def sign_in(name, role="labeler"):
-            accepted = people.accept(people.invite(name, role))
-            people.has_read(name, RATED.version)
-            client = TestClient(make_app(store, people, RATED), raise_server_exceptions=False)
+            accepted = accounts.accept(accounts.invite(name, role))
+            accounts.confirm_reading(name, RATED.version)
+            client = TestClient(make_app(store, accounts, RATED), raise_server_exceptions=False)
             client.post("/sign-in", data={"name": name, "key": accepted[1]})
-            client.another = lambda: TestClient(make_app(store, people, RATED), cookies=client.cookies)
+            client.another = lambda: TestClient(make_app(store, accounts, RATED), cookies=client.cookies)
             return client
 
         sign_in.store = store
         yield sign_in
-    people.close()
+    accounts.close()
 
 
 def answer_until_full(client, disk, page):
@@ -201,11 +201,11 @@ def test_an_error_of_the_server_loses_nothing_either(visit, monkeypatch, caplog)
 def test_an_answer_outlives_an_outage_of_postgresql(postgres, postgres_tables, serve):
     """The server stays, its database is killed and comes back: pages say so, and the same form is stored once."""
     url = postgres.new_database(postgres_tables)
-    people = People(url)
+    accounts = Accounts(url)
     with LabelStore(url) as store:
         store.add_tasks([make_task("t0"), make_task("t1")], batch="main", num_labelers=1)
-        _, key = people.accept(people.invite("ann", "labeler"))
-        people.has_read("ann", RATED.version)
+        _, key = accounts.accept(accounts.invite("ann", "labeler"))
+        accounts.confirm_reading("ann", RATED.version)
         server = serve(url, "")
         with httpx.Client(base_url=server.address, follow_redirects=True, timeout=60) as ann:
             ann.post("/sign-in", data={"name": "ann", "key": key})
@@ -222,4 +222,4 @@ def test_an_answer_outlives_an_outage_of_postgresql(postgres, postgres_tables, s
             assert "t1 says u" in page.text
             assert ann.post("/task/answer", data=again).status_code == 200
         assert [act.task_id for act in store.judgments("main")] == ["t0"]
-    people.close()
+    accounts.close()

@@ -251,7 +251,7 @@ def test_what_json_has_no_word_for_is_kept_as_text() -> None:
     assert task.details == {"margin": 2.0, "when": "2023-01-02 00:00:00", "scores": [1, "nan", "b'x'"]}
 
 
-# ---- oddities ----
+# ---- warnings ----
 
 
 def hh(prompt: str, chosen: str, rejected: str) -> dict[str, str]:
@@ -303,10 +303,10 @@ def test_an_odd_row_is_reported(name: str, row: dict[str, Any], kind: str, num_j
     found = read(name, row)
     assert found.report.counts() == {kind: 1}
     assert len(found.judgments) == num_judgments
-    (oddity,) = found.report.oddities
-    assert oddity.where == "file: line 1"
-    assert oddity.found
-    assert ("left out" in oddity.done) == (num_judgments == 0)
+    (warning,) = found.report.warnings
+    assert warning.where == "file: line 1"
+    assert warning.found
+    assert ("left out" in warning.done) == (num_judgments == 0)
     with pytest.raises(ValueError, match=f"file: line 1: {kind}: .*; with --strict that is refused"):
         list(collect(format_to_read(name), placed(row), strict=True))
 

@@ -22,7 +22,7 @@ def read_real(name: str, expected: str) -> Found:
 
 
 def lines_of(found: Found, kind: str) -> list[int]:
-    return [int(oddity.where.split()[-1]) for oddity in found.report.oddities if oddity.kind == kind]
+    return [int(warning.where.split()[-1]) for warning in found.report.warnings if warning.kind == kind]
 
 
 def test_hh() -> None:
@@ -44,7 +44,7 @@ def test_oasst() -> None:
     assert sizes == {2: 57, 3: 116 + 1, 4: 27, 5: 3, 6: 6, 8: 1, 9: 1}
     assert len(found.judgments) == 212
     # One of the sets with unranked replies has three ranked ones, whose ranking is kept.
-    assert [oddity.done for oddity in found.report.oddities].count("the others are kept") == 1
+    assert [warning.done for warning in found.report.warnings].count("the others are kept") == 1
 
 
 def test_pandalm() -> None:

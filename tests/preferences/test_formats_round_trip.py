@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preferences.formats.exchange import export, store_found, write_rows
-from preferences.formats.merging import collect_all, note_held_back
+from preferences.formats.merging import collect_all, report_excluded
 from preferences.formats.parts import Report
 from preferences.formats.registry import FORMATS, format_to_read, format_to_write, sniff
 from preferences.records import Judgment, Message, Task, dense_ranks
@@ -113,7 +113,7 @@ def test_heed_loses_nothing(
         book, again = filled(new_store, content), new_store()
         path = tmp_path_factory.mktemp("export") / f"labels{suffix}"
         report, num_rows = export(book, format_to_write("heed"), path)
-        assert (report.oddities, num_rows) == ([], len(content))
+        assert (report.warnings, num_rows) == ([], len(content))
         for _ in range(2):  # a second import changes nothing
             store_found(again, collect_all(format_to_read("heed"), read_source(str(path))), "")
             assert whole(again) == whole(book)
@@ -182,7 +182,7 @@ def test_other_formats_keep_the_preferences_that_they_can_hold(name: str, new_st
         num_pairs = sum(
             len(task.responses) * (len(task.responses) - 1) // 2 * len(told) for task, _, _, told in content
         )
-        assert len(rows) + len(report.oddities) == num_pairs
+        assert len(rows) + len(report.warnings) == num_pairs
         if rows and name != "trl_text":
             assert sniff(iter([("row 1", rows[0])]))[0].name == name
 
@@ -233,7 +233,7 @@ def test_what_does_not_stand_is_not_written_and_said(
     assert write is not None
     assert [row["chosen"] for row in write(book.tasks("b"), book.judgments("b"), report)] == chosen
     assert report.counts() == counts
-    assert {oddity.where for oddity in report.oddities} <= {"task 't', labeler 'ann'", "task 't', labeler 'bo'"}
+    assert {warning.where for warning in report.warnings} <= {"task 't', labeler 'ann'", "task 't', labeler 'bo'"}
 
 
 GOLD = Task("gold", (Message("user", "g"),), ("a", "b"), ("x", "y"), gold_ranks=(1, 2))
@@ -255,7 +255,7 @@ def test_what_measures_labelers_is_no_training_data(
         assert report.counts() == {}
         back = collect_all(format_to_read("heed"), [("row", row) for row in rows])
         assert [ranking.task_id for ranking in back.rankings] == ["t"]
-        note_held_back(back)
+        report_excluded(back)
         report = back.report
     else:
         assert num_rows == len(rows) == 1

@@ -19,7 +19,7 @@ from heed.commands.label import label_app
 from preferences.formats.exchange import export, store_found
 from preferences.formats.merging import collect_all
 from preferences.formats.registry import format_to_read, format_to_write
-from preferences.leasing import Lease
+from preferences.leases import Lease
 from preferences.records import Answer, Message, Task
 from preferences.store import LabelStore
 from reading.rows import read_source
@@ -66,14 +66,14 @@ BAD = {
     "num_labelers": (heed("t2", num_labelers=3_000_000), "num_labelers' is 3000000; a whole number from 1 to 1000"),
     "places": (
         heed("t2", num_labelers=1, judgments=[*acts("answer"), *acts("answer", labeler="bo")]),
-        "task 't2', labeler 'bo': the task wants 1 labelers, and others judged it",
+        "task 't2', labeler 'bo': the task wants 1 labelers, and others have judged it already",
     ),
-    "revision": (heed("t2", judgments=acts("answer", revision=1)), "revision is 1; 0 acts are stored"),
+    "revision": (heed("t2", judgments=acts("answer", revision=1)), "revision is 1, but only 0 are stored"),
     "repeat": (heed("t2", repeat_of="t9"), "task 't2': repeat_of is 't9'; an earlier task's id was expected"),
     "milliseconds": (heed("t2", judgments=acts("answer", milliseconds=3_000_000_000)), "'milliseconds' is 3000000000"),
     "text": (heed("t1", responses=["a", "c"]), "task 't1': field 'responses' differs from that in "),
     "quota": (heed("t1", num_labelers=3), "task 't1': num_labelers is 3, but 2 in "),
-    "NUL in the id": (heed("t\0"), r"task 't\x00': task_id contains the character '\x00', which no name may hold"),
+    "NUL in the id": (heed("t\0"), r"task 't\x00': task_id contains the character '\x00', which no name may contain"),
     "NUL in a name": (heed("t2", judgments=acts("answer", labeler="a\0")), r"labeler contains the character '\x00'"),
     "NUL in a batch": (heed("t2", batch="b\0"), r"batch contains the character '\x00'"),
     "long id": (heed("t" * 3_000), "task_id has 3,000 characters; at most 500 were expected"),

@@ -97,5 +97,5 @@ def test_a_store_of_a_newer_heed_is_refused(empty_database):
     with writer.begin() as connection:
         connection.execute(sqlalchemy.text("UPDATE alembic_version SET version_num = '9999'"))
     reader.dispose()
-    with pytest.raises(ValueError, match="revision 9999, which this Heed does not know"):
+    with pytest.raises(ValueError, match="revision 9999, which this version of Heed does not know"):
         LabelStore(url)

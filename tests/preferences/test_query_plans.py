@@ -3,7 +3,7 @@
 import pytest
 from sqlalchemy import event
 
-from preferences import claims
+from preferences import leases
 from preferences.records import Judgment, Message, Task
 from preferences.store import LabelStore
 
@@ -27,7 +27,7 @@ def test_postgresql_takes_the_first_open_place_and_looks_at_no_others(postgres, 
         looked = [(statement, values) for statement, values in asked if statement.startswith("SELECT places")]
         assert len(looked) == 2  # what she holds, what is open
         with store._writer.begin() as connection:
-            claims.one_at_a_time(connection, "ann")
+            leases.lock_labeler(connection, "ann")
             for statement, values in looked:
                 plan = "\n".join(connection.exec_driver_sql(f"EXPLAIN {statement}", values).scalars())
                 assert "Index Scan using places_" in plan

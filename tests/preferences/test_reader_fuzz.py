@@ -81,7 +81,7 @@ def as_text(row: dict[str, Any]) -> str:
 def require_told(found: Found, second: str, num_rows: int) -> None:
     """The second row is somewhere in what was found."""
     assert found.report.num_rows == num_rows
-    assert second in found.places.values() or any(second in oddity.where for oddity in found.report.oddities)
+    assert second in found.locations.values() or any(second in warning.where for warning in found.report.warnings)
 
 
 def require_refusal(error: ValueError, *wheres: str) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from preferences.leasing import LeaseLostError
+from preferences.leases import LeaseLostError
 from preferences.records import Answer, Message, Task
 from preferences.results import Progress
 from preferences.store import UNDO_SECONDS, LabelStore
@@ -108,9 +108,9 @@ def test_nothing_is_taken_back_twice_and_nothing_judged_twice(store):
     with pytest.raises(ValueError, match="no answer or skip to take back"):
         store.undo(first, "slipped", **HOW)
     store.submit(first, BEST_FIRST, **HOW)
-    with pytest.raises(ValueError, match="judged already"):
+    with pytest.raises(ValueError, match="already judged"):
         store.submit(store.reopened("ann", "t1"), Answer((2, 1), 5), **HOW)
-    with pytest.raises(ValueError, match="revision is 5; 1 acts are stored"):
+    with pytest.raises(ValueError, match="revision is 5, but only 1 are stored"):
         store.submit(dataclasses.replace(first, revision=5), BEST_FIRST, **HOW)
     with pytest.raises(ValueError, match="'nothing': task_id is not in the store"):
         store.reopened("ann", "nothing")
@@ -194,7 +194,7 @@ def test_imports_are_whole_or_refused(store, new_database):
     found = store.judgments("b")
     with LabelStore(new_database()) as other:
         other.add_tasks([make_task("t1")], batch="b", num_labelers=1)
-        with pytest.raises(ValueError, match="'bob': the task wants 1 labelers, and others judged it"):
+        with pytest.raises(ValueError, match="'bob': the task wants 1 labelers, and others have judged it already"):
             other.import_judgments("b", found)
         assert other.judgments("b") == []
         for field, value, message in (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preferences.leasing import LeaseLostError, display_order
+from preferences.leases import LeaseLostError, display_order
 from preferences.records import Answer, Message, Task, dense_ranks
 from preferences.results import Coverage, Progress, StoredTask
 from preferences.store import LabelStore

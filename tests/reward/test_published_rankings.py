@@ -12,7 +12,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
 from reward.comparisons import RankingsConfig, read_judgments, read_rankings
 from reward.config import RewardConfig
-from reward.training import ODDITIES, train
+from reward.training import WARNINGS, train
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.metrics import read_metrics
@@ -54,8 +54,8 @@ def test_a_reward_model_trains_on_real_dialogues(tmp_path: Path, tiny_config: Mo
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     # Rows 1 to 90 without row 87, whose better reply is empty.
     assert results["train_comparisons"] + results["heldout_comparisons"] == NUM_ROWS - 1
-    (oddity,) = json.loads((tmp_path / "run" / ODDITIES).read_text())
-    assert (oddity["kind"], oddity["where"]) == ("empty reply", f"{REAL}: line 87")
+    (warning,) = json.loads((tmp_path / "run" / WARNINGS).read_text())
+    assert (warning["kind"], warning["where"]) == ("empty reply", f"{REAL}: line 87")
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(lines) == round(0.2 * results["train_comparisons"] / 8)
     assert load_scalar_model(tmp_path / "run" / "model").config.max_position_embeddings == 2048

@@ -85,7 +85,7 @@ def reward_model() -> RewardMeasures:
         np.where(right, np.abs(lead), -np.abs(lead)), places, places, 2 * ones, ones, 0 * ones, ("all",)
     )  # fmt: skip
     return RewardMeasures(
-        form="rankings", num_tasks=400, num_labelers=3, num_tied_pairs=4, num_too_long=0, too_long="", oddities={},
+        form="rankings", num_tasks=400, num_labelers=3, num_tied_pairs=4, num_too_long=0, too_long="", warnings={},
         calibration=calibration(pairs, seed=0, num_bins=4), agreement=Share(0.79, 0.76, 0.82, 400, 400),
         ceiling=Interval(0.88, 0.86, 0.9), by_category={"all": Share(0.7, 0.6, 0.8, 400, 400)}, rewardbench=None,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from preferences.statistics.quality import (
     agreement_counts,
     agreement_with_others,
     gold_accuracy,
-    ranks_by_place,
+    ranks_by_position,
     screen,
     self_agreement,
     shown_first,
@@ -156,7 +156,7 @@ def test_position_by_hand():
     assert counted(overall) == (3 / 6, 6, 3)
     assert counted(ann) == (3 / 5, 5, 2)
     assert counted(bob) == (0, 1, 1)
-    of_two, of_three = ranks_by_place(panel)
+    of_two, of_three = ranks_by_position(panel)
     assert [mean.mean for mean in of_two.means] == [2, 1]
     assert [mean.mean for mean in of_three.means] == [(3 + 1.5) / 2, (1 + 1.5) / 2, (2 + 3) / 2]
 

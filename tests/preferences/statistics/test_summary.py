@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from preferences.current import current_judgments
 from preferences.records import Judgment, Message, Ranking, Task
-from preferences.standing import standing
 from preferences.statistics import plots
 from preferences.statistics.agreement import pairwise_agreement
 from preferences.statistics.counts import labeler_counts
@@ -50,11 +50,11 @@ TASKS = [task_of("t"), task_of("u"), task_of("v")]
 
 def test_what_stands_in_any_order():
     for acts in (ACTS, ACTS[::-1]):
-        stands = standing(acts)
+        stands = current_judgments(acts)
         answers = {(answer.task_id, answer.labeler): answer.ranks for answer in stands.answers}
         assert answers == {("t", "ann"): (2, 1), ("t", "bob"): (1, 2), ("v", "ann"): (1, 2), ("v", "cy"): (2, 1)}
         assert [(skip.labeler, skip.note) for skip in stands.skips] == [("ann", "unclear")]
-        assert Counter(judgment.task_id for judgment in stands.settled) == {"t": 1, "v": 2}
+        assert Counter(judgment.task_id for judgment in stands.final) == {"t": 1, "v": 2}
         assert {(old.task_id, old.labeler, old.revision) for old in stands.replaced} == {
             ("t", "ann", 1),
             ("u", "bob", 1),
@@ -63,16 +63,16 @@ def test_what_stands_in_any_order():
 
 def test_the_last_adjudication_settles():
     later = act("other lead", "t", 2, 1, kind="adjudication", at=10)
-    assert standing((later, *ACTS)).adjudications == (later,)
+    assert current_judgments((later, *ACTS)).adjudications == (later,)
 
 
 def test_one_revision_twice_is_refused():
-    with pytest.raises(ValueError, match="'t', labeler 'ann': revision 2 is there twice"):
-        standing((*ACTS, act("ann", "t", 1, 2, revision=2)))
+    with pytest.raises(ValueError, match="'t', labeler 'ann': revision 2 appears twice"):
+        current_judgments((*ACTS, act("ann", "t", 1, 2, revision=2)))
 
 
 def test_who_did_what():
-    ann, bob, cy, lead = labeler_counts(ACTS, standing(ACTS))
+    ann, bob, cy, lead = labeler_counts(ACTS, current_judgments(ACTS))
     assert dataclasses.astuple(ann) == ("ann", 2, 1, 0, 1, 7)
     assert dataclasses.astuple(bob) == ("bob", 1, 0, 1, 0, 4)
     assert (cy.num_answers, lead.num_answers) == (1, 0)
@@ -143,7 +143,7 @@ def charts_of(acts, report):
     return [
         plots.progress_plot(acts, num_wanted=150),
         plots.share_plot(rows, name="agreement", title="Agreement with others", chance=0.5),
-        plots.places_plot(report.ranks_by_place[0]),
+        plots.positions_plot(report.ranks_by_position[0]),
         plots.time_plot([judgment.milliseconds for judgment in acts]),
     ]
 
@@ -171,7 +171,7 @@ def test_a_chart_says_what_it_shows(many):
     assert f"ann {report.labelers[1].agreement.mean:.0%}" in agreement
     assert "&lt;b&gt;bob" in agreement
     assert "<b>" not in agreement
-    assert f"place 1 {report.ranks_by_place[0].means[0].mean:.2f}" in places
+    assert f"place 1 {report.ranks_by_position[0].means[0].mean:.2f}" in places
     assert "Without bias 2" in places
     assert "120 answers, median 20 s" in times
 
@@ -190,7 +190,7 @@ def test_no_data_no_chart():
     assert plots.progress_plot([], num_wanted=3) == ""
     assert plots.share_plot(plots.labeler_shares(report.labelers, "agreement"), name="a", title="A", chance=0.5) == ""
     assert plots.time_plot([]) == ""
-    assert report.ranks_by_place == ()
+    assert report.ranks_by_position == ()
 
 
 # ---- people ----

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from benchmarks.known_labelers import FLAG, TRAITS, KnownLabeler, Size, draw_tasks
+from labeling.client import LabelClient, answer_in_turns
 from labeling.config import LabelingConfig
-from labeling.http_door import HttpDoor, answer_in_turns
 from preferences.records import Labeler, Skip
 
 CAREFUL = KnownLabeler(TRAITS[0], seed=0)
@@ -59,11 +59,11 @@ def test_refusals_say_why(run_server, tmp_path):
     with run_server(str(tmp_path / "labels.db"), LabelingConfig(flags=("rude",))) as running:
         running.store.add_tasks([draw_tasks(Size(1, 0, 0), 0)[0][0]], batch="b", num_labelers=1)
         running.join(CAREFUL.name)
-        with pytest.raises(ValueError, match=r"status 403: .*name and key do not go together"):
-            HttpDoor(running.address, CAREFUL, "no key")
-        with HttpDoor(running.address, CAREFUL, running.keys[CAREFUL.name]) as door:
+        with pytest.raises(ValueError, match=r"status 403: .*name and key do not match"):
+            LabelClient(running.address, CAREFUL, "no key")
+        with LabelClient(running.address, CAREFUL, running.keys[CAREFUL.name]) as door:
             assert door.answer_next() == "instructions"
-            door.read_instructions()
+            door.confirm_reading()
             door.labeler = Flagging(CAREFUL, CAREFUL.name)
             with pytest.raises(ValueError, match=rf"status 422: .*{FLAG}"):
                 door.answer_next()
@@ -79,12 +79,12 @@ def test_a_door_waits_for_a_server_that_is_away(run_server, tmp_path):
     away.join("careful")
     address = f"http://127.0.0.1:{port}"
     with pytest.raises(httpx.ConnectError):
-        HttpDoor(address, CAREFUL, away.keys["careful"], patience_seconds=0.1)
+        LabelClient(address, CAREFUL, away.keys["careful"], patience_seconds=0.1)
     back = threading.Timer(0.5, away.__enter__)
     back.start()
     try:
-        with HttpDoor(address, CAREFUL, away.keys["careful"]) as door:
-            door.read_instructions()
+        with LabelClient(address, CAREFUL, away.keys["careful"]) as door:
+            door.confirm_reading()
             assert answer_in_turns([door]) == {"careful": "nothing open"}
         assert [judgment.kind for judgment in away.store.judgments("b")] == ["answer"] * 4
     finally:

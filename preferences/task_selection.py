@@ -1,8 +1,8 @@
-"""From candidate responses to the tasks put to labelers: at random, or where a reward model is least sure.
+"""Selecting which candidate responses become tasks: at random, or where reward models are least certain.
 
-What is chosen by a score is no fair sample of what there is. So every task says with what probability it was chosen
-(`details["propensity"]`), which undoes the choice (`uniform_mean`), and some prompts, drawn before any score is looked
-at, get uniform tasks for evaluation (`details["slice"]`).
+A selection by score is not a fair sample of the candidates. So every task records the probability with which it was
+selected (`details["propensity"]`), by which `uniform_mean` corrects for the selection, and some prompts, drawn before
+any score is read, get uniformly selected tasks for evaluation (`details["slice"]`).
 """
 
 import hashlib
@@ -20,15 +20,15 @@ from intervals.estimates import LEVEL, Floats, Interval
 from preferences.records import MAX_RESPONSES, MIN_RESPONSES, Message, Task
 from preferences.statistics.panel import prompt_numbers
 
-MAX_SETS = 5_000  # of responses of one prompt; each has its probability
-UNIFORM_PART = 0.1  # of the probability of "uncertainty" that is uniform, so that no weight is above ten
+MAX_SETS = 5_000  # sets of responses per prompt; each has its own probability
+UNIFORM_PART = 0.1  # the part of the "uncertainty" probability that is uniform, so that no weight is above ten
 
 Method = Literal["uniform", "uncertainty"]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A response that could be put to labelers, who wrote it, and the score that each reward model gives it."""
+    """A response that labelers could judge, who wrote it, and the score that each reward model gives it."""
 
     response: str
     source: str
@@ -36,7 +36,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Candidates:
+class PromptCandidates:
     """All candidates of one prompt."""
 
     prompt_id: str
@@ -45,7 +45,7 @@ class Candidates:
 
 
 def choose_tasks(
-    prompts: Sequence[Candidates],
+    prompts: Sequence[PromptCandidates],
     *,
     batch: str,
     method: Method,
@@ -54,20 +54,20 @@ def choose_tasks(
     evaluation_share: float,
     seed: int,
 ) -> list[Task]:
-    """Tasks of `responses_per_task` different responses each, `tasks_per_prompt` a prompt where there are as many.
+    """Returns tasks of `responses_per_task` distinct responses each, up to `tasks_per_prompt` per prompt.
 
-    Of responses that are the same but for white space at their ends, the first stays. A prompt with too few
-    different ones has no task. `details` of a task: `method` by which its prompt's tasks were drawn, `slice`
-    ("evaluation" for a share of the prompts, always uniform; else "training"), `propensity` (the probability that this
-    set of responses was chosen) and `num_sets` (how many sets the prompt has).
+    Responses that differ only in white space at their ends are duplicates; the first one is kept. A prompt with too few
+    distinct responses has no task. A task's `details` are: `method`, by which its prompt's tasks were drawn; `slice`
+    ("evaluation" for a share of the prompts, which are always uniform, else "training"); `propensity`, the probability
+    of selecting this set of responses; and `num_sets`, how many sets the prompt has.
 
-    Raises ValueError, naming the field or prompt, for numbers out of range, scores that are missing, not finite, or
-    not as many for every candidate, and for more than MAX_SETS sets.
+    Raises: ValueError, naming the field or prompt, for numbers out of range, for scores that are missing, not finite,
+    or not equally many for every candidate, and for more than MAX_SETS sets.
     """
     _check(responses_per_task, tasks_per_prompt, evaluation_share)
     tasks = []
     for prompt in prompts:
-        candidates = different(prompt.candidates)
+        candidates = distinct(prompt.candidates)
         if method == "uncertainty":
             _check_scores(prompt.prompt_id, candidates)
         if len(candidates) < responses_per_task:
@@ -85,7 +85,7 @@ def choose_tasks(
         propensities = inclusion_probabilities(weights, tasks_per_prompt)
         start = _uniform_number("choice", seed, prompt.prompt_id)
         for index in systematic_sample(propensities, start, _order(num_sets, seed, prompt.prompt_id)):
-            members = [candidates[place] for place in sets[index]]
+            members = [candidates[number] for number in sets[index]]
             tasks.append(
                 Task(
                     task_id=f"{batch}/{prompt.prompt_id}/{'-'.join(map(str, sets[index]))}",
@@ -103,8 +103,8 @@ def choose_tasks(
     return tasks
 
 
-def different(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates in order, without those whose response was there before, white space at the ends aside."""
+def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Drops candidates whose response came before, ignoring white space at the ends. Keeps the order."""
     first: dict[str, Candidate] = {}
     for candidate in candidates:
         first.setdefault(candidate.response.strip(), candidate)
@@ -112,11 +112,11 @@ def different(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def uncertainty(one: Candidate, other: Candidate) -> float:
-    """How unsure reward models are which of two responses is better, from 0 to 1.
+    """How uncertain the reward models are about which of two responses is better, from 0 to 1.
 
-    By Bradley-Terry a model with scores s prefers the first with probability p = σ(s_one - s_other). The mean p of all
-    models gives 4·p̄(1 - p̄): the variance of the answer that is foreseen, in which both a small difference of scores
-    and models that contradict each other count.
+    By Bradley-Terry, a model with scores s prefers the first with probability p = σ(s_one - s_other). With p̄ the mean
+    over models, the result is 4·p̄(1 - p̄), the variance of the predicted answer scaled to at most 1. It is high if
+    scores are close and if models contradict each other.
     """
     chances = [_sigmoid(a - b) for a, b in zip(one.scores, other.scores, strict=True)]
     mean = sum(chances) / len(chances)
@@ -124,9 +124,9 @@ def uncertainty(one: Candidate, other: Candidate) -> float:
 
 
 def inclusion_probabilities(weights: Floats, num_chosen: int) -> Floats:
-    """The probabilities, in proportion to `weights` but at most 1, with which `num_chosen` of the sets are chosen.
+    """Returns each set's probability of being among the `num_chosen`: proportional to `weights`, at most 1.
 
-    They sum to `num_chosen`; to all sets' 1 where there are no more sets. What is cut at 1 goes to the others.
+    They sum to `num_chosen`, or are all 1 if there are no more sets than that. The excess above 1 goes to the others.
     """
     if num_chosen >= len(weights):
         return np.ones(len(weights))
@@ -140,27 +140,30 @@ def inclusion_probabilities(weights: Floats, num_chosen: int) -> Floats:
 
 
 def systematic_sample(probabilities: Floats, start: float, order: Sequence[int]) -> list[int]:
-    """Which sets are chosen: those in whose stretch of the running sum, in `order`, a number start + 0, 1, ... lies.
+    """Returns the sets whose stretch of the running sum, taken in `order`, contains one of start + 0, 1, 2, ...
 
-    `start` is uniform in 0 to 1; then set i is chosen with just `probabilities[i]`, once, and as many sets as these
-    sum to. Madow 1949, Annals of Mathematical Statistics 20(3).
+    If `start` is uniform in 0 to 1, set i is chosen with probability exactly `probabilities[i]`, no set twice, and the
+    number of chosen sets is the sum of the probabilities. Madow 1949, Annals of Mathematical Statistics 20(3).
     """
     ends = np.cumsum(probabilities[list(order)])
-    ends[-1] = round(float(ends[-1]))  # their sum is whole but for rounding
+    ends[-1] = round(float(ends[-1]))  # the sum is an integer up to rounding
     marks = start + np.arange(int(ends[-1]))
-    return sorted(int(order[place]) for place in np.searchsorted(ends, marks, side="right"))
+    return sorted(int(order[index]) for index in np.searchsorted(ends, marks, side="right"))
 
 
 def uniform_mean(tasks: Sequence[Task], values: Sequence[float], *, seed: int) -> Interval:
-    """What the mean of a task's value would be had tasks been drawn uniformly, with a 95% interval over prompts.
+    """Estimates the mean value under uniform selection of tasks, with a 95% interval over prompts.
 
         Σ_i w_i·value_i / Σ_i w_i,   w_i = 1/(propensity_i · num_sets_i)
 
-    Each prompt then weighs 1 in expectation, whatever was chosen of it (Hájek 1971). Raises ValueError for a task
-    without propensity, and for no tasks.
+    Each prompt then has weight 1 in expectation, whichever of its sets were selected (Hájek 1971).
+
+    Raises: ValueError for a task without propensity, and if there are no tasks.
     """
     if len(tasks) != len(values) or not tasks:
-        raise ValueError(f"values has {len(values)} entries for {len(tasks)} tasks; one each, and any, was expected")
+        raise ValueError(
+            f"values has {len(values)} entries for {len(tasks)} tasks; one per task, and at least one, was expected"
+        )
     for task in tasks:
         if "propensity" not in task.details or "num_sets" not in task.details:
             raise ValueError(f"task {task.task_id!r}: details has no propensity or num_sets; choose_tasks writes both")
@@ -176,7 +179,7 @@ def uniform_mean(tasks: Sequence[Task], values: Sequence[float], *, seed: int) -
 
 
 def _uncertainties(candidates: Sequence[Candidate], sets: Sequence[tuple[int, ...]]) -> Floats:
-    """Of each set the mean uncertainty of its pairs, as shares of all, beside a uniform part."""
+    """Returns each set's weight: the mean uncertainty of its pairs, normalised, mixed with a uniform part."""
     pairs = {(i, j): uncertainty(candidates[i], candidates[j]) for i, j in combinations(range(len(candidates)), 2)}
     means = np.array([np.mean([pairs[pair] for pair in combinations(members, 2)]) for members in sets])
     total = means.sum()
@@ -189,14 +192,14 @@ def _sigmoid(difference: float) -> float:
 
 
 def _uniform_number(*key: object) -> float:
-    """A number in 0 to 1, the same for the same key on every machine."""
+    """Returns a number in 0 to 1 that depends on the key alone, on every machine."""
     return int.from_bytes(hashlib.sha256(json.dumps(key).encode()).digest()[:8], "big") / 2.0**64
 
 
 def _order(num_sets: int, seed: int, prompt_id: str) -> list[int]:
-    """Random, so that sets that share a response are not chosen against each other by their places."""
+    """Returns a random order. In a fixed order neighbouring sets, which share responses, would exclude each other."""
     digest = hashlib.sha256(json.dumps(["order", seed, prompt_id]).encode()).digest()
-    return [int(place) for place in np.random.default_rng(list(digest)).permutation(num_sets)]
+    return [int(index) for index in np.random.default_rng(list(digest)).permutation(num_sets)]
 
 
 def _check(responses_per_task: int, tasks_per_prompt: int, evaluation_share: float) -> None:
@@ -215,7 +218,7 @@ def _check_scores(prompt_id: str, candidates: Sequence[Candidate]) -> None:
         if not candidate.scores or len(candidate.scores) != len(candidates[0].scores):
             raise ValueError(
                 f"prompt {prompt_id!r}, source {candidate.source!r}: scores has {len(candidate.scores)} entries;"
-                f" one of each reward model was expected, for every candidate"
+                " one per reward model was expected, for every candidate"
             )
         if not all(math.isfinite(score) for score in candidate.scores):
             raise ValueError(

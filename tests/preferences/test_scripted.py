@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from preferences.door import answer_all, assign
 from preferences.records import Answer, Message, Skip, Task
 from preferences.results import Coverage
+from preferences.scripted import answer_all, assign
 from preferences.store import LabelStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ HOW = {"batch": "b", "client": "script", "instructions_version": "1"}
 # Run in processes of their own, so it is text; the labeler's answer depends only on its name and the task shown.
 SCRIPT = """
 import hashlib, sys, time
-from preferences.door import answer_all
+from preferences.scripted import answer_all
 from preferences.records import Answer
 from preferences.store import LabelStore
 

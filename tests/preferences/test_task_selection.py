@@ -1,4 +1,4 @@
-"""Choosing what labelers see: true propensities, a slice that no score touched, weights that undo the choice."""
+"""TaskSelection what labelers see: true propensities, a slice that no score touched, weights that undo the choice."""
 
 import math
 from itertools import combinations
@@ -6,17 +6,17 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from preferences.choosing import (
+from preferences.records import Message
+from preferences.task_selection import (
     Candidate,
-    Candidates,
+    PromptCandidates,
     choose_tasks,
-    different,
+    distinct,
     inclusion_probabilities,
     systematic_sample,
     uncertainty,
     uniform_mean,
 )  # fmt: skip
-from preferences.records import Message
 
 USUAL = {
     "batch": "b", "method": "uncertainty", "responses_per_task": 2, "tasks_per_prompt": 2, "evaluation_share": 0.2,
@@ -26,7 +26,7 @@ USUAL = {
 
 def candidates_of(scores, prompt_id="p"):
     made = tuple(Candidate(f"response {place}", "policy", (score,)) for place, score in enumerate(scores))
-    return Candidates(prompt_id, (Message("user", f"prompt {prompt_id}"),), made)
+    return PromptCandidates(prompt_id, (Message("user", f"prompt {prompt_id}"),), made)
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +36,9 @@ def prompts():
 
 
 def test_equal_responses_are_put_once():
-    found = different([Candidate("a", "one"), Candidate(" a\n", "two"), Candidate("b", "one"), Candidate("a", "one")])
+    found = distinct([Candidate("a", "one"), Candidate(" a\n", "two"), Candidate("b", "one"), Candidate("a", "one")])
     assert [(candidate.response, candidate.source) for candidate in found] == [("a", "one"), ("b", "one")]
-    same = Candidates("p", (Message("user", "x"),), (Candidate("a", "one"), Candidate("a ", "two")))
+    same = PromptCandidates("p", (Message("user", "x"),), (Candidate("a", "one"), Candidate("a ", "two")))
     assert choose_tasks([same], **{**USUAL, "method": "uniform"}) == []
 
 
@@ -131,7 +131,11 @@ def test_tasks_of_four_responses(prompts):
 @pytest.mark.parametrize(
     ("change", "prompt", "message"),
     [
-        ({}, Candidates("q", (Message("user", "x"),), (Candidate("a", "p"), Candidate("b", "p"))), "'q'.*scores has 0"),
+        (
+            {},
+            PromptCandidates("q", (Message("user", "x"),), (Candidate("a", "p"), Candidate("b", "p"))),
+            "'q'.*scores has 0",
+        ),
         ({}, candidates_of((1.0, math.nan), "q"), "'q'.*finite numbers"),
         ({"responses_per_task": 1}, candidates_of((1.0, 2.0)), "responses_per_task is 1; 2 to 9"),
         ({"evaluation_share": 20}, candidates_of((1.0, 2.0)), "evaluation_share is 20"),

@@ -1,0 +1,62 @@
+"""The lead's pages: progress, quality and exports. Adjudication uses the labelers' page, in `task_pages`."""
+
+import json
+from urllib.parse import quote
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse
+
+from labeling.lead import EXPORTS, Exported, LeadView
+from labeling.site import Site
+from preferences.formats.registry import FORMATS
+
+
+class LeadPages:
+    """The routes of the lead's pages."""
+
+    def __init__(self, site: Site, lead: LeadView) -> None:
+        self.site, self.lead = site, lead
+        self.router = APIRouter(include_in_schema=False)
+        get = self.router.get
+        get("/lead", response_class=HTMLResponse)(self.progress)
+        get("/lead/quality", response_class=HTMLResponse)(self.quality)
+        get("/lead/export", response_class=HTMLResponse)(self.export)
+        get("/lead/export/rows")(self.export_rows)
+        get("/lead/export/report")(self.export_report)
+
+    def progress(self, request: Request) -> Response:
+        account, token = self.site.lead(request)
+        return self.site.page("lead", account, token, batches=self.lead.batches(), export_formats=EXPORTS)
+
+    def quality(self, request: Request) -> Response:
+        account, token = self.site.lead(request)
+        return self.site.page("quality", account, token, **self.lead.quality(request.query_params.get("batch", "")))
+
+    def export(self, request: Request) -> Response:
+        """Shows what an export contains and leaves out, before anything is downloaded."""
+        account, token = self.site.lead(request)
+        batch, form, found = self._exported(request)
+        description = FORMATS[form].description
+        return self.site.page("export", account, token, batch=batch, form=form, description=description, found=found)
+
+    def export_rows(self, request: Request) -> Response:
+        account, _ = self.site.lead(request)
+        batch, form, found = self._exported(request)
+        self.site.accounts.log(account.name, "exported", f"{batch} ({form})")
+        response = _download(found.lines, f"{batch}.{form}.jsonl")
+        response.headers["Heed-Left-Out"] = json.dumps(found.report.counts())  # for programs that download
+        return response
+
+    def export_report(self, request: Request) -> Response:
+        self.site.lead(request)
+        batch, form, found = self._exported(request)
+        return _download(found.report_lines, f"{batch}.{form}.left-out.jsonl")
+
+    def _exported(self, request: Request) -> tuple[str, str, Exported]:
+        batch, form = (request.query_params.get(name, "") for name in ("batch", "format"))
+        return batch, form, self.lead.export(batch, form)
+
+
+def _download(text: str, name: str) -> Response:
+    headers = {"Content-Disposition": f"attachment; filename*=UTF-8''{quote(name, safe='')}"}
+    return Response(text, media_type="application/jsonl", headers=headers)

@@ -1,0 +1,280 @@
+"""Accounts of leads and labelers: keys, sessions, one-time links, and the audit log.
+
+A closed account has no access: closing it ends its sessions and voids its link, and every entry checks its state too.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from preferences import leases
+from preferences.database import open_engines
+from preferences.invitations import (
+    SERVER,
+    Invitation,
+    Role,
+    find,
+    first_lead_link,
+    new_link,
+    open_links,
+    require_free,
+    use,
+    void,
+)
+from preferences.keys import KeyHasher, digest, new_key, new_token
+from preferences.names import is_name, require_name
+from preferences.schema import accounts, audit_log, instructions, invitations, sessions
+
+State = Literal["new", "admitted", "closed"]
+ROLES = ("lead", "labeler")
+STATES = ("new", "admitted", "closed")
+SESSION_SECONDS = 12 * 3_600.0
+COMMAND_LINE = "command line"  # who invites, if no lead does
+MAX_EVENTS_SHOWN = 100
+_CHANGING = 7_243_003  # key of the advisory lock for changing accounts and links
+_NUM_LEADS = select(func.count()).where(accounts.c.role == "lead", accounts.c.state != "closed")
+
+
+@dataclass(frozen=True)
+class Account:
+    """Somebody who may sign in. `read_version` is the version of the instructions that they confirmed reading."""
+
+    name: str
+    role: Role
+    state: State
+    read_version: str
+
+
+@dataclass(frozen=True)
+class AuditEvent:
+    """What somebody did to an account, or exported from the store. `subject` is a name or a batch."""
+
+    actor: str
+    action: str
+    subject: str
+    created_at: float
+
+
+class Accounts:
+    """Accounts, sessions and invitations in the label store's database. `clock` returns seconds since the epoch."""
+
+    def __init__(self, url_or_path: str | Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._reader, self._writer = open_engines(url_or_path)
+        self._hasher = KeyHasher()
+
+    def close(self) -> None:
+        self._reader.dispose()
+
+    # ---- one-time links ----
+
+    def invite(self, name: str, role: Role, *, by: str = COMMAND_LINE) -> str:
+        """Returns the code of a one-time link that gives `name` an account, or a new key for theirs.
+
+        It voids an older link of the name.
+
+        Raises: ValueError for a malformed name or role, and for a name that has the other role, is closed, or looks
+        like another name.
+        """
+        require_name(name)
+        if role not in ROLES:
+            raise ValueError(f"role is {role!r}; one of {ROLES} was expected")
+        with self._writer.begin() as connection:
+            _lock(connection)
+            require_free(connection, name, role, self._clock())
+            self._log(connection, by, "invited", name)
+            return new_link(connection, name, role, by, self._clock())
+
+    def invite_first_lead(self) -> tuple[str, str] | None:
+        """Returns name and code of the only link for a first lead, or None if there is a lead already."""
+        with self._writer.begin() as connection:
+            _lock(connection)
+            connection.execute(delete(invitations).where(invitations.c.invited_by == SERVER))
+            return None if connection.scalar(_NUM_LEADS) else first_lead_link(connection, self._clock())
+
+    def links(self) -> list[Invitation]:
+        """Returns the links that can still be used, by name."""
+        with self._reader.begin() as connection:
+            return open_links(connection, self._clock())
+
+    def revoke(self, name: str, *, by: str = COMMAND_LINE) -> None:
+        """Voids the link of a name. Raises: ValueError if it has none."""
+        with self._writer.begin() as connection:
+            if not is_name(name) or not void(connection, name, self._clock()):
+                raise ValueError(f"name {name!a} has no link that could be revoked")
+            self._log(connection, by, "revoked", name)
+
+    def invitation(self, code: str) -> Invitation | None:
+        """Returns what a link gives, or None if it was used, was voided, ran out or never existed."""
+        with self._reader.begin() as connection:
+            return find(connection, code, self._clock())
+
+    def accept(self, code: str) -> tuple[Account, str] | None:
+        """Uses a link up. Returns the account and its new key, of which only the hash is stored.
+
+        Returns None for a link that cannot be used and for a closed account. Raises: BusyError.
+        """
+        if self.invitation(code) is None:  # check before hashing, which takes memory
+            return None
+        key = new_key()
+        key_hash = self._hasher.hash(key)
+        with self._writer.begin() as connection:
+            _lock(connection)
+            link = use(connection, code, self._clock())
+            account = self._join(connection, link.name, link.role, key_hash) if link is not None else None
+        return (account, key) if account is not None else None
+
+    def _join(self, connection: Connection, name: str, role: Role, key_hash: str) -> Account | None:
+        """Sets the key of a name and creates its account if needed. Returns None if the account does not allow it."""
+        found = connection.execute(select(accounts).where(accounts.c.name == name)).one_or_none()
+        if found is None:
+            new = {"name": name, "role": role, "key_hash": key_hash, "state": "new", "read_version": ""}
+            connection.execute(insert(accounts).values(**new, created_at=self._clock()))
+        elif found.state == "closed" or found.role != role:
+            return None
+        else:  # a new key ends the sessions of the old one
+            connection.execute(update(accounts).where(accounts.c.name == name).values(key_hash=key_hash))
+            connection.execute(delete(sessions).where(sessions.c.account == name))
+        if role == "lead":
+            connection.execute(delete(invitations).where(invitations.c.invited_by == SERVER))
+        self._log(connection, name, "joined", name)
+        return _as_account(found) if found is not None else Account(name, role, "new", "")
+
+    # ---- accounts ----
+
+    def has_lead(self) -> bool:
+        with self._reader.begin() as connection:
+            return bool(connection.scalar(_NUM_LEADS))
+
+    def all(self) -> list[Account]:
+        """Returns all accounts, by name."""
+        with self._reader.begin() as connection:
+            rows = connection.execute(select(accounts).order_by(accounts.c.name)).all()
+        return [_as_account(row) for row in rows]
+
+    def account(self, name: str) -> Account | None:
+        with self._reader.begin() as connection:
+            row = connection.execute(select(accounts).where(accounts.c.name == name)).one_or_none()
+        return _as_account(row) if row is not None else None
+
+    def set_state(self, name: str, state: State, *, by: str = COMMAND_LINE) -> None:
+        """Admits somebody, or closes their account: sessions end, the link is void, leased tasks go to others.
+
+        Raises: ValueError for an unknown name.
+        """
+        if state not in STATES:
+            raise ValueError(f"state is {state!r}; one of {STATES} was expected")
+        with self._writer.begin() as connection:
+            _lock(connection)
+            changed = update(accounts).where(accounts.c.name == name).values(state=state)
+            if not is_name(name) or connection.execute(changed).rowcount == 0:
+                raise ValueError(f"name {name!a} has no account")
+            if state == "closed":
+                connection.execute(delete(sessions).where(sessions.c.account == name))
+                connection.execute(delete(invitations).where(invitations.c.name == name))
+                leases.release_all(connection, name)
+            self._log(connection, by, state, name)
+
+    def admit_screened(self, name: str) -> None:
+        """Admits a new labeler who passed the screening. An account that a lead closed meanwhile stays closed."""
+        is_new = (accounts.c.name == name, accounts.c.state == "new")
+        with self._writer.begin() as connection:
+            connection.execute(update(accounts).where(*is_new).values(state="admitted"))
+
+    def confirm_reading(self, name: str, version: str) -> None:
+        """Stores that somebody confirmed reading this version of the instructions."""
+        with self._writer.begin() as connection:
+            connection.execute(update(accounts).where(accounts.c.name == name).values(read_version=version))
+
+    # ---- sessions ----
+
+    def sign_in(self, name: str, key: str) -> str | None:
+        """Returns a session's token, or None for a wrong name or key, or a closed account.
+
+        It takes as long for a name without an account. Raises: BusyError.
+        """
+        if not is_name(name):
+            return None
+        with self._reader.begin() as connection:
+            row = connection.execute(select(accounts).where(accounts.c.name == name)).one_or_none()
+        if not self._hasher.verify(row.key_hash if row is not None else "", key):
+            return None
+        return self._open_session(name)
+
+    def open_session(self, name: str) -> str:
+        """Returns a session's token for an account. Raises: ValueError if it is closed or does not exist."""
+        token = self._open_session(name)
+        if token is None:
+            raise ValueError(f"name {name!a} has no account, or a closed one")
+        return token
+
+    def _open_session(self, name: str) -> str | None:
+        token, now = new_token(), self._clock()
+        with self._writer.begin() as connection:
+            connection.execute(delete(sessions).where(sessions.c.expires_at <= now))  # clean up expired sessions
+            state = connection.scalar(select(accounts.c.state).where(accounts.c.name == name).with_for_update())
+            if state is None or state == "closed":
+                return None
+            new = {"token_hash": digest(token), "account": name, "expires_at": now + SESSION_SECONDS}
+            connection.execute(insert(sessions).values(new))
+        return token
+
+    def session(self, token: str) -> Account | None:
+        """Returns the account of a session, or None if the session has ended."""
+        statement = (
+            select(accounts)
+            .join(sessions, sessions.c.account == accounts.c.name)
+            .where(sessions.c.token_hash == digest(token), sessions.c.expires_at > self._clock())
+            .where(accounts.c.state != "closed")
+        )
+        with self._reader.begin() as connection:
+            row = connection.execute(statement).one_or_none()
+        return _as_account(row) if row is not None else None
+
+    def sign_out(self, token: str) -> None:
+        with self._writer.begin() as connection:
+            connection.execute(delete(sessions).where(sessions.c.token_hash == digest(token)))
+
+    # ---- audit log ----
+
+    def log(self, actor: str, action: str, subject: str) -> None:
+        """Appends an event to the audit log."""
+        with self._writer.begin() as connection:
+            self._log(connection, actor, action, subject)
+
+    def _log(self, connection: Connection, actor: str, action: str, subject: str) -> None:
+        values = {"actor": actor, "act": action, "subject": subject, "created_at": self._clock()}
+        connection.execute(insert(audit_log).values(values))
+
+    def audit_log(self) -> list[AuditEvent]:
+        """Returns the last events, newest first."""
+        newest = select(audit_log).order_by(audit_log.c.act_id.desc()).limit(MAX_EVENTS_SHOWN)
+        with self._reader.begin() as connection:
+            rows = connection.execute(newest).all()
+        return [AuditEvent(row.actor, row.act, row.subject, row.created_at) for row in rows]
+
+    # ---- instructions ----
+
+    def store_instructions(self, version: str, text: str, flags: tuple[str, ...]) -> None:
+        """Stores what a version of the instructions said, so that it can be read years after the judgments."""
+        values = {"version": version, "text": text, "flags": list(flags), "created_at": self._clock()}
+        try:
+            with self._writer.begin() as connection:
+                connection.execute(insert(instructions).values(values))
+        except IntegrityError:  # stored already
+            return
+
+
+def _lock(connection: Connection) -> None:
+    """Serialises changes of accounts and links until the transaction ends. SQLite has a single writer anyway."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(func.pg_advisory_xact_lock(_CHANGING)))
+
+
+def _as_account(row: Row[Any]) -> Account:
+    return Account(row.name, row.role, row.state, row.read_version)

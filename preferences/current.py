@@ -1,0 +1,82 @@
+"""The current judgments: what counts among a store's judgments, which are only ever appended."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from preferences.records import Judgment, Ranking, Task
+
+
+@dataclass(frozen=True)
+class CurrentJudgments:
+    """Each labeler's last event on each task, by kind.
+
+    A labeler's answer stays current next to the adjudication of its task, because agreement, accuracy and time describe
+    what labelers said on their own. A reward model should learn from `final`.
+    """
+
+    answers: tuple[Judgment, ...]
+    skips: tuple[Judgment, ...]
+    adjudications: tuple[Judgment, ...]  # the last one of each task
+    replaced: tuple[Judgment, ...]  # what the same labeler revised or undid
+    undos: tuple[Judgment, ...]  # with nothing after them
+
+    @property
+    def final(self) -> tuple[Judgment, ...]:
+        """The adjudication of each task that has one, and all answers to the other tasks."""
+        adjudicated = {judgment.task_id for judgment in self.adjudications}
+        return (*self.adjudications, *(answer for answer in self.answers if answer.task_id not in adjudicated))
+
+
+def current_judgments(judgments: Iterable[Judgment]) -> CurrentJudgments:
+    """Applies revisions, undos and adjudications. `judgments` may come in any order.
+
+    The labeler's highest revision on a task is current; after an undo no answer is.
+
+    Raises: ValueError if one labeler has the same revision twice on a task.
+    """
+    last: dict[tuple[str, str], Judgment] = {}
+    replaced: list[Judgment] = []
+    for judgment in judgments:
+        key = (judgment.task_id, judgment.labeler)
+        other = last.get(key)
+        if other is None:
+            last[key] = judgment
+        elif judgment.revision > other.revision:
+            last[key] = judgment
+            replaced.append(other)
+        elif judgment.revision < other.revision:
+            replaced.append(judgment)
+        else:
+            raise ValueError(
+                f"task {judgment.task_id!r}, labeler {judgment.labeler!r}: revision {judgment.revision} appears twice;"
+                " each revision once was expected"
+            )
+    adjudications: dict[str, Judgment] = {}
+    for judgment in last.values():
+        if judgment.kind == "adjudication":
+            known = adjudications.get(judgment.task_id)
+            if known is None or judgment.created_at > known.created_at:
+                adjudications[judgment.task_id] = judgment
+    return CurrentJudgments(
+        answers=tuple(judgment for judgment in last.values() if judgment.kind == "answer"),
+        skips=tuple(judgment for judgment in last.values() if judgment.kind == "skip"),
+        adjudications=tuple(adjudications.values()),
+        replaced=tuple(replaced),
+        undos=tuple(judgment for judgment in last.values() if judgment.kind == "undo"),
+    )
+
+
+def why_excluded(task: Task) -> str:
+    """Returns why the task's judgments are not training data: "gold task", "hidden repeat", or "" if they are.
+
+    Gold tasks and hidden repeats measure labelers. Their answers are known, or were given before, so training on them
+    would count easy, hand-picked prompts and some opinions twice.
+    """
+    return "gold task" if task.gold_ranks else "hidden repeat" if task.repeat_of else ""
+
+
+def ranking_of(task: Task, answer: Judgment) -> Ranking:
+    """Turns an answer or an adjudication into what a reward model learns from."""
+    return Ranking(
+        task.task_id, task.prompt, task.responses, answer.ranks, answer.labeler, task.objective, answer.ratings
+    )

@@ -1,0 +1,231 @@
+"""Leases: which labeler works on which task, and the SQL that grants, renews and releases assignments.
+
+A task has one assignment (a row of `places`) for each labeler that it wants. An assignment is free, leased or done. A
+lease that ran out stays with its labeler until another labeler takes the assignment. All functions run within the
+caller's transaction.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    ScalarSelect,
+    Select,
+    and_,
+    bindparam,
+    func,
+    or_,
+    select,
+    text,
+    true,
+    update,
+)
+
+from preferences.records import ShownTask
+from preferences.schema import assignments, judgments
+
+_LEASING = 7_243_002  # first half of the key of a labeler's advisory lock
+
+Assignment = tuple[int, int]  # a task's position, and the assignment's number within the task
+Entry = TypeVar("Entry")
+
+
+class LeaseLostError(RuntimeError):
+    """The lease ran out and other labelers took the task's assignments: the answer was not stored."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """One task reserved for one labeler. `order[i]` is the canonical index of the response shown at position i.
+
+    `revision` is the number that the labeler's next judgment of the task will have. `handle` identifies the task to the
+    labeler without revealing its id. `given_at` is when this lease was first granted, or 0 without a live lease.
+    """
+
+    shown: ShownTask
+    labeler: str
+    order: tuple[int, ...]
+    expires_at: float  # seconds since the epoch
+    revision: int = 0
+    handle: str = ""
+    given_at: float = 0.0  # seconds since the epoch
+
+    @property
+    def task_id(self) -> str:
+        return self.shown.task_id
+
+
+def display_order(task_id: str, labeler: str, num_responses: int) -> tuple[int, ...]:
+    """Returns the order in which `labeler` sees the task's responses, as canonical indices.
+
+    It depends on (task_id, labeler) alone, so a reload or a restart shows the same order. Over tasks and labelers every
+    order is equally likely, so no source profits from its position.
+    """
+
+    def key(index: int) -> bytes:
+        return hashlib.sha256(json.dumps(["display order", task_id, labeler, index]).encode()).digest()
+
+    return tuple(sorted(range(num_responses), key=key))
+
+
+def canonical(order: Sequence[int], entries: Sequence[Entry]) -> list[Entry]:
+    """Puts entries from the order shown back into canonical order. An empty list stays empty."""
+    back = dict(zip(order, entries, strict=True)) if entries else {}
+    return [back[index] for index in range(len(back))]
+
+
+class AssignmentState(NamedTuple):
+    """One assignment of a task. `labeler` (None = nobody) has it until `expires_at`, or has finished it."""
+
+    number: int
+    labeler: str | None
+    expires_at: float
+    is_done: bool
+
+    def is_free(self, now: float) -> bool:
+        """Whether another labeler may take it."""
+        return not self.is_done and (self.labeler is None or self.expires_at <= now)
+
+
+def lock_labeler(connection: Connection, labeler: str) -> None:
+    """Serialises one labeler's requests until the transaction ends. SQLite has a single writer anyway.
+
+    On PostgreSQL it also turns sorting off, so that the planner reads assignments in index order and stops at the first
+    open one. Until PostgreSQL has statistics of a new batch it assumes that the batch is small, and would otherwise
+    sort all open assignments for every page.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(func.pg_advisory_xact_lock(_LEASING, func.hashtext(labeler))))
+        connection.execute(text("SET LOCAL enable_sort = off"))
+
+
+def live(connection: Connection, labeler: str, now: float, batch: str) -> list[Assignment]:
+    """Returns the labeler's live leases in the batch, in the tasks' order of arrival, and locks their rows."""
+    mine = select(assignments.c.task, assignments.c.place).where(
+        assignments.c.labeler == labeler,
+        assignments.c.expires_at > now,
+        ~assignments.c.is_done,
+        assignments.c.batch == batch,
+    )
+    return [(row.task, row.place) for row in connection.execute(mine.order_by(assignments.c.task).with_for_update())]
+
+
+def lease_open(
+    connection: Connection,
+    labeler: str,
+    now: float,
+    expires_at: float,
+    *,
+    batch: str,
+    limit: int,
+    positions: Sequence[int] | None = None,
+) -> list[Assignment]:
+    """Leases assignments of up to `limit` tasks (only those at `positions`, if given) that are open for the labeler.
+
+    A task is open for a labeler who has not judged, leased or skipped it, if one of its assignments is free or its
+    lease ran out. A repeat opens once the labeler has judged the task that it repeats.
+    """
+    among = true() if positions is None else assignments.c.task.in_(positions)
+    candidates = (
+        select(assignments.c.task, assignments.c.place)
+        .where(assignments.c.batch == batch, _is_free(now), among, _is_new_to(labeler), _is_due_to(labeler))
+        .order_by(assignments.c.task, assignments.c.place)
+        .with_for_update(skip_locked=True, of=assignments)  # PostgreSQL: skip what another request is taking
+    )
+    leased: list[Assignment] = []
+    while len(leased) < limit:
+        first: dict[int, int] = {}  # several assignments of one task may be free
+        for task, number in connection.execute(candidates.limit(limit - len(leased))):
+            first.setdefault(task, number)
+        if not first:
+            break
+        grant(connection, labeler, first.items(), now, expires_at)
+        leased += first.items()
+    return sorted(leased)
+
+
+def grant(connection: Connection, labeler: str, chosen: Iterable[Assignment], now: float, expires_at: float) -> None:
+    """Leases these assignments to the labeler, from now until `expires_at`."""
+    _update(connection, chosen, labeler=labeler, expires_at=expires_at, is_done=False, given_at=now)
+
+
+def renew(connection: Connection, chosen: Iterable[Assignment], expires_at: float) -> None:
+    """Extends these leases. `given_at` stays, because the time on a task is counted from there."""
+    _update(connection, chosen, expires_at=expires_at)
+
+
+def finish(connection: Connection, labeler: str, chosen: Iterable[Assignment]) -> None:
+    """Marks these assignments as judged by the labeler."""
+    _update(connection, chosen, labeler=labeler, expires_at=0.0, is_done=True)
+
+
+def release(connection: Connection, chosen: Iterable[Assignment]) -> None:
+    """Makes these assignments free for other labelers."""
+    _update(connection, chosen, labeler=None, expires_at=0.0, is_done=False, given_at=0.0)
+
+
+def release_all(connection: Connection, labeler: str) -> None:
+    """Makes everything that the labeler has leased free for others. Finished assignments stay theirs."""
+    lock_labeler(connection, labeler)
+    leased = update(assignments).where(assignments.c.labeler == labeler, ~assignments.c.is_done)
+    connection.execute(leased.values(labeler=None, expires_at=0.0))
+
+
+def lock(connection: Connection, positions: Sequence[int]) -> dict[int, list[AssignmentState]]:
+    """Returns all assignments of these tasks, by task, locked until the transaction ends."""
+    columns = (assignments.c.task, assignments.c.place, assignments.c.labeler)
+    statement = select(*columns, assignments.c.expires_at, assignments.c.is_done)
+    statement = statement.where(assignments.c.task.in_(positions)).order_by(assignments.c.task, assignments.c.place)
+    found: dict[int, list[AssignmentState]] = {position: [] for position in positions}
+    for task, *state in connection.execute(statement.with_for_update()):
+        found[task].append(AssignmentState(*state))
+    return found
+
+
+def _update(connection: Connection, chosen: Iterable[Assignment], **values: object) -> None:
+    rows = [{"its_task": task, "its_number": number} for task, number in chosen]
+    if rows:
+        here = and_(assignments.c.task == bindparam("its_task"), assignments.c.place == bindparam("its_number"))
+        connection.execute(update(assignments).where(here).values(**values), rows)
+
+
+def _is_free(now: float) -> ColumnElement[bool]:
+    return and_(~assignments.c.is_done, or_(assignments.c.labeler.is_(None), assignments.c.expires_at <= now))
+
+
+# These are counts although EXISTS would do: PostgreSQL turns EXISTS into a join over all assignments, whose cost grows
+# with the store. A count is taken per candidate, by index, and the first open candidate ends the search.
+
+
+def _is_new_to(labeler: str) -> ColumnElement[bool]:
+    """The labeler has no other assignment of the task, and their last judgment of it, if any, is not a skip."""
+    other = assignments.alias("other")
+    num_others = select(func.count()).where(
+        other.c.task == assignments.c.task, other.c.labeler == labeler, other.c.place != assignments.c.place
+    )
+    last_kind = (
+        select(judgments.c.kind)
+        .where(judgments.c.task == assignments.c.task, judgments.c.labeler == labeler)
+        .order_by(judgments.c.revision.desc())
+        .limit(1)
+    )
+    return and_(_per_assignment(num_others) == 0, func.coalesce(_per_assignment(last_kind), "") != "skip")
+
+
+def _is_due_to(labeler: str) -> ColumnElement[bool]:
+    """The task repeats nothing, or the labeler has judged the task that it repeats."""
+    original = assignments.alias("original")
+    num_judged = select(func.count()).where(
+        original.c.task == assignments.c.original, original.c.labeler == labeler, original.c.is_done
+    )
+    return or_(assignments.c.original == 0, _per_assignment(num_judged) > 0)
+
+
+def _per_assignment(statement: Select[Any]) -> ScalarSelect[Any]:
+    """The statement's value, evaluated for each candidate assignment."""
+    return statement.correlate(assignments).scalar_subquery()
