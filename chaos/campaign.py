@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -59,16 +59,18 @@ def run_chaos(
     overrides = [*LIMITS, *overrides]
     job = load_job(job_file, overrides)
     runs.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as closing:
-        closing.enter_context(_ends_when_terminated())
-        network = closing.enter_context(Network(host_names(num_nodes))) if "partition" not in impossible else None
+    with ExitStack() as stack:
+        stack.enter_context(_ends_when_terminated())
+        network = None
+        if "partition" not in impossible:
+            network = stack.enter_context(closing(Network(host_names(num_nodes))))
         cpus = -(-job.num_ranks // num_nodes)
-        cluster = closing.enter_context(LocalCluster(num_nodes, cpus, network))
+        cluster = stack.enter_context(LocalCluster(num_nodes, cpus, network))
         campaign = Campaign(job, job_file, overrides, runs, cluster)
         calm_seconds = campaign.run_calm()
         if "disk" in chosen:
             size = max(MIN_DISK_BYTES, 4 * _size_of(campaign.calm))
-            campaign.disk = closing.enter_context(small_disk(runs / f"{job.name}-chaos-disk", size))
+            campaign.disk = stack.enter_context(small_disk(runs / f"{job.name}-chaos-disk", size))
         begun = time.monotonic()
         schedule = Schedule(num_faults, seed, chosen, job.stage_names)
         num_empty = 0

@@ -6,9 +6,9 @@ from training.config import Config
 
 
 class ClusterConfig(Config):
-    """[cluster]: how long the driver waits before it takes a rank for lost, and for machines that are missing.
+    """[cluster]: how long the driver waits for silent ranks and for missing machines.
 
-    None of it changes a result, so any of it may be changed between two runs of a job.
+    Nothing here changes a result, so all of it may be changed between two runs of a job.
     """
 
     silence_seconds: float = Field(
@@ -35,5 +35,5 @@ class ClusterConfig(Config):
 
     @property
     def beat_limit_seconds(self) -> float:
-        """The shortest time in which a worker must be heard of."""
+        """The shortest time within which a worker must be heard from."""
         return min(self.silence_seconds, self.stall_seconds)

@@ -1,4 +1,4 @@
-"""What went wrong on a rank, as the driver learns of it: an exception's kind, its words, itself if it can be sent."""
+"""What went wrong on a rank, as sent to the driver: the exception's kind, its text, and itself if it can be pickled."""
 
 import time
 import traceback
@@ -7,8 +7,8 @@ from typing import Literal
 
 from ray import cloudpickle
 
-# mistake: the user's to mend. echo: a peer did not answer, so the cause is elsewhere. loss: this rank, its GPU or its
-# port is unusable; a new group may do better. error: the work itself failed, and would fail again.
+# mistake: the user must fix something. echo: a peer did not answer, so the cause is elsewhere. loss: this rank, its GPU
+# or its port is unusable; a new group may do better. error: the work itself failed, and would fail again.
 Kind = Literal["mistake", "echo", "loss", "error"]
 
 PEER_WORDS = (
@@ -19,7 +19,7 @@ PEER_WORDS = (
     "broken pipe",
     "timed out",
 )
-# Of torch, gloo and NCCL alone: an OSError with such words may be about anybody's server.
+# Only in errors of torch, gloo and NCCL: an OSError with these words may concern some other server.
 NETWORK_WORDS = (
     "no route to host",
     "network is unreachable",
@@ -46,7 +46,7 @@ class WorkerLostError(WorkerError):
 
 
 class UnsentError(RuntimeError):
-    """Stands for an exception that could not be sent from its rank; the text is what it said there."""
+    """Stands for an exception that could not be sent from its rank; holds its text."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class Failure:
 
     @property
     def error(self) -> Exception:
-        """The exception, or what stands for it where this process cannot make it again."""
+        """The exception, or a stand-in where this process cannot unpickle it."""
         try:
             found = cloudpickle.loads(self.pickled) if self.pickled else None
-        except Exception:  # its class may exist on the rank alone
+        except Exception:  # its class may exist only on the rank
             found = None
         if isinstance(found, Exception):
             return found
@@ -78,7 +78,7 @@ class Failure:
 
 
 def kind_of(error: Exception) -> Kind:
-    """What the driver should make of a rank's exception."""
+    """How the driver should treat a rank's exception."""
     from torch import AcceleratorError
     from torch.distributed import DistError
 
@@ -105,13 +105,13 @@ def ran_out_of_memory(error: Exception) -> bool:
 
 MEMORY_ADVICE = (
     "memory ran out: a smaller micro_batch_size, shorter rows (seq_len, max_new_tokens),"
-    " engine.checkpoint_activations, a higher engine.zero_stage, engine.offload (on a GPU) or more workers take"
-    " less on a rank; `heed plan` counts it part by part"
+    " engine.checkpoint_activations, a higher engine.zero_stage, engine.offload (on a GPU) or more workers need"
+    " less per rank; `heed plan` lists memory part by part"
 )
 
 
 def _text(error: Exception) -> str:
-    """As `repr`, which somebody else's class may fail to give."""
+    """`repr`, which may itself raise in a class of a library."""
     try:
         return repr(error)
     except Exception:
@@ -119,9 +119,9 @@ def _text(error: Exception) -> str:
 
 
 def _pickled(error: Exception) -> bytes:
-    """The exception as bytes from which it can be made again, tried here; empty where it cannot."""
+    """The pickled exception; empty where unpickling it, which is tried here, fails."""
     try:
         pickled: bytes = cloudpickle.dumps(error)
         return pickled if type(cloudpickle.loads(pickled)) is type(error) else b""
-    except Exception:  # whatever its own class raises
+    except Exception:  # whatever its class raises
         return b""

@@ -1,10 +1,10 @@
-"""Signs of life: each worker process sends beats, from which the driver knows one that is silent or stuck.
+"""Heartbeats, from which the driver knows a worker process that is silent or stuck.
 
-A thread of each worker sends a beat with the count of work done (`lm.progress`). A stopped process, and one whose
-machine is out of reach, sends none; one that is stuck sends beats whose count stands still. Beats go to an actor on the
-driver's machine, so they need no connection that Ray does not need anyway. (`cluster.vigil` draws the conclusions.)
+A thread of each worker sends beats with the count of work done (`lm.progress`). A stopped process, or one whose machine
+is out of reach, sends none; one that is stuck sends beats with the same count. Beats go to an actor on the driver's
+machine, so they need no connection that Ray does not need anyway. `cluster.vigil` draws the conclusions.
 
-Workers import this before torch, and so it imports nothing that imports torch.
+Workers import this before torch, so it imports nothing that imports torch.
 """
 
 import threading
@@ -17,12 +17,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lm.progress import progress_noted
 
-BEATS_IN_LIMIT = 6  # so that one that is late is not taken for silence
+BEATS_IN_LIMIT = 6  # so that a late beat is not taken for silence
 MAX_BEAT_SECONDS = 5.0
 
 
 class _Heartbeats:
-    """What was heard of each worker: how many beats, and the count of work in the last one."""
+    """What was heard from each worker: the number of beats, and the count of work in the last one."""
 
     def __init__(self) -> None:
         self.heard: dict[str, tuple[int, int]] = {}
@@ -38,15 +38,15 @@ class _Heartbeats:
             self.heard.pop(worker, None)
 
 
-_open: dict[tuple[str, str], Any] = {}  # by node and job: Ray ends an actor whose first handle is gone
+_open: dict[tuple[str, str], Any] = {}  # by node and job; kept because Ray ends an actor once its first handle is gone
 
 
 def open_heartbeats() -> Any:
-    """The actor that hears this driver's workers: started at the first call, and again by Ray should it die."""
+    """The actor that receives this driver's workers' beats. The first call starts it; Ray restarts it if it dies."""
     context = ray.get_runtime_context()
     driver = context.get_node_id(), context.get_job_id()
     if driver not in _open:
-        _open.clear()  # what is left belongs to a cluster that this process has left
+        _open.clear()  # leftovers belong to a cluster that this process has left
         here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False)
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here, "enable_task_events": False}
         _open[driver] = ray.remote(_Heartbeats).options(**options).remote()
@@ -54,14 +54,14 @@ def open_heartbeats() -> Any:
 
 
 def close_heartbeats() -> None:
-    """End the actor, which answers no more; the next group of workers gets another."""
+    """End the actor, which no longer answers; the next group of workers gets a new one."""
     for heartbeats in _open.values():
         ray.kill(heartbeats, no_restart=True)
     _open.clear()
 
 
 def send_beats(heartbeats: Any, worker: str, limit_seconds: float) -> None:
-    """Start the thread that sends this process's beats, several within the limit, as long as it lives."""
+    """Start the thread that sends beats, several within the limit, as long as this process lives."""
     pause = min(MAX_BEAT_SECONDS, limit_seconds / BEATS_IN_LIMIT)
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Jobs on a Ray cluster that is already running, through Ray's Jobs API: submit, look, follow, stop."""
+"""Jobs on a running Ray cluster, through Ray's Jobs API: submit, list, follow, stop."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ REACH_SECONDS = 10.0
 POLL_SECONDS = 1.0
 STOP_SECONDS = 30.0
 
-# They tell of every upload.
+# These report every upload.
 for _name in ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging"):
     logging.getLogger(_name).setLevel(logging.WARNING)
 
@@ -31,10 +31,10 @@ class ClusterJob:
     status: str  # PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED
     message: str
     command: str
-    labels: Mapping[str, str]  # what was given at submission
+    labels: Mapping[str, str]  # as given at submission
     submitted_at: float  # Unix seconds
-    ended_at: float  # Unix seconds; 0 while it is not over
-    exit_code: int  # of its command: 0 for success, 1 where it ended without one; 0 while it is not over
+    ended_at: float  # Unix seconds; 0 while it runs
+    exit_code: int  # of its command: 0 for success or while it runs, 1 where it ended without a code
 
     @property
     def is_over(self) -> bool:
@@ -44,8 +44,9 @@ class ClusterJob:
 class Jobs:
     """The jobs of one cluster.
 
-    Errors: ValueError, saying what to do, where nothing answers at the address, the token is not accepted, or the
-    cluster knows no such job.
+    Raises:
+        ValueError: nothing answers at the address, the token is not accepted, or the cluster has no such job; says
+            what to do.
     """
 
     def __init__(self, address: str) -> None:
@@ -62,7 +63,7 @@ class Jobs:
     def submit(
         self, name: str, command: str, folder: Path, environment: Mapping[str, str], labels: Mapping[str, str]
     ) -> str:
-        """Start a shell command in a copy of `folder`, which its workers get too. Returns the job's id.
+        """Start a shell command in a copy of `folder`, which its workers also get. Returns the job's id.
 
         `name` is the first part of the id; `labels` are kept with the job.
         """
@@ -90,13 +91,13 @@ class Jobs:
             return self._client.get_job_logs(job_id)
 
     def follow(self, job_id: str, write: Callable[[str], None]) -> ClusterJob:
-        """Hand over what the job writes until it is over.
+        """Pass on what the job writes until it ends.
 
-        The log is asked for whole again and again: the logs of runs are short, and no connection must stay open.
+        Fetches the whole log each time: the logs of runs are short, and no connection has to stay open.
         """
         written = 0
         while True:
-            job = self.find(job_id)  # before its log, so that the log of a job that is over is whole
+            job = self.find(job_id)  # before its log, so that the log of a job that has ended is complete
             text = self.logs(job_id)
             write(text[written:])
             written = len(text)
@@ -105,19 +106,19 @@ class Jobs:
             time.sleep(POLL_SECONDS)
 
     def stop(self, job_id: str) -> ClusterJob:
-        """End a job, if it is not over, and wait until it is."""
+        """End a job unless it has ended, and wait until it has."""
         with self._explained(job_id):
             self._client.stop_job(job_id)
         end = time.monotonic() + STOP_SECONDS
         while not (job := self.find(job_id)).is_over:
             if time.monotonic() > end:
-                raise ValueError(f"{job_id}: asked to stop, and not over after {STOP_SECONDS:.0f} s; try again")
+                raise ValueError(f"{job_id}: asked to stop, but still running after {STOP_SECONDS:.0f} s; try again")
             time.sleep(POLL_SECONDS / 2)
         return job
 
     @contextmanager
     def _explained(self, job_id: str = "") -> Iterator[None]:
-        """Ray's errors as what the user can do about them."""
+        """Turn Ray's errors into what the user can do about them."""
         try:
             yield
         except ray.exceptions.AuthenticationError as error:
@@ -130,7 +131,7 @@ class Jobs:
             text = " ".join(str(error).split())
             if job_id and "status code 404" in text:
                 raise ValueError(f"{self.address} knows no job {job_id!r}; `heed jobs list` shows its jobs") from None
-            raise ValueError(f"{self.address}: the cluster did not do as asked: {text}") from error
+            raise ValueError(f"{self.address}: the cluster did not do what was asked: {text}") from error
 
 
 def _require_answer(address: str) -> None:
@@ -138,7 +139,7 @@ def _require_answer(address: str) -> None:
     try:
         urllib.request.urlopen(address, timeout=REACH_SECONDS).close()
     except urllib.error.HTTPError:
-        return  # an answer, whatever it says
+        return  # an answer, whatever it is
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{address}: nothing answers ({error}); is the head started with its dashboard, and reachable from here?"
@@ -147,7 +148,7 @@ def _require_answer(address: str) -> None:
 
 @contextmanager
 def _without(*names: str) -> Iterator[None]:
-    """Environment variables that Ray would prefer to what it is told."""
+    """Without environment variables that Ray would prefer to its arguments."""
     kept = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
@@ -158,7 +159,7 @@ def _without(*names: str) -> Iterator[None]:
 def _read(details: JobDetails) -> ClusterJob:
     exit_code = 0
     if details.status in (JobStatus.FAILED, JobStatus.STOPPED):
-        # A command that a signal ended has a negative code, one that never started has none.
+        # A command ended by a signal has a negative code; one that never started has none.
         exit_code = max(details.driver_exit_code or 1, 1)
     return ClusterJob(
         job_id=details.submission_id or "",

@@ -1,7 +1,7 @@
-"""A Ray cluster of several nodes on this machine, whose nodes can be killed, cut off and replaced.
+"""A Ray cluster of several nodes on this machine, which can be killed, cut off and replaced.
 
-Each node is a `ray start --block` of its own, as a supervisor would keep it. With a `Network` each is on a host with
-its own address; without one all share this machine's loopback.
+Each node is a separate `ray start --block`, as a supervisor would run it. With a `Network` each is on a host with its
+own address; without one all share this machine's loopback.
 """
 
 import os
@@ -29,21 +29,21 @@ STORE_BYTES = 150 * 1024 * 1024
 
 
 def host_names(num_nodes: int) -> list[str]:
-    """The hosts that a cluster of so many nodes asks a network for: the head's, where drivers run too, comes first."""
+    """The hosts that a cluster with this many nodes needs: first the head's, where drivers run too."""
     return [HEAD, *(f"node-{number + 1}" for number in range(num_nodes))]
 
 
 class LocalCluster:
-    """A head that runs no work, and `num_nodes` nodes of `cpus` cores each; a node's death is as a machine's.
+    """A head that runs no work, and `num_nodes` nodes of `cpus` cores each. Killing a node looks like losing a machine.
 
-    Every process of it carries a mark in its environment by which it is found, and which names its node; so do those
-    that join it with `environment`.
+    A mark in the environment of each of its processes names the node; processes that join it with `environment` have
+    one too. Processes are found by this mark.
     """
 
     def __init__(self, num_nodes: int, cpus: int, network: Network | None = None) -> None:
         self.mark, self.cpus, self.network = f"{os.getpid()}-{secrets.token_hex(3)}", cpus, network
-        self.folder = Path(tempfile.mkdtemp(prefix="heed-ray-"))  # short: sockets lie in it
-        # A process that has imported Ray keeps the mode it found then, and must be able to join.
+        self.folder = Path(tempfile.mkdtemp(prefix="heed-ray-"))  # short: it holds sockets, whose paths are limited
+        # A process that has imported Ray keeps the mode of that moment, and must be able to join.
         self._auth_mode = os.environ.get("RAY_AUTH_MODE", "disabled" if "ray" in sys.modules else "token")
         if self._auth_mode == "token":
             _ensure_token()
@@ -76,12 +76,12 @@ class LocalCluster:
         return {"RAY_ADDRESS": self.address, **self._environment("driver")}
 
     def driver_command(self, arguments: Sequence[str]) -> list[str]:
-        """A driver's command as it runs on the head's host."""
+        """The command line that runs a driver on the head's host."""
         return self.network.command(HEAD, arguments) if self.network else list(arguments)
 
     def fill(self, absent: Collection[str] = ()) -> None:
-        """Start every node again that is not running, as a supervisor would, but for the absent; what is left of it
-        is killed first.
+        """Restart every node that is not running, as a supervisor would, except the absent ones. Kills first what is
+        left of it.
 
         Returns at once: `is_whole` says when all have joined.
         """
@@ -98,7 +98,7 @@ class LocalCluster:
         return all(name in self._nodes and self._nodes[name].has_joined for name in (HEAD, *self.nodes))
 
     def wait(self) -> None:
-        """Until all that were started have joined. Raises: RuntimeError where one does not."""
+        """Wait until all started nodes have joined. Raises RuntimeError where one does not."""
         end = time.monotonic() + START_SECONDS
         for name, node in self._nodes.items():
             while not node.has_joined:
@@ -107,7 +107,7 @@ class LocalCluster:
                 time.sleep(0.05)
 
     def kill_node(self, name: str) -> None:
-        """SIGKILL to everything on a node; it stays away until `fill`."""
+        """Send SIGKILL to everything on a node; it stays away until `fill`."""
         _kill_all(f"{MARK}={self.mark}/{name}\0")
         if name in self._nodes:
             self._nodes.pop(name).process.wait()
@@ -129,7 +129,7 @@ class LocalCluster:
         return [pid for pid in _processes() if _is_marked(pid, f"{MARK}={self.mark}/{name}\0")]
 
     def worker_processes(self) -> list[int]:
-        """Process ids of the ranks that work on it."""
+        """Process ids of the ranks that run on it."""
         return sorted(pid for pid in _processes() if _is_rank(pid) and _is_marked(pid, f"{MARK}={self.mark}/"))
 
     def close(self) -> None:
@@ -152,11 +152,11 @@ class LocalCluster:
         self._nodes[name] = _Node(placed, {**os.environ, **self._environment(name)}, self.folder / f"{name}.log")
 
     def _address_of(self, name: str) -> str:
-        """Without a network every node has its own loopback address: a driver joins the node that shares its own."""
+        """Without a network every node has its own loopback address: a driver joins the node with the same address."""
         return self.network.address(name) if self.network else f"127.0.0.{1 + (HEAD, *self.nodes).index(name)}"
 
     def _environment(self, name: str) -> dict[str, str]:
-        """Nodes hand it on to the workers that they start."""
+        """Nodes pass it on to the workers that they start."""
         return {
             MARK: f"{self.mark}/{name}",
             "RAY_AUTH_MODE": self._auth_mode,
@@ -164,11 +164,11 @@ class LocalCluster:
 
 
 class _Node:
-    """One `ray start --block`, and what it has said."""
+    """One `ray start --block`, and its output."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
         self._log = log
-        with log.open("w") as output:  # a node that is started again begins a new log
+        with log.open("w") as output:  # a restarted node begins a new log
             self.process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -184,7 +184,7 @@ class _Node:
 
 
 def _ensure_token() -> None:
-    """Make the user's token, as Ray does when it starts a cluster in a process: one address serves all users here."""
+    """Make the user's token, as Ray does when it starts a cluster in a process: this address serves all users here."""
     named = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     if not named and not (Path.home() / ".ray" / "auth_token").exists():
         command = [*RAY, "get-auth-token", "--generate"]
@@ -198,7 +198,7 @@ def kill_process(pid: int) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs, or is stopped; one that only waits for its parent to ask has ended."""
+    """Whether a process runs or is stopped; a zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -206,7 +206,7 @@ def is_alive(pid: int) -> bool:
 
 
 def _kill_all(mark: str) -> None:
-    """SIGKILL to every process of that mark, and to those that they start meanwhile."""
+    """Send SIGKILL to every process with that mark, and to those that they start meanwhile."""
     end = time.monotonic() + START_SECONDS
     while found := [pid for pid in _processes() if _is_marked(pid, mark) and is_alive(pid)]:
         assert time.monotonic() < end, f"processes {found} do not die"
@@ -218,7 +218,7 @@ def _kill_all(mark: str) -> None:
 def _is_rank(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::_Worker")
-    except OSError:  # it ended while it was looked at
+    except OSError:  # it has just ended
         return False
 
 

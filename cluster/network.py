@@ -1,7 +1,7 @@
-"""Hosts of their own on one machine: network namespaces joined by a bridge, each with an address and a cable to pull.
+"""Several hosts on one machine: network namespaces joined by a bridge, each with an address and a cable to pull.
 
-Everything lies in namespaces that carry this process's id: the machine's own interfaces are left alone. It takes root,
-or a user namespace in which one is root (`unshare --user --map-root-user --net --mount`).
+The namespaces' names contain this process's id, and the machine's own interfaces are left alone. It takes root, or a
+user namespace in which one is root (`unshare --user --map-root-user --net --mount`).
 """
 
 import os
@@ -10,8 +10,6 @@ import subprocess
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 INTERFACE = "eth0"  # every host's
 _NAMESPACES = Path("/run/netns")
@@ -21,7 +19,8 @@ _numbers = count()
 class Network:
     """A network of `hosts`, names of at most 15 characters; the switch between them is a namespace too.
 
-    Raises: OSError where this process may not make namespaces.
+    Raises:
+        OSError: this process may not make namespaces.
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
@@ -33,30 +32,22 @@ class Network:
             self.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def address(self, host: str) -> str:
         return f"10.77.0.{1 + self.hosts.index(host)}"
 
     def command(self, host: str, arguments: Sequence[str]) -> list[str]:
-        """The same command, run on that host; its process id is the started process's own."""
+        """A command line that runs the command on that host, in the process that it starts."""
         return ["nsenter", f"--net={_NAMESPACES / self._name(host)}", "--", *arguments]
 
     def unplug(self, host: str) -> None:
-        """Pull the host's cable out of the switch: nothing reaches it, and nobody is told."""
+        """Pull the host's cable out of the switch: packets to and from it are lost without notice."""
         _ip("-n", self._name("switch"), "link", "set", "dev", host, "down")
 
     def plug(self, host: str) -> None:
         _ip("-n", self._name("switch"), "link", "set", "dev", host, "up")
 
     def close(self) -> None:
-        """Remove the namespaces; the cables go with them once no process is left inside."""
+        """Remove the namespaces; their cables disappear once no process is left inside."""
         while self._made:
             _ip("netns", "delete", self._made.pop(), check=False)
 
@@ -83,7 +74,7 @@ class Network:
 
 
 def why_no_network() -> str:
-    """Why this process cannot have one, in words for its user; "" where it can. One is made and removed."""
+    """Why this process cannot make a network, for its user; "" where it can. Makes and removes one to find out."""
     missing = [command for command in ("ip", "nsenter") if shutil.which(command) is None]
     if missing:
         return f"{' and '.join(missing)} not found (packages iproute2 and util-linux)"

@@ -1,6 +1,7 @@
-"""Notices of workers, for the driver's console: kept in Ray's key-value store until the driver takes them.
+"""Notices from workers for the driver's console, kept in Ray's key-value store until the driver takes them.
 
-Ray would otherwise pass on all that a worker prints, and a file might lie on the disk that is the trouble.
+Passing on a worker's output through Ray would pass on everything it prints, and a file might be on the disk that causes
+the trouble.
 """
 
 import itertools
@@ -18,16 +19,16 @@ _numbers = itertools.count()
 
 
 def send(notice: str) -> None:
-    """From a worker to its driver. Where Ray's head is out of reach it is a message of the worker's log."""
+    """Send a notice from a worker to its driver. Where Ray's head is out of reach, write it to the worker's log."""
     key = f"{_prefix()}{time.time():020.6f}-{os.getpid()}-{next(_numbers):06d}"
     try:
         internal_kv._internal_kv_put(key.encode(), notice.encode(), namespace=_NAMESPACE)
-    except Exception as error:  # of any kind: a notice ends no run
+    except Exception as error:  # of any kind: a notice must not end a run
         log.warning("%s (not sent: %s)", notice, error)
 
 
 def receive() -> list[str]:
-    """All notices of this driver's workers that were sent since the last call, oldest first."""
+    """All notices that this driver's workers sent since the last call, oldest first."""
     if not ray.is_initialized():
         return []
     found = []
@@ -38,10 +39,10 @@ def receive() -> list[str]:
             if notice is not None:
                 found.append(notice.decode())
     except Exception as error:
-        log.debug("no notices: %s", error)  # the head is away; whoever waits for the workers reports it
+        log.debug("no notices: %s", error)  # the head is unreachable; whoever waits for the workers reports it
     return found
 
 
 def _prefix() -> str:
-    """A cluster may hold several jobs."""
+    """Keys of this job; a cluster may run several."""
     return f"{ray.get_runtime_context().get_job_id()}-"

@@ -20,7 +20,8 @@ class NoPlaceError(ValueError):
 def choose_bundle(num_ranks: int, num_gpus: float, *, use_gpus: bool) -> Bundle:
     """What each of a job's ranks takes: a core, and a GPU where there is one for each of them.
 
-    Raises: ValueError where there are GPUs, but too few for all ranks of the job.
+    Raises:
+        NoPlaceError: there are GPUs, but too few for all ranks of the job.
     """
     if not use_gpus or num_gpus == 0:
         return ON_CPU
@@ -34,7 +35,7 @@ def choose_bundle(num_ranks: int, num_gpus: float, *, use_gpus: bool) -> Bundle:
 
 
 def hidden_gpus(bundle: Bundle) -> dict[str, str]:
-    """Environment of a process with this place: one without a GPU of its own would see, and take, those of others."""
+    """Environment that hides GPUs from a rank that has none: it would see, and use, those of other ranks."""
     return {} if "GPU" in bundle else {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -63,9 +64,11 @@ def most_ranks_per_node(num_ranks: int, bundle: Bundle) -> int:
 
 
 def require_places(num_workers: int, bundle: Bundle, nodes: Sequence[Mapping[str, float]]) -> None:
-    """A worker lies whole on one node; `nodes` are the resources of each, whether they are free now or not.
+    """Check that the nodes could hold the workers, each of which runs on one node. `nodes` are their resources, free
+    or not.
 
-    Raises: NoPlaceError, with what is asked and what there is, where the workers could never be placed.
+    Raises:
+        NoPlaceError: the workers could never be placed; says what is asked and what there is.
     """
     rooms = _rooms(bundle, nodes)
     if sum(rooms) < num_workers:
@@ -78,14 +81,14 @@ def require_places(num_workers: int, bundle: Bundle, nodes: Sequence[Mapping[str
 
 
 def require_cores(num_ranks: int) -> None:
-    """Raises: NoPlaceError where this machine has fewer cores."""
+    """Raises NoPlaceError where this machine has fewer cores."""
     cores = os.cpu_count() or 1
     if num_ranks > cores:
         raise NoPlaceError(f"workers is {num_ranks}; this machine has {cores} cores and each worker needs one")
 
 
 def require_machine(num_ranks: int, *, use_gpus: bool) -> Bundle:
-    """What each of a job's ranks takes of this machine. Raises: ValueError where it has too few cores or GPUs."""
+    """What each of a job's ranks takes of this machine. Raises NoPlaceError where it has too few cores or GPUs."""
     import torch
 
     require_cores(num_ranks)
@@ -97,7 +100,7 @@ def _words(bundle: Mapping[str, float]) -> str:
 
 
 def place(num_workers: int, bundle: Bundle, wait_seconds: float) -> PlacementGroup:
-    """Reserve the workers' places. Raises: NoPlaceError, with what the cluster has, where they do not come in time."""
+    """Reserve the workers' places. Raises NoPlaceError, saying what the cluster has, if they are not free in time."""
     group = placement_group([dict(bundle)] * num_workers, strategy="PACK")
     if not group.wait(wait_seconds):
         remove_placement_group(group)

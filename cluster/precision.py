@@ -1,4 +1,4 @@
-"""Which precision a job's ranks compute in, decided once for all of them, on the machines that will compute."""
+"""Decides once for all ranks of a job which precision they compute in, on the machines that will compute."""
 
 import os
 
@@ -12,12 +12,13 @@ from training.config import EngineConfig, Precision, cpu_multiplies_bf16
 
 
 def resolve_precision(engine: EngineConfig, bundle: Bundle, num_ranks: int, limit_seconds: float) -> EngineConfig:
-    """The config with "auto" replaced: by bf16 where every machine that can hold a rank is fast at it, else by fp32.
+    """Replace "auto" in the config: by bf16 where every machine that can hold a rank is fast at it, else by fp32.
 
-    The driver's machine may have other units than the workers', and workers' machines may differ. Were each to decide
-    for itself, ranks would round differently, and samples be drawn in another precision than was trained in.
+    The driver's processor may differ from the workers', and the workers' from each other. If each decided for itself,
+    ranks would round differently, and samples would be drawn in another precision than the model was trained in.
 
-    Raises: WorkerLostError where the machines do not answer within the limit.
+    Raises:
+        WorkerLostError: the machines do not answer within the limit.
     """
     if engine.precision != "auto":
         return engine
@@ -30,12 +31,12 @@ def resolve_precision(engine: EngineConfig, bundle: Bundle, num_ranks: int, limi
 
 
 def fast_precision(on_gpu: bool) -> Precision:
-    """What this machine is fast at."""
+    """The lowest precision that this machine computes fast in."""
     return "bf16" if on_gpu or cpu_multiplies_bf16() else "fp32"
 
 
 def _asked(bundle: Bundle, limit_seconds: float) -> set[Precision]:
-    """What each living machine that can hold a rank is fast at."""
+    """What `fast_precision` says on each living machine that can hold a rank."""
     nodes = [
         node["NodeID"]
         for node in ray.nodes()
@@ -53,4 +54,4 @@ def _asked(bundle: Bundle, limit_seconds: float) -> set[Precision]:
     try:
         return set(ray.get(asked, timeout=limit_seconds))
     except ray.exceptions.RayError as error:
-        raise WorkerLostError(f"start: a machine of the cluster did not say what it computes with: {error}") from error
+        raise WorkerLostError(f"start: a machine of the cluster did not report its precision: {error}") from error

@@ -1,4 +1,4 @@
-"""A run folder that every node sees: ranks write to it wherever they are placed."""
+"""Checks that every node sees the run folder: ranks write to it wherever they are placed."""
 
 import socket
 from pathlib import Path
@@ -8,7 +8,7 @@ from cluster.group import WorkerGroup
 
 
 def require_shared(group: WorkerGroup, folder: Path) -> None:
-    """Errors: ValueError naming the machines on which `folder` is another one, or none."""
+    """Raises ValueError naming the machines on which `folder` is missing or a different folder."""
     with NamedTemporaryFile(dir=folder, prefix=".shared-") as marker:
         found = group.run("run folder", _sees, folder / Path(marker.name).name)
     blind = sorted({host for host, seen in found if not seen})

@@ -1,4 +1,4 @@
-"""The driver's watch over workers that it waits for: who has been silent for too long, and whether all are stuck."""
+"""The driver's watch over the workers it waits for: which are silent for too long, and whether all are stuck."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -12,7 +12,7 @@ from cluster.config import ClusterConfig
 
 @dataclass
 class _Clock:
-    """What is known of one worker since a call began."""
+    """What is known about one worker since a call began."""
 
     num_beats: int = 0
     progress: int = -1
@@ -23,8 +23,8 @@ class _Clock:
 class Vigil:
     """The watch over the workers of a call, or of several calls that wait for each other.
 
-    Time counts only between two answers of the actor, so a driver that was suspended, or too busy to look, finds no
-    worker late for it.
+    Time counts only between two answers of the actor, so a driver that was suspended, or too busy to look, does not
+    blame its workers.
     """
 
     heartbeats: Any
@@ -33,7 +33,7 @@ class Vigil:
     _clocks: dict[str, _Clock] = field(default_factory=dict)
     _stalled_seconds: float = 0.0
     _question: Any = None
-    _deaf_since: float = 0.0  # when an answer was first waited for; 0 = none is
+    _deaf_since: float = 0.0  # when the unanswered question was asked; 0 = none is open
     _answered_at: float = 0.0
 
     @property
@@ -42,26 +42,26 @@ class Vigil:
         return min(1.0, self.config.beat_limit_seconds / 10)
 
     def look(self, pending: Collection[str]) -> None:
-        """Ask what has been heard, and count silence and stalls of the workers that still have work to do.
+        """Ask what has been heard, and add up silence and stalls of the workers that still have work to do.
 
-        It waits for nothing; call it every `poll_seconds`.
+        Returns without waiting; call it every `poll_seconds`.
         """
         now = time.monotonic()
         if self._question is None:
             self._question = self.heartbeats.read.remote(list(self.workers))
             self._deaf_since = self._deaf_since or now
-            return  # the answer is there by the next look
+            return  # the answer will be there at the next look
         answered, _ = ray.wait([self._question], timeout=0)
         if not answered:
             return
         question, self._question = self._question, None
         try:
             heard = ray.get(question)
-        except ray.exceptions.RayError:  # the actor died; Ray starts another, which the next beats reach
+        except ray.exceptions.RayError:  # the actor died; Ray restarts it, and the next beats reach it
             return
         self._deaf_since = 0.0
         first = self._answered_at == 0.0
-        # What the driver spent elsewhere is not the workers' silence.
+        # Time that the driver spent elsewhere is not the workers' silence.
         elapsed = 0.0 if first else min(now - self._answered_at, 3 * self.poll_seconds)
         self._answered_at = now
         self._count(heard, pending, elapsed)
@@ -92,5 +92,5 @@ class Vigil:
 
     @property
     def is_deaf(self) -> bool:
-        """Whether the actor itself has answered nothing for so long that it must be taken for dead."""
+        """Whether the actor has not answered for so long that it must be dead."""
         return self._deaf_since > 0 and time.monotonic() - self._deaf_since > self.config.start_seconds

@@ -21,7 +21,7 @@ def token_rewards(
     """
     log_ratio_BR = _counted(logprobs_BR - ref_logprobs_BR, mask_BR)
     last_BR = mask_BR & (mask_BR.cumsum(dim=1) == mask_BR.sum(dim=1, keepdim=True))
-    assert bool((last_BR.sum(dim=1) == mask_BR.any(dim=1)).all()), "a score must sit on exactly one token a response"
+    assert bool((last_BR.sum(dim=1) == mask_BR.any(dim=1)).all()), "a score must sit on exactly one token per response"
     rewards_BR = torch.where(last_BR, scores_B[:, None], 0.0) - kl_coef * log_ratio_BR
     return rewards_BR, log_ratio_BR.sum(dim=1)
 
@@ -46,8 +46,8 @@ def generalised_advantages(
 
 
 def whiten(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """(x - mean) / std over the counted tokens, of which there is one at least; 0 elsewhere."""
-    assert bool(mask_BR.any()), f"none of {mask_BR.numel()} tokens is counted; one at least was expected"
+    """(x - mean) / std over the counted tokens, of which there must be at least one; 0 elsewhere."""
+    assert bool(mask_BR.any()), f"none of {mask_BR.numel()} tokens is counted; at least one was expected"
     counted = values_BR[mask_BR]
     return torch.where(mask_BR, (values_BR - counted.mean()) / (counted.std(correction=0) + 1e-8), 0.0)
 
@@ -55,44 +55,44 @@ def whiten(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
 def importance_weights(
     logprobs_BR: Tensor, behaviour_logprobs_BR: Tensor, mask_BR: Tensor, cap: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """w = min(π_prox / π_behave, cap) [B, R] of counted tokens, 0 elsewhere, and figures; for decoupled PPO.
+    """w = min(π_prox / π_behave, cap) [B, R] of counted tokens, 0 elsewhere, and metrics; for decoupled PPO.
 
-    Three policies: π_behave sampled the responses, π_prox is the policy before this iteration's updates, π the one that
-    moves. The decoupled objective (Hilton et al., arXiv 2110.00641; for language models AReaL, arXiv 2505.24298) is
-    Σ π_prox/π_behave · min(ρ A, clip(ρ, 1 ± c) A) with ρ = π / π_prox: clipping is measured from where the policy
-    stands, and the weight makes the mean over sampled tokens one over π_prox's, E_behave[w f] = E_prox[f]. As w >= 0,
-    w min(ρ A, clip(ρ) A) = min(ρ wA, clip(ρ) wA): PPO's loss of advantages times w is that objective.
+    Three policies: π_behave sampled the responses, π_prox is the policy before this iteration's updates, π is being
+    updated. The decoupled objective (Hilton et al., arXiv 2110.00641; for language models AReaL, arXiv 2505.24298) is
+    Σ π_prox/π_behave · min(ρ A, clip(ρ, 1 ± c) A) with ρ = π / π_prox: clipping is measured from the current policy,
+    and the weight turns the mean over sampled tokens into one over π_prox's, E_behave[w f] = E_prox[f]. As w >= 0,
+    w min(ρ A, clip(ρ) A) = min(ρ wA, clip(ρ) wA): PPO's loss with advantages times w is that objective.
 
-    What stays as it is, and why:
+    What is left uncorrected, and why:
     - A token's weight does not correct the tokens before it. The product over a response would, with a variance that
-      grows with every token; the responses are those of a policy a few iterations old, as are their returns.
+      grows with every token. The responses come from a policy a few iterations old, and so do their returns.
     - The KL penalty is that of π_prox. E_π[∇ log π] = 0, so ∇ E_π[-β log(π/π_ref)] = E_π[-β log(π/π_ref) ∇ log π]: the
-      reward holds the log ratio of the policy that is moved, and w takes its mean over that policy's tokens. The KL
-      reported, unweighted, is KL(π_behave, π_ref) - KL(π_behave, π_prox) in the mean.
+      reward contains the log ratio of the policy being updated, and w takes its mean over that policy's tokens. The
+      reported KL is unweighted; its expectation is KL(π_behave, π_ref) - KL(π_behave, π_prox).
     - Whitening subtracts a constant, which w makes harmless, E_behave[w ∇ log π_prox] = 0, and divides by another.
-    - The value function learns the returns as they came; their first token's weight would not make them π_prox's.
-    - The cap bounds the variance and moves the gradient towards π_behave where it binds (truncated importance sampling,
-      as arXiv 1802.01561).
+    - The value function learns the returns as they are; the weight of the first token would not make them π_prox's.
+    - Where the cap binds it bounds the variance and moves the gradient towards π_behave (truncated importance
+      sampling, as in arXiv 1802.01561).
 
-    Figures: mean and largest weight before the cap (a mean far from 1 says that the policies are far apart), the share
-    of tokens that it cuts, and the effective sample share (Σw)² / (n Σw²) of what is left.
+    Metrics: mean and largest weight before the cap (a mean far from 1 says that the policies are far apart), the share
+    of tokens that the cap affects, and the effective sample share (Σw)² / (n Σw²) after it.
     """
-    assert bool(mask_BR.any()), f"none of {mask_BR.numel()} tokens is counted; one at least was expected"
+    assert bool(mask_BR.any()), f"none of {mask_BR.numel()} tokens is counted; at least one was expected"
     ratio_C = (logprobs_BR - behaviour_logprobs_BR)[mask_BR].exp()
     weight_C = ratio_C.clamp(max=cap)
-    figures = {
+    metrics = {
         "importance_mean": float(ratio_C.mean()),
         "importance_max": float(ratio_C.max()),
         "importance_cut_share": float((ratio_C > cap).float().mean()),
         "effective_share": float(weight_C.sum() ** 2 / (weight_C.numel() * (weight_C**2).sum())),
     }
-    return torch.zeros_like(logprobs_BR).masked_scatter(mask_BR, weight_C), figures
+    return torch.zeros_like(logprobs_BR).masked_scatter(mask_BR, weight_C), metrics
 
 
 def policy_loss(
     logprobs_BR: Tensor, old_logprobs_BR: Tensor, advantages_BR: Tensor, mask_BR: Tensor, clip_range: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-Σ min(ρ A, clip(ρ, 1 ± c) A) over counted tokens (arXiv 1707.06347, eq. 7), and sums to report. Lower is better.
+    """-Σ min(ρ A, clip(ρ, 1 ± c) A) over counted tokens (arXiv 1707.06347, eq. 7), and metric sums. Lower is better.
 
     ρ = π / π_old, the policy before the iteration's updates. `approx_kl` is Σ (ρ - 1 - log ρ), never negative (k3).
     """
@@ -102,31 +102,31 @@ def policy_loss(
     clipped_BR = ratio_BR.clamp(1 - clip_range, 1 + clip_range)
     gain_BR = torch.minimum(ratio_BR * advantages_BR, clipped_BR * advantages_BR)
     with torch.no_grad():
-        figures = {
+        metrics = {
             "clip_share": ((ratio_BR - 1).abs() > clip_range)[mask_BR].float().sum(),
             "approx_kl": (ratio_BR - 1 - log_ratio_BR).sum(),
             "ratio_error": (ratio_BR - 1).abs().sum(),
         }
-    return -gain_BR.sum(), figures
+    return -gain_BR.sum(), metrics
 
 
 def value_loss(
     values_BR: Tensor, old_values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor, clip_range: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """½ Σ max((V - G)², (clip(V, V_old ± c) - G)²) over counted tokens, and sums to report. Lower is better."""
+    """½ Σ max((V - G)², (clip(V, V_old ± c) - G)²) over counted tokens, and metric sums. Lower is better."""
     values_BR, old_values_BR = _counted(values_BR, mask_BR), _counted(old_values_BR, mask_BR)
     returns_BR = _counted(returns_BR, mask_BR)
     clipped_BR = old_values_BR + (values_BR - old_values_BR).clamp(-clip_range, clip_range)
     error_BR = torch.maximum((values_BR - returns_BR) ** 2, (clipped_BR - returns_BR) ** 2)
     with torch.no_grad():
-        figures = {"value_error": ((values_BR - returns_BR) ** 2).sum()}
-    return 0.5 * error_BR.sum(), figures
+        metrics = {"value_error": ((values_BR - returns_BR) ** 2).sum()}
+    return 0.5 * error_BR.sum(), metrics
 
 
 def _counted(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """The values of counted tokens, and 0 elsewhere, whatever is there: a product would make NaN of 0 times infinity.
+    """The values of counted tokens, and 0 elsewhere, even for NaN and infinity, which a product would keep.
 
-    Taken before anything is computed of them, so that no gradient of what is not counted is NaN either.
+    Apply it before any computation, so that no gradient of an uncounted token is NaN either.
     """
     return torch.where(mask_BR, values_BR, 0.0)
 

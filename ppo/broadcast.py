@@ -1,4 +1,4 @@
-"""Weights from the first learner to all generators in one collective: NCCL between GPUs, gloo between CPUs."""
+"""Broadcast of weights from the first learner to all generators: NCCL between GPUs, gloo between CPUs."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -12,11 +12,13 @@ SENDER = 0  # the rank that sends; all others receive
 
 
 class WeightBroadcast:
-    """One rank's end of a process group of its own, beside the one that the learners train in.
+    """One rank's end of a process group that is separate from the one that the learners train in.
 
-    All `num_ranks` are made at once, with the address of a free port on the sender's machine. Every call is made by all
-    of them, with tensors of the same names, shapes and types. Errors: RuntimeError where a peer is gone or takes longer
-    than `timeout_seconds`.
+    All `num_ranks` construct theirs at the same time, with the address of a free port on the sender's machine. All of
+    them make each call together, with tensors of the same names, shapes and types.
+
+    Raises:
+        RuntimeError: a peer is gone or takes longer than `timeout_seconds`.
     """
 
     def __init__(
@@ -25,7 +27,7 @@ class WeightBroadcast:
         timeout = timedelta(seconds=timeout_seconds)
         self.rank, self.device = rank, device
         store = dist.TCPStore(host, port, num_ranks, is_master=rank == SENDER, timeout=timeout)  # type: ignore[attr-defined]
-        self._group: Any  # PyTorch's stubs leave out what backends can do
+        self._group: Any  # PyTorch's stubs leave out the methods of backends
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -34,20 +36,20 @@ class WeightBroadcast:
             self._group = dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
 
     def send(self, weights: Mapping[str, Tensor], checksum: int) -> None:
-        """Back when the receivers have all of it."""
+        """Send the weights; returns when the receivers have all of them."""
         assert self.rank == SENDER, f"rank {self.rank} sends; rank {SENDER} was expected"
         self._exchange(weights)
         self._exchange({"checksum": torch.tensor([checksum], device=self.device)})
 
     def receive(self, weights: Mapping[str, Tensor]) -> int:
-        """Write what is sent into `weights`, in place. Returns the sender's checksum of it."""
+        """Write the weights sent into `weights`, in place. Returns the sender's checksum."""
         self._exchange(weights)
         checksum = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._exchange({"checksum": checksum})
         return int(checksum)
 
     def _exchange(self, weights: Mapping[str, Tensor]) -> None:
-        # As bytes, for not every backend knows every type; by name, for ZeRO gives them in another order.
+        # As bytes, since not every backend knows every type; by name, since ZeRO gives them in another order.
         works = [self._group.broadcast(weights[name].view(torch.uint8), SENDER) for name in sorted(weights)]
         for work in works:
             work.wait()

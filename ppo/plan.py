@@ -15,7 +15,7 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
         planner.sizes.assume(f"{config.reward_from} is taken to have the policy's shape")
     if config.elsewhere:
         planner.sizes.assume(
-            "the reward comes from elsewhere; a reward model's time and memory are counted all the same"
+            "the reward comes from a function or an endpoint; a reward model's time and memory are counted anyway"
         )
     seq_len = planner.sizes.conversation_tokens(config.max_new_tokens)
     planner.sizes.assume("every response is as long as it may be")

@@ -1,4 +1,4 @@
-"""The units of PPO's scores: how the starting policy's own samples score."""
+"""The unit of PPO's scores: how the initial policy's own samples score."""
 
 from collections.abc import Sequence
 from math import isfinite
@@ -18,7 +18,7 @@ from stages.sampling import SAMPLES
 from training.data import Prompt
 from training.seeds import derive_seed
 
-SCALE_PROMPTS = 512  # what the spread of an unknown reward model's scores is measured on
+SCALE_PROMPTS = 512  # on which the spread of an unknown reward model's scores is measured
 
 
 def was_measured(job: JobView) -> bool:
@@ -29,13 +29,14 @@ def was_measured(job: JobView) -> bool:
 def score_scale(
     run: StageRun, policy: Path, judge: Path | Elsewhere, prompts: Sequence[Prompt], config: PPOConfig
 ) -> ScoreScale:
-    """Mean and standard deviation of the scores of the starting policy's own samples: the units of PPO's scores.
+    """Mean and standard deviation of the scores of the initial policy's own samples: the unit of PPO's scores.
 
     Where [collect] sampled that policy, the reward stage has measured them. Otherwise they are measured here, on one
-    sample per prompt: published rankings hold responses of other policies, whose scores may lie elsewhere. The samples
+    sample per prompt: published rankings hold responses of other policies, whose scores may differ. The samples
     are kept until the stage is done, so a run that resumes has the same scale.
 
-    Raises: ValueError for a reward that gives every sample the same score, and where too many fail.
+    Raises:
+        ValueError: the reward gives every sample the same score, or too many fail.
     """
     if was_measured(run.job) and not config.objective_weights:
         path = run.folder_of("reward") / "results.json"
@@ -63,7 +64,7 @@ def score_scale(
             rmtree(run.folder / SAMPLES / "scale")  # so that the next try asks again
             raise ValueError(
                 f"{num_failed} of {len(samples)} samples of the SFT policy have no finite score; ppo.max_failed_share"
-                f" allows {config.max_failed_share:.0%}, and two scores are needed at least."
+                f" allows {config.max_failed_share:.0%}, and at least two scores are needed."
                 f" The first: {next(sample.failure for sample in samples if not isfinite(sample.score))}"
             )
         scale = ScoreScale(mean(found), stdev(found))

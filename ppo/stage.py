@@ -37,9 +37,10 @@ def run(
 ) -> None:
     """Iterate from the newest checkpoint to the end; write `model/`, `model_ema/` and `results.json`.
 
-    With `keep_policies_every` also `policies/NNNNNN/`: model directories of the policy along the way.
+    With `keep_policies_every`, also `policies/NNNNNN/`: model directories of the policy during training.
 
-    Errors: ValueError for a prompt that leaves no room for a response, and where too many scores fail.
+    Raises:
+        ValueError: a prompt leaves no room for a response, or too many scores fail.
     """
     tokenizer = Tokenizer.load(models.sft)
     stream = models.pretraining
@@ -57,7 +58,7 @@ def run(
         metrics |= {"tokens_per_second": tokens / seconds, "checkpoint_seconds": waited_seconds}
         log.log(done, config.num_iterations, metrics)
         started = time.monotonic()
-        # Before the checkpoint, so that a run that goes on from one has every policy up to it.
+        # Before the checkpoint, so that a run that resumes from it has every policy up to it.
         if config.keep_policies_every and done % config.keep_policies_every == 0:
             roles.learners.keep_policy(kept_policy(context.folder, done))
         if done % config.save_every_iterations == 0 or done == config.num_iterations:
@@ -71,12 +72,12 @@ def run(
 
 
 def kept_policy(folder: Path, iteration: int) -> Path:
-    """Where a stage in `folder` keeps the policy that so many iterations made."""
+    """Where a stage in `folder` keeps the policy after this many iterations."""
     return folder / "policies" / f"{iteration:06d}"
 
 
 def _save(roles: Roles, checkpoints: Path, controller: PPOController, done: int) -> None:
-    """Rollouts that older weights sample are kept themselves: those weights are thousands of times as large."""
+    """Save a checkpoint with the rollouts that older weights sample: those weights are thousands of times as large."""
     if controller.config.max_staleness:
         controller.start_sampling(done)  # generators need not wait for the checkpoint
     stale = controller.stale_rollouts(done)
@@ -133,12 +134,12 @@ def run_ppo(stage: StageRun, config: PPOConfig) -> None:
 
 
 def extra_ranks(config: PPOConfig) -> int:
-    """Generators and scorers, where they are no workers of the job."""
+    """Generators and scorers, where they are not workers of the job."""
     return config.num_generators + config.num_scorers if config.placement == "disaggregated" else 0
 
 
 def check(config: PPOConfig, job: JobView) -> None:
-    """The weights of the reward name what the reward model learns."""
+    """Check that the weights of the reward name what the reward model learns."""
     reward = job.section(REWARD)
     if reward is not None and REWARD.name in job.parents(STAGE.name):
         weights_by_label("[reward]", reward.labels, config.objective_weights)

@@ -1,4 +1,4 @@
-"""What the value function starts as."""
+"""The value function's initial weights."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,12 +20,14 @@ from reward.scoring import weights_by_label
 def value_source(
     policy: Path, reward: Path | Elsewhere, weights: Mapping[str, float], scale: ScoreScale
 ) -> ModelSource[ScalarModel]:
-    """The value function starts as the reward model, its predictions in the rewards' units. Of a reward model of
-    several objectives the heads become one, which gives the weighted sum of their scores.
+    """The value function starts as the reward model, with predictions in the rewards' units. The heads of several
+    objectives become one, which gives the weighted sum of their scores.
 
-    A reward that comes from no decoder of the policy's tokens says nothing of a half-written response; then it starts
-    as the policy, with predictions of 0, the mean of the rewards.
-    Errors: ValueError for weights that do not fit the reward model.
+    A reward that is not a decoder of the policy's tokens cannot score a half-written response. Then the value function
+    starts as the policy, with predictions of 0, the mean of the rewards.
+
+    Raises:
+        ValueError: the weights do not fit the reward model.
     """
     if isinstance(reward, Path) and purpose_of(reward) == "score" and Tokenizer.load(reward) == Tokenizer.load(policy):
         heads = ModelFolder(reward, ScalarModel)
@@ -38,7 +40,7 @@ def value_source(
 
 @dataclass(frozen=True)
 class JoinedHeads:
-    """A scalar model of one number, Σ factor · score + shift over the heads of another: a sum of linear maps is one."""
+    """A scalar model with one head, Σ factor · score + shift over another's heads: a sum of linear maps is linear."""
 
     source: ModelSource[ScalarModel]
     config: ModelConfig

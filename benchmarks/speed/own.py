@@ -167,8 +167,8 @@ def measure_ppo(task: Task, clock: Clock) -> str:
     roles = Roles.in_process(config, ENGINE, models)
     controller = PPOController(config, roles, task.read("prompts"), models.scale, num_pretraining_rows=0, seed=0)
     for iteration in range(task.num_steps):
-        figures = controller.step(iteration)
-        clock.tick(figures["response_tokens"] * task.batch)
+        metrics = controller.step(iteration)
+        clock.tick(metrics["response_tokens"] * task.batch)
     roles.close()
     return LIBRARY
 

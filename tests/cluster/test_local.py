@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def hears(network: Network, host: str, other: str) -> bool:
 
 @needs_network
 def test_hosts_hear_each_other_until_a_cable_is_pulled_and_again_when_it_is_back() -> None:
-    with Network(["one", "two", "three"]) as network:
+    with closing(Network(["one", "two", "three"])) as network:
         assert hears(network, "one", "two")
         network.unplug("two")
         assert not hears(network, "one", "two")
@@ -46,7 +47,7 @@ def test_hosts_hear_each_other_until_a_cable_is_pulled_and_again_when_it_is_back
 
 @needs_network
 def test_a_network_leaves_no_namespace_behind_even_if_it_cannot_be_made() -> None:
-    with Network(["one"]):
+    with closing(Network(["one"])):
         assert len(namespaces()) == 2
     assert not namespaces()
     with pytest.raises(OSError, match="ip link add"):
@@ -60,7 +61,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
         with LocalCluster(2, 1) as cluster:
             yield cluster
         return
-    with Network(host_names(2)) as network, LocalCluster(2, 1, network) as cluster:
+    with closing(Network(host_names(2))) as network, LocalCluster(2, 1, network) as cluster:
         yield cluster
 
 

@@ -119,7 +119,7 @@ def test_policy_loss_by_hand() -> None:
     old = torch.full((1, 6), -2.0)
     logprobs = (old + torch.tensor([ratios]).log()).requires_grad_()
     mask = ragged_mask([5], 6)
-    loss, figures = policy_loss(logprobs, old, advantages, mask, 0.2)
+    loss, metrics = policy_loss(logprobs, old, advantages, mask, 0.2)
     # min(ratio·A, clipped·A): 1.2, -1.5, 0.5, -0.8, 2.2; the last is not counted.
     assert loss.item() == pytest.approx(-(1.2 - 1.5 + 0.5 - 0.8 + 2.2))
     loss.backward()
@@ -127,10 +127,10 @@ def test_policy_loss_by_hand() -> None:
     assert logprobs.grad is not None
     expected = torch.tensor([[0.0, 1.5, -0.5, 0.0, -2.2, 0.0]])
     torch.testing.assert_close(logprobs.grad, expected)
-    assert float(figures["clip_share"]) == 4
-    assert float(figures["ratio_error"]) == pytest.approx(0.5 * 4 + 0.1)
-    assert float(figures["approx_kl"]) == pytest.approx(sum(x - 1 - math.log(x) for x in ratios[:5]), rel=1e-5)
-    assert not any(figure.requires_grad for figure in figures.values())
+    assert float(metrics["clip_share"]) == 4
+    assert float(metrics["ratio_error"]) == pytest.approx(0.5 * 4 + 0.1)
+    assert float(metrics["approx_kl"]) == pytest.approx(sum(x - 1 - math.log(x) for x in ratios[:5]), rel=1e-5)
+    assert not any(figure.requires_grad for figure in metrics.values())
 
 
 @given(
@@ -153,20 +153,20 @@ def test_losses_equal_loops(lengths: list[int], clip_range: float, seed: int) ->
             value += 0.5 * max((x - z) ** 2, (clipped - z) ** 2)
             squared += (x - z) ** 2
     assert float(policy_loss(new, old, third, mask, clip_range)[0]) == pytest.approx(policy, abs=1e-8)
-    loss, figures = value_loss(new, old, third, mask, clip_range)
+    loss, metrics = value_loss(new, old, third, mask, clip_range)
     assert float(loss) == pytest.approx(value, abs=1e-8)
-    assert float(figures["value_error"]) == pytest.approx(squared, abs=1e-8)
+    assert float(metrics["value_error"]) == pytest.approx(squared, abs=1e-8)
 
 
 def test_importance_weights_by_hand() -> None:
     ratios = torch.tensor([[0.5, 1.0, 9.0], [3.0, 1.5, 1.0]])
     behaviour = torch.full((2, 3), -2.0)
-    weights, figures = importance_weights(behaviour + ratios.log(), behaviour, ragged_mask([2, 3], 3), 2.0)
+    weights, metrics = importance_weights(behaviour + ratios.log(), behaviour, ragged_mask([2, 3], 3), 2.0)
     torch.testing.assert_close(weights, torch.tensor([[0.5, 1.0, 0.0], [2.0, 1.5, 1.0]]))
-    assert figures["importance_mean"] == pytest.approx((0.5 + 1 + 3 + 1.5 + 1) / 5)
-    assert figures["importance_max"] == pytest.approx(3)
-    assert figures["importance_cut_share"] == pytest.approx(1 / 5)
-    assert figures["effective_share"] == pytest.approx(6**2 / (5 * (0.25 + 1 + 4 + 2.25 + 1)))
+    assert metrics["importance_mean"] == pytest.approx((0.5 + 1 + 3 + 1.5 + 1) / 5)
+    assert metrics["importance_max"] == pytest.approx(3)
+    assert metrics["importance_cut_share"] == pytest.approx(1 / 5)
+    assert metrics["effective_share"] == pytest.approx(6**2 / (5 * (0.25 + 1 + 4 + 2.25 + 1)))
 
 
 @given(
@@ -227,9 +227,9 @@ def test_value_loss_by_hand() -> None:
     # old 0, clip 0.2. Value 1 of return 2: clipped to 0.2, and the clipped error is larger, so nothing flows.
     # Value 1 of return 0: the unclipped error is larger. The third is not counted.
     values = torch.tensor([[1.0, 1.0, 50.0]], requires_grad=True)
-    loss, figures = value_loss(values, torch.zeros(1, 3), torch.tensor([[2.0, 0.0, 0.0]]), ragged_mask([2], 3), 0.2)
+    loss, metrics = value_loss(values, torch.zeros(1, 3), torch.tensor([[2.0, 0.0, 0.0]]), ragged_mask([2], 3), 0.2)
     assert loss.item() == pytest.approx(0.5 * (1.8**2 + 1.0))
-    assert float(figures["value_error"]) == pytest.approx(1 + 1)
+    assert float(metrics["value_error"]) == pytest.approx(1 + 1)
     loss.backward()
     assert values.grad is not None
     torch.testing.assert_close(values.grad, torch.tensor([[0.0, 1.0, 0.0]]))
@@ -273,12 +273,12 @@ def test_what_stands_at_padding_reaches_no_sum_and_no_gradient(junk: float) -> N
         with torch.no_grad():
             rewards, kl = token_rewards(scores, logprobs, ref_logprobs, mask, 0.1)
             advantages, targets = generalised_advantages(rewards, values, mask, 1.0, 0.95)
-            white, (weights, figures) = whiten(advantages, mask), importance_weights(logprobs, old_logprobs, mask, 2.0)
-        policy, policy_figures = policy_loss(logprobs, old_logprobs, white + torch.where(mask, 0, elsewhere), mask, 0.2)
-        value, value_figures = value_loss(values, old_values, returns, mask, 0.2)
+            white, (weights, metrics) = whiten(advantages, mask), importance_weights(logprobs, old_logprobs, mask, 2.0)
+        policy, policy_metrics = policy_loss(logprobs, old_logprobs, white + torch.where(mask, 0, elsewhere), mask, 0.2)
+        value, value_metrics = value_loss(values, old_values, returns, mask, 0.2)
         (policy + value).backward()  # type: ignore[no-untyped-call]
-        found = [rewards, kl, advantages, targets, white, weights, policy, value, *policy_figures.values()]
-        found += [*value_figures.values(), torch.tensor(list(figures.values()))]
+        found = [rewards, kl, advantages, targets, white, weights, policy, value, *policy_metrics.values()]
+        found += [*value_metrics.values(), torch.tensor(list(metrics.values()))]
         gradients = [tensor.grad for tensor in inputs if tensor.grad is not None]
         return [tensor.detach() for tensor in found], gradients
 

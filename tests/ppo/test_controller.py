@@ -158,9 +158,9 @@ def test_the_score_rises(start: Callable[..., PPOController]) -> None:
     controller = start(roles, num_iterations=15, kl_coef=0.01)
     scores, kls = [], []
     for iteration in range(15):
-        figures = controller.step(iteration)
-        scores.append(figures["score"])
-        kls.append(figures["kl_nats"])
+        metrics = controller.step(iteration)
+        scores.append(metrics["score"])
+        kls.append(metrics["kl_nats"])
     assert scores[0] == pytest.approx(0.5, abs=0.15)
     assert np.mean(scores[-3:]) > 0.9
     assert kls[0] == 0.0
@@ -182,12 +182,12 @@ def test_a_large_kl_coefficient_holds_the_policy_back(start: Callable[..., PPOCo
 def test_failed_scores_are_masked_and_counted(start: Callable[..., PPOController], failure: float) -> None:
     roles = FailingScores(3, failure=failure)
     controller = start(roles, max_failed_share=0.25, num_epochs=1, minibatch=16, micro=16, kl_coef=0.2)
-    figures = controller.step(0)
+    metrics = controller.step(0)
     rollout, batch, values = roles.rollouts[0], roles.policy_batches[0], roles.value_batches[0]
-    assert figures["failed_scores"] == 3
+    assert metrics["failed_scores"] == 3
     good = ToyRoles().scores(rollout)[3:]
-    assert figures["score"] == pytest.approx(float(good.mean()))
-    assert figures["scaled_score"] == pytest.approx(float((good.mean() - 0.5) / 0.25), rel=1e-5)
+    assert metrics["score"] == pytest.approx(float(good.mean()))
+    assert metrics["scaled_score"] == pytest.approx(float((good.mean() - 0.5) / 0.25), rel=1e-5)
     # The minibatch is a shuffle of the rollout; the failed responses are the ones whose mask is empty.
     masked = [row for row in range(16) if not bool(batch.mask_BR[row].any())]
     assert len(masked) == 3
@@ -213,8 +213,8 @@ def test_a_failed_score_is_not_a_score_of_zero(start: Callable[..., PPOControlle
     updated = []
     for failure in (math.nan, -100.0):  # the second is finite: a score of 0 after the shift
         roles = Shifted(1, failure=failure)
-        figures = start(roles, scale=ScoreScale(100.5, 0.25)).step(0)
-        updated.append((figures["score"], roles.odds.tolist()))
+        metrics = start(roles, scale=ScoreScale(100.5, 0.25)).step(0)
+        updated.append((metrics["score"], roles.odds.tolist()))
     assert updated[0][0] > 100
     assert updated[1][0] < 95
     assert updated[0][1] != updated[1][1]
@@ -249,7 +249,7 @@ def test_rewards_subtract_the_kl_and_the_missing_end(start: Callable[..., PPOCon
     controller = start(
         roles, kl_coef=0.4, gae_lambda=1.0, missing_eos_penalty=1.5, num_epochs=1, minibatch=16, micro=16
     )
-    figures = controller.step(0)
+    metrics = controller.step(0)
     batch = roles.value_batches[0]
     finished = batch.rollout.finished_B.tolist()
     assert len(set(finished)) == 2, "both kinds of response are needed here"
@@ -260,10 +260,10 @@ def test_rewards_subtract_the_kl_and_the_missing_end(start: Callable[..., PPOCon
         expected = [final - 0.4 * 0.5 * (len(tokens) - t) for t in range(len(tokens))]
         assert batch.returns_BR[row, : len(tokens)].tolist() == pytest.approx(expected, abs=1e-5)
     # The penalty is no part of the score that is reported, and the KL is a sum over each response's tokens.
-    assert figures["score"] == pytest.approx(float(roles.scores(batch.rollout).mean()))
-    assert figures["kl_nats"] == pytest.approx(0.5 * float(batch.rollout.response_tokens_B.float().mean()))
-    assert figures["eos_rate"] == pytest.approx(np.mean(finished))
-    assert figures["entropy_estimate"] == pytest.approx(math.log(2), rel=1e-5)
+    assert metrics["score"] == pytest.approx(float(roles.scores(batch.rollout).mean()))
+    assert metrics["kl_nats"] == pytest.approx(0.5 * float(batch.rollout.response_tokens_B.float().mean()))
+    assert metrics["eos_rate"] == pytest.approx(np.mean(finished))
+    assert metrics["entropy_estimate"] == pytest.approx(math.log(2), rel=1e-5)
 
 
 def test_every_epoch_visits_every_response_once_and_rates_fall_to_the_end(
@@ -272,9 +272,9 @@ def test_every_epoch_visits_every_response_once_and_rates_fall_to_the_end(
     roles = ToyRoles()
     controller = start(roles, num_iterations=2, num_epochs=2, minibatch=4, micro=4, learning_rate=0.8)
     for iteration in range(2):
-        figures = controller.step(iteration)
+        metrics = controller.step(iteration)
         # Toy losses are the update's number, so the mean tells which updates were averaged.
-        assert figures["policy_loss"] == pytest.approx(np.mean(range(iteration * 8, iteration * 8 + 8)))
+        assert metrics["policy_loss"] == pytest.approx(np.mean(range(iteration * 8, iteration * 8 + 8)))
         for epoch in range(2):
             first = iteration * 8 + epoch * 4
             parts = roles.policy_batches[first : first + 4]
@@ -305,8 +305,8 @@ def test_adaptive_coefficient_moves_after_the_iteration_that_measured_it(
     start: Callable[..., PPOController],
 ) -> None:
     controller = start(ToyRoles(), kl_control="adaptive", target_kl=2.0, kl_horizon=100, kl_coef=0.5)
-    figures = controller.step(0)
-    assert figures["kl_coef"] == 0.5  # the one that was used
+    metrics = controller.step(0)
+    assert metrics["kl_coef"] == 0.5  # the one that was used
     # A KL of 0 against a target of 2: the error is clipped at -0.2; 16 responses of a horizon of 100.
     assert controller.kl.coef == pytest.approx(0.5 * (1 - 0.2 * 0.16))
 
@@ -340,8 +340,8 @@ def test_weights_of_a_fixed_age_sample_every_rollout(start: Callable[..., PPOCon
     roles = ToyRoles()
     controller = start(roles, num_iterations=6, max_staleness=staleness, **AHEAD)
     for iteration in range(6):
-        figures = controller.step(iteration)
-        assert figures["staleness"] == min(iteration, staleness)
+        metrics = controller.step(iteration)
+        assert metrics["staleness"] == min(iteration, staleness)
         # Those that the learner's next weights sample are not begun before it has sent them.
         assert len(roles.rollouts) == min(6, iteration + 1 + staleness)
         learned = [row for batch in roles.policy_batches[-4:] for row in batch.rollout.token_lists()[1]]
@@ -391,7 +391,7 @@ def test_advantages_of_stale_rollouts_carry_their_weights(start: Callable[..., P
     sampled_with, learned_with = [], []
     for iteration in range(4):
         learned_with.append(roles.odds.log_softmax(0))
-        figures = controller.step(iteration)
+        metrics = controller.step(iteration)
         sampled_with.append(learned_with[max(0, iteration - 2)])
         batch = roles.policy_batches[iteration]
         weights, counted = [], []
@@ -405,12 +405,12 @@ def test_advantages_of_stale_rollouts_carry_their_weights(start: Callable[..., P
         # Taken back out, whitened advantages are left.
         assert np.mean(counted) == pytest.approx(0, abs=1e-5)
         assert np.std(counted) == pytest.approx(1, rel=1e-4)
-        assert figures["importance_mean"] == pytest.approx(np.mean(weights), rel=1e-5)
-        assert figures["importance_max"] == pytest.approx(max(weights), rel=1e-5)
-        assert figures["importance_cut_share"] == pytest.approx(np.mean([weight > 1.1 for weight in weights]))
+        assert metrics["importance_mean"] == pytest.approx(np.mean(weights), rel=1e-5)
+        assert metrics["importance_max"] == pytest.approx(max(weights), rel=1e-5)
+        assert metrics["importance_cut_share"] == pytest.approx(np.mean([weight > 1.1 for weight in weights]))
         # Clipping is measured from where the policy stands, so the first minibatch's ratio is 1 for stale rollouts too.
-        assert figures["ratio_error"] == pytest.approx(0, abs=1e-6)
-    assert figures["importance_max"] > 1.1
+        assert metrics["ratio_error"] == pytest.approx(0, abs=1e-6)
+    assert metrics["importance_max"] > 1.1
 
 
 @pytest.mark.parametrize("staleness", [1, 3])

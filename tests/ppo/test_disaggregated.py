@@ -70,13 +70,13 @@ def train(models: InitialModels, prompts: list[list[int]], config: PPOConfig) ->
         assert models.pretraining is not None
         num_rows = len(stream_rows(models.pretraining.path, models.pretraining.seq_len))
         controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=num_rows, seed=5)
-        figures = [controller.step(0)]
+        metrics = [controller.step(0)]
         roles.learners.save(folder, 1, {}, {})
-        figures.append(controller.step(1))
+        metrics.append(controller.step(1))
         roles.learners.finish_saving()
         roles.load(folder / "step-000001")  # the generators, too, go back
-        controller.kl.coef = figures[1]["kl_coef"]
-        assert controller.step(1) == figures[1]
+        controller.kl.coef = metrics[1]["kl_coef"]
+        assert controller.step(1) == metrics[1]
         roles.learners.export_policy(folder)
         roles.close()
         weights = {
@@ -84,7 +84,7 @@ def train(models: InitialModels, prompts: list[list[int]], config: PPOConfig) ->
             for part in ("model", "model_ema")
             for name, tensor in load_file(folder / part / "model.safetensors").items()
         }
-        return weights, figures
+        return weights, metrics
 
     return run
 
@@ -113,10 +113,10 @@ def test_groups_of_one_give_the_same_bits(
     config = config.model_copy(update={"weight_transport": transport})
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
         roles = disaggregated(learners, generators, scorers, config, ENGINE, models)
-        weights, figures = train(roles, tmp_path)
-    expected, expected_figures = colocated
-    assert figures == expected_figures
-    assert all({"score", "score/kind", "score/brief"} <= line.keys() for line in figures)
+        weights, metrics = train(roles, tmp_path)
+    expected, expected_metrics = colocated
+    assert metrics == expected_metrics
+    assert all({"score", "score/kind", "score/brief"} <= line.keys() for line in metrics)
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(weights[name], tensor), name

@@ -64,11 +64,11 @@ def test_the_reward_is_the_weighted_sum_and_each_score_is_logged(start: Start, p
     controller = controlled(worker, prompts)
     controller.start_sampling(0)
     brief, kind = worker.scores(controller.in_flight[0]()).mean(dim=0).tolist()
-    figures = controller.step(0)
-    assert figures["score/brief"] == pytest.approx(brief, abs=1e-5)
-    assert figures["score/kind"] == pytest.approx(kind, abs=1e-5)
-    assert figures["score"] == pytest.approx(2 * kind - 0.5 * brief, abs=1e-5)
-    assert figures["scaled_score"] == pytest.approx((figures["score"] - 0.5) / 2.0, abs=1e-5)
+    metrics = controller.step(0)
+    assert metrics["score/brief"] == pytest.approx(brief, abs=1e-5)
+    assert metrics["score/kind"] == pytest.approx(kind, abs=1e-5)
+    assert metrics["score"] == pytest.approx(2 * kind - 0.5 * brief, abs=1e-5)
+    assert metrics["scaled_score"] == pytest.approx((metrics["score"] - 0.5) / 2.0, abs=1e-5)
     assert worker.learner.value.module.labels == ("score",)  # one number, whatever the reward model has
 
 
@@ -84,8 +84,8 @@ def test_weights_decide_which_of_two_conflicting_objectives_is_climbed(
     models = {"reward": tmp_path, "scale": ScoreScale(0.0, 0.5)}
     worker = start(weights, models, learning_rate=2e-2, num_iterations=10, kl_coef=0.0, missing_eos_penalty=0.0)
     controller = controlled(worker, prompts)
-    figures = [controller.step(iteration) for iteration in range(10)]
-    kind, brief = (figures[-1][f"score/{name}"] - figures[0][f"score/{name}"] for name in ("kind", "brief"))
+    metrics = [controller.step(iteration) for iteration in range(10)]
+    kind, brief = (metrics[-1][f"score/{name}"] - metrics[0][f"score/{name}"] for name in ("kind", "brief"))
     assert sign * kind > 0.3
     assert sign * brief < -0.3
 

@@ -54,8 +54,8 @@ def test_it_scores_the_texts_and_ppo_runs(worker: OneRank) -> None:
     controller = PPOController(
         worker.config, worker.roles, prompts, worker.models.scale, num_pretraining_rows=0, seed=5
     )
-    figures = [controller.step(iteration) for iteration in range(2)]
-    assert figures[0]["kl_nats"] == 0.0
+    metrics = [controller.step(iteration) for iteration in range(2)]
+    assert metrics[0]["kl_nats"] == 0.0
     assert worker.learner.values(rollout).any()  # learned
     worker.close()
 

@@ -37,19 +37,19 @@ Trained = tuple[dict[str, Tensor], list[dict[str, float]]]
 
 @pytest.fixture(scope="module")
 def train(models: InitialModels, prompts: list[list[int]], config: PPOConfig) -> Callable[[Roles, Path], Trained]:
-    """Runs the iterations; returns the final policy, its average, and every iteration's figures."""
+    """Runs the iterations; returns the final policy, its average, and every iteration's metrics."""
 
     def run(roles: Roles, folder: Path) -> Trained:
         num_rows = len(stream_rows(models.pretraining.path, models.pretraining.seq_len))
         controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=num_rows, seed=5)
-        figures = [controller.step(iteration) for iteration in range(NUM_ITERATIONS)]
+        metrics = [controller.step(iteration) for iteration in range(NUM_ITERATIONS)]
         roles.learners.export_policy(folder)
         weights = {
             f"{part}/{name}": tensor
             for part in ("model", "model_ema")
             for name, tensor in load_file(folder / part / "model.safetensors").items()
         }
-        return weights, figures
+        return weights, metrics
 
     return run
 
@@ -79,7 +79,7 @@ def test_two_ranks_give_the_weights_of_one(
 ) -> None:
     engine = EngineConfig.model_validate({"precision": "fp32", "zero_stage": zero_stage, "trackers": ()})
     roles = Roles.on_groups(config, engine, models, [], learners=group, generators=group, scorers=group)
-    weights, figures = train(roles, tmp_path)
+    weights, metrics = train(roles, tmp_path)
     # Every rank writes its part of a checkpoint, and reading it back brings the same weights.
     roles.learners.save(tmp_path / "checkpoints", 7, {}, {})
     roles.learners.finish_saving()
@@ -87,7 +87,7 @@ def test_two_ranks_give_the_weights_of_one(
     roles.learners.export_policy(tmp_path / "again")
     roles.close()
     again = load_file(tmp_path / "again" / "model" / "model.safetensors")
-    expected, expected_figures = one_rank
+    expected, expected_metrics = one_rank
     for name, tensor in expected.items():
         torch.testing.assert_close(
             weights[name], tensor, atol=2e-6, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
@@ -95,11 +95,11 @@ def test_two_ranks_give_the_weights_of_one(
     start = load_file(models.sft / "model.safetensors")
     assert all(torch.equal(tensor, weights[f"model/{name}"]) for name, tensor in again.items())
     assert max(float((again[name] - tensor).abs().max()) for name, tensor in start.items()) > 1e-3  # it learned
-    for ours, theirs in zip(figures, expected_figures, strict=True):
+    for ours, theirs in zip(metrics, expected_metrics, strict=True):
         assert ours.keys() == theirs.keys()
         for name, figure in theirs.items():
             assert ours[name] == pytest.approx(figure, rel=1e-3, abs=1e-5), name
-    assert figures[0]["kl_nats"] == 0.0
+    assert metrics[0]["kl_nats"] == 0.0
 
 
 def test_a_batch_that_does_not_divide_among_the_ranks_is_refused(

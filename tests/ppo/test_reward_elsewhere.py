@@ -58,9 +58,9 @@ def test_scores_are_the_functions_and_failures_are_masked(
     assert why.endswith("rewards.py:lengths gave None; a finite number was expected")
     assert place.endswith('rewards.py", line 2, in lengths')
     assert not values.any()  # the mean of the rewards: nothing is known of a half-written response
-    figures = [controller.step(iteration) for iteration in range(2)]
-    assert [f["failed_scores"] for f in figures] == [2.0, 2.0]
-    assert figures[0]["scaled_score"] == pytest.approx((figures[0]["score"] - 10) / 4)
+    metrics = [controller.step(iteration) for iteration in range(2)]
+    assert [f["failed_scores"] for f in metrics] == [2.0, 2.0]
+    assert metrics[0]["scaled_score"] == pytest.approx((metrics[0]["score"] - 10) / 4)
     assert worker.learner.values(rollout).any()  # learned
     worker.close()
 

@@ -233,11 +233,11 @@ def test_a_policy_update_equals_the_naive_one_for_every_micro_batch_size(
     batch, _ = batches(worker, prompts)
     naive = load_language_model(models.sft)
     loss, ptx = naive_policy_loss(worker, naive, batch)
-    figures = worker.learner.update_policy(batch, 1e-2, 0)
+    metrics = worker.learner.update_policy(batch, 1e-2, 0)
     norm = naive_adamw(naive, loss + 0.3 * ptx, 1e-2)
-    assert figures["policy_loss"] == pytest.approx(loss.item(), abs=1e-5)
-    assert figures["ptx_loss"] == pytest.approx(ptx.item(), rel=1e-5)
-    assert figures["policy_gradient_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["policy_loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert metrics["ptx_loss"] == pytest.approx(ptx.item(), rel=1e-5)
+    assert metrics["policy_gradient_norm"] == pytest.approx(norm, rel=1e-4)
     expected = naive.state_dict()
     for name, weight in worker.learner.policy.module.state_dict().items():
         torch.testing.assert_close(weight, expected[name], atol=1e-6, rtol=0)
@@ -263,19 +263,19 @@ def test_a_value_update_equals_the_naive_one_for_every_micro_batch_size(
                 value, old, target = values[prompt + t - 1], batch.values_BR[row, t], batch.returns_BR[row, t]
                 clipped = old + (value - old).clamp(-0.2, 0.2)
                 loss = loss + 0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2) / batch.num_tokens
-    figures = worker.learner.update_value(batch, 1e-2, 0)
+    metrics = worker.learner.update_value(batch, 1e-2, 0)
     norm = naive_adamw(naive, loss, 1e-2)
-    assert figures["value_loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert figures["value_gradient_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["value_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["value_gradient_norm"] == pytest.approx(norm, rel=1e-4)
     expected = naive.state_dict()
     for name, weight in worker.learner.value.module.state_dict().items():
         torch.testing.assert_close(weight, expected[name], atol=1e-6, rtol=0)
 
 
 def test_an_update_without_pretraining_rows(start: Start, controlled: Controlled) -> None:
-    figures = controlled(start(ptx_coef=0, ptx_rows=0)).step(0)
-    assert "ptx_loss" not in figures
-    assert math.isfinite(figures["policy_loss"])
+    metrics = controlled(start(ptx_coef=0, ptx_rows=0)).step(0)
+    assert "ptx_loss" not in metrics
+    assert math.isfinite(metrics["policy_loss"])
 
 
 def test_a_minibatch_whose_scores_all_failed(start: Start, prompts: Prompts) -> None:
@@ -293,9 +293,9 @@ def test_a_minibatch_whose_scores_all_failed(start: Start, prompts: Prompts) -> 
     controller = PPOController(
         worker.config, worker.roles, prompts, worker.models.scale, num_pretraining_rows=1, seed=5
     )
-    figures = controller.step(0)
-    assert figures["failed_scores"] == 1
-    assert math.isfinite(figures["policy_loss"])
+    metrics = controller.step(0)
+    assert metrics["failed_scores"] == 1
+    assert math.isfinite(metrics["policy_loss"])
     assert all(bool(torch.isfinite(weight).all()) for weight in weights_of(worker).values())
 
 
@@ -362,7 +362,7 @@ def test_save_and_load_continue_bit_for_bit(
     controller.step(0)
     whole.learner.save(tmp_path, 1, {"kl_coef": 0.25}, {"rollout.bin": b"in flight"})
     saved = weights_of(whole)
-    figures = controller.step(1)  # while what was saved is written
+    metrics = controller.step(1)  # while what was saved is written
     whole.learner.finish_saving()
     assert json.loads((tmp_path / "step-000001" / "progress.json").read_text()) == {"step": 1, "kl_coef": 0.25}
     assert (tmp_path / "step-000001" / "rollout.bin").read_bytes() == b"in flight"
@@ -370,7 +370,7 @@ def test_save_and_load_continue_bit_for_bit(
     resumed.roles.load(tmp_path / "step-000001")
     loaded = weights_of(resumed)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
-    assert controlled(resumed).step(1) == figures
+    assert controlled(resumed).step(1) == metrics
     ours, theirs = weights_of(resumed), weights_of(whole)
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     assert not torch.equal(saved["policy.head.weight"], ours["policy.head.weight"])
