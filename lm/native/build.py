@@ -5,6 +5,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -63,13 +64,14 @@ def compiled(folder: Path) -> Path:
     Errors: OSError without a compiler or a folder to write to, CalledProcessError with the compiler's words.
     """
     texts = [path.read_text(encoding="utf-8") for path in (*HEADERS, *SOURCES)]
-    key = hashlib.sha256("\0".join([*texts, *FLAGS, _cpu()]).encode()).hexdigest()
+    flags = [*FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    key = hashlib.sha256("\0".join([*texts, *flags, _cpu()]).encode()).hexdigest()
     target = folder / f"kernels-{key[:16]}.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as own:
             made = Path(own) / target.name
-            command = [_compiler(), *FLAGS, *map(str, SOURCES), "-o", str(made)]
+            command = [_compiler(), *flags, *map(str, SOURCES), "-o", str(made)]
             subprocess.run(command, check=True, capture_output=True, text=True)
             made.replace(target)
     return target
