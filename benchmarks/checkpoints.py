@@ -16,7 +16,7 @@ import numpy as np
 
 from lm.config import ModelConfig
 from lm.model import LanguageModel
-from lm.source import Fresh
+from lm.source import RandomInit
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
@@ -72,7 +72,7 @@ class Found:
 
 
 def train(folder: Path, num_steps: int, save_every: int, kind: type[CheckpointWriter]) -> Found:
-    source = Fresh(lambda: LanguageModel(MODEL), seed=0)
+    source = RandomInit(lambda: LanguageModel(MODEL), seed=0)
     engine = Watched(source, OPTIMIZER, EngineConfig(precision="fp32", trackers=()), world_size=1, micro_batch=2)
     engine.kind = kind
     rows = np.random.default_rng(0).integers(0, MODEL.vocab_size, (64, MODEL.max_position_embeddings)).astype(np.int32)

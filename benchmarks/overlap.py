@@ -16,7 +16,7 @@ import torch
 from cluster.connection import disconnect
 from cluster.group import WorkerGroup
 from lm.config import ModelConfig
-from lm.model import LanguageModel, ScalarModel, initialise
+from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from ppo.config import PPOConfig
@@ -110,7 +110,7 @@ def make_parents(folder: Path) -> InitialModels:
     """An SFT policy and a reward model that have learned nothing."""
     tokenizer = Tokenizer.train(["one red bird saw the cat on the mat"] * 9, SHAPE.vocab_size, "chat")
     for name, model in (("sft", LanguageModel(SHAPE)), ("reward", ScalarModel(SHAPE))):
-        initialise(model, 0)
+        init_weights(model, 0)
         save_model(folder / name, model, model.state_dict(), tokenizer)
     return InitialModels(folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), None)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from jobs.job_file import load_job
 from lm.dropout import sequence_keys
-from lm.source import skeleton
+from lm.source import on_meta
 from lm.tokenizer import Tokenizer
 from preferences.records import Ranking, dense_ranks
 from preferences.splits import split_rankings
@@ -110,7 +110,7 @@ def train(study: Study, kind: str, seed: int, folder: Path) -> dict[str, float]:
     tokenizer = Tokenizer.load(study.policy)
     seen, unseen = split_rankings(study.rankings, HELDOUT_SHARE, seed)
     source = network_source(study.policy, 0.0, derive_seed(seed, "reward", "head"))
-    shape = skeleton(source.build).config
+    shape = on_meta(source.build).config
     trained_on, heldout = (encode_rankings(tokenizer, part, shape.max_position_embeddings) for part in (seen, unseen))
     num_pairs = math.comb(len(trained_on[0].sequences), 2)
     if kind == "prompt":

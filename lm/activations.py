@@ -38,10 +38,10 @@ class Pass:
         return self.rows * self.seq_len
 
 
-def block_bytes(config: ModelConfig, of: Pass, *, reads_memory: bool = False) -> int:
-    """Bytes that one block keeps; `reads_memory` counts its attention to an encoder's rows of the same length too."""
+def block_bytes(config: ModelConfig, of: Pass, *, cross_attention: bool = False) -> int:
+    """Bytes that one block keeps; `cross_attention` also counts attention to an encoder's rows of the same length."""
     branches = [_attention(config, of), _mlp(config, of)]
-    if reads_memory:
+    if cross_attention:
         branches.append(_cross(config, of))
     return of.num_tokens * sum(_branch(config, of) + kept for kept in branches)
 

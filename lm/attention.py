@@ -23,7 +23,7 @@ def attention_mask(segments_BT: Tensor, *, causal: bool = True) -> Tensor:
     return same_BTS.tril() if causal else same_BTS
 
 
-def banded(
+def sliding_window_mask(
     mask_BTS: Tensor | None, window: int, num_queries: int, num_keys: int, device: torch.device
 ) -> Tensor | None:
     """The mask, and no key further back than `window` tokens, the query's own included; 0 = no limit.
@@ -139,19 +139,19 @@ class KVCache:
 
 
 @dataclass(frozen=True)
-class Memory:
+class CrossAttentionCache:
     """What a decoder's blocks look at of an encoder's states: keys and values by layer, [B, G, S, H], computed once."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     real_BS: Tensor  # False at padding
 
-    def keep(self, rows: Tensor) -> "Memory":
+    def keep(self, rows: Tensor) -> "CrossAttentionCache":
         """Only these rows, in this order."""
         keys, values = (tuple(part[rows] for part in parts) for parts in (self.keys, self.values))
-        return Memory(keys, values, self.real_BS[rows])
+        return CrossAttentionCache(keys, values, self.real_BS[rows])
 
-    def join(self, other: "Memory") -> "Memory":
+    def join(self, other: "CrossAttentionCache") -> "CrossAttentionCache":
         """The rows of both, the shorter padded on the right."""
         width = max(self.real_BS.shape[1], other.real_BS.shape[1])
 
@@ -163,4 +163,4 @@ class Memory:
             return tuple(torch.cat([padded(a, 1), padded(b, 1)]) for a, b in zip(ours, theirs, strict=True))
 
         real_BS = torch.cat([padded(self.real_BS, 0), padded(other.real_BS, 0)])
-        return Memory(joined(self.keys, other.keys), joined(self.values, other.values), real_BS)
+        return CrossAttentionCache(joined(self.keys, other.keys), joined(self.values, other.values), real_BS)

@@ -1,4 +1,4 @@
-"""What a transformer is stacked from: attention to oneself and to a memory, the MLP, the block.
+"""What a transformer is stacked from: self-attention and cross-attention, the MLP, the block.
 
 Shape letters: B batch, T query tokens, S key tokens, D model width, N heads, G key-value heads, H head dim,
 M MLP width.
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from lm.attention import KVCache, Memory, attend
+from lm.attention import CrossAttentionCache, KVCache, attend
 from lm.config import ModelConfig
 from lm.dropout import Dropout
 from lm.heads import Rotary, split_heads
@@ -120,7 +120,7 @@ class CrossAttention(nn.Module):
             config.num_attention_heads * config.head_dim, config.hidden_size, bias=config.attention_bias == "all"
         )
 
-    def remember(self, states_BSD: Tensor) -> tuple[Tensor, Tensor]:
+    def cross_attention_cache(self, states_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, S, H] of the encoder's states, computed once for all tokens that will look at them."""
         B, S, _ = states_BSD.shape
         k, v = self.key_value(states_BSD).view(B, S, 2, self.num_kv_heads, self.head_dim).unbind(dim=2)
@@ -131,9 +131,9 @@ class CrossAttention(nn.Module):
         B, T, _ = x_BTD.shape
         return self.query(x_BTD).view(B, T, self.num_heads, self.head_dim).transpose(1, 2)
 
-    def forward(self, x_BTD: Tensor, memory: Memory, layer: int) -> Tensor:
-        mask_BTS = memory.real_BS[:, None].expand(-1, x_BTD.shape[1], -1)
-        y_BNTH = attend(self.queries(x_BTD), memory.keys[layer], memory.values[layer], mask_BTS)
+    def forward(self, x_BTD: Tensor, cross_cache: CrossAttentionCache, layer: int) -> Tensor:
+        mask_BTS = cross_cache.real_BS[:, None].expand(-1, x_BTD.shape[1], -1)
+        y_BNTH = attend(self.queries(x_BTD), cross_cache.keys[layer], cross_cache.values[layer], mask_BTS)
         return self.out(y_BNTH.transpose(1, 2).flatten(2))
 
 
@@ -164,19 +164,19 @@ BRANCHES = 3  # at most, of a block: each is a site of dropout of its own
 
 
 class Block(nn.Module):
-    """Attention, with `reads_memory` attention to an encoder, then the MLP: branches beside the residual stream, each
+    """Attention, with `cross_attention` to an encoder too, then the MLP: branches of the residual stream, each
     with its norm and dropout.
 
     Norms first: x + branch(norm(x)). Norms last: norm(x + branch(x)).
     """
 
-    def __init__(self, config: ModelConfig, dropout: float, *, reads_memory: bool = False) -> None:
+    def __init__(self, config: ModelConfig, dropout: float, *, cross_attention: bool = False) -> None:
         super().__init__()
         self.norms_first = config.norm_place == "pre"
         self.attention_norm = make_norm(config, config.hidden_size)
         self.attention = Attention(config)
-        self.cross_norm = make_norm(config, config.hidden_size) if reads_memory else None
-        self.cross = CrossAttention(config) if reads_memory else None
+        self.cross_norm = make_norm(config, config.hidden_size) if cross_attention else None
+        self.cross = CrossAttention(config) if cross_attention else None
         self.mlp_norm = make_norm(config, config.hidden_size)
         self.mlp = MLP(config)
         self.dropout = Dropout(dropout)
@@ -189,7 +189,7 @@ class Block(nn.Module):
         mask_BTS: Tensor | None,
         cache: KVCache | None,
         layer: int,
-        memory: Memory | None = None,
+        cross_cache: CrossAttentionCache | None = None,
         keys_BT: Tensor | None = None,
     ) -> Stream:
         """The residual stream and the branch that is to be added to it next, as they come and as they go.
@@ -207,7 +207,7 @@ class Block(nn.Module):
         )
         if self.cross is not None and self.cross_norm is not None:
             cross = self.cross
-            stream = self._branch(stream, self.cross_norm, lambda x: drop(cross(x, memory, layer), 1))
+            stream = self._branch(stream, self.cross_norm, lambda x: drop(cross(x, cross_cache, layer), 1))
         return self._branch(stream, self.mlp_norm, lambda x: drop(self.mlp(x), 2))
 
     def _branch(self, stream: Stream, norm: nn.Module, run: Callable[[Tensor], Tensor]) -> Stream:

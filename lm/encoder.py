@@ -15,7 +15,7 @@ from lm.config import ModelConfig
 from lm.dropout import Dropout, token_keys
 from lm.linear import Linear
 from lm.logprobs import token_logprobs
-from lm.model import HEAD, Stack
+from lm.model import HEAD, Transformer
 from lm.norms import make_norm
 
 
@@ -26,7 +26,7 @@ class EncoderModel(nn.Module):
         config.require_kind("encoder")
         super().__init__()
         self.config = config
-        self.encoder = Stack(config, dropout, causal=False)
+        self.encoder = Transformer(config, dropout, causal=False)
 
     def hidden(
         self,

@@ -6,10 +6,10 @@ Shape letters: B batch, S source tokens, T target tokens, V vocabulary, C select
 import torch
 from torch import Tensor, nn
 
-from lm.attention import Memory
+from lm.attention import CrossAttentionCache
 from lm.config import ModelConfig
 from lm.linear import Linear
-from lm.model import Stack
+from lm.model import Transformer
 
 
 class EncoderDecoder(nn.Module):
@@ -19,8 +19,8 @@ class EncoderDecoder(nn.Module):
         config.require_kind("encoder-decoder")
         super().__init__()
         self.config = config
-        self.encoder = Stack(config, dropout, causal=False)
-        self.decoder = Stack(config, dropout, reads_memory=True, embedding=self.encoder.embedding)
+        self.encoder = Transformer(config, dropout, causal=False)
+        self.decoder = Transformer(config, dropout, cross_attention=True, embedding=self.encoder.embedding)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
 
@@ -32,10 +32,10 @@ class EncoderDecoder(nn.Module):
 
     def read(
         self, sources_BS: Tensor, segments_BS: Tensor | None = None, sequence_keys_B1: Tensor | None = None
-    ) -> Memory:
+    ) -> CrossAttentionCache:
         """What the decoder sees of the sources; `segments_BS` is 1 for tokens and 0 for padding."""
         real_BS = torch.ones_like(sources_BS, dtype=torch.bool) if segments_BS is None else segments_BS > 0
-        return self.decoder.remember(
+        return self.decoder.cross_attention_cache(
             self.encoder.hidden(sources_BS, segments_BS, sequence_keys_BT=sequence_keys_B1), real_BS
         )
 
@@ -51,6 +51,6 @@ class EncoderDecoder(nn.Module):
 
         Targets begin with a start token and are padded on the right. A pair has one key for dropout (`lm.dropout`).
         """
-        memory = self.read(sources_BS, source_segments_BS, sequence_keys_B1)
-        hidden_BTD = self.decoder.hidden(targets_BT, None, memory, sequence_keys_BT=sequence_keys_B1)
+        cross_cache = self.read(sources_BS, source_segments_BS, sequence_keys_B1)
+        hidden_BTD = self.decoder.hidden(targets_BT, None, cross_cache, sequence_keys_BT=sequence_keys_B1)
         return self.head(hidden_BTD if selected_BT is None else hidden_BTD[selected_BT])

@@ -12,13 +12,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lm.attention import KVCache, Memory
+from lm.attention import CrossAttentionCache, KVCache
 from lm.decoding import LEAVE_BELOW, Steps, decoding_steps
 from lm.encoder_decoder import EncoderDecoder
 from lm.graphs import StepKind
-from lm.laid_out import laid_out
 from lm.model import LanguageModel
 from lm.padding import pad_left, pad_right
+from lm.prepacked import prepacked
 from lm.progress import note_progress
 from lm.sampling import Choice, draw_uniforms
 
@@ -75,7 +75,7 @@ def generate(
     taken = decoding_steps(model, steps)
     leave_below = LEAVE_BELOW if taken is None else taken.leave_below
     batch: Batch | None = None
-    with laid_out(model, min(max_rows, len(prompts))) if taken is None else nullcontext():
+    with prepacked(model, min(max_rows, len(prompts))) if taken is None else nullcontext():
         while batch is not None or waiting:
             running = 0 if batch is None else len(batch.rows)
             if waiting and running <= leave_below * max_rows:
@@ -115,10 +115,15 @@ class Batch:
     """Sequences that run together, with all that is known of them: `logits_BV` is for each one's next token."""
 
     def __init__(
-        self, rows: list[int], first_real_B: Tensor, cache: KVCache, logits_BV: Tensor, memory: Memory | None
+        self,
+        rows: list[int],
+        first_real_B: Tensor,
+        cache: KVCache,
+        logits_BV: Tensor,
+        cross_cache: CrossAttentionCache | None,
     ) -> None:
         self.rows, self.first_real_B, self.cache, self.logits_BV = rows, first_real_B, cache, logits_BV
-        self.memory = memory
+        self.cross_cache = cross_cache
 
     @classmethod
     def start(
@@ -142,12 +147,12 @@ class Batch:
             tokens_BP.shape[1] + num_new,
             config.head_dim,
         )
-        memory = None
+        cross_cache = None
         if isinstance(model, EncoderDecoder):
             assert sources is not None
-            memory = model.read(*pad_right([source for _, source in places], weight.device))
+            cross_cache = model.read(*pad_right([source for _, source in places], weight.device))
         cache = KVCache.empty(shape, like=weight)
-        batch = cls(list(range(len(places))), first_real_B, cache, weight.new_empty(0), memory)
+        batch = cls(list(range(len(places))), first_real_B, cache, weight.new_empty(0), cross_cache)
         batch._read(model, tokens_BP)
         if len(places) < len(pairs):
             batch.keep(torch.tensor([places[pair] for pair in pairs], device=weight.device))
@@ -170,7 +175,7 @@ class Batch:
         first = int(self.first_real_B.min())
         self.cache.keep(stay, first)
         self.first_real_B = self.first_real_B - first
-        self.memory = None if self.memory is None else self.memory.keep(stay)
+        self.cross_cache = None if self.cross_cache is None else self.cross_cache.keep(stay)
 
     def join(self, other: Self, num_new: int) -> Self:
         """Both, with room for `num_new` tokens more."""
@@ -181,7 +186,7 @@ class Batch:
             torch.cat(first_real_B),
             self.cache.join(other.cache, length + num_new),
             torch.cat([self.logits_BV, other.logits_BV]),
-            None if self.memory is None or other.memory is None else self.memory.join(other.memory),
+            None if self.cross_cache is None or other.cross_cache is None else self.cross_cache.join(other.cross_cache),
         )
 
     def _read(self, model: LanguageModel | EncoderDecoder, tokens_BT: Tensor) -> None:
@@ -193,7 +198,7 @@ class Batch:
         real_BS = columns_S >= self.first_real_B[:, None]
         # A padding query may see itself: a row of the softmax must not be empty, and nothing reads its result.
         mask_BTS = (columns_S <= columns_T[:, None]) & (real_BS[:, None, :] | (columns_S == columns_T[:, None]))
-        hidden_BTD = model.decoder(tokens_BT, positions_BT, mask_BTS, self.cache, self.memory)
+        hidden_BTD = model.decoder(tokens_BT, positions_BT, mask_BTS, self.cache, self.cross_cache)
         self.cache.advance(T)
         self.logits_BV = model.head(hidden_BTD[:, -1])
 

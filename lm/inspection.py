@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.attention import Memory, attend
+from lm.attention import CrossAttentionCache, attend
 from lm.block import Attention, CrossAttention
 from lm.config import ModelConfig
-from lm.model import Stack
-from lm.source import skeleton
+from lm.model import Transformer
+from lm.source import on_meta
 from lm.weights import PRETRAINED
 
 
 @torch.inference_mode()
-def attention_weights(stack: Stack, tokens_BT: Tensor, memory: Memory | None = None) -> tuple[Tensor, Tensor | None]:
+def attention_weights(
+    stack: Transformer, tokens_BT: Tensor, cross_cache: CrossAttentionCache | None = None
+) -> tuple[Tensor, Tensor | None]:
     """softmax(Q Kᵀ / √H) of every head, to the tokens themselves [L, B, N, T, T] and to an encoder's [L, B, N, T, S],
     None without one; the rows of each table sum to 1.
     """
@@ -42,7 +44,7 @@ def attention_weights(stack: Stack, tokens_BT: Tensor, memory: Memory | None = N
                 watching.enter_context(module.register_forward_pre_hook(look))
             elif isinstance(module, CrossAttention):
                 watching.enter_context(module.register_forward_pre_hook(look_across))
-        stack.hidden(tokens_BT, None, memory)
+        stack.hidden(tokens_BT, None, cross_cache)
     return torch.stack(own), torch.stack(across) if across else None
 
 
@@ -68,7 +70,7 @@ def parameter_table(config: ModelConfig) -> list[Part]:
     made. The same tensor of every block is one row; a tied head is the embedding and is not counted again.
     """
     kind = PRETRAINED[config.kind]
-    model = skeleton(lambda: kind(config))
+    model = on_meta(lambda: kind(config))
     # The only stack need not be named.
     stack = "" if config.kind == "encoder-decoder" else f"{config.kind}."
     parts: dict[str, Part] = {}

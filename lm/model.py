@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lm.attention import KVCache, Memory, attention_mask, banded
+from lm.attention import CrossAttentionCache, KVCache, attention_mask, sliding_window_mask
 from lm.block import Block
 from lm.config import ModelConfig
 from lm.dropout import Dropout, token_keys
@@ -24,11 +24,11 @@ ENCODES, DECODES, HEAD = 0, 1, 2  # parts of a model, whose dropout differs at e
 SCORE = "score"  # the label of a model that gives one number
 
 
-class Stack(nn.Module):
+class Transformer(nn.Module):
     """Tokens to hidden states: embeddings, blocks, and a final norm where norms come first.
 
     A decoder's tokens see those before them; with `causal` False, an encoder's see all of their sequence. With
-    `reads_memory` every block also looks at an encoder's states. `embedding` shares another stack's table.
+    `cross_attention` every block also looks at an encoder's states. `embedding` shares another stack's table.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Stack(nn.Module):
         dropout: float = 0.0,
         *,
         causal: bool = True,
-        reads_memory: bool = False,
+        cross_attention: bool = False,
         embedding: nn.Embedding | None = None,
     ) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Stack(nn.Module):
         self.embedding_norm = make_norm(config, config.hidden_size) if config.embedding_norm else nn.Identity()
         self.dropout = Dropout(dropout)
         num_layers = config.num_hidden_layers if causal or not config.num_encoder_layers else config.num_encoder_layers
-        self.blocks = nn.ModuleList(Block(config, dropout, reads_memory=reads_memory) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(Block(config, dropout, cross_attention=cross_attention) for _ in range(num_layers))
         # With norms last the final block's own norm is the last one.
         self.norm = make_norm(config, config.hidden_size) if config.norm_place == "pre" else nn.Identity()
 
@@ -60,7 +60,7 @@ class Stack(nn.Module):
         positions_BT: Tensor,
         mask_BTS: Tensor | None,
         cache: KVCache | None = None,
-        memory: Memory | None = None,
+        cross_cache: CrossAttentionCache | None = None,
         token_types_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
@@ -79,13 +79,16 @@ class Stack(nn.Module):
         if mask_BTS is None and not self.causal:
             mask_BTS = torch.ones(1, T, S, dtype=torch.bool, device=tokens_BT.device)
         recomputes = self.recomputes and torch.is_grad_enabled()
-        masks = {window: banded(mask_BTS, window, T, S, tokens_BT.device) for window in self.config.sliding_window}
+        masks = {
+            window: sliding_window_mask(mask_BTS, window, T, S, tokens_BT.device)
+            for window in self.config.sliding_window
+        }
         for layer, block in enumerate(self.blocks):
             if recomputes and branch_BTD is not None:
                 x_BTD, branch_BTD = x_BTD + branch_BTD, None  # a block's input, all that is kept of it, is one tensor
             run = partial(checkpoint, block, use_reentrant=False) if recomputes else block
             mask = masks[self.config.window(layer)]
-            x_BTD, branch_BTD = run(x_BTD, branch_BTD, rotary, mask, cache, layer, memory, keys_BT)
+            x_BTD, branch_BTD = run(x_BTD, branch_BTD, rotary, mask, cache, layer, cross_cache, keys_BT)
         return add_norm(x_BTD, branch_BTD, self.norm)[1]
 
     def embed(
@@ -117,7 +120,7 @@ class Stack(nn.Module):
         self,
         tokens_BT: Tensor,
         segments_BT: Tensor | None,
-        memory: Memory | None = None,
+        cross_cache: CrossAttentionCache | None = None,
         token_types_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
@@ -130,15 +133,15 @@ class Stack(nn.Module):
         T = tokens_BT.shape[1]
         if segments_BT is None:
             positions_BT = torch.arange(T, device=tokens_BT.device).expand(tokens_BT.shape)
-            return self(tokens_BT, positions_BT, None, None, memory, token_types_BT, sequence_keys_BT)
+            return self(tokens_BT, positions_BT, None, None, cross_cache, token_types_BT, sequence_keys_BT)
         mask_BTS = attention_mask(segments_BT, causal=self.causal)
         positions_BT = segment_positions(segments_BT)
-        return self(tokens_BT, positions_BT, mask_BTS, None, memory, token_types_BT, sequence_keys_BT)
+        return self(tokens_BT, positions_BT, mask_BTS, None, cross_cache, token_types_BT, sequence_keys_BT)
 
-    def remember(self, states_BSD: Tensor, real_BS: Tensor) -> Memory:
+    def cross_attention_cache(self, states_BSD: Tensor, real_BS: Tensor) -> CrossAttentionCache:
         """An encoder's states as this decoder's blocks look at them; `real_BS` is False at padding."""
-        pairs = [block.cross.remember(states_BSD) for block in self.blocks]  # type: ignore[union-attr, operator]
-        return Memory(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), real_BS)
+        pairs = [block.cross.cross_attention_cache(states_BSD) for block in self.blocks]  # type: ignore[union-attr, operator]
+        return CrossAttentionCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), real_BS)
 
 
 class LanguageModel(nn.Module):
@@ -148,7 +151,7 @@ class LanguageModel(nn.Module):
         config.require_kind("decoder")
         super().__init__()
         self.config = config
-        self.decoder = Stack(config, dropout)
+        self.decoder = Transformer(config, dropout)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
 
@@ -179,7 +182,7 @@ class ScalarModel(nn.Module):
         config.require_kind("decoder")
         super().__init__()
         self.config, self.labels = config, tuple(labels)
-        self.decoder = Stack(config, dropout)
+        self.decoder = Transformer(config, dropout)
         self.score = nn.Linear(config.hidden_size, len(self.labels), bias=False)
         # Not a parameter: it is set once, after training, so that demonstrations score 0 on average.
         self.register_buffer("bias", torch.zeros(len(self.labels) if len(self.labels) > 1 else ()))
@@ -210,7 +213,7 @@ def segment_positions(segments_BT: Tensor) -> Tensor:
     return index_BT - torch.where(starts_BT, index_BT, 0).cummax(dim=1).values
 
 
-def initialise(model: nn.Module, seed: int) -> None:
+def init_weights(model: nn.Module, seed: int) -> None:
     """Draw all weights of a model of this package from `seed`.
 
     | weight                        | distribution   | why                                                        |
@@ -226,20 +229,20 @@ def initialise(model: nn.Module, seed: int) -> None:
     GPT-2's fixed 0.02 is 1/√D at a width of 2,500. On narrow models it leaves attention nearly uniform, and heads that
     copy from the context took more than three times as many steps to form (docs/log.md).
     """
-    model.load_state_dict(dict(draw_tensors(model, seed)), strict=False)
+    model.load_state_dict(dict(initial_weights(model, seed)), strict=False)
 
 
-def draw_tensors(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter's name and first value, as `initialise` gives it; only shapes are read."""
+def initial_weights(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter's name and first value, as `init_weights` gives it; only shapes are read."""
     generator = torch.Generator().manual_seed(seed)
     config = model.config
     assert isinstance(config, ModelConfig)
     for name, parameter in model.named_parameters():
-        yield name, draw_tensor(name, parameter.shape, config, generator)
+        yield name, initial_weight(name, parameter.shape, config, generator)
 
 
-def draw_tensor(name: str, shape: Sequence[int], config: ModelConfig, generator: torch.Generator) -> Tensor:
-    """The first value of the parameter of this name; the table is in `initialise`."""
+def initial_weight(name: str, shape: Sequence[int], config: ModelConfig, generator: torch.Generator) -> Tensor:
+    """The first value of the parameter of this name; the table is in `init_weights`."""
     if name.endswith("norm.weight"):
         return torch.ones(*shape)
     if name.endswith(".bias"):
@@ -285,9 +288,9 @@ def checkpoint_activations(model: nn.Module) -> None:
 STACKS = ("encoder", "decoder")  # in the order in which a signal passes them
 
 
-def _stacks(model: nn.Module) -> dict[str, Stack]:
+def _stacks(model: nn.Module) -> dict[str, Transformer]:
     # By the last part of the name: a reward model under training lies inside another module.
-    return {name.rpartition(".")[2]: stack for name, stack in model.named_modules() if isinstance(stack, Stack)}
+    return {name.rpartition(".")[2]: stack for name, stack in model.named_modules() if isinstance(stack, Transformer)}
 
 
 def count_parameters(models: Sequence[nn.Module]) -> int:

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lm.model import draw_tensors
+from lm.model import initial_weights
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 AnyModel_co = TypeVar("AnyModel_co", bound=nn.Module, covariant=True)
@@ -34,28 +34,28 @@ class ModelSource(Protocol[AnyModel_co]):
 
 
 @dataclass(frozen=True)
-class Fresh(Generic[AnyModel]):
-    """A model whose weights are drawn from `seed` by the table of `lm.model.initialise`; buffers are 0."""
+class RandomInit(Generic[AnyModel]):
+    """A model whose weights are drawn from `seed` by the table of `lm.model.init_weights`; buffers are 0."""
 
     build: Callable[[], AnyModel]
     seed: int
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        model = skeleton(self.build)
-        yield from draw_tensors(model, self.seed)
+        model = on_meta(self.build)
+        yield from initial_weights(model, self.seed)
         for name, buffer in model.named_buffers():
             yield name, torch.zeros(buffer.shape)
 
 
-def skeleton(build: Callable[[], AnyModel]) -> AnyModel:
+def on_meta(build: Callable[[], AnyModel]) -> AnyModel:
     """A model of shapes alone, on the meta device."""
     with torch.device("meta"):
         return build()
 
 
-def materialise(source: ModelSource[AnyModel]) -> AnyModel:
+def load(source: ModelSource[AnyModel]) -> AnyModel:
     """The whole model, in fp32 on the CPU: memory for one copy and one tensor."""
-    model = skeleton(source.build)
+    model = on_meta(source.build)
     model.load_state_dict(dict(source.tensors()), strict=False, assign=True)
     tie = getattr(model, "tie", None)
     if tie is not None:

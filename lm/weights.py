@@ -25,9 +25,9 @@ from lm.config import ModelConfig
 from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier
 from lm.encoder_decoder import EncoderDecoder
 from lm.families import FAMILIES, Family, Stored, expect, family_of
-from lm.model import SCORE, LanguageModel, ScalarModel, draw_tensor
+from lm.model import SCORE, LanguageModel, ScalarModel, initial_weight
 from lm.progress import note_progress
-from lm.source import materialise, skeleton
+from lm.source import load, on_meta
 from lm.tokenizer import Tokenizer, read_json
 
 Weights = Mapping[str, Tensor]
@@ -125,7 +125,7 @@ def load_any(folder: Path) -> Model:
 
 def load_model(folder: Path, kind: type[AnyModel], dropout: float = 0.0) -> AnyModel:
     """The model of a directory, in fp32. Errors as for `ModelFolder`."""
-    return materialise(ModelFolder(folder, kind, dropout))
+    return load(ModelFolder(folder, kind, dropout))
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class ModelFolder(Generic[AnyModel]):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         _, family, raw = read_config(self.folder, PURPOSES[self.kind])
-        model = skeleton(self.build)
+        model = on_meta(self.build)
         with open_checkpoint(self.folder, family, model) as checkpoint:
             for ours, parameter in model.named_parameters():
                 yield ours, checkpoint.read(ours, parameter.shape)
@@ -157,7 +157,7 @@ class ModelFolder(Generic[AnyModel]):
 
 
 @dataclass(frozen=True)
-class NewHead(Generic[AnyModel]):
+class WithNewHead(Generic[AnyModel]):
     """The body of a directory's model under another head, whose weights are drawn unless the directory has them.
 
     `head` makes the new model from the shape. Errors as for `ModelFolder`.
@@ -174,13 +174,13 @@ class NewHead(Generic[AnyModel]):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         config, family, _ = read_config(self.folder, PURPOSES[self.kind])
         generator = torch.Generator().manual_seed(self.seed)
-        model = skeleton(self.build)
-        with open_checkpoint(self.folder, family, skeleton(ModelFolder(self.folder, self.kind).build)) as checkpoint:
+        model = on_meta(self.build)
+        with open_checkpoint(self.folder, family, on_meta(ModelFolder(self.folder, self.kind).build)) as checkpoint:
             for ours, parameter in model.named_parameters():
                 if checkpoint.holds(ours):
                     yield ours, checkpoint.read(ours, parameter.shape)
                 else:
-                    yield ours, draw_tensor(ours, parameter.shape, config, generator)
+                    yield ours, initial_weight(ours, parameter.shape, config, generator)
         for name, buffer in model.named_buffers():
             yield name, torch.zeros(buffer.shape)
 

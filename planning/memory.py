@@ -15,7 +15,7 @@ from lm.config import ModelConfig
 from lm.inspection import cache_bytes_per_token
 from lm.model import ScalarModel, freeze_all_but_last
 from lm.native.build import has_matrix_unit
-from lm.source import skeleton
+from lm.source import on_meta
 from lm.weights import PRETRAINED
 from training.config import OptimizerConfig
 
@@ -98,7 +98,7 @@ def count(config: ModelConfig, optimizer: OptimizerConfig, *, num_scores: int = 
     """
     labels = [str(number) for number in range(num_scores)]
     is_scalar = labels and config.kind == "decoder"
-    model: nn.Module = skeleton(
+    model: nn.Module = on_meta(
         lambda: ScalarModel(config, labels=labels) if is_scalar else PRETRAINED[config.kind](config)
     )
     num_layers = config.num_hidden_layers + config.num_encoder_layers
@@ -137,12 +137,12 @@ def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layo
     all weights that multiply.
     """
     in_decoder = min(counts.trained_layers, config.num_hidden_layers)
-    reads_memory = config.kind == "encoder-decoder"
+    cross_attention = config.kind == "encoder-decoder"
     if layout.recomputes:  # the input of every trained block, and all of one block at a time
         inputs = counts.trained_layers * of.num_tokens * config.hidden_size * of.stream_bytes
-        kept = inputs + block_bytes(config, of, reads_memory=reads_memory) + ends_bytes(config, of)
+        kept = inputs + block_bytes(config, of, cross_attention=cross_attention) + ends_bytes(config, of)
         return kept + (2 * counts.linear if layout.is_autocast else 0)
-    kept = in_decoder * block_bytes(config, of, reads_memory=reads_memory) + ends_bytes(config, of)
+    kept = in_decoder * block_bytes(config, of, cross_attention=cross_attention) + ends_bytes(config, of)
     if counts.trained_layers > in_decoder:
         kept += (counts.trained_layers - in_decoder) * block_bytes(config, of) + ends_bytes(config, of)
     return kept + (2 * counts.linear if layout.is_autocast else 0)

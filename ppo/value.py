@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel
-from lm.source import ModelSource, skeleton
+from lm.source import ModelSource, on_meta
 from lm.tokenizer import Tokenizer
-from lm.weights import ModelFolder, NewHead, purpose_of
+from lm.weights import ModelFolder, WithNewHead, purpose_of
 from ppo.initial_models import ScoreScale
 from reward.elsewhere import Elsewhere
 from reward.scoring import weights_by_label
@@ -31,11 +31,11 @@ def value_source(
     """
     if isinstance(reward, Path) and purpose_of(reward) == "score" and Tokenizer.load(reward) == Tokenizer.load(policy):
         heads = ModelFolder(reward, ScalarModel)
-        model = skeleton(heads.build)
+        model = on_meta(heads.build)
         factors = [weight / scale.std for weight in weights_by_label(str(reward), model.labels, weights).values()]
         return JoinedHeads(heads, model.config, tuple(factors), -scale.mean / scale.std)
-    head = NewHead(policy, LanguageModel, ScalarModel, seed=0)
-    return JoinedHeads(head, skeleton(head.build).config, (0.0,), 0.0)
+    head = WithNewHead(policy, LanguageModel, ScalarModel, seed=0)
+    return JoinedHeads(head, on_meta(head.build).config, (0.0,), 0.0)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from lm.encoder import MaskedLanguageModel
 from lm.encoder_decoder import EncoderDecoder
 from lm.hub import model_directory
 from lm.model import LanguageModel, count_parameters
-from lm.source import Fresh, ModelSource, skeleton
+from lm.source import ModelSource, RandomInit, on_meta
 from lm.tokenizer import TOKENIZER_FILES, Tokenizer
 from lm.weights import PRETRAINED, ModelFolder, save_model
 from pretrain.corruption import NUM_VIEWS, DenoisingObjective, HiddenWords, MaskedObjective
@@ -86,7 +86,7 @@ def train(context: StageContext, config: PretrainConfig, model_config: ModelConf
         results = PretrainResults(
             heldout_loss=figures["loss"],
             heldout_accuracy=figures.get("accuracy"),
-            num_parameters=count_parameters([skeleton(source.build)]),
+            num_parameters=count_parameters([on_meta(source.build)]),
             vocab_size=tokenizer.vocab_size,
             train_tokens=int(rows.size),
             trained_tokens=config.num_steps * config.batch.batch_size * config.seq_len,
@@ -106,7 +106,7 @@ def model_source(context: StageContext, config: PretrainConfig, model_config: Mo
     if config.init_from:
         return ModelFolder(model_directory(config.init_from), kind, config.dropout)
     seed = derive_seed(context.seed, "pretrain", "weights")
-    return Fresh(lambda: kind(model_config, config.dropout), seed)
+    return RandomInit(lambda: kind(model_config, config.dropout), seed)
 
 
 def make_objective(

@@ -18,7 +18,7 @@ from lm.encoder import SequenceClassifier
 from lm.model import ScalarModel
 from lm.padding import last_tokens, pad_right
 from lm.progress import note_progress
-from lm.source import ModelSource, materialise, skeleton
+from lm.source import ModelSource, load, on_meta
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder, purpose_of
 from reward.comparisons import encode_scored
@@ -35,12 +35,12 @@ def network_folder(folder: Path, dropout: float = 0.0) -> ModelSource[RewardNetw
 
 def load_network(folder: Path) -> RewardNetwork:
     """The reward model of a directory, in fp32. Errors as for `lm.weights.ModelFolder`."""
-    return materialise(network_folder(folder))
+    return load(network_folder(folder))
 
 
 def labels_of(folder: Path) -> tuple[str, ...]:
     """What the scores of a directory's reward model are called; its weights are not read. Errors as above."""
-    return skeleton(network_folder(folder).build).labels
+    return on_meta(network_folder(folder).build).labels
 
 
 def sequence_scores(network: nn.Module, sequences: Sequence[Sequence[int]], kind: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lm.source import skeleton
+from lm.source import on_meta
 from lm.tokenizer import Tokenizer
 from preferences.records import OVERALL
 from reward.comparisons import RankingsConfig, encode_rankings, read_judgments
@@ -54,7 +54,7 @@ def preflight(run: StageRun, config: RewardConfig) -> None:
         start = run.start("sft")
         tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
         source = network_source(start, 0.0, seed=0, labels=config.labels)
-        most_tokens = skeleton(source.build).config.max_position_embeddings
+        most_tokens = on_meta(source.build).config.max_position_embeddings
     else:
         tokenizer, most_tokens = run.tokenizer_of("sft"), run.model.max_position_embeddings
     encode_rankings(tokenizer.with_template(config.chat_template), found.rankings, most_tokens)

@@ -15,9 +15,9 @@ from files.atomic import write_json
 from files.records import record_of
 from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
 from lm.model import SCORE, LanguageModel, ScalarModel
-from lm.source import ModelSource, skeleton
+from lm.source import ModelSource, on_meta
 from lm.tokenizer import Tokenizer
-from lm.weights import NewHead, purpose_of, save_model
+from lm.weights import WithNewHead, purpose_of, save_model
 from preferences.records import Ranking
 from preferences.splits import split_rankings
 from preferences.statistics.reliability import labeler_reliability, labeler_weights
@@ -66,12 +66,12 @@ def network_source(
     """
     purpose = purpose_of(folder)
     if purpose == "language":
-        return NewHead(folder, LanguageModel, lambda shape: ScalarModel(shape, dropout, labels), seed)
+        return WithNewHead(folder, LanguageModel, lambda shape: ScalarModel(shape, dropout, labels), seed)
     if purpose in ("masked", "body"):
         kind = MaskedLanguageModel if purpose == "masked" else EncoderModel
-        return NewHead(folder, kind, lambda shape: SequenceClassifier(shape, labels, dropout), seed)
+        return WithNewHead(folder, kind, lambda shape: SequenceClassifier(shape, labels, dropout), seed)
     trained = network_folder(folder, dropout)
-    found = skeleton(trained.build).labels
+    found = on_meta(trained.build).labels
     if found != tuple(labels):
         raise ValueError(
             f"{folder / 'config.json'}: id2label names {', '.join(found)}; {', '.join(labels)} was expected, the"
@@ -88,7 +88,7 @@ def train(context: StageContext, config: RewardConfig, start: Path) -> None:
     tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
     tokenizer = tokenizer.with_template(config.chat_template)
     source = network_source(start, config.dropout, derive_seed(context.seed, "reward", "head"), config.labels)
-    shape = skeleton(source.build).config
+    shape = on_meta(source.build).config
     found = read_judgments(config.rankings)
     split = split_of(found.rankings, config, context.seed)
     encode = partial(encode_rankings, tokenizer, max_tokens=shape.max_position_embeddings, objectives=split.objectives)
@@ -112,7 +112,7 @@ def train(context: StageContext, config: RewardConfig, start: Path) -> None:
     tensors = engine.full_weights(on_main_alone=True)
     if engine.is_main:
         # What was learned beside the scores is no part of the model: it goes to the results.
-        save_model(context.model_folder, skeleton(source.build), network_weights(tensors), tokenizer)
+        save_model(context.model_folder, on_meta(source.build), network_weights(tensors), tokenizer)
         learned = [beside.learned(tensors, shape.hidden_size, place) for place in range(len(split.objectives))]
         finish(context, config, tokenizer, split, (trained_on, unseen), learned)
         write_json(context.folder / WARNINGS, [vars(warning) for warning in found.report.warnings])

@@ -110,11 +110,11 @@ def tiny_config() -> "ModelConfig":
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: "Tokenizer", tiny_config: "ModelConfig") -> Path:
     """A language model of random weights with its tokenizer, in the Hugging Face layout. Read only."""
-    from lm.model import LanguageModel, initialise
+    from lm.model import LanguageModel, init_weights
     from lm.weights import save_model
 
     model = LanguageModel(tiny_config)
-    initialise(model, seed=7)
+    init_weights(model, seed=7)
     folder = tmp_path_factory.mktemp("tiny") / "model"
     save_model(folder, model, model.state_dict(), tokenizer)
     return folder
@@ -133,7 +133,7 @@ def encoder_folder(tmp_path_factory: pytest.TempPathFactory, masking_tokenizer: 
     """An encoder of BERT's shape and random weights with its tokenizer, in the Hugging Face layout. Read only."""
     from lm.config import ModelConfig
     from lm.encoder import MaskedLanguageModel
-    from lm.model import initialise
+    from lm.model import init_weights
     from lm.weights import save_model
 
     config = ModelConfig(
@@ -143,7 +143,7 @@ def encoder_folder(tmp_path_factory: pytest.TempPathFactory, masking_tokenizer: 
         norm_place="post", embedding_norm=True, type_vocab_size=2,
     )  # fmt: skip
     model = MaskedLanguageModel(config)
-    initialise(model, seed=8)
+    init_weights(model, seed=8)
     folder = tmp_path_factory.mktemp("encoder") / "model"
     save_model(folder, model, model.state_dict(), masking_tokenizer)
     return folder

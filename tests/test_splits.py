@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from lm.config import ModelConfig
 from lm.encoder import MaskedLanguageModel, SequenceClassifier
 from lm.encoder_decoder import EncoderDecoder
-from lm.model import LanguageModel, ScalarModel, initialise
-from lm.source import Fresh, ModelSource, materialise
+from lm.model import LanguageModel, ScalarModel, init_weights
+from lm.source import ModelSource, RandomInit, load
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, save_model
 from ppo.config import PPOConfig
@@ -209,12 +209,12 @@ def encoder_score(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 NUM_COUNTED = sum(sum(counted[1:]) for _, counted in CONVERSATIONS)
 NUM_HIDDEN = 4 * 2 + 1  # 15% of 14 words are 2
-LANGUAGE = Fresh(lambda: LanguageModel(DECODER), 1)
-TRANSLATE = Fresh(lambda: EncoderDecoder(BOTH), 3)
+LANGUAGE = RandomInit(lambda: LanguageModel(DECODER), 1)
+TRANSLATE = RandomInit(lambda: EncoderDecoder(BOTH), 3)
 CASES = {
     "stream": Case(LANGUAGE, CausalLMObjective(STREAM), lambda model: stream_sum(model) / (NUM_ROWS * 8)),
     "masked": Case(
-        Fresh(lambda: MaskedLanguageModel(ENCODER), 2),
+        RandomInit(lambda: MaskedLanguageModel(ENCODER), 2),
         MaskedObjective(TEXT, WORDS, num_views=1),
         lambda model: masked_sum(model) / NUM_HIDDEN,
     ),
@@ -227,13 +227,13 @@ CASES = {
         TRANSLATE, PairsObjective(PAIRS, END), lambda model: sum_of(pair_sum(model, *pair) for pair in PAIRS) / 31
     ),
     "ranking": Case(
-        LearnerSource(Fresh(lambda: ScalarModel(DECODER, labels=OBJECTIVES), 4), Beside(LOG_NU, RATING_STD)),
+        LearnerSource(RandomInit(lambda: ScalarModel(DECODER, labels=OBJECTIVES), 4), Beside(LOG_NU, RATING_STD)),
         RankingObjective(COMPARISONS, "decoder", objectives=OBJECTIVES, rating_coef=RATING_COEF, rating_std=RATING_STD),
         lambda model: davidson_sum(model) / NUM_ROWS,
         max_grad_norm=0.2,
     ),
     "encoder-ranking": Case(
-        LearnerSource(Fresh(lambda: SequenceClassifier(ENCODER, ["score"]), 5), Beside()),
+        LearnerSource(RandomInit(lambda: SequenceClassifier(ENCODER, ["score"]), 5), Beside()),
         RankingObjective([replace(comparison, objective=0) for comparison in COMPARISONS], "encoder"),
         lambda model: ranking_sum(encoder_score(model.network)) / NUM_ROWS,
         max_grad_norm=0.2,
@@ -244,12 +244,12 @@ CASES = {
 # With dropout no plain loop is the judge, but the whole batch on one rank, and for both ways to pack the packed one.
 DROPOUT = "-dropout"
 DROPPING: dict[str, ModelSource[Any]] = {
-    "stream": Fresh(lambda: LanguageModel(DECODER, 0.1), 1),
-    "packed": Fresh(lambda: LanguageModel(DECODER, 0.1), 1),
-    "unpacked": Fresh(lambda: LanguageModel(DECODER, 0.1), 1),
-    "pairs": Fresh(lambda: EncoderDecoder(BOTH, 0.1), 3),
-    "ranking": LearnerSource(Fresh(lambda: ScalarModel(DECODER, 0.1, OBJECTIVES), 4), Beside(LOG_NU, RATING_STD)),
-    "encoder-ranking": LearnerSource(Fresh(lambda: SequenceClassifier(ENCODER, ["score"], 0.1), 5), Beside()),
+    "stream": RandomInit(lambda: LanguageModel(DECODER, 0.1), 1),
+    "packed": RandomInit(lambda: LanguageModel(DECODER, 0.1), 1),
+    "unpacked": RandomInit(lambda: LanguageModel(DECODER, 0.1), 1),
+    "pairs": RandomInit(lambda: EncoderDecoder(BOTH, 0.1), 3),
+    "ranking": LearnerSource(RandomInit(lambda: ScalarModel(DECODER, 0.1, OBJECTIVES), 4), Beside(LOG_NU, RATING_STD)),
+    "encoder-ranking": LearnerSource(RandomInit(lambda: SequenceClassifier(ENCODER, ["score"], 0.1), 5), Beside()),
 }
 CASES |= {name + DROPOUT: replace(CASES[name], source=source) for name, source in DROPPING.items()}
 
@@ -282,7 +282,7 @@ def write_parents(folder: Path) -> None:
     tokenizer = Tokenizer.train(["the cat sat on the mat, the mat on the cat"], VOCABULARY, "chat")
     for name, kind, seed in (("sft", LanguageModel, 6), ("reward", ScalarModel, 7)):
         model = kind(DECODER)
-        initialise(model, seed)
+        init_weights(model, seed)
         save_model(folder / name, model, model.state_dict(), tokenizer)
     STREAM.tofile(folder / "train.bin")
 
@@ -478,7 +478,7 @@ Expected = tuple[list[float], list[float], dict[str, Tensor]]
 
 def descend(source: ModelSource[Any], mean: Callable[[Any], Tensor], max_grad_norm: float) -> Expected:
     """Losses, gradient norms before clipping, and the weights after plain SGD of rate 1."""
-    model, losses, norms = materialise(source), [], []
+    model, losses, norms = load(source), [], []
     parameters = list(model.parameters())
     for _ in range(NUM_STEPS):
         loss = mean(model)
@@ -525,7 +525,7 @@ def test_a_split_changes_nothing_with_dropout(folder: Path, split: Split) -> Non
 @torch.no_grad()
 def test_a_split_changes_no_accuracy_of_an_objective(folder: Path, split: Split) -> None:
     """An objective that most micro-batches have nothing of is divided by its own comparisons, those of all ranks."""
-    model = materialise(CASES["ranking"].source)
+    model = load(CASES["ranking"].source)
     right, total = [0.0, 0.0], [0.0, 0.0]
     for comparison in COMPARISONS:
         head = comparison.objective

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lm.linear import cache_weight_casts
 from lm.model import checkpoint_activations, freeze_all_but_last
 from lm.progress import note_progress
-from lm.source import ModelSource, materialise
+from lm.source import ModelSource, load
 from training.accelerator import make_accelerator
 from training.config import EngineConfig, OptimizerConfig
 from training.failures import RunError
@@ -64,7 +64,7 @@ class Engine(Generic[AnyModule]):
         if config.zero_stage == 3:
             model = build_sharded(source, deepspeed_config(config, optimizer.max_grad_norm, micro_batch))
         else:
-            model = materialise(source)
+            model = load(source)
         if optimizer.trained_layers is not None:
             freeze_all_but_last(model, optimizer.trained_layers)
         if config.checkpoint_activations:

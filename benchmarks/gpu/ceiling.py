@@ -18,7 +18,7 @@ from benchmarks.gpu.device import now
 from benchmarks.gpu.rows import Pretraining, Row
 from lm.config import ModelConfig
 from lm.model import LanguageModel
-from lm.source import skeleton
+from lm.source import on_meta
 
 Product = tuple[str, int, int, int]  # "forward", "input" or "weight" (its two gradients), M, N, K
 SHORTEST_SECONDS = 0.1  # of a measurement
@@ -27,7 +27,7 @@ NUM_MEASUREMENTS = 3  # of which the median counts
 
 def training_products(model: ModelConfig, num_tokens: int) -> Counter[Product]:
     """Products of weights in one micro-batch of so many tokens, forward and backward."""
-    modules = skeleton(lambda: LanguageModel(model)).modules()
+    modules = on_meta(lambda: LanguageModel(model)).modules()
     linears = [module for module in modules if isinstance(module, nn.Linear)]
     return Counter(
         (way, num_tokens, linear.out_features, linear.in_features)

@@ -25,7 +25,7 @@ from lm.generation import generate
 from lm.graphs import StepKind
 from lm.model import LanguageModel, ScalarModel
 from lm.sampling import Choice
-from lm.source import Fresh, materialise
+from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from ppo.controller import PPOController
@@ -78,7 +78,7 @@ def measure_pretraining(row: Row, sizes: Pretraining, device: torch.device, fold
     clock = DeviceClock(task, device)
     tokens = np.random.default_rng(0).integers(0, sizes.model.vocab_size, (4 * rows, sizes.seq_len + 1), np.int32)
     objective = CausalLMObjective(tokens)
-    source = Fresh(partial(LanguageModel, sizes.model), seed=0)
+    source = RandomInit(partial(LanguageModel, sizes.model), seed=0)
     engine: Engine[Any] = Engine(source, OPTIMIZER, ENGINE, world_size=1, micro_batch=sizes.micro_batch)
     batch = BatchConfig(batch_size=rows, micro_batch_size=sizes.micro_batch)
     never = task.num_steps + 1
@@ -93,7 +93,7 @@ def measure_pretraining(row: Row, sizes: Pretraining, device: torch.device, fold
 
 def measure_generation(row: Row, sizes: Generation, device: torch.device, _folder: Path) -> dict[str, float]:
     """Whole responses, and the steps behind the prompts': what responses of one token take is taken off."""
-    model = materialise(Fresh(partial(LanguageModel, sizes.model), seed=0)).to(device, torch.bfloat16).eval()
+    model = load(RandomInit(partial(LanguageModel, sizes.model), seed=0)).to(device, torch.bfloat16).eval()
     prompts = draw_prompts(sizes.batch, sizes.prompt_tokens, sizes.model.vocab_size)
 
     def seconds(response_tokens: int, steps: StepKind) -> float:
@@ -184,7 +184,7 @@ def write_models(folder: Path, sizes: Iteration) -> None:
         ("reward", partial(ScalarModel, sizes.critic)),
     )
     for name, build in kinds:
-        model: Any = materialise(Fresh(build, seed=0))
+        model: Any = load(RandomInit(build, seed=0))
         save_model(folder / name, model, model.state_dict(), tokenizer)
 
 

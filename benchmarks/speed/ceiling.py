@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.speed.protocol import Task
-from lm.laid_out import LaidOut, gains
+from lm.prepacked import PrepackedLinear, gains
 from lm.weights import load_language_model
 
 Product = tuple[str, int, int, int]  # "forward", "input" or "weight" (its two gradients), M, N, K
@@ -87,7 +87,7 @@ def seconds_of(product: Product, dtype: torch.dtype, clock: Callable[[], float])
     if not gains(weight_NK):
         return plain
     linear = torch.nn.Linear(K, N, bias=False, dtype=dtype)
-    prepared = LaidOut(linear, M)
+    prepared = PrepackedLinear(linear, M)
     return min(plain, _mean_seconds(lambda: prepared(x_MK), clock))
 
 

@@ -25,7 +25,7 @@ from lm.config import ModelConfig
 from lm.generation import generate
 from lm.model import LanguageModel, count_parameters
 from lm.sampling import Choice
-from lm.source import Fresh, materialise, skeleton
+from lm.source import RandomInit, load, on_meta
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.objectives import CausalLMObjective
@@ -78,7 +78,7 @@ SWEEPS: dict[str, dict[str, list[Point]]] = {
 def training_step(point: Point, rounds: int, clock: Callable[[], float]) -> list[float]:
     """Seconds of each of `rounds` steps after a first one."""
     engine = Engine(
-        Fresh(lambda: LanguageModel(point.shape), seed=0), ADAMW, EngineConfig(trackers=()),
+        RandomInit(lambda: LanguageModel(point.shape), seed=0), ADAMW, EngineConfig(trackers=()),
         world_size=1, micro_batch=point.batch,
     )  # fmt: skip
     drawn = np.random.default_rng(0).integers(8, VOCAB_SIZE, (point.batch, point.tokens + 1), dtype=np.int32)
@@ -97,7 +97,7 @@ def training_step(point: Point, rounds: int, clock: Callable[[], float]) -> list
 def generation(point: Point, rounds: int, clock: Callable[[], float]) -> list[float]:
     """Seconds of each of `rounds` batches of responses after a first one."""
     dtype = torch.bfloat16 if EngineConfig().resolved_precision() == "bf16" else torch.float32
-    model = materialise(Fresh(lambda: LanguageModel(point.shape), seed=0)).to(dtype).eval()
+    model = load(RandomInit(lambda: LanguageModel(point.shape), seed=0)).to(dtype).eval()
     prompts = np.random.default_rng(0).integers(8, VOCAB_SIZE, (point.batch, PROMPT_TOKENS)).tolist()
 
     def sample() -> None:
@@ -125,7 +125,7 @@ WORKS = {"training step": training_step, "generation": generation}
 def size_of(axis: str, point: Point) -> int:
     """What a sweep varies, as a number."""
     if axis == "parameters":
-        return count_parameters([skeleton(lambda: LanguageModel(point.shape))])
+        return count_parameters([on_meta(lambda: LanguageModel(point.shape))])
     return point.batch if axis == "rows" else point.tokens
 
 

@@ -26,7 +26,7 @@ from lm.encoder import MaskedLanguageModel
 from lm.encoder_decoder import EncoderDecoder
 from lm.model import LanguageModel
 from lm.padding import pad_right
-from lm.source import Fresh
+from lm.source import RandomInit
 from lm.tokenizer import Tokenizer
 from playground.world import PlaygroundConfig, PlaygroundWorld
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective
@@ -117,7 +117,7 @@ def convert(folder: Path, num_texts: int, vocab_sizes: tuple[int, ...], rounds: 
 # --- what a step waits ----------------------------------------------------------------------------------------------
 
 
-def fetchers() -> Iterator[tuple[str, Any, Fresh[Any], Callable[[IntArray], Any]]]:
+def fetchers() -> Iterator[tuple[str, Any, RandomInit[Any], Callable[[IntArray], Any]]]:
     """Of each kind of training: its objective, its model at the demo's size, and how rows become tensors."""
     job = load_job(None)
     shape = job.model
@@ -128,8 +128,8 @@ def fetchers() -> Iterator[tuple[str, Any, Fresh[Any], Callable[[IntArray], Any]
     encoder = shape.model_copy(update={"kind": "encoder"})
     both = shape.model_copy(update={"kind": "encoder-decoder", "num_encoder_layers": shape.num_hidden_layers})
 
-    def fresh(build: Callable[[], nn.Module]) -> Fresh[Any]:
-        return Fresh(build, seed=0)
+    def fresh(build: Callable[[], nn.Module]) -> RandomInit[Any]:
+        return RandomInit(build, seed=0)
 
     stream = CausalLMObjective(rows_BT)
     yield "pretraining", stream, fresh(lambda: LanguageModel(shape)), lambda rows: stream.batch(rows, CPU)

@@ -24,7 +24,7 @@ from benchmarks.speed.table import spread, taken_on
 from jobs.job_file import load_job
 from lm.config import ModelConfig
 from lm.model import LanguageModel
-from lm.source import Fresh, materialise
+from lm.source import RandomInit, load
 from pretrain.stage import STAGE as PRETRAIN
 from sft.stage import STAGE as SFT
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
@@ -54,8 +54,8 @@ class Work:
     dropout: float
     engine: EngineConfig
 
-    def source(self) -> Fresh[LanguageModel]:
-        return Fresh(lambda: LanguageModel(self.shape, self.dropout), seed=0)
+    def source(self) -> RandomInit[LanguageModel]:
+        return RandomInit(lambda: LanguageModel(self.shape, self.dropout), seed=0)
 
 
 @dataclass
@@ -67,7 +67,7 @@ class BareLoop:
 
     def __post_init__(self) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = materialise(self.work.source()).to(self.device).train()
+        self.model = load(self.work.source()).to(self.device).train()
         self.optimizers = make_optimizers(self.model, self.work.optimizer, self.device)
         self.losses: list[float] = []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from lm.config import ModelConfig
-from lm.model import LanguageModel, ScalarModel, initialise
+from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 
@@ -47,7 +47,7 @@ def write_work(folder: Path, shape: ModelConfig, sizes: Sizes) -> None:
     rng = np.random.default_rng(0)
     tokenizer = _tokenizer(rng, shape.vocab_size)
     for name, model in (("policy", LanguageModel(shape)), ("reward", ScalarModel(shape))):
-        initialise(model, 0)
+        init_weights(model, 0)
         save_model(folder / name, model, model.state_dict(), tokenizer)
 
     def draw(length: int) -> list[int]:

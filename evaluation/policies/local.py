@@ -12,7 +12,7 @@ from evaluation.verdicts import Response
 from files.hashes import folder_hash
 from lm.hub import model_directory
 from lm.model import LanguageModel
-from lm.source import skeleton
+from lm.source import on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, open_checkpoint, read_config
 from training.data import Prompt
@@ -38,7 +38,7 @@ class LocalPolicy:
         """
         folder = model_directory(spec)
         config, family, _ = read_config(folder, "language")
-        with open_checkpoint(folder, family, skeleton(ModelFolder(folder, LanguageModel).build)):
+        with open_checkpoint(folder, family, on_meta(ModelFolder(folder, LanguageModel).build)):
             pass  # checks the names and shapes of its tensors without reading any
         tokenizer = Tokenizer.load(folder)
         for prompt in prompts:

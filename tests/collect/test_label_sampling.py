@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lm.config import ModelConfig
-from lm.model import LanguageModel, ScalarModel, initialise
+from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
 from preferences.store import LabelStore
@@ -21,10 +21,10 @@ def folder(tmp_path: Path, tiny_config: ModelConfig, tokenizer: Tokenizer) -> Pa
     """Two policies, a reward model and six prompts."""
     for seed, name in enumerate(("one", "two")):
         model = LanguageModel(tiny_config)
-        initialise(model, seed=seed)
+        init_weights(model, seed=seed)
         save_model(tmp_path / name, model, model.state_dict(), tokenizer)
     judge = ScalarModel(tiny_config)
-    initialise(judge, seed=5)
+    init_weights(judge, seed=5)
     save_model(tmp_path / "judge", judge, judge.state_dict(), tokenizer)
     rows = [{"prompt_id": f"p{n}", "messages": [{"role": "user", "content": f"The fox {n}?"}]} for n in range(6)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -12,7 +12,7 @@ from evaluation import endpoint as endpoint_module
 from evaluation.verdicts import Verdict, read_verdicts
 from heed.cli import main
 from lm.config import ModelConfig
-from lm.model import LanguageModel, ScalarModel, initialise
+from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 
@@ -44,10 +44,10 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_config: ModelConfig, t
     folder = tmp_path_factory.mktemp("compared")
     for seed, name in enumerate(("one", "two")):
         model = LanguageModel(tiny_config)
-        initialise(model, seed=seed)
+        init_weights(model, seed=seed)
         save_model(folder / name / "model", model, model.state_dict(), tokenizer)
     judge = ScalarModel(tiny_config)
-    initialise(judge, seed=5)
+    init_weights(judge, seed=5)
     save_model(folder / "reward", judge, judge.state_dict(), tokenizer)
     return folder
 

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from evaluation.few_shot import Example, evaluate_few_shot, few_shot_context, read_examples
 from lm.config import ModelConfig
-from lm.model import LanguageModel, initialise
+from lm.model import LanguageModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, save_model
 from training.data import DataConfig
@@ -50,7 +50,7 @@ def test_log_probabilities_equal_a_loop(model_folder: Path, num_shots: int) -> N
 def test_what_was_learned_is_answered_right(tmp_path: Path, tokenizer: Tokenizer, tiny_config: ModelConfig) -> None:
     """A model that has learned six lines by heart answers six of seven."""
     model = LanguageModel(tiny_config)
-    initialise(model, 1)
+    init_weights(model, 1)
     rows = [tokenizer.encode(f"{e.prompt} {e.completion}\n") for e in EXAMPLES]
     width = max(map(len, rows))
     tokens = torch.tensor([[*row, *[tokenizer.pad_id] * (width - len(row))] for row in rows])

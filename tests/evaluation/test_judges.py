@@ -18,7 +18,7 @@ from evaluation.judges.scorers import ScoreJudge, reward_model_score
 from evaluation.judges.template import OWN_TEMPLATE, fill, read_template, read_verdict
 from evaluation.verdicts import Response, Verdict
 from lm.config import ModelConfig
-from lm.model import ScalarModel, initialise
+from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from preferences.records import Answer, ShownTask
@@ -91,7 +91,7 @@ def test_a_function_scores_each_text_once(pairs: Sequence[Pair], tmp_path: Path)
 @pytest.fixture
 def reward_folder(tmp_path: Path, tiny_config: ModelConfig, tokenizer: Tokenizer) -> Path:
     model = ScalarModel(tiny_config)
-    initialise(model, seed=5)
+    init_weights(model, seed=5)
     save_model(tmp_path / "reward", model, model.state_dict(), tokenizer)
     return tmp_path / "reward"
 

@@ -10,7 +10,7 @@ import torch
 
 from evaluation.sampling import Sample, SamplingSpec, sample_policy, sequence_logprobs
 from lm.config import ModelConfig
-from lm.model import LanguageModel, ScalarModel, initialise
+from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, load_scalar_model, save_model
 from training.data import Prompt
@@ -34,13 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer.train([" ".join(WORDS)] * 3, 280, "chat")
     for seed, name in enumerate(("policy", "other")):
         model = LanguageModel(config)
-        initialise(model, seed)
+        init_weights(model, seed)
         with torch.no_grad():  # all states lean one way, and the end token with them: about half the responses end
             model.decoder.embedding.weight[:, 0] = 0.5
             model.decoder.embedding.weight[tokenizer.end_id, 0] = 2.0
         save_model(root / name, model, model.state_dict(), tokenizer)
     reward = ScalarModel(config)
-    initialise(reward, 9)
+    init_weights(reward, 9)
     save_model(root / "reward", reward, reward.state_dict(), tokenizer)
     return root
 

@@ -15,9 +15,9 @@ from heed.cli import main
 from lm.config import ModelConfig
 from lm.encoder_decoder import EncoderDecoder
 from lm.generation import generate
-from lm.model import LanguageModel, ScalarModel, initialise
+from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.sampling import Choice
-from lm.source import Fresh, materialise
+from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, load_scalar_model, save_model
 from training.seeds import derive_seed
@@ -171,7 +171,7 @@ def chat_model(tmp_path: Path) -> Path:
             intermediate_size=8,
         )
     )
-    initialise(model, 0)
+    init_weights(model, 0)
     save_model(tmp_path / "model", model, model.state_dict(), tokenizer)
     return tmp_path / "model"
 
@@ -214,7 +214,7 @@ def judge(tmp_path: Path, chat_model: Path) -> Path:
             num_key_value_heads=1, intermediate_size=8, positions="learned",
         )
     )  # fmt: skip
-    initialise(model, 1)
+    init_weights(model, 1)
     save_model(tmp_path / "judge", model, model.state_dict(), Tokenizer.load(chat_model))
     return tmp_path / "judge"
 
@@ -279,7 +279,7 @@ def test_chat_with_an_encoder_decoder(chat_model: Path, talk: Callable[..., str]
         kind="encoder-decoder", vocab_size=270, max_position_embeddings=40, hidden_size=8, num_hidden_layers=1,
         num_encoder_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=8,
     )  # fmt: skip
-    model, tokenizer = materialise(Fresh(lambda: EncoderDecoder(config), 3)), Tokenizer.load(chat_model)
+    model, tokenizer = load(RandomInit(lambda: EncoderDecoder(config), 3)), Tokenizer.load(chat_model)
     save_model(chat_model, model, model.state_dict(), tokenizer)
     source = tokenizer.encode_prompt([{"role": "user", "content": "a tiny model"}])
     (response,) = generate(

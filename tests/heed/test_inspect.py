@@ -11,7 +11,7 @@ from PIL import Image
 from heed.cli import main
 from lm.config import ModelConfig
 from lm.encoder_decoder import EncoderDecoder
-from lm.source import Fresh, materialise
+from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 
@@ -129,6 +129,6 @@ def translator(tmp_path: Path, masking_tokenizer: Tokenizer) -> Path:
         kind="encoder-decoder", vocab_size=288, max_position_embeddings=64, hidden_size=16, num_hidden_layers=1,
         num_encoder_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=24,
     )  # fmt: skip
-    model = materialise(Fresh(lambda: EncoderDecoder(config), 1))
+    model = load(RandomInit(lambda: EncoderDecoder(config), 1))
     save_model(tmp_path / "translator", model, model.state_dict(), masking_tokenizer)
     return tmp_path / "translator"

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from heed.cli import app
 from lm.config import ModelConfig
-from lm.model import LanguageModel, ScalarModel, initialise
+from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from studies.over_optimisation import kept_policies
@@ -29,12 +29,12 @@ def run_folder(
     shutil.copytree(model_folder, folder / "sft" / "model")
     for number in range(1, 4):
         policy = LanguageModel(tiny_config)
-        initialise(policy, seed=number)
+        init_weights(policy, seed=number)
         save_model(folder / "ppo" / "policies" / f"{2 * number:06d}", policy, policy.state_dict(), tokenizer)
     shutil.copytree(folder / "ppo" / "policies" / "000004", folder / "ppo" / "model")
     (folder / "ppo" / "results.json").write_text('{"num_iterations": 7}')
     reward = ScalarModel(tiny_config)
-    initialise(reward, seed=5)
+    init_weights(reward, seed=5)
     save_model(folder / "reward" / "model", reward, reward.state_dict(), tokenizer)
     return folder
 

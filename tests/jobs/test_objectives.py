@@ -18,7 +18,7 @@ from jobs.plan import Setting, make_plan
 from jobs.preflight import check_data
 from jobs.run import Run
 from lm.config import ModelConfig
-from lm.model import ScalarModel, initialise
+from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
 from planning.hardware import GPUS
@@ -162,7 +162,7 @@ def test_a_reward_model_from_elsewhere_is_asked_for_its_objectives(
     tmp_path: Path, model_folder: Path, tiny_config: ModelConfig, tokenizer: Tokenizer
 ) -> None:
     judge = ScalarModel(tiny_config, labels=("kind", "true"))
-    initialise(judge, 1)
+    init_weights(judge, 1)
     save_model(tmp_path / "judge", judge, judge.state_dict(), tokenizer)
     values = tomllib.loads(job_file(tmp_path, model_folder).read_text())
     del values["reward"]

@@ -18,9 +18,9 @@ from jobs.job_file import load_job
 from jobs.pipeline import run_job
 from lm.encoder import SequenceClassifier
 from lm.model import LanguageModel, ScalarModel
-from lm.source import materialise
+from lm.source import load
 from lm.tokenizer import Tokenizer
-from lm.weights import NewHead, load_language_model, load_model, save_model
+from lm.weights import WithNewHead, load_language_model, load_model, save_model
 from ppo.scale import was_measured
 from training.data import DataConfig, read_prompts
 from training.seeds import derive_seed
@@ -145,7 +145,7 @@ def test_collected_rankings_set_the_scale_of_scores() -> None:
 def test_a_reward_model_that_tells_nothing_apart_is_refused(
     tmp_path: Path, model_folder: Path, tokenizer: Tokenizer
 ) -> None:
-    flat = materialise(NewHead(model_folder, LanguageModel, ScalarModel, 0))
+    flat = load(WithNewHead(model_folder, LanguageModel, ScalarModel, 0))
     with torch.no_grad():
         flat.score.weight.zero_()
     save_model(tmp_path / "flat", flat, flat.state_dict(), tokenizer)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lm.config import ModelConfig, RopeScaling
-from lm.model import LanguageModel, initialise
+from lm.model import LanguageModel, init_weights
 
 _BASE: dict[str, Any] = {
     "vocab_size": 12, "max_position_embeddings": 40, "hidden_size": 16, "num_hidden_layers": 2,
@@ -34,7 +34,7 @@ DECODERS = {
 
 def small_decoder(config: ModelConfig) -> LanguageModel:
     model = LanguageModel(config)
-    initialise(model, 5)
+    init_weights(model, 5)
     return model.eval()
 
 

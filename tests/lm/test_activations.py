@@ -14,7 +14,7 @@ from lm.activations import Pass, block_bytes, ends_bytes
 from lm.config import ModelConfig
 from lm.dropout import sequence_keys
 from lm.encoder_decoder import EncoderDecoder
-from lm.model import LanguageModel, initialise
+from lm.model import LanguageModel, init_weights
 from lm.native import ops
 from lm.native.build import has_matrix_unit
 
@@ -76,7 +76,7 @@ def fused(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | Non
 def test_the_count_is_what_autograd_saves(changes: dict[str, Any], kind: str) -> None:
     config = ModelConfig.model_validate(changes)
     model = LanguageModel(config, 0.1 if kind == "dropout" else 0.0)
-    initialise(model, seed=0)
+    init_weights(model, seed=0)
     model = model.to(torch.bfloat16 if kind == "bf16" else torch.float32)
     tokens_BT = torch.randint(0, 64, (ROWS, TOKENS))
     c, s = (4 if kind in ("fp32", "dropout") else 2), (2 if kind == "bf16" else 4)
@@ -94,7 +94,7 @@ def test_fused_attention_keeps_no_table_of_weights(changes: dict[str, Any], monk
     monkeypatch.setattr(ops, "kernels", lambda: None)
     config = ModelConfig.model_validate(changes)
     model = LanguageModel(config)
-    initialise(model, seed=0)
+    init_weights(model, seed=0)
     of = Pass(ROWS, TOKENS, 4, 4, is_fused=True, has_dropout=False)
     found = kept_bytes(model, torch.randint(0, 64, (ROWS, TOKENS)))
     assert planned_bytes(config, of) == pytest.approx(found, rel=0.02)
@@ -103,10 +103,10 @@ def test_fused_attention_keeps_no_table_of_weights(changes: dict[str, Any], monk
 def test_an_encoder_decoder_keeps_both_stacks() -> None:
     config = ModelConfig.model_validate({**BASE, "kind": "encoder-decoder", "num_encoder_layers": 2, "mlp": "relu2"})
     model = EncoderDecoder(config)
-    initialise(model, seed=0)
+    init_weights(model, seed=0)
     tokens_BT = torch.randint(0, 64, (ROWS, TOKENS))
     of = Pass(ROWS, TOKENS, 4, 4, is_fused=False, has_dropout=False)
-    decoder = config.num_hidden_layers * block_bytes(config, of, reads_memory=True)
+    decoder = config.num_hidden_layers * block_bytes(config, of, cross_attention=True)
     encoder = config.num_encoder_layers * block_bytes(config, of)
     found = kept_bytes(model, tokens_BT, tokens_BT.clone())
     assert decoder + encoder + 2 * ends_bytes(config, of) == pytest.approx(found, rel=0.05)

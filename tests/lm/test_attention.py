@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lm.attention import KVCache, attend, attention_mask, banded
+from lm.attention import KVCache, attend, attention_mask, sliding_window_mask
 from lm.positions import rotary_tables, rotate
 
 
@@ -155,11 +155,11 @@ def test_a_band_by_hand(window: int) -> None:
         queries = range(S - T, S)
         expected = torch.tensor([[[0 <= t - s < window for s in range(S)] for t in queries]])
         everything = torch.tensor([[[s <= t for s in range(S)] for t in queries]] * 2)
-        found = banded(everything, window, T, S, torch.device("cpu"))
+        found = sliding_window_mask(everything, window, T, S, torch.device("cpu"))
         assert found is not None
         assert torch.equal(found, expected.expand(2, T, S))
     causal = torch.ones(1, 6, 6, dtype=torch.bool).tril()
-    plain = banded(None, window, 6, 6, torch.device("cpu"))
+    plain = sliding_window_mask(None, window, 6, 6, torch.device("cpu"))
     if window == 6:
         assert plain is None
     else:

@@ -7,7 +7,7 @@ import torch
 
 from lm.beam import beam_search
 from lm.config import ModelConfig
-from lm.model import LanguageModel, initialise
+from lm.model import LanguageModel, init_weights
 
 END = 3
 
@@ -61,7 +61,7 @@ def test_with_beams_enough_it_finds_the_best_of_all_responses() -> None:
         intermediate_size=16,
     )
     model = LanguageModel(config)
-    initialise(model, 2)
+    init_weights(model, 2)
     model.eval()
     responses: list[list[int]] = []
     for length in (1, 2, 3):

@@ -11,7 +11,7 @@ from lm.encoder_decoder import EncoderDecoder
 from lm.generation import generate
 from lm.model import LanguageModel
 from lm.sampling import Choice
-from lm.source import Fresh, materialise
+from lm.source import RandomInit, load
 
 PROMPTS = [[5], [1, 2, 4, 6, 7], [9, 9], [5]]
 SEEDS = [[1, 2, 3, 4, 5], [6], [7, 8, 9, 10], [11, 12, 13]]
@@ -57,7 +57,7 @@ def test_an_encoder_decoder_reads_what_is_asked() -> None:
         kind="encoder-decoder", vocab_size=12, max_position_embeddings=16, hidden_size=8, num_hidden_layers=1,
         num_encoder_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=8,
     )  # fmt: skip
-    model = materialise(Fresh(lambda: EncoderDecoder(config), 3)).eval()
+    model = load(RandomInit(lambda: EncoderDecoder(config), 3)).eval()
     found = best_of(model, PROMPTS, prefers_long_and_high, seeds=SEEDS, **COMMON)
     for asked, seeds, best in zip(PROMPTS, SEEDS, found, strict=True):
         alone = [generate(model, [[3]], seeds=[seed], sources=[asked], **COMMON).responses[0] for seed in seeds]

@@ -12,7 +12,7 @@ from lm.decoding import NativeSteps, decoding_steps, what_native_steps_miss
 from lm.encoder_decoder import EncoderDecoder
 from lm.generation import Batch, generate
 from lm.logprobs import token_logprobs
-from lm.model import LanguageModel, initialise
+from lm.model import LanguageModel, init_weights
 from lm.sampling import Choice
 
 SHAPE = {
@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def drawn_model(**fields: Any) -> LanguageModel:
     """In bf16, with norms and biases that are not those of a new model."""
     model = LanguageModel(ModelConfig(**{**SHAPE, **fields}))
-    initialise(model, 0)
+    init_weights(model, 0)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):

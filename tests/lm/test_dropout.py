@@ -10,7 +10,7 @@ from torch import Tensor
 from lm.config import ModelConfig
 from lm.dropout import LEVELS, Dropout, kept, mix, sequence_keys, token_keys
 from lm.encoder import MaskedLanguageModel, SequenceClassifier
-from lm.model import LanguageModel, checkpoint_activations, initialise
+from lm.model import LanguageModel, checkpoint_activations, init_weights
 from lm.native import ops
 
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ def test_a_rows_result_does_not_depend_on_the_others(
     build: Callable[[], torch.nn.Module], precision: torch.dtype
 ) -> None:
     model = build()
-    initialise(model, 0)
+    init_weights(model, 0)
     model.train()
     with torch.autocast("cpu", precision, enabled=precision == torch.bfloat16):
         together = model(TOKENS, sequence_keys_BT=key(3, 1, 4, 15))
@@ -135,7 +135,7 @@ def test_a_rows_result_does_not_depend_on_the_others(
 
 def test_a_sequences_result_does_not_depend_on_where_it_is_packed() -> None:
     model = LanguageModel(DECODER, 0.2)
-    initialise(model, 0)
+    init_weights(model, 0)
     model.train()
     first, second = TOKENS[:1], TOKENS[1:2, :5]
     apart = [model(first, sequence_keys_BT=key(3)), model(second, sequence_keys_BT=key(8))]
@@ -153,7 +153,7 @@ def test_padding_and_recomputation_change_no_mask() -> None:
     gradients = []
     for recomputes, padding in ((False, 0), (True, 0), (True, 4)):
         model = LanguageModel(DECODER, 0.2)
-        initialise(model, 0)
+        init_weights(model, 0)
         model.train()
         if recomputes:
             checkpoint_activations(model)

@@ -12,7 +12,7 @@ from benchmarks.parity import CASES, our_logits, their_logits
 from lm.config import ModelConfig
 from lm.encoder import MaskedLanguageModel, SpanPredictor, TokenClassifier, masked_tokens_loss
 from lm.families import family_of
-from lm.model import LanguageModel, initialise
+from lm.model import LanguageModel, init_weights
 from lm.weights import load_model
 
 T = 13
@@ -50,7 +50,7 @@ def test_the_published_bert_names_its_norms_as_tensorflow_did(tmp_path: Path) ->
 @torch.no_grad()
 def test_tokens_see_both_ways_and_never_padding_or_another_sequence() -> None:
     model = MaskedLanguageModel(config())
-    initialise(model, 1)
+    init_weights(model, 1)
     model.eval()
     alone = [model(TOKENS[row : row + 1, :length])[0] for row, length in enumerate((4, 5, 3))]
     last_changed = TOKENS[:1, :4].clone()
@@ -64,7 +64,7 @@ def test_tokens_see_both_ways_and_never_padding_or_another_sequence() -> None:
 @torch.no_grad()
 def test_the_masked_head_of_a_swiglu_encoder_uses_its_gates_activation() -> None:
     model = MaskedLanguageModel(config(mlp="swiglu"))
-    initialise(model, 1)
+    init_weights(model, 1)
     hidden = model.transform(model.encoder.hidden(TOKENS, SEGMENTS))
     expected = model.head(model.transform_norm(hidden * torch.sigmoid(hidden)))
     torch.testing.assert_close(model(TOKENS, SEGMENTS), expected, atol=1e-5, rtol=1e-4)
@@ -76,7 +76,7 @@ def test_masked_words_are_learned() -> None:
     model = MaskedLanguageModel(
         config(hidden_size=32, num_attention_heads=4, num_key_value_heads=4, intermediate_size=64)
     )
-    initialise(model, 1)
+    init_weights(model, 1)
     whole = torch.tensor([[10, 11, 12, 20], [10, 13, 12, 21]])
     masked = whole.clone()
     masked[:, 1] = 4

@@ -16,7 +16,7 @@ from lm.config import ModelConfig
 from lm.encoder_decoder import EncoderDecoder
 from lm.families import family_of
 from lm.generation import generate
-from lm.model import initialise
+from lm.model import init_weights
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import load_model, save_model
@@ -60,7 +60,7 @@ SHAPES = {
 @pytest.fixture(scope="module", params=SHAPES)
 def model(request: pytest.FixtureRequest) -> EncoderDecoder:
     model = EncoderDecoder(SHAPES[request.param])
-    initialise(model, 4)
+    init_weights(model, 4)
     return model.eval()
 
 
@@ -198,7 +198,7 @@ def test_it_learns_to_turn_a_sequence_around() -> None:
     """Teacher forcing on reversal, which cannot be done without looking at the source."""
     torch.manual_seed(0)
     model = EncoderDecoder(config(num_hidden_layers=1, num_encoder_layers=1, hidden_size=32, intermediate_size=64))
-    initialise(model, 1)
+    init_weights(model, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(2)
     for _ in range(350):

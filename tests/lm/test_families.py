@@ -13,8 +13,8 @@ from benchmarks.parity import CASES, CONTEXT, TOKENS, measure, our_logits, shuff
 from lm.config import ModelConfig, RopeScaling
 from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
 from lm.families import FAMILIES, family_of
-from lm.model import LanguageModel, ScalarModel, initialise
-from lm.source import materialise
+from lm.model import LanguageModel, ScalarModel, init_weights
+from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import load_any, load_language_model, load_model, load_scalar_model, save_model
 from reward.training import network_source
@@ -89,9 +89,9 @@ def test_a_shape_of_no_family_is_written_in_our_own_words(
     tmp_path: Path, tokenizer: Tokenizer, config: ModelConfig
 ) -> None:
     assert family_of(config, "language").model_type == "heed"
-    for model, load in ((LanguageModel(config), load_language_model), (ScalarModel(config), load_scalar_model)):
+    for model, read in ((LanguageModel(config), load_language_model), (ScalarModel(config), load_scalar_model)):
         save_model(tmp_path, shuffled(model), model.state_dict(), tokenizer)
-        again = load(tmp_path).eval()
+        again = read(tmp_path).eval()
         assert again.config == config
         assert torch.equal(again(TOKENS), model(TOKENS))
 
@@ -135,7 +135,7 @@ def test_large_weights_are_cut_into_shards_and_read_from_them(tmp_path: Path, to
         intermediate_size=24,
     )
     model = LanguageModel(config)
-    initialise(model, 1)
+    init_weights(model, 1)
     save_model(tmp_path, model.eval(), model.state_dict(), tokenizer, max_shard="10KB")
     shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(shards) >= 3
@@ -235,7 +235,7 @@ def test_berts_body_alone_is_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
     segments[0, 30:] = 0
     expected = theirs(TOKENS, attention_mask=segments)
     assert type(load_any(tmp_path)) is EncoderModel
-    network = materialise(network_source(tmp_path, 0.0, 4)).eval()
+    network = load(network_source(tmp_path, 0.0, 4)).eval()
     assert isinstance(network, SequenceClassifier)
     hidden = network.encoder.hidden(TOKENS, segments)
     torch.testing.assert_close(hidden[segments > 0], expected.last_hidden_state[segments > 0], **EXACT)

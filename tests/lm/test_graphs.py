@@ -16,7 +16,7 @@ from lm.config import ModelConfig
 from lm.encoder_decoder import EncoderDecoder
 from lm.generation import Batch, Generated, generate
 from lm.graphs import FixedSteps, Step, StepKind, fixed_steps
-from lm.model import LanguageModel, initialise
+from lm.model import LanguageModel, init_weights
 from lm.native import ops
 from lm.sampling import Choice
 
@@ -187,7 +187,7 @@ def test_steps_are_chosen_by_device_and_kind_of_model(llama: LanguageModel, monk
         num_encoder_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=16,
     )  # fmt: skip
     sequence = EncoderDecoder(shape)
-    initialise(sequence, 0)
+    init_weights(sequence, 0)
     assert fixed_steps(llama, "auto") is None
     assert fixed_steps(llama, "eager") is None
     assert fixed_steps(llama, "fixed") is not None

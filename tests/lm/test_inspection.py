@@ -12,7 +12,7 @@ from lm.inspection import (
     flops_per_token,
     parameter_table,
 )
-from lm.model import LanguageModel, count_parameters, initialise
+from lm.model import LanguageModel, count_parameters, init_weights
 
 GPT2 = ModelConfig(
     vocab_size=50257, max_position_embeddings=1024, hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
@@ -96,7 +96,7 @@ VASWANI = ModelConfig(kind="encoder-decoder", num_encoder_layers=3, **SHAPE)
 @torch.no_grad()
 def test_an_encoder_looks_both_ways() -> None:
     model = MaskedLanguageModel(BERT).eval()
-    initialise(model, 1)
+    init_weights(model, 1)
     tokens = torch.tensor([[5, 1, 8, 0, 2, 7, 9]])
     weights, across = attention_weights(model.encoder, tokens)
     assert across is None
@@ -113,7 +113,7 @@ def test_an_encoder_looks_both_ways() -> None:
 @torch.no_grad()
 def test_a_decoder_looks_across_at_what_was_read() -> None:
     model = EncoderDecoder(VASWANI).eval()
-    initialise(model, 1)
+    init_weights(model, 1)
     sources, segments = torch.tensor([[5, 1, 8, 0, 0]]), torch.tensor([[1, 1, 1, 0, 0]])
     memory = model.read(sources, segments)
     own, across = attention_weights(model.decoder, torch.tensor([[3, 2, 7, 9]]), memory)

@@ -16,9 +16,9 @@ from lm.model import (
     LanguageModel,
     ScalarModel,
     count_parameters,
-    draw_tensor,
     freeze_all_but_last,
-    initialise,
+    init_weights,
+    initial_weight,
     segment_positions,
 )
 from lm.norms import RMSNorm
@@ -26,7 +26,7 @@ from lm.norms import RMSNorm
 
 def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
     model = LanguageModel(config)
-    initialise(model, seed)
+    init_weights(model, seed)
     return model.eval()
 
 
@@ -118,7 +118,7 @@ def test_score_head_deviation() -> None:
         num_key_value_heads=1,
         intermediate_size=8,
     )
-    weight = draw_tensor("score.weight", (1, 4000), config, torch.Generator().manual_seed(5))
+    weight = initial_weight("score.weight", (1, 4000), config, torch.Generator().manual_seed(5))
     assert float(weight.std()) == pytest.approx(1 / math.sqrt(4001), rel=0.06)
 
 
@@ -187,7 +187,7 @@ def test_selected_positions_are_rows_of_all_positions(
     tiny_config: ModelConfig, kind: type[LanguageModel] | type[ScalarModel]
 ) -> None:
     model = kind(tiny_config).eval()
-    initialise(model, 0)
+    init_weights(model, 0)
     tokens = torch.randint(0, 288, (2, 6), generator=torch.Generator().manual_seed(3))
     selected = torch.tensor([[0, 1, 0, 0, 1, 0], [0, 0, 0, 0, 0, 1]]).bool()
     everything = model(tokens)
@@ -197,7 +197,7 @@ def test_selected_positions_are_rows_of_all_positions(
 
 def test_scalar_model_is_a_linear_map_of_the_hidden_state_plus_bias(tiny_config: ModelConfig) -> None:
     model = ScalarModel(tiny_config).eval()
-    initialise(model, 3)
+    init_weights(model, 3)
     model.bias.fill_(2.5)
     tokens = torch.tensor([[1, 2, 3]])
     hidden = model.decoder.hidden(tokens, None).detach()
@@ -208,7 +208,7 @@ def test_scalar_model_is_a_linear_map_of_the_hidden_state_plus_bias(tiny_config:
 
 def test_dropout_acts_in_training_only(tiny_config: ModelConfig) -> None:
     model = LanguageModel(tiny_config, dropout=0.5)
-    initialise(model, 0)
+    init_weights(model, 0)
     tokens = torch.tensor([[1, 2, 3, 4]])
     torch.testing.assert_close(model.eval()(tokens), build(tiny_config)(tokens))
     keys = sequence_keys(0, np.array([[0]]), torch.device("cpu"))

@@ -15,7 +15,7 @@ from lm.encoder import MaskedLanguageModel, SequenceClassifier, SpanPredictor, T
 from lm.encoder_decoder import EncoderDecoder
 from lm.families import family_of
 from lm.generation import Batch, generate
-from lm.model import LanguageModel, ScalarModel, initialise
+from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import PURPOSES, load_model, save_model
@@ -90,7 +90,7 @@ def configs(draw: st.DrawFn, kind: str = "decoder", vocab_size: int = 11, publis
 def random_model(config: ModelConfig, head: Any, **labels: Any) -> Any:
     """Every weight away from its default, buffers too."""
     model = head(config, **labels)
-    initialise(model, 1)
+    init_weights(model, 1)
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
         if parameter.dim() == 1:

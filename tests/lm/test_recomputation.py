@@ -11,7 +11,7 @@ from lm.config import ModelConfig
 from lm.dropout import sequence_keys
 from lm.encoder import MaskedLanguageModel
 from lm.encoder_decoder import EncoderDecoder
-from lm.model import LanguageModel, checkpoint_activations, freeze_all_but_last, initialise
+from lm.model import LanguageModel, checkpoint_activations, freeze_all_but_last, init_weights
 
 SHAPE = {
     "vocab_size": 40, "max_position_embeddings": 32, "hidden_size": 16, "num_hidden_layers": 3,
@@ -34,7 +34,7 @@ def gradients(name: str, trained_layers: int, recomputes: bool) -> tuple[Tensor,
     """Loss, gradients, and how many blocks were passed through."""
     build, inputs = MODELS[name]
     model, passes = build(), []
-    initialise(model, 2)
+    init_weights(model, 2)
     freeze_all_but_last(model, trained_layers)
     if recomputes:
         checkpoint_activations(model)

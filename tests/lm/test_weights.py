@@ -10,10 +10,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from lm.config import ModelConfig
-from lm.model import LanguageModel, ScalarModel, draw_tensor, initialise
-from lm.source import materialise
+from lm.model import LanguageModel, ScalarModel, init_weights, initial_weight
+from lm.source import load
 from lm.tokenizer import Tokenizer
-from lm.weights import NewHead, load_language_model, load_scalar_model, save_model
+from lm.weights import WithNewHead, load_language_model, load_scalar_model, save_model
 
 TOKENS = torch.randint(2, 288, (3, 11), generator=torch.Generator().manual_seed(0))
 
@@ -27,7 +27,7 @@ def shape(mlp: str, num_kv_heads: int, tied: bool) -> ModelConfig:
 
 
 def saved(folder: Path, model: LanguageModel | ScalarModel, tokenizer: Tokenizer) -> Path:
-    initialise(model, 3)
+    init_weights(model, 3)
     # Norms start at 1; other values show a norm that is put in another's place.
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -155,10 +155,10 @@ def test_labels_that_do_not_fit_are_named(
 
 @torch.no_grad()
 def test_a_new_head_sits_on_the_language_models_body(model_folder: Path) -> None:
-    source = NewHead(model_folder, LanguageModel, ScalarModel, seed=5)
-    scalar, language = materialise(source).eval(), load_language_model(model_folder).eval()
+    source = WithNewHead(model_folder, LanguageModel, ScalarModel, seed=5)
+    scalar, language = load(source).eval(), load_language_model(model_folder).eval()
     assert torch.equal(scalar.decoder.hidden(TOKENS, None), language.decoder.hidden(TOKENS, None))
-    drawn = draw_tensor("score.weight", (1, 16), language.config, torch.Generator().manual_seed(5))
+    drawn = initial_weight("score.weight", (1, 16), language.config, torch.Generator().manual_seed(5))
     assert torch.equal(scalar.score.weight, drawn)
     assert float(scalar.bias) == 0
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lm.config import ModelConfig
-from lm.model import LanguageModel, ScalarModel, initialise
+from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import read_config, save_model
 from ppo.config import PPOConfig
@@ -43,8 +43,8 @@ def one_objective(tmp_path_factory: pytest.TempPathFactory) -> InitialModels:
     texts = [" ".join(WORDS[i % 5 :] + WORDS[: i % 7]) for i in range(40)]
     tokenizer = Tokenizer.train(texts, config.vocab_size, "chat")
     policy, reward = LanguageModel(config), ScalarModel(config)
-    initialise(policy, 1)
-    initialise(reward, 2)
+    init_weights(policy, 1)
+    init_weights(reward, 2)
     reward.bias.fill_(0.25)
     # All hidden states lean one way and the end token's logit grows with it, so that about half the responses end.
     with torch.no_grad():
@@ -66,7 +66,7 @@ def two_objectives(one_objective: InitialModels, tmp_path_factory: pytest.TempPa
     """A reward model with the heads "kind" and "brief" in place of the plain one."""
     assert isinstance(one_objective.reward, Path)
     model = ScalarModel(read_config(one_objective.reward, "score")[0], labels=("kind", "brief"))
-    initialise(model, 8)
+    init_weights(model, 8)
     model.bias.copy_(torch.tensor([0.25, -1.0]))
     folder = tmp_path_factory.mktemp("reward")
     save_model(folder, model, model.state_dict(), Tokenizer.load(one_objective.reward))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.source import materialise
+from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
 from ppo.config import PPOConfig
@@ -122,7 +122,7 @@ def test_weights_that_do_not_fit_are_refused(
 def test_one_objective_takes_no_weights(models: InitialModels) -> None:
     with pytest.raises(ValueError, match=r"reward model of one objective; weights are given for kind; no weights were"):
         value_source(models.sft, models.reward, {"kind": 1.0}, models.scale)
-    value = materialise(value_source(models.sft, models.reward, {}, ScoreScale(0.0, 1.0)))
+    value = load(value_source(models.sft, models.reward, {}, ScoreScale(0.0, 1.0)))
     assert isinstance(models.reward, Path)
     plain = load_scalar_model(models.reward)
     for name, tensor in plain.state_dict().items():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.source import materialise
+from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, save_model
 from ppo.config import PPOConfig
@@ -29,7 +29,7 @@ def worker(
     encoder_folder: Path,
     tmp_path: Path,
 ) -> OneRank:
-    judge = materialise(network_source(encoder_folder, 0.0, 4))
+    judge = load(network_source(encoder_folder, 0.0, 4))
     save_model(tmp_path / "judge", judge, judge.state_dict(), Tokenizer.load(encoder_folder))
     config = ppo_config(ptx_coef=0.0, ptx_rows=0)
     engine = EngineConfig(precision="fp32", trackers=())

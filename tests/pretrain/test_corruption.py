@@ -7,7 +7,7 @@ import torch
 from lm.config import ModelConfig
 from lm.encoder import MaskedLanguageModel
 from lm.encoder_decoder import EncoderDecoder
-from lm.model import initialise
+from lm.model import init_weights
 from lm.tokenizer import Tokenizer
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective
 
@@ -79,7 +79,7 @@ def test_what_is_hidden_is_a_function_of_seed_and_row(rows: np.ndarray) -> None:
 @torch.no_grad()
 def test_the_masked_loss_is_that_of_the_chosen_words(rows: np.ndarray) -> None:
     model = MaskedLanguageModel(ENCODER).eval()
-    initialise(model, 3)
+    init_weights(model, 3)
     objective = MaskedObjective(rows, WORDS, num_views=2)
     assert len(objective) == 12
     asked = np.array([1, 7, 11])
@@ -101,7 +101,7 @@ def test_the_masked_loss_is_that_of_the_chosen_words(rows: np.ndarray) -> None:
 @torch.no_grad()
 def test_the_denoising_loss_is_that_of_the_whole_row(rows: np.ndarray) -> None:
     model = EncoderDecoder(BOTH).eval()
-    initialise(model, 3)
+    init_weights(model, 3)
     objective = DenoisingObjective(rows, WORDS, num_views=2)
     asked = np.array([2, 8])
     loss, _ = objective.loss(model, asked, CPU)
@@ -120,7 +120,7 @@ def test_the_denoising_loss_is_that_of_the_whole_row(rows: np.ndarray) -> None:
 def test_no_split_changes_the_loss(rows: np.ndarray, kind: type[MaskedObjective | DenoisingObjective]) -> None:
     objective = kind(rows, WORDS)
     model = MaskedLanguageModel(ENCODER) if kind is MaskedObjective else EncoderDecoder(BOTH)
-    initialise(model, 3)
+    init_weights(model, 3)
     together = float(objective.loss(model.eval(), np.arange(8), CPU)[0])
     apart = sum(float(objective.loss(model, np.array([row]), CPU)[0]) for row in range(8))
     assert together == pytest.approx(apart, rel=1e-5)

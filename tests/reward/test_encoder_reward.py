@@ -9,7 +9,7 @@ import transformers
 
 from lm.encoder import SequenceClassifier
 from lm.model import LanguageModel, ScalarModel
-from lm.source import materialise
+from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, load_model, read_config, save_model
 from reward.comparisons import RankingsConfig
@@ -97,11 +97,11 @@ def test_a_reward_model_is_trained_further(finished: Path, tmp_path: Path) -> No
 
 
 def test_a_decoders_reward_model_is_trained_further(model_folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    model = materialise(network_source(model_folder, 0.0, 4))
+    model = load(network_source(model_folder, 0.0, 4))
     assert isinstance(model, ScalarModel)
     model.bias.fill_(0.7)
     save_model(tmp_path, model, model.state_dict(), tokenizer)
-    again = materialise(network_source(tmp_path, 0.0, 5))
+    again = load(network_source(tmp_path, 0.0, 5))
     assert torch.equal(again.score.weight, model.score.weight)
     assert float(again.bias) == pytest.approx(0.7)
 
@@ -124,7 +124,7 @@ def test_a_pooler_that_the_checkpoint_has_is_taken(encoder_folder: Path, tmp_pat
     for path in encoder_folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     save_file({**held, **pooler}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    model = materialise(network_source(tmp_path, 0.0, 0))
+    model = load(network_source(tmp_path, 0.0, 0))
     assert isinstance(model, SequenceClassifier)
     assert torch.equal(model.pooler.weight, torch.full((16, 16), 0.5))
     assert torch.equal(model.pooler.bias, torch.full((16,), 0.25))
@@ -134,7 +134,7 @@ def test_a_pooler_that_the_checkpoint_has_is_taken(encoder_folder: Path, tmp_pat
 def test_a_judge_with_the_policys_tokens_reads_them_and_closes_what_was_cut_off(
     model_folder: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    model = materialise(network_source(model_folder, 0.0, 4))
+    model = load(network_source(model_folder, 0.0, 4))
     save_model(tmp_path, model, model.state_dict(), tokenizer)
     judge, end = Judge.load(tmp_path), tokenizer.end_id
     prompt = tokenizer.encode_prompt(ASKED)

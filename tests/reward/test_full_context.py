@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lm.config import ModelConfig
-from lm.model import ScalarModel, initialise
+from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from reward.scoring import Judge
 
@@ -25,7 +25,7 @@ def judge(tokenizer: Tokenizer, max_position_embeddings: int, **shape: object) -
     }
     config = ModelConfig.model_validate({**base, "max_position_embeddings": max_position_embeddings, **shape})
     network = ScalarModel(config)
-    initialise(network, 5)
+    init_weights(network, 5)
     return Judge(network.eval(), tokenizer, {"score": 1.0})
 
 

@@ -11,8 +11,8 @@ import torch
 
 from lm.config import ModelConfig
 from lm.encoder import SequenceClassifier
-from lm.model import ScalarModel, initialise
-from lm.source import materialise
+from lm.model import ScalarModel, init_weights
+from lm.source import load
 from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
 from preferences.records import Message, Ranking
@@ -95,7 +95,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Fi
 @pytest.fixture
 def two_heads(tiny_config: ModelConfig) -> RewardLearner:
     model = ScalarModel(tiny_config, labels=("a", "b"))
-    initialise(model, 5)
+    init_weights(model, 5)
     return RewardLearner(model, Beside((0.1, -0.3), (1.0, 2.0)))
 
 
@@ -220,7 +220,7 @@ def test_a_reward_model_of_several_objectives_is_trained_further(finished: Finis
 
 
 def test_an_encoder_has_heads_too(encoder_folder: Path, tmp_path: Path) -> None:
-    network = materialise(network_source(encoder_folder, 0.0, 4, ("a", "b")))
+    network = load(network_source(encoder_folder, 0.0, 4, ("a", "b")))
     assert isinstance(network, SequenceClassifier)
     save_model(tmp_path, network, network.state_dict(), Tokenizer.load(encoder_folder))
     judge = Judge.load(tmp_path, {"b": 3.0, "a": -1.0})

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from lm.config import ModelConfig
-from lm.model import LanguageModel, initialise
+from lm.model import LanguageModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
 from reward.comparisons import RankingsConfig, read_judgments, read_rankings
@@ -27,7 +27,7 @@ def model_for(rankings: RankingsConfig, folder: Path, tiny_config: ModelConfig) 
     texts = [text for r in read_rankings(rankings) for text in (*r.responses, *(turn.content for turn in r.prompt))]
     tokenizer = Tokenizer.train(texts, 1000, "chat")
     model = LanguageModel(tiny_config.model_copy(update={"max_position_embeddings": 2048, "vocab_size": 1024}))
-    initialise(model, seed=7)
+    init_weights(model, seed=7)
     save_model(folder, model, model.state_dict(), tokenizer)
     return folder
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lm.config import ModelConfig
-from lm.model import ScalarModel, initialise
+from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, load_scalar_model
 from preferences.splits import split_rankings
@@ -32,7 +32,7 @@ SEED = 3
 @pytest.fixture(scope="module")
 def scalar(tiny_config: ModelConfig) -> ScalarModel:
     model = ScalarModel(tiny_config)
-    initialise(model, 5)
+    init_weights(model, 5)
     model.bias.fill_(0.25)
     return model.eval()
 

@@ -10,7 +10,7 @@ import torch
 from lm.config import ModelConfig
 from lm.encoder_decoder import EncoderDecoder
 from lm.generation import generate
-from lm.model import initialise
+from lm.model import init_weights
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import load_model, save_model
@@ -36,7 +36,7 @@ def write_data(path: Path, pairs: list[tuple[str, str]]) -> tuple[DataConfig, ..
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory, masking_tokenizer: Tokenizer) -> Path:
     model = EncoderDecoder(CONFIG)
-    initialise(model, 2)
+    init_weights(model, 2)
     folder = tmp_path_factory.mktemp("start")
     save_model(folder, model, model.state_dict(), masking_tokenizer)
     return folder

@@ -16,7 +16,7 @@ import pytest
 
 from lm.config import ModelConfig
 from lm.model import LanguageModel
-from lm.source import Fresh
+from lm.source import RandomInit
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.objectives import CausalLMObjective
@@ -40,7 +40,7 @@ def step_alone(zero_stage: int, folder: Path) -> None:
     config = EngineConfig.model_validate(
         {"precision": "fp32", "zero_stage": zero_stage, "collective_timeout_seconds": SECONDS, "trackers": ()}
     )
-    source = Fresh(lambda: LanguageModel(CONFIG), seed=3)
+    source = RandomInit(lambda: LanguageModel(CONFIG), seed=3)
     optimizer = OptimizerConfig(learning_rate=0.01, schedule="constant")
     engine = Engine(source, optimizer, config, world_size=2, micro_batch=1)
     engine.barrier()

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.config import ModelConfig
 from lm.model import LanguageModel
-from lm.source import Fresh, materialise
+from lm.source import RandomInit, load
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine, LossAndMetrics
 from training.failures import RunError
@@ -27,12 +27,12 @@ OPTIMIZER = OptimizerConfig(
 )
 
 
-def fresh(config: ModelConfig) -> Fresh[LanguageModel]:
-    return Fresh(lambda: LanguageModel(config), seed=1)
+def fresh(config: ModelConfig) -> RandomInit[LanguageModel]:
+    return RandomInit(lambda: LanguageModel(config), seed=1)
 
 
 def build(config: ModelConfig) -> LanguageModel:
-    return materialise(fresh(config))
+    return load(fresh(config))
 
 
 @pytest.fixture(scope="module")

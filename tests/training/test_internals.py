@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lm.config import ModelConfig
 from lm.model import LanguageModel
-from lm.source import Fresh
+from lm.source import RandomInit
 from training import internals
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
@@ -39,7 +39,9 @@ def start_engine(zero_stage: int) -> Engine[LanguageModel]:
     """bf16, so that the master weights are apart from those of a pass."""
     config = EngineConfig.model_validate({"precision": "bf16", "zero_stage": zero_stage, "trackers": ()})
     optimizer = OptimizerConfig(learning_rate=RATE, schedule="constant", max_grad_norm=1e-3)
-    return Engine(Fresh(lambda: LanguageModel(CONFIG), seed=3), optimizer, config, world_size=NUM_RANKS, micro_batch=1)
+    return Engine(
+        RandomInit(lambda: LanguageModel(CONFIG), seed=3), optimizer, config, world_size=NUM_RANKS, micro_batch=1
+    )
 
 
 def accumulate(engine: Engine[LanguageModel], num_micro_batches: int = 1) -> None:
@@ -123,7 +125,7 @@ def check_get_global_grad_norm(engine: Engine[LanguageModel]) -> None:
     norm = internals.gradient_norm(engine.model)
     engine.step()
     assert norm > engine.optimizer_config.max_grad_norm
-    alone = Fresh(lambda: LanguageModel(CONFIG), seed=3).build()
+    alone = RandomInit(lambda: LanguageModel(CONFIG), seed=3).build()
     with torch.no_grad():
         for name, weight in engine.full_weights().items():
             alone.get_parameter(name).copy_(weight)
@@ -173,7 +175,7 @@ def check_writing_back_rounds_fp32_weights_into_the_parameters(engine: Engine[La
     write_back(engine.model.optimizer, engine.config.zero_stage)
     with torch.no_grad():
         logits = engine.model(torch.tensor([[1, 2, 3]])).float()
-    alone = Fresh(lambda: LanguageModel(CONFIG), seed=3).build()
+    alone = RandomInit(lambda: LanguageModel(CONFIG), seed=3).build()
     with torch.no_grad():
         for parameter in alone.parameters():
             parameter.fill_(0.5)
@@ -181,7 +183,7 @@ def check_writing_back_rounds_fp32_weights_into_the_parameters(engine: Engine[La
 
 
 def check_ds_shape_is_the_whole_parameters(engine: Engine[LanguageModel]) -> None:
-    expected = Fresh(lambda: LanguageModel(CONFIG), seed=3).build()
+    expected = RandomInit(lambda: LanguageModel(CONFIG), seed=3).build()
     for name, parameter in engine.module.named_parameters():
         assert internals.full_shape(parameter) == tuple(expected.get_parameter(name).shape), name
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lm.config import ModelConfig
 from lm.model import LanguageModel
-from lm.source import Fresh, materialise
+from lm.source import RandomInit, load
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.failures import CheckpointError
@@ -71,7 +71,7 @@ def make(
     trackers: tuple[Literal["tensorboard"], ...] = (),
 ) -> tuple[Engine[LanguageModel], TrainingLoop[LanguageModel]]:
     """Two micro-batches a step, dropout on."""
-    source = Fresh(lambda: LanguageModel(config, dropout=0.3), seed=4)
+    source = RandomInit(lambda: LanguageModel(config, dropout=0.3), seed=4)
     engine_config = EngineConfig(precision="fp32", trackers=trackers, keep_checkpoints=keep)
     engine = Impatient(source, OPTIMIZER, engine_config, world_size=1, micro_batch=2)
     rows = np.random.default_rng(0).integers(0, 288, (10, 9)).astype(np.int32)
@@ -260,11 +260,11 @@ def test_the_log_holds_every_step_and_the_schedule(
 def test_heldout_loss_is_the_mean_over_all_rows_whatever_the_micro_batch(
     tmp_path: Path, tiny_config: ModelConfig
 ) -> None:
-    source = Fresh(lambda: LanguageModel(tiny_config, dropout=0.3), seed=4)
+    source = RandomInit(lambda: LanguageModel(tiny_config, dropout=0.3), seed=4)
     rows = np.random.default_rng(1).integers(0, 288, (5, 9)).astype(np.int32)
     tokens = torch.from_numpy(rows.astype(np.int64))
     with torch.no_grad():
-        logprobs = torch.log_softmax(materialise(source).eval()(tokens[:, :-1]).double(), dim=-1)
+        logprobs = torch.log_softmax(load(source).eval()(tokens[:, :-1]).double(), dim=-1)
     expected = -float(logprobs.gather(-1, tokens[:, 1:, None]).mean())
     engine = Engine(source, OPTIMIZER, EngineConfig(precision="fp32", trackers=()), world_size=1, micro_batch=2)
     for micro in (1, 2, 4):

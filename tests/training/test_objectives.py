@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lm.config import ModelConfig
-from lm.model import LanguageModel, initialise
+from lm.model import LanguageModel, init_weights
 from training.objectives import CausalLMObjective, PackedObjective
 from training.packing import pack
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def model(tiny_config: ModelConfig) -> LanguageModel:
     model = LanguageModel(tiny_config)
-    initialise(model, 2)
+    init_weights(model, 2)
     return model.eval()
 
 

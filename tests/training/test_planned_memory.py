@@ -18,7 +18,7 @@ import torch
 from benchmarks.speed.peak import peak_growth
 from lm.config import ModelConfig
 from lm.model import LanguageModel
-from lm.source import Fresh
+from lm.source import RandomInit
 from planning.memory import Layout, Memory, count, forward_pass, training_memory
 from training.config import EngineConfig, OptimizerConfig, Precision
 from training.engine import Engine, LossAndMetrics
@@ -49,7 +49,7 @@ def train(
     )
     rows_BT = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, config.max_position_embeddings))
     objective = CausalLMObjective(rows_BT.astype(np.int32))
-    source = Fresh(lambda: LanguageModel(config), seed=0)
+    source = RandomInit(lambda: LanguageModel(config), seed=0)
 
     def steps() -> Engine[LanguageModel]:
         engine = Engine(source, ADAMW, engine_config, world_size=world_size, micro_batch=ROWS)

@@ -16,7 +16,7 @@ import torch
 from benchmarks.speed.peak import peak_growth
 from lm.config import ModelConfig
 from lm.model import LanguageModel
-from lm.source import Fresh, materialise
+from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, save_model
 from training.config import EngineConfig, OptimizerConfig
@@ -41,7 +41,7 @@ def rank_program(folder: Path) -> None:
     config = EngineConfig(precision="fp32", zero_stage=3, trackers=())
     # DeepSpeed itself takes memory when it is first used; a model of no size to speak of pays for that.
     small = CONFIG.model_copy(update={"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 8, "head_dim": 2})
-    Engine(Fresh(lambda: LanguageModel(small), 0), optimizer, config, world_size=2, micro_batch=1).close()
+    Engine(RandomInit(lambda: LanguageModel(small), 0), optimizer, config, world_size=2, micro_batch=1).close()
     from training import engine as engines
 
     sharded, loading = None, engines.build_sharded
@@ -55,7 +55,7 @@ def rank_program(folder: Path) -> None:
     engine = Engine(source, optimizer, config, world_size=2, micro_batch=1)
     weights = engine.full_weights()
     engine.close()
-    model, whole = peak_growth(lambda: materialise(source))
+    model, whole = peak_growth(lambda: load(source))
     same = all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
     (folder / f"rank-{rank}.json").write_text(json.dumps({"sharded": sharded, "whole": whole, "same": same}))
     torch.distributed.destroy_process_group()
@@ -66,7 +66,7 @@ def figures(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, start_two_ranks: Callable[..., None]
 ) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("sharded")
-    model = materialise(Fresh(lambda: LanguageModel(CONFIG), seed=1))
+    model = load(RandomInit(lambda: LanguageModel(CONFIG), seed=1))
     save_model(folder / "model", model, model.state_dict(), tokenizer, max_shard="40MB")
     # Freed memory goes back to the system at once, so that what is measured is what is held.
     start_two_ranks(__file__, folder, MALLOC_MMAP_THRESHOLD_="65536")
@@ -74,7 +74,7 @@ def figures(
 
 
 def test_a_rank_holds_its_shards_and_one_tensor(figures: list[dict[str, Any]]) -> None:
-    tensors = [tensor.numel() * 4 for _, tensor in Fresh(lambda: LanguageModel(CONFIG), 1).tensors()]
+    tensors = [tensor.numel() * 4 for _, tensor in RandomInit(lambda: LanguageModel(CONFIG), 1).tensors()]
     whole = sum(tensors)
     assert whole > 120 * MEGABYTE
     for rank in figures:

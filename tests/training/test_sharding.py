@@ -18,7 +18,7 @@ import torch
 from benchmarks.speed.peak import peak_growth
 from lm.config import ModelConfig
 from lm.model import LanguageModel
-from lm.source import Fresh
+from lm.source import RandomInit
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.objectives import CausalLMObjective
@@ -50,7 +50,9 @@ RECOMPUTED = [(zero_stage, recomputes) for zero_stage in (0, 3) for recomputes i
 def build(config: ModelConfig, **settings: Any) -> Engine[LanguageModel]:
     optimizer = OptimizerConfig(learning_rate=3e-3, schedule="constant")
     engine_config = EngineConfig.model_validate({"trackers": (), **settings})
-    return Engine(Fresh(lambda: LanguageModel(config), seed=3), optimizer, engine_config, world_size=2, micro_batch=4)
+    return Engine(
+        RandomInit(lambda: LanguageModel(config), seed=3), optimizer, engine_config, world_size=2, micro_batch=4
+    )
 
 
 def step(engine: Engine[LanguageModel], objective: CausalLMObjective) -> float:

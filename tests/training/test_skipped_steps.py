@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lm.config import ModelConfig
 from lm.model import LanguageModel
-from lm.source import Fresh
+from lm.source import RandomInit
 from training.config import BatchConfig, EngineConfig, OptimizerConfig, Precision
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
@@ -59,7 +59,7 @@ class Poisoned(CausalLMObjective):
 
 
 def train(folder: Path, zero_stage: int, precision: Precision, num_ranks: int, rank: int) -> dict[str, Any]:
-    source = Fresh(lambda: LanguageModel(CONFIG, dropout=0.1), seed=3)
+    source = RandomInit(lambda: LanguageModel(CONFIG, dropout=0.1), seed=3)
     engine_config = EngineConfig(precision=precision, zero_stage=zero_stage, trackers=())
     engine = Engine(source, OPTIMIZER, engine_config, world_size=num_ranks, micro_batch=1)
     batch = BatchConfig(batch_size=BATCH, micro_batch_size=1)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lm.config import ModelConfig
 from lm.model import LanguageModel
-from lm.source import Fresh
+from lm.source import RandomInit
 from training.config import BatchConfig, EngineConfig, OptimizerConfig, Precision
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
@@ -74,7 +74,7 @@ def train(
     micro_batch: int,
     precision: Precision = "fp32",
 ) -> dict[str, Any]:
-    source = Fresh(lambda: LanguageModel(CONFIG), seed=3)
+    source = RandomInit(lambda: LanguageModel(CONFIG), seed=3)
     engine_config = EngineConfig(precision=precision, zero_stage=zero_stage, offload=offload, trackers=())
     optimizer = OPTIMIZER.model_copy(update={"trained_layers": trained_layers})
     engine = Engine(source, optimizer, engine_config, world_size=world_size, micro_batch=micro_batch)

@@ -13,7 +13,7 @@ from evaluation.measures.checkpoints import Spec, over_optimisation
 from evaluation.measures.drawing import Policy, draw
 from evaluation.measures.kl import measure_kl
 from lm.config import ModelConfig
-from lm.model import LanguageModel, ScalarModel, initialise
+from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import load_language_model, save_model
 from reward.scoring import Judge
@@ -25,7 +25,7 @@ SPEC = Spec(num_samples=2, pool_samples=4, max_new_tokens=6, temperature=1.0, se
 @pytest.fixture(scope="module")
 def reward_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, tiny_config: ModelConfig) -> Path:
     model = ScalarModel(tiny_config)
-    initialise(model, seed=5)
+    init_weights(model, seed=5)
     folder = tmp_path_factory.mktemp("reward")
     save_model(folder, model, model.state_dict(), tokenizer)
     return folder
@@ -113,7 +113,7 @@ def test_another_vocabulary_is_refused(
     tmp_path: Path, model_folder: Path, reward_folder: Path, tiny_config: ModelConfig, prompts: list[Prompt]
 ) -> None:
     model = LanguageModel(tiny_config)
-    initialise(model, 1)
+    init_weights(model, 1)
     save_model(tmp_path, model, model.state_dict(), Tokenizer.train(["other words"], 270, "chat"))
     with pytest.raises(ValueError, match="have different vocabularies"):
         over_optimisation({"a": tmp_path}, model_folder, reward_folder, length, prompts, SPEC)

@@ -14,7 +14,7 @@ from evaluation.measures.kl import exact_kl, measure_kl, response_kls, summarise
 from evaluation.sampling import SamplingSpec, sample_policy, sequence_logprobs
 from lm.config import ModelConfig
 from lm.generation import generate
-from lm.model import LanguageModel, initialise
+from lm.model import LanguageModel, init_weights
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
@@ -35,7 +35,7 @@ def small_model(seed: int) -> LanguageModel:
         intermediate_size=16,
     )
     model = LanguageModel(config)
-    initialise(model, seed)
+    init_weights(model, seed)
     return model.eval()
 
 
@@ -132,7 +132,7 @@ def test_a_policy_of_a_folder_is_drawn_and_measured(
     tmp_path: Path, model_folder: Path, tokenizer: Tokenizer, tiny_config: ModelConfig
 ) -> None:
     other = LanguageModel(tiny_config)
-    initialise(other, seed=8)
+    init_weights(other, seed=8)
     save_model(tmp_path, other, other.state_dict(), tokenizer)
     prompts = [Prompt(prompt_id=str(i), messages=({"role": "user", "content": "fox " * i},), kind="") for i in (3, 1)]
     policy, reference = Policy.load(model_folder), Policy.load(tmp_path)

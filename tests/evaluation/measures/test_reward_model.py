@@ -20,7 +20,7 @@ from evaluation.measures.reward_model import (
 from evaluation.measures.rewardbench import SECTIONS, rewardbench_score
 from files.records import as_json
 from lm.config import ModelConfig
-from lm.model import ScalarModel, initialise
+from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from reward.comparisons import encode_response
@@ -144,7 +144,7 @@ def test_nobody_foretells_more_than_the_ceiling() -> None:
 @pytest.fixture(scope="module")
 def reward_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, tiny_config: ModelConfig) -> Path:
     model = ScalarModel(tiny_config)
-    initialise(model, seed=5)
+    init_weights(model, seed=5)
     folder = tmp_path_factory.mktemp("reward")
     save_model(folder, model, model.state_dict(), tokenizer)
     return folder

@@ -11,7 +11,7 @@ from evaluation.few_shot import Example, evaluate_few_shot
 from evaluation.measures.tax import Task, measure_tax
 from evaluation.measures.text import bits_and_bytes, text_logprobs, windows
 from lm.config import ModelConfig
-from lm.model import LanguageModel, initialise
+from lm.model import LanguageModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, save_model
 from pretrain.stage import bits_per_byte
@@ -31,7 +31,7 @@ def policies(
 ) -> dict[str, Path]:
     """The tiny model, and one that learned the texts a little."""
     model = LanguageModel(tiny_config)
-    initialise(model, seed=7)
+    init_weights(model, seed=7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for text in TEXTS * 3:
         tokens = torch.tensor([[tokenizer.end_id, *tokenizer.encode_plain([text])[0]]])

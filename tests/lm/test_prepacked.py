@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lm.generation import generate
-from lm.laid_out import gains, laid_out
 from lm.model import LanguageModel
+from lm.prepacked import gains, prepacked
 from lm.sampling import Choice
 
 needs_bf16 = pytest.mark.skipif(
@@ -25,7 +25,7 @@ def test_products_are_those_of_the_plain_weights(bias: bool, num_rows: int) -> N
     inputs = [torch.randn(rows, 7, 96, generator=generator).bfloat16() for rows in (1, num_rows, 3 * num_rows)]
     with torch.inference_mode():
         plain = [model(x) for x in inputs]
-        with laid_out(model, num_rows):
+        with prepacked(model, num_rows):
             found = [model(x) for x in inputs]
         for ours, expected in zip(found, plain, strict=True):
             torch.testing.assert_close(ours, expected, rtol=2**-7, atol=2**-7)
@@ -35,8 +35,8 @@ def test_products_are_those_of_the_plain_weights(bias: bool, num_rows: int) -> N
 def test_weights_that_change_afterwards_count() -> None:
     model = nn.Sequential(nn.Linear(8, 8)).bfloat16().eval()
     x = torch.ones(2, 8, dtype=torch.bfloat16)
-    with torch.inference_mode(), laid_out(model, 2):
-        assert type(model[0].forward).__name__ == "LaidOut"
+    with torch.inference_mode(), prepacked(model, 2):
+        assert type(model[0].forward).__name__ == "PrepackedLinear"
     with torch.inference_mode():
         model[0].weight.zero_()
         torch.testing.assert_close(model(x), model[0].bias.expand(2, 8))
@@ -45,14 +45,14 @@ def test_weights_that_change_afterwards_count() -> None:
 @needs_bf16
 def test_a_failure_puts_the_plain_weights_back() -> None:
     model = nn.Sequential(nn.Linear(8, 8)).bfloat16()
-    with pytest.raises(RuntimeError, match="primitive"), laid_out(model, 2):
+    with pytest.raises(RuntimeError, match="primitive"), prepacked(model, 2):
         model(torch.ones(2, 5, dtype=torch.bfloat16))
     assert "forward" not in vars(model[0])
 
 
 def test_fp32_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
-    with laid_out(model, 2):
+    with prepacked(model, 2):
         assert "forward" not in vars(model[0])
 
 

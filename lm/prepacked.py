@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 
-class LaidOut:
+class PrepackedLinear:
     """x Wᵀ + b, the same numbers as `nn.Linear`, by a copy of W [F, D] in the order that products with M rows want.
 
     PyTorch brings W into that order in every call, which takes as long as a product with few rows does.
@@ -33,14 +33,14 @@ def gains(weight: Tensor) -> bool:
 
 
 @contextmanager
-def laid_out(model: nn.Module, num_rows: int) -> Iterator[None]:
+def prepacked(model: nn.Module, num_rows: int) -> Iterator[None]:
     """Within it the model's linear maps use laid-out copies of their weights, where that helps: nothing else changes.
 
     The weights must not change meanwhile. The copies take as much memory as the weights.
     """
     linears = [module for module in model.modules() if isinstance(module, nn.Linear) and gains(module.weight)]
     for linear in linears:
-        linear.forward = LaidOut(linear, num_rows)  # type: ignore[assignment]
+        linear.forward = PrepackedLinear(linear, num_rows)  # type: ignore[assignment]
     try:
         yield
     finally:
