@@ -1,23 +1,27 @@
-"""Attention: masks, the product itself, and the key-value cache.
+"""Attention: masks, the equation, and the modules around it.
 
-Shape letters: B batch, T query tokens, S key tokens, N heads, G key-value heads, H head dim.
+Shape letters: B batch, T query tokens, S key tokens, D model width, N heads, G key-value heads, H head dim,
+E = (N + 2G) H.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch import Tensor, nn
 
-from lm.native import ops
+from lm.cache import CrossAttentionCache, KVCache
+from lm.config import ModelConfig
+from lm.linear import Linear
+from lm.norms import RMSNorm
+from lm.positions import Rotary, rotate
+from lm.replaceable import Replaceable
 
 
 def attention_mask(segments_BT: Tensor, *, causal: bool = True) -> Tensor:
-    """Mask [B, T, S], True = may attend: inside one segment, and backwards only if causal. Padding (segment 0) sees
-    padding, so that no row of the softmax is empty.
+    """Mask [B, T, S], True = may attend: within one segment, and only backwards if causal.
+
+    Padding (segment 0) attends to padding, so that no row of the softmax is empty.
     """
     same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
     return same_BTS.tril() if causal else same_BTS
@@ -26,9 +30,9 @@ def attention_mask(segments_BT: Tensor, *, causal: bool = True) -> Tensor:
 def sliding_window_mask(
     mask_BTS: Tensor | None, window: int, num_queries: int, num_keys: int, device: torch.device
 ) -> Tensor | None:
-    """The mask, and no key further back than `window` tokens, the query's own included; 0 = no limit.
+    """The mask without keys further back than `window` tokens, the query's own included; 0 = no limit.
 
-    Queries are the last of the keys' tokens. None stays None (plainly causal) where the band cuts nothing off.
+    Queries are the last of the keys' tokens. None stays None (causal) where the window excludes nothing.
     """
     if not 0 < window < num_keys:
         return mask_BTS
@@ -40,30 +44,30 @@ def sliding_window_mask(
 
 
 def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
-    """softmax(Q Kᵀ / √H) V, [B, N, T, H]; `mask_BTS` True = may attend, None = plainly causal (T = S).
+    """softmax(Q Kᵀ / √H) V, [B, N, T, H]; `mask_BTS` True = may attend, None = causal (T = S).
 
-    On a GPU this is PyTorch's fused kernel, and on a CPU for a single query without gradients. Passes with and without
-    gradients must otherwise round alike, for PPO divides the probabilities of one by those of the other: a CPU with a
-    matrix unit has a kernel of ours in bf16, and elsewhere the equation is written out, since the backward of PyTorch's
-    kernel takes up to four times as long at the lengths of small models.
+    PyTorch's fused kernel serves GPUs, and single queries without gradients on a CPU. Elsewhere passes with and without
+    gradients must round alike, since PPO divides the probabilities of one by those of the other.
     """
     if q_BNTH.is_cuda or (q_BNTH.shape[2] == 1 and not q_BNTH.requires_grad):
         mask_B1TS = None if mask_BTS is None else mask_BTS[:, None]
         return F.scaled_dot_product_attention(
             q_BNTH, k_BGSH, v_BGSH, mask_B1TS, is_causal=mask_BTS is None, enable_gqa=True
         )
-    if ops.attends(q_BNTH, k_BGSH, v_BGSH):
-        return _Attend.apply(q_BNTH, k_BGSH, v_BGSH, mask_BTS)  # type: ignore[no-untyped-call]
-    return _written_out(q_BNTH, k_BGSH, v_BGSH, mask_BTS)
+    return attend_written_out(q_BNTH, k_BGSH, v_BGSH, mask_BTS)
 
 
-def _written_out(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
+@Replaceable
+def attend_written_out(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
+    """The equation of `attend`: on CPUs the backward of PyTorch's kernel takes up to four times as long at the sequence
+    lengths of small models.
+    """
     B, N, T, H = q_BNTH.shape
     G, S = k_BGSH.shape[1:3]
     if mask_BTS is None:
         mask_BTS = torch.ones(1, T, S, dtype=torch.bool, device=q_BNTH.device).tril()
     bias_BTS = q_BNTH.new_zeros(mask_BTS.shape).masked_fill_(~mask_BTS, float("-inf"))
-    # Query heads that share a key-value head lie side by side, so grouping them is a reshape, not a copy of K and V.
+    # Query heads that share a key-value head are adjacent, so grouping them is a reshape, not a copy of K and V.
     rows, batch = N // G * T, len(bias_BTS)
     bias = bias_BTS[:, None, None].expand(batch, G if batch > 1 else 1, N // G, T, S).reshape(-1, rows, S)
     q, k, v = q_BNTH.reshape(B * G, rows, H), k_BGSH.reshape(B * G, S, H), v_BGSH.reshape(B * G, S, -1)
@@ -71,96 +75,77 @@ def _written_out(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tenso
     return torch.bmm(weights, v).view(B, N, T, -1)
 
 
-class _Attend(torch.autograd.Function):
-    """By the CPU's kernel, which keeps no table of weights: the gradient computes them again."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, mask_BTS: Tensor | None) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        mask_BTS = None if mask_BTS is None else mask_BTS.contiguous()
-        y_BTNH, totals_BNT = ops.attend(q, k, v, mask_BTS)
-        ctx.save_for_backward(q, k, v, y_BTNH, totals_BNT, mask_BTS)  # type: ignore[arg-type]
-        return y_BTNH.transpose(1, 2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient_BNTH: Tensor) -> tuple[Tensor | None, ...]:
-        return *ops.attend_backward(gradient_BNTH.transpose(1, 2).contiguous(), *ctx.saved_tensors), None
+@Replaceable
+def split_heads(
+    qkv_BTE: Tensor, rotary: Rotary | None, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, N, T, H], k and v [B, G, T, H] of one product's output; q and k are rotated if `rotary` is given."""
+    N, G = num_heads, num_kv_heads
+    qk, v = qkv_BTE.unflatten(-1, (N + 2 * G, -1)).split([N + G, G], dim=2)
+    if rotary is not None:
+        qk = rotate(qk, rotary)
+    q, k = qk.split([N, G], dim=2)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-class KVCache:
-    """Keys and values of all layers, filled from the left: `append` writes the next tokens, `advance` moves on.
+class Attention(nn.Module):
+    """Self-attention with grouped key-value heads, and one product for Q, K and V."""
 
-    Rows end at the same column, so a row that is shorter than others has padding on its left. Errors of PyTorch where
-    more is written than the capacity given at the start.
-    """
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        N, G, H, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.hidden_size
+        self.num_heads, self.num_kv_heads, self.head_dim = N, G, H
+        self.qkv = Linear(D, (N + 2 * G) * H, bias=config.attention_bias != "none")
+        self.out = Linear(N * H, D, bias=config.attention_bias == "all")
+        self.query_norm = RMSNorm(H, config.norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(H, config.norm_eps) if config.qk_norm else None
 
-    def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
-        self.keys, self.values, self.length = keys, values, length
+    def forward(
+        self, x_BTD: Tensor, rotary: Rotary | None, mask_BTS: Tensor | None, cache: KVCache | None, layer: int
+    ) -> Tensor:
+        q_BNTH, k_BGTH, v_BGTH = self.project(x_BTD, rotary)
+        if cache is not None:
+            k_BGTH, v_BGTH = cache.append(layer, k_BGTH, v_BGTH)
+        y_BNTH = attend(q_BNTH, k_BGTH, v_BGTH, mask_BTS)
+        return self.out(y_BNTH.transpose(1, 2).flatten(2))
 
-    @classmethod
-    def empty(cls, shape: tuple[int, int, int, int, int], like: Tensor) -> Self:
-        """For (layers, rows, key-value heads, tokens, head dim), of the type and device of `like`."""
-        return cls(like.new_empty(shape), like.new_empty(shape), 0)
-
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[3]
-
-    def append(self, layer: int, k_BGTH: Tensor, v_BGTH: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens of one layer; return that layer's keys and values so far, [B, G, S, H] each."""
-        end = self.length + k_BGTH.shape[2]
-        self.keys[layer, :, :, self.length : end] = k_BGTH
-        self.values[layer, :, :, self.length : end] = v_BGTH
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
-
-    def advance(self, num_tokens: int) -> None:
-        self.length += num_tokens
-
-    def keep(self, rows: Tensor, first: int = 0) -> None:
-        """Keep only these batch rows, in this order: finished sequences leave, a beam that forks appears twice.
-
-        Of the columns those from `first` on stay.
-        """
-        self.keys, self.values = (part[:, :, :, first:].index_select(1, rows) for part in (self.keys, self.values))
-        self.length -= first
-
-    def join(self, other: Self, capacity: int) -> Self:
-        """The rows of both, ending at the same column: what is shorter moves to the right."""
-        length = max(self.length, other.length)
-        joined = []
-        for ours, theirs in ((self.keys, other.keys), (self.values, other.values)):
-            L, B, G, _, H = ours.shape
-            # Padding is masked, but 0 times what empty memory holds may be NaN.
-            whole = ours.new_zeros(L, B + theirs.shape[1], G, capacity, H)
-            whole[:, :B, :, length - self.length : length] = ours[:, :, :, : self.length]
-            whole[:, B:, :, length - other.length : length] = theirs[:, :, :, : other.length]
-            joined.append(whole)
-        return type(self)(joined[0], joined[1], length)
+    def project(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, N, T, H], keys and values [B, G, T, H]; queries and keys are rotated by their positions."""
+        N, G = self.num_heads, self.num_kv_heads
+        qkv_BTE = self.qkv(x_BTD)
+        if self.query_norm is None or self.key_norm is None:
+            return split_heads(qkv_BTE, rotary, N, G)
+        q, k, v = qkv_BTE.unflatten(-1, (N + 2 * G, -1)).split([N, G, G], dim=2)
+        qk = torch.cat([self.query_norm(q), self.key_norm(k)], dim=2)
+        if rotary is not None:
+            qk = rotate(qk, rotary)
+        q, k = qk.split([N, G], dim=2)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class CrossAttentionCache:
-    """What a decoder's blocks look at of an encoder's states: keys and values by layer, [B, G, S, H], computed once."""
+class CrossAttention(nn.Module):
+    """Attention from a decoder's tokens to an encoder's: queries from the decoder, keys and values from the encoder."""
 
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    real_BS: Tensor  # False at padding
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        N, G, H, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.hidden_size
+        self.num_heads, self.num_kv_heads, self.head_dim = N, G, H
+        self.query = Linear(D, N * H, bias=config.attention_bias != "none")
+        self.key_value = Linear(D, 2 * G * H, bias=config.attention_bias != "none")
+        self.out = Linear(N * H, D, bias=config.attention_bias == "all")
 
-    def keep(self, rows: Tensor) -> "CrossAttentionCache":
-        """Only these rows, in this order."""
-        keys, values = (tuple(part[rows] for part in parts) for parts in (self.keys, self.values))
-        return CrossAttentionCache(keys, values, self.real_BS[rows])
+    def keys_and_values(self, states_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, S, H] of the encoder's states, computed once for all decoder tokens."""
+        B, S, _ = states_BSD.shape
+        k, v = self.key_value(states_BSD).view(B, S, 2, self.num_kv_heads, self.head_dim).unbind(dim=2)
+        return k.transpose(1, 2), v.transpose(1, 2)
 
-    def join(self, other: "CrossAttentionCache") -> "CrossAttentionCache":
-        """The rows of both, the shorter padded on the right."""
-        width = max(self.real_BS.shape[1], other.real_BS.shape[1])
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        """[B, N, T, H] of the decoder's states."""
+        B, T, _ = x_BTD.shape
+        return self.query(x_BTD).view(B, T, self.num_heads, self.head_dim).transpose(1, 2)
 
-        def padded(part: Tensor, places_behind: int) -> Tensor:
-            missing = width - part.shape[-1 - places_behind]
-            return F.pad(part, (0, 0) * places_behind + (0, missing))
-
-        def joined(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return tuple(torch.cat([padded(a, 1), padded(b, 1)]) for a, b in zip(ours, theirs, strict=True))
-
-        real_BS = torch.cat([padded(self.real_BS, 0), padded(other.real_BS, 0)])
-        return CrossAttentionCache(joined(self.keys, other.keys), joined(self.values, other.values), real_BS)
+    def forward(self, x_BTD: Tensor, cache: CrossAttentionCache, layer: int) -> Tensor:
+        mask_BTS = cache.real_BS[:, None].expand(-1, x_BTD.shape[1], -1)
+        y_BNTH = attend(self.queries(x_BTD), cache.keys[layer], cache.values[layer], mask_BTS)
+        return self.out(y_BNTH.transpose(1, 2).flatten(2))

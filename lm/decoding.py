@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lm.attention import KVCache
 from lm.block import Block
+from lm.cache import KVCache
 from lm.encoder_decoder import EncoderDecoder
 from lm.graphs import StepKind, fixed_steps
 from lm.model import LanguageModel
-from lm.native.build import has_matrix_unit, kernels
+from lm.native.build import has_matrix_unit, library
 
 HEAD_DIMS = (32, 64, 96, 128, 256)
 ACTIVATIONS = {"swiglu": 0, "relu2": 1, "gelu_tanh": 2, "relu": 3}
@@ -99,14 +99,14 @@ class _Step(Structure):
 @cache
 def _functions() -> Any:
     """decoder.cpp's, with their types; None where it is not compiled or this CPU has no matrix unit."""
-    library = kernels()
-    if library is None or not has_matrix_unit():
+    loaded = library()
+    if loaded is None or not has_matrix_unit():
         return None
-    _typed(library.weight_bytes, c_int64, c_int64, c_int64)
-    _typed(library.put_weight, None, c_void_p, c_int64, c_int64, c_void_p)
-    _typed(library.scratch_bytes, c_int64, POINTER(_Decoder), c_int64)
-    _typed(library.decode, None, POINTER(_Decoder), POINTER(_Step))
-    return library
+    _typed(loaded.weight_bytes, c_int64, c_int64, c_int64)
+    _typed(loaded.put_weight, None, c_void_p, c_int64, c_int64, c_void_p)
+    _typed(loaded.scratch_bytes, c_int64, POINTER(_Decoder), c_int64)
+    _typed(loaded.decode, None, POINTER(_Decoder), POINTER(_Step))
+    return loaded
 
 
 def _typed(function: Any, result: Any, *arguments: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lm.native import ops
+from lm.replaceable import Replaceable
 
 LEVELS = 1 << 16  # a column is dropped where its 16 bits lie below rate · LEVELS
 GROUP = 4  # columns that share 64 bits
@@ -70,34 +70,40 @@ class Dropout(nn.Module):
             return x
         assert keys is not None, "dropout draws its masks from the sequences' keys, and none were given"
         site_keys = mix(keys + _signed(site * GOLDEN)).expand(x.shape[:-1]).contiguous()
-        return _Dropout.apply(x, site_keys, self.threshold)  # type: ignore[no-untyped-call]
+        return drop(x, site_keys, self.threshold)
 
     def extra_repr(self) -> str:
         return f"rate={self.threshold / LEVELS:g}"
 
 
+@Replaceable
+def drop(x: Tensor, keys: Tensor, threshold: int) -> Tensor:
+    """x with some columns set to 0 and the others scaled so that the expectation stays; `keys` is [...], x [..., D]."""
+    return _Dropout.apply(x, keys, threshold)  # type: ignore[no-untyped-call]
+
+
 class _Dropout(torch.autograd.Function):
-    """Keeps the keys alone for the gradient, which draws the mask again."""
+    """Saves only the keys for the gradient, which draws the mask again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keys: Tensor, threshold: int) -> Tensor:
         ctx.save_for_backward(keys)
         ctx.threshold = threshold
-        return drop(x, keys, threshold)
+        return _masked(x, keys, threshold)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (keys,) = ctx.saved_tensors
-        return drop(gradient, keys, ctx.threshold), None, None
+        return _masked(gradient, keys, ctx.threshold), None, None
 
 
-def drop(x: Tensor, keys: Tensor, threshold: int) -> Tensor:
-    """x with some columns 0 and the others scaled, so that the expectation stays."""
-    scale = LEVELS / (LEVELS - threshold)
-    x = x.contiguous()
-    if ops.runs(x):
-        return ops.dropout(x, keys, threshold, scale)
-    return torch.where(kept(keys, x.shape[-1], threshold), x * scale, 0.0).to(x.dtype)
+def _masked(x: Tensor, keys: Tensor, threshold: int) -> Tensor:
+    return torch.where(kept(keys, x.shape[-1], threshold), x * scale(threshold), 0.0).to(x.dtype)
+
+
+def scale(threshold: int) -> float:
+    """1 / (share of columns kept)."""
+    return LEVELS / (LEVELS - threshold)
 
 
 def kept(keys: Tensor, width: int, threshold: int) -> Tensor:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lm.block import ACTIVATIONS
 from lm.config import ModelConfig
 from lm.dropout import Dropout, token_keys
 from lm.linear import Linear
 from lm.logprobs import token_logprobs
-from lm.model import HEAD, Transformer
+from lm.mlp import ACTIVATIONS
 from lm.norms import make_norm
+from lm.transformer import HEAD, Transformer
 
 
 class EncoderModel(nn.Module):

@@ -6,10 +6,10 @@ Shape letters: B batch, S source tokens, T target tokens, V vocabulary, C select
 import torch
 from torch import Tensor, nn
 
-from lm.attention import CrossAttentionCache
+from lm.cache import CrossAttentionCache
 from lm.config import ModelConfig
 from lm.linear import Linear
-from lm.model import Transformer
+from lm.transformer import Transformer
 
 
 class EncoderDecoder(nn.Module):

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lm.attention import CrossAttentionCache, KVCache
+from lm.cache import CrossAttentionCache, KVCache
 from lm.decoding import LEAVE_BELOW, Steps, decoding_steps
 from lm.encoder_decoder import EncoderDecoder
 from lm.graphs import StepKind

@@ -16,10 +16,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lm.attention import KVCache
+from lm.block import BlockInputs, run_blocks
+from lm.cache import KVCache
 from lm.encoder_decoder import EncoderDecoder
 from lm.model import LanguageModel
-from lm.norms import add_norm, compute_dtype
+from lm.norms import compute_dtype
 
 # Columns that a recorded step reads are a multiple of it: more columns are read for nothing, fewer are recorded often.
 COLUMNS = 64
@@ -52,15 +53,15 @@ def fixed_step(model: LanguageModel, tokens_B: Tensor, first_real_B: Tensor, cac
     stack, config, column_1 = model.decoder, model.config, cache.column_1
     # A sequence that is over may idle past the end of the context; nothing reads what it is given.
     positions_BT = (column_1 - first_real_B).clamp(0, config.max_position_embeddings - 1)[:, None]
-    x_BTD, branch_BTD = stack.embed(tokens_B[:, None], positions_BT), None
+    x_BTD = stack.embed(tokens_B[:, None], positions_BT)
     rotary = stack.rotary(positions_BT, compute_dtype(x_BTD))
     columns_S = torch.arange(cache.capacity, device=tokens_B.device)
     distance_S = column_1 - columns_S
     seen_BTS = ((distance_S >= 0) & (columns_S >= first_real_B[:, None]))[:, None]
-    masks = {window: seen_BTS & (distance_S < window) if window else seen_BTS for window in config.sliding_window}
-    for layer, block in enumerate(stack.blocks):
-        x_BTD, branch_BTD = block(x_BTD, branch_BTD, rotary, masks[config.window(layer)], cache, layer)
-    return model.head(add_norm(x_BTD, branch_BTD, stack.norm)[1][:, -1])
+    by_window = {window: seen_BTS & (distance_S < window) if window else seen_BTS for window in config.sliding_window}
+    masks_BTS = [by_window[config.window(layer)] for layer in range(config.num_hidden_layers)]
+    hidden_BTD = run_blocks(stack.blocks, stack.norm, x_BTD, BlockInputs(masks_BTS, rotary, cache))
+    return model.head(hidden_BTD[:, -1])
 
 
 class FixedSteps:

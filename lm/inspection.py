@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.attention import CrossAttentionCache, attend
-from lm.block import Attention, CrossAttention
+from lm.attention import Attention, CrossAttention, attend
+from lm.cache import CrossAttentionCache
 from lm.config import ModelConfig
-from lm.model import Transformer
 from lm.source import on_meta
+from lm.transformer import Transformer
 from lm.weights import PRETRAINED
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.native import ops
+from lm.replaceable import Replaceable
 
 # fp32 numbers held at once: on a CPU as many as fit a core's cache, on a GPU enough for its launches not to count.
 PART_NUMBERS = {"cpu": 2**18, "cuda": 2**26}
@@ -18,8 +18,13 @@ def token_logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float = 1.0
     The temperature is that of sampling: log-probs of another temperature belong to another policy.
     """
     V = logits_CV.shape[-1]
-    logprobs_C = _TokenLogprobs.apply(logits_CV.reshape(-1, V), tokens_C.reshape(-1), temperature)  # type: ignore[no-untyped-call]
-    return logprobs_C.view(tokens_C.shape)
+    return logprobs_of_rows(logits_CV.reshape(-1, V), tokens_C.reshape(-1), temperature).view(tokens_C.shape)
+
+
+@Replaceable
+def logprobs_of_rows(logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> Tensor:
+    """`token_logprobs` of [C, V] and [C]."""
+    return _TokenLogprobs.apply(logits_CV, tokens_C, temperature)  # type: ignore[no-untyped-call]
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -32,11 +37,6 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> Tensor:
         ctx.temperature = temperature
-        if ops.runs(logits_CV):
-            tokens_C = tokens_C.contiguous()
-            logprobs_C, totals_C = ops.token_logprobs(logits_CV, tokens_C, temperature)
-            ctx.save_for_backward(logits_CV, tokens_C, totals_C)
-            return logprobs_C
         totals_C = torch.empty(len(tokens_C), device=logits_CV.device)
         for part in _parts(logits_CV):
             totals_C[part] = _scaled(logits_CV[part], temperature).logsumexp(dim=-1)
@@ -47,9 +47,6 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_C: Tensor) -> tuple[Tensor, None, None]:
         logits_CV, tokens_C, totals_C = ctx.saved_tensors
-        gradient_C = gradient_C.contiguous()
-        if ops.runs(logits_CV, gradient_C):
-            return ops.token_logprobs_backward(gradient_C, logits_CV, tokens_C, totals_C, ctx.temperature), None, None
         scale_C1 = gradient_C[:, None] / ctx.temperature
         result_CV = torch.empty_like(logits_CV)
         for part in _parts(logits_CV):

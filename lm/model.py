@@ -1,147 +1,19 @@
-"""The transformer: a stack of blocks, and what sits on a decoder: next-token head, scalar head.
+"""Models on a decoder: next-token head, scalar head; and how weights are drawn and frozen.
 
-Shape letters: B batch, T query tokens, S key tokens, D model width, V vocabulary, C selected positions.
+Shape letters: B batch, T tokens, V vocabulary, C selected positions.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from lm.attention import CrossAttentionCache, KVCache, attention_mask, sliding_window_mask
-from lm.block import Block
 from lm.config import ModelConfig
-from lm.dropout import Dropout, token_keys
-from lm.heads import Rotary
 from lm.linear import Linear
-from lm.norms import add_norm, compute_dtype, make_norm
-from lm.positions import rotary_tables, sinusoids
+from lm.transformer import Transformer
 
-ENCODES, DECODES, HEAD = 0, 1, 2  # parts of a model, whose dropout differs at equal positions
 SCORE = "score"  # the label of a model that gives one number
-
-
-class Transformer(nn.Module):
-    """Tokens to hidden states: embeddings, blocks, and a final norm where norms come first.
-
-    A decoder's tokens see those before them; with `causal` False, an encoder's see all of their sequence. With
-    `cross_attention` every block also looks at an encoder's states. `embedding` shares another stack's table.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        dropout: float = 0.0,
-        *,
-        causal: bool = True,
-        cross_attention: bool = False,
-        embedding: nn.Embedding | None = None,
-    ) -> None:
-        super().__init__()
-        self.config, self.causal = config, causal
-        self.recomputes = False  # set by `checkpoint_activations`
-        self.embedding = embedding or nn.Embedding(config.vocab_size, config.hidden_size)
-        learned = config.positions == "learned"
-        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
-        self.token_types = nn.Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None
-        self.embedding_norm = make_norm(config, config.hidden_size) if config.embedding_norm else nn.Identity()
-        self.dropout = Dropout(dropout)
-        num_layers = config.num_hidden_layers if causal or not config.num_encoder_layers else config.num_encoder_layers
-        self.blocks = nn.ModuleList(Block(config, dropout, cross_attention=cross_attention) for _ in range(num_layers))
-        # With norms last the final block's own norm is the last one.
-        self.norm = make_norm(config, config.hidden_size) if config.norm_place == "pre" else nn.Identity()
-
-    def forward(
-        self,
-        tokens_BT: Tensor,
-        positions_BT: Tensor,
-        mask_BTS: Tensor | None,
-        cache: KVCache | None = None,
-        cross_cache: CrossAttentionCache | None = None,
-        token_types_BT: Tensor | None = None,
-        sequence_keys_BT: Tensor | None = None,
-    ) -> Tensor:
-        """Hidden states [B, T, D]. `mask_BTS`: True = may attend; None = causal, or everything for an encoder.
-
-        `sequence_keys_BT` (or [B, 1]) are needed in training with dropout (`lm.dropout`).
-        """
-        keys_BT = None
-        if sequence_keys_BT is not None and self.dropout.is_active:
-            keys_BT = token_keys(sequence_keys_BT, positions_BT, DECODES if self.causal else ENCODES)
-        x_BTD = self.embed(tokens_BT, positions_BT, token_types_BT, keys_BT)
-        branch_BTD: Tensor | None = None
-        rotary = self.rotary(positions_BT, compute_dtype(x_BTD))
-        T = tokens_BT.shape[1]
-        S = T + (cache.length if cache is not None else 0)
-        if mask_BTS is None and not self.causal:
-            mask_BTS = torch.ones(1, T, S, dtype=torch.bool, device=tokens_BT.device)
-        recomputes = self.recomputes and torch.is_grad_enabled()
-        masks = {
-            window: sliding_window_mask(mask_BTS, window, T, S, tokens_BT.device)
-            for window in self.config.sliding_window
-        }
-        for layer, block in enumerate(self.blocks):
-            if recomputes and branch_BTD is not None:
-                x_BTD, branch_BTD = x_BTD + branch_BTD, None  # a block's input, all that is kept of it, is one tensor
-            run = partial(checkpoint, block, use_reentrant=False) if recomputes else block
-            mask = masks[self.config.window(layer)]
-            x_BTD, branch_BTD = run(x_BTD, branch_BTD, rotary, mask, cache, layer, cross_cache, keys_BT)
-        return add_norm(x_BTD, branch_BTD, self.norm)[1]
-
-    def embed(
-        self,
-        tokens_BT: Tensor,
-        positions_BT: Tensor,
-        token_types_BT: Tensor | None = None,
-        keys_BT: Tensor | None = None,
-    ) -> Tensor:
-        """Token embeddings [B, T, D], with what positions and token types (0 where not given) add to them."""
-        x_BTD = self.embedding(tokens_BT)
-        if self.config.scale_embedding:
-            x_BTD = x_BTD * math.sqrt(self.config.hidden_size)
-        if self.positions is not None:
-            x_BTD = x_BTD + self.positions(positions_BT)
-        elif self.config.positions == "sinusoidal":
-            x_BTD = x_BTD + sinusoids(positions_BT, self.config.hidden_size).to(x_BTD.dtype)
-        if self.token_types is not None:
-            x_BTD = x_BTD + self.token_types(torch.zeros_like(tokens_BT) if token_types_BT is None else token_types_BT)
-        return self.dropout(self.embedding_norm(x_BTD), keys_BT, 0)
-
-    def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotary | None:
-        config = self.config
-        if config.positions != "rotary":
-            return None
-        return rotary_tables(positions_BT, config.head_dim, config.rope_theta, config.rope_scaling, dtype)
-
-    def hidden(
-        self,
-        tokens_BT: Tensor,
-        segments_BT: Tensor | None,
-        cross_cache: CrossAttentionCache | None = None,
-        token_types_BT: Tensor | None = None,
-        sequence_keys_BT: Tensor | None = None,
-    ) -> Tensor:
-        """Hidden states of whole rows. `segments_BT` numbers the sequences packed in a row from 1; 0 = padding.
-
-        Positions restart at 0 in every segment and no token attends across segments, so a packed row gives each of
-        its sequences what it would get alone. None means one sequence a row; padding on the right is harmless to a
-        decoder, and none may be there for an encoder. `sequence_keys_BT` as for `forward`.
-        """
-        T = tokens_BT.shape[1]
-        if segments_BT is None:
-            positions_BT = torch.arange(T, device=tokens_BT.device).expand(tokens_BT.shape)
-            return self(tokens_BT, positions_BT, None, None, cross_cache, token_types_BT, sequence_keys_BT)
-        mask_BTS = attention_mask(segments_BT, causal=self.causal)
-        positions_BT = segment_positions(segments_BT)
-        return self(tokens_BT, positions_BT, mask_BTS, None, cross_cache, token_types_BT, sequence_keys_BT)
-
-    def cross_attention_cache(self, states_BSD: Tensor, real_BS: Tensor) -> CrossAttentionCache:
-        """An encoder's states as this decoder's blocks look at them; `real_BS` is False at padding."""
-        pairs = [block.cross.cross_attention_cache(states_BSD) for block in self.blocks]  # type: ignore[union-attr, operator]
-        return CrossAttentionCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), real_BS)
 
 
 class LanguageModel(nn.Module):
@@ -204,15 +76,6 @@ class ScalarModel(nn.Module):
         return self.score(selected).squeeze(-1).float() + self.bias
 
 
-def segment_positions(segments_BT: Tensor) -> Tensor:
-    """Position of each token in its segment: (1, 1, 2, 2, 2, 0) gives (0, 1, 0, 1, 2, 0)."""
-    T = segments_BT.shape[1]
-    index_BT = torch.arange(T, device=segments_BT.device).expand(segments_BT.shape)
-    starts_BT = torch.ones_like(segments_BT, dtype=torch.bool)
-    starts_BT[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
-    return index_BT - torch.where(starts_BT, index_BT, 0).cummax(dim=1).values
-
-
 def init_weights(model: nn.Module, seed: int) -> None:
     """Draw all weights of a model of this package from `seed`.
 
@@ -265,15 +128,16 @@ def freeze_all_but_last(model: nn.Module, num_blocks: int) -> None:
     and is frozen with it.
     Errors: ValueError for more blocks than there are.
     """
-    stacks = [stack for _, stack in sorted(_stacks(model).items(), key=lambda named: STACKS.index(named[0]))]
-    blocks = [block for stack in stacks for block in stack.blocks]
+    by_name = _transformers(model)
+    transformers = [by_name[name] for name in TRANSFORMERS if name in by_name]
+    blocks = [block for transformer in transformers for block in transformer.blocks]
     if num_blocks > len(blocks):
         raise ValueError(f"{num_blocks} blocks are to be trained; the model has {len(blocks)}")
     still: list[nn.Module | None] = [*blocks[: len(blocks) - num_blocks]]
-    for stack in stacks:
-        still += [stack.embedding, stack.positions, stack.token_types, stack.embedding_norm]
-    if len(stacks) > 1 and num_blocks <= len(stacks[-1].blocks):  # nothing of the encoder moves
-        still.append(stacks[0].norm)
+    for transformer in transformers:
+        still += [transformer.embedding, transformer.positions, transformer.token_types, transformer.embedding_norm]
+    if len(transformers) > 1 and num_blocks <= len(transformers[-1].blocks):  # nothing of the encoder moves
+        still.append(transformers[0].norm)
     for module in still:
         if module is not None:
             module.requires_grad_(False)
@@ -281,16 +145,18 @@ def freeze_all_but_last(model: nn.Module, num_blocks: int) -> None:
 
 def checkpoint_activations(model: nn.Module) -> None:
     """Backward passes compute each block again from its input, with the same dropout, and keep nothing else of it."""
-    for stack in _stacks(model).values():
-        stack.recomputes = True
+    for transformer in _transformers(model).values():
+        transformer.recomputes = True
 
 
-STACKS = ("encoder", "decoder")  # in the order in which a signal passes them
+TRANSFORMERS = ("encoder", "decoder")  # in the order in which a signal passes them
 
 
-def _stacks(model: nn.Module) -> dict[str, Transformer]:
+def _transformers(model: nn.Module) -> dict[str, Transformer]:
     # By the last part of the name: a reward model under training lies inside another module.
-    return {name.rpartition(".")[2]: stack for name, stack in model.named_modules() if isinstance(stack, Transformer)}
+    return {
+        name.rpartition(".")[2]: module for name, module in model.named_modules() if isinstance(module, Transformer)
+    }
 
 
 def count_parameters(models: Sequence[nn.Module]) -> int:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from lm.config import RopeScaling
 
+Rotary = tuple[Tensor, Tensor]  # cos and signed sin, [B, T, 1, H]
+
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
     """Radians a token for each pair of dimensions, [h]: θ^(-2i/H), stretched as `scaling` says."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lm.logprobs import token_logprobs
-from lm.native import ops
+from lm.replaceable import Replaceable
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,10 @@ class Choice:
         if self.temperature == 0:
             tokens_B = logits_BV.argmax(dim=-1)
             return tokens_B, token_logprobs(logits_BV, tokens_B)
-        if not self.top_k and self.top_p == 1 and ops.runs(logits_BV, uniforms_B):
-            return ops.draw(logits_BV, uniforms_B, self.temperature)
-        probabilities_BV = self._softmax(logits_BV)
-        cumulative_BV = self._left(probabilities_BV).cumsum(dim=-1)
-        # Below the whole sum even where the product rounds up to it: what lies beyond has probability 0.
-        whole_B = cumulative_BV[:, -1]
-        threshold_B = torch.minimum(uniforms_B * whole_B, torch.nextafter(whole_B, torch.zeros_like(whole_B)))
-        tokens_B1 = torch.searchsorted(cumulative_BV, threshold_B[:, None], right=True)
-        # The logarithm of what the softmax gave saves a second pass over the vocabulary; what was drawn is above 0.
-        return tokens_B1[:, 0], probabilities_BV.gather(-1, tokens_B1)[:, 0].log()
-
-    def _softmax(self, logits_BV: Tensor) -> Tensor:
-        """In fp32; the temperature is above 0."""
-        logits_BV = logits_BV.float()
-        return torch.softmax(logits_BV if self.temperature == 1 else logits_BV / self.temperature, dim=-1)
+        if not self.top_k and self.top_p == 1:
+            return sample(logits_BV, uniforms_B, self.temperature)
+        probabilities_BV = _softmax(logits_BV, self.temperature)
+        return _invert(self._left(probabilities_BV), probabilities_BV, uniforms_B)
 
     def _left(self, probabilities_BV: Tensor) -> Tensor:
         """What top_k and top_p leave; 0 elsewhere."""
@@ -67,6 +56,30 @@ class Choice:
                 -1, order_BV, ranked_BV * kept_BV
             )
         return probabilities_BV
+
+
+@Replaceable
+def sample(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """A token of softmax(logits / temperature) for each uniform number, and its log-probability: [B] each."""
+    probabilities_BV = _softmax(logits_BV, temperature)
+    return _invert(probabilities_BV, probabilities_BV, uniforms_B)
+
+
+def _softmax(logits_BV: Tensor, temperature: float) -> Tensor:
+    """In fp32; the temperature is above 0."""
+    logits_BV = logits_BV.float()
+    return torch.softmax(logits_BV if temperature == 1 else logits_BV / temperature, dim=-1)
+
+
+def _invert(weights_BV: Tensor, probabilities_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens at which the cumulative weights pass the uniform share of their sum, and ln of their probabilities."""
+    cumulative_BV = weights_BV.cumsum(dim=-1)
+    # Kept below the total even where the product rounds up to it: tokens beyond it have probability 0.
+    total_B = cumulative_BV[:, -1]
+    threshold_B = torch.minimum(uniforms_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
+    tokens_B1 = torch.searchsorted(cumulative_BV, threshold_B[:, None], right=True)
+    # The logarithm of the softmax saves a second pass over the vocabulary; the drawn token's probability is above 0.
+    return tokens_B1[:, 0], probabilities_BV.gather(-1, tokens_B1)[:, 0].log()
 
 
 def _only(values_BV: Tensor, kept_BK: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ COMPILERS = ("c++", "g++", "clang++")
 
 
 @functools.cache
-def kernels() -> ctypes.CDLL | None:
+def library() -> ctypes.CDLL | None:
     """The kernels; None, with a warning that says why, where they cannot be compiled: PyTorch's passes serve then."""
     try:
         return ctypes.CDLL(str(compiled(cache_folder())))
@@ -37,11 +37,11 @@ def kernels() -> ctypes.CDLL | None:
 @functools.cache
 def has_matrix_unit() -> bool:
     """Whether kernels for a CPU's matrix unit (Intel AMX) run here: there is one, and the system lets it be used."""
-    library = kernels()
-    if library is None:
+    loaded = library()
+    if loaded is None:
         return False
-    library.matrix_unit_runs.restype = ctypes.c_bool
-    return bool(library.matrix_unit_runs())
+    loaded.matrix_unit_runs.restype = ctypes.c_bool
+    return bool(loaded.matrix_unit_runs())
 
 
 def cache_folder() -> Path:

@@ -257,8 +257,8 @@ void token_logprobs_backward(const float* gradient_R, const void* logits_RV, boo
     });
 }
 
-void draw(const void* logits_RV, bool is_bf16, const float* uniforms_R, float scale, int64_t* tokens_R,
-          float* logprobs_R, int64_t R, int64_t V) {
+void sample(const void* logits_RV, bool is_bf16, const float* uniforms_R, float scale, int64_t* tokens_R,
+            float* logprobs_R, int64_t R, int64_t V) {
     constexpr int64_t STRIDE = 64;  // tokens whose probabilities are summed before the search
     const int64_t strides = (V + STRIDE - 1) / STRIDE;
     typed(logits_RV, is_bf16, [&](auto* rows) {

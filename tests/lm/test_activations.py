@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm import block
+from lm import attention
 from lm.activations import Pass, block_bytes, ends_bytes
 from lm.config import ModelConfig
 from lm.dropout import sequence_keys
 from lm.encoder_decoder import EncoderDecoder
 from lm.model import LanguageModel, init_weights
-from lm.native import ops
+from lm.native import operators
 from lm.native.build import has_matrix_unit
 
 ROWS, TOKENS = 3, 40
@@ -90,8 +90,8 @@ def test_the_count_is_what_autograd_saves(changes: dict[str, Any], kind: str) ->
 @pytest.mark.parametrize("changes", [{**LLAMA, "num_key_value_heads": 6}, GPT2])
 def test_fused_attention_keeps_no_table_of_weights(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     # PyTorch's fused kernel for a CPU saves what the one for a GPU does, where heads are views as they are there.
-    monkeypatch.setattr(block, "attend", fused)
-    monkeypatch.setattr(ops, "kernels", lambda: None)
+    monkeypatch.setattr(attention, "attend", fused)
+    monkeypatch.setattr(operators, "library", lambda: None)
     config = ModelConfig.model_validate(changes)
     model = LanguageModel(config)
     init_weights(model, seed=0)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lm.attention import KVCache, attend, attention_mask, sliding_window_mask
+from lm.attention import attend, attention_mask, sliding_window_mask
+from lm.cache import KVCache
 from lm.positions import rotary_tables, rotate
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lm.attention import attend, attention_mask
-from lm.native import ops
+from lm.native import install
 from lm.native.build import has_matrix_unit
 
 pytestmark = pytest.mark.skipif(not has_matrix_unit(), reason="needs a compiler and a CPU with AMX")
@@ -36,7 +36,7 @@ def drawn(B: int, T: int, S: int, N: int, G: int, H: int) -> tuple[Tensor, Tenso
 def check(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, mask: Tensor | None) -> None:
     """Results and gradients are as near to the truth as bf16 numbers on the way let them be."""
     narrow, wide = ([x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)] for dtype in (q.dtype, torch.float64))
-    assert ops.attends(*narrow)
+    assert install.takes_attention(*narrow, mask)
     found, expected = attend(*narrow, mask), written_out(*wide, mask)
     torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
     found.backward(gradient)

@@ -11,7 +11,7 @@ from lm.config import ModelConfig
 from lm.dropout import LEVELS, Dropout, kept, mix, sequence_keys, token_keys
 from lm.encoder import MaskedLanguageModel, SequenceClassifier
 from lm.model import LanguageModel, checkpoint_activations, init_weights
-from lm.native import ops
+from lm.native import operators
 
 CPU = torch.device("cpu")
 
@@ -54,10 +54,10 @@ def test_the_kernel_is_its_twin_bit_for_bit(dtype: torch.dtype, width: int, monk
         assert leaf.grad is not None
         return y.detach(), leaf.grad
 
-    if ops.kernels() is None:
+    if operators.library() is None:
         pytest.skip("no compiler here")
     y, gradient = run()
-    monkeypatch.setattr(ops, "kernels", lambda: None)
+    monkeypatch.setattr(operators, "library", lambda: None)
     twin_y, twin_gradient = run()
     assert torch.equal(y, twin_y)
     assert torch.equal(gradient, twin_gradient)

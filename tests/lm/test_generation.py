@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lm.attention import KVCache
+from lm.cache import KVCache
 from lm.generation import Generated, generate
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel

@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lm import graphs
-from lm.attention import KVCache
+from lm.cache import KVCache
 from lm.config import ModelConfig
 from lm.encoder_decoder import EncoderDecoder
 from lm.generation import Batch, Generated, generate
 from lm.graphs import FixedSteps, Step, StepKind, fixed_steps
 from lm.model import LanguageModel, init_weights
-from lm.native import ops
+from lm.native import operators
 from lm.sampling import Choice
 
 PROMPTS = [[5], [1, 2, 4, 6, 7], [9, 9], [0, 11, 10]]
@@ -60,7 +60,7 @@ def taped(step: Step, _device: torch.device) -> tuple[Tensor, Step]:
 def _recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "taped":
         monkeypatch.setattr(graphs, "record", taped)
-        monkeypatch.setattr(ops, "kernels", lambda: None)  # a tape hears of PyTorch's operations only
+        monkeypatch.setattr(operators, "library", lambda: None)  # a tape hears of PyTorch's operations only
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from lm.linear import Linear, cache_weight_casts
-from lm.native import ops
+from lm.native import kernels
 from lm.native.build import has_matrix_unit
 
 pytestmark = pytest.mark.skipif(not has_matrix_unit(), reason="needs a compiler and a CPU with AMX")
@@ -23,7 +23,7 @@ def test_the_gradient_of_a_weight(sizes: tuple[int, int, int]) -> None:
     threads, found = torch.get_num_threads(), []
     for number in (1, 2, 5):
         torch.set_num_threads(number)
-        found.append(ops.weight_gradient(gradient, x))
+        found.append(kernels.weight_gradient(gradient, x))
     torch.set_num_threads(threads)
     assert all(torch.equal(other, found[0]) for other in found)
     torch.testing.assert_close(found[0].double(), gradient.double().T @ x.double(), rtol=1e-5, atol=1e-4)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lm.block import _SquaredReLU
 from lm.config import ModelConfig, exact_div
 from lm.dropout import sequence_keys
 from lm.encoder import SequenceClassifier
 from lm.encoder_decoder import EncoderDecoder
+from lm.mlp import _SquaredReLU
 from lm.model import (
     LanguageModel,
     ScalarModel,
@@ -19,9 +19,9 @@ from lm.model import (
     freeze_all_but_last,
     init_weights,
     initial_weight,
-    segment_positions,
 )
 from lm.norms import RMSNorm
+from lm.transformer import segment_positions
 
 
 def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
@@ -148,9 +148,9 @@ def test_positions_restart_in_every_segment() -> None:
 @pytest.mark.parametrize("mlp", ["swiglu", "relu2"])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 def test_a_packed_row_gives_each_sequence_what_it_gets_alone(
-    tiny_config: ModelConfig, mlp: str, num_kv_heads: int
+    tiny_config: ModelConfig, mlp: str, num_key_value_heads: int
 ) -> None:
-    model = build(tiny_config.model_copy(update={"mlp": mlp, "num_key_value_heads": num_kv_heads}))
+    model = build(tiny_config.model_copy(update={"mlp": mlp, "num_key_value_heads": num_key_value_heads}))
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randint(0, 288, (length,), generator=generator) for length in (5, 1, 7)]
     row = torch.cat([*parts, torch.zeros(3, dtype=torch.long)])[None]

@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.heads import split_heads
-from lm.native import build, ops
-from lm.norms import RMSNorm, add_norm
+from lm.attention import split_heads
+from lm.native import build, operators
+from lm.native import kernels as ops
+from lm.native.fused import add_norm
+from lm.norms import RMSNorm
 from lm.positions import rotary_tables
 from lm.sampling import Choice
 
-pytestmark = pytest.mark.skipif(build.kernels() is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(build.library() is None, reason="needs a C++ compiler")
 
 TYPES = [torch.float32, torch.bfloat16]
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 2e-6}, torch.bfloat16: {"rtol": 8e-3, "atol": 1e-3}}
@@ -55,7 +57,7 @@ def test_rms_norm_and_its_gradients(shape: tuple[int, ...], dtype: torch.dtype, 
     x, gradient = drawn(*shape, dtype=dtype) * 3, drawn(*shape, dtype=out, seed=1)
     weight = drawn(shape[-1], dtype=torch.float32, seed=2)
     y, inverse = ops.rms_norm(x, weight, 1e-5, out)
-    x_gradient, _, weight_gradient = ops.rms_norm_backward(gradient, x, weight, inverse)
+    x_gradient, weight_gradient = ops.rms_norm_backward(gradient, x, weight, inverse)
     expected = differentiated(norm, gradient, x, weight)
     assert (y.dtype, x_gradient.dtype, weight_gradient.dtype) == (out, dtype, torch.float32)
     check(y, expected[0])
@@ -163,7 +165,7 @@ def test_tokens_beyond_the_vocabulary_are_refused() -> None:
 def test_draws_invert_the_cumulative_sum(num_tokens: int, dtype: torch.dtype, temperature: float) -> None:
     logits = drawn(400, num_tokens, dtype=dtype) * 2
     uniforms = torch.rand(400, generator=torch.Generator().manual_seed(1))
-    tokens, logprobs = ops.draw(logits, uniforms, temperature)
+    tokens, logprobs = ops.sample(logits, uniforms, temperature)
     wide = torch.log_softmax(logits.double() / temperature, dim=-1)
     expected = torch.searchsorted(wide.exp().cumsum(dim=-1), uniforms.double()[:, None], right=True)[:, 0]
     assert torch.equal(tokens, expected.clamp(max=num_tokens - 1))
@@ -177,7 +179,7 @@ def test_a_token_without_probability_is_never_drawn(uniform: float) -> None:
     for possible in ([0], [70], [129], [3, 64, 100], [63, 128]):
         logits = torch.full((1, 130), -math.inf)
         logits[0, possible] = 0.0
-        token, logprob = ops.draw(logits, torch.tensor([uniform]), 1.0)
+        token, logprob = ops.sample(logits, torch.tensor([uniform]), 1.0)
         assert int(token) == possible[int(uniform * len(possible))]
         assert float(logprob) == pytest.approx(-math.log(len(possible)))
 
@@ -189,8 +191,8 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
         y, inverse = ops.rms_norm(x, weight, 1e-5, torch.float32)
         logprobs = ops.token_logprobs(x, torch.arange(1200) % 256, 1.0)
         return [
-            y, *ops.rms_norm_backward(x, y, weight, inverse, carried=y, has_branch=True), ops.swiglu(x), *logprobs,
-            *ops.draw(x, x[:, 0].sigmoid().contiguous(), 1.0),
+            y, *ops.add_rms_norm_backward(x, y, y, weight, inverse), ops.swiglu(x), *logprobs,
+            *ops.sample(x, x[:, 0].sigmoid().contiguous(), 1.0),
         ]  # fmt: skip
 
     before = torch.get_num_threads()
@@ -206,10 +208,10 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 
 def test_other_types_and_layouts_take_pytorch_s_way() -> None:
     x = drawn(4, 6, dtype=torch.float32)
-    assert ops.runs(x)
-    assert not ops.runs(x.T)
-    assert not ops.runs(x.double())
-    assert not ops.runs(x.to("meta"))
+    assert operators.runs(x)
+    assert not operators.runs(x.T)
+    assert not operators.runs(x.double())
+    assert not operators.runs(x.to("meta"))
     norm_of_six = RMSNorm(6, 1e-5)
     torch.testing.assert_close(norm_of_six(x.T.contiguous().T), norm_of_six(x))
 
@@ -231,9 +233,9 @@ def test_without_a_compiler_the_work_goes_on_and_says_why(
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.warns(RuntimeWarning, match="slower"):
-        assert build.kernels.__wrapped__() is None
-    monkeypatch.setattr(ops, "kernels", lambda: None)
-    assert not ops.runs(torch.ones(2))
+        assert build.library.__wrapped__() is None
+    monkeypatch.setattr(operators, "library", lambda: None)
+    assert not operators.runs(torch.ones(2))
     torch.testing.assert_close(RMSNorm(2, 0.0)(torch.ones(1, 2)), torch.ones(1, 2))
 
 
@@ -249,4 +251,4 @@ def test_without_a_home_the_work_goes_on_and_says_what_to_set(monkeypatch: pytes
     with pytest.raises(RuntimeError):
         Path.home()
     with pytest.warns(RuntimeWarning, match=r"slower: there is no home folder .* set HOME or XDG_CACHE_HOME"):
-        assert build.kernels.__wrapped__() is None
+        assert build.library.__wrapped__() is None

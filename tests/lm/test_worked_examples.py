@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.attention import attend
-from lm.block import Attention
+from lm.attention import Attention, attend
 from lm.config import ModelConfig
 
 INPUTS = torch.tensor([[1, 2, 3, 4], [2, 4, 1, 3], [1, 4, 3, 2], [3, 1, 2, 4]], dtype=torch.float32)

@@ -1,4 +1,7 @@
-"""The kernels as functions of tensors. Each has a twin in PyTorch's own operations beside its caller.
+"""The C++ kernels as functions of tensors; `lm.native.operators` registers them with PyTorch.
+
+They take contiguous tensors in the CPU's memory. Each has a twin in plain PyTorch where the model uses it, which says
+what it computes.
 
 Shape letters: R rows, D width, M MLP width, B batch, T tokens, S keys, N heads, G key-value heads, H head dim,
 V vocabulary, F outputs of a product.
@@ -11,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.native.build import has_matrix_unit, kernels
+from lm.native.build import library
 
-TYPES = (torch.float32, torch.bfloat16)
-_ARGUMENTS = {  # p pointer, b whether it is bf16, i integer, f float
+# What each C function takes: p pointer, b bool (whether the pointer before it is bf16), i int64, f float.
+# `tests/lm/test_native.py` compares this with the declarations in C++.
+ARGUMENTS = {
     "rms_norm": "pbppbppbpiif",
     "rms_norm_backward": "pbpbpbpppppii",
     "swiglu": "pbpii",
@@ -22,7 +26,7 @@ _ARGUMENTS = {  # p pointer, b whether it is bf16, i integer, f float
     "split_heads": "pbpppppiiiiib",
     "token_logprobs": "pbpppiif",
     "token_logprobs_backward": "ppbpppiif",
-    "draw": "pbpfppii",
+    "sample": "pbpfppii",
     "weight_gradient": "pppiii",
     "dropout": "pbppiiif",
     "attend": "ppppippiiiiiif",
@@ -31,15 +35,10 @@ _ARGUMENTS = {  # p pointer, b whether it is bf16, i integer, f float
 _KINDS = {"p": c_void_p, "b": c_bool, "i": c_int64, "f": c_float}
 
 
-def runs(*tensors: Tensor) -> bool:
-    """Whether the kernels take these: contiguous, in the CPU's memory, fp32 or bf16."""
-    return all(x.is_cpu and x.dtype in TYPES and x.is_contiguous() for x in tensors) and kernels() is not None
-
-
 def _call(name: str, *arguments: Any) -> None:
-    function = getattr(kernels(), name)
+    function = getattr(library(), name)
     if function.argtypes is None:
-        function.argtypes, function.restype = [_KINDS[letter] for letter in _ARGUMENTS[name]], None
+        function.argtypes, function.restype = [_KINDS[letter] for letter in ARGUMENTS[name]], None
     function(*arguments)
 
 
@@ -57,7 +56,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tup
 
 
 def add_rms_norm(x: Tensor, branch: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x + branch, in x's type, and as `rms_norm` of it in the branch's type."""
+    """x + branch, in x's type; and as `rms_norm` of that sum, in the branch's type."""
     total = torch.empty_like(x)
     return total, *_norm(x, branch, weight_D, eps, total, branch.dtype)
 
@@ -74,19 +73,29 @@ def _norm(
     return y, inverse_R
 
 
-def rms_norm_backward(
-    gradient: Tensor,
-    x: Tensor,
-    weight_D: Tensor,
-    inverse_R: Tensor,
-    *,
-    carried: Tensor | None = None,
-    has_branch: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The gradients of what was normed, in its type, of the branch in it, if it has one, and of the weight, in fp32.
+def rms_norm_backward(gradient: Tensor, x: Tensor, weight_D: Tensor, inverse_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x, in its type, and of the weight, in fp32."""
+    x_gradient, _, weight_gradient_D = _norm_backward(gradient, None, x, weight_D, inverse_R, has_branch=False)
+    return x_gradient, weight_gradient_D
 
-    `carried` is what the sum's gradient would be without the norm.
+
+def add_rms_norm_backward(
+    gradient: Tensor, carried: Tensor | None, total: Tensor, weight_D: Tensor, inverse_R: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x and of the branch, each in its type, and of the weight, in fp32.
+
+    `carried` is the gradient that reaches the sum x + branch other than through its norm.
     """
+    x_gradient, branch_gradient, weight_gradient_D = _norm_backward(
+        gradient, carried, total, weight_D, inverse_R, has_branch=True
+    )
+    assert branch_gradient is not None
+    return x_gradient, branch_gradient, weight_gradient_D
+
+
+def _norm_backward(
+    gradient: Tensor, carried: Tensor | None, x: Tensor, weight_D: Tensor, inverse_R: Tensor, *, has_branch: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
     x_gradient, weight_gradient_D = torch.empty_like(x), torch.empty(weight_D.shape)
     branch_gradient = torch.empty_like(gradient) if has_branch else None
     _call(
@@ -121,7 +130,7 @@ def swiglu_backward(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, keys: Tensor, threshold: int, scale: float) -> Tensor:
-    """x · scale, and 0 where the 16 bits that `keys`, one a row, draw for a column lie below the threshold."""
+    """x · scale, and 0 where the 16 bits that a row's key draws for a column are below the threshold."""
     y, D = torch.empty_like(x), x.shape[-1]
     _call(
         "dropout", x.data_ptr(), _is_bf16(x), keys.data_ptr(), y.data_ptr(), keys.numel(), D, threshold, scale
@@ -130,37 +139,31 @@ def dropout(x: Tensor, keys: Tensor, threshold: int, scale: float) -> Tensor:
 
 
 def split_heads(
-    qkv_BTE: Tensor, rotary: tuple[Tensor, Tensor] | None, num_heads: int, num_kv_heads: int
+    qkv_BTE: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, N, T, H], k and v [B, G, T, H] of one product's output, q and k rotated where there are tables."""
+    """q [B, N, T, H], k and v [B, G, T, H] of one product's output; q and k are rotated if there are tables."""
     B, T, E = qkv_BTE.shape
     N, G = num_heads, num_kv_heads
     H = E // (N + 2 * G)
     q, k, v = qkv_BTE.new_empty(B, N, T, H), qkv_BTE.new_empty(B, G, T, H), qkv_BTE.new_empty(B, G, T, H)
-    _split(qkv_BTE, rotary, q, k, v, back=False)
+    _split(qkv_BTE, cos, sin, q, k, v, back=False)
     return q, k, v
 
 
-def join_heads(q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-    """The other way, by the transposed rotation: the gradient of `split_heads`' input from those of its results."""
+def join_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    """The gradient of `split_heads`' input from those of its results, rotated back by the transposed rotation."""
     B, N, T, H = q.shape
     qkv_BTE = q.new_empty(B, T, (N + 2 * k.shape[1]) * H)
-    _split(qkv_BTE, rotary, q, k, v, back=True)
+    _split(qkv_BTE, cos, sin, q, k, v, back=True)
     return qkv_BTE
 
 
-def _split(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor, v: Tensor, *, back: bool) -> None:
+def _split(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *, back: bool) -> None:
     B, N, T, H = q.shape
-    cos, sin = (None, None) if rotary is None else (table.data_ptr() for table in rotary)
     _call(
-        "split_heads", qkv.data_ptr(), _is_bf16(qkv), cos, sin, q.data_ptr(), k.data_ptr(), v.data_ptr(), B, T, N,
-        k.shape[1], H, back,
+        "split_heads", qkv.data_ptr(), _is_bf16(qkv), _address(cos), _address(sin), q.data_ptr(), k.data_ptr(),
+        v.data_ptr(), B, T, N, k.shape[1], H, back,
     )  # fmt: skip
-
-
-def sums_gradients(weight_FD: Tensor) -> bool:
-    """Whether `weight_gradient` gives this weight's gradient as it is kept: fp32, on a CPU with a matrix unit."""
-    return weight_FD.is_cpu and weight_FD.dtype == torch.float32 and has_matrix_unit()
 
 
 def weight_gradient(gradient_RF: Tensor, x_RD: Tensor) -> Tensor:
@@ -171,12 +174,6 @@ def weight_gradient(gradient_RF: Tensor, x_RD: Tensor) -> Tensor:
     out_FD = torch.empty(F, D)
     _call("weight_gradient", gradient_RF.data_ptr(), x_RD.data_ptr(), out_FD.data_ptr(), R, F, D)
     return out_FD
-
-
-def attends(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor) -> bool:
-    """Whether `attend` takes these: bf16 in the memory of a CPU with a matrix unit, values as wide as keys."""
-    is_bf16 = all(x.is_cpu and x.dtype == torch.bfloat16 for x in (q_BNTH, k_BGSH, v_BGSH))
-    return is_bf16 and k_BGSH.shape == v_BGSH.shape and has_matrix_unit()
 
 
 def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -202,7 +199,7 @@ def attend_backward(
     totals_BNT: Tensor,
     mask_BTS: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, laid out like these."""
+    """The gradients of q, k and v, with the same layouts."""
     gradients = torch.empty_like(q_BNTH), torch.empty_like(k_BGSH), torch.empty_like(v_BGSH)
     _call(
         "attend_backward", gradient_BTNH.data_ptr(), q_BNTH.data_ptr(), k_BGSH.data_ptr(), v_BGSH.data_ptr(),
@@ -213,7 +210,7 @@ def attend_backward(
 
 
 def _mask(mask_BTS: Tensor | None) -> tuple[int | None, int]:
-    """Where it lies, and how far one row's is from the next."""
+    """Its address, and the number of elements from one row's mask to the next's (0: all rows share one)."""
     if mask_BTS is None:
         return None, 0
     return mask_BTS.data_ptr(), mask_BTS[0].numel() if len(mask_BTS) > 1 else 0
@@ -228,7 +225,7 @@ def _attention_sizes(q_BNTH: Tensor, k_BGSH: Tensor) -> tuple[int | float, ...]:
 def token_logprobs(logits_RV: Tensor, tokens_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) at the tokens, and ln Σ exp(logits / temperature): [R] each, fp32.
 
-    Errors: IndexError for a token beyond the vocabulary.
+    Raises: IndexError for a token outside the vocabulary.
     """
     R, V = logits_RV.shape
     if R and not 0 <= int(tokens_R.min()) <= int(tokens_R.max()) < V:
@@ -253,12 +250,12 @@ def token_logprobs_backward(
     return logits_gradient_RV
 
 
-def draw(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def sample(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """A token of softmax(logits / temperature) for each uniform number, and its log-probability: [R] each."""
     R, V = logits_RV.shape
     tokens_R, logprobs_R = torch.empty(R, dtype=torch.int64), torch.empty(R)
     _call(
-        "draw", logits_RV.data_ptr(), _is_bf16(logits_RV), uniforms_R.data_ptr(), 1 / temperature, tokens_R.data_ptr(),
-        logprobs_R.data_ptr(), R, V,
+        "sample", logits_RV.data_ptr(), _is_bf16(logits_RV), uniforms_R.data_ptr(), 1 / temperature,
+        tokens_R.data_ptr(), logprobs_R.data_ptr(), R, V,
     )  # fmt: skip
     return tokens_R, logprobs_R

@@ -1,0 +1,125 @@
+"""Puts the CPU's kernels in place of the plain functions that they compute, where they take the arguments.
+
+Importing this module installs them; `lm.transformer` does.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from lm import attention, block, dropout, linear, logprobs, mlp, norms, sampling
+from lm.native import fused, operators
+from lm.native.operators import TYPES, is_available, is_matrix_unit_available, runs
+from lm.positions import Rotary
+
+
+def _takes_rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> bool:
+    return runs(x, weight_D) and dtype in TYPES
+
+
+def _rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    return operators.rms_norm(x, weight_D, eps, dtype)[0]
+
+
+def _takes_swiglu(gate_and_up: Tensor) -> bool:
+    return runs(gate_and_up)
+
+
+def _swiglu(gate_and_up: Tensor) -> Tensor:
+    return operators.swiglu(gate_and_up)
+
+
+def _takes_dropout(x: Tensor, keys: Tensor, threshold: int) -> bool:
+    return x.is_cpu and x.dtype in TYPES and is_available()
+
+
+def _dropout(x: Tensor, keys: Tensor, threshold: int) -> Tensor:
+    return operators.dropout(x.contiguous(), keys, threshold, dropout.scale(threshold))
+
+
+def _takes_heads(qkv_BTE: Tensor, rotary: Rotary | None, num_heads: int, num_kv_heads: int) -> bool:
+    tables = rotary or ()
+    return runs(qkv_BTE, *tables) and all(table.dtype == qkv_BTE.dtype for table in tables)
+
+
+def _split_heads(
+    qkv_BTE: Tensor, rotary: Rotary | None, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    cos, sin = rotary or (None, None)
+    return operators.split_heads(qkv_BTE, cos, sin, num_heads, num_kv_heads)
+
+
+def takes_attention(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> bool:
+    """Whether the matrix unit's attention takes these: bf16, values as wide as keys."""
+    is_bf16 = all(x.is_cpu and x.dtype == torch.bfloat16 for x in (q_BNTH, k_BGSH, v_BGSH))
+    return is_bf16 and k_BGSH.shape == v_BGSH.shape and is_matrix_unit_available()
+
+
+def _attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
+    mask_BTS = None if mask_BTS is None else mask_BTS.contiguous()
+    y_BTNH, _ = operators.attend(q_BNTH.contiguous(), k_BGSH.contiguous(), v_BGSH.contiguous(), mask_BTS)
+    return y_BTNH.transpose(1, 2)
+
+
+def _takes_logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> bool:
+    return runs(logits_CV)
+
+
+def _logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> Tensor:
+    return operators.token_logprobs(logits_CV, tokens_C.contiguous(), temperature)[0]
+
+
+def _takes_sampling(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> bool:
+    return runs(logits_BV, uniforms_B)
+
+
+def _sample(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    return operators.sample(logits_BV, uniforms_B, temperature)
+
+
+def takes_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the matrix unit computes the weight's gradient: under bf16 autocast, for fp32 weights that learn."""
+    learns = torch.is_grad_enabled() and weight.requires_grad
+    return learns and _is_autocast(x) and weight.dtype == torch.float32 and is_matrix_unit_available()
+
+
+def _is_autocast(x: Tensor) -> bool:
+    return x.is_cpu and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
+    """x Wᵀ + b in bf16. dX = dY W, dW = dYᵀ X, db = Σ dY; dW and db are summed in fp32 and not rounded."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        narrow, narrow_weight = x.bfloat16(), linear.cast(weight)
+        ctx.save_for_backward(narrow, narrow_weight)
+        ctx.x_dtype = x.dtype  # type: ignore[attr-defined]
+        return F.linear(narrow, narrow_weight, None if bias is None else linear.cast(bias))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, _, needs_bias = ctx.needs_input_grad
+        gradient_RF, x_RD = gradient.reshape(-1, gradient.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1])
+        x_gradient = (gradient @ weight).to(ctx.x_dtype) if needs_x else None
+        bias_gradient = gradient_RF.sum(dim=0, dtype=torch.float32) if needs_bias else None
+        return x_gradient, operators.weight_gradient(gradient_RF, x_RD.contiguous()), bias_gradient
+
+
+norms.rms_norm.replace_where(_takes_rms_norm, _rms_norm)
+mlp.swiglu.replace_where(_takes_swiglu, _swiglu)
+dropout.drop.replace_where(_takes_dropout, _dropout)
+attention.split_heads.replace_where(_takes_heads, _split_heads)
+attention.attend_written_out.replace_where(takes_attention, _attend)
+logprobs.logprobs_of_rows.replace_where(_takes_logprobs, _logprobs)
+sampling.sample.replace_where(_takes_sampling, _sample)
+linear.linear.replace_where(takes_linear, _linear)
+block.run_blocks.replace_where(fused.accepts, fused.run_blocks)

@@ -1,0 +1,144 @@
+"""The transformer: embeddings, blocks, final norm. What sits on it is in `lm.model`, `lm.encoder` and others.
+
+Shape letters: B batch, T query tokens, S key tokens, D model width.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+import lm.native.install  # noqa: F401 - the CPU's kernels take the place of what they compute
+from lm.attention import attention_mask, sliding_window_mask
+from lm.block import Block, BlockInputs, PostNormBlock, run_blocks
+from lm.cache import CrossAttentionCache, KVCache
+from lm.config import ModelConfig
+from lm.dropout import Dropout, token_keys
+from lm.norms import compute_dtype, make_norm
+from lm.positions import Rotary, rotary_tables, sinusoids
+
+ENCODES, DECODES, HEAD = 0, 1, 2  # parts of a model, whose dropout differs at equal positions
+
+
+class Transformer(nn.Module):
+    """Tokens to hidden states: embeddings, blocks, and a final norm where norms come first.
+
+    A decoder's tokens see those before them; with `causal` False, an encoder's see all of their sequence. With
+    `cross_attention` every block also looks at an encoder's states. `embedding` shares another stack's table.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dropout: float = 0.0,
+        *,
+        causal: bool = True,
+        cross_attention: bool = False,
+        embedding: nn.Embedding | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.causal = config, causal
+        self.recomputes = False  # set by `checkpoint_activations`
+        self.embedding = embedding or nn.Embedding(config.vocab_size, config.hidden_size)
+        learned = config.positions == "learned"
+        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.token_types = nn.Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None
+        self.embedding_norm = make_norm(config, config.hidden_size) if config.embedding_norm else nn.Identity()
+        self.dropout = Dropout(dropout)
+        num_layers = config.num_hidden_layers if causal or not config.num_encoder_layers else config.num_encoder_layers
+        block = Block if config.norm_place == "pre" else PostNormBlock
+        self.blocks = nn.ModuleList(block(config, dropout, cross_attention=cross_attention) for _ in range(num_layers))
+        # With norms last the final block's own norm is the last one.
+        self.norm = make_norm(config, config.hidden_size) if config.norm_place == "pre" else nn.Identity()
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        mask_BTS: Tensor | None,
+        cache: KVCache | None = None,
+        cross_cache: CrossAttentionCache | None = None,
+        token_types_BT: Tensor | None = None,
+        sequence_keys_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [B, T, D]. `mask_BTS`: True = may attend; None = causal, or everything for an encoder.
+
+        `sequence_keys_BT` (or [B, 1]) are needed in training with dropout (`lm.dropout`).
+        """
+        keys_BT = None
+        if sequence_keys_BT is not None and self.dropout.is_active:
+            keys_BT = token_keys(sequence_keys_BT, positions_BT, DECODES if self.causal else ENCODES)
+        x_BTD = self.embed(tokens_BT, positions_BT, token_types_BT, keys_BT)
+        T = tokens_BT.shape[1]
+        S = T + (cache.length if cache is not None else 0)
+        if mask_BTS is None and not self.causal:
+            mask_BTS = torch.ones(1, T, S, dtype=torch.bool, device=tokens_BT.device)
+        by_window = {
+            window: sliding_window_mask(mask_BTS, window, T, S, tokens_BT.device)
+            for window in self.config.sliding_window
+        }
+        masks_BTS = [by_window[self.config.window(layer)] for layer in range(len(self.blocks))]
+        rotary = self.rotary(positions_BT, compute_dtype(x_BTD))
+        inputs = BlockInputs(masks_BTS, rotary, cache, cross_cache, keys_BT)
+        return run_blocks(self.blocks, self.norm, x_BTD, inputs, self.recomputes and torch.is_grad_enabled())
+
+    def embed(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        token_types_BT: Tensor | None = None,
+        keys_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Token embeddings [B, T, D], with what positions and token types (0 where not given) add to them."""
+        x_BTD = self.embedding(tokens_BT)
+        if self.config.scale_embedding:
+            x_BTD = x_BTD * math.sqrt(self.config.hidden_size)
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions(positions_BT)
+        elif self.config.positions == "sinusoidal":
+            x_BTD = x_BTD + sinusoids(positions_BT, self.config.hidden_size).to(x_BTD.dtype)
+        if self.token_types is not None:
+            x_BTD = x_BTD + self.token_types(torch.zeros_like(tokens_BT) if token_types_BT is None else token_types_BT)
+        return self.dropout(self.embedding_norm(x_BTD), keys_BT, 0)
+
+    def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotary | None:
+        config = self.config
+        if config.positions != "rotary":
+            return None
+        return rotary_tables(positions_BT, config.head_dim, config.rope_theta, config.rope_scaling, dtype)
+
+    def hidden(
+        self,
+        tokens_BT: Tensor,
+        segments_BT: Tensor | None,
+        cross_cache: CrossAttentionCache | None = None,
+        token_types_BT: Tensor | None = None,
+        sequence_keys_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states of whole rows. `segments_BT` numbers the sequences packed in a row from 1; 0 = padding.
+
+        Positions restart at 0 in every segment and no token attends across segments, so a packed row gives each of
+        its sequences what it would get alone. None means one sequence a row; padding on the right is harmless to a
+        decoder, and none may be there for an encoder. `sequence_keys_BT` as for `forward`.
+        """
+        T = tokens_BT.shape[1]
+        if segments_BT is None:
+            positions_BT = torch.arange(T, device=tokens_BT.device).expand(tokens_BT.shape)
+            return self(tokens_BT, positions_BT, None, None, cross_cache, token_types_BT, sequence_keys_BT)
+        mask_BTS = attention_mask(segments_BT, causal=self.causal)
+        positions_BT = segment_positions(segments_BT)
+        return self(tokens_BT, positions_BT, mask_BTS, None, cross_cache, token_types_BT, sequence_keys_BT)
+
+    def cross_attention_cache(self, states_BSD: Tensor, real_BS: Tensor) -> CrossAttentionCache:
+        """An encoder's states as this decoder's blocks look at them; `real_BS` is False at padding."""
+        pairs = [block.cross.keys_and_values(states_BSD) for block in self.blocks]  # type: ignore[union-attr, operator]
+        return CrossAttentionCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), real_BS)
+
+
+def segment_positions(segments_BT: Tensor) -> Tensor:
+    """Position of each token in its segment: (1, 1, 2, 2, 2, 0) gives (0, 1, 0, 1, 2, 0)."""
+    T = segments_BT.shape[1]
+    index_BT = torch.arange(T, device=segments_BT.device).expand(segments_BT.shape)
+    starts_BT = torch.ones_like(segments_BT, dtype=torch.bool)
+    starts_BT[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
+    return index_BT - torch.where(starts_BT, index_BT, 0).cummax(dim=1).values
