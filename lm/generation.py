@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from lm.cache import CrossAttentionCache, KVCache
-from lm.decoding import LEAVE_BELOW, Steps, decoding_steps
+from lm.decoding import Steps, decoding_steps
 from lm.encoder_decoder import EncoderDecoder
 from lm.graphs import StepKind
 from lm.model import LanguageModel
+from lm.native.decoder import LEAVE_BELOW
 from lm.padding import pad_left, pad_right
 from lm.prepacked import prepacked
 from lm.progress import note_progress

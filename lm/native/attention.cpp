@@ -1,5 +1,5 @@
 // Attention of whole rows and its gradient, by a CPU with a matrix unit (Intel AMX): softmax(scale · Q Kᵀ) V, a panel of
-// queries at a time, so that scores never leave a core's caches. lm/native/ops.py says what the functions compute.
+// queries at a time, so that scores never leave a core's caches. lm/native/kernels.py says what the functions compute.
 //
 // The gradient computes the weights again from the scores and each query's ln Σ exp (arXiv 2205.14135, appendix B.2):
 //     P = exp(scale · S - total),  dV = Pᵀ dY,  dS = P ∘ (dY Vᵀ - rowsum(dY ∘ Y)) · scale,  dQ = dS K,  dK = dSᵀ Q.

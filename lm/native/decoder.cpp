@@ -1,10 +1,11 @@
 // One decoding step of a whole transformer by a CPU with a matrix unit (Intel AMX): every sequence reads one token. All
 // threads take the same phases, each on a share of its own, and meet at a barrier between them, so nothing is started
-// or handed over within a step; weights and the key-value cache pass through memory once. lm/decoding.py says when.
+// or handed over within a step; weights and the key-value cache pass through memory once. lm/native/decoder.py says when.
 //
 // Shape letters: B sequences, D width, N heads, G key-value heads, H head dim, E = (N + 2G) H, M MLP width,
 // C columns of the cache, V vocabulary.
 
+#include <cstddef>
 #include <cstdint>
 
 struct Layer {
@@ -39,6 +40,30 @@ struct Step {
     const uint16_t *cos, *sin;
     char* scratch;
 };
+
+// Each struct's size and its fields' offsets; lm/native/decoder.py compares its own with them.
+extern "C" {
+extern const int64_t layer_layout[] = {
+    sizeof(Layer),           offsetof(Layer, attention_norm), offsetof(Layer, attention_norm_bias),
+    offsetof(Layer, qkv),    offsetof(Layer, qkv_bias),       offsetof(Layer, query_norm),
+    offsetof(Layer, key_norm), offsetof(Layer, out),          offsetof(Layer, out_bias),
+    offsetof(Layer, mlp_norm), offsetof(Layer, mlp_norm_bias), offsetof(Layer, up),
+    offsetof(Layer, up_bias), offsetof(Layer, down),          offsetof(Layer, down_bias),
+    offsetof(Layer, window),
+};
+extern const int64_t decoder_layout[] = {
+    sizeof(Decoder),            offsetof(Decoder, D),           offsetof(Decoder, N),
+    offsetof(Decoder, G),       offsetof(Decoder, H),           offsetof(Decoder, M),
+    offsetof(Decoder, V),       offsetof(Decoder, num_layers),  offsetof(Decoder, activation),
+    offsetof(Decoder, norm_is_rms), offsetof(Decoder, eps),     offsetof(Decoder, layers),
+    offsetof(Decoder, norm),    offsetof(Decoder, norm_bias),   offsetof(Decoder, head),
+};
+extern const int64_t step_layout[] = {
+    sizeof(Step),           offsetof(Step, B),      offsetof(Step, C),      offsetof(Step, column),
+    offsetof(Step, first_B), offsetof(Step, x),     offsetof(Step, keys),   offsetof(Step, values),
+    offsetof(Step, logits), offsetof(Step, cos),    offsetof(Step, sin),    offsetof(Step, scratch),
+};
+}
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 
@@ -330,9 +355,9 @@ bool matrix_unit_runs() {
 }
 
 // A weight [columns, K] in panels; K is a multiple of 32.
-int64_t weight_bytes(int64_t columns, int64_t K) { return panel_bytes(columns, K); }
+int64_t packed_bytes(int64_t columns, int64_t K) { return panel_bytes(columns, K); }
 
-void put_weight(const uint16_t* weight, int64_t columns, int64_t K, char* panels) {
+void pack_weight(const uint16_t* weight, int64_t columns, int64_t K, char* panels) {
     const int64_t bytes = panel_bytes(PANEL, K);
 #pragma omp parallel
     {

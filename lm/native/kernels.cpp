@@ -1,6 +1,6 @@
 // What PyTorch does on a CPU in several passes over memory, in one. Plain loops, which the compiler vectorises; numbers
 // are fp32 between load and store. Rows are shared out among OpenMP's threads, each row to one, and sums have one order:
-// so results do not depend on how many threads there are. lm/native/ops.py says what each function computes.
+// so results do not depend on how many threads there are. lm/native/kernels.py says what each function computes.
 //
 // Shape letters: R rows, D width, M MLP width, B batch, T tokens, S keys, N heads, G key-value heads, H head dim,
 // V vocabulary.

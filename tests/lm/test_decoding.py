@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from lm.config import ModelConfig
-from lm.decoding import NativeSteps, decoding_steps, what_native_steps_miss
+from lm.decoding import decoding_steps
 from lm.encoder_decoder import EncoderDecoder
 from lm.generation import Batch, generate
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel, init_weights
+from lm.native.decoder import NativeSteps, what_native_steps_miss
 from lm.sampling import Choice
 
 SHAPE = {

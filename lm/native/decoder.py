@@ -1,0 +1,184 @@
+"""Decoding steps by the CPU's matrix unit: a whole step is one call (decoder.cpp).
+
+Shape letters: B sequences, D model width, F outputs of a product, C columns of the cache, H head dim, V vocabulary.
+"""
+
+from ctypes import CDLL, POINTER, Structure, byref, c_double, c_int64, c_void_p, sizeof
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lm.block import Block
+from lm.cache import KVCache
+from lm.model import LanguageModel
+from lm.native.build import has_matrix_unit, library
+
+HEAD_DIMS = (32, 64, 96, 128, 256)
+ACTIVATIONS = {"swiglu": 0, "relu2": 1, "gelu_tanh": 2, "relu": 3}  # decoder.cpp's `Activation`
+LEAVE_BELOW = 0.8  # finished rows leave when no more than this share still runs: leaving copies the cache
+KC = 32  # bf16 numbers that the unit reads at once: widths are multiples of it
+
+
+def what_native_steps_miss(model: nn.Module) -> str:
+    """What the native step needs and this model lacks; empty where it computes what the model's modules would."""
+    if not isinstance(model, LanguageModel):
+        return "a decoder"
+    config, weight = model.config, model.head.weight
+    if not weight.is_cpu or weight.dtype != torch.bfloat16 or torch.is_autocast_enabled("cpu"):
+        return "bf16 weights on a CPU"
+    sums_over = (config.hidden_size, config.num_attention_heads * config.head_dim, config.intermediate_size)
+    if config.head_dim not in HEAD_DIMS or any(width % KC for width in sums_over):
+        return f"head_dim of {HEAD_DIMS} and widths that are multiples of {KC}"
+    if config.norm_place != "pre" or config.mlp not in ACTIVATIONS:
+        return f'norm_place "pre" and mlp of {list(ACTIVATIONS)}'
+    return "" if _functions() is not None else "a compiler and a CPU with AMX"
+
+
+class _Layer(Structure):
+    """decoder.cpp's `Layer`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("attention_norm", "attention_norm_bias", "qkv", "qkv_bias")),
+        *((name, c_void_p) for name in ("query_norm", "key_norm", "out", "out_bias", "mlp_norm", "mlp_norm_bias")),
+        *((name, c_void_p) for name in ("up", "up_bias", "down", "down_bias")),
+        ("window", c_int64),
+    )
+
+
+class _Decoder(Structure):
+    """decoder.cpp's `Decoder`."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("width", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "vocab_size")),
+        *((name, c_int64) for name in ("num_layers", "activation", "norm_is_rms")),
+        ("eps", c_double),
+        ("layers", POINTER(_Layer)),
+        *((name, c_void_p) for name in ("norm", "norm_bias", "head")),
+    )
+
+
+class _Step(Structure):
+    """decoder.cpp's `Step`."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_rows", "capacity", "column")),
+        *((name, c_void_p) for name in ("first", "x", "keys", "values", "logits", "cos", "sin", "scratch")),
+    )
+
+
+@cache
+def _functions() -> Any:
+    """decoder.cpp's functions with their types; None where it is not compiled or this CPU has no matrix unit."""
+    loaded = library()
+    if loaded is None or not has_matrix_unit():
+        return None
+    check_layouts(loaded)
+    _typed(loaded.packed_bytes, c_int64, c_int64, c_int64)
+    _typed(loaded.pack_weight, None, c_void_p, c_int64, c_int64, c_void_p)
+    _typed(loaded.scratch_bytes, c_int64, POINTER(_Decoder), c_int64)
+    _typed(loaded.decode, None, POINTER(_Decoder), POINTER(_Step))
+    return loaded
+
+
+def check_layouts(loaded: CDLL) -> None:
+    """Compare sizes and offsets of the structs here with those that the C++ compiler reports.
+
+    Raises: RuntimeError naming the struct and both layouts where they differ.
+    """
+    for structure, name in ((_Layer, "layer"), (_Decoder, "decoder"), (_Step, "step")):
+        ours = [sizeof(structure), *(getattr(structure, field[0]).offset for field in structure._fields_)]
+        theirs = list((c_int64 * len(ours)).in_dll(loaded, f"{name}_layout"))
+        if ours != theirs:
+            raise RuntimeError(f"{structure.__name__} has size and offsets {ours}; decoder.cpp has {theirs}")
+
+
+def _typed(function: Any, result: Any, *arguments: Any) -> None:
+    function.restype, function.argtypes = result, arguments
+
+
+class NativeSteps:
+    """Steps of a decoder, from a copy of its weights packed for the CPU's matrix unit.
+
+    The weights must not change afterwards. Numbers are rounded to bf16 where the model's own modules round them.
+    """
+
+    leave_below = LEAVE_BELOW
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._library, self._transformer, self._config = _functions(), model.decoder, model.config
+        self._kept: list[Tensor] = []  # what the structs point to
+        config = model.config
+        blocks = [block for block in model.decoder.blocks if isinstance(block, Block)]
+        layers = [self._layer(block, config.window(number)) for number, block in enumerate(blocks)]
+        norm, norm_bias = self._norm(model.decoder.norm)
+        self._decoder = _Decoder(
+            config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+            config.intermediate_size, config.vocab_size,
+            config.num_hidden_layers, ACTIVATIONS[config.mlp], config.norm == "rms", config.norm_eps,
+            (_Layer * len(layers))(*layers), norm, norm_bias, self._weight(model.head),
+        )  # fmt: skip
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._tables: list[Tensor] = []
+
+    def next_logits(self, tokens_B: Tensor, first_real_B: Tensor, cache: KVCache) -> Tensor:
+        config, transformer, B = self._config, self._transformer, len(tokens_B)
+        assert cache.length < cache.capacity, f"the cache is full with {cache.length} tokens"
+        assert first_real_B.dtype == torch.int64
+        assert all(part.is_contiguous() for part in (cache.keys, cache.values, first_real_B))
+        # A finished sequence may idle past the end of the context; nothing reads its logits.
+        positions_B1 = (cache.length - first_real_B).clamp(0, config.max_position_embeddings - 1)[:, None]
+        x_B1D = transformer.embed(tokens_B[:, None], positions_B1).contiguous()
+        tables = [table[positions_B1[:, 0]] for table in self._tables_for(cache.capacity)]
+        logits_BV = x_B1D.new_empty(B, config.vocab_size)
+        cos, sin = (table.data_ptr() for table in tables) if tables else (None, None)
+        step = _Step(
+            B, cache.capacity, cache.length, first_real_B.data_ptr(), x_B1D.data_ptr(), cache.keys.data_ptr(),
+            cache.values.data_ptr(), logits_BV.data_ptr(), cos, sin, self._scratch_for(B),
+        )  # fmt: skip
+        self._library.decode(byref(self._decoder), byref(step))
+        return logits_BV
+
+    def forget(self) -> None:
+        """Nothing to do: of a batch only the scratch memory is kept, which has no shape."""
+
+    def _tables_for(self, capacity: int) -> list[Tensor]:
+        """cos and sin [C, H] of every position that the cache has room for; none without rotary positions."""
+        if not self._tables or len(self._tables[0]) < capacity:
+            tables = self._transformer.rotary(torch.arange(capacity)[None], torch.bfloat16)
+            self._tables = [table[0, :, 0] for table in tables or ()]
+        return self._tables
+
+    def _scratch_for(self, num_rows: int) -> int:
+        needed = self._library.scratch_bytes(byref(self._decoder), num_rows)
+        if needed > len(self._scratch):
+            self._scratch = torch.zeros(needed, dtype=torch.uint8)
+        return self._scratch.data_ptr()
+
+    def _layer(self, block: Block, window: int) -> _Layer:
+        attention, mlp = block.attention, block.mlp
+        return _Layer(
+            *self._norm(block.attention_norm), self._weight(attention.qkv), self._vector(attention.qkv.bias),
+            *(self._norm(norm)[0] for norm in (attention.query_norm, attention.key_norm)),
+            self._weight(attention.out), self._vector(attention.out.bias),
+            *self._norm(block.mlp_norm), self._weight(mlp.up), self._vector(mlp.up.bias),
+            self._weight(mlp.down), self._vector(mlp.down.bias), window,
+        )  # fmt: skip
+
+    def _norm(self, norm: nn.Module | None) -> tuple[int | None, int | None]:
+        return self._vector(getattr(norm, "weight", None)), self._vector(getattr(norm, "bias", None))
+
+    def _vector(self, numbers: Tensor | None) -> int | None:
+        return None if numbers is None else self._keep(numbers.detach().float().contiguous())
+
+    def _weight(self, linear: nn.Linear) -> int:
+        """The weight [F, D], packed."""
+        weight = linear.weight.detach().contiguous()
+        packed = torch.empty(self._library.packed_bytes(*weight.shape), dtype=torch.uint8)
+        self._library.pack_weight(weight.data_ptr(), *weight.shape, packed.data_ptr())
+        return self._keep(packed)
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._kept.append(tensor)
+        return tensor.data_ptr()
