@@ -146,7 +146,7 @@ def test_positions_restart_in_every_segment() -> None:
 
 
 @pytest.mark.parametrize("mlp", ["swiglu", "relu2"])
-@pytest.mark.parametrize("num_kv_heads", [4, 2])
+@pytest.mark.parametrize("num_key_value_heads", [4, 2])
 def test_a_packed_row_gives_each_sequence_what_it_gets_alone(
     tiny_config: ModelConfig, mlp: str, num_key_value_heads: int
 ) -> None:
