@@ -29,15 +29,22 @@ from training.seeds import derive_seed
 
 
 class CollectConfig(Config):
-    """`overlap_share` of the tasks go to `overlap_labelers` instead of one: what agreement is measured on."""
+    """Samples of the SFT policy that labelers rank."""
 
-    prompts: DataConfig
-    responses_per_prompt: int = Field(ge=2, le=MAX_RESPONSES)
-    max_new_tokens: int = Field(ge=1)
-    temperature: float = Field(default=1.0, gt=0)
-    overlap_share: float = Field(ge=0, le=1)
-    overlap_labelers: int = Field(default=2, ge=2)
-    instructions_version: str = "1"
+    prompts: DataConfig = Field(description="Prompts to sample responses to.")
+    responses_per_prompt: int = Field(default=4, ge=2, le=MAX_RESPONSES, description="Responses per task.")
+    max_new_tokens: int = Field(ge=1, description="Length limit of a response, in tokens.")
+    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature.")
+    overlap_share: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Fraction of the tasks that go to `overlap_labelers` labelers, on which agreement is measured.",
+    )
+    overlap_labelers: int = Field(default=2, ge=2, description="Labelers per overlapping task; the others have one.")
+    instructions_version: str = Field(
+        default="1", description="Version of the instructions, recorded with each judgment."
+    )
 
 
 def make_tasks(

@@ -20,14 +20,14 @@ from training.seeds import derive_seed
 
 
 class CompareConfig(Config):
-    """`num_samples` responses a prompt of every policy; the SFT policy gives a pool of `best_of` for best-of-n."""
+    """Responses of each policy to the same prompts, judged by the world's gold judge."""
 
-    prompts: DataConfig
-    num_samples: int = Field(ge=1)
-    best_of: int = Field(ge=2)
-    max_new_tokens: int = Field(ge=1)
-    temperature: float = Field(default=1.0, ge=0)
-    num_shown: int = Field(default=12, ge=0)  # prompts whose responses the report shows side by side
+    prompts: DataConfig = Field(description="Prompts that all policies answer.")
+    num_samples: int = Field(default=1, ge=1, description="Responses per prompt and policy.")
+    best_of: int = Field(default=16, ge=2, description="Samples per prompt of the SFT policy, for best-of-n.")
+    max_new_tokens: int = Field(ge=1, description="Length limit of a response, in tokens.")
+    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature; 0 = greedy.")
+    num_shown: int = Field(default=12, ge=0, description="Prompts whose responses the report shows next to each other.")
 
 
 def run_compare(run: StageRun, config: CompareConfig) -> None:

@@ -11,58 +11,121 @@ from training.data import DataConfig
 
 
 class PPOConfig(Config):
-    """An iteration samples one response to each of `rollout_batch_size` prompts and learns from them in minibatches.
+    """Each iteration samples `rollout_batch_size` responses and learns from them in minibatches (arXiv 1707.06347).
 
-    `minibatch.batch_size` counts responses; `minibatch.micro_batch_size` also bounds the passes without gradients.
-    KL is in nats a response, the sum over its tokens of log π - log π_ref. Scores are in standard deviations of the
-    SFT policy's scores. Colocated, every worker has all roles; disaggregated, the job's workers learn and others sample
-    and score. With `max_staleness` N the generators are N iterations ahead: what iteration i learns from was sampled
-    with the weights that iteration max(0, i - N) began with. Weights go to the generators by a broadcast (NCCL, gloo)
-    or through Ray's object store; "auto" broadcasts between GPUs, unless generators are ahead. `init_from` names a
-    policy and `reward_from` a reward model (folders or hub ids) that stand in for what the stages before would give. A
-    reward may also come from a Python function, `reward_function`, or an HTTP endpoint, `reward_url`
-    (`reward.elsewhere`); there is one source of it. From a reward model of several objectives it is the sum of their
-    scores, each times its `objective_weights`; they are {} for one of a single objective.
+    The reward comes from one source: the reward stage, `reward_from`, `reward_function` or `reward_url`. Scores are in
+    standard deviations of the initial policy's scores; KL is in nats per response.
     """
 
-    init_from: str = ""
-    reward_from: str = ""
-    reward_function: str = Field(default="", pattern=r"^(|[^:]+:[^:]+)$")  # "MODULE:FUNCTION" or "FILE.py:FUNCTION"
-    reward_url: str = Field(default="", pattern=r"^(|https?://.+)$")
-    reward_timeout_seconds: float = Field(default=30.0, gt=0)  # of silence; reward_url only
-    reward_retries: int = Field(default=3, ge=0)  # of a request; reward_url only
-    objective_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
-    placement: Literal["colocated", "disaggregated"] = "colocated"
-    num_generators: int = Field(default=1, ge=1)  # ranks that sample; disaggregated only
-    num_scorers: int = Field(default=1, ge=1)  # ranks that hold reward model and reference; disaggregated only
-    weight_transport: Literal["auto", "broadcast", "object_store"] = "auto"  # to generators; disaggregated only
-    max_staleness: int = Field(default=0, ge=0)  # in iterations; disaggregated only; 0 = on-policy
-    importance_cap: float = Field(default=2.0, ge=1)  # of a token's weight π / π_behave, in stale rollouts
-    prompts: DataConfig
-    num_iterations: int = Field(ge=1)
-    rollout_batch_size: int = Field(ge=1)
-    num_epochs: int = Field(ge=1)
-    minibatch: BatchConfig
-    max_new_tokens: int = Field(ge=1)
-    temperature: float = Field(default=1.0, gt=0)
-    policy_optimizer: OptimizerConfig
-    value_optimizer: OptimizerConfig
-    kl_coef: float = Field(ge=0)
-    kl_control: Literal["fixed", "adaptive"] = "fixed"
-    target_kl: float = Field(default=6.0, gt=0)  # adaptive only (Ziegler et al., arXiv 1909.08593)
-    kl_horizon: int = Field(default=10_000, ge=1)  # adaptive only, in responses
-    missing_eos_penalty: float = Field(ge=0)
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    clip_range: float = Field(default=0.2, gt=0)
-    value_clip_range: float = Field(default=0.2, gt=0)
-    ptx_coef: float = Field(ge=0)  # weight of the pretraining loss, a mean a token as the policy loss is
-    ptx_rows: int = Field(ge=0)  # pretraining rows a minibatch
-    ema_decay: float = Field(ge=0, lt=1)  # an iteration
-    final_weights: Literal["last", "ema"] = "last"
-    max_failed_share: float = Field(default=0.1, ge=0, lt=1)  # responses without a score, before the run stops
-    save_every_iterations: int = Field(ge=1)
-    keep_policies_every: int = Field(default=0, ge=0)  # iterations; the policy then stays in policies/; 0 = never
+    init_from: str = Field(
+        default="", description="Model directory or hub id of the initial policy; empty = the SFT stage's model."
+    )
+    reward_from: str = Field(
+        default="", description="Model directory or hub id of a reward model; empty = the reward stage's model."
+    )
+    reward_function: str = Field(
+        default="",
+        pattern=r"^(|[^:]+:[^:]+)$",
+        description='Python function that scores responses, "MODULE:FUNCTION" or "FILE.py:FUNCTION".',
+    )
+    reward_url: str = Field(default="", pattern=r"^(|https?://.+)$", description="HTTP endpoint that scores responses.")
+    reward_timeout_seconds: float = Field(
+        default=30.0, gt=0, description="How long `reward_url` may be silent before a request fails, in seconds."
+    )
+    reward_retries: int = Field(default=3, ge=0, description="How often a failed request to `reward_url` is repeated.")
+    objective_weights: dict[str, FiniteFloat] = Field(
+        default_factory=dict,
+        description="Weight of each objective's score in the reward, for a reward model of several; none for one.",
+    )
+    placement: Literal["colocated", "disaggregated"] = Field(
+        default="colocated",
+        description="`colocated`: every worker has all roles. `disaggregated`: the job's workers learn, and other ranks"
+        " sample and score.",
+    )
+    num_generators: int = Field(default=1, ge=1, description="Ranks that sample; disaggregated only.")
+    num_scorers: int = Field(
+        default=1, ge=1, description="Ranks that hold the reward model and the reference policy; disaggregated only."
+    )
+    weight_transport: Literal["auto", "broadcast", "object_store"] = Field(
+        default="auto",
+        description="How weights reach the generators: a broadcast (NCCL or gloo) or Ray's object store; `auto`"
+        " broadcasts between GPUs unless `max_staleness` is set. Disaggregated only.",
+    )
+    max_staleness: int = Field(
+        default=0,
+        ge=0,
+        description="How many iterations N the generators are ahead: iteration i learns from responses sampled with the"
+        " weights that iteration max(0, i - N) started with. 0 = on-policy; disaggregated only.",
+    )
+    importance_cap: float = Field(
+        default=2.0, ge=1, description="Upper limit of a token's importance weight π / π_behave in stale rollouts."
+    )
+    prompts: DataConfig = Field(description="Prompts to sample responses to.")
+    num_iterations: int = Field(ge=1, description="Iterations of sampling and learning.")
+    rollout_batch_size: int = Field(ge=1, description="Prompts per iteration, with one response each.")
+    num_epochs: int = Field(default=1, ge=1, description="Passes over each iteration's responses.")
+    minibatch: BatchConfig = Field(
+        description="Responses per update; `micro_batch_size` also bounds the passes without gradients."
+    )
+    max_new_tokens: int = Field(ge=1, description="Length limit of a response, in tokens.")
+    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature of rollouts.")
+    policy_optimizer: OptimizerConfig = Field(description="Optimizer of the policy.")
+    value_optimizer: OptimizerConfig = Field(description="Optimizer of the value function.")
+    kl_coef: float = Field(
+        default=0.05, ge=0, description="Weight of the KL penalty in the reward, per nat; its first value if adaptive."
+    )
+    kl_control: Literal["fixed", "adaptive"] = Field(
+        default="fixed", description="Whether `kl_coef` is adapted to reach `target_kl` (arXiv 1909.08593)."
+    )
+    target_kl: float = Field(default=6.0, gt=0, description="KL to aim for, in nats per response; adaptive only.")
+    kl_horizon: int = Field(
+        default=10_000, ge=1, description="How slowly `kl_coef` adapts, in responses; adaptive only."
+    )
+    missing_eos_penalty: float = Field(
+        default=0.0,
+        ge=0,
+        description="Subtracted from the score of a response without an end token, in standard deviations; 0 = none.",
+    )
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per token.")
+    gae_lambda: float = Field(
+        default=0.95, ge=0, le=1, description="λ of generalised advantage estimation (arXiv 1506.02438)."
+    )
+    clip_range: float = Field(
+        default=0.2,
+        gt=0,
+        description="The policy's probability ratio is clipped to 1 ± this (arXiv 1707.06347, eq. 7).",
+    )
+    value_clip_range: float = Field(
+        default=0.2, gt=0, description="Values are clipped to within this of the values at sampling time."
+    )
+    ptx_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the pretraining loss, a mean per token like the policy loss (PPO-ptx, arXiv 2203.02155);"
+        " 0 = none.",
+    )
+    ptx_rows: int = Field(default=0, ge=0, description="Pretraining rows per minibatch; 0 = none.")
+    ema_decay: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Decay per iteration of the policy's moving average; 0 = the average is the last policy.",
+    )
+    final_weights: Literal["last", "ema"] = Field(
+        default="last", description="Which weights the stage hands on: the last ones or their moving average."
+    )
+    max_failed_share: float = Field(
+        default=0.1,
+        ge=0,
+        lt=1,
+        description="The run stops when a larger fraction of an iteration's responses gets no score.",
+    )
+    save_every_iterations: int = Field(
+        default=10, ge=1, description="Iterations between checkpoints; the last iteration always writes one."
+    )
+    keep_policies_every: int = Field(
+        default=0, ge=0, description="Iterations between policies that are kept in policies/; 0 = none."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

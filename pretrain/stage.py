@@ -42,15 +42,18 @@ from training.stage import StageContext, build_engine
 class PretrainConfig(InitConfig, TrainingConfig):
     """`batch.batch_size` counts rows of `seq_len` tokens.
 
-    Pretraining goes on from the weights, shape and vocabulary of `init_from`; with `num_steps` 0 they are taken as they
-    are. Without it, `num_steps` 0 leaves a random model to the next stage, as translation learns from nothing.
+    With `init_from`, pretraining continues from that model's weights, shape and vocabulary.
     """
 
-    texts: tuple[DataConfig, ...] = Field(min_length=1)
-    heldout: tuple[DataConfig, ...] = Field(min_length=1)
-    tokenizer_texts: int = Field(default=100_000, ge=1)  # the first so many texts teach the tokenizer
-    seq_len: int = Field(ge=2)
-    num_steps: int = Field(ge=0)
+    texts: tuple[DataConfig, ...] = Field(min_length=1, description="Texts to learn from.")
+    heldout: tuple[DataConfig, ...] = Field(min_length=1, description="Texts to evaluate on.")
+    tokenizer_texts: int = Field(
+        default=100_000, ge=1, description="The tokenizer is trained on the first this many texts."
+    )
+    seq_len: int = Field(ge=2, description="Tokens per row.")
+    num_steps: int = Field(
+        ge=0, description="Optimizer steps; 0 hands on the initial weights, those of `init_from` or random ones."
+    )
 
 
 def train(context: StageContext, config: PretrainConfig, model_config: ModelConfig, tokenizer_folder: Path) -> None:

@@ -9,7 +9,7 @@ well (docs/labels.md).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from lm.tokenizer import Messages, Tokenizer
 from preferences.formats.merging import Found, collect_all, report_excluded
@@ -39,9 +39,9 @@ class Comparison:
 
 
 class RankingsConfig(DataConfig):
-    """Where rankings come from, and the published format that they are in."""
+    """Where rankings come from, and their format."""
 
-    format: str = "rankings"
+    format: str = Field(default="rankings", description="Format of the rows; `heed label formats` lists the names.")
 
     @field_validator("format")
     @classmethod

@@ -14,25 +14,45 @@ from training.data import DataConfig
 class RewardConfig(InitConfig, TrainingConfig):
     """`batch.batch_size` counts comparisons: one prompt's K responses and all rankings that labelers gave them.
 
-    `init_from` may name a language model, a reward model, or an encoder; `chat_template` is for those that have none.
-    `ties` = "soft" takes a tie for half a win, "davidson" for an outcome with a chance of its own (`reward.loss`). With
-    `rating_coef` above 0 scores also learn the ratings that rankings carry: their loss's weight beside the rankings'.
-    `labeler_weights` = "reliability" weighs each labeler's rankings by how often the others bear them out
-    (`preferences.statistics.reliability`, from training rankings alone). `objectives` names those to learn, where the
-    rankings are of several; each of several has a head of its own on the one body, and only its own rankings train it.
+    `init_from` may name a language model, a reward model, or an encoder.
     """
 
-    chat_template: str = ""  # "plain", a Jinja template, ..., or "" for the model's own
-    rankings: RankingsConfig
-    demonstrations: tuple[DataConfig, ...] = Field(min_length=1)
-    objectives: tuple[str, ...] = ()  # () = the only one there is
-    heldout_share: float = Field(gt=0, lt=1)
-    num_epochs: float = Field(gt=0)
-    ties: Ties = "soft"
-    rating_coef: float = Field(default=0.0, ge=0)
-    labeler_weights: Literal["equal", "reliability"] = "equal"
-    # Demonstrations whose mean score becomes 0, and comparisons that a tie's chance is measured on.
-    num_calibration: int = Field(default=512, ge=1)
+    chat_template: str = Field(
+        default="",
+        description="`chat`, `plain`, or a Jinja template, for a model without one; empty = the model's own.",
+    )
+    rankings: RankingsConfig = Field(description="Rankings to learn from.")
+    demonstrations: tuple[DataConfig, ...] = Field(
+        min_length=1, description="Conversations whose mean score becomes 0."
+    )
+    objectives: tuple[str, ...] = Field(
+        default=(),
+        description="Objectives to learn where the rankings have several: each gets a head of its own on the shared"
+        " trunk, trained on its own rankings; empty = the only one.",
+    )
+    heldout_share: float = Field(
+        default=0.1, gt=0, lt=1, description="Fraction of the prompts whose rankings are held out."
+    )
+    num_epochs: float = Field(default=1.0, gt=0, description="Passes over the comparisons.")
+    ties: Ties = Field(
+        default="soft",
+        description="`soft` counts a tie as half a win; `davidson` as an outcome with its own probability.",
+    )
+    rating_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the loss of the ratings that labelers gave, relative to the ranking loss; 0 = none.",
+    )
+    labeler_weights: Literal["equal", "reliability"] = Field(
+        default="equal",
+        description="`reliability` weights each labeler's rankings by how often other labelers agree with them, counted"
+        " on training rankings only.",
+    )
+    num_calibration: int = Field(
+        default=512,
+        ge=1,
+        description="Demonstrations that set the score's zero, and comparisons that a tie's probability is fitted on.",
+    )
 
     @field_validator("objectives")
     @classmethod

@@ -30,15 +30,18 @@ from training.stage import StageContext, build_engine
 
 
 class SFTConfig(InitConfig, TrainingConfig):
-    """`batch.batch_size` counts packed rows of `seq_len` tokens; to an encoder-decoder, conversations, of which what
-    is read and what is written may each have so many.
-    """
+    """`batch.batch_size` counts packed rows of `seq_len` tokens; for an encoder-decoder it counts conversations."""
 
-    demonstrations: tuple[DataConfig, ...] = Field(min_length=1)
-    heldout: tuple[DataConfig, ...] = Field(min_length=1)
-    chat_template: str  # "chat", "continuation", a Jinja template, or "" for the model's own
-    seq_len: int = Field(ge=2)
-    num_epochs: float = Field(gt=0)
+    demonstrations: tuple[DataConfig, ...] = Field(min_length=1, description="Conversations to learn from.")
+    heldout: tuple[DataConfig, ...] = Field(min_length=1, description="Conversations to evaluate on.")
+    chat_template: str = Field(
+        default="",
+        description="`chat`, `continuation`, `plain`, or a Jinja template; empty = the initial model's own.",
+    )
+    seq_len: int = Field(
+        ge=2, description="Tokens per packed row; for an encoder-decoder the limit of source and of response each."
+    )
+    num_epochs: float = Field(default=1.0, gt=0, description="Passes over the demonstrations.")
 
 
 def train(context: StageContext, config: SFTConfig, start: Path) -> None:

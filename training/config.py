@@ -18,22 +18,40 @@ class Config(BaseModel):
 
 
 class EngineConfig(Config):
-    """How the work is computed and sharded. `precision = "auto"` is bf16 where the hardware multiplies it faster.
+    """How the work is computed and sharded. The section may be absent."""
 
-    `offload` names what waits in the CPU's memory while the device computes: the optimizer's states, with the fp32
-    weights that it moves, and the parameters' shards. `checkpoint_activations` keeps of each block its input alone and
-    computes the rest again in the backward (arXiv 1604.06174). Ranks wait `collective_timeout_seconds` for each other.
-    """
-
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    zero_stage: Literal[0, 1, 2, 3] = 0
-    offload: tuple[Literal["optimizer", "parameters"], ...] = ()
-    checkpoint_activations: bool = False
-    collective_timeout_seconds: float = Field(default=1800.0, gt=0)
-    keep_checkpoints: int = Field(default=2, ge=1)  # should the newest be damaged
-    max_failed_saves: int = Field(default=3, ge=1)  # checkpoints in a row that cannot be written before a run stops
-    max_skipped_steps: int = Field(default=10, ge=0)  # steps in a row without a finite gradient before a run stops
-    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        default="auto",
+        description="Type of matrix products and activations; `auto` is bf16 where the hardware multiplies it faster.",
+    )
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        default=0,
+        description="ZeRO stage (arXiv 1910.02054): 1 shards the optimizer's states, 2 gradients too, 3 weights too.",
+    )
+    offload: tuple[Literal["optimizer", "parameters"], ...] = Field(
+        default=(),
+        description="What waits in CPU memory while the device computes: `optimizer` (its states and the fp32 weights,"
+        " from ZeRO 1 on) and `parameters` (the shards, with ZeRO 3).",
+    )
+    checkpoint_activations: bool = Field(
+        default=False,
+        description="Keep only each block's input and compute the rest again in the backward pass (arXiv 1604.06174).",
+    )
+    collective_timeout_seconds: float = Field(
+        default=1800.0, gt=0, description="How long a rank waits for the others in a collective, in seconds."
+    )
+    keep_checkpoints: int = Field(
+        default=2, ge=1, description="Checkpoints kept per stage; the older ones serve if the newest is damaged."
+    )
+    max_failed_saves: int = Field(
+        default=3, ge=1, description="A run stops after this many checkpoints in a row that could not be written."
+    )
+    max_skipped_steps: int = Field(
+        default=10, ge=0, description="A run stops after more than this many steps in a row without a finite gradient."
+    )
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
+        default=("tensorboard",), description="Where metrics go in addition to metrics.jsonl."
+    )
 
     @model_validator(mode="after")
     def _check_offload(self) -> Self:
@@ -57,26 +75,35 @@ def cpu_multiplies_bf16() -> bool:
 
 
 class OptimizerConfig(Config):
-    """AdamW (arXiv 1711.05101) with gradient clipping and a learning rate that is a function of the step alone.
+    """AdamW (arXiv 1711.05101) or Muon, with gradient clipping and a learning rate that depends on the step alone."""
 
-    "muon" moves the matrices of the blocks by Muon (Jordan et al. 2024), the rest by AdamW. Its updates are scaled to
-    the size of AdamW's, so that one learning rate serves both (arXiv 2502.16982, section 2.2); `betas` and `eps` are
-    AdamW's. With `trained_layers` only that many of the last blocks move, and what follows them.
-    """
-
-    kind: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = Field(gt=0)
-    schedule: Literal["constant", "linear", "cosine"]
-    warmup_steps: int = Field(default=0, ge=0)
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    trained_layers: int | None = Field(default=None, ge=0)
+    kind: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description="`muon` trains the blocks' matrices by Muon (Jordan et al. 2024) and the rest by AdamW. Muon's"
+        " updates are scaled to the size of AdamW's, so one learning rate serves both (arXiv 2502.16982, section 2.2).",
+    )
+    learning_rate: float = Field(gt=0, description="Peak learning rate, reached after warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="linear", description="How the learning rate falls from its peak to `min_lr_ratio` of it."
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up; 0 = none.")
+    min_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="Learning rate at the end, as a fraction of the peak."
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices; 0 = none.")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.95), description="AdamW's decay rates of the first and second moments."
+    )
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's ε, added to the root of the second moment.")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are clipped to this global L2 norm.")
+    trained_layers: int | None = Field(
+        default=None,
+        ge=0,
+        description="Train only the last N blocks and what follows them; all parameters by default.",
+    )
 
     def check_sharding(self, engine: EngineConfig) -> None:
-        """Errors: ValueError for Muon under ZeRO."""
+        """Raises: ValueError for Muon under ZeRO."""
         if self.kind == "muon" and engine.zero_stage > 0:
             raise ValueError(
                 f"optimizer kind 'muon' needs whole matrices, which ZeRO {engine.zero_stage} cuts up;"
@@ -93,10 +120,12 @@ class OptimizerConfig(Config):
 
 
 class BatchConfig(Config):
-    """`batch_size` is global, in the stage's unit; `micro_batch_size` is what one rank holds at once."""
+    """A batch and how it is split. Gradient accumulation steps follow: batch_size / (ranks x micro_batch_size)."""
 
-    batch_size: int = Field(ge=1)
-    micro_batch_size: int = Field(ge=1)
+    batch_size: int = Field(ge=1, description="Global batch size over all ranks, in the stage's unit.")
+    micro_batch_size: int = Field(
+        ge=1, description="What one rank holds in one forward and backward pass, in the stage's unit."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -104,29 +133,37 @@ class BatchConfig(Config):
         return self
 
     def num_micro_batches(self, num_ranks: int) -> int:
-        """Micro-batches a rank and step. Errors: ValueError unless the division is whole."""
+        """Micro-batches per rank and step. Raises: ValueError unless the division is exact."""
         return exact_div(self.batch_size, num_ranks * self.micro_batch_size, "batch_size over ranks x micro_batch_size")
 
 
 class TrainingConfig(Config):
     """What pretraining, SFT and the reward model share. `batch.batch_size` counts rows of the stage's own kind."""
 
-    batch: BatchConfig
-    optimizer: OptimizerConfig
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    save_every_steps: int = Field(ge=1)
-    evaluate_every_steps: int = Field(ge=1)
+    batch: BatchConfig = Field(description="Batch sizes.")
+    optimizer: OptimizerConfig = Field(description="Optimizer and learning rate.")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout probability during training; 0 = none.")
+    save_every_steps: int = Field(
+        default=500, ge=1, description="Steps between checkpoints; the last step always writes one."
+    )
+    evaluate_every_steps: int = Field(
+        default=500, ge=1, description="Steps between held-out evaluations; the last step always ends with one."
+    )
 
 
 class InitConfig(Config):
-    """`init_from` names a model directory or a hub id that a stage starts from, in place of the stage before it.
+    """What a stage starts from."""
 
-    `end_token` and `pad_token` replace those that its tokenizer names.
-    """
-
-    init_from: str = ""
-    end_token: str = ""
-    pad_token: str = ""
+    init_from: str = Field(
+        default="",
+        description="Model directory or hub id to start from, in place of the stage before; empty = that stage.",
+    )
+    end_token: str = Field(
+        default="", description="End-of-sequence token of `init_from`'s tokenizer; empty = the one it names."
+    )
+    pad_token: str = Field(
+        default="", description="Padding token of `init_from`'s tokenizer; empty = the one it names."
+    )
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Self:

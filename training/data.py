@@ -12,17 +12,16 @@ from training.config import Config
 
 
 class DataConfig(Config):
-    """Where rows come from: a local file (JSONL, a JSON list, Parquet or plain text, .gz allowed), a data set's folder,
-    or a hub id, the latter two with split and subset (the hub's "configuration"; "" = the default one).
+    """Where rows come from. A plain-text file gives one row per paragraph (separated by blank lines)."""
 
-    A plain-text file gives one row a paragraph (blank lines between). `field` holds the text of a row.
-    """
-
-    source: str
-    split: str = "train"
-    subset: str = ""
-    field: str = "text"
-    max_rows: int = Field(default=0, ge=0)  # 0 = all
+    source: str = Field(
+        description="A local file (JSONL, a JSON list, Parquet or plain text, also .gz), a data set's folder, a hub id,"
+        ' "world:NAME" for a file of the job\'s world, or "collect:rankings".'
+    )
+    split: str = Field(default="train", description="Split of a folder or hub data set.")
+    subset: str = Field(default="", description="Subset (configuration) of a hub data set; empty = the default one.")
+    field: str = Field(default="text", description="Field that holds the text of a row.")
+    max_rows: int = Field(default=0, ge=0, description="Rows to read at most; 0 = all.")
 
 
 def read_rows(data: DataConfig) -> Rows:
