@@ -41,10 +41,10 @@ class JobConfig(Config):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     note: str = ""  # a caution that the report shows
     custom_stages: tuple[str, ...] = ()  # "FILE.py:NAME": stages of one's own (CONTRIBUTING.md, "Adding a stage")
-    seed: int = Field(ge=0)
-    workers: int = Field(ge=1)
+    seed: int = Field(default=0, ge=0)
+    workers: int = Field(default=1, ge=1)
     min_workers: int = Field(default=0, ge=0)  # with how few it may go on after a loss; 0 = no fewer than `workers`
-    engine: EngineConfig
+    engine: EngineConfig = EngineConfig()
     cluster: ClusterConfig = ClusterConfig()
     world: Annotated[PlaygroundSection | ReviewsSection, Field(discriminator="kind")] | None = None
     model: ModelConfig | None = None

@@ -13,7 +13,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import tomli_w
+
 from jobs.job import JobConfig
+from jobs.toml_values import BASE, read_job_values, read_toml
 from reading.rows import LOADERS
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +51,7 @@ def packed(path: Path | None, job: JobConfig) -> Iterator[Path]:
     with TemporaryDirectory(prefix="heed-submit-") as temporary:
         folder = Path(temporary)
         if path is not None:
-            shutil.copyfile(path, folder / path.name)
+            _write_job_file(path, folder / path.name)
         for name in names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             if Path(name).is_dir():
@@ -59,6 +62,14 @@ def packed(path: Path | None, job: JobConfig) -> Iterator[Path]:
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / package, folder / package, ignore=ignored, dirs_exist_ok=True)
         yield folder
+
+
+def _write_job_file(source: Path, target: Path) -> None:
+    """A copy; a job that inherits is written as one file, whole, since its bases may lie anywhere."""
+    if BASE in read_toml(source, str(source)):
+        target.write_text(tomli_w.dumps(read_job_values(source)), encoding="utf-8")
+    else:
+        shutil.copyfile(source, target)
 
 
 def _shipped(job: JobConfig) -> Iterator[str]:

@@ -14,23 +14,24 @@ def exact_div(numerator: int, denominator: int, what: str) -> int:
 
 
 class RopeScaling(BaseModel):
-    """How rotary frequencies are stretched past the `original_max_position_embeddings` tokens of pretraining.
-
-    `linear` divides all of them by `factor` (arXiv 2306.15595). `llama3` divides those whose wavelength exceeds
-    original / `low_freq_factor`, keeps those below original / `high_freq_factor`, and blends between the two. `yarn`
-    blends over the number of turns in the original context, from `beta_slow` to `beta_fast`, and sharpens attention
-    (arXiv 2309.00071, eq. 17 to 22).
-    """
+    """How rotary frequencies are stretched for a context longer than pretraining's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rope_type: Literal["linear", "llama3", "yarn"]
-    factor: float = Field(ge=1)
-    original_max_position_embeddings: int | None = Field(default=None, ge=1)
-    low_freq_factor: float = Field(default=1.0, gt=0)
-    high_freq_factor: float = Field(default=4.0, gt=0)
-    beta_fast: float = Field(default=32.0, gt=0)
-    beta_slow: float = Field(default=1.0, gt=0)
+    rope_type: Literal["linear", "llama3", "yarn"] = Field(
+        description="`linear` divides all frequencies by `factor` (arXiv 2306.15595). `llama3` divides those whose"
+        " wavelength exceeds original / `low_freq_factor`, keeps those below original / `high_freq_factor`, and blends"
+        " in between. `yarn` blends over the number of turns in the original context, from `beta_slow` to `beta_fast`,"
+        " and sharpens attention (arXiv 2309.00071, eq. 17 to 22)."
+    )
+    factor: float = Field(ge=1, description="How many times longer the new context is than the original.")
+    original_max_position_embeddings: int | None = Field(
+        default=None, ge=1, description="Context of pretraining, in tokens; needed by llama3 and yarn."
+    )
+    low_freq_factor: float = Field(default=1.0, gt=0, description="llama3: see `rope_type`.")
+    high_freq_factor: float = Field(default=4.0, gt=0, description="llama3: see `rope_type`.")
+    beta_fast: float = Field(default=32.0, gt=0, description="yarn: turns above which a frequency is kept.")
+    beta_slow: float = Field(default=1.0, gt=0, description="yarn: turns below which a frequency is divided.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -47,51 +48,77 @@ class RopeScaling(BaseModel):
 
 
 class ModelConfig(BaseModel):
-    """Embeddings, `num_hidden_layers` blocks of self-attention and an MLP, and a final norm where norms come first.
+    """Embeddings, blocks of self-attention and an MLP, and a final norm for pre-norm models.
 
-    | field | choices |
-    |---|---|
-    | kind | "decoder" (GPT); "encoder" (BERT, arXiv 1810.04805): tokens see both ways; "encoder-decoder" (arXiv 1706.03762) |
-    | num_encoder_layers | the encoder's, of an encoder-decoder; `num_hidden_layers` are the decoder's |
-    | type_vocab_size | how many kinds of token an encoder tells apart, beside their words (BERT: 2); 0 = none |
-    | embedding_norm, scale_embedding | a norm behind the embeddings (BERT, BART); embeddings times √hidden_size (Vaswani et al.) |
-    | positions | "rotary" (arXiv 2104.09864), "learned", or "sinusoidal" (arXiv 1706.03762), added to the embeddings |
-    | norm | "rms" (arXiv 1910.07467) or "layer" (arXiv 1607.06450) |
-    | norm_place | "pre": x + f(norm(x)), as from GPT-2 on; "post": norm(x + f(x)), as Vaswani et al. |
-    | mlp | "swiglu" (Llama), "relu2" (Primer, arXiv 2109.08668: fewest passes over memory), "gelu", "gelu_tanh" (GPT-2), "relu" |
-    | attention_bias | on no product, on Q, K and V (Qwen2), or on "all" four (GPT-2) |
-    | qk_norm | RMSNorm of every query and key before they are rotated (Qwen3) |
-    | sliding_window | how many tokens back layer i sees, itself included: entry i modulo their number; 0 = all. GPT-3 alternates (0, w) |
-    | head_dim | hidden_size / num_attention_heads unless given |
-    """  # noqa: E501 - a table
+    Fields have the names of a Hugging Face config.json where that has one for the same thing.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["decoder", "encoder", "encoder-decoder"] = "decoder"
-    vocab_size: int = Field(ge=8)
-    max_position_embeddings: int = Field(ge=2)
-    hidden_size: int = Field(ge=2)
-    num_hidden_layers: int = Field(ge=1)
-    num_encoder_layers: int = Field(default=0, ge=0)
-    num_attention_heads: int = Field(ge=1)
-    num_key_value_heads: int = Field(ge=1)
-    head_dim: int = Field(ge=1)
-    intermediate_size: int = Field(ge=1)
-    mlp: Literal["swiglu", "relu2", "gelu", "gelu_tanh", "relu"] = "swiglu"
-    mlp_bias: bool = False
-    attention_bias: Literal["none", "qkv", "all"] = "none"
-    qk_norm: bool = False
-    sliding_window: tuple[int, ...] = Field(default=(0,), min_length=1)
-    positions: Literal["rotary", "learned", "sinusoidal"] = "rotary"
-    rope_theta: float = Field(default=10_000.0, gt=0)
-    rope_scaling: RopeScaling | None = None
-    norm: Literal["rms", "layer"] = "rms"
-    norm_place: Literal["pre", "post"] = "pre"
-    norm_eps: float = Field(default=1e-5, gt=0)
-    type_vocab_size: int = Field(default=0, ge=0)
-    embedding_norm: bool = False
-    scale_embedding: bool = False
-    tie_word_embeddings: bool = True
+    kind: Literal["decoder", "encoder", "encoder-decoder"] = Field(
+        default="decoder",
+        description="`decoder` (GPT), `encoder` (BERT, arXiv 1810.04805: tokens attend in both directions) or"
+        " `encoder-decoder` (arXiv 1706.03762).",
+    )
+    vocab_size: int = Field(ge=8, description="Tokens in the vocabulary.")
+    max_position_embeddings: int = Field(ge=2, description="Context length, in tokens.")
+    hidden_size: int = Field(ge=2, description="Width of the residual stream.")
+    num_hidden_layers: int = Field(ge=1, description="Blocks; those of the decoder in an encoder-decoder.")
+    num_encoder_layers: int = Field(default=0, ge=0, description="Blocks of the encoder in an encoder-decoder.")
+    num_attention_heads: int = Field(ge=1, description="Query heads per block.")
+    num_key_value_heads: int = Field(
+        default=0,
+        ge=1,
+        description="Key-value heads per block (grouped-query attention); num_attention_heads if absent.",
+    )
+    head_dim: int = Field(default=0, ge=1, description="Size of a head; hidden_size / num_attention_heads if absent.")
+    intermediate_size: int = Field(ge=1, description="Width of the MLP.")
+    mlp: Literal["swiglu", "relu2", "gelu", "gelu_tanh", "relu"] = Field(
+        default="swiglu",
+        description="`swiglu` (Llama), `relu2` (Primer, arXiv 2109.08668: fewest passes over memory), `gelu`,"
+        " `gelu_tanh` (GPT-2) or `relu`.",
+    )
+    mlp_bias: bool = Field(default=False, description="Whether the MLP's linear layers have a bias.")
+    attention_bias: Literal["none", "qkv", "all"] = Field(
+        default="none",
+        description="Attention's linear layers with a bias: none, Q, K and V (Qwen2), or all four (GPT-2).",
+    )
+    qk_norm: bool = Field(
+        default=False, description="RMSNorm of every query and key before rotary positions are applied (Qwen3)."
+    )
+    sliding_window: tuple[int, ...] = Field(
+        default=(0,),
+        min_length=1,
+        description="How many tokens back each layer attends, the token itself included; 0 = all. Layer i has entry"
+        " i modulo the length: [0, 256] alternates as in GPT-3. One number counts for all layers.",
+    )
+    positions: Literal["rotary", "learned", "sinusoidal"] = Field(
+        default="rotary",
+        description="`rotary` (arXiv 2104.09864), or `learned` or `sinusoidal` (arXiv 1706.03762) embeddings added to"
+        " the tokens'.",
+    )
+    rope_theta: float = Field(default=10_000.0, gt=0, description="Base of the rotary frequencies.")
+    rope_scaling: RopeScaling | None = Field(default=None, description="Stretched rotary frequencies; absent = none.")
+    norm: Literal["rms", "layer"] = Field(
+        default="rms", description="`rms` (RMSNorm, arXiv 1910.07467) or `layer` (LayerNorm, arXiv 1607.06450)."
+    )
+    norm_place: Literal["pre", "post"] = Field(
+        default="pre", description="`pre`: x + f(norm(x)), as from GPT-2 on; `post`: norm(x + f(x)), as Vaswani et al."
+    )
+    norm_eps: float = Field(default=1e-5, gt=0, description="ε in the norms.")
+    type_vocab_size: int = Field(
+        default=0, ge=0, description="Token types (segments) that an encoder distinguishes; BERT has 2, 0 = none."
+    )
+    embedding_norm: bool = Field(default=False, description="A norm after the embeddings (BERT, BART).")
+    scale_embedding: bool = Field(default=False, description="Embeddings times √hidden_size (Vaswani et al.).")
+    tie_word_embeddings: bool = Field(
+        default=True, description="Whether the output layer shares the weights of the token embeddings."
+    )
+
+    @field_validator("sliding_window", mode="before")
+    @classmethod
+    def _one_window(cls, pattern: Any) -> Any:
+        return (pattern,) if isinstance(pattern, int) else pattern
 
     @field_validator("sliding_window")
     @classmethod
@@ -109,12 +136,16 @@ class ModelConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _divide_heads(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping) or values.get("head_dim") is not None:
+        if not isinstance(values, Mapping):
             return values
         hidden_size, heads = values.get("hidden_size"), values.get("num_attention_heads")
         if not (isinstance(hidden_size, int) and isinstance(heads, int) and heads > 0):
             return values  # the fields' own checks say what is wrong
-        return {**values, "head_dim": exact_div(hidden_size, heads, "model.hidden_size over model.num_attention_heads")}
+        unknown = [name for name in ("head_dim", "num_key_value_heads") if values.get(name) is None]
+        given = {name: value for name, value in values.items() if name not in unknown}
+        if "head_dim" not in given:
+            given["head_dim"] = exact_div(hidden_size, heads, "model.hidden_size over model.num_attention_heads")
+        return {"num_key_value_heads": heads, **given}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -140,7 +171,7 @@ class ModelConfig(BaseModel):
         return self
 
     def require_kind(self, kind: str) -> None:
-        """Errors: ValueError for a shape of another kind."""
+        """Raises: ValueError for a shape of another kind."""
         if self.kind != kind:
             raise ValueError(f"model.kind is {self.kind!r}; {kind!r} was expected")
 

@@ -401,27 +401,44 @@ def config_to_hf(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
 def read_config(folder: Path, purpose: str) -> tuple[ModelConfig, Family, dict[str, Any]]:
     """Our config, the family, and the raw `config.json`; `purpose` is one of PURPOSES' values.
 
-    Errors: ValueError naming file and field for another architecture or head, a missing field, or what we do not
+    Raises: ValueError naming file and field for another architecture or head, a missing field, or what we do not
     compute.
     """
     path = folder / CONFIG
     raw = read_json(path)
-    family = next((family for family in FAMILIES if family.model_type == raw.get("model_type")), None)
-    if family is None:
-        known = [family.model_type for family in FAMILIES]
-        raise ValueError(f"{path}: model_type is {raw.get('model_type')!r}; one of {known} was expected")
+    family = _family_of(raw, path)
     expected = [family.classes[purpose]] if purpose in family.classes else None
     if _architectures(raw) != expected or expected is None:
         wanted = expected or f"a family with a model for the purpose {purpose!r}"
         raise ValueError(f"{path}: architectures is {raw.get('architectures')}; {wanted} was expected")
+    return _config_of(family, raw, path), family, raw
+
+
+def config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
+    """Our config from the fields of a `config.json`, whatever the model's head.
+
+    Raises: ValueError naming the place and the field for another family, a missing field, or what we do not compute.
+    """
+    return _config_of(_family_of(raw, where), raw, where)
+
+
+def _family_of(raw: Mapping[str, Any], where: Path | str) -> Family:
+    family = next((family for family in FAMILIES if family.model_type == raw.get("model_type")), None)
+    if family is None:
+        known = [family.model_type for family in FAMILIES]
+        raise ValueError(f"{where}: model_type is {raw.get('model_type')!r}; one of {known} was expected")
+    return family
+
+
+def _config_of(family: Family, raw: Mapping[str, Any], where: Path | str) -> ModelConfig:
     try:
         expect(raw, "quantization_config", None)
-        return ModelConfig.model_validate(family.from_hf(raw)), family, raw
+        return ModelConfig.model_validate(family.from_hf(raw))
     except KeyError as error:
-        raise ValueError(f"{path}: field {error.args[0]!r} is missing") from None
+        raise ValueError(f"{where}: field {error.args[0]!r} is missing") from None
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{path}: {place + ': ' if place else ''}{first['msg']}") from None
+        raise ValueError(f"{where}: {place + ': ' if place else ''}{first['msg']}") from None
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{where}: {error}") from None

@@ -42,17 +42,24 @@ def inspect_attention(
 
 
 def read_shape(path: Path) -> "ModelConfig":
-    """Returns the shape of a model directory, of a file such as configs/models/gpt3-175b.toml, or of a job's `[model]`.
+    """Returns the shape of a model directory, of a file such as configs/models/gpt3-175b.toml, or of a job.
 
     Raises: ValueError naming file and field.
     """
-    from jobs.job_file import read_toml, validated
+    from jobs.config_errors import validated
+    from jobs.job_file import load_job
+    from jobs.toml_values import read_toml
     from lm.config import ModelConfig
     from lm.weights import purpose_of, read_config
 
     if path.is_dir():
         return read_config(path, purpose_of(path))[0]
     values = read_toml(path, str(path))
+    if "name" in values:
+        model = load_job(path, opens_models=False).model
+        if model is None:
+            raise ValueError(f"{path}: the job has no [model] and starts from none")
+        return model
     return validated(ModelConfig, values.get("model", values), str(path))
 
 

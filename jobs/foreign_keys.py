@@ -1,0 +1,171 @@
+"""What Heed calls the keys of other projects, for the error message of an unknown key.
+
+Sources: TRL's PPOConfig and SFTConfig (old and new) and transformers' TrainingArguments; OpenRLHF's train_*.py; verl's
+docs/examples/config.rst; a Hugging Face config.json; and Heed 0.1. Only keys with a true counterpart are listed. A name
+is relative to the section that the key was found in, or a path from the top of the job.
+"""
+
+from collections.abc import Collection
+
+_TRL, _OPENRLHF, _VERL, _HF, _OLD = "TRL", "OpenRLHF", "verl", "config.json", "Heed 0.1"
+
+COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
+    _TRL: {
+        "adam_epsilon": ("eps",),
+        "bf16": ("engine.precision",),
+        "cliprange": ("clip_range",),
+        "cliprange_value": ("value_clip_range",),
+        "ddp_timeout": ("engine.collective_timeout_seconds",),
+        "eval_steps": ("evaluate_every_steps",),
+        "gradient_checkpointing": ("engine.checkpoint_activations",),
+        "horizon": ("kl_horizon",),
+        "init_kl_coef": ("kl_coef",),
+        "lam": ("gae_lambda",),
+        "lr_scheduler_type": ("schedule", "optimizer.schedule", "policy_optimizer.schedule"),
+        "learning_rate": ("optimizer.learning_rate", "policy_optimizer.learning_rate"),
+        "max_grad_norm": ("optimizer.max_grad_norm", "policy_optimizer.max_grad_norm"),
+        "max_length": ("seq_len",),
+        "max_seq_length": ("seq_len",),
+        "max_steps": ("num_steps",),
+        "mini_batch_size": ("minibatch.batch_size",),
+        "model_name_or_path": ("init_from",),
+        "num_ppo_epochs": ("num_epochs",),
+        "num_train_epochs": ("num_epochs",),
+        "ppo_epochs": ("num_epochs",),
+        "report_to": ("engine.trackers",),
+        "response_length": ("max_new_tokens",),
+        "reward_model_path": ("reward_from",),
+        "save_steps": ("save_every_steps", "save_every_iterations"),
+        "save_total_limit": ("engine.keep_checkpoints",),
+        "sft_model_path": ("init_from",),
+        "weight_decay": ("optimizer.weight_decay", "policy_optimizer.weight_decay"),
+        "warmup_steps": ("optimizer.warmup_steps", "policy_optimizer.warmup_steps"),
+    },
+    _OPENRLHF: {
+        "actor_learning_rate": ("policy_optimizer.learning_rate",),
+        "adam_betas": ("betas", "optimizer.betas", "policy_optimizer.betas"),
+        "critic_learning_rate": ("value_optimizer.learning_rate",),
+        "ema_beta": ("ema_decay",),
+        "eps_clip": ("clip_range",),
+        "generate_max_len": ("max_new_tokens",),
+        "init_kl_coef": ("kl_coef",),
+        "kl_target": ("target_kl",),
+        "l2": ("weight_decay", "optimizer.weight_decay", "policy_optimizer.weight_decay"),
+        "lambd": ("gae_lambda",),
+        "lr_scheduler": ("schedule", "optimizer.schedule", "policy_optimizer.schedule"),
+        "max_ckpt_num": ("engine.keep_checkpoints",),
+        "max_epochs": ("num_epochs",),
+        "max_len": ("seq_len",),
+        "max_norm": ("max_grad_norm", "optimizer.max_grad_norm", "policy_optimizer.max_grad_norm"),
+        "micro_train_batch_size": ("minibatch.micro_batch_size", "batch.micro_batch_size"),
+        "pretrain": ("init_from",),
+        "prompt_data": ("prompts.source",),
+        "prompt_split": ("prompts.split",),
+        "remote_rm_url": ("reward_url",),
+        "reward_pretrain": ("reward_from",),
+        "train_batch_size": ("minibatch.batch_size", "batch.batch_size"),
+        "value_clip": ("value_clip_range",),
+        "zero_stage": ("engine.zero_stage",),
+    },
+    _VERL: {
+        "clip_ratio": ("clip_range",),
+        "cliprange_value": ("value_clip_range",),
+        "enable_gradient_checkpointing": ("engine.checkpoint_activations",),
+        "grad_clip": ("max_grad_norm", "optimizer.max_grad_norm", "policy_optimizer.max_grad_norm"),
+        "horizon": ("kl_horizon",),
+        "lam": ("gae_lambda",),
+        "lr": ("learning_rate", "optimizer.learning_rate", "policy_optimizer.learning_rate"),
+        "lr_warmup_steps": ("warmup_steps", "optimizer.warmup_steps", "policy_optimizer.warmup_steps"),
+        "max_response_length": ("max_new_tokens",),
+        "ppo_epochs": ("num_epochs",),
+        "ppo_micro_batch_size_per_gpu": ("minibatch.micro_batch_size",),
+        "ppo_mini_batch_size": ("minibatch.batch_size",),
+        "save_freq": ("save_every_iterations", "save_every_steps"),
+        "test_freq": ("evaluate_every_steps",),
+        "total_training_steps": ("num_iterations", "num_steps"),
+        "train_batch_size": ("rollout_batch_size",),
+        "train_files": ("prompts.source",),
+        "warmup_style": ("schedule", "optimizer.schedule", "policy_optimizer.schedule"),
+    },
+    _HF: {
+        "layer_norm_eps": ("norm_eps",),
+        "layer_norm_epsilon": ("norm_eps",),
+        "n_embd": ("hidden_size",),
+        "n_head": ("num_attention_heads",),
+        "n_inner": ("intermediate_size",),
+        "n_layer": ("num_hidden_layers",),
+        "n_positions": ("max_position_embeddings",),
+        "rms_norm_eps": ("norm_eps",),
+    },
+    _OLD: {
+        "clip": ("clip_range",),
+        "context_tokens": ("max_position_embeddings",),
+        "discount": ("gamma",),
+        "embedding_scale": ("scale_embedding",),
+        "final_share": ("min_lr_ratio",),
+        "kl_target_nats": ("target_kl",),
+        "max_response_tokens": ("max_new_tokens",),
+        "missing_end_penalty": ("missing_eos_penalty",),
+        "mlp_width": ("intermediate_size",),
+        "num_heads": ("num_attention_heads",),
+        "num_kv_heads": ("num_key_value_heads",),
+        "num_layers": ("num_hidden_layers",),
+        "original_context_tokens": ("original_max_position_embeddings",),
+        "rollout_prompts": ("rollout_batch_size",),
+        "row_tokens": ("seq_len",),
+        "tie_embeddings": ("tie_word_embeddings",),
+        "token_types": ("type_vocab_size",),
+        "value_clip": ("value_clip_range",),
+        "width": ("hidden_size",),
+        "windows": ("sliding_window",),
+    },
+}
+
+_GLOBAL_BATCHES = (
+    "Heed counts global batches: set batch_size in `batch` or `minibatch`, and micro_batch_size for what one rank holds"
+)
+_PASTE = "a config.json is read whole where [model] has its model_type"
+
+# Keys without a counterpart, and what to do instead.
+ADVICE = {
+    "adam_beta1": "set both as `betas = [beta1, beta2]` in the optimizer",
+    "adam_beta2": "set both as `betas = [beta1, beta2]` in the optimizer",
+    "adam_offload": 'set `offload = ["optimizer"]` in [engine]',
+    "adap_kl_ctrl": 'set `kl_control = "adaptive"`',
+    "deepspeed": "set `zero_stage` in [engine]; DeepSpeed's configuration is derived from the job",
+    "enable_ema": "set `ema_decay`; 0 = no moving average",
+    "gradient_accumulation_steps": f"it is derived: batch_size / (ranks x micro_batch_size). {_GLOBAL_BATCHES}",
+    "hidden_act": f"set `mlp`; {_PASTE}",
+    "lr_warmup_ratio": "warm-up is counted in steps: set `warmup_steps` in the optimizer",
+    "lr_warmup_steps_ratio": "warm-up is counted in steps: set `warmup_steps` in the optimizer",
+    "model_type": _PASTE,
+    "n_samples_per_prompt": "each prompt of a rollout gets one response",
+    "num_episodes": "set `num_iterations`; an iteration samples `rollout_batch_size` responses",
+    "num_mini_batches": "set `minibatch.batch_size`; the number follows from `rollout_batch_size`",
+    "output_dir": "runs are written to the folder given by `heed run --runs`, under the job's name",
+    "per_device_eval_batch_size": _GLOBAL_BATCHES,
+    "per_device_train_batch_size": _GLOBAL_BATCHES,
+    "save_path": "runs are written to the folder given by `heed run --runs`, under the job's name",
+    "total_episodes": "set `num_iterations`; an iteration samples `rollout_batch_size` responses",
+    "total_epochs": "set `num_iterations`; an iteration samples `rollout_batch_size` responses",
+    "vf_coef": "the value function has its own optimizer: set `value_optimizer`",
+    "warmup_ratio": "warm-up is counted in steps: set `warmup_steps` in the optimizer",
+}
+
+
+def counterpart(key: str, known: Collection[str], top: Collection[str] = ()) -> str:
+    """What Heed calls another project's key, in words; "" where nothing is known.
+
+    `known` are the fields of the section that the key was found in, `top` those of the whole job.
+    """
+    found: dict[str, list[str]] = {}
+    for project, table in COUNTERPARTS.items():
+        for name in table.get(key, ()):
+            if name.split(".")[0] in known or ("." in name and name.split(".")[0] in top):
+                found.setdefault(name, []).append(project)
+                break
+    if len(found) == 1:
+        return f"Heed calls it `{next(iter(found))}`"
+    if found:
+        return "; ".join(f"{' and '.join(projects)}'s is `{name}` here" for name, projects in found.items())
+    return ADVICE.get(key, "")
