@@ -118,7 +118,7 @@ def test_overrides_set_dotted_keys() -> None:
         # Overrides that are none.
         ("ppo.kl_coef", r"--set 'ppo\.kl_coef': KEY=VALUE was expected"),
         ("=3", r"--set '=3': KEY=VALUE was expected"),
-        ("seed.more=3", r"--set 'seed\.more=3': 'seed' is not a section"),
+        ("name.more=3", r"--set 'name\.more=3': 'name' is not a section"),
     ],
 )
 def test_a_mistake_is_named_with_its_place(override: str, message: str) -> None:

@@ -117,7 +117,7 @@ def test_the_command_is_the_run_that_was_asked_for() -> None:
 
 def test_mistakes_in_the_job_come_before_the_cluster(refused: Callable[..., str]) -> None:
     arguments = ("submit", str(DEBUG), "--runs", "/runs", "--address", "http://127.0.0.1:1")
-    assert refused(*arguments, "--set", "ppo.kl_coeff=1").endswith("unknown key; did you mean 'kl_coef'?")
+    assert refused(*arguments, "--set", "ppo.kl_coeff=1").endswith("unknown key in [ppo]; did you mean `kl_coef`?")
     assert "--only 'pert': one of" in refused(*arguments, "--only", "pert")
     assert refused("submit", "--runs", "runs").startswith("error: --runs is 'runs'; an absolute path on storage")
 
