@@ -66,7 +66,7 @@ def job_file(tmp_path: Path, model_folder: Path) -> Path:
         "num_iterations": 12, "rollout_batch_size": 32, "minibatch": {"batch_size": 32, "micro_batch_size": 32},
         "ptx_coef": 0.0, "ptx_rows": 0, "save_every_iterations": 12,
     }  # fmt: skip
-    kept = {key: values[key] for key in ("name", "seed", "workers", "engine")}
+    kept = {key: values[key] for key in ("name", "engine")}
     (tmp_path / "job.toml").write_text(tomli_w.dumps({**kept, "reward": reward, "ppo": ppo}))
     return tmp_path / "job.toml"
 

@@ -109,7 +109,7 @@ def ppo_job(tmp_path: Path, model_folder: Path, **changes: Any) -> Path:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"Where is {i}?"}) + "\n" for i in range(16)))
     values = tomllib.loads((JOBS / "debug.toml").read_text())
-    kept = {key: values[key] for key in ("name", "seed", "workers", "engine")}
+    kept = {key: values[key] for key in ("name", "engine")}
     start = {"init_from": str(model_folder), "prompts": {"source": str(prompts)}, "ptx_coef": 0.0, "ptx_rows": 0}
     path = tmp_path / "job.toml"
     path.write_text(tomli_w.dumps({**kept, "ppo": {**values["ppo"], **start, "num_iterations": 1, **changes}}))

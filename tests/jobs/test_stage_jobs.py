@@ -32,7 +32,7 @@ DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
 def job_of(tmp_path: Path, *stages: str, **changes: dict[str, Any]) -> Path:
     """The debug job with these stages alone, without world and model; `changes` update sections."""
     values = tomllib.loads(DEBUG.read_text())
-    kept = {key: value for key, value in values.items() if key in ("name", "seed", "workers", "engine", *stages)}
+    kept = {key: value for key, value in values.items() if key in ("name", "engine", *stages)}
     for section, update in changes.items():
         kept[section] = {**kept.get(section, {}), **update}
     path = tmp_path / "job.toml"
