@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from evaluation import endpoint as endpoint_module
+from endpoints import retries
 from evaluation.verdicts import Verdict, read_verdicts
 from heed.cli import main
 from lm.config import ModelConfig
@@ -22,7 +22,7 @@ Call = Callable[..., tuple[int, str]]
 @pytest.fixture
 def heed_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Runs `heed` with arguments; the exit code, and all that it said."""
-    monkeypatch.setattr(endpoint_module, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setenv("COLUMNS", "200")
 
     def call(*arguments: str) -> tuple[int, str]:

@@ -36,7 +36,8 @@ def test_a_model_an_endpoint_and_a_file_before_three_judges(
     assert all(row.log_ratio == row.log_ratio for row in responses if row.policy == "one")
     assert all(row.log_ratio != row.log_ratio for row in responses if row.policy != "one")
     found = by_judge(folder)
-    assert {name: len(own) for name, own in found.items() if name != "lm"} == {"reward": 30, "length": 30}
+    # On each of five prompts 2 x 2 samples of the two that sample, and 2 x 1 of each of them with the saved one.
+    assert {name: len(own) for name, own in found.items() if name != "lm"} == {"reward": 40, "length": 40}
     text = {(row.policy, row.prompt_id, row.index): row.text for row in responses}
     for verdict in found["length"] + found["lm"]:
         a = len(text[verdict.policy_a, verdict.prompt_id, verdict.index_a])

@@ -23,7 +23,7 @@ def test_failed_verdicts_are_masked_or_end_it(
     picky = f"{place / 'judges.py'}:picky"
     code, said = heed_main(*compare(place, *policies, judges=(picky,)))
     assert (code, "judge 'picky' failed on 3 of 5 verdicts, more than 10%" in said) == (2, True)
-    assert "The first, of prompt 'p2': saved: " in said
+    assert "The first failure, on prompt 'p2': saved: " in said
     assert not (place / "out").exists()
     assert heed_main(*compare(place, *policies, judges=(picky,), more=("--max-failed-share", "0.6")))[0] == 0
     assert [bool(v.failure) for v in by_judge(place / "out")["picky"]] == [False] * 2 + [True] * 3
@@ -43,7 +43,7 @@ def test_refusals_before_anything_is_sampled(
         ((one, one), (length,), "is given twice"),
         ((one, str(place / "nowhere")), (length,), "nowhere: no such folder"),
         ((one, str(encoder_folder)), (length,), "architectures"),
-        ((one, "http://me:secret@127.0.0.1/v1#m"), (length,), "keys go into HEED_API_KEY"),
+        ((one, "http://me:secret@127.0.0.1/v1#m"), (length,), "put the key into HEED_API_KEY"),
         ((one, str(place / "short.jsonl")), (length,), "has no response to 1 of 5 prompts: 'p0'"),
         ((one, saved), (f"{place / 'judges.py'}:none",), "has no function 'none'"),
         ((one, saved), (one,), "architectures"),
@@ -54,10 +54,10 @@ def test_refusals_before_anything_is_sampled(
         code, said = heed_main(*compare(place, *policies, judges=judges))
         assert (code, words in said, "secret" in said) == (2, True, False), said
     for more, words in (
-        (("--verdicts", saved), "--verdicts names policies, prompts and judges itself"),
-        (("--prompts", ""), "or --verdicts alone, were expected"),
+        (("--verdicts", saved), "--verdicts already contains policies, prompts and judges"),
+        (("--prompts", ""), "or --verdicts alone"),
         (("--max-new-tokens", "90"), "exceed its context of 96"),
-        (("--category", "level"), "line 1: field 'level' is missing"),
+        (("--category", "level"), "line 1: the category field 'level' is missing"),
         (("--template", str(place / "saved.jsonl")), ""),
     ):
         judges = ("http://127.0.0.1:1/v1#m",) if "--template" in more else (length,)

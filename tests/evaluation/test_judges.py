@@ -62,6 +62,19 @@ def test_what_is_compared(pairs: Sequence[Pair]) -> None:
     assert [(p.a.index, p.b.index) for p in pairs_of(PROMPTS[:1], uneven)] == [(0, 0), (1, 0), (2, 0)]
 
 
+@pytest.mark.parametrize(("num_a", "num_b"), [(3, 2), (2, 3), (4, 4), (1, 5)])
+def test_every_two_samples_meet_once_where_that_is_few_enough(num_a: int, num_b: int) -> None:
+    own = {"a": [Response("a", "p0", i, f"a{i}") for i in range(num_a)]}
+    own["b"] = [Response("b", "p0", i, f"b{i}") for i in range(num_b)]
+    found = [(p.a.index, p.b.index) for p in pairs_of(PROMPTS[:1], own, max_pairs=16)]
+    assert sorted(found) == [(i, j) for i in range(num_a) for j in range(num_b)]
+    # Whole rounds, in each of which the longer side's samples come once.
+    few = [(p.a.index, p.b.index) for p in pairs_of(PROMPTS[:1], own, max_pairs=7)]
+    longer = max(num_a, num_b)
+    assert len(few) == longer * min(num_a, num_b, max(1, 7 // longer))
+    assert len(set(few)) == len(few)
+
+
 def test_a_function_scores_each_text_once(pairs: Sequence[Pair], tmp_path: Path) -> None:
     (tmp_path / "judges.py").write_text(
         "asked = []\n"
