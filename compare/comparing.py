@@ -37,7 +37,7 @@ from files.hashes import file_hash
 from preferences.formats.parts import Report
 from training.data import DataConfig, Prompt
 
-MADE_ELSEWHERE = "made elsewhere"  # the kind of policies and judges that a file of judgments names
+EXTERNAL = "external"  # the kind of policies and judges that a file of judgments names
 
 Progress = Callable[[str], OnProgress]  # of the step by this name
 
@@ -121,7 +121,7 @@ def judge_again(folder: Path, judges: Sequence[Judge], max_failed_share: float, 
 
 
 def take_verdicts(spec: str, form: str, folder: Path, *, category: str, seed: int) -> tuple[Outcome, Report]:
-    """A comparison of judgments that were made elsewhere, FILE or NAME=FILE; with what is odd about the file's rows.
+    """A comparison of external judgments, FILE or NAME=FILE; with warnings about the file's rows.
 
     Errors: those of `read_verdict_file`; ValueError where `folder` holds another comparison.
     """
@@ -129,7 +129,7 @@ def take_verdicts(spec: str, form: str, folder: Path, *, category: str, seed: in
     found = read_verdict_file(source, form, judge=judge, category=category)
     path = Path(source)
     settings: Settings = {
-        "policies": [{"name": name, "kind": MADE_ELSEWHERE} for name in found.policies],
+        "policies": [{"name": name, "kind": EXTERNAL} for name in found.policies],
         "prompts": {"num_prompts": len(found.prompts), "category": category},
         "seed": seed,
         "verdicts": {
@@ -145,7 +145,7 @@ def take_verdicts(spec: str, form: str, folder: Path, *, category: str, seed: in
             name: counts_of([row for row in found.responses if row.policy == name]) for name in found.policies
         },
         "judges": [
-            {"name": name, "kind": MADE_ELSEWHERE} | _failed([row for row in found.verdicts if row.judge == name])
+            {"name": name, "kind": EXTERNAL} | _failed([row for row in found.verdicts if row.judge == name])
             for name in found.judges
         ],
         "versions": versions(),
@@ -205,8 +205,8 @@ def _sample(
 
 def _is_asked(judge: Judge, known: Mapping[str, Any]) -> bool:
     """Whether a judge has something to say that a folder's entry of its name does not hold."""
-    if known.get("kind") == MADE_ELSEWHERE:
-        raise ValueError(f"judge {judge.name!r} is called like that of judgments made elsewhere; NAME=SPEC names it")
+    if known.get("kind") == EXTERNAL:
+        raise ValueError(f"judge {judge.name!r} has the name of external judgments; NAME=SPEC gives it another")
     is_as_it_was = known.items() >= judge.describe().items() and not known["num_failed"]
     return isinstance(judge, PeopleJudge) or not is_as_it_was
 

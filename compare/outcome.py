@@ -35,7 +35,7 @@ def conclude(folder: Path) -> dict[str, Any]:
 
 
 def _share_prompts(responses: Sequence[Response]) -> bool:
-    """Whether all policies answer one prompt, at least, which they do unless judgments were made elsewhere."""
+    """Whether all policies answer one prompt, at least, which they do unless judgments are external."""
     by_policy: dict[str, set[str]] = {}
     for response in responses:
         by_policy.setdefault(response.policy, set()).add(response.prompt_id)

@@ -4,13 +4,15 @@ It leaves the folder that `heed compare` leaves, computed by the same code, so `
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from compare.comparing import Progress, counts_of, judged
+from compare.config import CompareConfig
 from compare.folder import BEST_OF_N, MEASURES, Settings, versions, write_files
 from compare.judges import gold_judge
 from compare.outcome import conclude
@@ -33,19 +35,9 @@ from files.hashes import file_hash
 from files.records import as_json, record_of
 from intervals.estimates import Interval
 from stages.world import World
-from training.data import DataConfig, Prompt
+from training.data import Prompt
 
 MAX_FAILED_SHARE = 0.1
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the policies were sampled, for the folder's settings."""
-
-    num_samples: int
-    temperature: float
-    max_tokens: int
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -54,14 +46,11 @@ class Sampled:
     PPO's (KL, score), iteration by iteration.
     """
 
-    data: DataConfig
     prompts: Sequence[Prompt]
     policies: Mapping[str, Sequence[Sample]]
     pool: str
-    best_of: int
-    sampling: Sampling
     training: Sequence[tuple[float, float]]
-    num_shown: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -87,40 +76,52 @@ def best_of_name(n: int) -> str:
     return f"best_of_{n}"
 
 
-def compare_sampled(folder: Path, sampled: Sampled, world: World, progress: Progress) -> CompareResults:
+def compare_sampled(
+    folder: Path, config: CompareConfig, sampled: Sampled, world: World, progress: Progress
+) -> CompareResults:
     """Judge the samples, write the comparison's files and report into `folder`, which is there.
 
     Raises:
         ValueError: a prompt has too few samples to choose from, or the judge fails too often.
     """
-    responses = _responses(sampled)
+    responses = _responses(sampled, config.best_of)
     judge = gold_judge(world.judge_names[0], "gold:../job.toml", world)
     entry, verdicts = judged(judge, sampled.prompts, responses, MAX_FAILED_SHARE, progress)
-    settings = _settings(sampled, responses, entry)
+    settings = _settings(config, sampled, responses, entry)
     write_files(folder, settings, sampled.prompts, [row for own in responses.values() for row in own], verdicts)
     scores = response_scores(verdicts)[judge.name]
     write_json(folder / MEASURES, {"best_of_n": as_json(_best_of_n(sampled, responses, scores))})
     report = conclude(folder)
     summary = record_of(report["summary"], Summary, "report.json: summary")
     measures = record_of(report["measures"], _Measures, "report.json: measures")
-    return _results(sampled, responses, scores, summary, measures, JudgeResults(judge.name, world.describe()))
+    (by_gold,) = summary.judges
+    return CompareResults(
+        judge=JudgeResults(judge.name, world.describe()),
+        num_prompts=len(sampled.prompts),
+        num_samples=config.num_samples,
+        temperature=config.temperature,
+        policies={name: _policy(found, judge.name) for name, found in measures.policies.items()},
+        pairs=dict(_pairs(by_gold)),
+        best_of_n=measures.best_of_n,
+        training_kl_nats=tuple(kl for kl, _ in sampled.training),
+        training_scores=tuple(score for _, score in sampled.training),
+        samples=_shown(sampled.prompts[: config.num_shown], responses, scores),
+    )
 
 
-def _responses(sampled: Sampled) -> dict[str, list[Response]]:
+def _responses(sampled: Sampled, n: int) -> dict[str, list[Response]]:
     """By policy, best-of-n after the policy that it chooses from."""
     found: dict[str, list[Response]] = {}
     for name, samples in sampled.policies.items():
         found[name] = [_response(name, sample) for sample in samples]
         if name == sampled.pool:
-            chosen = best_of(samples, sampled.best_of)
-            own = best_of_name(sampled.best_of)
+            own, chosen = best_of_name(n), best_of(samples, n)
             # The log-ratio of a chosen sample says nothing about the choosing policy; its KL is known by its bound.
-            found[own] = [_response(own, sample, log_ratio=float("nan")) for sample in chosen]
+            found[own] = [replace(_response(own, sample), log_ratio=nan) for sample in chosen]
     return found
 
 
-def _response(policy: str, sample: Sample, **changes: float) -> Response:
-    measured = {"log_ratio": sample.log_ratio, **changes}
+def _response(policy: str, sample: Sample) -> Response:
     return Response(
         policy=policy,
         prompt_id=sample.prompt_id,
@@ -128,17 +129,20 @@ def _response(policy: str, sample: Sample, **changes: float) -> Response:
         text=sample.response,
         num_tokens=sample.num_tokens,
         finished=sample.finished,
-        log_ratio=measured["log_ratio"],
+        log_ratio=sample.log_ratio,
         proxy_score=sample.score,
     )
 
 
-def _settings(sampled: Sampled, responses: Mapping[str, Sequence[Response]], judge: dict[str, Any]) -> Settings:
-    data, path = sampled.data, Path(sampled.data.source)
-    chosen = {"name": best_of_name(sampled.best_of), "kind": BEST_OF_N, "n": sampled.best_of, "of": sampled.pool}
+def _settings(
+    config: CompareConfig, sampled: Sampled, responses: Mapping[str, Sequence[Response]], judge: dict[str, Any]
+) -> Settings:
+    data, path = config.prompts, Path(config.prompts.source)
+    chosen = {"name": best_of_name(config.best_of), "kind": BEST_OF_N, "n": config.best_of, "of": sampled.pool}
+    sampling = config.model_dump(include={"num_samples", "temperature", "max_new_tokens"})
     return {
         "policies": [
-            chosen if name == chosen["name"] else {"name": name, "kind": "stage", "sampling": asdict(sampled.sampling)}
+            chosen if name == chosen["name"] else {"name": name, "kind": "stage", "sampling": sampling}
             for name in responses
         ],
         "prompts": {
@@ -148,7 +152,7 @@ def _settings(sampled: Sampled, responses: Mapping[str, Sequence[Response]], jud
             "sha256": file_hash(path) if path.is_file() else "",
             "num_prompts": len(sampled.prompts),
         },
-        "seed": sampled.sampling.seed,
+        "seed": sampled.seed,
         "responses": {name: counts_of(own) for name, own in responses.items()},
         "judges": [judge],
         "versions": versions(),
@@ -162,29 +166,6 @@ def _best_of_n(sampled: Sampled, responses: Mapping[str, Sequence[Response]], go
     proxy_R = np.array([row.proxy_score for row in pool])
     shape = (len(sampled.prompts), -1)
     return best_of_n_scores(gold_R.reshape(shape), proxy_R.reshape(shape))
-
-
-def _results(
-    sampled: Sampled,
-    responses: Mapping[str, Sequence[Response]],
-    scores: Scores,
-    summary: Summary,
-    measures: _Measures,
-    judge: JudgeResults,
-) -> CompareResults:
-    (by_gold,) = summary.judges
-    return CompareResults(
-        judge=judge,
-        num_prompts=len(sampled.prompts),
-        num_samples=sampled.sampling.num_samples,
-        temperature=sampled.sampling.temperature,
-        policies={name: _policy(found, judge.name) for name, found in measures.policies.items()},
-        pairs=dict(_pairs(by_gold)),
-        best_of_n=measures.best_of_n,
-        training_kl_nats=tuple(kl for kl, _ in sampled.training),
-        training_scores=tuple(score for _, score in sampled.training),
-        samples=_shown(sampled, responses, scores),
-    )
 
 
 def _policy(found: PolicyMeasures, judge: str) -> PolicyResults:
@@ -216,8 +197,10 @@ def _pairs(judge: JudgeSummary) -> Iterator[tuple[str, PairResults]]:
         yield f"{pair.policy_b}/{pair.policy_a}", PairResults(other)
 
 
-def _shown(sampled: Sampled, responses: Mapping[str, Sequence[Response]], scores: Scores) -> tuple[SampledPrompt, ...]:
-    """The first sample of every policy on the first prompts, with gold and reward model scores."""
+def _shown(
+    prompts: Sequence[Prompt], responses: Mapping[str, Sequence[Response]], scores: Scores
+) -> tuple[SampledPrompt, ...]:
+    """The first sample of every policy on each prompt, with gold and reward model scores."""
     firsts: dict[tuple[str, str], Response] = {}
     for row in (row for own in responses.values() for row in own):
         firsts.setdefault((row.policy, row.prompt_id), row)
@@ -228,7 +211,7 @@ def _shown(sampled: Sampled, responses: Mapping[str, Sequence[Response]], scores
             prompt=prompt.messages[-1]["content"],
             responses={name: _text(firsts[name, prompt.prompt_id], scores) for name in responses},
         )
-        for prompt in sampled.prompts[: sampled.num_shown]
+        for prompt in prompts
     )
 
 

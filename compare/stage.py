@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 
-from pydantic import Field
-
+from compare.config import CompareConfig
 from compare.report.stage import REPORTER
-from compare.sampled import Sampled, Sampling, compare_sampled
+from compare.sampled import Sampled, compare_sampled
 from evaluation.sampling import Sample, SamplingSpec
 from evaluation.sampling_everywhere import sample_everywhere
 from ppo.stage import STAGE as PPO
@@ -13,21 +12,9 @@ from stages.contract import Parent, Stage
 from stages.planner import Planner, StagePlan
 from stages.prompts import require_room
 from stages.run import StageRun
-from training.config import Config
-from training.data import DataConfig, read_prompts
+from training.data import read_prompts
 from training.metrics import read_metrics
 from training.seeds import derive_seed
-
-
-class CompareConfig(Config):
-    """Responses of each policy to the same prompts, judged by the world's gold judge."""
-
-    prompts: DataConfig = Field(description="Prompts that all policies answer.")
-    num_samples: int = Field(default=1, ge=1, description="Responses per prompt and policy.")
-    best_of: int = Field(default=16, ge=2, description="Samples per prompt of the SFT policy, for best-of-n.")
-    max_new_tokens: int = Field(ge=1, description="Length limit of a response, in tokens.")
-    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature; 0 = greedy.")
-    num_shown: int = Field(default=12, ge=0, description="Prompts whose responses the report shows next to each other.")
 
 
 def run_compare(run: StageRun, config: CompareConfig) -> None:
@@ -55,20 +42,17 @@ def run_compare(run: StageRun, config: CompareConfig) -> None:
     pretrained = {"pretrained": samples_of("pretrain", config.num_samples)} if "pretrain" in run.parents else {}
     metrics = read_metrics(run.folder_of("ppo") / "metrics.jsonl")
     sampled = Sampled(
-        data=config.prompts,
         prompts=prompts,
         policies={**pretrained, "sft": pool, "ppo": samples_of("ppo", config.num_samples)},
         pool="sft",
-        best_of=config.best_of,
-        sampling=Sampling(config.num_samples, config.temperature, config.max_new_tokens, run.seed),
         training=[(line["kl_nats"], line["score"]) for line in metrics if {"kl_nats", "score"} <= line.keys()],
-        num_shown=config.num_shown,
+        seed=run.seed,
     )
 
     def progress(step: str) -> Callable[[int, int], None]:
         return lambda done, total: run.show(done, total, step)
 
-    run.write_results(compare_sampled(run.folder, sampled, run.world, progress))
+    run.write_results(compare_sampled(run.folder, config, sampled, run.world, progress))
 
 
 def preflight(run: StageRun, config: CompareConfig) -> None:

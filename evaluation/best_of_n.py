@@ -24,31 +24,6 @@ def best_of_n_kl(n: int) -> float:
     return math.log(n) - (n - 1) / n
 
 
-def exact_best_of_n_kl(probabilities: npt.ArrayLike, scores: npt.ArrayLike, n: int) -> float:
-    """KL(best-of-n || base policy) in nats, of a base policy over known outcomes: its probabilities, and their scores.
-
-    With F(s) the chance of a score of at most s, the best of n draws has score s with chance F(s)^n - F(s-)^n; among
-    outcomes of that score it is each in proportion to its probability, so that KL = Σ_s P_n(s) log(P_n(s)/P(s)).
-    Never above `best_of_n_kl`, which it meets where no outcome is likely.
-    Raises ValueError for n < 1, other shapes, and probabilities that are none or do not add up to 1.
-    """
-    if n < 1:
-        raise ValueError(f"n is {n}; at least 1 was expected")
-    chance, score = np.asarray(probabilities, dtype=np.float64), np.asarray(scores, dtype=np.float64)
-    if chance.ndim != 1 or chance.shape != score.shape or not np.isfinite(score).all():
-        raise ValueError(
-            f"probabilities has shape {chance.shape}, scores {score.shape}; a finite score for each of them"
-        )
-    if (chance < 0).any() or not math.isclose(chance.sum(), 1, abs_tol=1e-9):
-        raise ValueError(f"probabilities add up to {chance.sum()}; numbers of at least 0 that make 1 were expected")
-    _, group = np.unique(score, return_inverse=True)
-    of_score = np.bincount(group, chance)
-    up_to = np.minimum(np.cumsum(of_score), 1.0)
-    best = np.diff(up_to**n, prepend=0.0)
-    used = best > 0
-    return float((best[used] * np.log(best[used] / of_score[used])).sum())
-
-
 def best_of_n_expected(gold: npt.ArrayLike, proxy: npt.ArrayLike) -> Floats:
     """The expected gold score of the sample that the proxy ranks best among n, for every n up to N.
 

@@ -1,1 +1,1 @@
-"""Who judges two responses: scorers, a language model, people, judgments made elsewhere."""
+"""Who judges two responses: scorers, a language model, people, external judgments."""

@@ -90,7 +90,7 @@ def test_an_interrupted_comparison_samples_nothing_again(
     assert len(by_judge(place / "whole")["longer"]) > 5
 
 
-def test_verdicts_made_elsewhere(place: Path, heed_main: Call, settings_of: SettingsOf, by_judge: ByJudge) -> None:
+def test_external_judgments(place: Path, heed_main: Call, settings_of: SettingsOf, by_judge: ByJudge) -> None:
     rows = [
         {"instruction": f"Sing {n}", "output_1": "la", "output_2": "lala", "generator_1": "old", "generator_2": "new",
          "annotator": "gpt", "preference": 2.0 if n else None}
@@ -111,7 +111,7 @@ def test_verdicts_made_elsewhere(place: Path, heed_main: Call, settings_of: Sett
     assert heed_main("judge", str(place / "out"), f"{place / 'judges.py'}:length")[0] == 0
     assert [(v.policy_a, v.preference_a) for v in by_judge(place / "out")["length"]] == [("new", 1.0)] * 3
     code, said = heed_main("judge", str(place / "out"), f"gpt={place / 'judges.py'}:length")
-    assert (code, "called like that of judgments made elsewhere" in said) == (2, True)
+    assert (code, "has the name of external judgments" in said) == (2, True)
 
 
 def test_what_is_told_of_policies(place: Path, heed_main: Call, compare: Compare) -> None:

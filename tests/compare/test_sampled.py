@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from compare.config import CompareConfig
 from compare.results import CompareResults
-from compare.sampled import Sampled, Sampling, best_of, compare_sampled
+from compare.sampled import Sampled, best_of, compare_sampled
 from evaluation.measures.curves import best_of_n_scores
 from evaluation.sampling import Sample
 from evaluation.verdicts import read_verdicts
@@ -71,17 +72,17 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CompareRes
     folder = tmp_path_factory.mktemp("run") / "compare"
     folder.mkdir()
     sampled = Sampled(
-        data=DataConfig(source="prompts.jsonl"),
         prompts=PROMPTS,
         policies={"sft": POOL, "ppo": OTHER},
         pool="sft",
-        best_of=2,
-        sampling=Sampling(num_samples=2, temperature=1.0, max_tokens=30, seed=0),
         training=[(0.5, 1.0), (1.0, 2.0)],
-        num_shown=2,
+        seed=0,
+    )
+    config = CompareConfig(
+        prompts=DataConfig(source="prompts.jsonl"), num_samples=2, best_of=2, max_new_tokens=30, num_shown=2
     )
     world: Any = NumberWorld()
-    return folder, compare_sampled(folder, sampled, world, lambda _step: lambda _done, _total: None)
+    return folder, compare_sampled(folder, config, sampled, world, lambda _step: lambda _done, _total: None)
 
 
 def test_figures_of_a_policy_by_hand(compared: tuple[Path, CompareResults]) -> None:
@@ -182,8 +183,7 @@ def heed(*arguments: str) -> None:
 
 def test_the_headline_is_what_heed_compare_gives_on_the_same_samples(tmp_path: Path) -> None:
     """PPO over SFT by the gold scorer, with its interval, from a run's stage and from the command."""
-    config = PlaygroundConfig(num_compare_prompts=24)
-    world = PlaygroundWorld(config)
+    world = PlaygroundWorld(PlaygroundConfig(num_compare_prompts=24))
     world.write_data(tmp_path / "data", 0)
     rows = [json.loads(line) for line in (tmp_path / "data" / "compare_prompts.jsonl").read_text().splitlines()]
     prompts = [Prompt(prompt_id=r["prompt_id"], messages=tuple(r["messages"]), kind=r["kind"]) for r in rows]
@@ -200,16 +200,15 @@ def test_the_headline_is_what_heed_compare_gives_on_the_same_samples(tmp_path: P
     folder = tmp_path / "run" / "compare"
     folder.mkdir(parents=True)
     sampled = Sampled(
-        data=DataConfig(source=str(tmp_path / "data" / "compare_prompts.jsonl")),
         prompts=prompts,
         policies={"sft": drawn(6), "ppo": drawn(2)},
         pool="sft",
-        best_of=4,
-        sampling=Sampling(num_samples=2, temperature=1.0, max_tokens=30, seed=5),
         training=(),
-        num_shown=1,
+        seed=5,
     )
-    results = compare_sampled(folder, sampled, world, lambda _step: lambda _done, _total: None)
+    source = DataConfig(source=str(tmp_path / "data" / "compare_prompts.jsonl"))
+    config = CompareConfig(prompts=source, num_samples=2, best_of=4, max_new_tokens=30, num_shown=1)
+    results = compare_sampled(folder, config, sampled, world, lambda _step: lambda _done, _total: None)
     responses, out = folder / "responses.parquet", tmp_path / "again"
     asked = ["--prompts", str(folder / "prompts.jsonl"), "--judge", "gold:playground", "--out", str(out)]
     heed("compare", f"ppo={responses}#ppo", f"sft={responses}#sft", *asked)

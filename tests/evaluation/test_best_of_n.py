@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from evaluation.best_of_n import best_of_n_expected, best_of_n_kl, exact_best_of_n_kl
+from evaluation.best_of_n import best_of_n_expected, best_of_n_kl
 
 
 def enumerate_subsets(gold, proxy, n):
@@ -71,25 +71,11 @@ def test_kl_is_an_upper_bound_near_exact_for_many_outcomes():
         best_of_n_kl(0)
 
 
-def test_the_exact_kl_is_that_of_every_draw_written_down():
+def test_the_bound_holds_for_every_draw_written_down():
     """Three draws of four outcomes, two of them tied; the tie goes to whichever was drawn first."""
     chance, score = np.array([0.1, 0.4, 0.3, 0.2]), [2.0, 5.0, 1.0, 5.0]
     kept = np.zeros(4)
     for drawn in itertools.product(range(4), repeat=3):
         kept[max(drawn, key=lambda outcome: score[outcome])] += np.prod(chance[list(drawn)])
     assert kept.sum() == pytest.approx(1)
-    expected = float((kept * np.log(kept / chance)).sum())
-    assert exact_best_of_n_kl(chance, score, 3) == pytest.approx(expected)
-    assert exact_best_of_n_kl(chance, score, 3) < best_of_n_kl(3)
-
-
-def test_the_exact_kl_beside_its_bound():
-    # Two like outcomes: the better is lost with chance 2^-64, so the KL is log 2 where the bound says 3.17.
-    assert exact_best_of_n_kl([0.5, 0.5], [0.0, 1.0], 64) == pytest.approx(math.log(2))
-    assert exact_best_of_n_kl([0.5, 0.5], [1.0, 1.0], 64) == 0.0  # nothing to choose by
-    many = np.full(100_000, 1e-5)
-    assert exact_best_of_n_kl(many, np.arange(100_000), 16) == pytest.approx(best_of_n_kl(16), abs=1e-3)
-    with pytest.raises(ValueError, match="probabilities add up to"):
-        exact_best_of_n_kl([0.5, 0.4], [0.0, 1.0], 2)
-    with pytest.raises(ValueError, match=r"scores \(3,\)"):
-        exact_best_of_n_kl([0.5, 0.5], [0.0, 1.0, 2.0], 2)
+    assert 0 < float((kept * np.log(kept / chance)).sum()) < best_of_n_kl(3)

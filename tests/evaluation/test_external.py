@@ -1,4 +1,4 @@
-"""Judgments made elsewhere: published formats and our own export, as verdicts that know their line."""
+"""External judgments: published formats and our own export, as verdicts that know their line."""
 
 import json
 import math
