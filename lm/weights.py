@@ -88,7 +88,7 @@ def save_model(
 
     Weights larger than `max_shard` are cut into files of at most that size, with an index.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # not its parents: a run folder that has disappeared must not be created again
     tokenizer.save(folder)
     config = config_to_hf(model, tokenizer)
     if isinstance(model, ScalarModel):

@@ -141,7 +141,7 @@ def write_streams(folder: Path, config: PretrainConfig, tokenizer: Tokenizer) ->
     """The texts as token streams, written once; a resumed run finds them there."""
     if (folder / "ready").is_file():
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     for name, sources in (("train", config.texts), ("heldout", config.heldout)):
         texts = _by_chunks(tokenizer.encode_plain, read_texts(sources))
         write_token_stream(texts, tokenizer.end_id, folder / f"{name}.bin")

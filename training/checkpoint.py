@@ -1,4 +1,7 @@
-"""Checkpoints that are whole or absent: written aside, hashed, synced, read back, renamed before an older one goes."""
+"""Checkpoints that are whole or absent: written under a temporary name, hashed, synced, read back, then renamed.
+
+Older ones are removed only after that.
+"""
 
 import json
 import os
@@ -13,9 +16,9 @@ from files.hashes import file_hash, file_names
 from lm.progress import note_progress
 
 MANIFEST = "manifest.json"
-NUM_SHOWN = 5  # damaged files that a message names
+NUM_SHOWN = 5  # damaged files named in a message
 
-# Names of those files of a checkpoint folder whose SHA-256 is not the given one.
+# Returns the names of the files in a checkpoint folder whose SHA-256 differs from the given one.
 Check = Callable[[Path, Mapping[str, str]], Sequence[str]]
 
 
@@ -32,9 +35,9 @@ def step_of(folder: Path) -> int:
 
 
 def begin_checkpoint(checkpoints: Path, step: int) -> Path:
-    """An empty folder to write step `step` into.
+    """Create an empty folder to write step `step` into.
 
-    Only `checkpoints` itself is created: a run folder that is away must not be there when it comes back.
+    Only `checkpoints` itself is created: a run folder that has disappeared must not be created in its place.
     """
     checkpoints.mkdir(exist_ok=True)
     remove_unfinished(checkpoints)
@@ -44,9 +47,9 @@ def begin_checkpoint(checkpoints: Path, step: int) -> Path:
 
 
 def commit_checkpoint(writing: Path, step: int, hashes: Mapping[str, str], keep: int) -> Path:
-    """Turn a fully written folder into `step-NNNNNN`, then drop all but the newest `keep` checkpoints.
+    """Turn a fully written folder into `step-NNNNNN`, then remove all but the newest `keep` checkpoints.
 
-    `hashes` are the files' SHA-256; those who call have read the files back. May be called again where it failed.
+    `hashes` are the SHA-256 of the files, which the caller has read back. May be called again after it failed.
     """
     checkpoints = writing.parent
     final = step_folder(checkpoints, step)
@@ -58,7 +61,7 @@ def commit_checkpoint(writing: Path, step: int, hashes: Mapping[str, str], keep:
         sync(checkpoints)
     found = read_manifest(final)
     assert found.sha256 == hashes, f"checkpoint {final} does not verify right after it was written: {found.damage}"
-    # Checkpoints of later steps are damaged ones that this run has passed over.
+    # Checkpoints of later steps are damaged ones that this run has skipped.
     newest_first = [folder for folder in step_folders(checkpoints) if step_of(folder) <= step]
     later = [folder for folder in step_folders(checkpoints) if step_of(folder) > step]
     for old in (*later, *newest_first[keep:]):
@@ -68,8 +71,9 @@ def commit_checkpoint(writing: Path, step: int, hashes: Mapping[str, str], keep:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint folder should hold, by relative path; `damage` says why it cannot, "" where all files are
-    there.
+    """The files that a checkpoint folder should hold, by relative path.
+
+    `damage` says what is missing or added; "" if nothing is.
     """
 
     folder: Path
@@ -78,17 +82,17 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, and whether the folder holds the files that it names; their contents are not read."""
+    """Read the manifest, and check that the folder holds the files it names. Their contents are not read."""
     try:
         expected = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"])
         found = set(_names(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Manifest(folder, {}, f"no readable manifest ({error})")
-    return Manifest(folder, expected, _described(expected.keys() ^ found))
+    return Manifest(folder, expected, _describe(expected.keys() ^ found))
 
 
 def changed_files(folder: Path, sha256: Mapping[str, str]) -> list[str]:
-    """Names of the files whose SHA-256 is not the given one, or that cannot be read."""
+    """Names of the files whose SHA-256 differs from the given one, or that cannot be read."""
     return [name for name, expected in sha256.items() if _hash_or_cause(folder / name) != expected]
 
 
@@ -102,8 +106,9 @@ def _hash_or_cause(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where a stage resumes: the newest sound checkpoint, or "" and step 0. `damaged` are newer ones, passed over, by
-    name and with what is wrong.
+    """Where a stage resumes: step and name of the newest valid checkpoint; 0 and "" if there is none.
+
+    `damaged` maps the names of newer checkpoints, which are skipped, to what is wrong with them.
     """
 
     step: int
@@ -111,7 +116,7 @@ class Resumption:
     damaged: Mapping[str, str]
 
     def notices(self, stage: str, num_steps: int, unit: str = "step") -> list[str]:
-        """What the user should know, a line each."""
+        """What the user should know, one line each."""
         passed = [f"{stage}: checkpoint {name} is damaged and passed over: {d}" for name, d in self.damaged.items()]
         if not self.name:
             return [f"{stage}: starts from {unit} 0 of {num_steps} (no checkpoint yet)"]
@@ -119,20 +124,20 @@ class Resumption:
 
 
 def find_resumption(checkpoints: Path, stage: str, check: Check = changed_files) -> Resumption:
-    """The newest checkpoint that verifies; `check` reads the files, on several machines where there are some.
+    """Find the newest checkpoint that verifies. `check` reads the files, on a cluster on several machines.
 
     Raises:
-        ValueError: there are checkpoints and none verifies, or the folder cannot be read: training again from step 0
-            costs what the user must decide.
+        ValueError: there are checkpoints and none verifies, or the folder cannot be read. Only the user can decide to
+            pay for training again from step 0.
     """
     return choose_sound(checkpoints, stage, [read_manifest(folder) for folder in step_folders(checkpoints)], check)
 
 
 def choose_sound(checkpoints: Path, stage: str, newest_first: Sequence[Manifest], check: Check) -> Resumption:
-    """As `find_resumption`, of manifests that were read before."""
+    """Like `find_resumption`, for manifests that were read before."""
     damaged: dict[str, str] = {}
     for manifest in newest_first:
-        damage = manifest.damage or _described(check(manifest.folder, manifest.sha256))
+        damage = manifest.damage or _describe(check(manifest.folder, manifest.sha256))
         if not damage:
             return Resumption(step_of(manifest.folder), manifest.folder.name, damaged)
         damaged[manifest.folder.name] = damage
@@ -146,21 +151,21 @@ def choose_sound(checkpoints: Path, stage: str, newest_first: Sequence[Manifest]
 
 
 def latest_checkpoint(checkpoints: Path) -> tuple[Path, int] | None:
-    """The newest checkpoint that verifies, and its step; None where none was written. Raises as `find_resumption`."""
+    """The newest checkpoint that verifies, and its step; None if none was written. Raises like `find_resumption`."""
     found = find_resumption(checkpoints, "the stage")
     return (checkpoints / found.name, found.step) if found.name else None
 
 
 def share_of_files(sha256: Mapping[str, str], rank: int, num_ranks: int) -> dict[str, str]:
-    """The files that one of several ranks verifies; together they verify all."""
+    """The files that one rank verifies; together, the ranks verify all."""
     return dict(sorted(sha256.items())[rank::num_ranks])
 
 
 def step_folders(checkpoints: Path) -> list[Path]:
-    """Newest first; [] where the folder does not exist.
+    """All checkpoints, newest first; [] if the folder does not exist.
 
     Raises:
-        ValueError: the folder exists and cannot be read, so nobody knows what is in it.
+        ValueError: the folder exists but cannot be read.
     """
     try:
         names = os.listdir(checkpoints)
@@ -176,7 +181,7 @@ def _names(folder: Path) -> list[str]:
     return [name for name in file_names(folder) if Path(name).name != MANIFEST]
 
 
-def _described(names: Sequence[str] | set[str]) -> str:
+def _describe(names: Sequence[str] | set[str]) -> str:
     if not names:
         return ""
     more = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""

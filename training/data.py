@@ -1,4 +1,4 @@
-"""Texts, conversations and prompts of hub ids and files, with errors that name the row."""
+"""Texts, conversations and prompts from files and the Hugging Face hub, with errors that name the row."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ class DataConfig(Config):
 
 
 def read_rows(data: DataConfig) -> Rows:
-    """Stream (where, row); `where` names file and row for error messages. Hub data sets are never held whole."""
+    """Stream (where, row); `where` names file and row for error messages. Hub data sets are never loaded whole."""
     return read_source(data.source, split=data.split, subset=data.subset, max_rows=data.max_rows)
 
 
@@ -33,7 +33,9 @@ def messages_field(where: str, row: Mapping[str, Any], *, ends_with: str) -> lis
     """The `messages` of a row (TRL's conversational form), checked; the last must come from `ends_with`.
 
     `{"prompt": ..., "completion": ...}` rows of two strings are read as a user's turn and the assistant's.
-    Errors: ValueError naming file, line and field.
+
+    Raises:
+        ValueError: the row has another form; the message names file, line and field.
     """
     if "messages" not in row and "prompt" in row:
         turns = [{"role": "user", "content": text_field(where, row, "prompt")}]
@@ -42,7 +44,7 @@ def messages_field(where: str, row: Mapping[str, Any], *, ends_with: str) -> lis
         return turns
     turns = checked_messages(where, row.get("messages"), "messages", ends_with=ends_with)
     for index, message in enumerate(row["messages"]):
-        # OpenAI's fine-tuning files mark answers that are context alone. Learning them all the same would be silent.
+        # OpenAI's fine-tuning files can exclude answers from the loss. Heed must not train on those without a word.
         if message.get("weight", 1) != 1:
             raise ValueError(
                 f"{where}: field 'messages[{index}].weight' is {message['weight']!r}; SFT learns every answer of the"
@@ -52,7 +54,7 @@ def messages_field(where: str, row: Mapping[str, Any], *, ends_with: str) -> lis
 
 
 def read_texts(sources: Sequence[DataConfig]) -> Iterator[str]:
-    """The texts of all sources in order."""
+    """The texts of all sources, in order."""
     for data in sources:
         for where, row in read_rows(data):
             note_progress()
@@ -68,7 +70,7 @@ def read_conversations(sources: Sequence[DataConfig]) -> Iterator[tuple[str, lis
 
 
 class Prompt(Config):
-    """A prompt with its name; `kind` groups prompts in reports."""
+    """A prompt with its id; `kind` groups prompts in reports."""
 
     prompt_id: str
     messages: tuple[dict[str, str], ...]
@@ -76,7 +78,11 @@ class Prompt(Config):
 
 
 def read_prompts(data: DataConfig) -> list[Prompt]:
-    """Prompts, each ending with a user's turn. Errors: ValueError naming file, line, field; duplicate ids."""
+    """Prompts, each ending with a user's turn.
+
+    Raises:
+        ValueError: a prompt has another form, an id occurs twice, or there are no prompts; the message names the line.
+    """
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
     for index, (where, row) in enumerate(read_rows(data)):

@@ -1,6 +1,6 @@
-"""The one engine of every stage: Accelerate, with its DeepSpeed plugin from ZeRO-1 up.
+"""The engine of every stage: Accelerate, with its DeepSpeed plugin from ZeRO-1 up.
 
-It owns what a loss must not know: precision, sharding, the averaging of gradients over ranks, clipping, the step.
+It owns what a loss must not know: precision, sharding, the reduction of gradients over ranks, clipping, the step.
 """
 
 import contextlib
@@ -42,9 +42,9 @@ LossAndMetrics = tuple[Tensor, Mapping[str, Tensor]]  # a scalar to minimise; de
 class Engine(Generic[AnyModule]):
     """A model under training on this rank and its peers.
 
-    The environment names the ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without it the world has one.
-    A second engine in the same process, such as PPO's value function, shares the process group. Under ZeRO-3 the
-    model's tensors go to their shards one by one as the source gives them, and no rank ever holds them all.
+    The environment names the ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without it, there is one.
+    A second engine in the same process, such as PPO's value function, shares the process group. Under ZeRO-3, each
+    tensor goes to its shards as the source yields it, so no rank ever holds the whole model.
     """
 
     def __init__(
@@ -79,23 +79,23 @@ class Engine(Generic[AnyModule]):
             self.model, *self._optimizers = self._accelerator.prepare(model, *optimizers)
         is_deepspeed = is_deepspeed_engine(self.model)
         assert is_deepspeed == (config.zero_stage > 0), f"ZeRO {config.zero_stage} gave a {type(self.model).__name__}"
-        if is_deepspeed:  # its own group of these ranks starts with PyTorch's time limit
+        if is_deepspeed:  # it creates a process group of its own, with PyTorch's default time limit
             set_collective_timeout(self.model, timedelta(seconds=config.collective_timeout_seconds))
         self._loss_sum = torch.zeros((), device=self.device)
         self._skipped_in_row = 0
 
     def _replicated(self, model: nn.Module) -> Any:
-        """The whole model on every rank, under autocast in bf16, by DDP where there are others to agree with.
+        """The whole model on every rank: under autocast in bf16, and in DDP if there are several ranks.
 
-        Accelerate would turn what the model gives into fp32, logits first of all, and wrap a single rank too: copies
-        of logits and gradients that no loss here needs.
+        Accelerate would convert the model's outputs, such as logits, to fp32 and wrap a single rank too. That costs
+        copies of logits and gradients that no loss here needs.
         """
         model.to(self.device)
         if self.config.resolved_precision() == "bf16":
             model.forward = torch.autocast(self.device.type, torch.bfloat16)(model.forward)
         if self.world_size == 1:
             return model
-        # A score's bias, the only buffer, is the same on every rank and stays so; DDP would send it with every pass.
+        # The only buffer, a score's bias, is the same on every rank; DDP would broadcast it in every pass.
         do_not_broadcast_buffers(model)
         return self._accelerator.prepare_model(model)
 
@@ -111,7 +111,7 @@ class Engine(Generic[AnyModule]):
         return values if self.world_size == 1 else self._accelerator.reduce(values, reduction="sum")
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gives, by rank; a collective call."""
+        """Every rank's value, by rank; a collective call."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -170,14 +170,15 @@ class Engine(Generic[AnyModule]):
     def step(self) -> tuple[float, float]:
         """Clip, update the weights, clear the gradients. Returns the global loss and gradient norm.
 
-        Where one of them is not finite the step is skipped: no weight and no state of the optimizer changes. All ranks
-        agree, since both are global.
+        If one of them is not finite, the step is skipped: neither weights nor optimizer states change. All ranks agree,
+        since both are global.
+
         Raises:
             RunError: more steps in a row were skipped than `max_skipped_steps` allows.
         """
         loss = float(self.sum_over_ranks(self._loss_sum.clone()))
         self._loss_sum.zero_()
-        if self.config.zero_stage > 0:  # DeepSpeed has stepped in the last backward, with the rate set before it
+        if self.config.zero_stage > 0:  # DeepSpeed stepped in the last backward, with the learning rate set before it
             norm = gradient_norm(self.model)
             self._count_skipped(loss, norm)
             return loss, norm
@@ -196,7 +197,7 @@ class Engine(Generic[AnyModule]):
         return self._skipped_in_row > 0
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Before a step's first backward: DeepSpeed steps inside the last one."""
+        """Set it before the first backward of a step: DeepSpeed steps inside the last one."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -206,7 +207,7 @@ class Engine(Generic[AnyModule]):
         return not int(self.sum_over_ranks((~torch.isfinite(self._loss_sum)).float()))
 
     def _count_skipped(self, loss: float, norm: float) -> None:
-        """Raises RunError after too many steps without a finite gradient."""
+        """Raises RunError after too many consecutive steps without a finite gradient."""
         self._skipped_in_row = 0 if math.isfinite(norm) else self._skipped_in_row + 1
         allowed = self.config.max_skipped_steps
         if self._skipped_in_row > allowed:
@@ -217,8 +218,9 @@ class Engine(Generic[AnyModule]):
             )
 
     def full_weights(self, *, on_main_alone: bool = False) -> dict[str, Tensor]:
-        """The whole state dict in fp32 on every rank's device; with `on_main_alone`, under ZeRO, in the main rank's CPU
-        memory and nothing on the others, as a file needs it. A collective call under ZeRO.
+        """The whole state dict in fp32 on every rank's device; under ZeRO, a collective call.
+
+        With `on_main_alone`, ZeRO's weights go to rank 0's CPU memory, as a file needs them; other ranks get {}.
         """
         if self.config.zero_stage == 0:
             return {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
@@ -232,14 +234,14 @@ class Engine(Generic[AnyModule]):
         return zero_shards(self.module, self.model.optimizer, self.config.zero_stage, self.rank)
 
     def state(self) -> State:
-        """This rank's part of what moves, weights and optimizer, for a checkpoint; not copied."""
+        """This rank's part of what training changes, weights and optimizer states, for a checkpoint; not copied."""
         own, everywhere = self._shards(), whole_tensors(self.module.named_buffers())
         if self.config.zero_stage == 0:
             own, everywhere = [], own + everywhere
         return state_of(own + [shard.share(self.rank, self.world_size) for shard in everywhere])
 
     def load(self, folder: Path) -> None:
-        """Take a state that any number of ranks wrote at any ZeRO stage; a collective call."""
+        """Load a state that any number of ranks wrote at any ZeRO stage; a collective call."""
         saved = SavedState(folder)
         for shard in self._shards() + whole_tensors(self.module.named_buffers()):
             shard.restore(saved)
@@ -248,7 +250,7 @@ class Engine(Generic[AnyModule]):
         self.barrier()
 
     def checkpoint_writer(self) -> CheckpointWriter:
-        """This rank's; one serves all engines of a process."""
+        """This rank's writer; one serves all engines of a process."""
         config = self.config
         return CheckpointWriter(
             self.rank,
@@ -260,7 +262,7 @@ class Engine(Generic[AnyModule]):
         )
 
     def close(self) -> None:
-        """Release memory; the process group stays for the next stage in this process."""
+        """Release memory. The process group stays for the next stage in this process."""
         self._accelerator.free_memory()
         del self.model, self.module, self._optimizers
         reset_accelerate()

@@ -1,4 +1,4 @@
-"""Failures with a known cause, which a user reads as one line."""
+"""Failures with a known cause, shown to the user as one line."""
 
 import errno
 import os
@@ -61,17 +61,17 @@ def cause_of(error: BaseException) -> str:
 
 def remedy_of(error: BaseException) -> str:
     """What the user can do about it, as an imperative."""
-    return _REMEDIES.get(system_error(error) or 0, "mend the cause")
+    return _REMEDIES.get(system_error(error) or 0, "fix the cause")
 
 
-# What is wrong with the disk, not with Heed; a file that is missing may be either.
+# Faults of the disk rather than of Heed; a missing file may be either.
 _OF_THE_DISK = frozenset(_REMEDIES) - {errno.ENOENT}
 
 
 def in_one_line(error: BaseException) -> str:
-    """What a user should read in place of a traceback; "" where the cause is not known.
+    """What the user should read instead of a traceback; "" if the cause is not known.
 
-    Looks at what the error was raised from, too: a worker's failure reaches the driver inside another one.
+    Also looks at what the error was raised from: a worker's failure reaches the driver inside another one.
     """
     found: BaseException | None = error
     while found is not None:

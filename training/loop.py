@@ -1,4 +1,4 @@
-"""The training loop of pretraining, SFT and the reward model: the stages differ in their Objective only."""
+"""The training loop of pretraining, SFT and the reward model; the stages differ only in their Objective."""
 
 import time
 from collections.abc import Mapping
@@ -41,27 +41,27 @@ class Objective(Protocol[Model_contra]):
         ...
 
     def count(self, rows: IntArray) -> int:
-        """How many units (tokens, comparisons) the loss of these rows is a sum over."""
+        """The number of units (tokens, comparisons) that the loss of these rows is a sum over."""
         ...
 
     def num_tokens(self, rows: IntArray) -> int:
-        """Tokens that a forward pass of these rows sees, for the rate."""
+        """Tokens that a forward pass of these rows reads, for the throughput."""
         ...
 
     def loss(
         self, model: Model_contra, rows: IntArray, device: torch.device, seed: int = 0
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The loss summed over `count(rows)` units, and further sums to report, each over the same units.
+        """Returns the loss summed over `count(rows)` units, and metrics as sums over the same units.
 
-        A sum with its own denominator is two numbers: the sum and the denominator. `seed` is the step's: dropout's
-        masks are a function of it, the row and the place in it, and are not needed outside training.
+        A metric with its own denominator is returned as a (sum, count) pair. Dropout masks are a function of `seed`,
+        the row and the position in it; each step has its own seed, and evaluation needs none.
         """
         ...
 
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """How long to train and how often to look."""
+    """How long to train, and how often to save and evaluate."""
 
     stage: str
     seed: int
@@ -76,7 +76,7 @@ class LoopConfig:
 
 
 class TrainingLoop(Generic[AnyModule]):
-    """Batch, loss, backward, step, log, evaluate, save; a pure function of its inputs and the step it resumes at."""
+    """Batch, loss, backward, step, log, evaluate, save. A pure function of its inputs and the step it resumes at."""
 
     def __init__(
         self,
@@ -88,25 +88,25 @@ class TrainingLoop(Generic[AnyModule]):
     ) -> None:
         self.engine, self.config, self.training, self.heldout, self.folder = engine, config, training, heldout, folder
         self.num_micro_batches = config.batch.num_micro_batches(engine.world_size)
-        self.order = Sampler(len(training), config.batch.batch_size, derive_seed(config.seed, config.stage, "order"))
+        self.sampler = Sampler(len(training), config.batch.batch_size, derive_seed(config.seed, config.stage, "order"))
 
     def run(self) -> dict[str, float]:
-        """Train to the end. Returns the held-out figures of the final weights, `loss` among them."""
+        """Train to the end. Returns the held-out metrics of the final weights, including `loss`."""
         first_step = self._resume()
-        # The last step has a checkpoint too: what a stage does after its training may be lost as well.
+        # The last step has a checkpoint too: a stage may be killed in what it does after training.
         log, heldout = None, dict[str, float]() if first_step < self.config.num_steps else self.evaluate()
         if self.engine.is_main:
             log = MetricsLog(self.folder, self.engine.config.trackers, resume_step=first_step)
         with self.engine.checkpoint_writer() as writer:
             writer.sound_step = first_step or None
             for step in range(first_step, self.config.num_steps):
-                figures = {**self._step(step), "checkpoint_seconds": writer.seconds_waited()}
+                metrics = {**self._step(step), "checkpoint_seconds": writer.seconds_waited()}
                 done = step + 1
                 if done % self.config.evaluate_every_steps == 0 or done == self.config.num_steps:
                     heldout = self.evaluate()
-                    figures |= {f"heldout_{name}": value for name, value in heldout.items()}
+                    metrics |= {f"heldout_{name}": value for name, value in heldout.items()}
                 if log is not None:
-                    log.log(done, self.config.num_steps, figures)
+                    log.log(done, self.config.num_steps, metrics)
                 if done % self.config.save_every_steps == 0 or done == self.config.num_steps:
                     writer.save(self.checkpoints, done, {MODEL: self.engine.state()})
         if log is not None:
@@ -120,7 +120,7 @@ class TrainingLoop(Generic[AnyModule]):
         engine.set_learning_rate(rate)
         engine.model.train()
         seed = derive_seed(self.config.seed, self.config.stage, "dropout", step)
-        rows = self.order.batch(step)
+        rows = self.sampler.batch(step)
         count = self.training.count(rows)
         per_rank = self.num_micro_batches * batch.micro_batch_size
         mine = rows[engine.rank * per_rank : (engine.rank + 1) * per_rank]
@@ -145,24 +145,24 @@ class TrainingLoop(Generic[AnyModule]):
         }
 
     def _means(self, sums: Mapping[str, Tensor], count: int) -> dict[str, float]:
-        """Over `count` units, or over a figure's own; one that has no unit is left out."""
+        """Means over `count` units, or over a metric's own count; a metric with a count of 0 is left out."""
         if not sums:
             return {}
-        figures = [value.detach().float().reshape(-1) for value in sums.values()]
-        parts = self.engine.sum_over_ranks(torch.cat(figures)).split([len(figure) for figure in figures])
-        units = [float(part[1]) if len(part) > 1 else count for part in parts]
-        return {name: float(part[0] / n) for name, part, n in zip(sums, parts, units, strict=True) if n}
+        flat = [value.detach().float().reshape(-1) for value in sums.values()]
+        totals = self.engine.sum_over_ranks(torch.cat(flat)).split([len(value) for value in flat])
+        counts = [float(total[1]) if len(total) > 1 else count for total in totals]
+        return {name: float(total[0] / n) for name, total, n in zip(sums, totals, counts, strict=True) if n}
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Means over all held-out rows, shared out among the ranks."""
+        """Means over all held-out rows, which are split among the ranks."""
         engine, batch = self.engine, self.config.batch.micro_batch_size
         engine.model.eval()
         everything = torch.arange(len(self.heldout)).numpy()
         count = self.heldout.count(everything)
         sums: dict[str, Tensor] = {}
-        # Every rank runs as many passes as the others, since ZeRO-3 gathers weights in each; a rank that has run out
-        # of rows repeats the first one and does not count it.
+        # ZeRO-3 gathers weights in every pass, so all ranks run the same number of passes: a rank that has run out of
+        # rows repeats the first one and does not count it.
         for start in range(0, len(everything), batch * engine.world_size):
             note_progress()
             mine = everything[start + engine.rank * batch : start + (engine.rank + 1) * batch]
@@ -176,9 +176,10 @@ class TrainingLoop(Generic[AnyModule]):
         return self.folder / "checkpoints"
 
     def _resume(self) -> int:
-        """Load the newest sound checkpoint; returns the step to start at.
+        """Load the newest valid checkpoint. Returns the step to start at.
 
-        Rank 0 reads what should be there, and each rank verifies its share of the files.
+        Rank 0 reads the manifests, and each rank verifies its share of the files.
+
         Raises:
             ValueError: there are checkpoints, and all of them are damaged.
         """
@@ -196,6 +197,6 @@ class TrainingLoop(Generic[AnyModule]):
         return found.step
 
     def _changed_files(self, folder: Path, sha256: Mapping[str, str]) -> list[str]:
-        """As `changed_files`, the files shared out among the ranks; a collective call."""
+        """Like `changed_files`, with the files split among the ranks; a collective call."""
         mine = share_of_files(sha256, self.engine.rank, self.engine.world_size)
         return [name for names in self.engine.gather(changed_files(folder, mine)) for name in names]

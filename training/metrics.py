@@ -1,4 +1,4 @@
-"""One object a step in metrics.jsonl, mirrored to TensorBoard and the trackers that Accelerate knows."""
+"""One object per step in metrics.jsonl, mirrored to TensorBoard and the trackers that Accelerate knows."""
 
 import json
 import math
@@ -16,30 +16,31 @@ from files.atomic import write_text
 from training.failures import cause_of
 from training.notices import say
 
-TENSORBOARD_FLUSH_SECONDS = 10  # a kill costs TensorBoard so much of the curves; metrics.jsonl has every step
+TENSORBOARD_FLUSH_SECONDS = 10  # a kill costs TensorBoard at most this much; metrics.jsonl has every step
 
 
 class MetricsLog:
-    """Append-only; on resume, what lies at or past the resumed step is cut off and written again.
+    """The append-only log of a stage. On resume, lines past the resumed step are removed and written again.
 
-    A write that fails, on a full disk say, ends no training: lines wait in memory until one can be written.
+    A write that fails, for example on a full disk, does not stop training: lines wait in memory until one succeeds.
+    The run's folder must exist: if it has disappeared, it must not be created again.
     """
 
     def __init__(self, folder: Path, trackers: Sequence[str], *, resume_step: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        PartialState()  # the trackers ask it whether this process is the main one
+        folder.mkdir(exist_ok=True)
+        PartialState()  # trackers ask it whether this process is rank 0
         self.path = folder / "metrics.jsonl"
         kept = [line for line in read_metrics(self.path) if line["step"] <= resume_step]
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = self.path.open("ab", buffering=0)
-        self._whole_bytes = self.path.stat().st_size  # what lies behind them is part of a line that failed
+        self._whole_bytes = self.path.stat().st_size  # what follows them is part of a line that failed
         self._waiting: list[tuple[int, bytes]] = []  # step and line
         self._trackers = {name: _make_tracker(name, folder) for name in trackers}
         self._folder = folder
         self._started = time.monotonic()
 
     def log(self, step: int, num_steps: int, values: Mapping[str, float]) -> None:
-        """Write the figures of a finished step (1 .. num_steps); those that are not finite are left out."""
+        """Write the metrics of a finished step (1 .. num_steps); those that are not finite are left out."""
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         self._write({"step": step, "num_steps": num_steps, **finite, "seconds": time.monotonic() - self._started})
         for name in self._trackers:
@@ -54,7 +55,7 @@ class MetricsLog:
                 say(f"{self.path}: {cause_of(error)}. The run continues; its lines are written when that is possible")
 
     def _write_waiting(self) -> None:
-        """All lines that wait, in order; what a failed write left of one is cut off."""
+        """Write all waiting lines in order, and remove what a failed write left of one."""
         while self._waiting:
             line = self._waiting[0][1]
             try:
@@ -68,15 +69,15 @@ class MetricsLog:
             del self._waiting[0]
 
     def _track(self, name: str, step: int, values: Mapping[str, float]) -> None:
-        """Pass the figures on; a tracker that fails begins again with the next step, and the user is told."""
+        """Pass metrics on. A tracker that fails is started again at the next step, and the user is told."""
         try:
             if self._trackers[name] is None:
                 self._trackers[name] = _make_tracker(name, self._folder)
-                say(f"{name}: has figures again from step {step}; metrics.jsonl has all")
+                say(f"{name}: has metrics again from step {step}; metrics.jsonl has all")
             self._trackers[name].log(dict(values), step=step)
         except Exception as error:  # of any tracker's own kind
             if self._trackers[name] is not None:
-                say(f"{name}: {cause_of(error)}; it lacks figures before and after step {step}. The run continues")
+                say(f"{name}: {cause_of(error)}; it lacks metrics before and after step {step}. The run continues")
             self._trackers[name] = None
 
     def close(self) -> None:
@@ -91,21 +92,22 @@ class MetricsLog:
                 if tracker is not None:
                     tracker.finish()
             except Exception as error:
-                say(f"{name}: {cause_of(error)}; its last figures are lost, metrics.jsonl has all")
+                say(f"{name}: {cause_of(error)}; its last metrics are lost, metrics.jsonl has all")
 
 
 class TensorBoard:
-    """Events in `folder`, all figures of a step in one: Accelerate's tracker makes an event of each figure and waits
-    after every step until they lie in the file, which took a tenth as long as a small model's step. TensorBoard's own
-    writer has a thread, whose failures nobody can handle.
+    """Writes one event per step with all its metrics.
+
+    Accelerate's tracker writes one event per metric and flushes after every step, which cost a tenth of a small model's
+    step. TensorBoard's own writer has a thread, whose failures cannot be handled.
     """
 
     def __init__(self, folder: Path) -> None:
-        # Asked for by name only, so it need not be installed.
+        # Imported only if a config names it, so it need not be installed.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        folder.mkdir(exist_ok=True)  # a stage's folder that is away is not made again
+        folder.mkdir(exist_ok=True)  # not its parents, which may have disappeared
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
         self._file = (folder / name).open("wb")
         self._records = RecordWriter(self._file)
@@ -130,7 +132,7 @@ class TensorBoard:
 
 
 def _make_tracker(name: str, folder: Path) -> Any:
-    """TensorBoard, which keeps its events beside metrics.jsonl, or a tracker by Accelerate's name."""
+    """TensorBoard, with its events next to metrics.jsonl, or a tracker by Accelerate's name."""
     if name == "tensorboard":
         return TensorBoard(folder / "tensorboard")
     tracker = LOGGER_TYPE_TO_CLASS[name](f"{folder.parent.name}-{folder.name}")
@@ -139,7 +141,7 @@ def _make_tracker(name: str, folder: Path) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a metrics.jsonl; a last line cut off by a kill is left out."""
+    """All complete lines of a metrics.jsonl; a last line cut off by a kill is ignored."""
     if not path.is_file():
         return []
     text = path.read_text(encoding="utf-8")

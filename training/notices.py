@@ -1,7 +1,7 @@
-"""What a user should hear while a run works: where it resumes, what was passed over, what could not be saved.
+"""What the user should know during a run: where it resumes, what was skipped, what could not be saved.
 
-A worker's log reaches nobody, so the process that starts one says where notices go (`cluster.notices`); in a process of
-its own they are log messages.
+Nobody reads a worker's log, so the process that starts a worker says where its notices go (`cluster.notices`). In any
+other process they are log messages.
 """
 
 import logging

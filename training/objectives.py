@@ -1,4 +1,4 @@
-"""Next-token losses: over a plain stream, packed sequences of which some tokens count, and pairs of source and target.
+"""Next-token losses: over a token stream, over packed sequences with a loss mask, and over (source, target) pairs.
 
 Shape letters: B rows, T tokens, S source tokens, C counted positions.
 """
@@ -19,7 +19,7 @@ from training.packing import IntArray, PackedRows
 
 
 class CausalLMObjective:
-    """-Σ log p(token | tokens before it in the row), every token but each row's first. Lower is better."""
+    """-Σ log p(token | tokens before it in the row), over all tokens except each row's first. Lower is better."""
 
     def __init__(self, rows_BT: NDArray[np.int32]) -> None:
         self.rows_BT = rows_BT
@@ -61,7 +61,7 @@ class PackedObjective:
         return int((self.rows.segments[rows] > 0).sum())
 
     def batch(self, rows: IntArray, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, segments and what is counted, [B, T] each."""
+        """Tokens, segments and the loss mask (True = counted), [B, T] each."""
         parts = (self.rows.tokens, self.rows.segments, self.rows.counted)
         tokens_BT, segments_BT, counted_BT = (torch.from_numpy(part[rows]).to(device) for part in parts)
         return tokens_BT, segments_BT, counted_BT
@@ -106,8 +106,10 @@ def teacher_forcing_loss(
     device: torch.device,
     sequence_keys_B1: Tensor,
 ) -> Tensor:
-    """-Σ log p(token | tokens before it, its source), nats, over all targets; decoders begin with the end token, as
-    BART's do. The pairs' keys are for dropout (`lm.dropout`).
+    """-Σ log p(token | tokens before it, its source), in nats, over all targets.
+
+    The decoder starts from the EOS token, as BART's does. `sequence_keys_B1` are the pairs' keys for dropout
+    (`lm.dropout`).
     """
     sources_BS, source_segments_BS = pad_right(sources, device)
     given_BT, segments_BT = pad_right([[end_id, *target[:-1]] for target in targets], device)

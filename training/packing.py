@@ -1,4 +1,4 @@
-"""Token sequences laid into rows of fixed length, and the order in which training visits rows.
+"""Token sequences packed into rows of fixed length, and the order in which training visits rows.
 
 Shape letters: B rows, T tokens of a row.
 """
@@ -25,9 +25,9 @@ CHUNK_TEXTS = 1024
 class PackedRows:
     """Rows of packed sequences, [B, T] each.
 
-    `segments` numbers the sequences of a row from 1; 0 = padding. `counted` marks True the tokens whose prediction
-    counts in the loss: a token at t is predicted from the one at t - 1 of the same sequence. `numbers` [B, S] says
-    which sequence a row's first, second, ... is, so that a sequence is known wherever it is packed; -1 = none.
+    `segments` numbers the sequences of a row from 1; 0 = padding. `counted` is True for tokens whose prediction counts
+    in the loss; a token at t is predicted from the one at t - 1 of the same sequence. `numbers` [B, S] identifies a
+    row's first, second, ... sequence, so that a sequence is the same wherever it is packed; -1 = none.
     """
 
     tokens: IntArray
@@ -39,38 +39,39 @@ class PackedRows:
         return len(self.tokens)
 
     def sequence_of_tokens(self, rows: IntArray) -> IntArray:
-        """The number of each token's sequence, [B, T], of some rows; at padding any."""
+        """The number of each token's sequence, [B, T]; arbitrary at padding."""
         found: IntArray = np.take_along_axis(self.numbers[rows], np.maximum(self.segments[rows] - 1, 0), axis=1)
         return found
 
 
 def pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], seq_len: int, pad_id: int) -> PackedRows:
-    """Best-fit, longest first: each (tokens, counted) sequence lies whole in one row.
+    """Pack (tokens, counted) sequences best-fit, longest first; each lies whole in one row.
 
-    Errors: ValueError naming the sequence that is longer than a row.
+    Raises:
+        ValueError: a sequence is longer than a row; the message gives its number.
     """
     for index, (tokens, _) in enumerate(sequences):
         if len(tokens) > seq_len:
             raise ValueError(f"sequence {index} has {len(tokens)} tokens; at most {seq_len} fit a row")
     order = sorted(range(len(sequences)), key=lambda index: (-len(sequences[index][0]), index))
     rows: list[list[int]] = []
-    open_rows: dict[int, list[int]] = {}  # free tokens -> rows with exactly so many, none of them empty
-    rooms: list[int] = []  # its keys, in order
+    open_rows: dict[int, list[int]] = {}  # free tokens -> non-empty rows with exactly that many
+    free_lengths: list[int] = []  # its keys, in order
     for index in order:
         length = len(sequences[index][0])
-        place = bisect_left(rooms, length)
-        if place == len(rooms):
+        place = bisect_left(free_lengths, length)
+        if place == len(free_lengths):
             row, free = len(rows), seq_len
             rows.append([])
         else:
-            free = rooms[place]
+            free = free_lengths[place]
             row = open_rows[free].pop()
             if not open_rows[free]:
-                del open_rows[free], rooms[place]
+                del open_rows[free], free_lengths[place]
         rows[row].append(index)
         if free - length not in open_rows:
             open_rows[free - length] = []
-            insort(rooms, free - length)
+            insort(free_lengths, free - length)
         open_rows[free - length].append(row)
     return _lay_out(sequences, rows, seq_len, pad_id)
 
@@ -81,7 +82,7 @@ def _lay_out(
     seq_len: int,
     pad_id: int,
 ) -> PackedRows:
-    """Rows of the sequences whose numbers they name."""
+    """Build rows from the sequences whose numbers they list."""
     tokens = np.full((len(rows), seq_len), pad_id, dtype=np.int64)
     segments = np.zeros_like(tokens)
     counted = np.zeros(tokens.shape, dtype=np.bool_)
@@ -98,9 +99,9 @@ def _lay_out(
 
 
 def write_token_stream(texts: Iterable[list[int]], end_id: int, path: Path) -> int:
-    """Every text and an end token to a flat file of int32; returns the number of tokens written.
+    """Write every text, each followed by an EOS token, to a flat file of int32. Returns the number of tokens.
 
-    A thread takes the next texts while these are written, and tokenizing lets go of Python's lock.
+    A thread tokenizes the next texts while these are written; tokenizing releases Python's lock.
     """
     total = 0
     with path.open("wb") as file:
@@ -109,15 +110,16 @@ def write_token_stream(texts: Iterable[list[int]], end_id: int, path: Path) -> i
             for ids in chunk:
                 tokens += ids
                 tokens.append(end_id)
-            file.write(np.array(tokens, dtype=np.int32).data)  # `tofile` fails without the system's reason
+            file.write(np.array(tokens, dtype=np.int32).data)  # the errors of `tofile` do not give the system's reason
             total += len(tokens)
     return total
 
 
 def stream_rows(path: Path, seq_len: int) -> NDArray[np.int32]:
-    """The stream as a memory-mapped [B, T] array; a last partial row is left out.
+    """Memory-map the stream as a [B, T] array; a last partial row is left out.
 
-    Errors: ValueError where the text does not fill one row.
+    Raises:
+        ValueError: the text does not fill one row.
     """
     # An empty file cannot be mapped.
     stream = np.memmap(path, dtype=np.int32, mode="r") if path.stat().st_size else np.empty(0, dtype=np.int32)
@@ -129,7 +131,7 @@ def stream_rows(path: Path, seq_len: int) -> NDArray[np.int32]:
 
 
 def chunks(texts: Iterable[Item], size: int = CHUNK_TEXTS) -> Iterator[list[Item]]:
-    """Lists of at most `size` texts, so that streams are tokenized in parallel without being held whole."""
+    """Lists of at most `size` texts, so that streams can be tokenized in parallel without loading them whole."""
     chunk: list[Item] = []
     for text in texts:
         chunk.append(text)
@@ -142,7 +144,7 @@ def chunks(texts: Iterable[Item], size: int = CHUNK_TEXTS) -> Iterator[list[Item
 
 
 def ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The same items; a thread makes the next one while this one is used. Errors: those of `items`, in their turn."""
+    """The same items; a thread produces the next one while this one is used. Raises what `items` raises, in order."""
     end = object()
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(next, items, end)
@@ -152,7 +154,7 @@ def ahead(items: Iterator[Item]) -> Iterator[Item]:
 
 
 class Sampler:
-    """Which rows make up the global batch of each step: a fresh permutation an epoch, drawn from the seed.
+    """The rows of each step's global batch: one random permutation per epoch.
 
     A pure function of (seed, step), so a resumed run needs no cursor. Every epoch visits every row once; a batch
     may span two epochs.

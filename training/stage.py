@@ -1,4 +1,4 @@
-"""What a stage is given beside its config, and how it leaves its results."""
+"""What a stage gets in addition to its config, and how it writes its results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 @dataclass(frozen=True)
 class StageContext:
-    """Where a stage writes, its seed, and the engine it runs on. The same on every rank."""
+    """A stage's folder, seed and engine config; the same on every rank."""
 
     folder: Path
     seed: int
@@ -38,6 +38,6 @@ class StageContext:
 
 
 def build_engine(context: StageContext, source: ModelSource[AnyModule], config: TrainingConfig) -> Engine[AnyModule]:
-    """This rank's engine for a stage that trains one model."""
+    """Build this rank's engine for a stage that trains one model."""
     micro_batch = config.batch.micro_batch_size
     return Engine(source, config.optimizer, context.engine, world_size=context.num_workers, micro_batch=micro_batch)

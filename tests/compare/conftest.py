@@ -45,6 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_config: ModelConfig, t
     for seed, name in enumerate(("one", "two")):
         model = LanguageModel(tiny_config)
         init_weights(model, seed=seed)
+        (folder / name).mkdir()
         save_model(folder / name / "model", model, model.state_dict(), tokenizer)
     judge = ScalarModel(tiny_config)
     init_weights(judge, seed=5)

@@ -27,6 +27,8 @@ def run_folder(
     folder = tmp_path_factory.mktemp("run")
     shutil.copy(DEBUG_JOB, folder / "job.toml")
     shutil.copytree(model_folder, folder / "sft" / "model")
+    (folder / "ppo" / "policies").mkdir(parents=True)
+    (folder / "reward").mkdir()
     for number in range(1, 4):
         policy = LanguageModel(tiny_config)
         init_weights(policy, seed=number)

@@ -50,6 +50,7 @@ def pretrain(folder: Path, model: ModelConfig, **changes: Any) -> Finished:
     config = PretrainConfig(**(values | changes))
     prepare_tokenizer(config, model, folder / "tokenizer")
     context = StageContext(folder / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
+    context.folder.mkdir()
     train(context, config, model, folder / "tokenizer")
     return folder / "run", json.loads((folder / "run" / "results.json").read_text())
 

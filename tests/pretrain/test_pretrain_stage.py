@@ -58,6 +58,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     config = write_config(folder)
     prepare_tokenizer(config, MODEL.model_copy(update={"vocab_size": 272}), folder / "tokenizer")
     context = StageContext(folder / "run", 3, 1, EngineConfig(precision="fp32"))
+    context.folder.mkdir()
     train(context, config, MODEL, folder / "tokenizer")
     return folder / "run", json.loads((folder / "run" / "results.json").read_text())
 
@@ -166,5 +167,6 @@ def test_a_vocabulary_that_is_larger_than_the_models_is_refused(tmp_path: Path) 
     config = write_config(tmp_path)
     prepare_tokenizer(config, MODEL.model_copy(update={"vocab_size": 272}), tmp_path / "tokenizer")
     context = StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
+    context.folder.mkdir()
     with pytest.raises(ValueError, match=r"model.vocab_size is 270; the tokenizer in .* has 272 tokens"):
         train(context, config, MODEL.model_copy(update={"vocab_size": 270}), tmp_path / "tokenizer")

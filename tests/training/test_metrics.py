@@ -14,6 +14,7 @@ LimitFileSize = Callable[[int], AbstractContextManager[None]]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    (tmp_path / "job").mkdir()
     return tmp_path / "job" / "sft"
 
 
@@ -93,11 +94,11 @@ def test_a_tracker_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCapt
         log.log(step, 2, {"loss": 0.5})
     log.close()
     assert [line["step"] for line in read_metrics(log.path)] == [1, 2]
-    assert "tensorboard: ValueError: write to closed file; it lacks figures before and after step 1" in caplog.text
-    assert "tensorboard: has figures again from step 2" in caplog.text
+    assert "tensorboard: ValueError: write to closed file; it lacks metrics before and after step 1" in caplog.text
+    assert "tensorboard: has metrics again from step 2" in caplog.text
 
 
-def test_figures_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
+def test_metrics_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, (), resume_step=0)
     log.log(1, 1, {"loss": math.nan, "gradient_norm": math.inf, "learning_rate": 0.1})
     log.close()
@@ -118,3 +119,9 @@ def test_a_folder_that_is_away_is_not_made_again(tmp_path: Path) -> None:
     log.log(3, 3, {"loss": 3.0})
     log.close()
     assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_run_folder_that_has_disappeared_is_not_created_again(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        MetricsLog(tmp_path / "job" / "sft", (), resume_step=0)
+    assert not (tmp_path / "job").exists()
