@@ -1,1 +1,1 @@
-"""What Heed is measured against: one module a question, each a command that writes its table."""
+"""Measurements of Heed: one module per question, each a command that prints or writes its table."""

@@ -1,7 +1,7 @@
-"""How long training waits for its checkpoints: `python -m benchmarks.checkpoints` prints a table (docs/reliability.md).
+"""Measures how long training waits for checkpoints: `python -m benchmarks.checkpoints` (docs/reliability.md).
 
 One process trains a decoder of 8.6M parameters, whose state takes 103 MB, on random tokens: without checkpoints, with
-checkpoints that it waits for, and with checkpoints that are written while it goes on; the three take turns.
+checkpoints that it waits for, and with checkpoints written in the background. The three alternate.
 """
 
 import argparse
@@ -34,7 +34,7 @@ BATCH = BatchConfig(batch_size=2, micro_batch_size=2)
 
 
 class WaitingWriter(CheckpointWriter):
-    """Training stands still until the checkpoint is there."""
+    """Blocks training until the checkpoint is complete."""
 
     def save(
         self,
@@ -49,7 +49,7 @@ class WaitingWriter(CheckpointWriter):
 
 
 class Watched(Engine[LanguageModel]):
-    """Keeps its writer, to be asked at the end."""
+    """Keeps its writer, so that it can be inspected at the end."""
 
     kind: type[CheckpointWriter] = CheckpointWriter
     writer: CheckpointWriter
@@ -64,7 +64,7 @@ class Watched(Engine[LanguageModel]):
 
 @dataclass(frozen=True)
 class Found:
-    """Seconds of a run, of them waited for checkpoints, and of a step in the middle."""
+    """Seconds of a run, seconds of that waited for checkpoints, and the median seconds of a step."""
 
     total: float
     waited: float
@@ -104,7 +104,7 @@ def main() -> None:
         for name, (save_every, kind) in runs.items():
             with tempfile.TemporaryDirectory(dir=".") as folder:
                 found[name].append(train(Path(folder), options.steps, save_every, kind))
-    print("| checkpoints | seconds of training | of them waiting | share | seconds a step (median) |")
+    print("| checkpoints | seconds of training | seconds waiting | share | seconds per step (median) |")
     print("|---|---|---|---|---|")
     for name, results in found.items():
         total, waited = sum(result.total for result in results), sum(result.waited for result in results)

@@ -1,8 +1,7 @@
-"""Do the intervals of a comparison cover the truth as often as they say? `python -m benchmarks.compare_coverage`.
+"""Do the intervals of a comparison have their nominal coverage? `python -m benchmarks.compare_coverage`.
 
-The worlds of `benchmarks.compare_worlds` are drawn again and again, and every interval is held against the truth.
-`tests/evaluation/statistics/test_coverage.py` runs fewer worlds, docs/statistics.md has the tables of 2,000.
-
+The worlds of `benchmarks.compare_worlds` are drawn repeatedly, and every interval is compared with the truth.
+`tests/evaluation/statistics/test_coverage.py` runs fewer worlds; docs/statistics.md has the tables for 2,000.
 Shape letters: W worlds.
 """
 
@@ -39,7 +38,7 @@ STATISTICS: dict[str, tuple[Draw, tuple[int, ...]]] = {
 
 @dataclass(frozen=True)
 class Covered:
-    """How often intervals held the truth, of those that were known, and their mean width where it is finite."""
+    """How often intervals contained the truth, among those that were known, and their mean width where it is finite."""
 
     share: float
     num_known: int
@@ -65,7 +64,7 @@ def _covered(rows: Sequence[Held]) -> Covered:
 
 
 def permutation_p_values(num_prompts: int, verdicts: int, num_worlds: int, seed: int) -> Floats:
-    """[W] p of the sign-flip test where policies are equal; 0 verdicts a prompt stands for one soft one."""
+    """Returns p [W] of the sign-flip test for equal policies; 0 verdicts per prompt means one soft verdict."""
     p_W = np.empty(num_worlds)
     for world in range(num_worlds):
         generator = np.random.default_rng([seed, num_prompts, verdicts, world])
@@ -76,7 +75,7 @@ def permutation_p_values(num_prompts: int, verdicts: int, num_worlds: int, seed:
 
 
 def power_at_detectable(num_prompts: int, tie: float, num_worlds: int, seed: int) -> float:
-    """How often the test finds a difference as large as `power_of` calls detectable, one verdict a prompt."""
+    """Returns how often the test detects a difference that `power_of` calls detectable, with one verdict per prompt."""
     decided = round(num_prompts * (1 - tie))
     detectable = power_of(np.repeat([1.0, 0.5], [decided, num_prompts - decided])).detectable
     generator = np.random.default_rng([seed, num_prompts])
@@ -91,8 +90,8 @@ def print_tests(num_worlds: int, seed: int) -> None:
     print("\n| sign-flip test, no difference | prompts | KS p against uniform | p < 5% |\n|---|---|---|---|")
     for num_prompts, verdicts in ((10, 0), (20, 0), (50, 0), (200, 0), (50, 3), (200, 3), (200, 1)):
         p_W = permutation_p_values(num_prompts, verdicts, num_worlds, seed)
-        values = f"{verdicts} verdicts a prompt" if verdicts else "soft"
-        # The p-values of whole verdicts are a few, and cannot be uniform.
+        values = f"{verdicts} verdicts per prompt" if verdicts else "soft"
+        # With whole verdicts the p-values take few values and cannot be uniform.
         fit = f"{stats.kstest(p_W, 'uniform').pvalue:.2f}" if not verdicts else "(few values)"
         print(f"| {values} | {num_prompts} | {fit} | {100 * (p_W < 0.05).mean():.1f}% |", flush=True)
     print("\n| prompts | ties | power at the detectable difference |\n|---|---|---|")

@@ -1,9 +1,9 @@
-"""Verdicts with planted effects, and the intervals of a comparison beside the truth, which is exact.
+"""Verdicts with planted effects, and the intervals of a comparison next to the exact truth.
 
     latent = √ρ·z_prompt + √λ·z_labeler + √(1-ρ-λ)·noise,  all standard normal; a wins if Φ(latent) < w, ties if < w + t
 
-so that a verdict is a win with chance w and a tie with chance t however far prompts and labelers hold together.
-`benchmarks.compare_coverage` draws many such worlds.
+A verdict is a win with probability w and a tie with probability t, however strong the correlation within prompts and
+labelers. `benchmarks.compare_coverage` draws many such worlds.
 
 Shape letters: V verdicts, P prompts, M policies.
 """
@@ -25,11 +25,11 @@ from intervals.bootstrap import percentiles, resampled_sums
 from intervals.estimates import Floats, Ints
 from intervals.score import score_interval, wilson
 
-MAX_BOOTSTRAPPED = 200  # prompts: of more, 2,000 worlds take an hour
+MAX_BOOTSTRAPPED = 200  # prompts: with more, 2,000 worlds take an hour
 
 
 class Held(NamedTuple):
-    """An interval against the truth. An unknown end is NaN and counts as neither covering nor not."""
+    """An interval and the truth. An unknown end is NaN and counts as neither covering nor not covering."""
 
     what: str
     low: float
@@ -41,7 +41,7 @@ class Held(NamedTuple):
 
 
 def latent(generator: np.random.Generator, prompt_V: Ints, labeler_V: Ints, rho: float, lam: float) -> Floats:
-    """[V] uniform numbers, alike within a prompt (ρ) and within a labeler (λ)."""
+    """Returns uniform numbers [V], correlated within a prompt (ρ) and within a labeler (λ)."""
     by_prompt = generator.normal(size=int(prompt_V.max()) + 1)[prompt_V]
     by_labeler = generator.normal(size=int(labeler_V.max()) + 1)[labeler_V]
     noise = generator.normal(size=len(prompt_V))
@@ -63,7 +63,7 @@ def comparisons(
     first_V: Ints | None = None,
     longer_V: Floats | None = None,
 ) -> Comparisons:
-    """Columns of verdicts; of policies 0 and 1, one labeler, unknown order and equal length unless given."""
+    """Returns columns of verdicts; by default on policies 0 and 1, by one labeler, order unknown, equal lengths."""
     none_V = np.zeros(len(won_V), dtype=np.int64)
     a_V, b_V = pairs if pairs is not None else (none_V, none_V + 1)
     labeler_V = none_V if labeler_V is None else labeler_V
@@ -83,11 +83,11 @@ def comparisons(
     )
 
 
-# ---- what is held against the truth ----
+# ---- what is compared with the truth ----
 
 
 def win_rates(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
-    """One verdict a prompt without and with ties, several, and soft ones."""
+    """One verdict per prompt with and without ties, several verdicts, and soft ones."""
     once_V = np.arange(num_prompts)
     for win in (0.5, 0.75, 0.9, 0.95):
         yield from _win_rate(f"{win:.2f}, no ties", generator, once_V, win, 0.0, win)
@@ -98,7 +98,7 @@ def win_rates(generator: np.random.Generator, num_prompts: int) -> Iterator[Held
     times_P = generator.integers(1, 6, size=num_prompts)
     several_V = np.repeat(once_V, times_P)
     for win, tie in ((0.45, 0.1), (0.85, 0.1)):
-        what = f"{win + tie / 2:.2f}, {tie:.0%} ties, 1 to 5 verdicts a prompt"
+        what = f"{win + tie / 2:.2f}, {tie:.0%} ties, 1 to 5 verdicts per prompt"
         yield from _win_rate(what, generator, several_V, win, tie, win + tie / 2)
     for a, b in ((2.0, 2.0), (2.0, 0.5), (0.5, 0.05)):
         x_P = generator.beta(a, b, size=num_prompts)
@@ -117,7 +117,7 @@ def _win_rate(
 
 
 def simpler(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
-    """Intervals that we do not use, of prompts that a wins with chance 0.95: all of them see no spread in 20 of 20."""
+    """Intervals that Heed does not use. a wins with probability 0.95, and none of them sees any spread in 20 of 20."""
     x_P = outcome(generator.random(num_prompts), 0.95, 0.0)
     mean, variance = float(x_P.mean()), float(x_P.var(ddof=1)) / num_prompts
     half = float(stats.t.ppf(0.975, num_prompts - 1)) * np.sqrt(variance)
@@ -129,7 +129,7 @@ def simpler(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
 
 
 def over_labelers(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
-    """Three labelers a prompt out of 3, 5 or 10; truth is over other prompts and other labelers."""
+    """Three labelers per prompt out of 3, 5 or 10; the truth is over other prompts and other labelers."""
     for num_labelers in (3, 5, 10):
         chosen = [generator.permutation(num_labelers)[:3] for _ in range(num_prompts)]
         prompt_V, labeler_V = np.repeat(np.arange(num_prompts), 3), np.concatenate(chosen)
@@ -140,7 +140,7 @@ def over_labelers(generator: np.random.Generator, num_prompts: int) -> Iterator[
             what = f"{num_labelers} labelers, λ = {lam:g}"
             yield Held(what, found.over_labelers.low, found.over_labelers.high, 0.6)
             yield Held(f"{what}: pigeonhole bootstrap", found.bootstrap.low, found.bootstrap.high, 0.6)
-            yield Held(f"{what}: prompts alone", found.low, found.high, 0.6)
+            yield Held(f"{what}: prompts only", found.low, found.high, 0.6)
 
 
 def ratings(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
@@ -161,7 +161,7 @@ def ratings(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
 
 
 def two_policies(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
-    """Two policies far apart: one wins 0.9, and 0.9 of what is no tie."""
+    """Two policies far apart: one wins 0.9 of all verdicts, and 0.9 of the verdicts that are not ties."""
     worlds: tuple[tuple[Model, float], ...] = (("bradley_terry", 0.0), ("davidson", 0.3))
     for model, tie in worlds:
         won_P = outcome(generator.random(num_prompts), 0.9 * (1 - tie), tie)
@@ -183,7 +183,9 @@ def _rated(seen: Comparisons, model: Model, theta_M: Floats, generator: np.rando
 
 
 def lengths(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
-    """a writes longer by 0.5 standard deviations, and length sways the judge or not; two verdicts a prompt."""
+    """a's responses are 0.5 standard deviations longer, and length does or does not sway the judge; two verdicts per
+    prompt.
+    """
     prompt_V = np.repeat(np.arange(num_prompts), 2)
     for theta, phi in ((0.0, 0.0), (0.0, 1.5), (1.0, 1.5), (2.0, 1.0)):
         longer_V = 100.0 * (0.5 + generator.normal(size=len(prompt_V)))
@@ -195,7 +197,7 @@ def lengths(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
 
 
 def positions(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
-    """a wins 0.7 ± bias, + where it is shown first; both orders on every prompt, or one at random, or one seldom."""
+    """a wins 0.7 ± bias, + if shown first; both orders on every prompt, or one at random, or one order rarely."""
     for bias in (0.0, 0.1, 0.25):
         both_V = np.repeat(np.arange(num_prompts), 2)
         yield from _position(f"bias {bias:g}, both orders", generator, both_V, np.tile([1, -1], num_prompts), bias)
@@ -213,7 +215,7 @@ def _position(what: str, generator: np.random.Generator, prompt_V: Ints, first_V
 
 
 def flipped(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
-    """A judge that follows the order in some prompts, and labelers who each say the truth with some chance."""
+    """A judge that follows the order on some prompts, and labelers who each report the truth with some probability."""
     for share in (0.05, 0.2, 0.5):
         follows = generator.random(num_prompts) < share
         rows = [
@@ -235,7 +237,7 @@ def flipped(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
 
 
 def rows_or_prompts(generator: np.random.Generator, num_prompts: int) -> Iterator[Held]:
-    """Two games a prompt, a strong verdict entered as three rows: resampling rows against resampling prompts."""
+    """Two games per prompt, a strong verdict entered as three rows: resampling rows against resampling prompts."""
     prompt_V = np.repeat(np.arange(num_prompts), 2)
     u_V = latent(generator, prompt_V, np.zeros_like(prompt_V), 0.7, 0.0)
     won_V = outcome(u_V, 0.5, 0.1)
@@ -248,8 +250,8 @@ def rows_or_prompts(generator: np.random.Generator, num_prompts: int) -> Iterato
     for what, table in (("rows", row_table), ("prompts", sums_P.astype(np.float64))):
         sums_RS = resampled_sums(table, seed=seed, num_resamples=1_000)
         yield Held(
-            f"three rows a strong verdict, {what} resampled", *percentiles(sums_RS[:, 0] / sums_RS[:, 1], 0.95), truth
+            f"three rows per strong verdict, {what} resampled", *percentiles(sums_RS[:, 0] / sums_RS[:, 1], 0.95), truth
         )
     yield Held(
-        "the same games, one value a prompt (ours)", *score_interval(prompt_means(comparisons(won_V, prompt_V))), 0.55
+        "the same games, one value per prompt (ours)", *score_interval(prompt_means(comparisons(won_V, prompt_V))), 0.55
     )

@@ -1,15 +1,15 @@
-"""Scripted labelers known by construction, and tasks for them. `benchmarks.label_truth` has what follows from them.
+"""Scripted labelers with known properties, and tasks for them. `benchmarks.label_truth` derives what follows from them.
 
     utility of a response = quality + shared taste + own taste + position bias + noise,   quality ~ N(0, 1)
 
-Gold ranks are those of quality alone. Shared taste is liked by all labelers, own taste by one of them and lastingly;
-noise is drawn anew for every task, a repeat included. The bonus for position falls evenly from the response shown first
-to the last. An inattentive labeler answers unread, in under a second: in the order shown (`lazy_first`) or at random
-(`lazy_random`). An attentive one ties a whole task now and then.
+Gold ranks follow quality only. All labelers like the shared taste; own taste belongs to one labeler and is permanent.
+Noise is drawn again for every task, including repeats. The position bonus falls linearly from the first response shown
+to the last. An inattentive labeler answers without reading, in under a second: in the order shown (`lazy_first`) or at
+random (`lazy_random`). An attentive one sometimes ties a whole task.
 
-They see what people see, the texts in the order shown, so they answer through any door: `judged` is the shortest one,
-`preferences.scripted` goes to a store, `labeling.client` to a server. All that is drawn follows from (seed,
-labeler, task) and (seed, response), so whoever asks gets the same answer.
+They see what people see, the texts in the order shown, so they can answer through any interface: `judged` calls them
+directly, `preferences.scripted` uses a store, `labeling.client` a server. All draws follow from (seed, labeler, task)
+and (seed, response), so every interface gets the same answers.
 """
 
 import math
@@ -26,7 +26,7 @@ from preferences.results import Coverage
 from preferences.scripted import assign
 
 NUM_RESPONSES = 3
-NUM_WORDS = 301  # a task: a prompt of one, three responses of a hundred
+NUM_WORDS = 301  # per task: a prompt of one word, three responses of a hundred
 SHARED_TASTE = 0.4  # standard deviation
 CUTS = (-1.2, -0.4, 0.4, 1.2)  # between ratings 1 to 5, on the scale of quality
 PACE_SPREAD = 0.5  # standard deviation of log milliseconds
@@ -37,7 +37,7 @@ REASON = "I do not know enough about this."
 
 @dataclass(frozen=True)
 class Traits:
-    """A labeler by construction. Standard deviations are in units of the qualities' own."""
+    """Known properties of a labeler. Standard deviations are in units of the qualities' own."""
 
     name: str
     noise: float
@@ -45,9 +45,9 @@ class Traits:
     position_bias: float  # bonus of the response shown first over the last
     lazy_first: float  # shares of answers
     lazy_random: float
-    tie: float  # of attentive answers, the share that ties all responses
-    flag: float  # of responses, the share that is marked
-    skip: float  # of tasks
+    tie: float  # share of attentive answers that tie all responses
+    flag: float  # share of responses that are flagged
+    skip: float  # share of tasks
     median_milliseconds: float  # of attentive answers
 
     @property
@@ -68,7 +68,7 @@ _STANDARD = NormalDist()
 
 @lru_cache(maxsize=10_000)  # every labeler asks for a response's quality
 def _normal(*key: object) -> float:
-    """A draw of N(0, 1) that is a pure function of the key."""
+    """Returns a draw from N(0, 1) that is a pure function of the key."""
     return _STANDARD.inv_cdf(uniform(*key))
 
 
@@ -77,7 +77,7 @@ def quality(seed: int, response: str) -> float:
 
 
 class KnownLabeler:
-    """A labeler of these traits. Implements preferences.records.Labeler."""
+    """A labeler with these traits. Implements preferences.records.Labeler."""
 
     def __init__(self, traits: Traits, seed: int) -> None:
         self.traits, self._seed = traits, seed
@@ -118,12 +118,12 @@ class KnownLabeler:
 
 
 def rating(value: float) -> float:
-    """1 to 5, of a value on the scale of quality."""
+    """Returns the rating, 1 to 5, of a value on the scale of quality."""
     return float(1 + sum(cut < value for cut in CUTS))
 
 
 def ranks_of(utilities: Sequence[float]) -> tuple[int, ...]:
-    """1 for the highest; no two are alike."""
+    """Returns ranks, 1 for the highest; no two values are equal."""
     order = sorted(range(len(utilities)), key=lambda index: -utilities[index])
     return tuple(order.index(index) + 1 for index in range(len(utilities)))
 
@@ -133,7 +133,7 @@ def ranks_of(utilities: Sequence[float]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Size:
-    """Numbers of tasks. The first `num_repeats` ordinary ones are repeated."""
+    """Numbers of tasks. The first `num_repeats` ordinary tasks are repeated."""
 
     num_ordinary: int
     num_gold: int
@@ -141,10 +141,10 @@ class Size:
 
 
 def draw_tasks(size: Size, seed: int) -> list[tuple[Task, int]]:
-    """Tasks, and how many labelers each is for: all but one for an ordinary task that is not repeated, all for others.
+    """Tasks and their number of labelers: all but one for an ordinary task without a repeat, all for the others.
 
-    In order of arrival, which is random but for repeats, that come after what they repeat. Ids and texts are the seed's
-    own, so another world is shown in other orders.
+    They are in order of arrival, which is random except that repeats follow their originals. Ids and texts depend on
+    the seed, so another world is shown in other orders.
     """
     drawn = []
     num_roots = size.num_ordinary + size.num_gold
@@ -174,10 +174,10 @@ def draw_tasks(size: Size, seed: int) -> list[tuple[Task, int]]:
 def judged(
     tasks: Sequence[Task], labelers: Sequence[KnownLabeler], asked: Mapping[str, Sequence[str]]
 ) -> list[Judgment]:
-    """What a store would hold, had each labeler been `asked` these tasks (ids by name) in this order.
+    """Returns what a store would hold if each labeler were `asked` these tasks (ids by name) in this order.
 
-    As through a store, a repeat is for who judged what it repeats, and responses come in `leasing.display_order`.
-    `created_at` counts a labeler's own acts from 0.
+    As in a store, a repeat goes to whoever judged its original, and responses come in `leasing.display_order`.
+    `created_at` counts each labeler's own acts from 0.
     """
     known = {task.task_id: task for task in tasks}
     judgments: list[Judgment] = []
@@ -218,7 +218,7 @@ def _judgment(
 
 
 def draw_world(size: Size, seed: int) -> tuple[list[Task], list[Judgment]]:
-    """A world's tasks and what its labelers say of them, dealt out as `preferences.scripted` deals."""
+    """A world's tasks and its labelers' answers, dealt out as `preferences.scripted` deals."""
     drawn = draw_tasks(size, seed)
     tasks = [task for task, _ in drawn]
     asked = assign([Coverage(task.task_id, quota, ()) for task, quota in drawn], [traits.name for traits in TRAITS])

@@ -1,10 +1,9 @@
-"""Do the intervals of a lead's page cover the truth as often as they say? `python -m benchmarks.label_coverage`.
+"""Do the intervals of a lead's page have their nominal coverage? `python -m benchmarks.label_coverage`.
 
-Worlds whose labelers are known by construction (`benchmarks.known_labelers`) are drawn again and again, tasks and
-answers anew; every interval of `preferences.statistics.summary` is held against the truth (`benchmarks.label_truth`).
-The same labelers answer over HTTP in `tests/labeling/test_scripted_labelers.py`, and what they say is the same,
-so this counts for the door too. `tests/preferences/statistics/test_coverage.py` runs fewer worlds, docs/labels.md has
-the table of 2,000.
+Worlds with known labelers (`benchmarks.known_labelers`) are drawn repeatedly, each with new tasks and answers. Every
+interval of `preferences.statistics.summary` is compared with the truth (`benchmarks.label_truth`). The same labelers
+answer over HTTP in `tests/labeling/test_scripted_labelers.py` with the same answers, so this also covers the server.
+`tests/preferences/statistics/test_coverage.py` runs fewer worlds; docs/labels.md has the table for 2,000.
 """
 
 import argparse
@@ -28,7 +27,7 @@ SIZE = Size(num_ordinary=90, num_gold=40, num_repeats=40)
 
 @dataclass(frozen=True)
 class Covered:
-    """How often an interval held the truth; `bias` is the mean of estimate less truth, `width` the mean width."""
+    """How often an interval contained the truth; `bias` is the mean of estimate - truth, `width` the mean width."""
 
     num_covered: int
     num_counted: int
@@ -41,7 +40,7 @@ class Covered:
 
 
 def coverage(num_worlds: int, seed: int, size: Size = SIZE) -> dict[str, Covered]:
-    """Every interval of worlds `seed`, `seed + 1`, ... against the truth, by what is estimated."""
+    """Compares every interval of worlds `seed`, `seed + 1`, ... with the truth, by what is estimated."""
     rows: dict[str, list[tuple[bool, float, float]]] = {}
     for world in range(num_worlds):
         report = summary(*draw_world(size, seed + world), seed=world)
@@ -63,7 +62,7 @@ JUDGES = ((0.15, 0.0), (0.5, 0.0), (1.5, 0.0), (0.15, 0.2))  # (noise, share of 
 
 @dataclass(frozen=True)
 class FewTasks:
-    """Accuracy on a few gold tasks: the truth, how often its interval holds it, and the interval's mean width."""
+    """Accuracy on a few gold tasks: the truth, how often its interval contains it, and the mean width."""
 
     truth: float
     share: float
@@ -73,7 +72,7 @@ class FewTasks:
 def few_tasks(
     num_tasks: int, num_responses: int, noise: float, careless: float, *, num_labelers: int, seed: int
 ) -> FewTasks:
-    """`num_labelers` alike labelers with gold tasks of their own, held against the truth."""
+    """Compares `num_labelers` identical labelers, each with its own gold tasks, with the truth."""
     generator = np.random.default_rng(seed)
     shape = (num_labelers, num_tasks, num_responses)
     quality = generator.normal(size=shape)

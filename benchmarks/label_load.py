@@ -1,10 +1,10 @@
-"""How long the labeling page takes with many tasks and many labelers at once.
+"""Measures the labeling page's response times with many tasks and many concurrent labelers.
 
     python -m benchmarks.label_load [STORE_URL | --postgres]
 
-Labelers of one process each open a task, think, and answer, over HTTP as a browser does; the server is a process of its
-own. Without a URL the store is a SQLite file in a temporary folder or, with --postgres, in a PostgreSQL server that is
-started for it.
+Labelers in one process each open a task, think, and answer, over HTTP as a browser does; the server is a separate
+process. Without a URL the store is a SQLite file in a temporary folder, or with --postgres a PostgreSQL server started
+for the measurement.
 """
 
 import argparse
@@ -42,7 +42,7 @@ SERVER = (
 
 
 def fill(url: str, num_tasks: int, num_labelers: int, judged_share: float) -> list[str]:
-    """A store with tasks, the first of them judged already; returns a session of each labeler."""
+    """Creates a store with tasks, the first of them already judged; returns one session per labeler."""
     tasks = [
         Task(
             f"task-{number}",
@@ -67,7 +67,7 @@ def fill(url: str, num_tasks: int, num_labelers: int, judged_share: float) -> li
 
 
 def judged(tasks: Sequence[Task], num_labelers: int) -> list[Judgment]:
-    """Each task by two labelers, in turn."""
+    """Returns two labelers' judgments per task, in turn."""
     return [
         Judgment(
             task.task_id, f"labeler-{(number + turn) % num_labelers}", 0, "answer", (1, 2, 2, 3), (), (), "",
@@ -83,13 +83,13 @@ async def label(
 ) -> None:
     """One labeler: opens the page, thinks, answers, and gets the next one."""
     draw = random.Random(seed)
-    # verify=False: reading certificates that nothing needs here would hold up all labelers of this process
+    # verify=False: loading certificates, which nothing needs here, would delay all labelers of this process
     async with httpx.AsyncClient(
         base_url=address,
         cookies={"heed_session": session},
         timeout=60,
         verify=False,
-        limits=httpx.Limits(keepalive_expiry=2.0),  # the server closes what idles for 5 s, perhaps as a request is sent
+        limits=httpx.Limits(keepalive_expiry=2.0),  # the server closes idle connections after 5 s, maybe mid-request
     ) as client:
         await asyncio.sleep(draw.uniform(0, think_seconds))
         for _ in range(num_answers):
@@ -110,7 +110,7 @@ async def timed(took: list[float], asked: Coroutine[Any, Any, httpx.Response]) -
 
 
 def figures(took: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """Milliseconds at percentiles, by what was asked for."""
+    """Returns milliseconds at percentiles, by request."""
     return {
         name: {"number": len(seconds)}
         | {f"p{q}_ms": round(1000 * float(np.percentile(seconds, q)), 1) for q in (50, 95, 99)}
@@ -122,9 +122,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store", nargs="?", default="", help="an empty store's URL")
     parser.add_argument("--tasks", type=int, default=100_000)
-    parser.add_argument("--judged-share", type=float, default=0.5, help="of the tasks, before it begins")
+    parser.add_argument("--judged-share", type=float, default=0.5, help="share of tasks judged before the start")
     parser.add_argument("--labelers", type=int, default=50)
-    parser.add_argument("--answers", type=int, default=20, help="of each labeler")
+    parser.add_argument("--answers", type=int, default=20, help="answers per labeler")
     parser.add_argument("--think-seconds", type=float, default=5.0)
     parser.add_argument("--postgres", action="store_true", help="start a PostgreSQL server and use that")
     given = parser.parse_args()
@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def measure(url: str, given: argparse.Namespace) -> None:
-    """Fill the store, serve it, and print the figures."""
+    """Fill the store, serve it, and print the response times."""
     started = time.perf_counter()
     sessions = fill(url, given.tasks, given.labelers, given.judged_share)
     print(f"filled in {time.perf_counter() - started:.0f} s", file=sys.stderr)

@@ -1,14 +1,14 @@
-"""What the traits of `benchmarks.known_labelers` make true of every statistic of labels, in closed form.
+"""The true value of every label statistic for the labelers of `benchmarks.known_labelers`, in closed form.
 
-Two utilities are normal, and so are their differences between two responses of a task. An attentive labeler prefers the
-response at place i to that at place j with chance Φ(μ), where V is the variance of a utility:
+Utilities are normal, and so are their differences between two responses of a task. An attentive labeler prefers the
+response at position i to the one at position j with probability Φ(μ), where V is the variance of a utility:
 
     μ = position bias · (j - i)/(K - 1) / √(2V),   V = 1 + shared taste² + own taste² + noise²
 
-Two of them order a pair alike with chance Φ₂(μ, μ'; ρ) + Φ₂(-μ, -μ'; ρ), the bivariate normal with the correlation ρ of
-their utilities; without position bias that is ½ + arcsin(ρ)/π (Sheppard 1899). Orders shown are independent between
-labelers and between a task and its repeat, so the chance is averaged over both. Shares are of untied pairs, so each
-labeler counts by how often they do not tie.
+Two of them order a pair alike with probability Φ₂(μ, μ'; ρ) + Φ₂(-μ, -μ'; ρ), the bivariate normal with the correlation
+ρ of their utilities; without position bias that is ½ + arcsin(ρ)/π (Sheppard 1899). Display orders are independent
+between labelers and between a task and its repeat, so the probability is averaged over both. Shares are over untied
+pairs, so each labeler is weighted by how often they do not tie.
 """
 
 import math
@@ -25,7 +25,7 @@ from preferences.statistics.alpha import Alpha
 from preferences.statistics.habits import TOO_FAST_WORDS_PER_MINUTE
 from preferences.statistics.summary import LabelReport
 
-LIKED_BY_ALL = 1 + SHARED_TASTE**2  # variance: quality and shared taste
+LIKED_BY_ALL = 1 + SHARED_TASTE**2  # variance of quality and shared taste
 
 
 def held_against_truth(report: LabelReport) -> Iterator[tuple[str, str, Interval | Share | Alpha, float]]:
@@ -53,11 +53,11 @@ def is_covered(estimate: Interval | Share | Alpha, truth: float) -> bool:
     return estimate.low <= truth <= estimate.high
 
 
-# ---- how often one answers how ----
+# ---- how often a labeler gives which answer ----
 
 
 def untied(traits: Traits) -> float:
-    """The share of answers that are no tie."""
+    """The share of answers that are not ties."""
     return 1 - (1 - traits.lazy) * traits.tie
 
 
@@ -66,7 +66,7 @@ def attentive_if_untied(traits: Traits) -> float:
 
 
 def variance(traits: Traits) -> float:
-    """Of an attentive labeler's utilities, but for the position."""
+    """The variance of an attentive labeler's utilities, without position bias."""
     return LIKED_BY_ALL + traits.own_taste**2 + traits.noise**2
 
 
@@ -80,15 +80,15 @@ def _shift(traits: Traits, places_apart: int) -> float:
 
 
 def _places_apart() -> list[int]:
-    """Of the first of a pair from the second, over all orders shown."""
+    """The signed distances between a pair's positions, over all display orders."""
     return [j - i for i in range(NUM_RESPONSES) for j in range(NUM_RESPONSES) if i != j]
 
 
-# ---- two who order a pair ----
+# ---- two labelers who order a pair ----
 
 
 def ordered_alike(correlation: float, one: Traits, other: Traits) -> float:
-    """P(two attentive answers order a pair alike), the pair's places being independent in both."""
+    """P(two attentive answers order a pair alike); the pair's positions are independent in both."""
     both = stats.multivariate_normal([0.0, 0.0], [[1.0, correlation], [correlation, 1.0]])
     shifts, other_shifts = ({_shift(traits, apart) for apart in _places_apart()} for traits in (one, other))
     weights, other_weights = (
@@ -106,7 +106,7 @@ def ordered_alike(correlation: float, one: Traits, other: Traits) -> float:
 
 @cache
 def agreement(one: Traits, other: Traits) -> float:
-    """P(two labelers order a pair alike | neither ties it); ½ where one of them does not read."""
+    """P(two labelers order a pair alike | neither ties it); ½ if one of them does not read."""
     both = attentive_if_untied(one) * attentive_if_untied(other)
     correlation = LIKED_BY_ALL / math.sqrt(variance(one) * variance(other))
     return 0.5 + both * (ordered_alike(correlation, one, other) - 0.5)
@@ -124,7 +124,7 @@ def overall_agreement() -> float:
 
 
 def _comparable(traits: Traits) -> float:
-    """Of the tasks that a labeler is given, those answered without a tie."""
+    """The share of a labeler's tasks that are judged without a tie."""
     return (1 - traits.skip) * untied(traits)
 
 
@@ -136,7 +136,7 @@ def self_agreement(traits: Traits) -> float:
 
 @cache
 def gold_accuracy(traits: Traits) -> float:
-    """Gold goes by quality alone, whatever the place; a tie is half right."""
+    """Gold follows quality only, whatever the position; a tie is half right."""
     gold = Traits("gold", 0, 0, 0, 0, 0, 0, 0, 0, 1)
     alike = ordered_alike(1 / math.sqrt(variance(traits)), traits, gold)
     return 0.5 + (1 - traits.lazy) * (1 - traits.tie) * (alike - 0.5)
@@ -146,7 +146,7 @@ def gold_accuracy(traits: Traits) -> float:
 
 
 def alpha() -> float:
-    """1 - D_o/D_e of a task with n answers, D_o weighing its pairs of labelers by 1/(n - 1): see docs/labels.md.
+    """1 - D_o/D_e for a task with n answers; D_o weights its pairs of labelers by 1/(n - 1), see docs/labels.md.
 
     Opposite preferences disagree by 1, a tie and a preference by ¼; by chance, ½ and ¼.
     """
@@ -162,7 +162,7 @@ def alpha() -> float:
 
 @cache
 def rating_alpha() -> float:
-    """Of the joint distribution of two labelers' ratings of one response."""
+    """Computed from the joint distribution of two labelers' ratings of one response."""
     pairs = list(combinations(TRAITS, 2))
     weights = [(1 - one.skip) * (1 - other.skip) for one, other in pairs]
     joint = np.average([_joint_ratings(*pair) for pair in pairs], axis=0, weights=weights)
@@ -181,11 +181,11 @@ def _joint_ratings(one: Traits, other: Traits) -> Floats:
     return np.asarray(np.diff(np.diff(below, axis=0), axis=1))
 
 
-# ---- places, time, ratings ----
+# ---- positions, time, ratings ----
 
 
 def shown_first(traits: Traits) -> float:
-    """Of untied pairs, those whose response shown earlier is preferred."""
+    """The share of untied pairs whose earlier response is preferred."""
     attentive = float(np.mean([first_preferred(traits, apart) for apart in _places_apart() if apart > 0]))
     attentive_share = (1 - traits.lazy) * (1 - traits.tie)
     return (traits.lazy_first + traits.lazy_random / 2 + attentive_share * attentive) / untied(traits)
@@ -197,13 +197,13 @@ def overall_shown_first() -> float:
 
 
 def mean_rank(place: int) -> float:
-    """Of the response at this place, from 0, over all answers; 1 is best."""
+    """The mean rank of the response at this position, from 0, over all answers; 1 is best."""
     ranks = [_mean_rank(traits, place) for traits in TRAITS]
     return float(np.average(ranks, weights=[1 - traits.skip for traits in TRAITS]))
 
 
 def _mean_rank(traits: Traits, place: int) -> float:
-    """One more than the number of responses that are preferred to it."""
+    """One plus the number of responses that are preferred to it."""
     attentive = 1 + sum(first_preferred(traits, place - other) for other in range(NUM_RESPONSES) if other != place)
     attentive_share, even = (1 - traits.lazy) * (1 - traits.tie), (NUM_RESPONSES + 1) / 2
     rest = 1 - attentive_share - traits.lazy_first
@@ -211,7 +211,7 @@ def _mean_rank(traits: Traits, place: int) -> float:
 
 
 def median_milliseconds(traits: Traits) -> float:
-    """Lazy answers are all faster than attentive ones, nearly; so the median is a quantile of the attentive ones."""
+    """Lazy answers are nearly all faster than attentive ones, so the median is a quantile of the attentive ones."""
     quantile = (0.5 - traits.lazy) / (1 - traits.lazy)
     return traits.median_milliseconds * math.exp(PACE_SPREAD * float(stats.norm.ppf(quantile)))
 

@@ -1,7 +1,7 @@
-"""Do the intervals of measures cover the truth as often as they say? `python -m benchmarks.measures_coverage`.
+"""Do the intervals of measures have their nominal coverage? `python -m benchmarks.measures_coverage`.
 
-Worlds with planted truths are drawn again and again. `tests/evaluation/measures/` runs some of them, docs/measures.md
-has the table of 2,000.
+Worlds with planted truths are drawn repeatedly. `tests/evaluation/measures/` runs some of them; docs/measures.md has
+the table for 2,000.
 
 Shape letters: K policies, P prompts.
 """
@@ -27,9 +27,9 @@ PLANTED = {"best_of_n": (0.9, 0.2), "rl": (0.8, 0.5)}  # α and β; optima at 2.
 def planted_curve(
     kind: Kind, alpha: float, beta: float, *, num_prompts: int, noise: float, generator: np.random.Generator
 ) -> Curve:
-    """A curve of the form with noise in KL (RL alone), in scores, and in how much each prompt gains.
+    """A curve of the functional form with noise in KL (RL only), in scores, and in each prompt's gain.
 
-    Prompts differ in difficulty (which all their scores share) and gain by factors around 1.
+    Prompts differ in difficulty, which all their scores share, and gain by factors around 1.
     """
     d_K = np.array(DISTANCES)
     shape = (len(d_K), num_prompts)
@@ -48,7 +48,7 @@ def planted_curve(
 
 
 def gao_coverage(kind: Kind, *, num_worlds: int, num_prompts: int, seed: int) -> dict[str, Covered]:
-    """Every interval of the fit of `num_worlds` planted curves."""
+    """Returns every interval of the fits of `num_worlds` planted curves."""
     alpha, beta = PLANTED[kind]
     best = alpha / (2 * beta) if kind == "best_of_n" else math.exp(alpha / beta - 1)
     height = best * (alpha - beta * (best if kind == "best_of_n" else math.log(best)))
@@ -73,8 +73,8 @@ MEAN_KL = 2.0
 
 
 def kl_coverage(*, num_worlds: int, num_prompts: int, num_samples: int, seed: int) -> dict[str, Covered]:
-    """k1 and full of responses whose prompts' KLs are Gamma, with mean 2 nats and standard deviation √2; k1 has the
-    noise of the drawn words besides.
+    """k1 and full for responses whose prompts' KLs are Gamma, with mean 2 nats and standard deviation √2; k1 also has
+    the noise of the sampled tokens.
     """
 
     def intervals() -> Iterator[tuple[str, Interval, float]]:
@@ -93,13 +93,13 @@ def kl_coverage(*, num_worlds: int, num_prompts: int, num_samples: int, seed: in
 # ---- reward models ----
 
 PAIRS_PER_PROMPT = 3
-COPIED = 0.5  # of a prompt's labels, those that share their chance
+COPIED = 0.5  # share of a prompt's labels that share one random draw
 
 
 def planted_pairs(sharpness: float, *, num_prompts: int, generator: np.random.Generator) -> ScoredPairs:
-    """Score differences N(0, 1.5²), of which σ(sharpness Δ) is the true chance that the first is preferred.
+    """Score differences N(0, 1.5²); σ(sharpness Δ) is the true probability that the first is preferred.
 
-    At 1 the scores are calibrated, below 1 they are too sure. Labels of one prompt lean the same way.
+    At 1 the scores are calibrated; below 1 they are overconfident. Labels of one prompt are correlated.
     """
     shape = (num_prompts, PAIRS_PER_PROMPT)
     difference = SPREAD * generator.normal(size=shape)
@@ -117,7 +117,7 @@ SPREAD = 1.5
 def calibration_coverage(
     sharpness: float, *, num_worlds: int, num_prompts: int, seed: int
 ) -> tuple[dict[str, Covered], float]:
-    """Every interval of `num_worlds` reward models, and the share of them whose ECE is called too large at 5%."""
+    """Returns every interval of `num_worlds` reward models, and the share whose ECE is rejected at 5%."""
     grid = np.linspace(-8, 8, 20_001)
     weight = np.exp(-(grid**2) / 2)
     weight /= weight.sum()
@@ -145,7 +145,7 @@ def calibration_coverage(
 
 
 def held(intervals: Iterator[tuple[str, Interval, float]]) -> dict[str, Covered]:
-    """How often each kind of interval (what, interval, truth) held the truth; a NaN end is no end."""
+    """How often each kind of interval (what, interval, truth) contained the truth; a NaN end is unbounded."""
     rows: dict[str, list[tuple[bool, float, float]]] = {}
     for what, found, truth in intervals:
         misses = truth < found.low or truth > found.high
@@ -178,7 +178,7 @@ def main() -> None:
             pairs, rejected = calibration_coverage(sharpness, num_prompts=num_prompts, **how)
             for what, covered in pairs.items():
                 print_row(f"reward model, sharpness {sharpness}: {what}", num_prompts, covered)
-            print(f"ECE called too large at 5%, sharpness {sharpness}, {num_prompts} prompts: {100 * rejected:.1f}%")
+            print(f"ECE rejected at 5%, sharpness {sharpness}, {num_prompts} prompts: {100 * rejected:.1f}%")
 
 
 def print_row(what: str, num_prompts: int, covered: Covered) -> None:

@@ -1,7 +1,7 @@
-"""Seconds of the same PPO run on-policy and sampled one iteration ahead: `python -m benchmarks.overlap [PAIRS]`.
+"""Times the same PPO run on-policy and sampled one iteration ahead: `python -m benchmarks.overlap [PAIRS]`.
 
-One learner, one generator and one scorer, each on one thread; models of 2M random weights. Runs of both kinds take
-turns, for machines whose speed comes and goes.
+One learner, one generator and one scorer, each on one thread; models with 2M random weights. Runs of both kinds
+alternate, for machines of varying speed.
 """
 
 import sys
@@ -54,11 +54,11 @@ def main() -> None:
                 seconds.append(timed_run(groups, models, max_staleness))
         disconnect()
     on_policy, ahead = (median(seconds) / NUM_ITERATIONS for seconds in runs.values())
-    print(f"{on_policy:.2f} s an iteration on-policy, {ahead:.2f} s ahead: {ahead / on_policy:.2f}")
+    print(f"{on_policy:.2f} s per iteration on-policy, {ahead:.2f} s ahead: {ahead / on_policy:.2f}")
 
 
 def timed_run(groups: list[WorkerGroup], models: InitialModels, max_staleness: int) -> float:
-    """Seconds of all iterations; prints, too, what of them the learner waited and how long each rank computed."""
+    """Returns the seconds of all iterations; prints how long the learner waited and each rank's CPU seconds."""
     config = ppo_config(max_staleness)
     learners, generators, scorers = groups
     roles = Roles.on_groups(
@@ -77,7 +77,7 @@ def timed_run(groups: list[WorkerGroup], models: InitialModels, max_staleness: i
     computed = [group.run("clock", time.process_time)[0] - start for group, start in zip(groups, before, strict=True)]
     ranks = ", ".join(f"{name} {used:.1f}" for name, used in zip(RANKS, computed, strict=True))
     print(
-        f"max_staleness {max_staleness}: {seconds:.1f} s, {waited:.1f} waited for rollouts; computing: {ranks}",
+        f"max_staleness {max_staleness}: {seconds:.1f} s, {waited:.1f} waited for rollouts; CPU seconds: {ranks}",
         flush=True,
     )
     roles.close()
@@ -107,7 +107,7 @@ def ppo_config(max_staleness: int) -> PPOConfig:
 
 
 def make_parents(folder: Path) -> InitialModels:
-    """An SFT policy and a reward model that have learned nothing."""
+    """An SFT policy and a reward model with random weights."""
     tokenizer = Tokenizer.train(["one red bird saw the cat on the mat"] * 9, SHAPE.vocab_size, "chat")
     for name, model in (("sft", LanguageModel(SHAPE)), ("reward", ScalarModel(SHAPE))):
         init_weights(model, 0)

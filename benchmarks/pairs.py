@@ -3,9 +3,9 @@
     make demo
     python -m benchmarks.pairs runs/demo --responses 4 --prompts 2000
 
-Both train the same reward model from the same SFT policy on the same pairs, with as many pairs and the same learning
-rate in every step, so as many steps an epoch. What differs is which pairs meet in a step: all of a prompt, whose
-completions are then read once an epoch, or any, so that a completion comes back in K - 1 steps of an epoch.
+Both train the same reward model from the same SFT policy on the same pairs, with equally many pairs and the same
+learning rate in every step, so equally many steps per epoch. They differ in which pairs share a step: all pairs of a
+prompt, whose completions are then read once per epoch, or any pairs, so that a completion appears in K - 1 steps.
 docs/findings.md has the table that this prints.
 """
 
@@ -52,10 +52,10 @@ KINDS = ("prompt", "shuffled")
 
 
 class ShuffledPairs:
-    """Every pair of every task as an example of its own, which reads both its completions; the same loss a pair.
+    """Every pair of every task as a separate example, which reads both its completions; the same loss per pair.
 
-    Where several labelers judged a pair its target is the mean of theirs: a cross-entropy is linear in its target, so
-    that is the mean of their losses, as `RankingObjective` has it.
+    If several labelers judged a pair, its target is their mean. A cross-entropy is linear in its target, so that gives
+    the mean of their losses, as in `RankingObjective`.
     """
 
     def __init__(self, comparisons: Sequence[Comparison], kind: str) -> None:
@@ -91,7 +91,7 @@ class ShuffledPairs:
 
 
 def _chance(rank: int, other_rank: int) -> float:
-    """That the first wins, by a labeler: 1, ½ for a tie, 0."""
+    """The probability that the first wins, according to a labeler: 1, ½ for a tie, 0."""
     return 0.5 if rank == other_rank else float(rank < other_rank)
 
 
@@ -106,7 +106,7 @@ class Study:
 
 
 def train(study: Study, kind: str, seed: int, folder: Path) -> dict[str, float]:
-    """One reward model; returns what it is like at its end, on prompts that it has not seen."""
+    """Trains one reward model; returns its metrics on held-out prompts."""
     tokenizer = Tokenizer.load(study.policy)
     seen, unseen = split_rankings(study.rankings, HELDOUT_SHARE, seed)
     source = network_source(study.policy, 0.0, derive_seed(seed, "reward", "head"))
@@ -155,7 +155,7 @@ def train(study: Study, kind: str, seed: int, folder: Path) -> dict[str, float]:
 
 
 def batch_of(num_examples: int, num_sequences: int) -> BatchConfig:
-    """A step's examples of so many sequences each, as many at once as fit."""
+    """A step's examples in batches of equally many sequences, as many as fit at once."""
     fitting = range(1, SEQUENCES_AT_ONCE // num_sequences + 1)
     return BatchConfig(
         batch_size=num_examples, micro_batch_size=max(size for size in fitting if num_examples % size == 0)
@@ -167,7 +167,7 @@ def _ranks_of(scores: Sequence[float]) -> tuple[int, ...]:
 
 
 def first_responses(rankings: Sequence[Ranking], num_responses: int) -> list[Ranking]:
-    """Rankings of the first K responses to each prompt."""
+    """Returns rankings of the first K responses to each prompt."""
     return [
         replace(
             ranking,
@@ -179,7 +179,7 @@ def first_responses(rankings: Sequence[Ranking], num_responses: int) -> list[Ran
 
 
 def row(num_responses: int, num_epochs: int, kind: str, found: Sequence[Mapping[str, float]]) -> str:
-    """A line of the table: every seed's held-out accuracy, and means over seeds with their standard deviation."""
+    """Returns a row of the table: each seed's held-out accuracy, and means over seeds with standard deviations."""
     cells = [f"{num_responses}", f"{num_epochs}", kind]
     cells.append(", ".join(f"{figures['heldout_accuracy']:.3f}" for figures in found))
     for name in ("heldout_accuracy", "noiseless_accuracy", "heldout_loss", "last_training_loss"):
@@ -196,17 +196,17 @@ HEADER = """\
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the folder of a run that has collected rankings")
-    parser.add_argument("--responses", type=int, action="append", required=True, help="K; may be given again")
+    parser.add_argument("--responses", type=int, action="append", required=True, help="K; may repeat")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--prompts", type=int, default=0, help="how many of the tasks to use; 0 is all")
+    parser.add_argument("--prompts", type=int, default=0, help="number of tasks to use; 0 uses all")
     parser.add_argument("--prompts-a-step", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
-    parser.add_argument("--out", type=Path, help="write every run's figures here, as JSON")
+    parser.add_argument("--out", type=Path, help="write every run's metrics to this file, as JSON")
     given = parser.parse_args()
     world = load_job(given.run / "job.toml").open_world()
     if world is None:
-        raise ValueError(f"{given.run / 'job.toml'}: the job has no world; one that knows its labelers was expected")
+        raise ValueError(f"{given.run / 'job.toml'}: the job has no world; one with known labelers was expected")
     rankings = read_rankings(RankingsConfig(source=str(given.run / "collect" / "rankings.jsonl")))
     tasks = list(dict.fromkeys(ranking.task_id for ranking in rankings))
     kept = set(tasks[: given.prompts or len(tasks)])

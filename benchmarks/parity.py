@@ -1,6 +1,6 @@
-"""Parity with `transformers` on random models of odd shapes: `python -m benchmarks.parity FILE` writes the table.
+"""Compares with `transformers` on random models of unusual shapes: `python -m benchmarks.parity FILE` writes the table.
 
-Every family that `lm.families` knows, in both directions. `tests/lm/test_families.py` holds the same cases to 1e-4.
+It covers every family in `lm.families`, in both directions. `tests/lm/test_families.py` requires 1e-4 on these cases.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from lm.weights import PURPOSES, load_model, save_model
 CONTEXT = 40
 START = 1  # a target's first token
 
-# What is read: rows, of which encoders see LENGTHS tokens in two types; and targets of an encoder-decoder.
+# Inputs: rows, of which encoders see LENGTHS tokens in two types; and targets of an encoder-decoder.
 TOKENS, TARGETS = (
     torch.randint(2, 288, (3, CONTEXT), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
 )
@@ -72,12 +72,12 @@ AUTO_MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A shape as `transformers` spells it, and what of ours it must turn into."""
+    """A shape as `transformers` writes it, and the ModelConfig fields it must map to."""
 
     prefix: str
     theirs: dict[str, Any]
     ours: dict[str, Any] = field(default_factory=dict)
-    written_as: str | None = None  # another family holds the same shape and comes first
+    written_as: str | None = None  # another family, which is tried first, has the same shape
     purpose: str = "language"  # as in `lm.families`
 
     @property
@@ -169,9 +169,9 @@ CASES = {
 
 
 def shuffled(model: Any) -> Any:
-    """Every weight away from its default, so a norm or a bias that is put in another's place shows.
+    """Moves every weight away from its default, so that a norm or bias in the wrong place shows.
 
-    Small biases and large positions: in stacks with norms last all tokens soon become alike without.
+    Biases are small and position embeddings large, because otherwise post-norm stacks soon make all tokens alike.
     """
     generator = torch.Generator().manual_seed(4)
     for name, parameter in model.named_parameters():
@@ -187,7 +187,7 @@ def shuffled(model: Any) -> Any:
 
 
 def our_logits(model: Any) -> Tensor:
-    """Of every token, label or end that is compared."""
+    """Returns the outputs that are compared: of every token, label or span end."""
     if isinstance(model, LanguageModel):
         return model(TOKENS)
     if isinstance(model, EncoderDecoder):
@@ -209,15 +209,15 @@ def their_logits(model: Any) -> Tensor:
 
 
 def _without_padding(logits: Tensor) -> Tensor:
-    """At padding the two libraries differ, and nothing reads it; logits of whole sequences have none."""
+    """Drops padding, where the libraries differ and nothing reads the output; whole-sequence logits have none."""
     return logits[SEGMENTS > 0] if logits.dim() == 3 else logits
 
 
 @dataclass(frozen=True)
 class Parity:
-    """Largest absolute difference of logits where we read their checkpoint, and where they read ours.
+    """Largest absolute difference of logits when Heed reads their checkpoint, and when they read Heed's.
 
-    `same_tokens` of `num_tokens` greedy tokens equal those of their `generate`; an encoder writes none.
+    `same_tokens` of `num_tokens` greedy tokens equal those of their `generate`; an encoder generates none.
     """
 
     name: str
@@ -231,7 +231,7 @@ class Parity:
 
 @torch.no_grad()
 def measure(name: str, tokenizer: Tokenizer) -> Parity:
-    """One case, both ways."""
+    """Compares one case in both directions."""
     case = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         theirs = case.random_model()
@@ -248,7 +248,7 @@ def measure(name: str, tokenizer: Tokenizer) -> Parity:
 
 
 def _same_tokens(ours: LanguageModel | EncoderDecoder, theirs: Any) -> tuple[int, int]:
-    """Greedy tokens up to the end of the context that both choose, and all of them; ours in one batch, theirs alone."""
+    """Counts equal greedy tokens up to the end of the context, and all of them; ours in a batch, theirs one by one."""
     reads = isinstance(ours, EncoderDecoder)
     sources = [row[:length].tolist() for row, length in zip(TOKENS, LENGTHS, strict=True)] if reads else None
     prompts = [row[: 5 + 4 * place].tolist() for place, row in enumerate(TARGETS if reads else TOKENS)]
@@ -301,7 +301,7 @@ under 6 templates.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, help="where the table goes: docs/parity.md")
+    parser.add_argument("file", type=Path, help="file for the table: docs/parity.md")
     file: Path = parser.parse_args().file
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""PostgreSQL's own server, started here in a folder of its own where its programs are installed."""
+"""Starts a private PostgreSQL server in its own folder, if PostgreSQL's programs are installed."""
 
 import os
 import pwd
@@ -16,9 +16,9 @@ READY_SECONDS = 60.0
 
 
 class PostgresServer:
-    """A server of its own in a folder of its own, heard on a socket in that folder and on no port.
+    """A private server in its own folder, reachable by a socket in that folder and by no port.
 
-    Its settings are PostgreSQL's defaults, so what it acknowledges is on disk.
+    It uses PostgreSQL's default settings, so acknowledged writes are on disk.
     """
 
     def __init__(self, programs: Path, folder: Path) -> None:
@@ -40,7 +40,7 @@ class PostgresServer:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """SIGKILL to the server and to every process that it started."""
+        """Sends SIGKILL to the server and every process that it started."""
         children = subprocess.run(
             ["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True, check=False
         ).stdout.split()
@@ -71,7 +71,7 @@ def _exists(user: str) -> bool:
 
 
 def postgres_programs() -> Path | None:
-    """Where PostgreSQL's programs are: on the PATH, or in the folder that Debian gives each version."""
+    """Finds PostgreSQL's programs: on the PATH, or in Debian's folder per version."""
     found = shutil.which("initdb")
     folders = [Path(found).resolve().parent] if found else []
     folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
@@ -80,7 +80,7 @@ def postgres_programs() -> Path | None:
 
 @contextmanager
 def running_postgres(programs: Path) -> Iterator[PostgresServer]:
-    """A server until the block ends, in a folder that others may enter and whose name is short enough for a socket."""
+    """A server until the block ends, in a folder that others may enter and whose path is short enough for a socket."""
     with tempfile.TemporaryDirectory(prefix="heed-pg-") as folder:
         server = PostgresServer(programs, Path(folder))
         try:

@@ -1,10 +1,10 @@
-"""Two one-core workers against one, tokens a second by stage, and how long a job takes to its first optimizer step.
+"""Measures two one-core workers against one, in tokens per second by stage, and the time to the first optimizer step.
 
     python -m benchmarks.scaling [ROUNDS]
 
-A short run of configs/jobs/demo.toml, all stages but the comparison: on one core with one worker, then on two with two.
-The work is the same, for results do not depend on the split. Rounds take turns, for machines whose speed comes and
-goes; the table has medians over rounds, of medians over steps.
+It runs a shortened configs/jobs/demo.toml, all stages but the comparison: on one core with one worker, then on two with
+two. The work is the same, because results do not depend on the split. Rounds alternate, for machines of varying speed;
+the table has medians over rounds of medians over steps.
 """
 
 import json
@@ -23,7 +23,7 @@ import tomli_w
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("pretrain", "sft", "reward", "ppo")
-WARMUP_SHARE = 0.25  # of a stage's steps, left out: caches fill, threads start
+WARMUP_SHARE = 0.25  # share of a stage's steps left out: caches fill, threads start
 # Long enough for a steady rate, short enough to be repeated.
 SHORTENED: dict[str, dict[str, Any]] = {
     "world": {"num_pretrain_texts": 3000, "num_collect_prompts": 400},
@@ -64,7 +64,7 @@ def shortened(path: Path) -> Path:
 
 
 def run(job: Path, runs: Path, workers: int) -> dict[str, float]:
-    """A run on as many cores as workers: tokens a second by stage; `start`: seconds to the first optimizer step."""
+    """Runs on as many cores as workers; returns tokens per second by stage, and `start`: seconds to the first step."""
     command = [sys.executable, "-m", "heed", "run", str(job), "--set", f"workers={workers}", "--runs", str(runs)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     cores = sorted(os.sched_getaffinity(0))[:workers]
@@ -90,7 +90,7 @@ def on_cores(cores: list[int]) -> Callable[[], None]:
 
 
 def rate(path: Path) -> float:
-    """Median tokens a second after the warm-up."""
+    """Returns median tokens per second after the warm-up."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     rates = [row["tokens_per_second"] for row in rows]
     return median(rates[int(WARMUP_SHARE * len(rates)) :])

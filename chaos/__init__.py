@@ -1,1 +1,1 @@
-"""`heed chaos`: a job under random faults must end with the bits of the same job left alone."""
+"""`heed chaos`: a job under random faults must end with the same bits as an undisturbed run."""

@@ -1,1 +1,1 @@
-"""Published findings tried again in the playground world."""
+"""Tests of published findings in the playground world."""

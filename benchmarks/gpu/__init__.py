@@ -1,1 +1,1 @@
-"""Heed on one GPU beside what the GPU itself can do: `python -m benchmarks.gpu`."""
+"""Measures Heed on one GPU against the GPU's own limits: `python -m benchmarks.gpu`."""

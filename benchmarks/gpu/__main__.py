@@ -1,4 +1,4 @@
-"""Measure rows on one GPU, each in a process of its own, and write the table: `python -m benchmarks.gpu --help`."""
+"""Measures rows on one GPU, each in a separate process, and writes the table: `python -m benchmarks.gpu --help`."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ RESULTS = ROOT / "benchmarks" / "gpu" / "results.json"
 README = ROOT / "benchmarks" / "README.md"
 MEASURE = "benchmarks.gpu.measure"
 CEILING_SECONDS = 120.0  # at most
-SHORTEST_SECONDS = 20.0  # with less left no row is begun
+SHORTEST_SECONDS = 20.0  # with less time left, no row is started
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -40,16 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("rows", choices=("pretrain", "generate", "ppo", "all", "table"), help="table: no measurement")
+    parser.add_argument("rows", choices=("pretrain", "generate", "ppo", "all", "table"), help="table: measure nothing")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="the same code at sizes that mean nothing; only printed")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the figures, from which the table is made")
-    parser.add_argument("--seconds", type=float, default=480.0, help="for everything; what is not begun by then stays")
+    parser.add_argument("--tiny", action="store_true", help="the same code at tiny, meaningless sizes; only printed")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file of results, from which the table is made")
+    parser.add_argument(
+        "--seconds", type=float, default=480.0, help="total time; rows not started by then are left out"
+    )
     options = parser.parse_args(arguments)
     if options.rows != "table" and options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no GPU is here, or torch is a build without CUDA; --device cpu --tiny tries the code")
+        parser.error("no GPU found, or torch was built without CUDA; --device cpu --tiny tries the code")
     if options.device == "cpu" and not options.tiny:
-        parser.error("--device cpu takes --tiny: the rows are sized for a GPU")
+        parser.error("--device cpu needs --tiny: the rows are sized for a GPU")
     return options
 
 
@@ -60,10 +62,10 @@ def read(results: Path) -> dict[str, Any]:
 def measure(
     rows: Sequence[Row], options: argparse.Namespace, found: dict[str, Any], *, is_kept: bool
 ) -> dict[str, Any]:
-    """`found` with the ceilings and these rows measured anew, written after each.
+    """Measures the ceilings and these rows again, updates `found`, and writes it after each.
 
-    Figures of the same device with another driver or other versions do not stay beside new ones.
-    Errors: SystemExit where the ceilings could not be measured.
+    Results of the same device with another driver or other versions are dropped.
+    Raises: SystemExit if the ceilings could not be measured.
     """
     started = time.monotonic()
     ceilings = run("ceilings", options, CEILING_SECONDS)
@@ -77,7 +79,7 @@ def measure(
     for row in rows:
         left = options.seconds - (time.monotonic() - started)
         if left < SHORTEST_SECONDS:
-            print(f"{row.name}: not begun, {left:.0f} of {options.seconds:.0f} s are left", file=sys.stderr)
+            print(f"{row.name}: not started, {left:.0f} of {options.seconds:.0f} s are left", file=sys.stderr)
             continue
         device["rows"][row.name] = run(row.name, options, min(row.limit_seconds, left))
         print(json.dumps({row.name: device["rows"][row.name]}), file=sys.stderr, flush=True)
@@ -87,7 +89,7 @@ def measure(
 
 
 def run(name: str, options: argparse.Namespace, limit_seconds: float) -> dict[str, Any]:
-    """The JSON that a measuring process printed as its last line, or {"failed": why}."""
+    """Returns the JSON that a measuring process printed as its last line, or {"failed": why}."""
     command = [sys.executable, "-m", MEASURE, name, options.device, "tiny" if options.tiny else "full"]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
@@ -98,7 +100,7 @@ def run(name: str, options: argparse.Namespace, limit_seconds: float) -> dict[st
             command, env=environment, capture_output=True, text=True, timeout=limit_seconds, check=False
         )
     except subprocess.TimeoutExpired:
-        return {"failed": f"not done in {limit_seconds:.0f} s"}
+        return {"failed": f"not finished within {limit_seconds:.0f} s"}
     if done.returncode:
         print(done.stderr, file=sys.stderr, flush=True)
         return {"failed": cause(done.stderr) or f"ended with {done.returncode}"}
@@ -106,7 +108,7 @@ def run(name: str, options: argparse.Namespace, limit_seconds: float) -> dict[st
 
 
 def cause(stderr: str) -> str:
-    """The last line that names an error; libraries may warn behind it. "" where none does."""
+    """Returns the last line that names an error, since libraries may print warnings after it; "" if none does."""
     named = [line.strip() for line in stderr.splitlines() if "Error" in line.partition(":")[0]]
     return named[-1] if named else ""
 

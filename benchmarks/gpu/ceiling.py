@@ -1,4 +1,4 @@
-"""What the device allows: rates of bf16 matrix products at the models' own shapes, and of a copy in memory.
+"""The device's limits: rates of bf16 matrix products at the models' own shapes, and of a memory copy.
 
 Shape letters: M rows of the product (tokens), N columns out, K columns in.
 """
@@ -21,12 +21,12 @@ from lm.model import LanguageModel
 from lm.source import on_meta
 
 Product = tuple[str, int, int, int]  # "forward", "input" or "weight" (its two gradients), M, N, K
-SHORTEST_SECONDS = 0.1  # of a measurement
-NUM_MEASUREMENTS = 3  # of which the median counts
+SHORTEST_SECONDS = 0.1  # per measurement
+NUM_MEASUREMENTS = 3  # the median counts
 
 
 def training_products(model: ModelConfig, num_tokens: int) -> Counter[Product]:
-    """Products of weights in one micro-batch of so many tokens, forward and backward."""
+    """Returns the weight products of one micro-batch with this many tokens, forward and backward."""
     modules = on_meta(lambda: LanguageModel(model)).modules()
     linears = [module for module in modules if isinstance(module, nn.Linear)]
     return Counter(
@@ -37,20 +37,20 @@ def training_products(model: ModelConfig, num_tokens: int) -> Counter[Product]:
 
 
 def matrix_rate(products: Counter[Product], device: torch.device) -> float:
-    """Floating-point operations a second of all these products in bf16, each measured by itself, on random numbers."""
+    """Returns the FLOP/s of all these products in bf16, each measured separately, on random numbers."""
     seconds = sum(number * _product_seconds(product, device) for product, number in products.items())
     return sum(2.0 * number * M * N * K for (_, M, N, K), number in products.items()) / seconds
 
 
 def copy_rate(num_bytes: int, device: torch.device) -> float:
-    """Bytes a second of a copy, what is read and what is written."""
+    """Returns the bytes per second of a copy, read and written."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / seconds_of(lambda: target.copy_(source), device)
 
 
 def rates(rows: Sequence[Row], device: torch.device, copied_bytes: int) -> dict[str, float]:
-    """The copy's as "bytes"; and of each row that pretrains, by its name, that of its products."""
+    """Returns the copy's rate as "bytes", and by name the product rate of each row that pretrains."""
     found = {"bytes": copy_rate(copied_bytes, device)}
     for row in rows:
         if isinstance(row.sizes, Pretraining):
@@ -74,7 +74,7 @@ def _product_seconds(product: Product, device: torch.device) -> float:
 
 @torch.inference_mode()
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Of one run: the median of some measurements, each of as many runs as fill the shortest."""
+    """Returns the seconds of one run: the median of several measurements, each of enough runs to last long enough."""
     work()
     started = now(device)
     work()
@@ -84,7 +84,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _by_events(work: Callable[[], object], repeats: int) -> float:
-    """Between two marks in the device's own queue, which the CPU's launches do not delay once it has a start."""
+    """Measures time between two events in the device's queue, which CPU launches do not delay once it has started."""
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begun.record()
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""Work and memory of a row as `heed plan` counts them (docs/plan.md)."""
+"""Work and memory of a row, as `heed plan` counts them (docs/plan.md)."""
 
 from benchmarks.gpu.rows import Generation, Iteration, Pretraining
 from lm.config import ModelConfig
@@ -12,15 +12,15 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-5, schedule="constant")
 
 
 def training_flops(model: ModelConfig, seq_len: int) -> int:
-    """Floating-point operations a token of a training step: three forward passes, of a token with half the row behind
-    it. What is computed again, or for nothing, does not count.
+    """Returns FLOPs per token of a training step: three forward passes, for a token with half the row before it.
+    Recomputation and wasted work do not count.
     """
     return 3 * flops_per_token(model, (seq_len + 1) // 2)
 
 
 def decoded_bytes(sizes: Generation) -> int:
-    """The fewest bytes that the steps behind the prompts' must read: for each token all weights that multiply, and the
-    keys and values of what came before it and its own.
+    """Returns the minimum bytes that the decoding steps after the prompts must read: per token, all weights that are
+    multiplied, and the keys and values of the tokens before it and its own.
 
     The first token of a response comes from the pass over the prompts.
     """
@@ -31,7 +31,7 @@ def decoded_bytes(sizes: Generation) -> int:
 
 
 def planned_bytes(sizes: Pretraining | Generation | Iteration) -> int:
-    """The highest memory of the device that the plan expects."""
+    """Returns the peak device memory that the plan expects."""
     if isinstance(sizes, Pretraining):
         return _planned_pretraining(sizes)
     if isinstance(sizes, Generation):

@@ -9,7 +9,7 @@ import torch
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """What a figure depends on."""
+    """What a measurement depends on."""
     found = {"device": "a CPU", "torch": torch.__version__, "python": platform.python_version()}
     if device.type == "cuda":
         found |= {
@@ -21,7 +21,7 @@ def describe(device: torch.device) -> dict[str, str]:
 
 
 def driver_version() -> str:
-    """NVIDIA's, or "unknown" where its tool is not to be had."""
+    """Returns NVIDIA's driver version, or "unknown" if its tool is not available."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "unknown"
@@ -31,12 +31,12 @@ def driver_version() -> str:
 
 
 def now(device: torch.device) -> float:
-    """Seconds by the clock when the device has done what it was asked."""
+    """Returns the wall time in seconds, once the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Highest memory of all tensors together since the process began; 0 on a CPU, where it is not counted."""
+    """Returns the peak memory of all tensors since the process began; 0 on a CPU, where it is not counted."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

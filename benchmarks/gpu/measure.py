@@ -1,4 +1,4 @@
-"""A measuring process: one row, or the ceilings, through what Heed's stages run. Prints one JSON line, its last."""
+"""A measuring process: one row, or the ceilings, through the code that Heed's stages run. Its last line is JSON."""
 
 import json
 import sys
@@ -44,8 +44,8 @@ Role = TypeVar("Role", bound=Closeable)
 
 COPIED_BYTES, TINY_COPIED_BYTES = 2**32, 2**22
 FIRST_WORD = 300  # tokens below are bytes and special tokens, which no drawn prompt contains
-CEILINGS = "ceilings"  # in place of a row's name
-# Which part of an iteration each method of PPO's roles belongs to.
+CEILINGS = "ceilings"  # instead of a row's name
+# The part of an iteration that each method of PPO's roles belongs to.
 PHASES: dict[Callable[..., object], str] = {
     Generator.generate: "sampling",
     Scorer.scores: "scoring",
@@ -60,7 +60,7 @@ PHASES: dict[Callable[..., object], str] = {
 
 
 class DeviceClock(Clock):
-    """Steps end when the device has done them."""
+    """A clock whose steps end when the device has finished them."""
 
     def __init__(self, task: Task, device: torch.device) -> None:
         super().__init__(task)
@@ -72,7 +72,7 @@ class DeviceClock(Clock):
 
 
 def measure_pretraining(row: Row, sizes: Pretraining, device: torch.device, folder: Path) -> dict[str, float]:
-    """Steps of the stages' own loop; the last one is begun and not timed."""
+    """Times steps of the stages' own loop; the last one is started but not timed."""
     rows = sizes.micro_batch * sizes.num_micro_batches
     task = Task("train", str(folder), rows, sizes.micro_batch, sizes.seq_len, 0, row.warmup_steps, row.timed_steps)
     clock = DeviceClock(task, device)
@@ -92,7 +92,7 @@ def measure_pretraining(row: Row, sizes: Pretraining, device: torch.device, fold
 
 
 def measure_generation(row: Row, sizes: Generation, device: torch.device, _folder: Path) -> dict[str, float]:
-    """Whole responses, and the steps behind the prompts': what responses of one token take is taken off."""
+    """Times whole responses, and the steps after the prompts' pass, by subtracting the time of one-token responses."""
     model = load(RandomInit(partial(LanguageModel, sizes.model), seed=0)).to(device, torch.bfloat16).eval()
     prompts = draw_prompts(sizes.batch, sizes.prompt_tokens, sizes.model.vocab_size)
 
@@ -127,7 +127,7 @@ def measure_generation(row: Row, sizes: Generation, device: torch.device, _folde
 
 
 class Phased(Local[Role]):
-    """A role in this process, whose calls are timed by phase."""
+    """A role in this process whose calls are timed by phase."""
 
     def __init__(self, kept: Role, device: torch.device, seconds: defaultdict[str, float]) -> None:
         super().__init__(kept)
@@ -142,7 +142,7 @@ class Phased(Local[Role]):
 
 
 def measure_iteration(row: Row, sizes: Iteration, device: torch.device, folder: Path) -> dict[str, float]:
-    """The mean of the timed iterations of one rank with all roles."""
+    """Returns the mean of the timed iterations of one rank with all roles."""
     write_models(folder, sizes)
     models = InitialModels(folder / "policy", folder / "reward", ScoreScale(0.0, 1.0), None)
     num_iterations = row.warmup_steps + row.timed_steps
@@ -171,13 +171,13 @@ def measure_iteration(row: Row, sizes: Iteration, device: torch.device, folder: 
 
 
 def draw_prompts(number: int, num_tokens: int, vocab_size: int) -> list[list[int]]:
-    """All of one length, no two alike."""
+    """Returns prompts of equal length, no two alike."""
     drawn: list[list[int]] = np.random.default_rng(0).integers(FIRST_WORD, vocab_size, (number, num_tokens)).tolist()
     return drawn
 
 
 def write_models(folder: Path, sizes: Iteration) -> None:
-    """`policy/` and `reward/`: random weights, and one vocabulary of bytes, of which no text is ever read."""
+    """Writes `policy/` and `reward/`: random weights, and a byte vocabulary that no text is ever encoded with."""
     tokenizer = Tokenizer.train(["a"], 256 + 8, "chat")
     kinds: tuple[tuple[str, Callable[[], nn.Module]], ...] = (
         ("policy", partial(LanguageModel, sizes.model)),
@@ -189,7 +189,7 @@ def write_models(folder: Path, sizes: Iteration) -> None:
 
 
 def measure(row: Row, device: torch.device) -> dict[str, float]:
-    """A row's figures, with the highest memory, measured and planned."""
+    """Returns a row's results, with the peak memory, measured and planned."""
     sizes = row.sizes
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

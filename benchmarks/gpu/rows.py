@@ -1,4 +1,4 @@
-"""What is measured: the rows of the table, their models and sizes."""
+"""The rows of the table, with their models and sizes."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ Kind = Literal["pretrain", "generate", "ppo"]
 
 @dataclass(frozen=True)
 class Pretraining:
-    """A step is `num_micro_batches` of `micro_batch` rows."""
+    """A step is `num_micro_batches` micro-batches of `micro_batch` rows."""
 
     model: ModelConfig
     micro_batch: int
@@ -24,7 +24,7 @@ class Pretraining:
 
 @dataclass(frozen=True)
 class Generation:
-    """A step is one response to each of `batch` prompts, all of one length, that nothing ends early."""
+    """A step is one response to each of `batch` prompts, all of the same length; nothing ends early."""
 
     model: ModelConfig
     batch: int
@@ -34,7 +34,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Iteration:
-    """A step is an iteration of PPO: `rollout` prompts, one epoch. `critic` is the reward model's shape, too."""
+    """A step is a PPO iteration: `rollout` prompts, one epoch. `critic` is also the reward model's shape."""
 
     model: ModelConfig
     critic: ModelConfig
@@ -47,9 +47,9 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement, in a process of its own that is ended after `limit_seconds`.
+    """One measurement, in a separate process that is killed after `limit_seconds`.
 
-    `aim` is the share of the ceiling wished for; 0 where there is none.
+    `aim` is the target share of the ceiling; 0 if there is none.
     """
 
     name: str
@@ -64,9 +64,9 @@ class Row:
 def gpt(
     width: int, num_layers: int, num_heads: int, max_position_embeddings: int, vocab_size: int = 50_304
 ) -> ModelConfig:
-    """GPT-2's and GPT-3's block, every layer dense.
+    """Returns the block of GPT-2 and GPT-3, with every layer dense.
 
-    The vocabulary is GPT-2's 50,257 filled up to a multiple of 128, so that the head's rows are aligned.
+    The vocabulary is GPT-2's 50,257, padded to a multiple of 128, so that the head's rows are aligned.
     """
     return ModelConfig(
         vocab_size=vocab_size,
@@ -89,7 +89,7 @@ SMALL = gpt(768, 12, 12, 1024)  # GPT-2, 124M
 MEDIUM = gpt(1024, 24, 16, 2048)  # GPT-3's 350M
 LARGE = gpt(2048, 24, 16, 2048)  # GPT-3's 1.3B
 
-# Together they take about six minutes on an H100, by estimate; the limits are for a machine that is slow or stuck.
+# Together they take about six minutes on an H100, by estimate; the limits allow for a machine that is slow or stuck.
 ROWS = (
     Row("pretraining, 124M", "pretrain", Pretraining(SMALL, 32, 8, 1024), 3, 8, 90, 0.5),
     Row("pretraining, 1.3B", "pretrain", Pretraining(LARGE, 4, 8, 2048), 2, 5, 120, 0.5),
@@ -99,7 +99,7 @@ ROWS = (
 )
 
 _TINY, _TINY_CRITIC = gpt(32, 2, 2, 48, 512), gpt(16, 2, 2, 48, 512)
-# The same kinds at sizes for which a CPU takes seconds: for tests, since their figures mean nothing.
+# The same kinds at sizes that take seconds on a CPU: for tests, since the results mean nothing.
 TINY_ROWS = (
     Row("pretraining, tiny", "pretrain", Pretraining(_TINY, 2, 2, 24), 1, 2, 120, 0.5),
     Row("generation, tiny", "generate", Generation(_TINY, 4, 8, 12), 1, 2, 120, 0.6),

@@ -1,4 +1,4 @@
-"""The figures as tables in Markdown, one for each kind of GPU."""
+"""Writes the results as Markdown tables, one per kind of GPU."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,9 +11,9 @@ GIB = 2**30
 
 
 def markdown(found: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """`found` is by the name of the device: its `machine`, its `rates`, and its `rows` by name.
+    """`found` maps device names to their `machine`, their `rates`, and their `rows` by name.
 
-    Rows without figures say so, and those that failed why.
+    Rows without results say so, and failed ones say why.
     """
     if not found:
         return "\n".join(["No GPU has been measured.", "", *_table({"rates": {}, "rows": {}}, rows)])
@@ -50,22 +50,22 @@ def _cells(*cells: str) -> str:
 
 def _pretraining(row: Row, figures: Mapping[str, float], rates: Mapping[str, float]) -> tuple[str, str]:
     flops = figures["flops_per_second"]
-    measured = f"{figures['tokens_per_second']:,.0f} tokens a second, {flops / 1e12:.3g} TFLOP/s"
+    measured = f"{figures['tokens_per_second']:,.0f} tokens per second, {flops / 1e12:.3g} TFLOP/s"
     return measured, f"{flops / rates[row.name]:.0%} of the matrix rate"
 
 
 def _generation(_row: Row, figures: Mapping[str, float], rates: Mapping[str, float]) -> tuple[str, str]:
     shortest = figures["decoded_bytes"] / rates["bytes"]
     fixed, eager = (shortest / figures[f"{kind}decoding_seconds"] for kind in ("", "eager_"))
-    measured = f"{figures['tokens_per_second']:,.0f} tokens a second; eager {figures['eager_tokens_per_second']:,.0f}"
-    return measured, f"{fixed:.0%} of the memory's rate; eager {eager:.0%}"
+    measured = f"{figures['tokens_per_second']:,.0f} tokens per second; eager {figures['eager_tokens_per_second']:,.0f}"
+    return measured, f"{fixed:.0%} of the memory bandwidth; eager {eager:.0%}"
 
 
 def _iteration(_row: Row, figures: Mapping[str, float], _rates: Mapping[str, float]) -> tuple[str, str]:
     phases = ("sampling", "scoring", "learning", "weights", "rest")
     parts = ", ".join(f"{name} {figures[f'{name}_seconds']:.2f}" for name in phases)
     rate = figures["response_tokens_per_second"]
-    return f"{figures['seconds']:.2f} s: {parts}; {rate:,.0f} response tokens a second", ""
+    return f"{figures['seconds']:.2f} s: {parts}; {rate:,.0f} response tokens per second", ""
 
 
 DESCRIBED = {"pretrain": _pretraining, "generate": _generation, "ppo": _iteration}

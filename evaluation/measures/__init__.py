@@ -1,1 +1,1 @@
-"""Measures of one policy, of several beside each other, and of a reward model. docs/measures.md says what each is."""
+"""Measures of one or several policies, and of a reward model. docs/measures.md explains each."""

@@ -1,1 +1,1 @@
-"""Who is compared: models here, models behind an endpoint, outputs that were saved."""
+"""The policies of a comparison: local models, models behind an endpoint, saved outputs."""

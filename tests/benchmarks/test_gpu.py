@@ -182,14 +182,14 @@ def test_a_tiny_run_prints_a_table_and_keeps_nothing(
     program.main(["generate", "--device", "cpu", "--tiny", "--results", str(tmp_path / "results.json")])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("**a CPU**: torch 2.")
-    assert any(line.startswith("| generation, tiny |") and "of the memory's rate; eager" in line for line in lines)
+    assert any(line.startswith("| generation, tiny |") and "of the memory bandwidth; eager" in line for line in lines)
     assert any(line.startswith("| PPO, tiny | not yet measured |") for line in lines)
     assert readme.read_text() == f"{BEGINS}\n{ENDS}\n"
     assert not (tmp_path / "results.json").exists()
 
 
 def test_a_row_that_fails_or_hangs_says_so(tmp_path: Path) -> None:
-    assert "not done in 0 s" in program.run(tiny("generate").name, options(tmp_path), 0.01)["failed"]
+    assert "not finished within 0 s" in program.run(tiny("generate").name, options(tmp_path), 0.01)["failed"]
     assert program.run("no such row", options(tmp_path), 60) == {"failed": "ended with 1"}
     said = "Traceback\n  File x\ntorch.OutOfMemoryError: CUDA out of memory.\n[W1] Warning: not destroyed\n"
     assert program.cause(said) == "torch.OutOfMemoryError: CUDA out of memory."
@@ -234,7 +234,7 @@ def test_what_is_sized_for_a_gpu_is_refused_without_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for arguments, words in ((["all"], "no GPU is here"), (["all", "--device", "cpu"], "--device cpu takes --tiny")):
+    for arguments, words in ((["all"], "no GPU found"), (["all", "--device", "cpu"], "--device cpu needs --tiny")):
         with pytest.raises(SystemExit):
             program.parse(arguments)
         assert words in capsys.readouterr().err
@@ -258,14 +258,15 @@ def test_the_table_has_shares_of_the_ceilings() -> None:
     )
     assert lines[1].endswith("own shapes: 500 (pretraining, 124M), 400 (pretraining, 1.3B).")
     assert lines[5:] == [
-        "| pretraining, 124M | 1,234 tokens a second, 200 TFLOP/s | 40% of the matrix rate | 50% |"
+        "| pretraining, 124M | 1,234 tokens per second, 200 TFLOP/s | 40% of the matrix rate | 50% |"
         " 3.0 GiB, planned 4.0 |",
         "| pretraining, 1.3B | not yet measured | | 50% | |",
-        "| generation, 124M, 256 sequences | 5,000 tokens a second; eager 2,500 | 50% of the memory's rate; eager 25% |"
+        "| generation, 124M, 256 sequences | 5,000 tokens per second; eager 2,500"
+        " | 50% of the memory bandwidth; eager 25% |"
         " 60% | 3.0 GiB, planned 4.0 |",
         "| generation, 1.3B, 256 sequences | failed: a/b | | 60% | |",
         "| PPO, 1.3B policy, 350M critic | 10.00 s: sampling 4.00, scoring 1.50, learning 3.25, weights 0.50, rest"
-        " 0.75; 6,554 response tokens a second | | | 3.0 GiB, planned 4.0 |",
+        " 0.75; 6,554 response tokens per second | | | 3.0 GiB, planned 4.0 |",
     ]
 
 

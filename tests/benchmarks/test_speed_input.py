@@ -1,4 +1,4 @@
-"""From files to rows and batches, beside the library alone."""
+"""From files to rows and batches, compared with the library alone."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A stage's process beside its plan, at a tiny size."""
+"""A stage's process compared with its plan, at a tiny size."""
 
 import json
 import os

@@ -200,7 +200,7 @@ def test_chat_answers_every_line(talk: Callable[..., str]) -> None:
     assert len(longer) == 3
     # An empty line starts over, so the third answer is the first again; greedy answers do not vary.
     assert longer[0] == longer[2] == once[0]
-    # More than the context holds, in one turn and in many: it goes on.
+    # More than the context holds, in one turn and in many: the chat continues.
     assert "the model reads at most 39" in lines("word " * 60 + "\n")[0]
     assert len(lines("tiny things\n" * 12)) == 12
 

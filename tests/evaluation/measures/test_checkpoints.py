@@ -1,4 +1,4 @@
-"""Policies along a run, sampled for real: what is reported is what each piece measures by itself."""
+"""Policies during a run, sampled for real: the report equals what each piece measures separately."""
 
 import math
 from collections.abc import Sequence

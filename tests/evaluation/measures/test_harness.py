@@ -139,7 +139,7 @@ def test_the_harness_runs_tasks_of_all_three_kinds(model_folder: Path, tasks: Pa
         ("birds_choice", "acc"), ("birds_text", "bits_per_byte"), ("birds_write", "exact_match"),
     }  # fmt: skip
     assert {row.num_documents for row in found} == {3}
-    # By our own functions: the likeliest choice, behind the space that the harness puts before one.
+    # By our own functions: the most likely choice, with the space that the harness puts before it.
     model = HeedLM(model_folder)
     right = []
     for row in ROWS:

@@ -130,7 +130,7 @@ def test_rankings_become_pairs_by_hand(tmp_path: Path) -> None:
 
 
 def test_nobody_foretells_more_than_the_ceiling() -> None:
-    """Labelers who prefer the first with chance p: agreement and the best accuracy, drawn, beside the formula."""
+    """Labelers who prefer the first with probability p: simulated agreement and best accuracy match the formula."""
     generator = np.random.default_rng(0)
     for spread in (0.3, 1.0, 5.0):
         p = generator.beta(spread, spread, size=200_000)

@@ -45,7 +45,7 @@ def policies(
 
 
 @torch.no_grad()
-def test_a_text_is_foretold_token_by_token(model_folder: Path) -> None:
+def test_a_text_is_predicted_token_by_token(model_folder: Path) -> None:
     model, tokenizer = load_language_model(model_folder).eval(), Tokenizer.load(model_folder)
     texts = ["The dog.", "", TEXTS[2]]
     found = text_logprobs(model, tokenizer, texts)
@@ -59,7 +59,7 @@ def test_a_text_is_foretold_token_by_token(model_folder: Path) -> None:
 
 
 def test_bits_are_those_that_pretraining_reports(model_folder: Path) -> None:
-    """A stream of one text behind the end token, in one row, is what the stage would measure."""
+    """A stream of one text after EOS, in one row, is what the stage would measure."""
     model, tokenizer = load_language_model(model_folder).eval(), Tokenizer.load(model_folder)
     text = TEXTS[0]
     tokens = [tokenizer.end_id, *tokenizer.encode_plain([text])[0]]
@@ -71,7 +71,7 @@ def test_bits_are_those_that_pretraining_reports(model_folder: Path) -> None:
     assert bits[0] / num_bytes[0] == pytest.approx(bits_per_byte(loss, spelled), rel=1e-5)
 
 
-def test_a_long_text_is_foretold_whole_and_once(model_folder: Path) -> None:
+def test_a_long_text_is_predicted_whole_and_once(model_folder: Path) -> None:
     pieces = list(windows(list(range(10, 21)), start_id=5, max_position_embeddings=5))
     assert pieces == [([5], [10, 11, 12, 13]), ([13], [14, 15, 16, 17]), ([16, 17], [18, 19, 20])]
     model, tokenizer = load_language_model(model_folder).eval(), Tokenizer.load(model_folder)
