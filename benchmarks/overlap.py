@@ -1,5 +1,6 @@
 """Times the same PPO run on-policy and sampled one iteration ahead: `python -m benchmarks.overlap [PAIRS]`.
 
+Also seconds of the passes over a rollout that scorer and learner make at the same time, against one after another.
 One learner, one generator and one scorer, each on one thread; models with 2M random weights. Runs of both kinds
 alternate, for machines of varying speed.
 """
@@ -38,6 +39,7 @@ SHAPE = ModelConfig(
 )
 PROMPTS = [[5 + number % 7] * 16 for number in range(64)]
 NUM_ITERATIONS = 6
+PASS_ROUNDS = 9
 RANKS = ("learner", "generator", "scorer")
 
 
@@ -80,8 +82,33 @@ def timed_run(groups: list[WorkerGroup], models: InitialModels, max_staleness: i
         f"max_staleness {max_staleness}: {seconds:.1f} s, {waited:.1f} waited for rollouts; CPU seconds: {ranks}",
         flush=True,
     )
+    in_turn, together = timed_passes(roles, controller)
+    print(f"passes in turn {in_turn:.2f} s, together {together:.2f} s: {together / in_turn:.2f}", flush=True)
     roles.close()
     return seconds
+
+
+def timed_passes(roles: Roles, controller: PPOController) -> tuple[float, float]:
+    """Median seconds of scores, log-probs, reference log-probs and values of a rollout: in turn, and together."""
+    rows = list(range(len(PROMPTS)))
+    rollout = roles.generators.start_sampling(rows, controller.prompts, rows)()
+    starts = (
+        roles.scorers.start_scores,
+        roles.learners.start_policy_logprobs,
+        roles.scorers.start_reference_logprobs,
+        roles.learners.start_values,
+    )
+    in_turn, together = list[float](), list[float]()
+    for _ in range(PASS_ROUNDS):
+        begun = time.monotonic()
+        for start in starts:
+            start(rollout)()
+        in_turn.append(time.monotonic() - begun)
+        begun = time.monotonic()
+        for wait in [start(rollout) for start in starts]:
+            wait()
+        together.append(time.monotonic() - begun)
+    return median(in_turn), median(together)
 
 
 def ppo_config(max_staleness: int) -> PPOConfig:
