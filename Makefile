@@ -14,7 +14,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	&& { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test bench check format pins clean clean-venv
+.PHONY: help venv demo test bench check format reference pins clean clean-venv
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -47,7 +47,7 @@ test: $(STAMP)  ## Run the tests, a file at a time in each of two processes.
 bench: $(STAMP)  ## Measure Heed beside its peers, which are installed into .bench/, and write benchmarks/README.md.
 	$(BIN)/python -m benchmarks.speed
 
-check: $(STAMP)  ## Run everything a change must pass: lint, format, types, rooms, tests.
+check: $(STAMP)  ## Run everything a change must pass: lint, format, types, layers, tests.
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -57,6 +57,9 @@ check: $(STAMP)  ## Run everything a change must pass: lint, format, types, room
 format: $(STAMP)  ## Format the code and apply the linter's safe fixes.
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+reference: $(STAMP)  ## Rewrite docs/reference from the code.
+	$(BIN)/python -m heed.reference
 
 pins: $(STAMP)  ## Rewrite constraints.txt from what is installed in .venv, keeping its header.
 	@{ grep '^#' constraints.txt; $(BIN)/python -m pip freeze --all --exclude-editable --exclude pip \

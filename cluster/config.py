@@ -6,7 +6,7 @@ from training.config import Config
 
 
 class ClusterConfig(Config):
-    """[cluster]: how long the driver waits for silent ranks and for missing machines.
+    """How long the driver waits for silent ranks and for missing machines.
 
     Nothing here changes a result, so all of it may be changed between two runs of a job.
     """
@@ -14,23 +14,23 @@ class ClusterConfig(Config):
     silence_seconds: float = Field(
         default=60.0,
         gt=0,
-        description="A rank is lost if it gives no sign of life for so long: stopped, or its machine out of reach.",
+        description="A rank that gives no sign of life for this long is lost: stopped, or on a machine out of reach.",
     )
     stall_seconds: float = Field(
         default=1800.0,
         gt=0,
-        description="A call is stuck if none of its ranks finishes a piece of work (token, micro-batch) for so long.",
+        description="A call is stuck when none of its ranks finishes a piece of work (token, micro-batch) for this long.",
     )
     start_seconds: float = Field(
-        default=600.0, gt=0, description="How long a worker process may take until its first sign of life."
+        default=600.0, gt=0, description="How long a worker process may take to give its first sign of life."
     )
     wait_for_nodes_seconds: float = Field(
         default=300.0,
         ge=0,
-        description="How long to wait for places: for a lost machine to come back, or for another job to end.",
+        description="How long to wait for resources: for a lost machine to return, or for another job to end.",
     )
     use_gpus: bool = Field(
-        default=True, description="False: every rank runs on a CPU, even where the cluster has GPUs."
+        default=True, description="If false, every rank runs on a CPU, even where the cluster has GPUs."
     )
 
     @property

@@ -18,15 +18,15 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 class PlaygroundSection(PlaygroundConfig):
-    """[world] kind = "playground"."""
+    """A world of simple English with six kinds of instruction and scripted labelers."""
 
-    kind: Literal["playground"]
+    kind: Literal["playground"] = Field(description="Selects this world.")
 
 
 class ReviewsSection(ReviewsConfig):
-    """[world] kind = "reviews"."""
+    """A world of film reviews: real text, with labelers and a judge fitted to human labels."""
 
-    kind: Literal["reviews"]
+    kind: Literal["reviews"] = Field(description="Selects this world.")
 
 
 class JobConfig(Config):
@@ -38,16 +38,29 @@ class JobConfig(Config):
 
     registry: ClassVar[Registry] = Registry(())
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    note: str = ""  # a caution that the report shows
-    custom_stages: tuple[str, ...] = ()  # "FILE.py:NAME": stages of one's own (CONTRIBUTING.md, "Adding a stage")
-    seed: int = Field(default=0, ge=0)
-    workers: int = Field(default=1, ge=1)
-    min_workers: int = Field(default=0, ge=0)  # with how few it may go on after a loss; 0 = no fewer than `workers`
-    engine: EngineConfig = EngineConfig()
-    cluster: ClusterConfig = ClusterConfig()
-    world: Annotated[PlaygroundSection | ReviewsSection, Field(discriminator="kind")] | None = None
-    model: ModelConfig | None = None
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the job, and of its folder below the runs folder."
+    )
+    note: str = Field(default="", description="A caution that the report shows.")
+    custom_stages: tuple[str, ...] = Field(
+        default=(),
+        description='Stages of your own, as "FILE.py:NAME" or "MODULE:NAME" (CONTRIBUTING.md, "Adding a stage").',
+    )
+    seed: int = Field(default=0, ge=0, description="Seed that all randomness is derived from.")
+    workers: int = Field(default=1, ge=1, description="Worker processes, one per GPU where there are GPUs.")
+    min_workers: int = Field(
+        default=0, ge=0, description="Fewest workers the job may continue with after a loss; 0 = `workers`."
+    )
+    engine: EngineConfig = Field(default=EngineConfig(), description="Precision, sharding and checkpoints.")
+    cluster: ClusterConfig = Field(default=ClusterConfig(), description="Timeouts and resources of the cluster.")
+    world: Annotated[PlaygroundSection | ReviewsSection, Field(discriminator="kind")] | None = Field(
+        default=None, description="A built-in world that writes data, labels it, and judges; absent = none."
+    )
+    model: ModelConfig | None = Field(
+        default=None,
+        description="The policy's shape: a table of fields, a pasted config.json, or the name of a file in"
+        " configs/models. Not needed where the first stage has `init_from`.",
+    )
 
     @field_validator("name")
     @classmethod

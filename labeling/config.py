@@ -41,9 +41,11 @@ class Screening(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    batch: str
-    min_tasks: int = Field(default=10, ge=1)
-    min_accuracy: float = Field(default=0.7, gt=0, le=1)  # share of the gold rankings' untied pairs
+    batch: str = Field(description="Batch of gold tasks that new labelers judge first.")
+    min_tasks: int = Field(default=10, ge=1, description="Gold tasks before a labeler may pass.")
+    min_accuracy: float = Field(
+        default=0.7, gt=0, le=1, description="Fraction of the gold rankings' untied pairs to agree with."
+    )
 
 
 DEFAULT_URL = "http://127.0.0.1:8100"
@@ -114,23 +116,30 @@ class ServerConfig(BaseModel):
 
 
 class LabelingConfig(BaseModel):
-    """The pages. Labelers get `batches` in this order; an empty list means all batches, in order of arrival.
-
-    `flags` can be given to each response. `instructions` is Markdown. `text_view` is how prompts and responses are
-    first shown: formatted as Markdown, or exactly as written. Labelers can switch between the two.
-    """
+    """What labelers see, and in which order they get their tasks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    title: str = "Labeling"
-    instructions: str = INSTRUCTIONS
-    batches: tuple[str, ...] = ()
-    flags: tuple[str, ...] = INSTRUCT_GPT_FLAGS
-    asks_ratings: bool = True
-    text_view: Literal["formatted", "raw"] = "formatted"
-    lease_seconds: float = Field(default=1_800.0, gt=0)
-    screening: Screening | None = None
-    server: ServerConfig = ServerConfig()
+    title: str = Field(default="Labeling", description="Title of the pages.")
+    instructions: str = Field(default=INSTRUCTIONS, description="Instructions to labelers, in Markdown.")
+    batches: tuple[str, ...] = Field(
+        default=(), description="Batches in the order in which labelers get them; empty = all, in order of arrival."
+    )
+    flags: tuple[str, ...] = Field(
+        default=INSTRUCT_GPT_FLAGS, description="What labelers can mark each response with; by default InstructGPT's."
+    )
+    asks_ratings: bool = Field(default=True, description="Whether labelers also rate each response from 1 to 7.")
+    text_view: Literal["formatted", "raw"] = Field(
+        default="formatted",
+        description="How texts are first shown: formatted as Markdown or as written. Labelers can switch.",
+    )
+    lease_seconds: float = Field(
+        default=1_800.0, gt=0, description="How long a task stays with a labeler before others may get it."
+    )
+    screening: Screening | None = Field(
+        default=None, description="Gold tasks that new labelers start with; absent = none."
+    )
+    server: ServerConfig = Field(default=ServerConfig(), description="Addresses, timeouts and limits of the server.")
 
     @property
     def version(self) -> str:

@@ -32,20 +32,22 @@ class LabelerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    noise: float = Field(default=0.22, ge=0, description="standard deviation of the noise on each response")
-    position_bias: float = Field(default=0.04, ge=0, description="bonus of the response shown first over the last")
-    shared_length: float = Field(default=0.2, ge=0, description="all labelers' bonus for a response of length_words")
+    noise: float = Field(default=0.22, ge=0, description="Standard deviation of the noise on each response.")
+    position_bias: float = Field(default=0.04, ge=0, description="Bonus of the response shown first over the last.")
+    shared_length: float = Field(default=0.2, ge=0, description="All labelers' bonus for a response of `length_words`.")
     shared_cheer: float = Field(
-        default=0.08, ge=0, description="all labelers' bonus for each exclamation mark, to three"
+        default=0.08, ge=0, description="All labelers' bonus for each exclamation mark, up to three."
     )
-    own_taste: float = Field(default=0.05, ge=0, description="standard deviation over labelers of their own weights")
+    own_taste: float = Field(default=0.05, ge=0, description="Standard deviation over labelers of their own weights.")
     opinion: float = Field(
-        default=0.0, ge=0, description="standard deviation of a labeler's lasting opinion of each response"
+        default=0.0, ge=0, description="Standard deviation of a labeler's lasting opinion of each response."
     )
-    lazy_first: float = Field(default=0.0, ge=0, le=1, description="share of tasks ranked unread, in the order shown")
-    lazy_random: float = Field(default=0.0, ge=0, le=1, description="share of tasks ranked unread, at random")
-    tie_threshold: float = Field(default=0.02, ge=0, description="utilities nearer than this are a tie")
-    length_words: int = Field(default=40, gt=0, description="length that earns the whole length bonus")
+    lazy_first: float = Field(
+        default=0.0, ge=0, le=1, description="Fraction of tasks ranked unread, in the order shown."
+    )
+    lazy_random: float = Field(default=0.0, ge=0, le=1, description="Fraction of tasks ranked unread, at random.")
+    tie_threshold: float = Field(default=0.02, ge=0, description="Utilities closer than this are a tie.")
+    length_words: int = Field(default=40, gt=0, description="Length that earns the whole length bonus, in words.")
 
     @model_validator(mode="after")
     def _at_most_all_lazy(self) -> Self:

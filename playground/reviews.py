@@ -45,24 +45,37 @@ class ReviewsConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    sentences: Path  # .jsonl or .jsonl.gz of {"text", "sentiment"}, one snippet each
-    reviews: Path  # the same, one whole review each, a sentence a line
-    peps: Path  # .jsonl or .jsonl.gz of {"text"}
-    num_collect_prompts: Count = 6000
-    num_ppo_prompts: Count = 3000
-    num_compare_prompts: Count = 400
-    num_human_pairs: Count = 500
-    max_demonstrations: Count = 30_000
-    max_pretrain_texts: Count = 2000  # reviews; PEPs are bounded by peps_share
-    peps_share: float = Field(default=0.25, ge=0, lt=1)  # of pretraining characters, at most
-    heldout_share: float = Field(default=0.05, gt=0, lt=1)  # of the reviews
-    sentence_words: WordRange = (8, 28)  # 28 words are about 40 tokens of a byte BPE of 4,096
-    prompt_words: WordRange = (3, 5)
-    num_labelers: Count = 3
-    labeler_noise: float = Field(default=0.6, ge=0)  # nats; two such labelers agree on .73 of continuations
-    tie_threshold: float = Field(default=0.02, ge=0)  # nats
-    position_bias: float = 0.0  # nats
-    split_seed: int = 0  # which sentences the labeler, the judge and nobody sees
+    sentences: Path = Field(
+        description='JSONL file (also .gz) of {"text", "sentiment"}, one sentence or snippet per row.'
+    )
+    reviews: Path = Field(
+        description='JSONL file (also .gz) of {"text", "sentiment"}, one review per row, a sentence per line of text.'
+    )
+    peps: Path = Field(description='JSONL file (also .gz) of {"text"}, one document per row.')
+    num_collect_prompts: Count = Field(default=6000, description="Prompts of the collect stage.")
+    num_ppo_prompts: Count = Field(default=3000, description="Prompts of PPO.")
+    num_compare_prompts: Count = Field(default=400, description="Prompts of the compare stage.")
+    num_human_pairs: Count = Field(default=500, description="Pairs with human labels that reward models are tested on.")
+    max_demonstrations: Count = Field(default=30_000, description="Demonstrations for SFT, at most.")
+    max_pretrain_texts: Count = Field(default=2000, description="Reviews to pretrain on, at most.")
+    peps_share: float = Field(
+        default=0.25, ge=0, lt=1, description="Fraction of the pretraining characters from `peps`, at most."
+    )
+    heldout_share: float = Field(default=0.05, gt=0, lt=1, description="Fraction of the reviews that is held out.")
+    sentence_words: WordRange = Field(
+        default=(8, 28),
+        description="Shortest and longest sentence, in words; 28 words are about 40 tokens of a byte BPE of 4,096.",
+    )
+    prompt_words: WordRange = Field(default=(3, 5), description="Shortest and longest prompt, in words.")
+    num_labelers: Count = Field(default=3, description="Scripted labelers.")
+    labeler_noise: float = Field(
+        default=0.6, ge=0, description="Labelers' noise in nats; at 0.6 two labelers agree on .73 of the continuations."
+    )
+    tie_threshold: float = Field(default=0.02, ge=0, description="Utilities closer than this are a tie, in nats.")
+    position_bias: float = Field(default=0.0, description="Bonus of the response shown first, in nats.")
+    split_seed: int = Field(
+        default=0, description="Decides which sentences the labelers' classifier, the judge's, and neither see."
+    )
 
     @model_validator(mode="after")
     def _check_words(self) -> Self:

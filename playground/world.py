@@ -45,19 +45,21 @@ class PlaygroundConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    num_pretrain_texts: int = Field(default=5_000, gt=0)
-    num_pretrain_heldout: int = Field(default=200, gt=0)
-    min_text_words: int = Field(default=30, gt=0)
-    max_text_words: int = Field(default=100, gt=0)
-    num_demonstrations: int = Field(default=3_000, gt=0)
-    num_demonstrations_heldout: int = Field(default=300, gt=0)
-    num_collect_prompts: int = Field(default=1_200, gt=0)
-    num_ppo_prompts: int = Field(default=4_000, gt=0)
-    num_compare_prompts: int = Field(default=300, gt=0)
-    flaw_rate: float = Field(default=0.75, ge=0, le=1, description="share of the demonstrations with a flaw")
-    second_flaw_rate: float = Field(default=0.25, ge=0, le=1, description="share of those with a second flaw")
-    num_labelers: int = Field(default=4, gt=0)
-    labeler: LabelerConfig = LabelerConfig()
+    num_pretrain_texts: int = Field(default=5_000, gt=0, description="Texts to pretrain on.")
+    num_pretrain_heldout: int = Field(default=200, gt=0, description="Held-out texts.")
+    min_text_words: int = Field(default=30, gt=0, description="Shortest text, in words.")
+    max_text_words: int = Field(default=100, gt=0, description="Longest text, in words.")
+    num_demonstrations: int = Field(default=3_000, gt=0, description="Demonstrations for SFT.")
+    num_demonstrations_heldout: int = Field(default=300, gt=0, description="Held-out demonstrations.")
+    num_collect_prompts: int = Field(default=1_200, gt=0, description="Prompts of the collect stage.")
+    num_ppo_prompts: int = Field(default=4_000, gt=0, description="Prompts of PPO.")
+    num_compare_prompts: int = Field(default=300, gt=0, description="Prompts of the compare stage.")
+    flaw_rate: float = Field(default=0.75, ge=0, le=1, description="Fraction of the demonstrations with a flaw.")
+    second_flaw_rate: float = Field(
+        default=0.25, ge=0, le=1, description="Fraction of the flawed ones with a second flaw."
+    )
+    num_labelers: int = Field(default=4, gt=0, description="Scripted labelers.")
+    labeler: LabelerConfig = Field(default=LabelerConfig(), description="How the scripted labelers judge.")
 
     def model_post_init(self, _context: Any) -> None:
         if self.max_text_words < self.min_text_words:
