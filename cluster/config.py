@@ -19,7 +19,7 @@ class ClusterConfig(Config):
     stall_seconds: float = Field(
         default=1800.0,
         gt=0,
-        description="A call is stuck when none of its ranks finishes a piece of work (token, micro-batch) for this long.",
+        description="A call in which no rank finishes a piece of work (token, micro-batch) for this long is stuck.",
     )
     start_seconds: float = Field(
         default=600.0, gt=0, description="How long a worker process may take to give its first sign of life."
