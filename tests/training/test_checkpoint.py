@@ -100,7 +100,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path, 
     assert first.startswith("sft: checkpoint step-000006 is damaged and passed over: ")
     assert name in first
     assert second == "sft: resumes from step 3 of 9 (checkpoints/step-000003)"
-    # Training goes on from step 3 and comes to 6 again.
+    # Training continues from step 3 and reaches 6 again.
     write(tmp_path, 6)
     assert latest_checkpoint(tmp_path) == (final, 6)
 

@@ -36,7 +36,7 @@ ZERO_STAGES = [0, 2]
 
 
 def step_alone(zero_stage: int, folder: Path) -> None:
-    """Rank 0 goes on to its first step; rank 1 does not, until rank 0 has given up."""
+    """Rank 0 continues to its first step; rank 1 waits until rank 0 has given up."""
     config = EngineConfig.model_validate(
         {"precision": "fp32", "zero_stage": zero_stage, "collective_timeout_seconds": SECONDS, "trackers": ()}
     )

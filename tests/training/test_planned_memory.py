@@ -30,7 +30,7 @@ CONFIG = ModelConfig(
     num_key_value_heads=8, intermediate_size=2048, mlp="relu2",
 )  # fmt: skip
 ADAMW = OptimizerConfig(learning_rate=1e-3, schedule="constant")
-ROWS, MICRO_BATCHES, STEPS = 4, 2, 3  # DDP lays out its buckets anew after the first step
+ROWS, MICRO_BATCHES, STEPS = 4, 2, 3  # DDP rebuilds its buckets after the first step
 TOLERANCE = 0.15
 # ZeRO stage, precision, whether the backward computes blocks again.
 CASES: list[tuple[Any, Precision, bool]] = [

@@ -1,4 +1,4 @@
-"""A state that was written in any cuts is read in any others."""
+"""A state that was written in any ranges can be read in any others."""
 
 import itertools
 from collections import defaultdict
@@ -54,7 +54,7 @@ def test_shares_of_a_tensor_are_all_of_it_once() -> None:
 
 
 def test_fewer_numbers_than_ranks(tmp_path: Path) -> None:
-    """A single number, such as a score's bias, and the step beside it are written once."""
+    """A single number, such as a score's bias, and its step are written once."""
     parameter = torch.tensor([3.0])
     for rank in range(2):
         shard = ParamShard("bias", 0, parameter, 0, 1, {"step": torch.tensor(5.0)}).share(rank, 2)

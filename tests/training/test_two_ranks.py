@@ -1,5 +1,5 @@
 """Two gloo ranks match one rank's losses, gradient norms and weights at ZeRO 0, 1, 2 and 3, and resume bit for bit;
-one rank goes on from what two have saved, and two from what one has, and agree to rounding.
+one rank continues from what two have saved, and two from what one has, and agree to rounding.
 
 This file is also the ranks' program: `python test_two_ranks.py FOLDER`. All stages of ZeRO run in one launch, since
 starting DeepSpeed is what takes long.
@@ -141,7 +141,7 @@ def copy_without_last(run: Path, folder: Path) -> None:
 def two_ranks(
     tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[..., None], one_rank: OneRank
 ) -> Path:
-    """The folder of all runs of two ranks, some of which go on from the checkpoint of the run of one."""
+    """The folder of all runs of two ranks, some of which continue from the one-rank run's checkpoint."""
     folder = tmp_path_factory.mktemp("two_ranks")
     for zero in range(4):
         copy_without_last(one_rank[None][0], folder / f"one-to-two-{zero}")
@@ -153,7 +153,7 @@ def two_ranks(
 def two_to_one(
     tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[..., None], two_ranks: Path
 ) -> dict[str, dict[str, Any]]:
-    """Results of one rank that goes on from checkpoints of two, by the ZeRO stages of both."""
+    """Results of one rank that continues from checkpoints of two, by the ZeRO stages of both."""
     folder = tmp_path_factory.mktemp("two_to_one")
     saved = {zero: two_ranks / name_of(zero, None, ("optimizer",) if zero == 2 else ()) for zero in range(4)}
     for zero in (1, 2, 3):
