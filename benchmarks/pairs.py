@@ -34,7 +34,7 @@ from preferences.splits import split_rankings
 from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import Comparison, RankingsConfig, encode_rankings, read_rankings
 from reward.figures import task_scores
-from reward.learner import Beside, LearnerSource, RewardLearner
+from reward.learner import AuxiliaryParameters, LearnerSource, RewardLearner
 from reward.objective import RankingObjective
 from reward.scoring import read_by
 from reward.training import network_source
@@ -123,7 +123,7 @@ def train(study: Study, kind: str, seed: int, folder: Path) -> dict[str, float]:
         learning_rate=study.given.learning_rate, schedule="linear", warmup_steps=5, weight_decay=0.01
     )
     engine = Engine(
-        LearnerSource(source, Beside()),
+        LearnerSource(source, AuxiliaryParameters()),
         optimizer,
         EngineConfig(trackers=()),
         world_size=1,

@@ -1,4 +1,4 @@
-"""A reward model under training, with the few numbers that its losses learn beside the score."""
+"""A reward model under training, with the few numbers that its losses learn in addition to the score."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +17,8 @@ NETWORK = "network."  # before the names of the reward model's own weights
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What is learned beside the scores, and where it starts, by objective: log ν; of ratings, their unit.
+class AuxiliaryParameters:
+    """What is learned in addition to the scores, and its starting values, per objective: log ν and the unit of ratings.
 
     `log_nu` = () where ties are soft labels, `rating_std` = () where ratings teach nothing, 0 where an objective has
     none. Ratings enter the loss in units of `rating_std`, their spread about the mean of their verdict, so that the
@@ -41,22 +41,22 @@ class Beside:
 class RewardLearner(nn.Module):
     """Scores, log ν and the scale of ratings, all from one forward pass, so that every backend gathers what it shards.
 
-    A parameter θ of what is learned beside starts at 0 and counts width-fold, log ν = start + width · θ: AdamW then
+    An auxiliary parameter θ starts at 0 and is multiplied by the width, log ν = start + width · θ: AdamW then
     moves it as fast as the head moves a score, which is a sum over the width.
     """
 
-    def __init__(self, network: RewardNetwork, beside: Beside) -> None:
+    def __init__(self, network: RewardNetwork, auxiliary: AuxiliaryParameters) -> None:
         super().__init__()
-        self.network, self.beside, self.gain = network, beside, network.config.hidden_size
-        self.nu = nn.Parameter(torch.zeros(len(beside.log_nu))) if beside.log_nu else None
-        self.rating = nn.Parameter(torch.zeros(len(beside.rating_std))) if beside.rating_std else None
+        self.network, self.auxiliary, self.gain = network, auxiliary, network.config.hidden_size
+        self.nu = nn.Parameter(torch.zeros(len(auxiliary.log_nu))) if auxiliary.log_nu else None
+        self.rating = nn.Parameter(torch.zeros(len(auxiliary.rating_std))) if auxiliary.rating_std else None
 
     def forward(self, *read: Tensor | None, sequence_keys_BT: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Scores [sequences, objectives]; log ν and the scale of ratings, [objectives] or empty where not learned."""
         scores = scores_of(self.network, read, sequence_keys_BT)
         log_nu = scale = scores.new_zeros(0)
         if self.nu is not None:
-            log_nu = scores.new_tensor(self.beside.log_nu) + self.gain * self.nu.float()
+            log_nu = scores.new_tensor(self.auxiliary.log_nu) + self.gain * self.nu.float()
         if self.rating is not None:
             scale = (self.gain * self.rating.float()).exp()
         return scores, log_nu, scale
@@ -67,18 +67,18 @@ class LearnerSource:
     """A `RewardLearner` around a source of its network."""
 
     network: ModelSource[RewardNetwork]
-    beside: Beside
+    auxiliary: AuxiliaryParameters
 
     def build(self) -> RewardLearner:
-        return RewardLearner(self.network.build(), self.beside)
+        return RewardLearner(self.network.build(), self.auxiliary)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.network.tensors():
             yield NETWORK + name, tensor
-        if self.beside.log_nu:
-            yield "nu", torch.zeros(len(self.beside.log_nu))
-        if self.beside.rating_std:
-            yield "rating", torch.zeros(len(self.beside.rating_std))
+        if self.auxiliary.log_nu:
+            yield "nu", torch.zeros(len(self.auxiliary.log_nu))
+        if self.auxiliary.rating_std:
+            yield "rating", torch.zeros(len(self.auxiliary.rating_std))
 
 
 def network_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -23,9 +23,9 @@ MAX_RESPONSES = 1 << 20  # to one prompt; numbers of sequences are spaced by it
 class RankingObjective:
     """The loss over comparisons, each the weighted mean over its labelers; a comparison is the unit that is counted.
 
-    A comparison reads and trains the head of its own objective alone, and each counts the same whichever it is of: of
-    the body, an objective moves as much as its share of the comparisons. Where the model has several `objectives`,
-    accuracy is also reported for each by name. Ratings, in units of `rating_std` (`Beside` in `reward.learner`), enter
+    A comparison reads and trains only the head of its own objective. All comparisons weigh the same, so the shared
+    trunk gets gradient from each objective in proportion to its comparisons. If the model has several `objectives`,
+    accuracy is also reported for each by name. Ratings enter in units of `rating_std` (`reward.learner`),
     with the weight `rating_coef`; 0 leaves them out.
     """
 

@@ -31,7 +31,7 @@ from reward.figures import (
     rating_figures,
     task_scores,
 )
-from reward.learner import Beside, LearnerSource, network_weights, spread_of_ratings, starting_log_nu
+from reward.learner import AuxiliaryParameters, LearnerSource, network_weights, spread_of_ratings, starting_log_nu
 from reward.objective import RankingObjective
 from reward.results import RewardResults
 from reward.scoring import RewardNetwork, load_network, network_folder, shift_scores
@@ -94,15 +94,15 @@ def train(context: StageContext, config: RewardConfig, start: Path) -> None:
     encode = partial(encode_rankings, tokenizer, max_tokens=shape.max_position_embeddings, objectives=split.objectives)
     trained_on = encode(split.train, weights=weights_of_labelers(split, config))
     unseen = encode(split.heldout)  # measured alike, however training weighs
-    beside = learned_beside(config, split, trained_on)
-    engine = build_engine(context, LearnerSource(source, beside), config)
+    auxiliary = auxiliary_parameters(config, split, trained_on)
+    engine = build_engine(context, LearnerSource(source, auxiliary), config)
     objectives = [
         RankingObjective(
             part,
             shape.kind,
             objectives=split.objectives,
             rating_coef=config.rating_coef,
-            rating_std=beside.rating_std,
+            rating_std=auxiliary.rating_std,
         )
         for part in (trained_on, unseen)
     ]
@@ -111,9 +111,9 @@ def train(context: StageContext, config: RewardConfig, start: Path) -> None:
     TrainingLoop(engine, loop_config, objectives[0], objectives[1], context.folder).run()
     tensors = engine.full_weights(on_main_alone=True)
     if engine.is_main:
-        # What was learned beside the scores is no part of the model: it goes to the results.
+        # What was learned in addition to the scores is no part of the model: it goes to the results.
         save_model(context.model_folder, on_meta(source.build), network_weights(tensors), tokenizer)
-        learned = [beside.learned(tensors, shape.hidden_size, place) for place in range(len(split.objectives))]
+        learned = [auxiliary.learned(tensors, shape.hidden_size, place) for place in range(len(split.objectives))]
         finish(context, config, tokenizer, split, (trained_on, unseen), learned)
         write_json(context.folder / WARNINGS, [vars(warning) for warning in found.report.warnings])
     engine.barrier()
@@ -158,8 +158,8 @@ def weights_of_labelers(split: Split, config: RewardConfig) -> LabelerWeights:
     return found
 
 
-def learned_beside(config: RewardConfig, split: Split, comparisons: Sequence[Comparison]) -> Beside:
-    """What the losses that `config` asks for learn beside the scores, as far as training comparisons tell its start.
+def auxiliary_parameters(config: RewardConfig, split: Split, comparisons: Sequence[Comparison]) -> AuxiliaryParameters:
+    """The auxiliary parameters that the losses of `config` learn, with starting values from the training comparisons.
 
     Errors: ValueError where ratings are to teach and there are none, or none that differ.
     """
@@ -171,7 +171,7 @@ def learned_beside(config: RewardConfig, split: Split, comparisons: Sequence[Com
             " tell its responses apart; a field 'ratings' with a number a response was expected"
         )
     log_nu = (starting_log_nu(comparisons, place) for place in places)
-    return Beside(tuple(log_nu) if config.ties == "davidson" else (), spread)
+    return AuxiliaryParameters(tuple(log_nu) if config.ties == "davidson" else (), spread)
 
 
 def finish(
@@ -184,7 +184,7 @@ def finish(
 ) -> None:
     """Shift the biases of the written model, then measure it on the held-out rankings as it will be used.
 
-    `comparisons` are those trained on and those held out; `learned` is what training left beside each head's score.
+    `comparisons` are those trained on and those held out; `learned` are the auxiliary parameters of each head.
     """
     model = load_network(context.model_folder).eval()
     means = demonstration_means(model, tokenizer, config.demonstrations, config.num_calibration)

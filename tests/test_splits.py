@@ -38,7 +38,7 @@ from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from ppo.scorer import Scorer
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective
 from reward.comparisons import Comparison, Verdict
-from reward.learner import Beside, LearnerSource
+from reward.learner import AuxiliaryParameters, LearnerSource
 from reward.objective import RankingObjective
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -227,13 +227,15 @@ CASES = {
         TRANSLATE, PairsObjective(PAIRS, END), lambda model: sum_of(pair_sum(model, *pair) for pair in PAIRS) / 31
     ),
     "ranking": Case(
-        LearnerSource(RandomInit(lambda: ScalarModel(DECODER, labels=OBJECTIVES), 4), Beside(LOG_NU, RATING_STD)),
+        LearnerSource(
+            RandomInit(lambda: ScalarModel(DECODER, labels=OBJECTIVES), 4), AuxiliaryParameters(LOG_NU, RATING_STD)
+        ),
         RankingObjective(COMPARISONS, "decoder", objectives=OBJECTIVES, rating_coef=RATING_COEF, rating_std=RATING_STD),
         lambda model: davidson_sum(model) / NUM_ROWS,
         max_grad_norm=0.2,
     ),
     "encoder-ranking": Case(
-        LearnerSource(RandomInit(lambda: SequenceClassifier(ENCODER, ["score"]), 5), Beside()),
+        LearnerSource(RandomInit(lambda: SequenceClassifier(ENCODER, ["score"]), 5), AuxiliaryParameters()),
         RankingObjective([replace(comparison, objective=0) for comparison in COMPARISONS], "encoder"),
         lambda model: ranking_sum(encoder_score(model.network)) / NUM_ROWS,
         max_grad_norm=0.2,
@@ -248,8 +250,12 @@ DROPPING: dict[str, ModelSource[Any]] = {
     "packed": RandomInit(lambda: LanguageModel(DECODER, 0.1), 1),
     "unpacked": RandomInit(lambda: LanguageModel(DECODER, 0.1), 1),
     "pairs": RandomInit(lambda: EncoderDecoder(BOTH, 0.1), 3),
-    "ranking": LearnerSource(RandomInit(lambda: ScalarModel(DECODER, 0.1, OBJECTIVES), 4), Beside(LOG_NU, RATING_STD)),
-    "encoder-ranking": LearnerSource(RandomInit(lambda: SequenceClassifier(ENCODER, ["score"], 0.1), 5), Beside()),
+    "ranking": LearnerSource(
+        RandomInit(lambda: ScalarModel(DECODER, 0.1, OBJECTIVES), 4), AuxiliaryParameters(LOG_NU, RATING_STD)
+    ),
+    "encoder-ranking": LearnerSource(
+        RandomInit(lambda: SequenceClassifier(ENCODER, ["score"], 0.1), 5), AuxiliaryParameters()
+    ),
 }
 CASES |= {name + DROPOUT: replace(CASES[name], source=source) for name, source in DROPPING.items()}
 

@@ -19,7 +19,7 @@ from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
 from ppo.roles import Roles
 from reward.comparisons import Comparison, Verdict
-from reward.learner import Beside, LearnerSource
+from reward.learner import AuxiliaryParameters, LearnerSource
 from reward.objective import RankingObjective
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -135,7 +135,7 @@ def measure_reward(task: Task, clock: Clock) -> str:
         Comparison(str(number), tuple(map(tuple, sequences)), (Verdict(tuple(range(1, len(sequences) + 1))),))
         for number, sequences in enumerate(task.read("comparisons"))
     ]
-    source = LearnerSource(ModelFolder(task.path / "reward", ScalarModel), Beside())
+    source = LearnerSource(ModelFolder(task.path / "reward", ScalarModel), AuxiliaryParameters())
     return train(task, clock, source, RankingObjective(comparisons, "decoder"), len)
 
 

@@ -18,7 +18,7 @@ from lm.weights import load_scalar_model, save_model
 from preferences.records import Message, Ranking
 from reward.comparisons import Comparison, RankingsConfig, Verdict, encode_rankings
 from reward.config import RewardConfig
-from reward.learner import Beside, RewardLearner
+from reward.learner import AuxiliaryParameters, RewardLearner
 from reward.objective import RankingObjective
 from reward.scoring import Judge, head_scores, weights_by_label
 from reward.training import network_source, train
@@ -96,7 +96,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Fi
 def two_heads(tiny_config: ModelConfig) -> RewardLearner:
     model = ScalarModel(tiny_config, labels=("a", "b"))
     init_weights(model, 5)
-    return RewardLearner(model, Beside((0.1, -0.3), (1.0, 2.0)))
+    return RewardLearner(model, AuxiliaryParameters((0.1, -0.3), (1.0, 2.0)))
 
 
 COMPARISONS = [
@@ -133,9 +133,13 @@ def test_each_objective_is_learned_as_if_it_were_alone(two_heads: RewardLearner,
         alone.load_state_dict(
             {**state, "score.weight": state["score.weight"][head : head + 1], "bias": state["bias"][head]}
         )
-        learner = RewardLearner(alone, Beside((two_heads.beside.log_nu[head],), (two_heads.beside.rating_std[head],)))
+        learner = RewardLearner(
+            alone, AuxiliaryParameters((two_heads.auxiliary.log_nu[head],), (two_heads.auxiliary.rating_std[head],))
+        )
         comparisons = [Comparison(c.task_id, c.sequences, c.verdicts) for c in COMPARISONS]
-        own = RankingObjective(comparisons, "decoder", rating_coef=0.5, rating_std=(two_heads.beside.rating_std[head],))
+        own = RankingObjective(
+            comparisons, "decoder", rating_coef=0.5, rating_std=(two_heads.auxiliary.rating_std[head],)
+        )
         total += float(own.loss(learner, np.array(rows), CPU)[0].detach())
     assert float(mixed.detach()) == pytest.approx(total, rel=1e-5)
 

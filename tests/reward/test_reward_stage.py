@@ -17,7 +17,7 @@ from lm.weights import load_language_model, load_scalar_model
 from preferences.splits import split_rankings
 from reward.comparisons import Comparison, RankingsConfig, Verdict, read_rankings
 from reward.config import RewardConfig
-from reward.learner import Beside, RewardLearner
+from reward.learner import AuxiliaryParameters, RewardLearner
 from reward.objective import RankingObjective
 from reward.scoring import head_scores, sequence_scores
 from reward.training import train
@@ -67,7 +67,7 @@ def test_the_objective_is_the_sum_over_ragged_comparisons_of_the_mean_over_label
     ]
     objective = RankingObjective(comparisons, "decoder")
     chosen = np.array([2, 0, 1])
-    loss, extra = objective.loss(RewardLearner(scalar, Beside()), chosen, CPU)
+    loss, extra = objective.loss(RewardLearner(scalar, AuxiliaryParameters()), chosen, CPU)
     expected, right = 0.0, 0.0
     for comparison in comparisons:
         scores = [alone(scalar, sequence) for sequence in comparison.sequences]
@@ -236,7 +236,7 @@ def test_ties_with_a_chance_of_their_own_and_ratings(
     assert results["ties"]["heldout_log_likelihood"] > finished[2]["ties"]["heldout_log_likelihood"]
     assert "learned_nu" not in finished[2]["ties"]
     assert results["ratings"]["heldout_explained"] > 0.5
-    # What was learned beside the score is no part of it: the directory holds a scalar model and nothing else.
+    # What was learned in addition to the score is no part of it: the directory holds a scalar model and nothing else.
     model = load_scalar_model(context.model_folder).eval()
     assert {name for name, _ in model.named_parameters()} == {
         name for name, _ in ScalarModel(model.config).named_parameters()
