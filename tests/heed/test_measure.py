@@ -2,17 +2,20 @@
 
 import json
 import shutil
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from files.atomic import write_json
 from heed.cli import app
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
+from ppo.results import PPOResults
 from studies.over_optimisation import kept_policies
 
 WORDS = ["fox", "dog", "bird", "bush", "hand", "brown"]
@@ -34,7 +37,7 @@ def run_folder(
         init_weights(policy, seed=number)
         save_model(folder / "ppo" / "policies" / f"{2 * number:06d}", policy, policy.state_dict(), tokenizer)
     shutil.copytree(folder / "ppo" / "policies" / "000004", folder / "ppo" / "model")
-    (folder / "ppo" / "results.json").write_text('{"num_iterations": 7}')
+    write_json(folder / "ppo" / "results.json", asdict(PPOResults(7, 0.05, 0.0, 1.0)))
     reward = ScalarModel(tiny_config)
     init_weights(reward, seed=5)
     save_model(folder / "reward" / "model", reward, reward.state_dict(), tokenizer)
@@ -57,7 +60,7 @@ def heed(*arguments: object) -> str:
 def test_policies_of_a_run_are_those_that_were_kept_and_the_last(run_folder: Path, tmp_path: Path) -> None:
     assert list(kept_policies(run_folder / "ppo")) == ["iteration 2", "iteration 4", "iteration 6", "final"]
     shutil.copytree(run_folder / "ppo", tmp_path / "ppo")
-    (tmp_path / "ppo" / "results.json").write_text('{"num_iterations": 6}')
+    write_json(tmp_path / "ppo" / "results.json", asdict(PPOResults(6, 0.05, 0.0, 1.0)))
     assert list(kept_policies(tmp_path / "ppo")) == ["iteration 2", "iteration 4", "iteration 6"]
     with pytest.raises(ValueError, match=r"no results.json; a finished PPO stage was expected"):
         kept_policies(tmp_path)
