@@ -15,6 +15,8 @@ import pytest
 import tomli_w
 
 from jobs.job_file import load_job
+from jobs.pipeline import _inputs
+from jobs.run import Run
 from jobs.submission import packed
 from training.metrics import read_metrics
 
@@ -41,7 +43,7 @@ def test_it_takes_under_sixty_lines() -> None:
 
 
 def test_it_runs_is_killed_resumes_and_is_recorded(heed: Callable[..., Any], tmp_path: Path) -> None:
-    path = job_file(tmp_path, num_steps=30)
+    path = job_file(tmp_path, num_steps=120, save_every_steps=4)
     arguments = ("run", str(path), "--runs", str(tmp_path / "runs"))
     run = tmp_path / "runs" / "debug"
 
@@ -60,8 +62,8 @@ def test_it_runs_is_killed_resumes_and_is_recorded(heed: Callable[..., Any], tmp
     resumed = heed(*arguments)
     assert resumed.wait() == 0, resumed.output
     assert "pretrain: unchanged, skipped" in resumed.output
-    assert re.search(r"midtrain: resumes from step \d+ of 30", resumed.output), resumed.output
-    assert [line["step"] for line in read_metrics(run / "midtrain" / "metrics.jsonl")] == list(range(1, 31))
+    assert re.search(r"midtrain: resumes from step \d+ of 120", resumed.output), resumed.output
+    assert [line["step"] for line in read_metrics(run / "midtrain" / "metrics.jsonl")] == list(range(1, 121))
     whole = heed(*arguments[:-1], str(tmp_path / "whole"))
     assert whole.wait() == 0, whole.output
     weights = Path("midtrain") / "model" / "model.safetensors"
@@ -71,12 +73,14 @@ def test_it_runs_is_killed_resumes_and_is_recorded(heed: Callable[..., Any], tmp
     pretrained = json.loads((run / "pretrain" / "lineage.json").read_text())
     assert lineage["parents"] == {"pretrain": pretrained["outputs"]}
     assert lineage["data"]["stage midtrain"] == sha256((tmp_path / "midtrain.py").read_bytes()).hexdigest()
+
+
+def test_its_code_is_an_input(tmp_path: Path) -> None:
+    job = load_job(job_file(tmp_path))
+    run = Run(job, tmp_path / "runs", None, lambda: pytest.fail("no workers are needed"))
+    before = _inputs(run, job.stage("midtrain")).fingerprint
     (tmp_path / "midtrain.py").write_text(CODE + "# changed\n")
-    again = heed(*arguments, "--only", "midtrain")
-    wait_for_steps(again, 1)
-    assert "midtrain: the earlier result is kept in" in again.output
-    again.process.send_signal(signal.SIGINT)
-    assert again.wait(60) == 130, again.output
+    assert _inputs(run, job.stage("midtrain")).fingerprint != before
 
 
 def test_it_is_planned(heed: Callable[..., Any], tmp_path: Path) -> None:
