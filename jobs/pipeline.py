@@ -1,4 +1,4 @@
-"""From a job to a finished run: which stages must run, in which order, and what each was made from."""
+"""Runs a job: decides which stages must run, in which order, and records what each was made from."""
 
 import os
 import shutil
@@ -42,14 +42,14 @@ from training.notices import speaking_through
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
-FOLDER_SECONDS = 30.0  # for which a stage waits where its folder is away
+FOLDER_SECONDS = 30.0  # for which a stage waits if its folder is missing
 
 
 def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> Path:
     """Run the stages that are not done, in order, and write the report. Returns the run folder.
 
     `first` forces that stage and all after it; `only` runs one stage, if it must run, and no other.
-    Errors: ValueError for what the user can mend, before any training where it can be known.
+    Raises: ValueError for what the user can mend, before any training where it can be known.
     """
     folder = runs / job.name
     refuse_missing(job)
@@ -122,7 +122,7 @@ def _run_stages(run: Run, workers: Workers, first: str, only: str) -> None:
 
 
 def _run_stage(run: StageRun, stage: AnyStage, inputs: Inputs, begun: float) -> None:
-    """Run a stage once its folder is there: without it the stage would start from nothing, next to what it has saved.
+    """Run a stage once its folder is there: without it the stage would start over, next to what it has saved.
 
     Raises:
         RunError: the folder stays away, as a file system does that is no longer mounted.
@@ -144,7 +144,7 @@ def _run_stage(run: StageRun, stage: AnyStage, inputs: Inputs, begun: float) -> 
 
 
 def _last_step(folder: Path) -> str:
-    """ " at step 85 of 112", and where it will resume; "" for a stage without steps."""
+    """Returns " at step 85 of 112" and where the stage will resume; "" for a stage without steps."""
     lines = read_metrics(folder / "metrics.jsonl")
     if not lines:
         return ""
@@ -164,7 +164,7 @@ def _is_finished(run: Run, name: str) -> bool:
 
 
 def _say_stale_parents(run: Run, stage: AnyStage) -> None:
-    """A stage that runs alone takes its parents as they are; where this job would run one again, it says so."""
+    """Report which parents this job would run again: a stage that runs alone takes its parents as they are."""
     for parent in (other for other in run.job.stages if other.name in run.job.parents(stage.name)):
         finished = finished_with(run.stage_folder(parent.name), parent.output)
         grandparents = run.job.parents(parent.name)
@@ -174,8 +174,8 @@ def _say_stale_parents(run: Run, stage: AnyStage) -> None:
 
 
 def _inputs(run: Run, stage: AnyStage) -> Inputs:
-    """What the stage would be made from now. How the work is split and logged changes no result and is left out."""
-    # TOML, in which a stage's config is kept, has no word for nothing.
+    """What the stage would be made from now, without how the work is split and logged, which changes no result."""
+    # The stage's config is kept as TOML, which has no null.
     sections = {
         name: getattr(run.job, name).model_dump(mode="json", exclude_none=True)
         for name in (stage.name, *stage.sections)
@@ -187,7 +187,7 @@ def _inputs(run: Run, stage: AnyStage) -> Inputs:
     return Inputs(stage.name, run.job.seed, config, parents, _data_hashes(run.of(stage.name), stage, config))
 
 
-# Of every stage: how a batch is split, and how often it is saved and measured.
+# Keys of any stage that say how a batch is split, and how often the stage saves and evaluates.
 LAYOUT_KEYS = frozenset(("micro_batch_size", "save_every_steps", "save_every_iterations", "evaluate_every_steps"))
 
 
@@ -215,7 +215,7 @@ def _data_hashes(run: StageRun, stage: AnyStage, config: Mapping[str, Any]) -> d
 
 
 def _open_folder(run: Run, stage: AnyStage, inputs: Inputs, forced: bool) -> None:
-    """Continue an interrupted stage of the same inputs, on however many workers; else put it aside and start fresh."""
+    """Keep the folder of an interrupted stage with the same inputs; otherwise move it away and start an empty one."""
     folder = run.stage_folder(stage.name)
     interrupted = started_with(folder) == inputs.fingerprint and not (folder / LINEAGE).exists()
     if folder.exists() and (forced or not interrupted):
@@ -227,7 +227,7 @@ def _open_folder(run: Run, stage: AnyStage, inputs: Inputs, forced: bool) -> Non
 
 
 def _put_aside(run: Run, folder: Path) -> None:
-    """Nothing is deleted: a replaced stage moves to `replaced/`."""
+    """Move a replaced stage to `replaced/`; nothing is deleted."""
     target = run.folder / "replaced"
     target.mkdir(exist_ok=True)
     number = 1 + sum(1 for _ in target.glob(f"{folder.name}-*"))
@@ -236,7 +236,7 @@ def _put_aside(run: Run, folder: Path) -> None:
 
 
 def _prepare_world(run: Run) -> None:
-    """The world's data files."""
+    """Write the world's data files."""
     section, world = run.job.world, run.opened_world
     if section is None:
         return
@@ -248,7 +248,7 @@ def _prepare_world(run: Run) -> None:
 
 
 def _prepare_stages(run: Run) -> None:
-    """What stages need before any training, such as a vocabulary with which every length can be checked."""
+    """Write what stages need before any training, such as a vocabulary with which lengths can be checked."""
     for stage in run.job.stages:
         if stage.preparation is not None:
             _prepare_stage(run, stage, stage.preparation)
@@ -263,7 +263,7 @@ def _prepare_stage(run: Run, stage: Stage[AnyConfig], preparation: Preparation[A
 
 
 def _prepare(run: Run, inputs: Inputs, write: Callable[[Path], None]) -> None:
-    """Write `data/` of a step that needs no workers, unless it is there already."""
+    """Write `data/` of a preparation, unless it is there already and made from the same inputs."""
     folder = run.stage_folder(inputs.stage)
     finished = finished_with(folder, PREPARED)
     if finished is not None and finished[0] == inputs.fingerprint:
@@ -277,7 +277,7 @@ def _prepare(run: Run, inputs: Inputs, write: Callable[[Path], None]) -> None:
 
 
 def _write_job(job: JobConfig, path: Path) -> None:
-    """The job as it was resolved, defaults included."""
-    values = job.model_dump(mode="json", exclude_none=True)  # TOML has no word for nothing
+    """Write the resolved job, defaults included."""
+    values = job.model_dump(mode="json", exclude_none=True)  # TOML has no null
     values["engine"]["precision"] = job.engine.resolved_precision()
     path.write_text(tomli_w.dumps(values), encoding="utf-8")

@@ -39,7 +39,7 @@ class Plan:
 
 
 def make_plan(job: JobConfig, setting: Setting) -> Plan:
-    """Errors: ValueError for a job without a shape, and for files of its data that are malformed."""
+    """Raises: ValueError for a job without a shape, and for files of its data that are malformed."""
     if job.model is None:
         raise ValueError("model: missing; the plan needs the shape of the policy")
     precision = job.engine.precision
@@ -92,7 +92,7 @@ def _stage_size(job: JobConfig, source: str, sizes: Sizes) -> SourceSize | None:
 
 
 def places(num_nodes: int, gpus_per_node: int, num_ranks: int) -> int:
-    """Nodes that are needed where each rank takes one GPU of a node. Errors: ValueError where there are not so many;
+    """Nodes that are needed where each rank takes one GPU of a node. Raises: ValueError where there are not so many;
     `num_nodes` 0 means as many as it takes.
     """
     needed = math.ceil(num_ranks / gpus_per_node)

@@ -30,7 +30,7 @@ def show_plan(
 ) -> bool:
     """Print the plan of a job file; whether it fits the hardware's memory.
 
-    Errors: ValueError for a job, a GPU or a number of nodes that will not do.
+    Raises: ValueError for a job, a GPU or a number of nodes that will not do.
     """
     job = load_job(path, overrides, opens_models=False)
     chosen = hardware(gpu, job.workers, job.engine.resolved_precision())

@@ -1,4 +1,4 @@
-"""Losing workers and going on: a stage whose group lost a rank is begun again from its newest checkpoint."""
+"""Recovery from lost workers: a stage whose group lost a rank runs again from its newest checkpoint."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,17 +13,17 @@ from jobs.storage import STORAGE_SECONDS, storage_trouble, wait_for_storage
 from stages.progress import console
 from training.failures import RunError
 
-# A stage that is lost so often without having saved anything new will not get further by another try.
+# A stage that fails this often without saving anything new would not get further in another try.
 MAX_LOSSES_IN_PLACE = 5
 
-FEWER_SECONDS = 60.0  # for places of a smaller group: the processes of the last one may not have ended yet
+FEWER_SECONDS = 60.0  # to wait for places for a smaller group while processes of the last one may still be ending
 
 
 class Workers:
-    """A job's workers: started when a stage first needs them, and again after a loss.
+    """A job's workers, started when a stage first needs them and again after a loss.
 
-    `sizes` are the numbers of workers that the job can do with, the largest first; it takes the first that the cluster
-    has room for. `num_beside` more ranks may run next to them. All of them must see the run's `folder`.
+    `sizes` are the numbers of workers that the job can run on, the largest first; the first one that the cluster has
+    room for is used. `num_beside` more ranks may run next to them. All ranks must see the run's `folder`.
     """
 
     def __init__(self, sizes: Sequence[int], folder: Path, config: ClusterConfig, num_beside: int = 0) -> None:
@@ -44,20 +44,20 @@ class Workers:
         return self._beside[name]
 
     def check(self) -> Bundle:
-        """Refuse a cluster, or without one this machine, that could never hold all of the job's ranks at once.
+        """Check that the cluster, or this machine if there is none, could hold all of the job's ranks at once.
 
-        Which kind of place they take is decided here for the whole run: were it decided after a loss, a cluster that
-        misses a machine with GPUs would look like one of CPUs.
+        Whether ranks use GPUs is decided here for the whole run. If it were decided after a loss, a cluster whose GPU
+        machine is missing would look like a cluster of CPUs.
 
-        Returns: what each rank takes of its machine.
+        Returns: the resources that each rank takes on its machine.
 
-        Raises: ValueError saying what is asked and what there is.
+        Raises: ValueError stating what the job needs and what there is.
         """
         self._bundle = require_room(self.sizes[-1] + self.num_beside, use_gpus=self.config.use_gpus)
         return self._bundle
 
     def take_back(self) -> None:
-        """Between stages: a job that had to go on with fewer workers takes machines that have come back."""
+        """Return to the full number of workers between stages, if machines that were lost have come back."""
         if self._group is None or not self._group.is_open or self._group.num_workers == self.sizes[0]:
             return
         assert self._bundle is not None
@@ -87,23 +87,23 @@ class Workers:
         return group
 
     def abandon(self) -> None:
-        """End all of them: where one group lost a rank, the others wait for what will not come."""
+        """End all groups: after one group lost a rank, the others would wait for it in vain."""
         for group in (*self._beside.values(), *([self._group] if self._group is not None else [])):
             group.close()
 
     def close(self) -> None:
-        """End them, and leave the cluster."""
+        """End all groups and leave the cluster."""
         if self._group is not None:
             self.abandon()
             disconnect()
 
 
 def run_to_end(stage: str, folder: Path, work: Callable[[], None], abandon: Callable[[], None]) -> None:
-    """`work()`, again after every loss of a worker and every failure of the storage: it finds in the stage's `folder`
-    what was saved, and goes on. `abandon` ends what is left of the workers.
+    """Call `work()`, again after each loss of a worker and each failure of the storage. `work` resumes from what it
+    finds in the stage's `folder`; `abandon` ends the workers that are left.
 
-    Raises: WorkerLostError after too many losses without progress; RunError where the storage stays away, or fails too
-    often without progress; all others as they come.
+    Raises: WorkerLostError after too many losses without progress; RunError if the storage stays away or fails too
+    often without progress; all other exceptions unchanged.
     """
     saved, num_failures = milestones(folder), 0
     while True:

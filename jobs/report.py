@@ -2,26 +2,36 @@
 
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jobs.registry import BUILT_IN, Registry, registry_with
+from jobs.registry import BUILT_IN, registry_with
+from stages.report import plain_reporter
+
+if TYPE_CHECKING:
+    from reports.parts import StageReporter
 
 
 def write_run_report(folder: Path) -> dict[str, Any]:
     """Write report.json and report.html into `runs/JOB`. Returns what report.json holds.
 
     Raises:
-        ValueError: a file in the run directory is absent or malformed, or a stage that its job brings is not found.
+        ValueError: a file in the run directory is absent or malformed.
     """
     from reports.report import write_report
 
-    return write_report(folder, _registry(folder / "job.toml").reporters)
+    return write_report(folder, _reporters(folder))
 
 
-def _registry(job: Path) -> Registry:
-    """The stages that a run's job may have; the report itself says what is wrong with a job that cannot be read."""
+def _reporters(folder: Path) -> "dict[str, StageReporter]":
+    """How the stages of a run are shown. A run outlives the code of a stage that its job brought: without that code
+    the numbers of the stage's results are shown.
+    """
     try:
-        values = tomllib.loads(job.read_text(encoding="utf-8"))
+        values = tomllib.loads((folder / "job.toml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
-        return BUILT_IN
-    return registry_with(values.get("custom_stages", ()))
+        return BUILT_IN.reporters  # the report itself says what is wrong with the job
+    try:
+        return registry_with(values.get("custom_stages", ())).reporters
+    except ValueError:
+        begun = [path.parent.name for path in sorted(folder.glob("*/inputs.json"))]
+        return BUILT_IN.reporters | {name: plain_reporter(name) for name in begun if name not in BUILT_IN}

@@ -1,4 +1,4 @@
-"""A job on its way to a cluster: this code, the job file and the files that it names, in one folder.
+"""Packs a job for a cluster: this code, the job file and the files that it names, in one folder.
 
 Left out: what the code needs. The cluster's machines are prepared with the pins of constraints.txt (docs/cluster.md);
 installing torch and compiling DeepSpeed's parts when a job starts would cost minutes a node and could fail late.
@@ -25,13 +25,13 @@ PACKAGES = (
     "labeling", "cluster", "planning", "stages", "pretrain", "sft", "reward", "evaluation", "collect", "ppo",
     "compare", "jobs", "studies", "chaos", "heed", "configs",
 )  # fmt: skip
-SHIPPED_MIB = 100  # the head keeps what is shipped in memory; more belongs on the shared folder
+SHIPPED_MIB = 100  # the head keeps shipped files in memory; larger ones belong in the shared folder
 
 
 def run_command(path: Path | None, options: Sequence[str], runs: Path) -> str:
     """`heed run` with its options, as a shell command for the folder that `packed` makes.
 
-    Errors: ValueError for a runs folder that other machines cannot find.
+    Raises: ValueError for a runs folder that other machines cannot find.
     """
     if not runs.is_absolute():
         raise ValueError(
@@ -43,9 +43,10 @@ def run_command(path: Path | None, options: Sequence[str], runs: Path) -> str:
 
 @contextmanager
 def packed(path: Path | None, job: JobConfig) -> Iterator[Path]:
-    """A folder in which `heed run` finds everything where it is here; `job` was read from `path` (None: the demo).
+    """Yield a folder in which `heed run` finds every file at the path that it has here.
 
-    Errors: ValueError for data that is missing, leads out of the current folder, or is too large to send.
+    `job` was read from `path`; None is the demo.
+    Raises: ValueError for data that is missing, leads out of the current folder, or is too large to send.
     """
     names = list(_shipped(job))
     with TemporaryDirectory(prefix="heed-submit-") as temporary:
@@ -73,7 +74,7 @@ def _write_job_file(source: Path, target: Path) -> None:
 
 
 def _shipped(job: JobConfig) -> Iterator[str]:
-    """The files and folders below the current one that the job names. Absolute paths are those of the cluster."""
+    """The files and folders below the current one that the job names. Absolute paths are the cluster's."""
     room = SHIPPED_MIB * 2**20
     for field, name in named_paths(job):
         if Path(name).is_absolute():
@@ -97,7 +98,7 @@ def _shipped(job: JobConfig) -> Iterator[str]:
 
 
 def named_paths(job: JobConfig) -> Iterator[tuple[str, str]]:
-    """(field, value) of all in a job that may name a file or a model."""
+    """(field, value) pairs of everything in a job that may name a file or a model."""
     for number, place in enumerate(job.custom_stages):
         if ".py:" in place:
             yield f"custom_stages.{number}", place.partition(":")[0]

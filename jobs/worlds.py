@@ -1,4 +1,4 @@
-"""The worlds that jobs name."""
+"""Opens the world that a name or a job file stands for."""
 
 from pathlib import Path
 
@@ -10,9 +10,9 @@ PLAYGROUND = "playground"
 
 
 def open_world(place: str) -> World:
-    """The world of a job file, or the playground by its name.
+    """Open the world of a job file, or the playground by its name.
 
-    Raises: ValueError where `place` is neither, or the job has no world.
+    Raises: ValueError if `place` is neither, or the job has no world.
     """
     if place == PLAYGROUND:
         return PlaygroundWorld(PlaygroundConfig())

@@ -1,4 +1,4 @@
-"""Which inputs made a stage's outputs, so that nothing is run twice and every number can be traced."""
+"""Records which inputs a stage's outputs were made from, so that nothing runs twice and every number can be traced."""
 
 import errno
 import hashlib
@@ -16,8 +16,8 @@ from files.atomic import write_json
 from files.hashes import file_hash, folder_hash
 
 PACKAGES = ("torch", "deepspeed", "accelerate", "ray", "transformers", "tokenizers", "datasets", "numpy")
-LINEAGE = "lineage.json"  # written last: a stage that has one came to its end
-CODE_VERSION = "HEED_CODE_VERSION"  # tells the version of code that was shipped without its history
+LINEAGE = "lineage.json"  # written last: a stage that has one is finished
+CODE_VERSION = "HEED_CODE_VERSION"  # the version of code that was shipped without its git history
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def finished_with(folder: Path, output: str) -> tuple[str, str] | None:
 
 
 def started_with(folder: Path) -> str:
-    """The fingerprint that an unfinished stage was started with; "" where nothing was."""
+    """The fingerprint that an unfinished stage was started with; "" if none was started."""
     try:
         return str(json.loads((folder / "inputs.json").read_text(encoding="utf-8"))["fingerprint"])
     except (OSError, ValueError):
@@ -101,7 +101,7 @@ def write_lineage(folder: Path, inputs: Inputs, output: str, seconds: float) -> 
 
 
 def code_version() -> str:
-    """The commit this code is at, marked where files differ from it; "unknown" outside a checkout."""
+    """The commit of this code, marked if files differ from it; "unknown" outside a checkout."""
     if CODE_VERSION in os.environ:
         return os.environ[CODE_VERSION]
     here = Path(__file__).parent

@@ -1,6 +1,6 @@
-"""A stage's progress: a bar with rate and time left on a terminal, a line now and then elsewhere.
+"""A stage's progress: a bar with elapsed and remaining time on a terminal, otherwise a line every 30 seconds.
 
-Stages that train write metrics.jsonl anyway, so the bar follows that file: nothing has to travel back from workers.
+Stages that train write metrics.jsonl, and the bar follows that file, so workers need not report to the driver.
 """
 
 import sys
@@ -23,14 +23,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-console = Console(stderr=True, highlight=False, soft_wrap=True)  # a message is one line at any width
+console = Console(stderr=True, highlight=False, soft_wrap=True)  # each message stays on one line at any width
 
 POLL_SECONDS = 0.5
-PIPE_COLUMNS = 1_000  # a table in a file or a pipe is as wide as it needs to be: no name is cut
+PIPE_COLUMNS = 1_000  # wide enough that no table in a file or a pipe is cut
 
 
 def results_console() -> Console:
-    """For what was asked for, on standard output. Messages go to `console`, standard error."""
+    """The console for results, on standard output. Messages go to `console`, on standard error."""
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
     return Console(highlight=False, markup=False, width=width)
 
@@ -51,7 +51,7 @@ class StageProgress:
                 TextColumn(f"[bold]{stage:<9}"),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}"),
+                TextColumn("{task.fields[metrics]}"),
                 TimeElapsedColumn(),
                 TextColumn("left"),
                 TimeRemainingColumn(),
@@ -60,14 +60,15 @@ class StageProgress:
             )
             self._bar.start()
 
-    def update(self, done: int, total: int, figures: str = "") -> None:
+    def update(self, done: int, total: int, metrics: str = "") -> None:
+        """Report that `done` of `total` units are done, and the newest metrics in words."""
         if self._bar is not None:
             if self._task is None:
-                self._task = self._bar.add_task(self.stage, total=total, figures="")
-            self._bar.update(self._task, completed=done, total=total, figures=figures)
+                self._task = self._bar.add_task(self.stage, total=total, metrics="")
+            self._bar.update(self._task, completed=done, total=total, metrics=metrics)
         elif time.monotonic() - self._last_line > LINE_EVERY_SECONDS:
             self._last_line = time.monotonic()
-            console.print(f"{self.stage}: {done}/{total} {figures}")
+            console.print(f"{self.stage}: {done}/{total} {metrics}")
 
     def close(self) -> None:
         if self._bar is not None:
@@ -76,8 +77,8 @@ class StageProgress:
 
 @contextmanager
 def follow(stage: str, folder: Path) -> Iterator[StageProgress]:
-    """Show a stage's progress, from its metrics.jsonl as long as it writes one, and what its workers report."""
-    from cluster.notices import receive  # brings Ray and torch, without which a command that only prints starts at once
+    """Show a stage's progress from its metrics.jsonl, if it writes one, and print the notices of its workers."""
+    from cluster.notices import receive  # imports Ray and torch, which commands that only print do not need
     from training.metrics import read_metrics
 
     progress = StageProgress(stage)
@@ -92,7 +93,7 @@ def follow(stage: str, folder: Path) -> Iterator[StageProgress]:
             pass_on()
             lines = read_metrics(folder / "metrics.jsonl")
             if lines:
-                progress.update(lines[-1]["step"], lines[-1]["num_steps"], _figures(lines[-1]))
+                progress.update(lines[-1]["step"], lines[-1]["num_steps"], _in_words(lines[-1]))
 
     thread = threading.Thread(target=poll, name=f"progress of {stage}", daemon=True)
     thread.start()
@@ -106,10 +107,10 @@ def follow(stage: str, folder: Path) -> Iterator[StageProgress]:
 
 
 def print_notice(notice: str) -> None:
-    """A line of `training.notices` on the console."""
+    """Print a line of `training.notices` on the console."""
     console.print(escape(notice))
 
 
-def _figures(line: dict[str, Any]) -> str:
+def _in_words(line: dict[str, Any]) -> str:
     shown = [f"{name} {line[name]:.3g}" for name in ("loss", "score", "kl_nats") if name in line]
     return "  ".join([*shown, f"{line['tokens_per_second']:,.0f} tokens/s"])

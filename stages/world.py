@@ -1,4 +1,4 @@
-"""A world: data for every stage, a gold scorer, and labelers. The playground has the demo's."""
+"""A world: data for every stage, a gold scorer, and labelers. `playground` has the worlds of the demos."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +10,11 @@ Turns = list[dict[str, str]]  # messages of role and content
 
 
 class World(Protocol):
-    """What the stages and the report need of a world."""
+    """What stages and reports need from a world."""
 
     @property
     def judge_names(self) -> tuple[str, ...]:
-        """Names of the judges that the report shows beside reward models: here the gold scorer's."""
+        """Names of the judges that the report shows next to reward models, the gold scorer first."""
 
     def describe(self) -> str:
         """One sentence on what the gold scorer measures."""
@@ -24,7 +24,7 @@ class World(Protocol):
         """The gold score above which a response counts as good."""
 
     def write_data(self, folder: Path, seed: int) -> None:
-        """Writes the JSONL files of every stage into the folder.
+        """Write the JSONL files of every stage into the folder.
 
         pretrain, pretrain_heldout: {"text"}; demonstrations, demonstrations_heldout: {"messages"};
         collect_prompts, ppo_prompts, compare_prompts: {"prompt_id", "messages", "kind"}.
@@ -35,17 +35,17 @@ class World(Protocol):
         """Gold scores, higher is better. Stateless: they depend on the texts alone."""
 
     def label_truth(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        """What the labelers would go by without noise, position bias and taste. Higher is better."""
+        """Scores by which labelers without noise, position bias and taste would rank. Higher is better."""
 
     def labelers(self, seed: int) -> Sequence[Labeler]:
         """The scripted labelers; their judgments depend on the seed and on what is shown, not on call order."""
 
     def judged_pairs(self) -> list[tuple[Turns, Turns]]:
-        """(better, worse) conversations in an order that people gave; empty where there are none."""
+        """Pairs of (better, worse) conversations as people ordered them; empty if the world has none."""
 
 
 def label_truth(rankings: Sequence[Ranking], world: World) -> dict[str, list[float]]:
-    """What labelers without noise would go by: scores of each task's responses, by task id."""
+    """Scores by which noiseless labelers would rank each task's responses, by task id."""
     unique = {ranking.task_id: ranking for ranking in rankings}
     prompts = [r.prompt[-1].content for r in unique.values() for _ in r.responses]
     responses = [response for r in unique.values() for response in r.responses]

@@ -16,6 +16,7 @@ import tomli_w
 
 from jobs.job_file import load_job
 from jobs.pipeline import _inputs
+from jobs.report import write_run_report
 from jobs.run import Run
 from jobs.submission import packed
 from training.metrics import read_metrics
@@ -42,7 +43,7 @@ def test_it_takes_under_sixty_lines() -> None:
     assert len([line for line in CODE.splitlines() if line.strip()]) < 60
 
 
-def test_it_runs_is_killed_resumes_and_is_recorded(heed: Callable[..., Any], tmp_path: Path) -> None:
+def test_it_runs_is_killed_resumes_and_is_recorded_and_shown(heed: Callable[..., Any], tmp_path: Path) -> None:
     path = job_file(tmp_path, num_steps=120, save_every_steps=4)
     arguments = ("run", str(path), "--runs", str(tmp_path / "runs"))
     run = tmp_path / "runs" / "debug"
@@ -73,6 +74,12 @@ def test_it_runs_is_killed_resumes_and_is_recorded(heed: Callable[..., Any], tmp
     pretrained = json.loads((run / "pretrain" / "lineage.json").read_text())
     assert lineage["parents"] == {"pretrain": pretrained["outputs"]}
     assert lineage["data"]["stage midtrain"] == sha256((tmp_path / "midtrain.py").read_bytes()).hexdigest()
+    page, report = (run / "report.html").read_text(), json.loads((run / "report.json").read_text())
+    assert "Midtrain" in page
+    assert report["midtrain"]["num_rows"] == json.loads((run / "midtrain" / "results.json").read_text())["num_rows"]
+    assert report["stages"]["midtrain"] == {"status": "finished"}
+    (tmp_path / "midtrain.py").unlink()  # a run outlives the code of its stages
+    assert write_run_report(run)["midtrain"] == report["midtrain"]
 
 
 def test_its_code_is_an_input(tmp_path: Path) -> None:
