@@ -32,7 +32,8 @@ def job_file(folder: Path, code: str = CODE, **changes: Any) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "midtrain.py").write_text(code, encoding="utf-8")
     debug, added = tomllib.loads(DEBUG.read_text(encoding="utf-8")), tomllib.loads(SECTION)
-    kept = {key: debug[key] for key in ("name", "seed", "workers", "world", "engine", "model", "pretrain")}
+    shared = ("name", "seed", "workers", "world", "engine", "model", "pretrain")
+    kept = {key: debug[key] for key in shared if key in debug}
     values = {**kept, **added, "custom_stages": [f"{folder / 'midtrain.py'}:STAGE"]}
     values["midtrain"] |= changes
     (folder / "job.toml").write_text(tomli_w.dumps(values), encoding="utf-8")
@@ -44,7 +45,7 @@ def test_it_takes_under_sixty_lines() -> None:
 
 
 def test_it_runs_is_killed_resumes_and_is_recorded_and_shown(heed: Callable[..., Any], tmp_path: Path) -> None:
-    path = job_file(tmp_path, num_steps=120, save_every_steps=4)
+    path = job_file(tmp_path, num_steps=60, save_every_steps=4)
     arguments = ("run", str(path), "--runs", str(tmp_path / "runs"))
     run = tmp_path / "runs" / "debug"
 
@@ -63,8 +64,8 @@ def test_it_runs_is_killed_resumes_and_is_recorded_and_shown(heed: Callable[...,
     resumed = heed(*arguments)
     assert resumed.wait() == 0, resumed.output
     assert "pretrain: unchanged, skipped" in resumed.output
-    assert re.search(r"midtrain: resumes from step \d+ of 120", resumed.output), resumed.output
-    assert [line["step"] for line in read_metrics(run / "midtrain" / "metrics.jsonl")] == list(range(1, 121))
+    assert re.search(r"midtrain: resumes from step \d+ of 60", resumed.output), resumed.output
+    assert [line["step"] for line in read_metrics(run / "midtrain" / "metrics.jsonl")] == list(range(1, 61))
     whole = heed(*arguments[:-1], str(tmp_path / "whole"))
     assert whole.wait() == 0, whole.output
     weights = Path("midtrain") / "model" / "model.safetensors"
