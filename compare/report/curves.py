@@ -6,16 +6,16 @@ right by how sure it is: `reward_model`, an evaluation.measures.reward_model.Rew
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from math import isfinite, nan
 from typing import Any, Literal
 
 import numpy as np
 
+from evaluation.measures.checkpoints import OverOptimisation
 from evaluation.measures.curves import Point
-from evaluation.measures.overoptimisation import gain_at
+from evaluation.measures.overoptimisation import Overoptimised, gain_at
+from evaluation.measures.reward_model import RewardMeasures
 from files.records import record_of
-from intervals.estimates import UNKNOWN, Interval
 from reports.parts import Columns, Figure, Key, Note, Part
 from reports.plots import MARGINS, WIDE_SIZE, KLPoint, KLSeries, kl_figure
 from reports.svg import draw, set_ticks, show_percent, tone
@@ -26,69 +26,23 @@ STYLES: Mapping[Kind, tuple[str, str, str]] = {"rl": ("RL", "ppo", "^"), "best_o
 NUM_PLACES = 120  # of a drawn curve
 
 
-@dataclass(frozen=True)
-class _Gain:
-    """A fitted curve's coefficients; `gain_at` is the curve."""
-
-    alpha: Interval
-    beta: Interval
-
-
-@dataclass(frozen=True)
-class _Optimum:
-    kl_nats: Interval
-
-
-@dataclass(frozen=True)
-class _Fit:
-    gold: _Gain
-    proxy: _Gain
-    optimum: _Optimum
-    advice: str = ""
-
-
-@dataclass(frozen=True)
-class _OverOptimisation:
-    """The part of measures.json that is drawn."""
-
-    rl_points: tuple[Point, ...] = ()
-    best_of_n_points: tuple[Point, ...] = ()
-    rl: _Fit | None = None
-    best_of_n: _Fit | None = None
-
-
-@dataclass(frozen=True)
-class _Bin:
-    confidence: float
-    accuracy: Interval
-
-
-@dataclass(frozen=True)
-class _Calibration:
-    bins: tuple[_Bin, ...] = ()
-
-
-@dataclass(frozen=True)
-class _RewardModel:
-    calibration: _Calibration = field(default_factory=_Calibration)
-    ceiling: Interval = UNKNOWN
-
-
 def curve_parts(measures: Mapping[str, Any]) -> tuple[Part, ...]:
     """Gold and proxy score against KL, RL and best-of-n in each; reliability; where to stop, and where the optimum is.
 
     Raises:
         ValueError: what is drawn is not as `heed measure` writes it; the message names the field.
     """
-    found = record_of(measures.get("over_optimisation") or {}, _OverOptimisation, "measures.json: over_optimisation")
-    figures = []
-    if found.rl_points or found.best_of_n_points:
+    figures, notes = [], []
+    if measures.get("over_optimisation"):
+        found = record_of(measures["over_optimisation"], OverOptimisation, "measures.json: over_optimisation")
         counts, climbed = "above the reference's; what counts", "above the reference's; what is climbed"
         figures.append(_gain_figure(found, "gold", "Gold score against KL", counts))
         figures.append(_gain_figure(found, "proxy", "Proxy score against KL", climbed))
-    model = record_of(measures.get("reward_model") or {}, _RewardModel, "measures.json: reward_model")
-    figures += reliability_figures(model)
-    notes = [Note(text) for text in (_advice("rl", found.rl), _advice("best_of_n", found.best_of_n)) if text]
+        notes = [Note(text) for text in (_advice("rl", found.rl), _advice("best_of_n", found.best_of_n)) if text]
+    if measures.get("reward_model"):
+        figures += reliability_figures(
+            record_of(measures["reward_model"], RewardMeasures, "measures.json: reward_model")
+        )
     aside = (
         "Points are policies, lines the fits of Gao et al. 2022; shaded is the 95% interval of the optimum, as far as"
         " was measured. From measures.json."
@@ -97,7 +51,7 @@ def curve_parts(measures: Mapping[str, Any]) -> tuple[Part, ...]:
     return (Columns(tuple(figures)), *notes) if figures else ()
 
 
-def _advice(kind: Kind, fit: _Fit | None) -> str:
+def _advice(kind: Kind, fit: Overoptimised | None) -> str:
     if fit is None or not fit.advice:
         return ""
     optimum = fit.optimum.kl_nats
@@ -107,7 +61,7 @@ def _advice(kind: Kind, fit: _Fit | None) -> str:
     return f"{STYLES[kind][0]}: {fit.advice}{where}"
 
 
-def _gain_figure(found: _OverOptimisation, score: Literal["gold", "proxy"], title: str, unit: str) -> Figure:
+def _gain_figure(found: OverOptimisation, score: Literal["gold", "proxy"], title: str, unit: str) -> Figure:
     series = [_series("rl", found.rl_points, found.rl, score)] if found.rl_points else []
     if found.best_of_n_points:
         series.append(_series("best_of_n", found.best_of_n_points, found.best_of_n, score))
@@ -115,11 +69,13 @@ def _gain_figure(found: _OverOptimisation, score: Literal["gold", "proxy"], titl
     return kl_figure(series, title=title, unit=unit, name=f"over-{score}", x_label=x_label, zero_line=True)
 
 
-def _series(kind: Kind, points: tuple[Point, ...], fit: _Fit | None, score: Literal["gold", "proxy"]) -> KLSeries:
+def _series(
+    kind: Kind, points: tuple[Point, ...], fit: Overoptimised | None, score: Literal["gold", "proxy"]
+) -> KLSeries:
     key, colour, marker = STYLES[kind]
     shown = tuple(KLPoint(point.name, point.kl_nats.mean, getattr(point, score)) for point in points)
     furthest = max(point.kl_nats for point in shown)
-    gain: _Gain | None = None if fit is None else getattr(fit, score)
+    gain = None if fit is None else (fit.gold if score == "gold" else fit.proxy)
     line, shaded = None, None
     if gain is not None and isfinite(gain.alpha.mean) and isfinite(gain.beta.mean):
         d = np.sqrt(np.linspace(0, max(furthest, 0.0), NUM_PLACES)[1:])
@@ -130,7 +86,7 @@ def _series(kind: Kind, points: tuple[Point, ...], fit: _Fit | None, score: Lite
     return KLSeries(key, colour, marker, shown, line, shaded=shaded)
 
 
-def reliability_figures(model: _RewardModel) -> list[Figure]:
+def reliability_figures(model: RewardMeasures) -> list[Figure]:
     """Accuracy in bins of confidence, on the diagonal where the model is as sure as it should be."""
     bins = [one for one in model.calibration.bins if isfinite(one.accuracy.mean) and isfinite(one.confidence)]
     ceiling = model.ceiling.mean
