@@ -30,7 +30,10 @@ from training.state import ParamShard
 from training.zero import write_back, zero_shards
 
 # Odd sizes: with two ranks, every parameter is cut, and under ZeRO-3 its last part is padded.
-CONFIG = ModelConfig(vocab_size=33, context_tokens=8, width=10, num_layers=1, num_heads=1, num_kv_heads=1, mlp_width=7)
+CONFIG = ModelConfig(
+    vocab_size=33, max_position_embeddings=8, hidden_size=10, num_hidden_layers=1, num_attention_heads=1,
+    num_key_value_heads=1, intermediate_size=7,
+)  # fmt: skip
 NUM_RANKS = 2
 RATE = 0.125
 
