@@ -105,7 +105,7 @@ def few_shot(
     model: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/pretrain/model.")],
     examples: Annotated[str, typer.Argument(help='Rows of {"prompt", "completion"}: JSONL, Parquet or a hub id.')],
     shots: Annotated[
-        list[int] | None, typer.Option(min=0, help="Number of solved examples shown; may repeat. [default: 0, 1, 4]")
+        list[int] | None, typer.Option(min=0, help="Number of solved examples shown; may repeat (default: 0, 1, 4).")
     ] = None,
     max_rows: Annotated[int, typer.Option(min=0, help="Number of examples to read; 0 reads all.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed for choosing the solved examples.")] = 0,

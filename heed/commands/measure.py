@@ -81,7 +81,7 @@ def measure_kl(
 def measure_over_optimisation(
     run: Annotated[Path, typer.Argument(help="A run folder whose job set ppo.keep_policies_every.")],
     prompts: Annotated[
-        str, typer.Option(help="Prompts: JSONL, Parquet or a hub id (default: those of [compare]).")
+        str, typer.Option(help="Prompts: JSONL, Parquet or a hub id (default: those of the compare stage).")
     ] = "",
     gold: Annotated[
         str, typer.Option(help="Scoring function, FILE.py:FUNCTION (default: the gold scorer of the job's world).")
@@ -156,7 +156,7 @@ def measure_harness(
     seed: Seed = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Run tasks of EleutherAI's lm-evaluation-harness; needs `pip install '.[harness]'`."""
+    """Run tasks of EleutherAI's lm-evaluation-harness; needs Heed's `harness` extra."""
     from importlib.util import find_spec
 
     if find_spec("lm_eval") is None:
