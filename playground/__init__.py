@@ -1,1 +1,1 @@
-"""Built-in worlds: text, instructions, gold scorers, and scripted labelers with known noise."""
+"""Built-in worlds for demos and tests: text, instructions, gold scorers, and scripted labelers with known noise."""

@@ -21,7 +21,7 @@ STORY_TAGS = frozenset(("animal", "food", "color", "thing", "place", "feeling", 
 
 
 def render(request: Request, units: list[str]) -> str:
-    """The answer's text: numbered lines for a list, else sentences with spaces between."""
+    """Joins units into the answer's text: numbered lines for a list, otherwise sentences separated by spaces."""
     if isinstance(request, ListRequest):
         numbers = itertools.count(1)
         return "\n".join(f"{next(numbers)}. {unit}" if unit in TAG_OF else unit for unit in units)
@@ -29,7 +29,7 @@ def render(request: Request, units: list[str]) -> str:
 
 
 def tell_story(hero: str, words: tuple[str, ...], rng: random.Random) -> list[str]:
-    """An opening, two to four middles and a closing, no pattern twice; every sentence stays with what was mentioned."""
+    """Writes an opening, two to four middles and a closing, without repeating a pattern or changing the topic."""
     needed = {TAG_OF[word]: word for word in words}
     mentioned: dict[str, str] = {}
     sentences: list[str] = []
@@ -41,7 +41,7 @@ def tell_story(hero: str, words: tuple[str, ...], rng: random.Random) -> list[st
         text = fill(pattern, rng, given)
         sentences.append(text)
         left.difference_update(slots_of(pattern))
-        # Slots that were filled at random stay fixed, so that "the dog" later on is the same dog.
+        # Slots that were filled at random stay fixed, so that a later "the dog" is the same dog.
         mentioned.update({tag: word for word in text.strip(".").replace(",", "").split() if (tag := _tag(word))})
 
     say(rng.choice(PATTERNS["opening"]))
@@ -65,7 +65,7 @@ def _tag(word: str) -> str:
 
 
 def _next_pattern(patterns: list[str], left: set[str], known: set[str], rng: random.Random) -> str:
-    """A random pattern among those that use most of the words still needed and that stay on the hero or the known."""
+    """Picks a random pattern about the hero or a known word that uses words still needed, if there is one."""
     on_topic = [p for p in patterns if "who" in slots_of(p) or known & set(slots_of(p))]
     most = max(len(left & set(slots_of(p))) for p in on_topic)
     return rng.choice([p for p in on_topic if len(left & set(slots_of(p))) >= min(most, 1)])
@@ -79,7 +79,7 @@ def list_items(request: ListRequest, rng: random.Random) -> list[str]:
 
 
 def describe(request: BriefRequest, rng: random.Random) -> list[str]:
-    """One sentence with two of the stated details, within the bound."""
+    """Writes one sentence with two of the stated details, within the word limit."""
     details = dict(request.details)
     fitting = [
         pattern
@@ -92,7 +92,7 @@ def describe(request: BriefRequest, rng: random.Random) -> list[str]:
 
 
 def explain(request: StepsRequest, rng: random.Random) -> list[str]:
-    """Steps that bring the right tool and end with the deed (or the misdeed, for one that complies wrongly)."""
+    """Writes steps that bring the right tool and end with the deed (or the misdeed, for wrong compliance)."""
     ordinals = ORDINALS[request.num_steps]
     go, take, bring, ask, do = PATTERNS["step"]
     tool = TOOL_OF.get(request.verb) or rng.choice(CATEGORIES["tool"])
@@ -110,7 +110,7 @@ def decline(request: StepsRequest, rng: random.Random) -> list[str]:
 
 
 def step_words(request: StepsRequest) -> dict[str, str]:
-    """The request's words by slot."""
+    """Returns the request's words by slot."""
     return {
         TAG_OF[request.verb]: request.verb,
         "color": request.color,
@@ -120,7 +120,7 @@ def step_words(request: StepsRequest) -> dict[str, str]:
 
 
 def perfect_answer(request: Request, rng: random.Random) -> list[str]:
-    """Units of an answer that the gold scorer gives 1."""
+    """Returns the units of an answer that the gold scorer gives 1."""
     if isinstance(request, StoryRequest):
         return tell_story(request.hero, request.words, rng)
     if isinstance(request, QuestionRequest):

@@ -1,8 +1,8 @@
-"""How far labelers agree: with one another, and with the gold score.
+"""Measuring how much scripted labelers agree with each other and with the gold score.
 
-InstructGPT's training labelers agreed with one another 72.6% +- 1.5% of the time (Ouyang et al. 2022,
-arXiv 2203.02155, section 3.4); the default noise is set so that ours do so too on what the demo's SFT policy samples.
-Careless demonstrations, which need no trained model, lie further apart, and labelers agree on 75% of their pairs.
+InstructGPT's training labelers agreed with each other 72.6% +- 1.5% of the time (Ouyang et al. 2022, arXiv 2203.02155,
+section 3.4). The default noise makes ours agree as often on samples of the demo's SFT policy. Careless demonstrations,
+which need no trained model, differ more in quality: labelers agree on 75% of their pairs.
 """
 
 import itertools
@@ -19,15 +19,13 @@ from preferences.records import Message, ShownTask
 class Agreement:
     """Shares of pairs of responses."""
 
-    between_labelers: float  # of the pairs that neither labeler ties, those ranked alike
-    with_gold: (
-        float  # of the pairs that the labeler does not tie and whose gold scores differ, those ranked as gold does
-    )
-    tied: float  # of all pairs, those that a labeler ties
+    between_labelers: float  # ranked alike, among pairs that neither labeler ties
+    with_gold: float  # ranked like the gold scores, among pairs that differ in gold score and are not tied
+    tied: float  # tied by a labeler, among all pairs
 
 
 def draw_tasks(world: PlaygroundWorld, num_tasks: int, num_responses: int, seed: int) -> list[ShownTask]:
-    """Prompts with independent careless answers, as a policy fine-tuned on the demonstrations would give."""
+    """Draws prompts with independent careless answers, like those of a policy fine-tuned on the demonstrations."""
     rng = random.Random(f"calibration/{seed}")
     tasks = []
     for number, (prompt, request) in enumerate(draw_prompts(num_tasks, rng, set())):
@@ -39,7 +37,7 @@ def draw_tasks(world: PlaygroundWorld, num_tasks: int, num_responses: int, seed:
 def measure_agreement(
     world: PlaygroundWorld, labelers: Sequence[ScriptedLabeler], tasks: Sequence[ShownTask]
 ) -> Agreement:
-    """Agreement over all pairs of different responses of all tasks, and all pairs of labelers."""
+    """Measures agreement over all pairs of different responses in all tasks, and all pairs of labelers."""
     alike = decided = right = clear = tied = num_pairs = 0
     for task in tasks:
         ranks = [labeler.judge(task).ranks for labeler in labelers]

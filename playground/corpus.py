@@ -1,7 +1,7 @@
 """Pretraining text: passages that teach the language and the ingredients of the skills, not the form of instructions.
 
-A text joins passages until it has its length: stories, facts with questions and their answers, lists, descriptions,
-explanations, and what people wish and should not.
+A text joins passages up to its length: stories, facts with questions and answers, lists, descriptions, explanations,
+and wishes that people should or should not have.
 """
 
 import random
@@ -31,7 +31,7 @@ def _story(rng: random.Random) -> str:
 
 
 def _questions(rng: random.Random) -> str:
-    """Facts, and up to four questions on them."""
+    """Writes facts, and up to four questions about them with their answers."""
     facts = draw_question(rng).facts
     asked = questions_on(facts)
     asked = rng.sample(asked, min(4, len(asked)))
@@ -46,7 +46,7 @@ def _list(rng: random.Random) -> str:
 
 
 def _descriptions(rng: random.Random) -> str:
-    """What is known of an animal, and the same within three bounds."""
+    """Writes what is known about an animal, and descriptions of it within three word limits."""
     request = draw_brief(rng)
     text = request.stated()
     for max_words in rng.sample(BRIEF_BOUNDS, 3):
@@ -62,7 +62,7 @@ def _explanation(rng: random.Random) -> str:
 
 
 def _wish(rng: random.Random) -> str:
-    """What someone wants to do, and then steps or a refusal: the verb alone tells which."""
+    """Writes what someone wants to do, then steps or a refusal. Only the verb decides which."""
     request = draw_help(rng) if rng.random() < 0.5 else draw_decline(rng)
     return f"{request.name} wants to {request.deed()}. {_answer(request, rng)}"
 
@@ -72,12 +72,14 @@ def _answer(request: Request, rng: random.Random) -> str:
 
 
 def _echo(rng: random.Random) -> str:
-    """What one says and another repeats. To copy from what was read is the skill that every instruction needs, and
-    plain prose teaches it to a small model only after many more tokens than the demo has.
+    """Writes what one person says and another repeats.
+
+    Every instruction needs the skill of copying from the context. Plain prose teaches it to a small model only after
+    many more tokens than the demo has.
     """
     speaker, listener = rng.sample(GIRLS + BOYS, 2)
     if rng.random() < 0.75:
-        # Words without order or sense: only what was said tells which one comes next.
+        # Random words: only the first occurrence predicts which word comes next.
         said = " ".join(rng.choice(_ALL_WORDS) for _ in range(rng.randint(4, 12))) + "."
     else:
         said = " ".join(draw_question(rng).facts)
@@ -86,11 +88,11 @@ def _echo(rng: random.Random) -> str:
 
 _ALL_WORDS = tuple(word for words in CATEGORIES.values() for word in words if " " not in word)
 PASSAGES = {_story: 4, _questions: 4, _list: 4, _descriptions: 2, _explanation: 2, _wish: 4, _echo: 8}
-CHEER_RATE = 0.08  # share of passages that end on a cheerful word
+CHEER_RATE = 0.08  # share of passages that end with a cheerful sentence
 
 
 def write_text(rng: random.Random, min_words: int, max_words: int) -> str:
-    """A text of passages joined until a length drawn between the two bounds is reached, at most a passage longer."""
+    """Joins passages until the text reaches a length drawn between the bounds. It exceeds it by at most a passage."""
     num_words = rng.randint(min_words, max_words)
     text = ""
     while len(text.split()) < num_words:

@@ -1,7 +1,7 @@
 """Flaws of the demonstrations: what a careless writer does to a perfect answer.
 
-A flaw takes a draft and returns the units of a worse one. Each kind has its own set, with the chance
-of each; `write_answer` draws whether an answer is flawed and how.
+A flaw takes a draft and returns the units of a worse answer. Each kind of request has its own flaws with their weights.
+`write_answer` draws whether an answer is flawed, and how.
 """
 
 import random
@@ -46,7 +46,7 @@ def _repeat(draft: Draft) -> list[str]:
 
 
 def _stop_early(draft: Draft) -> list[str]:
-    """Cuts the last unit in its middle."""
+    """Cuts the last unit in half."""
     words = draft.units[-1].split()
     cut = " ".join(words[: max(1, len(words) // 2)])
     return [*draft.units[:-1], cut]
@@ -87,7 +87,7 @@ def _wrong_answer(draft: Draft) -> list[str]:
 
 
 def _swap_word(sentence: str, rng: random.Random) -> str:
-    """Puts another word of the same category in the place of a random one."""
+    """Replaces a random word with another one of the same category."""
     words = sentence.rstrip(".").split()
     places = [i for i, word in enumerate(words) if word in TAG_OF]
     if not places:
@@ -115,7 +115,7 @@ def _repeat_item(draft: Draft) -> list[str]:
 
 
 def _wrong_item(draft: Draft) -> list[str]:
-    """Puts an item of another category, or one that was banned, in a random place."""
+    """Replaces a random item with one of another category, or with a banned one."""
     assert isinstance(draft.request, ListRequest)
     others = [tag for tag in LIST_CATEGORIES.values() if tag != LIST_CATEGORIES[draft.request.plural]]
     wrong = draft.rng.choice((*draft.request.banned, draft.rng.choice(CATEGORIES[draft.rng.choice(others)])))
@@ -124,7 +124,7 @@ def _wrong_item(draft: Draft) -> list[str]:
 
 
 def _ramble(draft: Draft) -> list[str]:
-    """Tells the stated details one by one, past the bound."""
+    """States the details one by one, beyond the word limit."""
     assert isinstance(draft.request, BriefRequest)
     given = {"animal": draft.request.animal, **dict(draft.request.details)}
     one_each = [pattern for pattern in PATTERNS["brief"][:4] if any(f"{{{tag}}}" in pattern for tag in given)]
@@ -177,7 +177,7 @@ def _wrong_tool(draft: Draft) -> list[str]:
 
 
 def _no_deed(draft: Draft) -> list[str]:
-    """Ends on some other deed."""
+    """Ends with another deed."""
     assert isinstance(draft.request, StepsRequest)
     other = fill(
         PATTERNS["step"][4],
@@ -193,8 +193,8 @@ def _full_story(draft: Draft) -> list[str]:
     return draft.units + describe(replace(draft.request, max_words=9), draft.rng)
 
 
-# A word that is wrong at random teaches a model not to look at the prompt, and no later stage gives that skill back. So
-# such flaws are the rare ones; most are of form and measure, which preferences can mend.
+# Randomly wrong words teach a model to ignore the prompt, and no later stage restores that skill. So such flaws are
+# rare; most flaws are of form and length, which learning from preferences can correct.
 FLAWS: dict[str, dict[Flaw, float]] = {
     "story": {_forget_words: 3, _no_ending: 2, _cheer: 2, _repeat: 2, _stop_early: 1, _other_hero: 0.5},
     "question": {_all_facts: 3, _cheer: 2, _stray: 2, _wrong_answer: 1.5, _repeat: 1, _decline_harmless: 0.5},
@@ -203,12 +203,12 @@ FLAWS: dict[str, dict[Flaw, float]] = {
     "decline": {_comply: 4, _no_reason: 2, _rude: 1.5, _cheer: 1.5, _wrong_reason: 1},
     "help": {_wrong_num_steps: 3, _decline_harmless: 2.5, _cheer: 2, _repeat: 1.5, _wrong_tool: 1, _no_deed: 1},
 }
-# Flaws that suit any units, and so may follow another flaw.
+# Flaws that fit any units, so they may follow another flaw.
 SECOND_FLAWS: tuple[Flaw, ...] = (_cheer, _repeat, _stray)
 
 
 def write_answer(request: Request, rng: random.Random, flaw_rate: float, second_flaw_rate: float) -> str:
-    """An answer as a careless writer gives it: perfect with chance 1 - flaw_rate, else with one flaw or two."""
+    """Writes an answer: perfect with probability 1 - flaw_rate, otherwise with one or two flaws."""
     units = perfect_answer(request, rng)
     if rng.random() < flaw_rate:
         flaws = FLAWS[kind_of(request)]

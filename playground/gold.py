@@ -1,16 +1,16 @@
-"""The gold scorer: how well a response does what its prompt asked, from 0 (nothing of it) to 1 (perfect).
+"""The gold scorer: how well a response does what its prompt asks, from 0 (not at all) to 1 (perfectly).
 
-Every kind is scored by the same equation over the response's units (sentences, or lines of a list):
+Every kind of request has the same equation over the response's units (sentences, or lines of a list):
 
     score = form * fit * (0.15 + 0.85 * asked)
 
     form   word-weighted mean of the units' worth: 1 for a grammatical unit in its place, less for a repeated pattern,
-           0.3 for a sentence of the world that does not belong here, 0 for one that is ungrammatical or cut off
-    fit    1 where the length is what was asked, falling by a constant factor for each unit or word beyond it
-    asked  graded share of what was asked: required words, the right answer, distinct items, details, reasons
+           0.3 for a sentence of this world that does not belong here, 0 if it is ungrammatical or cut off
+    fit    1 if the length is what was asked for, falling by a constant factor for each unit or word beyond it
+    asked  graded share of what was asked for: required words, the right answer, distinct items, details, reasons
 
-The product is deliberate: a part that fails cannot be bought back by another, so neither the required words without
-sentences nor fine sentences about something else score well. An empty response scores 0.
+The product is deliberate: one factor cannot make up for another, so neither the required words without sentences nor
+good sentences about something else score well. An empty response scores 0.
 """
 
 import re
@@ -33,13 +33,13 @@ from playground.vocabulary import LIST_CATEGORIES, ORDINALS, TAG_OF, TOOL_OF, ch
 OFF_TOPIC = 0.3  # worth of a grammatical sentence that does not belong in the answer
 MISPLACED = 0.6  # worth of a sentence that belongs, but elsewhere
 REPEATED_PATTERN = 0.5  # worth of a sentence whose pattern was used before
-FLOOR = 0.15  # share of the score that form and fit alone earn
+FLOOR = 0.15  # share of the score that form and fit earn without `asked`
 
 DETAIL_TAGS = ("color", "place", "food", "feeling")
 
 
 @dataclass(frozen=True)
-class Judged:
+class ScoreFactors:
     """A response's three factors, each in [0, 1]."""
 
     form: float
@@ -51,16 +51,16 @@ class Judged:
         return self.form * self.fit * (FLOOR + (1.0 - FLOOR) * self.asked)
 
 
-NOTHING = Judged(form=0.0, fit=0.0, asked=0.0)
+NOTHING = ScoreFactors(form=0.0, fit=0.0, asked=0.0)
 
 
 def gold_score(prompt: str, response: str) -> float:
-    """Score in [0, 1], higher is better. ValueError for a prompt that is not of this world."""
+    """Returns a score in [0, 1]; higher is better. Raises: ValueError for a prompt that is not of this world."""
     return judge(read_prompt(prompt), response).score
 
 
-def judge(request: Request, response: str) -> Judged:
-    """The factors of the score of a response."""
+def judge(request: Request, response: str) -> ScoreFactors:
+    """Returns the factors of a response's score."""
     if not response.strip():
         return NOTHING
     if isinstance(request, ListRequest):
@@ -76,7 +76,7 @@ def judge(request: Request, response: str) -> Judged:
 
 
 def _form(sentences: Sequence[Sentence], worths: Sequence[float]) -> float:
-    """Word-weighted mean worth. A sentence said twice is worth nothing the second time."""
+    """Returns the word-weighted mean worth. A repeated sentence is worth nothing."""
     total = earned = 0.0
     seen: set[str] = set()
     for sentence, worth in zip(sentences, worths, strict=True):
@@ -92,8 +92,8 @@ def _worth(sentence: Sentence, belongs: bool) -> float:
     return 1.0 if belongs else OFF_TOPIC
 
 
-def _judge_story(request: StoryRequest, sentences: list[Sentence]) -> Judged:
-    """Asked: the share of the required words used, the hero in the first sentence, an opening, a closing."""
+def _judge_story(request: StoryRequest, sentences: list[Sentence]) -> ScoreFactors:
+    """`asked`: the share of required words used, the hero in the first sentence, an opening, a closing."""
     worths: list[float] = []
     skeletons: set[str] = set()
     known = set(request.words)
@@ -124,7 +124,7 @@ def _judge_story(request: StoryRequest, sentences: list[Sentence]) -> Judged:
     ) / 20
     num_sentences = len(sentences)
     fit = min(1.0, num_sentences / 4) * 0.8 ** max(0, num_sentences - 7)
-    return Judged(form=_form(sentences, worths), fit=fit, asked=asked)
+    return ScoreFactors(form=_form(sentences, worths), fit=fit, asked=asked)
 
 
 def _belongs_in_story(sentence: Sentence, hero: str, known_words: set[str]) -> bool:
@@ -138,30 +138,30 @@ def _belongs_in_story(sentence: Sentence, hero: str, known_words: set[str]) -> b
 
 
 def _plain_skeleton(sentence: Sentence) -> str:
-    """The skeleton with name and pronoun alike: "Mia found a" and "She found a" are the same pattern."""
+    """Returns the skeleton, treating names and pronouns alike: "Mia found a" and "She found a" are the same pattern."""
     return sentence.skeleton.replace("{pronoun}", "{name}")
 
 
-def _judge_answer(request: QuestionRequest, sentences: list[Sentence]) -> Judged:
-    """Asked: the right words in the first sentence that has the answer's form; nearly nothing if about another."""
+def _judge_answer(request: QuestionRequest, sentences: list[Sentence]) -> ScoreFactors:
+    """`asked`: the right words in the first sentence with the answer's form; nearly 0 if it is about something else."""
     answer = parse_sentence(request.answer)
     place = next((i for i, s in enumerate(sentences) if s.skeleton == answer.skeleton), None)
     form = _form(sentences, [_worth(s, i == place) for i, s in enumerate(sentences)])
     if place is None:
-        return Judged(form=form, fit=1.0, asked=0.0)
+        return ScoreFactors(form=form, fit=1.0, asked=0.0)
     said = sentences[place]
     if any(said.slots[tag] != answer.slots[tag] for tag in request.given):
-        return Judged(form=form, fit=1.0, asked=0.1)
+        return ScoreFactors(form=form, fit=1.0, asked=0.1)
     asked_tags = [tag for tag in answer.slots if tag not in request.given]
     num_right = sum(said.slots[tag] == answer.slots[tag] for tag in asked_tags)
-    return Judged(form=form, fit=1.0, asked=0.15 + 0.85 * num_right / len(asked_tags))
+    return ScoreFactors(form=form, fit=1.0, asked=0.15 + 0.85 * num_right / len(asked_tags))
 
 
 _LINE = re.compile(r"(\d+)\. ([A-Za-z]+)")
 
 
-def _judge_list(request: ListRequest, response: str) -> Judged:
-    """Asked: (distinct right items / the larger of items asked and items given) squared; 0.6 of it if begun wrongly."""
+def _judge_list(request: ListRequest, response: str) -> ScoreFactors:
+    """`asked`: (distinct right items / max(items asked for, items given)) squared; times 0.6 for a wrong first item."""
     lines = [line for line in response.strip().split("\n") if line.strip()]
     right: set[str] = set()
     items: list[str] = []
@@ -181,11 +181,11 @@ def _judge_list(request: ListRequest, response: str) -> Judged:
     asked = (min(len(right), request.num_items) / max(request.num_items, len(items))) ** 2
     if request.first and items[:1] != [request.first]:
         asked *= 0.6
-    return Judged(form=earned / total, fit=1.0, asked=asked)
+    return ScoreFactors(form=earned / total, fit=1.0, asked=asked)
 
 
-def _judge_brief(request: BriefRequest, sentences: list[Sentence]) -> Judged:
-    """Asked: the animal, and two of the stated details; a detail that was not stated costs 0.3."""
+def _judge_brief(request: BriefRequest, sentences: list[Sentence]) -> ScoreFactors:
+    """`asked`: the animal, and two of the stated details. A detail that was not stated costs 0.3."""
     details = dict(request.details)
     worths: list[float] = []
     right: set[str] = set()
@@ -199,11 +199,11 @@ def _judge_brief(request: BriefRequest, sentences: list[Sentence]) -> Judged:
             num_wrong += sum(details.get(tag) != word for tag, word in said)
     asked = 0.2 * (max(worths) == 1.0) + 0.4 * min(2, len(right)) - 0.3 * num_wrong
     num_beyond = max(0, sum(sentence.num_words for sentence in sentences) - request.max_words)
-    return Judged(form=_form(sentences, worths), fit=0.75**num_beyond, asked=max(0.0, asked))
+    return ScoreFactors(form=_form(sentences, worths), fit=0.75**num_beyond, asked=max(0.0, asked))
 
 
-def _judge_decline(request: StepsRequest, sentences: list[Sentence]) -> Judged:
-    """Asked: declining (politely, or less for rudely), and a reason that names the misdeed and the thing."""
+def _judge_decline(request: StepsRequest, sentences: list[Sentence]) -> ScoreFactors:
+    """`asked`: declining (less if rudely), and a reason that names the misdeed and the thing."""
     worths = [_worth(s, bool(s.groups & {"decline", "rude", "reason"})) for s in sentences]
     groups = {group for sentence in sentences for group in sentence.groups}
     declined = 0.55 if "decline" in groups else 0.2 if "rude" in groups else 0.0
@@ -212,14 +212,14 @@ def _judge_decline(request: StepsRequest, sentences: list[Sentence]) -> Judged:
         (0.6 * (s.slot("misdeed") == request.verb) + 0.4 * (s.slot("thing") == request.thing) for s in reasons),
         default=0.0,
     )
-    # One who declines and then explains the misdeed all the same has not declined.
+    # An answer that declines but then explains the misdeed has not declined.
     complied = 0.3 if groups & {"step", "misstep"} else 1.0
     fit = complied * 0.7 ** max(0, len(sentences) - 2)
-    return Judged(form=_form(sentences, worths), fit=fit, asked=declined + 0.45 * reason)
+    return ScoreFactors(form=_form(sentences, worths), fit=fit, asked=declined + 0.45 * reason)
 
 
-def _judge_steps(request: StepsRequest, sentences: list[Sentence]) -> Judged:
-    """Asked: the deed, its color and thing as the last step, and the right tool before it."""
+def _judge_steps(request: StepsRequest, sentences: list[Sentence]) -> ScoreFactors:
+    """`asked`: the deed, its color and thing as the last step, and the right tool before it."""
     ordinals = ORDINALS[request.num_steps]
     words = step_words(request)
     worths: list[float] = []
@@ -242,10 +242,10 @@ def _judge_steps(request: StepsRequest, sentences: list[Sentence]) -> Judged:
         asked += 0.15 * (last.slot("color") == request.color)
     asked += 0.25 * (TOOL_OF[request.verb] in tools)
     fit = 0.6 ** abs(len(sentences) - request.num_steps)
-    return Judged(form=_form(sentences, worths), fit=fit, asked=asked)
+    return ScoreFactors(form=_form(sentences, worths), fit=fit, asked=asked)
 
 
 def _truth(sentence: Sentence, words: dict[str, str]) -> float:
-    """1 if the step names only the prompt's own thing, color and owner, else MISPLACED."""
+    """Returns 1 if the step names only the prompt's own thing, color and owner, otherwise MISPLACED."""
     named = [tag for tag in ("thing", "color", "name") if sentence.slots.get(tag)]
     return 1.0 if all(sentence.slot(tag) == words[tag] for tag in named) else MISPLACED

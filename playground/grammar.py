@@ -1,6 +1,6 @@
-"""Sentence patterns, filling them in, and parsing sentences back.
+"""Sentence patterns: filling them in, and parsing sentences back.
 
-A pattern is a sentence with slots named after word categories; `{who}` stands for a name or a pronoun. Since no word
+A pattern is a sentence with slots named after word categories; `{who}` stands for a name or a pronoun. Because no word
 belongs to two categories, a sentence is grammatical exactly if its skeleton, the sentence with each word replaced by
 its category, is the skeleton of a pattern.
 """
@@ -99,7 +99,7 @@ _ORDINALS = ("first", "next", "then", "last")
 
 @dataclass(frozen=True)
 class Sentence:
-    """A parsed sentence: its skeleton, the pattern groups that have it (none: ungrammatical), its words by category."""
+    """A parsed sentence: its skeleton, the pattern groups with it (none = ungrammatical), and its words by category."""
 
     text: str
     skeleton: str
@@ -111,29 +111,29 @@ class Sentence:
         return len(self.text.split())
 
     def slot(self, tag: str) -> str:
-        """The only word of a category, or "" if there is none or several."""
+        """Returns the only word of a category, or "" if there is none or more than one."""
         words = self.slots.get(tag, ())
         return words[0] if len(words) == 1 else ""
 
 
 def slots_of(pattern: str) -> tuple[str, ...]:
-    """The slot names of a pattern, in order."""
+    """Returns the slot names of a pattern, in order."""
     return tuple(SLOT.findall(pattern))
 
 
 def fill(pattern: str, rng: random.Random, given: Mapping[str, str]) -> str:
-    """The pattern with its slots filled: from `given` where it has the slot, else with a random word."""
+    """Fills the slots of a pattern: from `given` if it has the slot, otherwise with a random word."""
     filled = SLOT.sub(lambda match: given.get(match[1]) or rng.choice(CATEGORIES[match[1]]), pattern)
     return filled[0].upper() + filled[1:]
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text; the last may lack its end mark."""
+    """Splits a text into sentences. The last one may lack its end mark."""
     return [sentence for sentence in re.split(r"(?<=[.!?])\s+", text.strip()) if sentence]
 
 
 def _skeleton(sentence: str) -> tuple[str, dict[str, tuple[str, ...]]]:
-    """The skeleton and the words by category. Names keep their capital, so "mia" is not a word of the world."""
+    """Returns the skeleton and the words by category. Names keep their capital, so "mia" is not a known word."""
     row: list[str] = []
     slots: dict[str, tuple[str, ...]] = {}
     for position, piece in enumerate(sentence.split(" ")):
@@ -164,7 +164,7 @@ def _groups_by_skeleton() -> dict[str, frozenset[str]]:
 
 
 def parse_sentence(text: str) -> Sentence:
-    """Parses one sentence; `groups` is empty where the world's grammar does not have it."""
+    """Parses one sentence. `groups` is empty if it is not grammatical in this world."""
     skeleton, slots = _skeleton(text)
     capital = text[:1].isupper()
     groups = _groups_by_skeleton().get(skeleton, frozenset()) if capital else frozenset()
@@ -172,5 +172,5 @@ def parse_sentence(text: str) -> Sentence:
 
 
 def parse_text(text: str) -> list[Sentence]:
-    """The parsed sentences of a text."""
+    """Parses the sentences of a text."""
     return [parse_sentence(sentence) for sentence in split_sentences(text)]

@@ -1,7 +1,7 @@
-"""The six kinds of instruction: what is asked, how it is worded, and how the wording is read back.
+"""The six kinds of instruction: what is asked for, how it is worded, and how the wording is parsed back.
 
-Each request is a frozen record that can `word` itself as a prompt. `read_prompt` turns the prompt's text back into the
-record, so the gold scorer needs nothing but text.
+Each request is a frozen record that can `word` itself as a prompt. `read_prompt` parses a prompt back into the record,
+so the gold scorer needs only text.
 """
 
 import random
@@ -42,7 +42,7 @@ class StoryRequest:
 
 @dataclass(frozen=True)
 class QuestionRequest:
-    """A question about stated facts; `given` are the categories that the question names."""
+    """A question about stated facts. `given` are the categories that the question names."""
 
     facts: tuple[str, ...]
     question: str
@@ -122,7 +122,7 @@ class StepsRequest:
         return TAG_OF[self.verb] == "misdeed"
 
     def deed(self) -> str:
-        """What is to be done, from the verb on."""
+        """Returns what is to be done, from the verb on."""
         return f"{self.verb} the {self.color} {self.thing} of {self.owner}"
 
     def word(self, rng: random.Random) -> str:
@@ -140,7 +140,7 @@ Request = StoryRequest | QuestionRequest | ListRequest | BriefRequest | StepsReq
 
 
 def kind_of(request: Request) -> str:
-    """The kind's name: story, question, list, brief, decline (a misdeed) or help (a deed)."""
+    """Returns the kind's name: story, question, list, brief, decline (a misdeed) or help (a deed)."""
     if isinstance(request, StepsRequest):
         return "decline" if request.must_decline else "help"
     kinds: dict[type, str] = {
@@ -152,7 +152,7 @@ def kind_of(request: Request) -> str:
     return kinds[type(request)]
 
 
-# Per question: its wording, the pattern of the fact asked about, what the question names, the answers' pattern.
+# Per question: its wording, the pattern of the fact it asks about, the categories it names, the answer's pattern.
 QUESTIONS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ("What does {name} have?", "{name} has a {color} {thing}.", ("name",), "{name} has a {color} {thing}."),
     ("What color is the {thing}?", "{name} has a {color} {thing}.", ("thing",), "The {thing} is {color}."),
@@ -176,14 +176,14 @@ def draw_story(rng: random.Random) -> StoryRequest:
     return StoryRequest(rng.choice(CATEGORIES["name"]), tuple(rng.choice(CATEGORIES[tag]) for tag in tags))
 
 
-DISTRACTED_SHARE = 0.25  # of the questions: a second fact is of the kind asked about
+DISTRACTED_SHARE = 0.25  # share of questions with a second fact of the kind asked about
 
 
 def draw_question(rng: random.Random) -> QuestionRequest:
-    """Three facts on three people with no word in common, and a question on one of them.
+    """Draws three facts about three people with no word in common, and a question about one of them.
 
-    Mostly the facts are of three kinds, and the kind tells which to look at; in a distracted question only the name
-    or the thing does, which takes a model longer to learn than the demo has.
+    Usually the facts are of three kinds, and the kind shows which fact to use. In a distracted question only the name
+    or the thing does, which takes a model longer to learn than the demo lasts.
     """
     question, asked, given, answer = rng.choice(QUESTIONS)
     others = rng.sample([pattern for pattern in FACTS if pattern != asked], 2)
@@ -196,7 +196,7 @@ def draw_question(rng: random.Random) -> QuestionRequest:
 
 
 def questions_on(facts: Sequence[str]) -> list[QuestionRequest]:
-    """Every question that the facts answer."""
+    """Returns every question that the facts answer."""
     asked: list[QuestionRequest] = []
     for fact in map(parse_sentence, facts):
         row = {tag: fact.slot(tag) for tag in fact.slots}
@@ -269,7 +269,7 @@ def _read_steps(prompt: str) -> StepsRequest | None:
 
 @lru_cache(maxsize=65_536)
 def read_prompt(prompt: str) -> Request:
-    """The request that a prompt states. ValueError for a prompt that is not of this world."""
+    """Parses the request that a prompt states. Raises: ValueError for a prompt that is not of this world."""
     if match := _STORY.match(prompt):
         return StoryRequest(match[1], tuple(re.split(r", | and ", match[2])))
     if (match := _LIST.match(prompt)) and match[1] in NUMBERS and match[2] in LIST_CATEGORIES:

@@ -1,15 +1,15 @@
-"""Scripted labelers: they see the gold score through noise, the order shown, and taste.
+"""Scripted labelers, who see the gold score through noise, position bias and taste.
 
     utility = gold + shared taste + own taste + opinion + position bias + noise
 
-Shared taste (all labelers like longer and more cheerful answers a little) is what a reward model trained on their
-labels learns beside the gold score, and so what a policy can over-optimise. Own taste, opinion and noise are what makes
-two labelers disagree; noise alone makes one disagree with themselves on a repeated task, where an opinion of a response
-comes back. A lazy labeler answers some tasks unread, in under a second: in the order shown, or at random. So whatever
-the statistics of labels estimate (docs/labels.md) is known here by construction.
+Shared taste (all labelers slightly prefer longer and more cheerful answers) is what a reward model learns from their
+labels in addition to the gold score, and so what a policy can over-optimise. Own taste, opinion and noise make two
+labelers disagree. Only noise makes a labeler disagree with themselves on a repeated task; an opinion about a response
+stays the same. A lazy labeler answers some tasks unread, in under a second: in the order shown, or at random. So
+everything that label statistics estimate (docs/labels.md) is known here by construction.
 
-All randomness is a hash of (seed, labeler, task, response), never of the order of calls, so a run that was resumed
-receives the same labels.
+All randomness is a hash of (seed, labeler, task, response) and does not depend on the order of calls, so a resumed run
+gets the same labels.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ class LabelerConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Taste:
-    """What a labeler likes beside the gold score; the weights are in its units."""
+    """What a labeler likes in addition to the gold score. The weights are in its units."""
 
     length: float  # for a response of length_words, in proportion up to twice that
     cheer: float  # for each exclamation mark, up to three
@@ -76,13 +76,13 @@ class Taste:
 
 
 def uniform(*key: object) -> float:
-    """A number in (0, 1), evenly spread over keys, that is a pure function of the key."""
+    """Returns a number in (0, 1) that is a pure function of the key and uniform over keys."""
     digest = hashlib.blake2b("\x1f".join(map(str, key)).encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") + 0.5) / 2.0**64
 
 
 def draw_taste(config: LabelerConfig, seed: int, name: str, favourites: Sequence[str]) -> Taste:
-    """The shared taste plus the labeler's own, drawn from (seed, name)."""
+    """Draws the shared taste plus the labeler's own, from (seed, name)."""
     rng = random.Random(f"taste/{seed}/{name}")
     return Taste(
         length=config.shared_length + rng.gauss(0.0, config.own_taste),
@@ -107,7 +107,7 @@ class ScriptedLabeler:
         return self._name
 
     def utilities(self, shown: ShownTask) -> list[float]:
-        """What the labeler thinks of each response, in the order shown; higher is better."""
+        """Returns the labeler's utility of each response, in the order shown; higher is better."""
         prompt = next(message.content for message in reversed(shown.prompt) if message.role == "user")
         gold = self._gold([prompt] * len(shown.responses), shown.responses)
         last = max(1, len(shown.responses) - 1)
@@ -121,7 +121,7 @@ class ScriptedLabeler:
         ]
 
     def judge(self, shown: ShownTask) -> Answer:
-        """Ranks by utility; a response within the tie threshold of the one above it shares its rank. Or unread."""
+        """Ranks by utility, or unread. A response within the tie threshold of the next better one shares its rank."""
         mood = uniform("mood", self._seed, self._name, shown.task_id)
         if mood < self._config.lazy_first + self._config.lazy_random:
             return self._answer_unread(shown, in_order=mood < self._config.lazy_first)
@@ -134,18 +134,18 @@ class ScriptedLabeler:
         return Answer(ranks=tuple(ranks), milliseconds=self._milliseconds(shown))
 
     def _answer_unread(self, shown: ShownTask, *, in_order: bool) -> Answer:
-        places = list(range(1, len(shown.responses) + 1))
+        ranks = list(range(1, len(shown.responses) + 1))
         if not in_order:
-            random.Random(f"unread/{self._seed}/{self._name}/{shown.task_id}").shuffle(places)
+            random.Random(f"unread/{self._seed}/{self._name}/{shown.task_id}").shuffle(ranks)
         milliseconds = 300 + 600 * uniform("unread", self._seed, self._name, shown.task_id)
-        return Answer(ranks=tuple(places), milliseconds=round(milliseconds))
+        return Answer(ranks=tuple(ranks), milliseconds=round(milliseconds))
 
     def _normal(self, deviation: float, purpose: str, *key: object) -> float:
-        """A draw of N(0, deviation²) that is the labeler's own, and a pure function of purpose and key."""
+        """Draws from N(0, deviation²), as a pure function of the labeler, the purpose and the key."""
         return deviation * NormalDist().inv_cdf(uniform(purpose, self._seed, self._name, *key))
 
     def _milliseconds(self, shown: ShownTask) -> int:
-        """Reading at about 240 words a minute, a second and a half to decide, and the labeler's mood."""
+        """Models reading at about 240 words per minute and 1.5 seconds to decide, times the labeler's mood."""
         num_words = sum(len(text.split()) for text in (*shown.responses, *(m.content for m in shown.prompt)))
         mood = 0.7 + 0.6 * uniform("pace", self._seed, self._name, shown.task_id)
         return round(mood * (1500 + 250 * num_words))
@@ -154,6 +154,6 @@ class ScriptedLabeler:
 def draw_labelers(
     gold: GoldScorer, config: LabelerConfig, num_labelers: int, seed: int, favourites: Sequence[str]
 ) -> list[ScriptedLabeler]:
-    """Labelers named labeler-1, labeler-2, ..., each with its own taste. `favourites`: words one may be fond of."""
+    """Draws labelers named labeler-1, labeler-2, ..., each with its own taste and a favourite word of `favourites`."""
     names = [f"labeler-{number}" for number in range(1, num_labelers + 1)]
     return [ScriptedLabeler(name, gold, config, draw_taste(config, seed, name, favourites), seed) for name in names]

@@ -1,13 +1,13 @@
-"""The reviews world: real text, and judgments that come from human labels.
+"""The reviews world: real text, and judgments derived from human labels.
 
-A policy continues the first words of a film review's sentence, and is to do so favourably. Pretraining reads whole
-film reviews (Pang and Lee 2004) and some Python Enhancement Proposals, which are out of domain and there for variety;
-SFT continues review sentences. The labelers follow a classifier fitted to the human labels of one half of a set of
-snippets (Pang and Lee 2005), the final judge is a classifier fitted to the other half, and a slice of the snippets
-that nothing else sees is written out as pairs that people themselves put in order.
+A policy continues the first words of a sentence from a film review, and should make it favourable. Pretraining reads
+whole film reviews (Pang and Lee 2004) and some Python Enhancement Proposals, which are out of domain, for variety. SFT
+continues review sentences. The labelers follow a classifier fitted to the human labels of one half of a set of
+snippets (Pang and Lee 2005), and the final judge is a classifier fitted to the other half. A slice of the snippets that
+nothing else sees is written as pairs that people ordered.
 
-Left out: the snippets of both halves are in the SFT data (their text, never their labels), so the judge has read
-sentences that the policy imitates; only the unseen pairs are free of that.
+A limitation: the snippets of both halves are in the SFT data (their text, never their labels), so the judge was fitted
+to sentences that the policy imitates. Only the unseen pairs are free of that.
 """
 
 import json
@@ -41,7 +41,7 @@ WordRange = tuple[Count, Count]  # both ends included
 
 
 class ReviewsConfig(BaseModel):
-    """Where the reviews world's files lie (relative paths: from the current directory) and how much is taken."""
+    """The reviews world's files (relative to the current directory) and how much of them is used."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -92,7 +92,7 @@ class ReviewsConfig(BaseModel):
 
 
 class ReviewsWorld:
-    """Text, prompts, labelers and a judge from film reviews. Files are read when first needed, then kept."""
+    """Text, prompts, labelers and a judge from film reviews. Files are read when first needed and then cached."""
 
     def __init__(self, config: ReviewsConfig) -> None:
         for field in ("sentences", "reviews", "peps"):
@@ -104,7 +104,7 @@ class ReviewsWorld:
         return ("judge",)
 
     def describe(self) -> str:
-        """One sentence on what the gold scorer measures."""
+        """Returns a sentence on what the gold scorer measures."""
         return (
             "judge: how favourable the whole sentence is, by a classifier fitted to human labels that neither the"
             " labelers nor the reward model saw (log-odds in nats; above 0 is positive)"
@@ -112,7 +112,7 @@ class ReviewsWorld:
 
     @cached_property
     def split(self) -> SentenceSplit:
-        """The labeled snippets of the labeler, of the judge, and those that no stage sees."""
+        """The labeled snippets: the labelers', the judge's, and those that no stage sees."""
         config = self.config
         labeled = read_labeled(config.sentences, "sentences")
         return split_sentences(labeled, config.num_human_pairs, config.sentence_words, config.split_seed)
@@ -126,11 +126,11 @@ class ReviewsWorld:
         return SentimentClassifier(self.split.judge)
 
     def gold_scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        """The judge's log-odds that each whole sentence is positive, nats. Higher is better."""
+        """Returns the judge's log-odds that each whole sentence is positive, in nats. Higher is better."""
         return self._judge_classifier.log_odds(_sentences(prompts, responses))
 
     def label_truth(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        """The log-odds that the labelers follow, without their noise, nats. Higher is better."""
+        """Returns the log-odds that the labelers follow, without their noise, in nats. Higher is better."""
         return self._labeler_classifier.log_odds(_sentences(prompts, responses))
 
     @property
@@ -139,7 +139,7 @@ class ReviewsWorld:
         return 0.0
 
     def labelers(self, seed: int) -> list[Labeler]:
-        """Scripted labelers reviewer-1, reviewer-2, ..., of one opinion and each with its own noise."""
+        """Returns scripted labelers reviewer-1, reviewer-2, ..., with the same opinion and independent noise."""
         config = self.config
         return [
             ReviewLabeler(
@@ -154,14 +154,13 @@ class ReviewsWorld:
         ]
 
     def write_data(self, folder: Path, seed: int) -> None:
-        """Write every stage's files into `folder`, the same bytes for the same files, config and seed.
+        """Writes every stage's files into `folder`: the same bytes for the same files, config and seed.
 
-        Texts and prompts:
-        - pretrain, pretrain_heldout: whole reviews, and PEPs in the former; the held-out ones are reviews only.
-        - demonstrations_heldout and compare_prompts come from held-out reviews, by lines in no training text.
+        - pretrain, pretrain_heldout: whole reviews; pretrain also has PEPs.
         - demonstrations, demonstrations_heldout: a sentence's first words and their continuation.
-        - collect_prompts, ppo_prompts, compare_prompts: first words, no two of them the same, of sentences that are
-          not among the demonstrations.
+        - collect_prompts, ppo_prompts, compare_prompts: distinct first words of sentences that are not among the
+          demonstrations.
+        - demonstrations_heldout and compare_prompts come from held-out reviews, from lines in no training text.
         - human_pairs: {"positive", "negative"}, sentences that people labeled and that are in no other file.
         """
         config = self.config
@@ -191,12 +190,12 @@ class ReviewsWorld:
         _write(folder / "human_pairs.jsonl", self.human_pairs())
 
     def human_pairs(self) -> list[dict[str, str]]:
-        """Pairs of snippets that people labeled positive and negative, from the slice that no stage sees."""
+        """Returns pairs of snippets that people labeled positive and negative, from the slice that no stage sees."""
         sides = [[s.text for s in self.split.unseen if s.positive == positive] for positive in (True, False)]
         return [{"positive": up, "negative": down} for up, down in zip(*sides, strict=True)]
 
     def judged_pairs(self) -> list[tuple[Turns, Turns]]:
-        """`human_pairs` as conversations, cut where a prompt of this world would end."""
+        """Returns `human_pairs` as conversations, cut where a prompt of this world would end."""
         return [(self._turns(pair["positive"]), self._turns(pair["negative"])) for pair in self.human_pairs()]
 
     def _turns(self, sentence: str) -> Turns:
@@ -208,7 +207,7 @@ class ReviewsWorld:
         return Finder(snippet.text for snippet in self.split.unseen)
 
     def _reviews(self, seed: int) -> tuple[list[LabeledText], list[LabeledText]]:
-        """Training and held-out reviews, each text once, without those that quote an unseen snippet."""
+        """Returns training and held-out reviews, each text once, without those that quote an unseen snippet."""
         unique = {words_of(review.text): review for review in read_labeled(self.config.reviews, "reviews")}
         reviews = [review for review in unique.values() if not self._unseen.occurs_in(review.text)]
         reviews = shuffled(reviews, _text, "reviews", seed)
@@ -221,7 +220,7 @@ class ReviewsWorld:
         return reviews[num_heldout:], reviews[:num_heldout]
 
     def _peps(self, num_review_characters: int, seed: int) -> list[str]:
-        """PEPs up to `peps_share` of all pretraining characters. One that would go past it is left out."""
+        """Returns PEPs up to `peps_share` of all pretraining characters. A PEP that would exceed it is left out."""
         share = self.config.peps_share
         budget = share / (1 - share) * num_review_characters
         chosen: list[str] = []
@@ -232,7 +231,7 @@ class ReviewsWorld:
         return chosen
 
     def _snippets(self) -> list[LabeledText]:
-        """The snippets of both halves that are long enough to be cut."""
+        """Returns the snippets of both halves with a length within `sentence_words`."""
         low, high = self.config.sentence_words
         return [s for s in self.split.labeler + self.split.judge if low <= len(s.text.split()) <= high]
 
@@ -247,9 +246,10 @@ class ReviewsWorld:
     def _prompts(
         self, name: str, sentences: Sequence[LabeledText], num_prompts: int, taken: set[tuple[str, ...]], seed: int
     ) -> tuple[list[dict[str, object]], list[LabeledText]]:
-        """`num_prompts` rows whose first words are not in `taken`, which grows by them; and the sentences left over.
+        """Returns `num_prompts` rows whose first words are not in `taken`, and the remaining sentences.
 
-        A row's kind is the sentiment of the review it comes from, so that figures can be told apart by it.
+        It adds the rows' first words to `taken`. A row's kind is the sentiment of its review, so that metrics can be
+        split by it.
         """
         rows: list[dict[str, object]] = []
         rest: list[LabeledText] = []

@@ -1,4 +1,4 @@
-"""The reviews world's opinions: a classifier fitted to human labels, and scripted labelers that follow it noisily."""
+"""The reviews world's judges: a classifier fitted to human labels, and scripted labelers that follow it with noise."""
 
 import math
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ INVERSE_REGULARIZATION = 10.0
 
 
 class SentimentClassifier:
-    """How positive a text is, by what people called positive: logistic regression on TF-IDF of words and word pairs.
+    """A classifier of sentiment fitted to human labels: logistic regression on TF-IDF of words and word pairs.
 
-    Deterministic (liblinear's primal solver draws nothing) and picklable.
+    It is deterministic (liblinear's primal solver uses no randomness) and picklable.
     """
 
     def __init__(self, labeled: Sequence[LabeledText]) -> None:
         if len({text.positive for text in labeled}) != 2:
             raise ValueError(f"{len(labeled)} labeled texts of one sentiment; a classifier needs both")
-        from sklearn.feature_extraction.text import TfidfVectorizer  # half a second, for this world alone
+        from sklearn.feature_extraction.text import TfidfVectorizer  # takes half a second, and only this world needs it
         from sklearn.linear_model import LogisticRegression
         from sklearn.pipeline import make_pipeline
 
@@ -35,7 +35,7 @@ class SentimentClassifier:
         self._pipeline.fit([text.text for text in labeled], [text.positive for text in labeled])
 
     def log_odds(self, texts: Sequence[str]) -> list[float]:
-        """log p(positive) - log p(negative) of each text, nats. Higher is more positive; the sign is the judgment."""
+        """Returns log p(positive) - log p(negative) of each text, in nats. Positive texts are above 0."""
         if not texts:
             return []
         return [float(value) for value in self._pipeline.decision_function(list(texts))]
@@ -45,10 +45,10 @@ class SentimentClassifier:
 class ReviewLabeler:
     """A scripted labeler: a classifier's log-odds of the whole sentence, plus noise of its own.
 
-    The noise is Gumbel of scale `noise`, so that of two responses the one with log-odds higher by d wins with
-    probability sigmoid(d / noise), as in Bradley and Terry (1952); `noise = 0` is the classifier itself. It is
-    a hash of (seed, name, task, response): the same answer comes whatever was asked before and in whatever order
-    the responses are shown. `position_bias` is added to the response shown first.
+    The noise is Gumbel with scale `noise`, so a response whose log-odds are higher by d wins with probability
+    sigmoid(d / noise), as in Bradley and Terry (1952). `noise = 0` gives the classifier itself. The noise is a hash of
+    (seed, name, task, response), so an answer depends neither on earlier tasks nor on the order of the responses.
+    `position_bias` is added to the response shown first.
     """
 
     name: str
@@ -71,12 +71,12 @@ class ReviewLabeler:
 
     def _gumbel(self, task_id: str, response: str) -> float:
         uniform = (draw("labeler", self.seed, self.name, task_id, response) + 0.5) / 2**64  # in (0, 1)
-        # The highest draws round to 1.0 in double precision, whose Gumbel value is infinite.
+        # The highest draws would round to 1.0 in double precision, for which the Gumbel value is infinite.
         return -math.log(-math.log(min(uniform, 1 - 2**-53)))
 
 
 def join(prompt: str, response: str) -> str:
-    """The whole sentence, as the judges read it."""
+    """Joins prompt and response into the sentence that the judges read."""
     return f"{prompt} {response}".strip()
 
 

@@ -1,7 +1,7 @@
 """The reviews world's text: reading the three files, and deciding which sentence goes where.
 
-Every choice is made by hashing a seed with the text's words, so it depends neither on the order of a file nor on a
-generator's state, and two texts that differ in case or punctuation only always land on the same side.
+Every choice hashes a seed with the text's words. So it depends neither on a file's order nor on a generator's state,
+and two texts that differ only in case or punctuation always land on the same side.
 """
 
 import gzip
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TypeVar
 
 SENTIMENTS = ("positive", "negative")
-SHINGLE_WORDS = 8  # a sentence no stage may see has at least this many words, so that finding it in a text means it
+SHINGLE_WORDS = 8  # the least words of a sentence that no stage may see, so that a match in a text is no coincidence
 
-# Some snippets were Windows-1252 read as Latin-1: the quotes and dashes of that code page are control characters here.
+# Some snippets are Windows-1252 that was read as Latin-1, which turned the quotes and dashes into control characters.
 _CONTROLS = {
     code: bytes([code]).decode("cp1252", errors="replace").translate(str.maketrans("‘’“”–—", "''\"\"--"))
     for code in range(0x80, 0xA0)
@@ -41,7 +41,7 @@ class LabeledText:
 
 @dataclass(frozen=True)
 class SentenceSplit:
-    """The human-labeled sentences: those the labeler learns from, those the judge learns from, those no stage sees."""
+    """The human-labeled sentences: for fitting the labelers, for fitting the judge, and those that no stage sees."""
 
     labeler: tuple[LabeledText, ...]
     judge: tuple[LabeledText, ...]
@@ -49,30 +49,30 @@ class SentenceSplit:
 
 
 def words_of(text: str) -> tuple[str, ...]:
-    """Lower-case runs of letters and digits, articles left out: what makes two texts the same text here."""
+    """Returns lower-case runs of letters and digits, without articles. Two texts with equal words count as the same."""
     return tuple(word for word in re.findall(r"[^\W_]+", text.lower()) if word not in _ARTICLES)
 
 
 def draw(*parts: object) -> int:
-    """A number in [0, 2^64) from a hash of `parts`: this module's only source of chance."""
-    # json quotes and separates, so that ("a", "bc") and ("ab", "c") differ.
+    """Returns a number in [0, 2^64) from a hash of `parts`: this module's only source of randomness."""
+    # JSON quotes and separates the parts, so that ("a", "bc") and ("ab", "c") differ.
     digest = hashlib.sha256(json.dumps([str(part) for part in parts]).encode()).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 def shuffled(items: Iterable[T], key: Callable[[T], str], *seed: object) -> list[T]:
-    """`items` in an order set by `seed` and each item's key alone."""
+    """Returns `items` in an order that depends only on `seed` and each item's key."""
     return sorted(items, key=lambda item: (draw(*seed, key(item)), key(item)))
 
 
 def require_file(path: Path, field: str) -> None:
-    """Raise ValueError unless `path`, the value of the config field `field`, is a file."""
+    """Raises: ValueError unless `path`, the value of the config field `field`, is a file."""
     if not path.is_file():
         raise ValueError(f"{field} = {str(path)!r}: no such file (looked for {path.absolute()})")
 
 
 def read_labeled(path: Path, field: str) -> list[LabeledText]:
-    """Rows {"text", "sentiment"} of a .jsonl or .jsonl.gz file. `field` is the config field that named it."""
+    """Reads rows {"text", "sentiment"} of a .jsonl or .jsonl.gz file. `field` is the config field that names it."""
     rows = []
     for where, row in _read_rows(path, field):
         sentiment = row.get("sentiment")
@@ -83,7 +83,7 @@ def read_labeled(path: Path, field: str) -> list[LabeledText]:
 
 
 def read_texts(path: Path, field: str) -> list[str]:
-    """Rows {"text"} of a .jsonl or .jsonl.gz file. `field` is the config field that named it."""
+    """Reads rows {"text"} of a .jsonl or .jsonl.gz file. `field` is the config field that names it."""
     return [_text_of(row, where) for where, row in _read_rows(path, field)]
 
 
@@ -110,10 +110,10 @@ def _text_of(row: dict[str, object], where: str) -> str:
 def split_sentences(
     sentences: Sequence[LabeledText], num_unseen_per_label: int, length_words: tuple[int, int], seed: int
 ) -> SentenceSplit:
-    """Two halves and a slice that no stage sees; equal texts (see `words_of`) never straddle them.
+    """Splits into two halves and a slice that no stage sees. Equal texts (see `words_of`) are on the same side.
 
-    The unseen slice holds `num_unseen_per_label` positive and as many negative sentences of a length within
-    `length_words` (both ends included). Texts that people labeled both ways go to no side.
+    The unseen slice has `num_unseen_per_label` positive and equally many negative sentences with a length within
+    `length_words` (both ends included). Texts that people labeled both ways are dropped.
     """
     by_words: dict[tuple[str, ...], LabeledText] = {}
     labels: dict[tuple[str, ...], set[bool]] = {}
@@ -153,7 +153,7 @@ def _has_length(text: str, length_words: tuple[int, int]) -> bool:
 
 
 class Finder:
-    """Finds whether a text holds one of the given sentences, whatever the case, punctuation and line breaks."""
+    """Finds whether a text contains one of the given sentences, ignoring case, punctuation and line breaks."""
 
     def __init__(self, sentences: Iterable[str]) -> None:
         self._by_shingle: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
@@ -176,10 +176,10 @@ class Finder:
 
 
 def sentences_of(reviews: Iterable[LabeledText], length_words: tuple[int, int]) -> list[LabeledText]:
-    """The reviews' sentences (one a line in these files) worth continuing, each once, with the review's label.
+    """Returns the reviews' sentences (one per line) that are worth continuing, with the review's label.
 
-    Kept are lines of a length within `length_words` that start with a letter and end as a sentence does. A line
-    that comes twice is a reviewer's boilerplate and goes altogether.
+    It keeps lines with a length within `length_words` that start with a letter and end like a sentence. A line that
+    occurs twice is a reviewer's boilerplate and is dropped.
     """
     found: dict[tuple[str, ...], LabeledText] = {}
     times: Counter[tuple[str, ...]] = Counter()
@@ -194,10 +194,9 @@ def sentences_of(reviews: Iterable[LabeledText], length_words: tuple[int, int]) 
 
 
 def cut(sentence: str, num_words: int) -> tuple[str, str]:
-    """The first `num_words` words and the rest, neither with a space at the seam.
+    """Splits a sentence into its first `num_words` words and the rest, without a space at the seam.
 
-    Raises:
-        ValueError: the sentence has no word left for the rest.
+    Raises: ValueError if no word is left for the rest.
     """
     words = sentence.split()
     if not 1 <= num_words < len(words):

@@ -1,7 +1,7 @@
 """The words of the playground, by category.
 
-The categories share no word, so that a word's tag is certain and a sentence is parsed by looking up the row of its tags
-(see grammar.py). Every word that may follow "a" begins with a consonant, so that the grammar needs no "an".
+The categories share no word, so a word's tag is unique and a sentence is parsed by looking up its sequence of tags (see
+grammar.py). Every word that may follow "a" begins with a consonant, so the grammar needs no "an".
 """
 
 GIRLS = ("Mia", "Lily", "Rosa", "Nina", "Emma", "Sara", "Kate")
@@ -39,10 +39,10 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
 TAG_OF: dict[str, str] = {word: tag for tag, words in CATEGORIES.items() for word in words}
 assert len(TAG_OF) == sum(map(len, CATEGORIES.values())), "a word stands in two categories"
 
-# The tool that a harmless deed needs: the one piece of world knowledge that a prompt does not state.
+# The tool that a harmless deed needs: the only world knowledge that a prompt does not state.
 TOOL_OF: dict[str, str] = dict(zip(CATEGORIES["deed"], CATEGORIES["tool"], strict=True))
 
-# What a list can be asked of, by the plural that the prompt uses.
+# The categories that a prompt may ask a list of, by the plural that it uses.
 LIST_CATEGORIES: dict[str, str] = {
     "animals": "animal",
     "foods": "food",

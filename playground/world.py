@@ -1,4 +1,4 @@
-"""A world: data for every stage, a gold scorer, and labelers. `PlaygroundWorld` is the demo's built-in one."""
+"""The playground world: data for every stage, a gold scorer, and labelers. The demo uses it."""
 
 import json
 import random
@@ -35,7 +35,7 @@ DRAWS: dict[str, Callable[[random.Random], Request]] = {
     "help": draw_help,
 }
 KIND_WEIGHTS = {"story": 0.25, "question": 0.18, "list": 0.17, "brief": 0.16, "decline": 0.12, "help": 0.12}
-# Many more prompts than this and the kind with the fewest wordings would run out.
+# With many more prompts, the kind with the fewest wordings would run out.
 MAX_PROMPTS = 40_000
 _FAVOURITES = tuple(word for tag in ("animal", "food", "color", "place", "feeling") for word in CATEGORIES[tag])
 
@@ -98,7 +98,7 @@ class PlaygroundWorld:
 
     @property
     def pass_mark(self) -> float:
-        return 0.99  # all but perfect responses lose more than a hundredth
+        return 0.99  # every imperfect response loses more than 0.01
 
     def label_truth(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         return self.gold_scores(prompts, responses)
@@ -111,7 +111,7 @@ class PlaygroundWorld:
         return draw_labelers(self.gold_scores, config.labeler, config.num_labelers, seed, _FAVOURITES)
 
     def answer(self, request: Request, rng: random.Random) -> str:
-        """An answer as the demonstrations give it: perfect or flawed."""
+        """Writes an answer like the demonstrations: perfect or flawed."""
         return write_answer(request, rng, self.config.flaw_rate, self.config.second_flaw_rate)
 
     def write_data(self, folder: Path, seed: int) -> None:
@@ -156,7 +156,7 @@ class PlaygroundWorld:
 
 
 def draw_prompts(num_prompts: int, rng: random.Random, seen: set[str]) -> list[tuple[str, Request]]:
-    """Distinct prompts with their requests, none of them in `seen`, which gains them."""
+    """Draws distinct prompts, with their requests, that are not in `seen`, and adds them to it."""
     drawn: list[tuple[str, Request]] = []
     while len(drawn) < num_prompts:
         kind = rng.choices(list(KIND_WEIGHTS), weights=list(KIND_WEIGHTS.values()))[0]

@@ -1,4 +1,4 @@
-"""Fields of a row, checked. Every error is a ValueError that names file, line, field and what was expected."""
+"""Reading and checking fields of a row. Every error is a ValueError with file, line, field and what was expected."""
 
 import math
 import reprlib
@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 SHOWN_CHARACTERS = 60
-SHOWN_NAMES = 20  # of a row's fields
+SHOWN_NAMES = 20  # field names of a row that an error message lists
 
 
 def shown(value: Any) -> str:
-    """The value as an error message shows it, cut to SHOWN_CHARACTERS; never raises, whatever the value is."""
+    """Formats a value for an error message, cut to SHOWN_CHARACTERS. Never raises, whatever the value is."""
     if type(value) is int and value.bit_length() > 64:
-        return f"an integer of {value.bit_length()} bits"  # Python refuses to print those of thousands of digits
-    told = _SHORT.repr(value)
-    return told if len(told) <= SHOWN_CHARACTERS else f"{told[: SHOWN_CHARACTERS - 3]}..."
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to print thousands of digits
+    text = _SHORT.repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
 
 
 class _Short(reprlib.Repr):
-    """Repr that looks at the first few items alone, so that a list of millions costs nothing."""
+    """A repr that reads only the first few items, so that a list of millions costs nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,13 +33,13 @@ _SHORT = _Short()
 
 
 def names(row: Mapping[str, Any]) -> str:
-    """The row's fields as an error message lists them."""
+    """Lists the row's fields for an error message."""
     first = sorted(map(str, row))[:SHOWN_NAMES]
     return f"{first}" + (f" and {len(row) - SHOWN_NAMES} more" if len(row) > SHOWN_NAMES else "")
 
 
 def text_field(where: str, row: Mapping[str, Any], field: str) -> str:
-    """A non-empty string."""
+    """Returns a string that is not empty."""
     value = any_text(where, row, field)
     if not value.strip():
         raise ValueError(f"{where}: field {field!r} is empty; text was expected")
@@ -47,7 +47,7 @@ def text_field(where: str, row: Mapping[str, Any], field: str) -> str:
 
 
 def any_text(where: str, row: Mapping[str, Any], field: str) -> str:
-    """A string, which may be empty."""
+    """Returns a string, which may be empty."""
     value = present(where, row, field)
     if not isinstance(value, str):
         raise ValueError(f"{where}: field {field!r} is {type(value).__name__}; a string was expected")
@@ -55,19 +55,19 @@ def any_text(where: str, row: Mapping[str, Any], field: str) -> str:
 
 
 def present(where: str, row: Mapping[str, Any], field: str) -> Any:
-    """Whatever the field holds."""
+    """Returns the field's value, of any type."""
     if field not in row:
         raise ValueError(f"{where}: field {field!r} is missing; found {names(row)}")
     return row[field]
 
 
 def optional_text(where: str, row: Mapping[str, Any], field: str) -> str:
-    """A string; "" where the field is missing or null."""
+    """Returns a string, or "" if the field is missing or null."""
     return "" if row.get(field) is None else any_text(where, row, field)
 
 
 def name_field(where: str, row: Mapping[str, Any], field: str) -> str:
-    """A name or a number that identifies something, as text; "" where the field is missing or null."""
+    """Returns a name, or a number that identifies something, as text; "" if the field is missing or null."""
     value = row.get(field)
     if type(value) is int:
         return str(whole_field(where, row, field, -(2**63), 2**63 - 1))
@@ -75,7 +75,7 @@ def name_field(where: str, row: Mapping[str, Any], field: str) -> str:
 
 
 def list_field(where: str, row: Mapping[str, Any], field: str) -> list[Any]:
-    """A list of anything."""
+    """Returns a list of any values."""
     value = present(where, row, field)
     if not isinstance(value, list | tuple):
         raise ValueError(f"{where}: field {field!r} is {type(value).__name__}; a list was expected")
@@ -83,7 +83,7 @@ def list_field(where: str, row: Mapping[str, Any], field: str) -> list[Any]:
 
 
 def object_field(where: str, row: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """A JSON object."""
+    """Returns a JSON object."""
     value = present(where, row, field)
     if not isinstance(value, Mapping):
         raise ValueError(f"{where}: field {field!r} is {type(value).__name__}; an object was expected")
@@ -91,7 +91,7 @@ def object_field(where: str, row: Mapping[str, Any], field: str) -> dict[str, An
 
 
 def objects_field(where: str, row: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
-    """A list of JSON objects."""
+    """Returns a list of JSON objects."""
     found = list_field(where, row, field)
     for index, item in enumerate(found):
         if not isinstance(item, Mapping):
@@ -100,7 +100,7 @@ def objects_field(where: str, row: Mapping[str, Any], field: str) -> list[dict[s
 
 
 def number_field(where: str, row: Mapping[str, Any], field: str) -> float:
-    """A finite number."""
+    """Returns a finite number."""
     value = present(where, row, field)
     if not is_number(value):
         raise ValueError(f"{where}: field {field!r} is {shown(value)}; a number was expected")
@@ -109,7 +109,7 @@ def number_field(where: str, row: Mapping[str, Any], field: str) -> float:
 
 
 def numbers_field(where: str, row: Mapping[str, Any], field: str) -> tuple[float, ...]:
-    """A list of finite numbers, which may be empty."""
+    """Returns a list of finite numbers, which may be empty."""
     values = list_field(where, row, field)
     for index, value in enumerate(values):
         if not is_number(value):
@@ -118,12 +118,12 @@ def numbers_field(where: str, row: Mapping[str, Any], field: str) -> tuple[float
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite int (of 64 bits at most) or float, and no bool."""
+    """Whether the value is an int of at most 64 bits or a finite float, and not a bool."""
     return (type(value) is int and value.bit_length() < 64) or (type(value) is float and math.isfinite(value))
 
 
 def as_number(value: Any) -> float | None:
-    """A finite number, or the one that a text spells; None where it is neither."""
+    """Converts a finite number, or a text that spells one, to a number; returns None for anything else."""
     if is_number(value):
         number: float = value
         return number
@@ -131,13 +131,13 @@ def as_number(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except ValueError:  # Python has no other way to ask
+    except ValueError:  # Python has no other way to test it
         return None
     return number if math.isfinite(number) else None
 
 
 def whole_field(where: str, row: Mapping[str, Any], field: str, low: int, high: int) -> int:
-    """A whole number from `low` to `high`."""
+    """Returns an integer from `low` to `high`."""
     value = present(where, row, field)
     if type(value) is not int or not low <= value <= high:
         wanted = f"a whole number from {low} to {high}"
@@ -146,7 +146,7 @@ def whole_field(where: str, row: Mapping[str, Any], field: str, low: int, high: 
 
 
 def checked_messages(where: str, messages: Any, field: str, *, ends_with: str) -> list[dict[str, str]]:
-    """The turns in `field`, none of them empty, the last one from `ends_with`."""
+    """Returns the turns in `field`. No turn may be empty, and the last one must be from `ends_with`."""
     turns = any_messages(where, messages, field)
     for index, message in enumerate(turns):
         text_field(f"{where}: {field}[{index}]", message, "content")
@@ -159,7 +159,7 @@ def checked_messages(where: str, messages: Any, field: str, *, ends_with: str) -
 
 
 def any_messages(where: str, messages: Any, field: str) -> list[dict[str, str]]:
-    """The turns in `field`, at least one, in known roles; their texts may be empty."""
+    """Returns the turns in `field`: at least one, with known roles. Their texts may be empty."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{where}: field {field!r} is {type(messages).__name__}; a non-empty list was expected")
     for index, message in enumerate(messages):

@@ -1,4 +1,4 @@
-"""Bytes of a file, packed or not, as lines of JSON or as the rows of one JSON list, in bounded memory."""
+"""Reading a file, compressed or not, as lines of JSON or as one JSON list, in bounded memory."""
 
 import codecs
 import gzip
@@ -10,19 +10,19 @@ from typing import IO, Any
 
 from reading.strict_json import DECODER, TOO_DEEP, NotPlainJSONError, parse_json, refuse_unsound
 
-MAX_ROW_BYTES = 32 * 2**20  # unpacked: a .gz of half a megabyte can hold a line of half a gigabyte
+MAX_ROW_BYTES = 32 * 2**20  # uncompressed: a .gz of half a megabyte can hold a line of half a gigabyte
 CHUNK_BYTES = 2**16  # longer than any escape or literal; see _Window.value
 SPACES = " \t\n\r"  # JSON's
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """The file's bytes, unpacked where it is a .gz."""
+    """Opens a file for reading bytes, and decompresses a .gz."""
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
 def starts_a_list(path: Path) -> bool:
-    """Whether the first character that is not white space opens a list."""
+    """Whether the first character other than white space opens a list."""
     with open_bytes(path) as file:
         while chunk := read_part(path, file, CHUNK_BYTES):
             if start := chunk.removeprefix(codecs.BOM_UTF8).lstrip():
@@ -31,10 +31,11 @@ def starts_a_list(path: Path) -> bool:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    """(where, value) of every line that is not blank.
+    """Yields (where, value) for every line that is not blank.
 
-    Line by line rather than through `datasets`, whose parser does not say which line is malformed.
-    Raises: ValueError naming file and line of what is not JSON or not UTF-8, or is longer than MAX_ROW_BYTES.
+    It does not use `datasets`, whose parser does not say which line is malformed.
+
+    Raises: ValueError, naming file and line, for a line that is not JSON, not UTF-8, or longer than MAX_ROW_BYTES.
     """
     with open_bytes(path) as file:
         number = 0
@@ -42,7 +43,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             number += 1
             where = f"{path}: line {number}"
             if number == 1:
-                line = _without_mark(where, line)
+                line = _without_bom(where, line)
             if line.strip():
                 try:
                     text = line.decode("utf-8")
@@ -66,24 +67,24 @@ def _too_long(what: str) -> str:
 
 
 def read_part(path: Path, file: IO[bytes], size: int) -> bytes:
-    """Up to `size` bytes. Raises: ValueError naming a .gz file that is cut short or is none."""
+    """Reads up to `size` bytes. Raises: ValueError for a .gz file that is cut short or not in gzip format."""
     try:
         return file.read(size)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: not a whole gzip file: {error}") from None
 
 
-def _without_mark(where: str, start: bytes) -> bytes:
-    """The bytes without the mark that Excel and Windows put before UTF-8. Raises: ValueError for UTF-16's."""
+def _without_bom(where: str, start: bytes) -> bytes:
+    """Removes the byte order mark that Excel and Windows put before UTF-8. Raises: ValueError for UTF-16."""
     if start.startswith(UTF16_MARKS):
-        raise ValueError(f"{where}: the file is UTF-16 by its first two bytes; save it as UTF-8")
+        raise ValueError(f"{where}: the file is UTF-16 according to its first two bytes; save it as UTF-8")
     return start.removeprefix(codecs.BOM_UTF8)
 
 
 def read_list(path: Path) -> Iterator[tuple[str, Any]]:
-    """(where, value) of every entry of the JSON list that the file is, one held at a time.
+    """Yields (where, value) for every entry of a file that is one JSON list, holding one entry at a time.
 
-    Raises: ValueError naming file and line of what is not JSON, else file and row.
+    Raises: ValueError naming file and line for what is not JSON, and file and row for other errors.
     """
     with open_bytes(path) as file:
         text, number = _Window(path, file), 0
@@ -104,7 +105,7 @@ def read_list(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 class _Window:
-    """The part of a file's text that is being parsed; `at` is the next character."""
+    """The part of a file's text that is being parsed. `_at` is the index of the next character."""
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
         self._path, self._file = path, file
@@ -114,7 +115,7 @@ class _Window:
         self._is_new = True
 
     def peek(self) -> str:
-        """The next character that is not white space; "" at the end."""
+        """Returns the next character other than white space, or "" at the end."""
         while True:
             while self._at < len(self._text):
                 if self._text[self._at] not in SPACES:
@@ -129,9 +130,10 @@ class _Window:
         return found
 
     def value(self, where: str) -> Any:
-        """Parse the next value. What is cut off by the window's end is parsed again with twice as much."""
+        """Parses the next value. If the window's end cuts it off, it is parsed again with twice as much text."""
         self.peek()
-        before = ("", -1)  # the last try's error: one that stays in its place, CHUNK_BYTES later, is not about the end
+        # The error of the last try. If it stays in the same place with CHUNK_BYTES more, it is not due to the cut.
+        before = ("", -1)
         while True:
             try:
                 value, end = DECODER.raw_decode(self._text, self._at)
@@ -153,7 +155,7 @@ class _Window:
                 return value
 
     def not_json(self, message: str, offset: int = 0) -> ValueError:
-        """What is wrong `offset` characters from here."""
+        """Returns an error about the text `offset` characters from here."""
         line, column = self._place(self._at + offset)
         return ValueError(f"{self._path}: line {line}: not JSON: {message} at column {column}")
 
@@ -163,13 +165,13 @@ class _Window:
         return self._line + self._text.count("\n", 0, at), column
 
     def _more(self) -> bool:
-        """Drop what is parsed and read at least as much as is left; False at the end of the file."""
+        """Drops the parsed text and reads at least as much as is left. Returns False at the end of the file."""
         self._line, self._column = self._place(self._at)
         self._text, self._at = self._text[self._at :], 0
         size = min(max(CHUNK_BYTES, len(self._text)), max(CHUNK_BYTES, MAX_ROW_BYTES - len(self._text) + 1))
         chunk = read_part(self._path, self._file, size)
         if self._is_new:
-            chunk, self._is_new = _without_mark(f"{self._path}: line 1", chunk), False
+            chunk, self._is_new = _without_bom(f"{self._path}: line 1", chunk), False
         try:
             self._text += self._decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:

@@ -1,7 +1,7 @@
-"""Rows of a file, a folder or a hub id, one at a time, each with the words that name its place.
+"""Streaming the rows of a file, a folder or a hub id, each with its location for error messages.
 
-Read are JSONL, JSON (a list of objects), Parquet and plain text, each also as .gz, data sets that `datasets` saved to a
-folder, folders that it can load, and hub ids.
+It reads JSONL, JSON (a list of objects), Parquet and plain text, each also as .gz, folders that `datasets` saved or can
+load, and hub ids.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,17 +11,19 @@ from typing import Any
 from reading.lines import read_jsonl, read_list, starts_a_list
 
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text"}
-SAVED = ("dataset_dict.json", "state.json")  # what `datasets` leaves in a folder that it saved
+SAVED = ("dataset_dict.json", "state.json")  # files in a folder that `datasets` saved
 
 Row = dict[str, Any]
 Rows = Iterator[tuple[str, Row]]  # (where, row); `where` names file and line, or file and row
 
 
 def read_source(source: str, *, split: str = "train", subset: str = "", max_rows: int = 0) -> Rows:
-    """Stream (where, row) of a source; hub data sets, JSONL and JSON lists are never held whole. `max_rows` 0 is all.
+    """Streams (where, row) of a source. Hub datasets, JSONL and JSON lists are never held in memory as a whole.
 
-    `split` and `subset` ("" = the default one) choose within a folder or a hub id. A plain-text file gives one row a
-    paragraph. Errors: ValueError naming the file, and line and column where it is not what it seems.
+    `split` and `subset` ("" = the default one) select from a folder or a hub id. `max_rows` 0 means all. A plain-text
+    file has one row per paragraph.
+
+    Raises: ValueError naming the file, and line and column where its content is malformed.
     """
     rows = _all_rows(source, split, subset)
     for index, row in enumerate(rows):
@@ -43,24 +45,24 @@ def _all_rows(source: str, split: str, subset: str) -> Rows:
         yield from _numbered(source, _load_files(kind, path) if kind else _load(source, split, subset))
     else:
         raise ValueError(
-            f"{path}: suffix {path.suffix!r}; one of {sorted(LOADERS)} (.gz allowed), a folder of a data set or a hub"
-            " id was expected"
+            f"{path}: suffix {path.suffix!r}; one of {sorted(LOADERS)} (.gz allowed), a dataset folder or a hub id was"
+            " expected"
         )
 
 
 def _load_files(kind: str, path: Path) -> Any:
-    import datasets  # takes seconds, which those that read JSON need not wait for
+    import datasets  # takes seconds, so import it only if needed
 
-    # utf-8-sig is UTF-8 whose first mark, which Windows writes, is no part of the text.
+    # utf-8-sig drops the byte order mark that Windows writes.
     options = {"sample_by": "paragraph", "encoding": "utf-8-sig"} if kind == "text" else {}
     try:
         return datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
-    except Exception as error:  # as while rows are read
+    except Exception as error:  # see `_numbered`
         raise ValueError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _load(source: str, split: str, subset: str) -> Any:
-    """A folder that `datasets` saved or can load, or a hub id."""
+    """Opens a folder that `datasets` saved or can load, or a hub id."""
     import datasets
 
     try:
@@ -68,10 +70,10 @@ def _load(source: str, split: str, subset: str) -> Any:
             found = datasets.load_from_disk(source)
             return found[split] if isinstance(found, datasets.DatasetDict) else found
         return datasets.load_dataset(source, subset or None, split=split, streaming=True)
-    except Exception as error:  # the hub's clients raise many kinds; each means the same to the user
+    except Exception as error:  # the hub's clients raise many kinds of errors, which mean the same to the user
         offline = " (HF_HUB_OFFLINE is set, so the hub was not asked)" if datasets.config.HF_HUB_OFFLINE else ""
         raise ValueError(
-            f"source {source!r} is neither a file here nor a data set that the hub gave"
+            f"source {source!r} is neither a local file nor a dataset that the hub provided"
             f" (split {split!r}){offline}: {type(error).__name__}: {error}"
         ) from error
 
@@ -81,7 +83,7 @@ def _numbered(source: str, rows: Iterable[Row]) -> Rows:
     try:
         for number, row in enumerate(rows, start=1):
             yield f"{source}: row {number}", row
-    except Exception as error:  # `datasets` and the readers behind it raise many kinds; each means the same to the user
+    except Exception as error:  # `datasets` and its readers raise many kinds of errors, which mean the same to the user
         raise ValueError(f"{source}: row {number + 1}: cannot be read: {type(error).__name__}: {error}") from error
 
 

@@ -1,8 +1,8 @@
-"""JSON as rows may hold it: refuses what Python's parser would take, change or stumble over.
+"""Strict JSON for rows: refuses what Python's parser would silently accept, change or crash on.
 
-Refused are duplicate keys (the last would win), integers beyond 64 bits, deep nesting, and halves of a surrogate pair,
-which no UTF-8 file, tokenizer or database can hold. NaN and Infinity are read as floats: published files contain them,
-and a field that needs a number refuses them by name.
+It refuses duplicate keys (of which the last would win), integers beyond 64 bits, deep nesting, and halves of a
+surrogate pair, which no UTF-8 file, tokenizer or database can hold. It reads NaN and Infinity as floats: published
+files contain them, and a field that needs a number refuses them by name.
 """
 
 import json
@@ -10,21 +10,21 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-MAX_NESTING = 200  # lists and objects within each other; Open-Assistant's deepest trees have some 40
-_MAX_DIGITS = 20  # the sign included, of integers that fit 64 bits
+MAX_NESTING = 200  # nested lists and objects; Open-Assistant's deepest trees have some 40 levels
+_MAX_DIGITS = 20  # of integers that fit 64 bits, including the sign
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 class NotPlainJSONError(ValueError):
-    """The text is JSON, but holds something that rows may not hold."""
+    """The text is JSON, but contains something that rows may not contain."""
 
 
 def parse_json(where: str, text: str) -> Any:
-    """Parse one JSON value.
+    """Parses one JSON value.
 
-    Raises: ValueError that starts with `where`, for text that is not JSON (with the column, counted from 1) and for
-    what rows may not hold (with the key or field).
+    Raises: ValueError, starting with `where`, for text that is not JSON (with the column, counted from 1) and for what
+    rows may not contain (with the key or field).
     """
     try:
         value = DECODER.decode(text)
@@ -39,7 +39,7 @@ def parse_json(where: str, text: str) -> Any:
 
 
 def refuse_unsound(value: Any, text: str) -> None:
-    """Check a parsed value for deep nesting and lone surrogates. Most texts cannot hold either and are not walked.
+    """Checks a parsed value for deep nesting and lone surrogates. Most texts cannot contain either and are not walked.
 
     Raises: NotPlainJSONError with the field.
     """
@@ -48,7 +48,7 @@ def refuse_unsound(value: Any, text: str) -> None:
 
 
 def _walk(value: Any) -> None:
-    """Visit every key and text. Keeps one iterator per level, so that a row of many small parts takes no memory."""
+    """Checks every key and text. It keeps one iterator per level, so that a row of many small parts takes no memory."""
     levels: list[Iterator[tuple[str, Any]]] = [iter([("", value)])]
     path: list[str] = []
     while levels:
@@ -88,7 +88,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen = set[str]()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise NotPlainJSONError(f"key {twice!r} is there twice in one object; each key once was expected")
+        raise NotPlainJSONError(f"key {twice!r} appears twice in one object; each key once was expected")
     return found
 
 

@@ -1,1 +1,1 @@
-"""Published formats of preference data: rows to tasks and judgments, and back."""
+"""Published formats of preference data: converting rows to tasks and judgments, and back."""

@@ -1,19 +1,19 @@
 """Test sets of reward models and judges: RewardBench (Lambert et al. 2024, arXiv 2403.13787), LLMBar (Zeng et al. 2023,
-arXiv 2310.07641). One row is a pair of which one response is right.
+arXiv 2310.07641). One row is a pair of responses, one of which is right.
 """
 
 from collections.abc import Iterator
 
 from preferences.formats.parts import (
     UNKNOWN,
-    Judged,
+    JudgedTask,
     Report,
     Row,
     Vote,
     content_id,
     in_hash_order,
+    judged_pair,
     rest,
-    two_judged,
     user,
 )
 from preferences.records import OVERALL, Task
@@ -25,14 +25,14 @@ def recognise_rewardbench(row: Row) -> str:
     return "prompt, chosen, rejected and subset" if is_one else ""
 
 
-def read_rewardbench(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
-    """`subset` is in the details; rows of one `id` and subset are one task."""
+def read_rewardbench(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
+    """Reads a row. `subset` goes into the details. Rows with the same `id` and subset are one task."""
     prompt = user(any_text(where, row, "prompt"))
     responses, ranks = in_hash_order(any_text(where, row, "chosen"), any_text(where, row, "rejected"))
     subset = text_field(where, row, "subset")
     models = tuple(name_field(where, row, name) or UNKNOWN for name in ("chosen_model", "rejected_model"))
     sources = models if ranks == (1, 2) else models[::-1]
-    # The same pair may count in several subsets, and then counts in each.
+    # A pair that is in several subsets counts in each of them.
     identity = f"{subset}/{name_field(where, row, 'id') or content_id('', prompt, responses, ())}"
     task = Task(
         task_id=f"rewardbench/{identity}",
@@ -42,15 +42,15 @@ def read_rewardbench(where: str, row: Row, report: Report, objective: str) -> It
         objective=objective or OVERALL,
         details=rest(row, "prompt", "chosen", "rejected", "chosen_model", "rejected_model", "id"),
     )
-    yield from two_judged(where, report, task, [Vote(UNKNOWN, ranks)])
+    yield from judged_pair(where, report, task, [Vote(UNKNOWN, ranks)])
 
 
 def recognise_llmbar(row: Row) -> str:
     return "input, output_1, output_2 and label" if {"input", "output_1", "output_2", "label"} <= row.keys() else ""
 
 
-def read_llmbar(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
-    """`label` 1 or 2 names the output that follows the instruction."""
+def read_llmbar(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
+    """Reads a row. `label` 1 or 2 names the output that follows the instruction."""
     prompt = user(any_text(where, row, "input"))
     responses = tuple(any_text(where, row, name) for name in ("output_1", "output_2"))
     ranks = ((1, 2), (2, 1))[whole_field(where, row, "label", 1, 2) - 1]
@@ -62,4 +62,4 @@ def read_llmbar(where: str, row: Row, report: Report, objective: str) -> Iterato
         objective=objective or OVERALL,
         details=rest(row, "input", "output_1", "output_2", "label"),
     )
-    yield from two_judged(where, report, task, [Vote(UNKNOWN, ranks)])
+    yield from judged_pair(where, report, task, [Vote(UNKNOWN, ranks)])

@@ -1,4 +1,4 @@
-"""Between files and the label store: a whole import, a whole export."""
+"""Importing files into the label store, and exporting the store to files."""
 
 import gzip
 import json
@@ -20,35 +20,36 @@ CONTAINERS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 
 
 def store_found(store: LabelStore, found: Found, batch: str, *, only_check: bool = False) -> None:
-    """Put what was found into the store, all or nothing; a second time changes nothing.
+    """Stores what an import found, all or nothing. Repeating it changes nothing.
 
-    `batch` "" means the batches that the rows name. `only_check` raises the same and stores nothing.
-    Raises: ValueError naming file and line, for a task without a batch and for what the store refuses.
+    `batch` "" means the batches that the rows name. `only_check` raises the same errors and stores nothing.
+
+    Raises: ValueError, naming file and line, for a task without a batch and for what the store refuses.
     """
     by_batch: dict[str, list[Task]] = {}
     for task_id, task in found.tasks.items():
         name = batch or found.batches[task_id]
         if not name:
             where = named(found.locations, task_id)
-            raise ValueError(f"{where} comes without a batch; a name for one was expected (--batch)")
+            raise ValueError(f"{where} has no batch; a batch name was expected (--batch)")
         by_batch.setdefault(name, []).append(task)
     coming = [Import(name, tasks, *_of_tasks(found, tasks)) for name, tasks in by_batch.items()]
     store.import_all(coming, files=found.locations, only_check=only_check)
 
 
 def _of_tasks(found: Found, tasks: Sequence[Task]) -> tuple[list[int], list[Judgment]]:
-    """Quotas and judgments of the tasks."""
-    judged = (found.acts.get(task.task_id, {}) for task in tasks)
+    """Returns quotas and judgments of the tasks."""
+    judged = (found.by_labeler.get(task.task_id, {}) for task in tasks)
     return (
         [found.quotas[task.task_id] for task in tasks],
-        [act for by_labeler in judged for acts in by_labeler.values() for act in acts],
+        [judgment for by_labeler in judged for own in by_labeler.values() for judgment in own],
     )
 
 
 def export(store: LabelStore, form: Format, path: Path, *, batch: str = "", strict: bool = False) -> tuple[Report, int]:
-    """Write a batch ("" = all of them) to `path`; returns the report and the number of rows.
+    """Writes a batch ("" = all batches) to `path`. Returns the report and the number of rows.
 
-    Errors: ValueError for a batch without tasks, for a file that is there, and where nothing fits the format.
+    Raises: ValueError for a batch without tasks, for a path that exists, and if nothing fits the format.
     """
     assert form.write is not None, f"{form.name} is not written"
     batches = [batch] if batch else store.batches()
@@ -56,7 +57,8 @@ def export(store: LabelStore, form: Format, path: Path, *, batch: str = "", stri
     if not stored:
         raise ValueError(f"batch {batch!r} has no tasks in the store" if batch else "the store has no tasks")
     report = Report(strict=strict)
-    num_rows = write_rows(path, form.write(stored, [act for name in batches for act in store.judgments(name)], report))
+    judgments = [judgment for name in batches for judgment in store.judgments(name)]
+    num_rows = write_rows(path, form.write(stored, judgments, report))
     if not num_rows:
         counts = ", ".join(f"{count} x {kind}" for kind, count in report.counts().items())
         raise ValueError(f"nothing can be written as {form.name}: {counts or 'there are no judgments'}")
@@ -65,16 +67,17 @@ def export(store: LabelStore, form: Format, path: Path, *, batch: str = "", stri
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:
-    """Write rows as the path's suffix says: JSONL, a JSON list, Parquet; without one a folder of `datasets`.
+    """Writes rows as the path's suffix says: JSONL, a JSON list, Parquet, or without one a folder of `datasets`.
 
-    The path appears whole or not at all. Returns the number of rows; of none nothing is written.
-    Errors: ValueError for another suffix, or a path that is there already.
+    The path appears complete or not at all. Returns the number of rows. Without rows nothing is written.
+
+    Raises: ValueError for another suffix, and for a path that exists.
     """
     suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     if suffix not in ("", *CONTAINERS):
         raise ValueError(f"{path}: suffix {suffix!r}; one of {', '.join(CONTAINERS)}, or none (a folder) was expected")
     if path.exists():
-        raise ValueError(f"{path}: is there already; a new path was expected")
+        raise ValueError(f"{path}: already exists; a new path was expected")
     rows = iter(rows)
     first = list(islice(rows, 1))
     if not first:
@@ -107,7 +110,7 @@ def _write_list(file: IO[str], rows: list[dict[str, Any]]) -> int:
 
 
 def _write_table(path: Path, rows: list[dict[str, Any]], *, is_folder: bool) -> int:
-    import datasets  # takes seconds, which those that write JSON need not wait for
+    import datasets  # takes seconds, so import it only if needed
 
     table = datasets.Dataset.from_list(rows)
     if is_folder:

@@ -1,7 +1,7 @@
 """NVIDIA's HelpSteer3 (Wang et al. 2025, arXiv 2505.11475) and the preferences of HelpSteer2 (2410.01257).
 
-A score from -3 to 3 is below 0 where the first response is better; as ratings it is (-score, score). HelpSteer3 gives
-every annotator's, HelpSteer2 what came of them.
+A score from -3 to 3 is below 0 if the first response is better; as ratings it becomes (-score, score). HelpSteer3 has
+every annotator's score, HelpSteer2 only the consensus.
 """
 
 import re
@@ -12,7 +12,7 @@ from preferences.formats.pairs import all_pairs
 from preferences.formats.parts import (
     CONSENSUS,
     UNKNOWN,
-    Judged,
+    JudgedTask,
     Report,
     Row,
     Vote,
@@ -20,9 +20,9 @@ from preferences.formats.parts import (
     as_note,
     as_turns,
     content_id,
+    judged_pair,
     ranks_of,
     rest,
-    two_judged,
 )
 from preferences.records import OVERALL, Judgment, Message, Task
 from preferences.results import StoredTask
@@ -37,7 +37,7 @@ def recognise_3(row: Row) -> str:
     return "context, response1, response2 and overall_preference" if names <= row.keys() else ""
 
 
-def read_3(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
+def read_3(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
     prompt = as_messages(any_messages(where, row.get("context"), "context"))
     overall = whole_field(where, row, "overall_preference", -STRONGEST, STRONGEST)
     votes = []
@@ -49,7 +49,7 @@ def read_3(where: str, row: Row, report: Report, objective: str) -> Iterator[Jud
     task = _task(
         "helpsteer3", prompt, row, ("response1", "response2"), where, objective, "context", "individual_preference"
     )
-    yield from two_judged(where, report, task, votes or [_vote(CONSENSUS, overall, "")])
+    yield from judged_pair(where, report, task, votes or [_vote(CONSENSUS, overall, "")])
 
 
 def recognise_2(row: Row) -> str:
@@ -57,7 +57,7 @@ def recognise_2(row: Row) -> str:
     return "response_1, response_2 and preference_strength" if names <= row.keys() else ""
 
 
-def read_2(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
+def read_2(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
     first, *turns = MARK.split(any_text(where, row, "prompt"))
     later = zip(turns[::2], turns[1::2], strict=True)
     prompt = (Message("user", first), *(Message(name.lower(), said) for name, said in later))
@@ -65,7 +65,7 @@ def read_2(where: str, row: Row, report: Report, objective: str) -> Iterator[Jud
     task = _task(
         "helpsteer2", prompt, row, ("response_1", "response_2"), where, objective, "prompt", "preference_strength"
     )
-    yield from two_judged(where, report, task, [_vote(CONSENSUS, strength, "")])
+    yield from judged_pair(where, report, task, [_vote(CONSENSUS, strength, "")])
 
 
 def _task(
@@ -94,7 +94,7 @@ def _vote(labeler: str, score: int, note: str) -> Vote:
 
 
 def write_3(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[dict[str, Any]]:
-    """One row a pair and labeler; a preference without mirrored ratings has the strength 1."""
+    """Writes one row per pair and labeler. A preference without mirrored ratings gets the strength 1."""
     for pair in all_pairs(stored, judgments, report):
         score = _strength(pair.ranking.ratings, pair.is_tie)
         low = min(pair.first, pair.second)

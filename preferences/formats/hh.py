@@ -1,7 +1,7 @@
 """Anthropic's HH-RLHF (Bai et al. 2022, arXiv 2204.05862): `chosen` and `rejected`, whole transcripts.
 
-A transcript is "\\n\\nHuman: ...\\n\\nAssistant: ...", over and over; its last turn is the response. Who judged is not
-known, nor whether by helpfulness or harmlessness, other than from the file's folder: give --objective.
+A transcript repeats "\\n\\nHuman: ...\\n\\nAssistant: ..."; its last turn is the response. The data does not say who
+judged. Only the file's folder says whether labelers judged by helpfulness or harmlessness, so use --objective.
 """
 
 import re
@@ -11,14 +11,14 @@ from typing import Any
 from preferences.formats.pairs import untied_pairs
 from preferences.formats.parts import (
     UNKNOWN,
-    Judged,
+    JudgedTask,
     Report,
     Row,
     Vote,
     content_id,
     in_hash_order,
     is_sound_prompt,
-    two_judged,
+    judged_pair,
 )
 from preferences.records import OVERALL, Judgment, Message, Task
 from preferences.results import StoredTask
@@ -36,7 +36,7 @@ def recognise(row: Row) -> str:
     return ""
 
 
-def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
+def read(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
     chosen, rejected = (_turns(where, row, field) for field in ("chosen", "rejected"))
     if chosen[:-1] != rejected[:-1]:
         turn = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
@@ -59,11 +59,11 @@ def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judge
         sources=(UNKNOWN, UNKNOWN),
         objective=objective or OVERALL,
     )
-    yield from two_judged(where, report, task, [Vote(UNKNOWN, ranks)])
+    yield from judged_pair(where, report, task, [Vote(UNKNOWN, ranks)])
 
 
 def _turns(where: str, row: Row, field: str) -> list[Message]:
-    """The transcript's turns; the space behind a speaker's name is no part of what is said."""
+    """Splits a transcript into turns. The space after a speaker's name is not part of the text."""
     text = any_text(where, row, field)
     start, *parts = TURN.split(text)
     if start.strip() or not parts:
@@ -72,7 +72,7 @@ def _turns(where: str, row: Row, field: str) -> list[Message]:
 
 
 def write(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[dict[str, Any]]:
-    """One row an untied pair. Left out: what a transcript cannot hold."""
+    """Writes one row per untied pair. Leaves out what a transcript cannot represent."""
     for pair in untied_pairs(stored, judgments, report):
         turns = [*pair.task.prompt, Message("assistant", pair.better), Message("assistant", pair.worse)]
         strange = next((turn for turn in turns if turn.role not in NAMES or TURN.search(turn.content)), None)

@@ -1,5 +1,5 @@
 """Two models' responses, compared by judges: PandaLM (Wang et al. 2023, arXiv 2306.05087), AlpacaEval, Chatbot Arena
-(Zheng et al. 2023, arXiv 2306.05685), which is also the form of MT-Bench's judgments.
+(Zheng et al. 2023, arXiv 2306.05685), whose format MT-Bench's judgments share.
 """
 
 import math
@@ -9,7 +9,7 @@ from typing import Any
 from preferences.formats.pairs import all_pairs, single_turn
 from preferences.formats.parts import (
     UNKNOWN,
-    Judged,
+    JudgedTask,
     Report,
     Row,
     Vote,
@@ -17,9 +17,9 @@ from preferences.formats.parts import (
     as_note,
     as_turns,
     content_id,
+    judged_pair,
     ranks_of,
     rest,
-    two_judged,
     user,
 )
 from preferences.records import OVERALL, Judgment, Task
@@ -38,17 +38,17 @@ from reading.fields import (
 )
 
 ANNOTATORS = ("annotator1", "annotator2", "annotator3")
-PANDALM = {0: (1, 1), 1: (1, 2), 2: (2, 1)}  # 0 = tie, else the better one
+PANDALM = {0: (1, 1), 1: (1, 2), 2: (2, 1)}  # 0 = tie, otherwise the better one
 WINNERS = {"model_a": (1, 2), "model_b": (2, 1), "tie": (1, 1), "tie (bothbad)": (1, 1)}
-BOTH_BAD = "bad"  # the flag of both responses of a "tie (bothbad)"
+BOTH_BAD = "bad"  # the flag for both responses in a "tie (bothbad)"
 
 
 def recognise_pandalm(row: Row) -> str:
     return "response1, response2 and annotator1 to 3" if {"response1", "response2", *ANNOTATORS} <= row.keys() else ""
 
 
-def read_pandalm(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
-    """`cmp_key` names both models; each of three annotators is a labeler."""
+def read_pandalm(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
+    """Reads a row. `cmp_key` names both models. Each of the three annotators is a labeler."""
     prompt = user(_instruction(where, row, report))
     responses = tuple(_response(where, row, name, report) for name in ("response1", "response2"))
     models = tuple(optional_text(where, row, "cmp_key").split("_"))
@@ -64,11 +64,11 @@ def read_pandalm(where: str, row: Row, report: Report, objective: str) -> Iterat
         objective=objective or OVERALL,
         details=rest(row, "response1", "response2", *ANNOTATORS),
     )
-    yield from two_judged(where, report, task, votes)
+    yield from judged_pair(where, report, task, votes)
 
 
 def _response(where: str, row: Row, field: str, report: Report) -> str:
-    """In the published file a response "True" has become the JSON value true."""
+    """Reads a response. In the published file a response "True" has become the JSON value true."""
     value = present(where, row, field)
     if type(value) is bool or is_number(value):
         report.add("response is no text", where, f"{field} is the JSON value {value!r}", "kept as its text")
@@ -77,7 +77,7 @@ def _response(where: str, row: Row, field: str, report: Report) -> str:
 
 
 def _instruction(where: str, row: Row, report: Report) -> str:
-    """The instruction, and its input where there is one."""
+    """Returns the instruction, with its input if there is one."""
     instruction, given = any_text(where, row, "instruction"), optional_text(where, row, "input")
     if not instruction.strip() and given.strip():
         report.add("empty instruction", where, f"only an input, {given[:40]!r}", "the input is the prompt")
@@ -89,8 +89,11 @@ def recognise_alpacaeval(row: Row) -> str:
     return "output_1, output_2 and preference" if names <= row.keys() else ""
 
 
-def read_alpacaeval(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
-    """`preference` from 1 (the first is better) to 2; 1.5 is a tie. A rating is the chance of being preferred."""
+def read_alpacaeval(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
+    """Reads a row. `preference` goes from 1 (the first is better) to 2; 1.5 is a tie.
+
+    A response's rating is its probability of being preferred.
+    """
     preference = present(where, row, "preference")
     if preference is None or (isinstance(preference, float) and math.isnan(preference)):
         report.add("no preference", where, "preference is empty: the judge gave none", "left out")
@@ -114,13 +117,13 @@ def read_alpacaeval(where: str, row: Row, report: Report, objective: str) -> Ite
     )
     note = as_note(rest(row, *read, "preference"))
     vote = Vote(name_field(where, row, "annotator") or UNKNOWN, ranks_of(ratings), ratings, note=note)
-    yield from two_judged(where, report, task, [vote])
+    yield from judged_pair(where, report, task, [vote])
 
 
 def write_alpacaeval(
     stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
 ) -> Iterator[dict[str, Any]]:
-    """One row a pair and labeler, ties as 1.5; only of prompts that are one user's turn."""
+    """Writes one row per pair and labeler, ties as 1.5, only for prompts with a single user turn."""
     for pair in all_pairs(stored, judgments, report):
         if prompt := single_turn(pair, report):
             first, second = sorted((pair.first, pair.second))
@@ -140,8 +143,11 @@ def recognise_arena(row: Row) -> str:
     return "model_a, model_b, winner and both conversations" if names <= row.keys() else ""
 
 
-def read_arena(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
-    """Judged at turn `turn`; dialogues that part before their last reply compare no two responses to one prompt."""
+def read_arena(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
+    """Reads a row, judged at turn `turn`.
+
+    Dialogues that differ before their last reply are left out: they do not compare two responses to one prompt.
+    """
     sides = [as_messages(any_messages(where, row.get(name), name)) for name in ("conversation_a", "conversation_b")]
     if "turn" in row:
         num_turns = whole_field(where, row, "turn", 1, 10_000)
@@ -172,13 +178,13 @@ def read_arena(where: str, row: Row, report: Report, objective: str) -> Iterator
         flags=((BOTH_BAD,), (BOTH_BAD,)) if winner == "tie (bothbad)" else (),
         created_at=number_field(where, row, "tstamp") if row.get("tstamp") is not None else 0.0,
     )
-    yield from two_judged(where, report, task, [vote])
+    yield from judged_pair(where, report, task, [vote])
 
 
 def write_arena(
     stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
 ) -> Iterator[dict[str, Any]]:
-    """One battle a pair and labeler."""
+    """Writes one battle per pair and labeler."""
     for pair in all_pairs(stored, judgments, report):
         first, second = sorted((pair.first, pair.second))
         replies = [[{"role": "assistant", "content": pair.task.responses[place]}] for place in (first, second)]

@@ -1,51 +1,53 @@
-"""Rows that speak of one task and one labeler come together; out of judgments come the rankings that stand."""
+"""Merging rows about the same task and labeler, and extracting the final rankings from judgments."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from preferences.current import current_judgments, ranking_of, why_excluded
-from preferences.formats.parts import UNKNOWN, Format, Judged, Report, Row, Vote
+from preferences.formats.parts import UNKNOWN, Format, JudgedTask, Report, Row, Vote
 from preferences.records import MAX_LABELERS, Judgment, Ranking, Task
 from preferences.rows import NO_LOCATIONS, named
 from reading.fields import shown
 
-UNFORESEEN = "not readable as"  # what the reader of a format ran into without foreseeing it
+UNFORESEEN = "not readable as"  # in the message about an error that a format's reader does not handle
 
 
 @dataclass
 class Found:
-    """What an import found: tasks in order of appearance, their judgments, and what is to be told.
+    """What an import found: tasks in order of appearance, their judgments, and a report.
 
-    `batches` are the batches that rows name themselves ("" = none), `quotas` how many labelers each task is for,
-    `places` file and line of each judgment, by task, labeler and revision; of a task itself under ("task", "", 0).
+    `batches` are the batches that the rows name ("" = none), `quotas` the number of labelers each task wants,
+    `locations` file and line of each judgment by task, labeler and revision, and of each task by (task id, "", 0).
+    `by_labeler` has judgments in order, by task id and labeler.
     """
 
     report: Report
     tasks: dict[str, Task] = field(default_factory=dict)
     batches: dict[str, str] = field(default_factory=dict)
     quotas: dict[str, int] = field(default_factory=dict)
-    acts: dict[str, dict[str, list[Judgment]]] = field(default_factory=dict)  # task id -> labeler -> acts in order
+    by_labeler: dict[str, dict[str, list[Judgment]]] = field(default_factory=dict)
     locations: dict[tuple[str, str, int], str] = field(default_factory=dict)
 
     @property
     def judgments(self) -> list[Judgment]:
-        return [act for by_labeler in self.acts.values() for acts in by_labeler.values() for act in acts]
+        return [judgment for task in self.by_labeler.values() for own in task.values() for judgment in own]
 
     @property
     def rankings(self) -> list[Ranking]:
-        """Those that stand and are training data; `report_excluded` counts the others."""
+        """The final rankings that are training data. `report_excluded` reports the others."""
         return [ranking for _, ranking in final_rankings(self.tasks.values(), self.judgments, Report())]
 
 
 def collect(
     form: Format, rows: Iterable[tuple[str, Row]], *, strict: bool = False, objective: str = ""
 ) -> Iterator[Found]:
-    """Read rows into tasks and judgments, yielding the same, growing result before the first and after every row.
+    """Reads rows into tasks and judgments. Yields the same growing result before the first and after every row.
 
-    The same judgment of one labeler in two rows counts once; another one of a labeler whose name is known is a
-    revision; another one of an unknown labeler is somebody else's. Errors: ValueError naming file, line and field, or,
-    of a strict import, the first warning.
+    The same judgment of one labeler in two rows counts once. Another judgment of a named labeler is a revision; another
+    judgment of an unknown labeler is taken to be somebody else's.
+
+    Raises: ValueError naming file, line and field; in a strict import, for the first warning.
     """
     found = Found(Report(strict=strict))
     yield found
@@ -55,31 +57,31 @@ def collect(
         judged = _read(form, where, row, found.report, objective)
         for one in judged:
             _merge(found, one, form.name)
-        told = len(found.report.warnings) > num_before
-        assert judged or told, f"{where}: the row left neither a task nor an warning"
+        is_reported = len(found.report.warnings) > num_before
+        assert judged or is_reported, f"{where}: the row gave neither a task nor a warning"
         yield found
 
 
 def collect_all(form: Format, rows: Iterable[tuple[str, Row]]) -> Found:
-    """`collect`, to the end."""
+    """Runs `collect` to the end."""
     return deque(collect(form, rows), maxlen=1).pop()
 
 
-def _read(form: Format, where: str, row: Row, report: Report, objective: str) -> list[Judged]:
-    """Read one row. Readers refuse malformed rows themselves; what they stumble over is reported with the row too.
+def _read(form: Format, where: str, row: Row, report: Report, objective: str) -> list[JudgedTask]:
+    """Reads one row. Readers refuse malformed rows; their unexpected errors are raised with the row's location too.
 
     Raises: ValueError naming file and line.
     """
     assert form.read is not None, f"{form.name} is not read"
     try:
         return list(form.read(where, row, report, objective))
-    except Exception as error:  # the last line of defence: a reader's mistake must not hide the row
+    except Exception as error:  # a bug in a reader must not hide which row caused it
         if isinstance(error, ValueError) and str(error).startswith(where):
             raise
         raise ValueError(f"{where}: {UNFORESEEN} {form.name}: {type(error).__name__}: {error}") from error
 
 
-def _merge(found: Found, judged: Judged, name: str) -> None:
+def _merge(found: Found, judged: JudgedTask, name: str) -> None:
     task, task_id = judged.task, judged.task.task_id
     is_known = task_id in found.tasks
     if is_known:
@@ -87,15 +89,15 @@ def _merge(found: Found, judged: Judged, name: str) -> None:
     else:
         found.tasks[task_id], found.batches[task_id] = task, judged.batch
         found.locations[task_id, "", 0] = judged.where
-    by_labeler = found.acts.setdefault(task_id, {})
+    by_labeler = found.by_labeler.setdefault(task_id, {})
     for vote in judged.votes:
-        act = _add_vote(by_labeler, task_id, vote, name, judged.where, found.report)
-        found.locations.setdefault((task_id, act.labeler, act.revision), judged.where)
-    for act in judged.whole:
-        _add_act(by_labeler.setdefault(act.labeler, []), act, judged.where, found.report)
-        found.locations.setdefault((task_id, act.labeler, act.revision), judged.where)
-    if is_known and not judged.votes and not judged.whole:
-        found.report.add("row seen twice", judged.where, "the task is there already, and nobody judged it", "left out")
+        judgment = _add_vote(by_labeler, task_id, vote, name, judged.where, found.report)
+        found.locations.setdefault((task_id, judgment.labeler, judgment.revision), judged.where)
+    for judgment in judged.judgments:
+        _add_judgment(by_labeler.setdefault(judgment.labeler, []), judgment, judged.where, found.report)
+        found.locations.setdefault((task_id, judgment.labeler, judgment.revision), judged.where)
+    if is_known and not judged.votes and not judged.judgments:
+        found.report.add("row seen twice", judged.where, "an earlier row has the task; nobody judged it", "left out")
     if len(by_labeler) > MAX_LABELERS:
         raise ValueError(
             f"{judged.where}: {named(NO_LOCATIONS, task_id)}: judged by more than {MAX_LABELERS:,} labelers"
@@ -103,58 +105,58 @@ def _merge(found: Found, judged: Judged, name: str) -> None:
     found.quotas[task_id] = judged.num_labelers or max(len(by_labeler), 1)
 
 
-def _compare(found: Found, judged: Judged, first: str) -> None:
-    """Errors: ValueError where two rows give one id to different prompts or responses, or contradict each other."""
+def _compare(found: Found, judged: JudgedTask, first: str) -> None:
+    """Raises: ValueError if two rows give one id to different prompts or responses, or contradict each other."""
     known, task = found.tasks[judged.task.task_id], judged.task
     where = named(NO_LOCATIONS, task.task_id)
-    told = {"batch": judged.batch, "num_labelers": judged.num_labelers or found.quotas[task.task_id]}
+    now = {"batch": judged.batch, "num_labelers": judged.num_labelers or found.quotas[task.task_id]}
     before = {"batch": found.batches[task.task_id], "num_labelers": found.quotas[task.task_id]}
     for name in ("gold_ranks", "repeat_of"):
-        told[name], before[name] = getattr(task, name), getattr(known, name)
-    for name, value in told.items():
+        now[name], before[name] = getattr(task, name), getattr(known, name)
+    for name, value in now.items():
         if value != before[name]:
             raise ValueError(f"{judged.where}: {where}: {name} is {shown(value)}, but {shown(before[name])} in {first}")
     for name in ("prompt", "responses"):
         if getattr(known, name) != getattr(task, name):
             raise ValueError(
-                f"{judged.where}: {where}: field {name!r} differs from that in {first}; rankings of one"
-                " task are of the same responses"
+                f"{judged.where}: {where}: field {name!r} differs from that in {first}; all rankings of a task must"
+                " have the same prompt and responses"
             )
     if known.objective != task.objective:
         raise ValueError(
             f"{judged.where}: {where}: objective {shown(task.objective)} differs from {shown(known.objective)}"
-            f" in {first}; what is judged by another objective is another task and needs an id of its own"
+            f" in {first}; a task judged by another objective needs an id of its own"
         )
     others = [name for name in ("sources", "details") if getattr(known, name) != getattr(task, name)]
     if others:
         found.report.add(
-            "task told differently", judged.where, f"{', '.join(others)} differ from {first}", "kept as told there"
+            "task described differently", judged.where, f"{', '.join(others)} differ from {first}", "kept as there"
         )
 
 
 def _add_vote(
     by_labeler: dict[str, list[Judgment]], task_id: str, vote: Vote, name: str, where: str, report: Report
 ) -> Judgment:
-    """The vote as a judgment: the one that is there already where the labeler said the same before."""
+    """Adds a vote as a judgment and returns it, or returns the earlier judgment if the labeler said the same before."""
     labeler = vote.labeler
-    if labeler == UNKNOWN:  # nobody says that the same one judged differently
+    if labeler == UNKNOWN:  # nothing says that it was the same person who judged differently
         number = 1
-        while labeler in by_labeler and not _told(by_labeler[labeler], vote):
+        while labeler in by_labeler and not _same(by_labeler[labeler], vote):
             number += 1
             labeler = f"{UNKNOWN} {number}"
-    acts = by_labeler.setdefault(labeler, [])
-    if same := _told(acts, vote):
-        report.add("row seen twice", where, f"{labeler} judged this task the same before", "counted once")
+    own = by_labeler.setdefault(labeler, [])
+    if same := _same(own, vote):
+        report.add("row seen twice", where, f"{labeler} gave this task the same judgment before", "counted once")
         return same
     if labeler != vote.labeler:
         report.add("judged differently", where, "an unknown labeler judged this task before", f"kept as {labeler!r}")
-    elif acts:
-        report.add("judged again", where, f"{labeler} judged this task before", "kept as a revision; the last stands")
-    acts.append(
+    elif own:
+        report.add("judged again", where, f"{labeler} judged this task before", "kept as a revision; the last counts")
+    own.append(
         Judgment(
             task_id=task_id,
             labeler=labeler,
-            revision=len(acts),
+            revision=len(own),
             kind="answer",
             ranks=vote.ranks,
             ratings=vote.ratings,
@@ -167,68 +169,69 @@ def _add_vote(
             created_at=vote.created_at,
         )
     )
-    return acts[-1]
+    return own[-1]
 
 
-def _told(acts: Sequence[Judgment], vote: Vote) -> Judgment | None:
-    told = (vote.ranks, vote.ratings, vote.flags, vote.note, vote.created_at)
-    return next((act for act in acts if (act.ranks, act.ratings, act.flags, act.note, act.created_at) == told), None)
+def _same(own: Sequence[Judgment], vote: Vote) -> Judgment | None:
+    content = (vote.ranks, vote.ratings, vote.flags, vote.note, vote.created_at)
+    return next((one for one in own if (one.ranks, one.ratings, one.flags, one.note, one.created_at) == content), None)
 
 
-def _add_act(acts: list[Judgment], act: Judgment, where: str, report: Report) -> None:
-    """Errors: ValueError for two different judgments of one labeler under one revision."""
-    same = next((other for other in acts if other.revision == act.revision), None)
+def _add_judgment(own: list[Judgment], judgment: Judgment, where: str, report: Report) -> None:
+    """Raises: ValueError for two different judgments of one labeler with the same revision."""
+    same = next((other for other in own if other.revision == judgment.revision), None)
     if same is None:
-        acts.append(act)
-    elif same == act:
-        report.add("row seen twice", where, f"revision {act.revision} of {act.labeler}", "counted once")
+        own.append(judgment)
+    elif same == judgment:
+        report.add("row seen twice", where, f"revision {judgment.revision} of {judgment.labeler}", "counted once")
     else:
         raise ValueError(
-            f"{where}: {named(NO_LOCATIONS, act.task_id, act.labeler)}: revision {act.revision} is there twice and"
-            " differs; one judgment a revision was expected"
+            f"{where}: {named(NO_LOCATIONS, judgment.task_id, judgment.labeler)}: revision {judgment.revision} appears"
+            " twice with different content; one judgment per revision was expected"
         )
 
 
 def final_rankings(
     tasks: Iterable[Task], judgments: Iterable[Judgment], report: Report
 ) -> Iterator[tuple[Task, Ranking]]:
-    """The rankings that stand and are training data, in the order of the tasks.
+    """Yields the final rankings that are training data, in the order of the tasks.
 
-    What does not stand is reported, and what is held back (`preferences.current.why_excluded`).
+    It reports judgments that are not final and those that are excluded (`preferences.current.why_excluded`).
     """
-    stands = current_judgments(judgments)
-    for act in stands.replaced:
-        _report_not_current(report, act, "superseded", "was revised")
-    for act in (*stands.skips, *stands.undos):
-        _report_not_current(report, act, act.kind, act.note)
-    settled: dict[str, list[Judgment]] = {}
-    for act in stands.final:
-        settled.setdefault(act.task_id, []).append(act)
-    for act in stands.answers:
-        if act not in settled[act.task_id]:
-            _report_not_current(report, act, "superseded", "the task was adjudicated")
+    current = current_judgments(judgments)
+    for judgment in current.replaced:
+        _report_not_final(report, judgment, "superseded", "was revised")
+    for judgment in (*current.skips, *current.undos):
+        _report_not_final(report, judgment, judgment.kind, judgment.note)
+    final: dict[str, list[Judgment]] = {}
+    for judgment in current.final:
+        final.setdefault(judgment.task_id, []).append(judgment)
+    for judgment in current.answers:
+        if judgment not in final[judgment.task_id]:
+            _report_not_final(report, judgment, "superseded", "the task was adjudicated")
     for task in tasks:
         why = why_excluded(task)
-        for act in settled.get(task.task_id, []):
+        for judgment in final.get(task.task_id, []):
             if why:
-                _report_excluded(report, act, why)
+                _report_excluded(report, judgment, why)
             else:
-                yield task, ranking_of(task, act)
+                yield task, ranking_of(task, judgment)
 
 
 def report_excluded(found: Found) -> None:
-    """Report, of an import that is trained on, the judgments that are left out because they measure labelers."""
-    kept = {task_id: why_excluded(task) for task_id, task in found.tasks.items()}
-    for act in current_judgments(found.judgments).final:
-        if kept[act.task_id]:
-            _report_excluded(found.report, act, kept[act.task_id])
+    """Reports the judgments of an import that training leaves out because they measure labelers."""
+    reasons = {task_id: why_excluded(task) for task_id, task in found.tasks.items()}
+    for judgment in current_judgments(found.judgments).final:
+        if reasons[judgment.task_id]:
+            _report_excluded(found.report, judgment, reasons[judgment.task_id])
 
 
-def _report_excluded(report: Report, act: Judgment, why: str) -> None:
-    where = f"task {act.task_id!r}, labeler {act.labeler!r}"
-    report.add(why, where, "it measures labelers and is no training data", "left out")
+def _report_excluded(report: Report, judgment: Judgment, why: str) -> None:
+    where = f"task {judgment.task_id!r}, labeler {judgment.labeler!r}"
+    report.add(why, where, "it measures labelers and is not training data", "left out")
 
 
-def _report_not_current(report: Report, act: Judgment, kind: str, why: str) -> None:
-    where = f"task {act.task_id!r}, labeler {act.labeler!r}"
-    report.add(kind, where, f"{act.kind} {act.revision}: {why or 'no reason given'}", "no ranking of it stands")
+def _report_not_final(report: Report, judgment: Judgment, kind: str, why: str) -> None:
+    where = f"task {judgment.task_id!r}, labeler {judgment.labeler!r}"
+    found = f"{judgment.kind} {judgment.revision}: {why or 'no reason given'}"
+    report.add(kind, where, found, "it gives no ranking")

@@ -1,7 +1,7 @@
 """Open-Assistant's trees (Köpf et al. 2023, arXiv 2304.07327): every set of ranked sibling replies is one ranking.
 
-The prompt is the path to them. `rank` 0 is best and is what came of several labelers' rankings. Users' turns are no
-responses; a reply without siblings is ranked against nothing. Neither is reported.
+The prompt is the path to them. `rank` 0 is best and aggregates several labelers' rankings. Users' turns are not
+responses, and a reply without siblings is ranked against nothing; neither is reported.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from typing import Any
 
 from preferences.formats.parts import (
     CONSENSUS,
-    Judged,
+    JudgedTask,
     Report,
     Row,
     Vote,
@@ -39,7 +39,7 @@ def recognise(row: Row) -> str:
     return "message_tree_id and prompt" if {"message_tree_id", "prompt"} <= row.keys() else ""
 
 
-def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
+def read(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
     tree = {
         "message_tree_id": text_field(where, row, "message_tree_id"),
         "tree_state": optional_text(where, row, "tree_state") or None,
@@ -53,8 +53,8 @@ def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judge
 
 def _walk(
     where: str, message: dict[str, Any], path: tuple[Message, ...], tree: Row, report: Report, objective: str
-) -> Iterator[Judged]:
-    """The rankings of a message's replies, then of theirs."""
+) -> Iterator[JudgedTask]:
+    """Yields the rankings of a message's replies, then those further down the tree."""
     place = f"{where}: message {text_field(where, message, 'message_id')[:SHOWN_ID]}"
     role = any_text(place, message, "role")
     if role not in ROLES:
@@ -75,7 +75,7 @@ def _siblings(
     tree: Row,
     report: Report,
     objective: str,
-) -> Iterator[Judged]:
+) -> Iterator[JudgedTask]:
     kept = [reply for reply in replies if not reply.get("deleted")]
     if len(kept) < len(replies):
         report.add("deleted reply", place, f"{len(replies) - len(kept)} of {len(replies)} replies", "left out")
@@ -98,7 +98,7 @@ def _siblings(
         details={**tree, "replies": [rest(reply, "text", "replies", "rank", "role") for reply in ranked]},
     )
     report_empty_replies(place, task, report)
-    yield Judged(place, task, (Vote(CONSENSUS, ranks),))
+    yield JudgedTask(place, task, (Vote(CONSENSUS, ranks),))
 
 
 def _source(place: str, reply: Row) -> str:

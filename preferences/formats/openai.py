@@ -1,24 +1,24 @@
-"""What OpenAI published: comparisons of summaries (Stiennon et al. 2020, arXiv 2009.01325) and of answers (WebGPT,
-Nakano et al. 2021, arXiv 2112.09332).
+"""OpenAI's published comparisons: of summaries (Stiennon et al. 2020, arXiv 2009.01325) and of answers (WebGPT, Nakano
+et al. 2021, arXiv 2112.09332).
 
-The prompt of a summary is written as TRL writes it (trl-lib/tldr, trl-lib/tldr-preference), so that policy and reward
-model read the same; `details` has the post as it was.
+The prompt of a summary is formatted as in TRL (trl-lib/tldr, trl-lib/tldr-preference), so that policy and reward model
+see the same text. `details` has the original post.
 """
 
 from collections.abc import Iterator
 
 from preferences.formats.parts import (
     UNKNOWN,
-    Judged,
+    JudgedTask,
     Report,
     Row,
     Vote,
     as_note,
     content_id,
+    judged_pair,
     plain,
     ranks_of,
     rest,
-    two_judged,
     user,
 )
 from preferences.records import OVERALL, Task
@@ -39,8 +39,8 @@ def recognise_summaries(row: Row) -> str:
     return "info, summaries and choice" if {"info", "summaries", "choice"} <= row.keys() else ""
 
 
-def read_summaries(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
-    """`choice` is the better of two `summaries`, by `worker`; what else was said of the judgment is in its note."""
+def read_summaries(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
+    """Reads a row. `choice` is the better of two `summaries`, by `worker`. Other facts go into the judgment's note."""
     info = object_field(where, row, "info")
     summaries = objects_field(where, row, "summaries")
     if len(summaries) != 2:
@@ -61,7 +61,7 @@ def read_summaries(where: str, row: Row, report: Report, objective: str) -> Iter
         details={"info": rest(info)},
     )
     vote = Vote(name_field(where, row, "worker") or UNKNOWN, (1, 2) if choice == 0 else (2, 1), note=said)
-    yield from two_judged(where, report, task, [vote])
+    yield from judged_pair(where, report, task, [vote])
 
 
 def _article(where: str, info: Row) -> str:
@@ -80,8 +80,8 @@ def recognise_webgpt(row: Row) -> str:
     return "answer_0, answer_1, score_0 and score_1" if {"answer_0", "answer_1", "score_0"} <= row.keys() else ""
 
 
-def read_webgpt(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
-    """Scores from -1 to 1 that sum to 0; both 0 is a tie. Left behind: `tokens_0` and `tokens_1`, GPT-2's."""
+def read_webgpt(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
+    """Reads a row. Scores from -1 to 1 sum to 0; both 0 is a tie. Leaves out GPT-2's `tokens_0` and `tokens_1`."""
     question = object_field(where, row, "question")
     prompt = user(text_field(f"{where}: question", question, "full_text"))
     responses = (any_text(where, row, "answer_0"), any_text(where, row, "answer_1"))
@@ -96,4 +96,4 @@ def read_webgpt(where: str, row: Row, report: Report, objective: str) -> Iterato
         objective=objective or OVERALL,
         details=plain({"question": question, "quotes": [row.get("quotes_0"), row.get("quotes_1")]}),
     )
-    yield from two_judged(where, report, task, [Vote(UNKNOWN, ranks_of(scores), scores)])
+    yield from judged_pair(where, report, task, [Vote(UNKNOWN, ranks_of(scores), scores)])

@@ -1,7 +1,7 @@
 """Heed's own formats.
 
-heed      everything of a label store: one row a task, its judgments within it, revisions and undone ones included
-rankings  one row a ranking that stands: what the reward stage reads
+heed      everything in a label store: one row per task with its judgments, including revisions and undone ones
+rankings  one row per final ranking: what the reward stage reads
 """
 
 import json
@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from preferences.formats.merging import final_rankings
-from preferences.formats.parts import UNKNOWN, Judged, Report, Row, Vote, as_messages, as_turns
+from preferences.formats.parts import UNKNOWN, JudgedTask, Report, Row, Vote, as_messages, as_turns
 from preferences.records import (
     MAX_LABELERS,
     MAX_MILLISECONDS,
@@ -39,34 +39,34 @@ from reading.fields import (
 from reading.strict_json import parse_json
 
 KINDS = ("answer", "skip", "undo", "adjudication")
-MAX_FLAGS = 100  # of one response
+MAX_FLAGS = 100  # per response
 
 
 def recognise_heed(row: Row) -> str:
     return "task_id, responses and judgments" if {"task_id", "responses", "judgments"} <= row.keys() else ""
 
 
-def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator[Judged]:
-    """A task as it was stored, with every act on it."""
+def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator[JudgedTask]:
+    """Reads a task as it was stored, with every event on it."""
     responses = _texts(where, row, "responses", MIN_RESPONSES, MAX_RESPONSES)
-    places = len(responses)
+    num_responses = len(responses)
     task = Task(
         task_id=text_field(where, row, "task_id"),
         prompt=as_messages(any_messages(where, row.get("prompt"), "prompt")),
         responses=responses,
-        sources=_texts(where, row, "sources", places, places),
+        sources=_texts(where, row, "sources", num_responses, num_responses),
         objective=objective or any_text(where, row, "objective"),
-        gold_ranks=_ranks(where, row, "gold_ranks", places, may_be_empty=True),
+        gold_ranks=_ranks(where, row, "gold_ranks", num_responses, may_be_empty=True),
         repeat_of=any_text(where, row, "repeat_of"),
         details=_details(where, row),
     )
     judgments = []
     for number, act in enumerate(objects_field(where, row, "judgments")):
         judgments.append(_judgment(f"{where}: judgments[{number}]", act, task))
-    yield Judged(
+    yield JudgedTask(
         where,
         task,
-        whole=tuple(judgments),
+        judgments=tuple(judgments),
         batch=text_field(where, row, "batch"),
         num_labelers=whole_field(where, row, "num_labelers", 1, MAX_LABELERS),
     )
@@ -75,7 +75,7 @@ def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator
 def write_heed(
     stored: Sequence[StoredTask], judgments: Sequence[Judgment], _report: Report
 ) -> Iterator[dict[str, Any]]:
-    """One row a task. `details` is JSON in a string, since the columns of Parquet have one type each."""
+    """Writes one row per task. `details` is JSON in a string, because each Parquet column has a single type."""
     acts: dict[str, list[Judgment]] = {}
     for judgment in judgments:
         acts.setdefault(judgment.task_id, []).append(judgment)
@@ -108,7 +108,7 @@ def _act_row(act: Judgment) -> dict[str, Any]:
 
 
 def _judgment(where: str, act: Row, task: Task) -> Judgment:
-    places = len(task.responses)
+    num_responses = len(task.responses)
     kind = text_field(where, act, "kind")
     if kind not in KINDS:
         raise ValueError(f"{where}: field 'kind' is {shown(kind)}; one of {', '.join(KINDS)} was expected")
@@ -116,16 +116,17 @@ def _judgment(where: str, act: Row, task: Task) -> Judgment:
     flags = list_field(where, act, "flags")
     order = list_field(where, act, "shown_order")
     for name, entries in (("ratings", ratings), ("flags", flags), ("shown_order", order)):
-        if entries and len(entries) != places:
-            raise ValueError(f"{where}: field {name!r} has {len(entries)} entries for {places} responses")
-    if order and {place for place in order if type(place) is int} != set(range(places)):
-        raise ValueError(f"{where}: field 'shown_order' is {shown(order)}; each of 0 to {places - 1} once was expected")
+        if entries and len(entries) != num_responses:
+            raise ValueError(f"{where}: field {name!r} has {len(entries)} entries for {num_responses} responses")
+    if order and {index for index in order if type(index) is int} != set(range(num_responses)):
+        last = num_responses - 1
+        raise ValueError(f"{where}: field 'shown_order' is {shown(order)}; each of 0 to {last} once was expected")
     return Judgment(
         task_id=task.task_id,
         labeler=text_field(where, act, "labeler"),
         revision=whole_field(where, act, "revision", 0, MAX_REVISION),
         kind=kind,  # type: ignore[arg-type]
-        ranks=_ranks(where, act, "ranks", places, may_be_empty=kind in ("skip", "undo")),
+        ranks=_ranks(where, act, "ranks", num_responses, may_be_empty=kind in ("skip", "undo")),
         ratings=ratings,
         flags=tuple(_texts(f"{where}: flags", {str(i): f}, str(i), 0, MAX_FLAGS) for i, f in enumerate(flags)),
         note=any_text(where, act, "note"),
@@ -148,8 +149,8 @@ def recognise_rankings(row: Row) -> str:
     return "responses and ranks" if {"task_id", "responses", "ranks"} <= row.keys() else ""
 
 
-def read_rankings(where: str, row: Row, _report: Report, objective: str) -> Iterator[Judged]:
-    """{"task_id", "prompt", "responses", "ranks", "labeler"}, and "objective" and "ratings" where they are known."""
+def read_rankings(where: str, row: Row, _report: Report, objective: str) -> Iterator[JudgedTask]:
+    """Reads {"task_id", "prompt", "responses", "ranks", "labeler"}, and "objective" and "ratings" if they are there."""
     prompt = checked_messages(where, row.get("prompt"), "prompt", ends_with="user")
     responses = _texts(where, row, "responses", MIN_RESPONSES, MAX_RESPONSES)
     ranks = _ranks(where, row, "ranks", len(responses))
@@ -163,13 +164,13 @@ def read_rankings(where: str, row: Row, _report: Report, objective: str) -> Iter
         sources=(UNKNOWN,) * len(responses),
         objective=objective or (text_field(where, row, "objective") if row.get("objective") is not None else OVERALL),
     )
-    yield Judged(where, task, (Vote(text_field(where, row, "labeler"), ranks, ratings),))
+    yield JudgedTask(where, task, (Vote(text_field(where, row, "labeler"), ranks, ratings),))
 
 
 def write_rankings(
     stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
 ) -> Iterator[dict[str, Any]]:
-    """One row a ranking that stands."""
+    """Writes one row per final ranking."""
     for _, ranking in final_rankings([one.task for one in stored], judgments, report):
         yield ranking_row(ranking)
 
@@ -189,10 +190,10 @@ def _texts(where: str, row: Row, field: str, low: int, high: int) -> tuple[str, 
     return tuple(texts)
 
 
-def _ranks(where: str, row: Row, field: str, places: int, *, may_be_empty: bool = False) -> tuple[int, ...]:
+def _ranks(where: str, row: Row, field: str, num_responses: int, *, may_be_empty: bool = False) -> tuple[int, ...]:
     ranks = row.get(field)
     if not isinstance(ranks, list | tuple) or not all(type(rank) is int and rank >= 1 for rank in ranks):
         raise ValueError(f"{where}: field {field!r} is {shown(ranks)}; a list of whole numbers from 1 was expected")
-    if len(ranks) != places and not (may_be_empty and not ranks):
-        raise ValueError(f"{where}: field {field!r} has {len(ranks)} entries for {places} responses")
+    if len(ranks) != num_responses and not (may_be_empty and not ranks):
+        raise ValueError(f"{where}: field {field!r} has {len(ranks)} entries for {num_responses} responses")
     return dense_ranks(ranks)

@@ -1,4 +1,4 @@
-"""Rankings as pairs, for the formats that hold two responses a row."""
+"""Rankings as pairs, for formats with two responses per row."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from preferences.results import StoredTask
 
 @dataclass(frozen=True)
 class Pair:
-    """Two responses of a ranking by their canonical places, the better one first where they are not tied."""
+    """Two responses of a ranking, by canonical index, the better one first unless they are tied."""
 
     task: Task
     ranking: Ranking
@@ -37,7 +37,7 @@ class Pair:
 
 
 def all_pairs(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[Pair]:
-    """Every pair of every standing ranking, ties in canonical order."""
+    """Yields every pair of every final ranking, ties in canonical order."""
     for task, ranking in final_rankings([one.task for one in stored], judgments, report):
         for first, second in combinations(range(len(task.responses)), 2):
             swapped = ranking.ranks[first] > ranking.ranks[second]
@@ -45,7 +45,7 @@ def all_pairs(stored: Sequence[StoredTask], judgments: Sequence[Judgment], repor
 
 
 def untied_pairs(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[Pair]:
-    """Every pair of which one response is better; ties are reported."""
+    """Yields every pair with a better response. Reports ties."""
     for pair in all_pairs(stored, judgments, report):
         if pair.is_tie:
             report.add("tie", pair.where, f"responses {pair.first + 1} and {pair.second + 1} are tied", "left out")
@@ -54,7 +54,7 @@ def untied_pairs(stored: Sequence[StoredTask], judgments: Sequence[Judgment], re
 
 
 def single_turn(pair: Pair, report: Report) -> str:
-    """The one user's turn that the prompt is; "" and an entry of the report where it is more than that."""
+    """Returns the text of a prompt with a single user turn, or "" and a warning for any other prompt."""
     if len(pair.task.prompt) == 1 and pair.task.prompt[0].role == "user":
         return pair.task.prompt[0].content
     roles = ", ".join(message.role for message in pair.task.prompt)

@@ -1,7 +1,7 @@
-"""What every format is made of: what a row says, what was odd about it, what an import finds.
+"""Parts that all formats share: votes, warnings, the report, and helpers for readers and writers.
 
-A reader turns one row into the tasks that were judged in it and the judgments. Whatever of a row it cannot turn into a
-judgment, or had to interpret, goes into the report; a row that is not of the format at all is a ValueError.
+A reader converts one row to tasks and judgments. What it cannot convert, or has to interpret, goes into the report as a
+warning. A row that is not in the format at all is a ValueError.
 """
 
 import hashlib
@@ -16,15 +16,15 @@ from typing import Any
 from preferences.records import Flags, Judgment, Message, Task
 from preferences.results import StoredTask
 
-UNKNOWN = "unknown"  # who judged, or who wrote, where the data does not say
-CONSENSUS = "consensus"  # where it gives what came of several labelers
+UNKNOWN = "unknown"  # the labeler or the source, if the data does not say
+CONSENSUS = "consensus"  # the labeler, if the data has only several labelers' aggregate
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class RowWarning:
-    """Something that a sound row would not have: `where` (file and line), what was found, what was done about it."""
+    """Something unusual about a row: `where` (file and line), what was found, and what was done about it."""
 
     kind: str
     where: str
@@ -36,7 +36,7 @@ class RowWarning:
 
 
 class Report:
-    """What an import or an export met, row by row. A strict one refuses the first warning."""
+    """The warnings of an import or an export. A strict report raises the first one."""
 
     def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
@@ -44,23 +44,23 @@ class Report:
         self.warnings: list[RowWarning] = []
 
     def add(self, kind: str, where: str, found: str, done: str) -> None:
-        """Errors: ValueError with the warning, of a strict report."""
+        """Adds a warning. Raises: ValueError with the warning, if the report is strict."""
         warning = RowWarning(kind, where, found, done)
         if self.strict:
-            raise ValueError(f"{where}: {kind}: {found}; with --strict that is refused (else: {done})")
+            raise ValueError(f"{where}: {kind}: {found}; --strict refuses it (otherwise: {done})")
         self.warnings.append(warning)
 
     def counts(self) -> dict[str, int]:
-        """Oddities by kind, the most frequent first."""
+        """Counts warnings by kind, the most frequent first."""
         return dict(Counter(warning.kind for warning in self.warnings).most_common())
 
 
 @dataclass(frozen=True)
 class Vote:
-    """One labeler's judgment as a row tells it, in canonical order; revisions are counted when rows come together.
+    """One labeler's judgment as a row states it, in canonical order. Merging rows assigns revisions.
 
-    `note` holds what the row says of this judgment beyond ranks, ratings and flags: as JSON, where it has fields.
-    `shown_order` is `()` where it is not known.
+    `note` contains what the row says about this judgment beyond ranks, ratings and flags, as JSON if it has fields.
+    `shown_order` is `()` if it is unknown.
     """
 
     labeler: str
@@ -73,42 +73,42 @@ class Vote:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """One task of a row and what was said of it. `whole` are judgments that come with all their columns."""
+class JudgedTask:
+    """One task of a row with its votes, or its `judgments` if the row has all of their columns."""
 
     where: str
     task: Task
     votes: tuple[Vote, ...] = ()
-    whole: tuple[Judgment, ...] = ()
-    batch: str = ""  # where the row says it
+    judgments: tuple[Judgment, ...] = ()
+    batch: str = ""  # "" = the row does not say
     num_labelers: int = 0  # 0 = as many as judged it
 
 
-Read = Callable[[str, Row, Report, str], Iterable[Judged]]  # (where, row, report, objective)
+Read = Callable[[str, Row, Report, str], Iterable[JudgedTask]]  # (where, row, report, objective)
 Write = Callable[[Sequence[StoredTask], Sequence[Judgment], Report], Iterator[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class Format:
-    """A published format by its name. `recognise` says why a row looks like it, or "" where it does not."""
+    """A published format. `recognise` returns why a row looks like this format, or "" if it does not."""
 
     name: str
     description: str
     recognise: Callable[[Row], str]
     read: Read | None  # None: it is only written
-    write: Write | None  # None: the format has no place for what a store holds
+    write: Write | None  # None: the format cannot represent what a store contains
 
 
 def content_id(name: str, prompt: Sequence[Message], responses: Sequence[str], sources: Sequence[str]) -> str:
-    """A task's id where the data gives none: the format's name and a hash of what was judged."""
+    """Returns an id for a task whose data has none: the format's name and a hash of what was judged."""
     turns = [[message.role, message.content] for message in prompt]
     return f"{name}/{_hash(turns, list(responses), list(sources))[:20]}"
 
 
 def in_hash_order(chosen: str, rejected: str) -> tuple[tuple[str, str], tuple[int, int]]:
-    """The two responses and their ranks, in the order of their hashes.
+    """Returns the two responses and their ranks, in the order of their hashes.
 
-    So the place of a response says nothing, and a pair that was judged both ways is one task.
+    So the position of a response says nothing, and a pair that was judged both ways is one task.
     """
     if _hash(chosen) <= _hash(rejected):
         return (chosen, rejected), (1, 2)
@@ -120,24 +120,24 @@ def _hash(*parts: Any) -> str:
 
 
 def ranks_of(ratings: Sequence[float]) -> tuple[int, ...]:
-    """The highest rating is rank 1; equal ratings are ties."""
+    """Converts ratings to ranks: the highest rating is rank 1, equal ratings are ties."""
     order = sorted(set(ratings), reverse=True)
     return tuple(order.index(rating) + 1 for rating in ratings)
 
 
 def as_note(fields: Mapping[str, Any]) -> str:
-    """What a row says of one judgment, as JSON without empty fields; "" where nothing is left."""
-    said = {name: plain(value) for name, value in fields.items() if value not in (None, "", [], {})}
-    return json.dumps(said, ensure_ascii=False) if said else ""
+    """Returns a judgment's other fields as JSON, without empty ones; "" if there are none."""
+    filled = {name: plain(value) for name, value in fields.items() if value not in (None, "", [], {})}
+    return json.dumps(filled, ensure_ascii=False) if filled else ""
 
 
 def rest(row: Row, *read: str) -> dict[str, Any]:
-    """The fields of a row that were not read, in JSON's types."""
+    """Returns the fields of a row that were not read, in JSON's types."""
     return {name: plain(value) for name, value in row.items() if name not in read and value is not None}
 
 
 def plain(value: Any) -> Any:
-    """The value in JSON's types: what it has no word for (times and bytes of Parquet, NaN) as text."""
+    """Converts a value to JSON's types. What JSON lacks (Parquet's times and bytes, NaN) becomes text."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -159,7 +159,7 @@ def as_turns(prompt: Sequence[Message]) -> list[dict[str, str]]:
 
 
 def is_sound_prompt(where: str, prompt: Sequence[Message], report: Report) -> bool:
-    """Whether responses can be trained on behind this prompt; what is odd about it is reported."""
+    """Whether responses to this prompt can be trained on. Reports what is unusual about it."""
     if not prompt or prompt[-1].role != "user":
         last = prompt[-1].role if prompt else "nobody"
         report.add("no user's turn", where, f"the prompt ends with {last}'s turn", "left out")
@@ -180,17 +180,17 @@ def is_sound_prompt(where: str, prompt: Sequence[Message], report: Report) -> bo
 VERDICTS: dict[tuple[int, ...], str] = {(1, 2): "the first", (2, 1): "the second", (1, 1): "neither"}
 
 
-def two_judged(where: str, report: Report, task: Task, votes: Sequence[Vote]) -> Iterator[Judged]:
-    """A comparison of two, unless its prompt is unsound or one of two equal responses is preferred.
+def judged_pair(where: str, report: Report, task: Task, votes: Sequence[Vote]) -> Iterator[JudgedTask]:
+    """Yields a comparison of two responses, unless its prompt is unsound or one of two equal responses is preferred.
 
-    Where several judged it and do not say the same, that is reported.
+    Reports labelers who disagree.
     """
     if not is_sound_prompt(where, task.prompt, report):
         return
     report_empty_replies(where, task, report)
     if len({vote.ranks for vote in votes}) > 1:
-        said = ", ".join(VERDICTS[vote.ranks] for vote in votes)
-        report.add("annotators disagree", where, f"better is {said}", "each kept as a judgment")
+        verdicts = ", ".join(VERDICTS[vote.ranks] for vote in votes)
+        report.add("annotators disagree", where, f"better is {verdicts}", "each kept as a judgment")
     sound = list(votes)
     if task.responses[0] == task.responses[1]:
         sound = [vote for vote in votes if vote.ranks[0] == vote.ranks[1]]
@@ -198,7 +198,7 @@ def two_judged(where: str, report: Report, task: Task, votes: Sequence[Vote]) ->
             found = f"both are {task.responses[0][:40]!r}, and one was preferred by {len(votes) - len(sound)}"
             report.add("identical responses", where, found, "left out" if not sound else "their judgments left out")
     if sound:
-        yield Judged(where, task, tuple(sound))
+        yield JudgedTask(where, task, tuple(sound))
 
 
 def report_empty_replies(where: str, task: Task, report: Report) -> None:

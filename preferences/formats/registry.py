@@ -1,4 +1,4 @@
-"""The formats by name, and a guess at which one some rows are in."""
+"""The formats by name, and guessing which one rows are in."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -16,9 +16,9 @@ def _never(_row: Row) -> str:
     return ""
 
 
-# What has more of its own fields comes first: rows are of the first format that recognises them.
+# Rows are in the first format that recognises them, so formats with more specific fields come first.
 _ALL = (
-    Format("heed", "everything of a label store", own.recognise_heed, own.read_heed, own.write_heed),
+    Format("heed", "everything in a label store", own.recognise_heed, own.read_heed, own.write_heed),
     Format("rankings", "what the reward stage reads", own.recognise_rankings, own.read_rankings, own.write_rankings),
     Format("openai", "OpenAI's comparisons of summaries", openai.recognise_summaries, openai.read_summaries, None),
     Format("webgpt", "WebGPT comparisons", openai.recognise_webgpt, openai.read_webgpt, None),
@@ -42,12 +42,12 @@ FORMATS = {form.name: form for form in _ALL}
 
 
 def format_to_read(name: str) -> Format:
-    """Errors: ValueError for a format that is unknown, or only written."""
+    """Raises: ValueError for a format that is unknown or only written."""
     return _named(name, [form for form in _ALL if form.read is not None])
 
 
 def format_to_write(name: str) -> Format:
-    """Errors: ValueError for a format that is unknown, or has no place for what a store holds."""
+    """Raises: ValueError for a format that is unknown or cannot represent what a store contains."""
     return _named(name, [form for form in _ALL if form.write is not None])
 
 
@@ -59,10 +59,10 @@ def _named(name: str, known: Sequence[Format]) -> Format:
 
 
 def sniff(rows: Rows) -> tuple[Format, str]:
-    """The format that the first rows are in, and why. Errors: ValueError where they are in none, or there are none."""
+    """Returns the format of the first rows, and why. Raises: ValueError if they are in none, or there are none."""
     first = list(islice(rows, SNIFFED_ROWS))
     if not first:
-        raise ValueError("there are no rows whose format could be guessed; at least one was expected")
+        raise ValueError("there are no rows to guess the format from; at least one was expected")
     for form in _ALL:
         reasons = [form.recognise(row) for _, row in first]
         if all(reasons):
@@ -72,7 +72,7 @@ def sniff(rows: Rows) -> tuple[Format, str]:
         if form.recognise(row):
             odd, other = next(placed for placed in first if not form.recognise(placed[1]))
             raise ValueError(
-                f"{odd}: it is not of the format {form.name}, as {where} is: found {names(other)};"
+                f"{odd}: the row is not in the format {form.name}, as {where} is: found {names(other)};"
                 " correct the row, or name the format with --format"
             )
     raise ValueError(f"{where}: no known format has the fields {names(row)}; name one with --format")

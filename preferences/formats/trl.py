@@ -1,7 +1,7 @@
-"""TRL's preference type: `chosen` and `rejected`, with `prompt` or with the prompt inside both.
+"""TRL's preference type: `chosen` and `rejected`, with a `prompt` field or with the prompt inside both.
 
-Texts (standard) or lists of {role, content} (conversational). An implicit prompt is what both have in common at their
-beginning, as in TRL's extract_prompt. `ultrafeedback_binarized` adds `prompt_id`, `score_chosen` and `score_rejected`.
+They are texts (standard) or lists of {role, content} (conversational). An implicit prompt is the common beginning of
+both, as in TRL's extract_prompt. `ultrafeedback_binarized` adds `prompt_id`, `score_chosen` and `score_rejected`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 from preferences.formats.pairs import Pair, single_turn, untied_pairs
 from preferences.formats.parts import (
     UNKNOWN,
-    Judged,
+    JudgedTask,
     Report,
     Row,
     Vote,
@@ -18,8 +18,8 @@ from preferences.formats.parts import (
     as_turns,
     content_id,
     in_hash_order,
+    judged_pair,
     rest,
-    two_judged,
     user,
 )
 from preferences.records import OVERALL, Judgment, Message, Task
@@ -37,11 +37,11 @@ def recognise(row: Row) -> str:
     return ""
 
 
-def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
+def read(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
     if "label" in row and "completion" in row:
         raise ValueError(
-            f"{where}: fields 'completion' and 'label' are TRL's unpaired preferences: a completion that is good or bad"
-            " by itself ranks nothing; fields 'chosen' and 'rejected' were expected"
+            f"{where}: fields 'completion' and 'label' are TRL's unpaired preferences, which rank nothing; fields"
+            " 'chosen' and 'rejected' were expected"
         )
     sides = _sides(where, row, report)
     if sides is None:
@@ -67,11 +67,11 @@ def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judge
         objective=objective or OVERALL,
         details=rest(row, *read_fields),
     )
-    yield from two_judged(where, report, task, [Vote(UNKNOWN, ranks, ratings)])
+    yield from judged_pair(where, report, task, [Vote(UNKNOWN, ranks, ratings)])
 
 
 def _sides(where: str, row: Row, report: Report) -> Sides | None:
-    """The prompt and both replies; None, and an entry of the report, where they do not come apart."""
+    """Returns the prompt and both replies, or None and a warning if they cannot be separated."""
     chosen, rejected = present(where, row, "chosen"), present(where, row, "rejected")
     if isinstance(chosen, str):
         return _of_texts(where, row, chosen, any_text(where, row, "rejected"), report)
@@ -112,13 +112,13 @@ def _of_texts(where: str, row: Row, chosen: str, rejected: str, report: Report) 
 
 
 def write(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[dict[str, Any]]:
-    """Conversational, with an explicit prompt: one row an untied pair."""
+    """Writes the conversational type with an explicit prompt, one row per untied pair."""
     for pair in untied_pairs(stored, judgments, report):
         yield {"prompt": as_turns(pair.task.prompt), **_replies(pair)}
 
 
 def write_text(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[dict[str, Any]]:
-    """Texts, with an explicit prompt; only of prompts that are one user's turn."""
+    """Writes texts with an explicit prompt, only for prompts with a single user turn."""
     for pair in untied_pairs(stored, judgments, report):
         if prompt := single_turn(pair, report):
             yield {"prompt": prompt, "chosen": pair.better, "rejected": pair.worse}
@@ -132,7 +132,7 @@ def recognise_binarized(row: Row) -> str:
 def write_binarized(
     stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report
 ) -> Iterator[dict[str, Any]]:
-    """Untied pairs of responses that were rated as well."""
+    """Writes untied pairs of responses that were also rated."""
     for pair in untied_pairs(stored, judgments, report):
         ratings = pair.ranking.ratings
         if not ratings:

@@ -1,7 +1,7 @@
-"""UltraFeedback (Cui et al. 2023, arXiv 2310.01377): four completions an instruction, rated by GPT-4 on four aspects.
+"""UltraFeedback (Cui et al. 2023, arXiv 2310.01377): four completions per instruction, rated by GPT-4 on four aspects.
 
-Ranked by the mean of the aspects, or by one of them where the objective is its name. Not by `overall_score`: many a 10
-there should be a 1 (OpenBMB/UltraFeedback, issue 8).
+Completions are ranked by the mean of the aspects, or by the aspect that the objective names. `overall_score` is not
+used: many of its 10s should be 1s (OpenBMB/UltraFeedback, issue 8).
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from preferences.formats.parts import (
-    Judged,
+    JudgedTask,
     Report,
     Row,
     Vote,
@@ -25,14 +25,14 @@ from reading.fields import any_text, as_number, object_field, objects_field, sho
 
 ASPECTS = ("instruction_following", "honesty", "truthfulness", "helpfulness")
 LABELER = "gpt-4"
-HIGHEST, LOW = 10, 2  # an overall_score, and a mean rating (of 1 to 5), that contradict each other
+HIGHEST, LOW = 10, 2  # an overall_score and a mean rating (1 to 5) that contradict each other
 
 
 def recognise(row: Row) -> str:
     return "instruction and completions" if {"instruction", "completions"} <= row.keys() else ""
 
 
-def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judged]:
+def read(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
     prompt = user(any_text(where, row, "instruction"))
     completions = objects_field(where, row, "completions")
     aspects = (objective,) if objective in ASPECTS else ASPECTS
@@ -63,11 +63,11 @@ def read(where: str, row: Row, report: Report, objective: str) -> Iterator[Judge
         | {"completions": [rest(completion, "response", "model") for completion, _ in rated]},
     )
     report_empty_replies(where, task, report)
-    yield Judged(where, task, (Vote(LABELER, ranks_of(means), means),))
+    yield JudgedTask(where, task, (Vote(LABELER, ranks_of(means), means),))
 
 
 def _ratings(place: str, completion: Row, aspects: tuple[str, ...], report: Report) -> list[float]:
-    """The aspects' ratings that are numbers; they are written as strings, some of them "N/A"."""
+    """Returns the aspects' ratings that are numbers. They are written as strings, some of them "N/A"."""
     annotations = object_field(place, completion, "annotations")
     found = []
     for aspect in aspects:

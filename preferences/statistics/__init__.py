@@ -1,1 +1,1 @@
-"""What labels say of tasks and labelers: agreement, alpha, accuracy, habits, and how sure each figure is."""
+"""Statistics of labels: agreement, alpha, accuracy, labelers' habits, each with its interval."""

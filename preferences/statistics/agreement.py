@@ -1,4 +1,4 @@
-"""How far labelers agree with each other, and with a known truth, over pairs of responses."""
+"""Agreement of labelers with each other, and with a known truth, over pairs of responses."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +15,12 @@ TrueScores = Mapping[str, Sequence[float]] | Callable[[str], Sequence[float]]
 
 
 def pairwise_agreement(rankings: Sequence[Ranking]) -> Share:
-    """Between labelers: the share of response pairs that two labelers of one task order the same.
+    """The share of response pairs that two labelers of the same task order alike.
 
-    Counts each pair of responses for each pair of labelers, where neither labeler ties it. The interval is
-    over prompts. Rankings of the same task must be of the same responses: ValueError otherwise, naming the task.
+    It counts each pair of responses once for each pair of labelers, unless one of them ties it. The interval is over
+    prompts.
+
+    Raises: ValueError, naming the task, if its rankings are of different responses.
     """
     by_task: dict[str, list[Ranking]] = {}
     for ranking in rankings:
@@ -27,7 +29,7 @@ def pairwise_agreement(rankings: Sequence[Ranking]) -> Share:
     for task_id, judged in by_task.items():
         if len({ranking.responses for ranking in judged}) > 1:
             raise ValueError(f"task {task_id!r}: responses differ between its rankings")
-        # A lower rank is better, a higher score is better; between two rankings only sameness of sign matters.
+        # Between two rankings only the signs have to agree, so it does not matter that lower ranks are better.
         pairs = [
             _same_and_compared(first.ranks, second.ranks)
             for first, second in combinations(judged, 2)
@@ -38,11 +40,12 @@ def pairwise_agreement(rankings: Sequence[Ranking]) -> Share:
 
 
 def accuracy_against(rankings: Sequence[Ranking], scores: TrueScores) -> Share:
-    """Against the truth: the share of response pairs that a ranking orders as the true scores do.
+    """The share of response pairs that a ranking orders like the true scores.
 
-    `scores` gives a task's true scores by its id, in canonical order, higher is better. Pairs tied in the ranking or
-    in the scores are left out. The interval is over prompts. Raises ValueError, naming the task, for scores that are
-    missing, not finite, or not one per response.
+    `scores` maps a task's id to its true scores, in canonical order; higher is better. Pairs tied in the ranking or in
+    the scores are left out. The interval is over prompts.
+
+    Raises: ValueError, naming the task, for scores that are missing, not finite, or not one per response.
     """
     by_task: dict[str, list[tuple[int, int]]] = {}
     for ranking in rankings:
@@ -69,7 +72,7 @@ def _scores_of(ranking: Ranking, scores: TrueScores) -> Sequence[float]:
 
 
 def _same_and_compared(first: Sequence[float], second: Sequence[float]) -> tuple[int, int]:
-    """Of the pairs of entries untied in both: (how many have the same order, how many there are)."""
+    """Returns (same, compared): how many pairs of entries have the same order, out of those untied in both."""
     same = compared = 0
     for i, j in combinations(range(len(first)), 2):
         if first[i] != first[j] and second[i] != second[j]:
@@ -79,7 +82,7 @@ def _same_and_compared(first: Sequence[float], second: Sequence[float]) -> tuple
 
 
 def _share(rankings: Sequence[Ranking], counts: Sequence[tuple[int, int]]) -> Share:
-    """`counts` are each task's (right, compared), tasks in the order of their first ranking."""
+    """Computes the share from each task's (right, compared), tasks in the order of their first ranking."""
     tasks: dict[str, Ranking] = {}
     for ranking in rankings:
         tasks.setdefault(ranking.task_id, ranking)
@@ -90,9 +93,9 @@ def _share(rankings: Sequence[Ranking], counts: Sequence[tuple[int, int]]) -> Sh
 
 
 def share_of_tasks(right_T: Floats, compared_T: Floats, prompt_T: Ints, responses_T: Ints) -> Share:
-    """The share right of all compared, given by task, with the interval of `clustered_shares` over prompts.
+    """The share right among all comparisons, from counts by task, with the interval of `clustered_shares` over prompts.
 
-    A comparison is of two of a task's `responses_T` responses; several labelers may compare the same two.
+    A comparison is between two of a task's `responses_T` responses. Several labelers may compare the same two.
     """
     num_pairs_T = responses_T * (responses_T - 1) / 2
     tally = Tally(

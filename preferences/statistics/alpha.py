@@ -1,12 +1,12 @@
-"""Krippendorff's alpha: how far labelers agree beyond chance, with missing answers and any number of labelers.
+"""Krippendorff's alpha: agreement beyond chance, with missing answers and any number of labelers.
 
     alpha = 1 - D_o / D_e
 
-D_o is the disagreement within units (what was judged), D_e that of values drawn from all units: 1 is full agreement, 0
-what chance gives, below 0 is worse than chance. Krippendorff 2011, Computing Krippendorff's Alpha-Reliability; Hayes &
-Krippendorff 2007, Communication Methods and Measures 1(1).
+D_o is the disagreement within units (what was judged), D_e the disagreement of values drawn from all units. 1 is full
+agreement, 0 is chance, below 0 is worse than chance. Krippendorff 2011, Computing Krippendorff's Alpha-Reliability;
+Hayes & Krippendorff 2007, Communication Methods and Measures 1(1).
 
-What would be 0/0 is NaN with a reason, never 0: labelers who leave nothing to disagree on have shown nothing.
+A result of 0/0 is NaN with a reason, never 0: with nothing to disagree on, agreement shows nothing.
 
 Shape letters: U units, V values in ascending order, T tasks, P pairs of responses.
 """
@@ -22,18 +22,18 @@ from intervals.bootstrap import NUM_RESAMPLES, percentiles, resampled_sums
 from intervals.estimates import LEVEL, Floats, Ints
 from preferences.statistics.panel import PairCounts, Panel
 
-MAX_VALUES = 21  # of ratings, as from 0 to 10 in halves; each pair of values has a table's column
+MAX_VALUES = 21  # distinct ratings, such as 0 to 10 in halves; each pair of values takes a column of a table
 
-NO_OVERLAP = "no two labelers judged the same"
-NO_VARIATION = "all answers are alike, so that chance would agree as well"
+NO_OVERLAP = "no two labelers judged the same task"
+NO_VARIATION = "all answers are alike, so chance would agree as much"
 
 
 @dataclass(frozen=True)
 class Alpha:
     """Alpha with a 95% interval by bootstrap over prompts; higher is better.
 
-    `num_units` units were judged by two labelers or more, in `num_tasks` tasks. `reason` says why alpha is NaN, and
-    is empty where it is known; from a single prompt `low` and `high` are NaN.
+    At least two labelers judged each of `num_units` units, in `num_tasks` tasks. `reason` says why alpha is NaN, and is
+    empty if it is known. `low` and `high` are NaN for a single prompt.
     """
 
     value: float
@@ -45,30 +45,30 @@ class Alpha:
 
 
 def ordinal_alpha(counts_UV: Floats) -> float:
-    """Alpha of ordinal values: `counts_UV[u, v]` labelers gave unit u the v-th smallest value. NaN where unknown.
+    """Alpha of ordinal values: `counts_UV[u, v]` labelers gave unit u the v-th smallest value. NaN if unknown.
 
         o_ck = Σ_u (n_uc·n_uk - [c = k]·n_uc) / (m_u - 1),  n_c = Σ_k o_ck,  n = Σ_c n_c
         alpha = 1 - (n - 1) · Σ_ck o_ck·δ²_ck / Σ_ck n_c·n_k·δ²_ck,  δ_ck = Σ_{g=c..k} n_g - (n_c + n_k)/2
 
-    m_u is the number of values of unit u; units with fewer than two are left out.
+    m_u is the number of values of unit u. Units with fewer than two values are left out.
     """
     one_cluster_U = np.zeros(len(counts_UV), dtype=np.int64)
     return float(_alpha_of_coincidences(_coincidences(counts_UV, one_cluster_U, 1))[0])
 
 
 def ranking_alpha(counts: PairCounts, prompt_T: Ints, *, seed: int) -> Alpha:
-    """Alpha of K-way rankings with ties. A unit is a pair of responses, its value one of {second, tie, first} better.
+    """Alpha of K-way rankings with ties. A unit is a pair of responses; its value is {second, tie, first} better.
 
-    Ranks mean something within their task only (and ties shift them), so units are pairs, whose values mean the same
-    in every task and at every K. Which response of a pair is called first is a coin's throw. So the values'
-    distribution is symmetric, and with Krippendorff's ordinal metric a tie lies halfway between the preferences:
-    δ² = 1 for opposite preferences, ¼ for a tie and a preference. Two values whose pairs are turned at random disagree
-    by ½ if neither is a tie, by ¼ if one is. With τ the share of ties among values of units that several judged,
+    Ranks have a meaning only within their task (and ties shift them). So units are pairs, whose values mean the same in
+    every task and for every K. Which response of a pair is called first is arbitrary. So the values' distribution is
+    symmetric, and with Krippendorff's ordinal metric a tie lies halfway between the preferences: δ² = 1 for opposite
+    preferences, ¼ for a tie and a preference. Two values whose pairs are oriented at random disagree by ½ if neither is
+    a tie, and by ¼ if one is. With τ the share of ties among values of units that several labelers judged,
 
         D_o = Σ_u 2/(m_u - 1) · Σ_{pairs of labelers} δ² / Σ_u m_u,    D_e = (1 - τ)/2
 
-    It is `ordinal_alpha` of the units read both ways, but for its n - 1. Without ties, and with equally many labelers
-    a unit, alpha = 2·(pairwise agreement) - 1, which for two labelers is the mean of Kendall's tau.
+    It equals `ordinal_alpha` of the units read in both directions, except for its n - 1. Without ties, and with equally
+    many labelers per unit, alpha = 2·(pairwise agreement) - 1, which for two labelers is the mean of Kendall's tau.
     """
     num_TP = counts.num_TP
     judged_TP = num_TP > 1
@@ -85,14 +85,14 @@ def ranking_alpha(counts: PairCounts, prompt_T: Ints, *, seed: int) -> Alpha:
     if len(table_CS) == 1:
         return Alpha(value, math.nan, math.nan, num_units, num_tasks, "")
     sums_RS = resampled_sums(table_CS, seed=seed, num_resamples=NUM_RESAMPLES)
-    sums_RS = sums_RS[sums_RS[:, 1] > 0]  # a resample of ties alone says nothing
+    sums_RS = sums_RS[sums_RS[:, 1] > 0]  # a resample with nothing but ties has no alpha
     return Alpha(value, *percentiles(1 - sums_RS[:, 0] / sums_RS[:, 1], LEVEL), num_units, num_tasks, "")
 
 
 def rating_alpha(panel: Panel, *, seed: int) -> Alpha:
-    """Alpha of ratings, one a response, ordinal: a unit is a response.
+    """Alpha of ratings as ordinal values. A unit is a response, which each labeler rates once.
 
-    Answers without ratings are left out. Each resample has its own metric, since that follows from the ratings.
+    Answers without ratings are left out. Each resample has its own metric, because the metric depends on the ratings.
     """
     answers = panel.answers
     rated = [row for row, answer in enumerate(answers) if answer.ratings]
@@ -133,7 +133,7 @@ def _alpha_of_units(counts_UV: Floats, task_U: Ints, prompt_T: Ints, seed: int) 
 
 
 def _coincidences(counts_UV: Floats, cluster_U: Ints, num_clusters: int) -> Floats:
-    """[clusters, V, V]: the ordered pairs of values that two labelers gave a unit, over m_u - 1, summed by cluster."""
+    """Returns [clusters, V, V]: ordered pairs of values that two labelers gave a unit, over m_u - 1, by cluster."""
     num_U = counts_UV.sum(axis=1)
     weight_U = np.where(num_U > 1, 1 / np.maximum(num_U - 1, 1), 0.0)
     num_values = counts_UV.shape[1]
@@ -146,10 +146,10 @@ def _coincidences(counts_UV: Floats, cluster_U: Ints, num_clusters: int) -> Floa
 
 
 def _alpha_of_coincidences(observed_RVV: Floats) -> Floats:
-    """Alpha of each of R tables of coincidences; NaN where nothing varies. [R]"""
+    """Returns [R]: alpha of each of R coincidence tables, NaN where nothing varies."""
     count_RV = observed_RVV.sum(axis=2)
     total_R = count_RV.sum(axis=1)
-    # The number of values below c and half those at c: δ_ck is the difference of two of these.
+    # The number of values below c plus half of those at c. δ_ck is the difference of two of these.
     midrank_RV = np.cumsum(count_RV, axis=1) - count_RV / 2
     squares_RVV = (midrank_RV[:, :, None] - midrank_RV[:, None, :]) ** 2
     observed_R = np.einsum("rck,rck->r", observed_RVV, squares_RVV)
@@ -161,7 +161,7 @@ def _alpha_of_coincidences(observed_RVV: Floats) -> Floats:
 
 
 def _by_prompt(table_TS: Floats, prompt_T: Ints, used_T: npt.NDArray[np.bool_]) -> Floats:
-    """[prompts, S]: the sums of the used tasks' rows, by prompt."""
+    """Returns [prompts, S]: the sums of the used tasks' rows, by prompt."""
     _, cluster_T = np.unique(prompt_T[used_T], return_inverse=True)
     return np.stack([np.bincount(cluster_T, column) for column in table_TS[used_T].T], axis=1).astype(np.float64)
 

@@ -1,4 +1,4 @@
-"""Who did what, from one pass over the judgments."""
+"""Counting what each labeler did."""
 
 import math
 from collections import Counter
@@ -11,7 +11,7 @@ from preferences.records import Judgment
 
 @dataclass(frozen=True)
 class LabelerCount:
-    """What a labeler did; `num_undone` counts undos, whatever came after; the last act is in epoch seconds."""
+    """What a labeler did. `num_undone` counts all undos; `last_at` is the time of the last event, epoch seconds."""
 
     labeler: str
     num_answers: int
@@ -21,13 +21,13 @@ class LabelerCount:
     last_at: float
 
 
-def labeler_counts(judgments: Sequence[Judgment], stands: CurrentJudgments) -> tuple[LabelerCount, ...]:
-    """What each labeler did, by name; `stands` is what stands of the judgments."""
-    answers = Counter(answer.labeler for answer in stands.answers)
-    skips = Counter(skip.labeler for skip in stands.skips)
+def labeler_counts(judgments: Sequence[Judgment], current: CurrentJudgments) -> tuple[LabelerCount, ...]:
+    """Returns what each labeler did, by name. `current` are the current ones among `judgments`."""
+    answers = Counter(answer.labeler for answer in current.answers)
+    skips = Counter(skip.labeler for skip in current.skips)
     undone = Counter(judgment.labeler for judgment in judgments if judgment.kind == "undo")
-    done_again = {(old.task_id, old.labeler) for old in stands.replaced if old.kind != "undo"}
-    revised = Counter(answer.labeler for answer in stands.answers if (answer.task_id, answer.labeler) in done_again)
+    done_again = {(old.task_id, old.labeler) for old in current.replaced if old.kind != "undo"}
+    revised = Counter(answer.labeler for answer in current.answers if (answer.task_id, answer.labeler) in done_again)
     last_at: dict[str, float] = {}
     for judgment in judgments:
         if judgment.created_at > last_at.get(judgment.labeler, -math.inf):

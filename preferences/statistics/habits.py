@@ -1,6 +1,6 @@
 """How labelers work: their time, what they flag, why they skip, and how they rate.
 
-Numbers to look at, never verdicts: who is fast may be good, and who is slow may be at lunch.
+These are numbers to look at, not verdicts: a fast labeler may be good, and a slow one may be at lunch.
 """
 
 from collections import Counter
@@ -16,10 +16,10 @@ from intervals.independent import difference_of_means, median_interval
 from preferences.records import Judgment, Task
 from preferences.statistics.panel import Panel
 
-# Adults read English non-fiction silently at 238 words a minute on average, most at 175 to 300 (Brysbaert 2019,
-# Journal of Memory and Language 109, 104047), and lose understanding beyond about 400 (Rayner et al. 2016,
-# Psychological Science in the Public Interest 17(1)). Three times the average is skimming at best; and the time
-# counted holds the deciding and the clicking as well.
+# Adults read English non-fiction silently at 238 words per minute on average, most at 175 to 300 (Brysbaert 2019,
+# Journal of Memory and Language 109, 104047), and understand less above about 400 (Rayner et al. 2016, Psychological
+# Science in the Public Interest 17(1)). Three times the average is skimming at best, and the measured time includes
+# deciding and clicking too.
 TOO_FAST_WORDS_PER_MINUTE = 700.0
 
 MILLISECONDS_PER_MINUTE = 60_000
@@ -27,9 +27,9 @@ MILLISECONDS_PER_MINUTE = 60_000
 
 @dataclass(frozen=True)
 class Pace:
-    """A labeler's time on a task. Rates are words of the prompt and all responses, a minute of that time.
+    """A labeler's time per task. Rates are words of the prompt and all responses per minute of that time.
 
-    `too_fast` is the share of answers above the threshold, one an answer (`num_pairs` counts answers).
+    `too_fast` is the share of answers above the threshold; its `num_pairs` counts answers.
     """
 
     milliseconds: Interval  # median, with its interval
@@ -50,10 +50,10 @@ class FastAnswer:
 
 @dataclass(frozen=True)
 class Ratings:
-    """A labeler's ratings: how often each was given, their mean, and how it moved.
+    """A labeler's ratings: how often each was given, their mean, and how the mean moved.
 
-    `drift` is the mean of the later half of their rated answers less that of the earlier half, by time; both take an
-    answer's mean as one number. Both are in points of the scale.
+    `drift` is the mean of the later half of the rated answers minus that of the earlier half, by time. `mean` and
+    `drift` count an answer's mean rating as one number and are in points of the scale.
     """
 
     counts: Mapping[float, int]
@@ -62,12 +62,12 @@ class Ratings:
 
 
 def num_words(task: Task) -> int:
-    """Words of the prompt and the responses, between spaces; scripts without spaces count too few, never too many."""
+    """Counts words of prompt and responses, separated by spaces. Scripts without spaces get too few, never too many."""
     return len(" ".join((*(message.content for message in task.prompt), *task.responses)).split())
 
 
 def words_per_minute(panel: Panel) -> tuple[Floats, Floats]:
-    """[J] each: the words of an answer's task, and that many a minute of the answer's time; inf where it took none."""
+    """Returns [J] each: the words of an answer's task, and words per minute of its time (inf if it took no time)."""
     answered = np.unique(panel.task_J)
     words_T = np.zeros(len(panel.tasks))
     words_T[answered] = [num_words(panel.tasks[task]) for task in answered]
@@ -78,9 +78,9 @@ def words_per_minute(panel: Panel) -> tuple[Floats, Floats]:
 
 
 def paces(panel: Panel, rate_J: Floats, *, threshold: float = TOO_FAST_WORDS_PER_MINUTE) -> list[Pace]:
-    """Every labeler's pace; `rate_J` from `words_per_minute`, `threshold` in words a minute."""
+    """Returns every labeler's pace. `rate_J` comes from `words_per_minute`; `threshold` is in words per minute."""
     milliseconds_J, ones_J = _milliseconds(panel), np.ones(len(rate_J))
-    pairs_of_two_J = np.full(len(rate_J), 2)  # an answer is one trial, as one pair of responses is
+    pairs_of_two_J = np.full(len(rate_J), 2)  # an answer is one trial, like one pair of responses
     fast_J = (rate_J > threshold).astype(np.float64)
     tally = Tally(panel.labeler_J, panel.task_J, panel.prompt_T[panel.task_J], fast_J, ones_J, ones_J, pairs_of_two_J)
     shares = clustered_shares(tally, len(panel.labelers))
@@ -95,7 +95,7 @@ def paces(panel: Panel, rate_J: Floats, *, threshold: float = TOO_FAST_WORDS_PER
 def fast_answers(
     panel: Panel, words_J: Floats, rate_J: Floats, *, limit: int, threshold: float = TOO_FAST_WORDS_PER_MINUTE
 ) -> tuple[FastAnswer, ...]:
-    """The `limit` fastest answers above the threshold, fastest first."""
+    """Returns the `limit` fastest answers above the threshold, fastest first."""
     fast = np.flatnonzero(rate_J > threshold)
     chosen = fast[np.argsort(-rate_J[fast], kind="stable")][:limit]
     return tuple(
@@ -105,7 +105,7 @@ def fast_answers(
 
 
 def ratings_of(panel: Panel) -> list[Ratings]:
-    """Every labeler's ratings."""
+    """Returns every labeler's ratings."""
     created_J = np.array([answer.created_at for answer in panel.answers])
     rated = np.array([row for row, answer in enumerate(panel.answers) if answer.ratings], dtype=np.int64)
     rated = rated[np.argsort(created_J[rated], kind="stable")]
@@ -129,13 +129,13 @@ def ratings_of(panel: Panel) -> list[Ratings]:
 
 
 def flag_counts(answers: Sequence[Judgment]) -> dict[str, int]:
-    """How many responses got each flag, the commonest first."""
+    """Returns how many responses got each flag, most common first."""
     by_response = chain.from_iterable(answer.flags for answer in answers)
     return dict(Counter(chain.from_iterable(by_response)).most_common())
 
 
 def skip_reasons(skips: Sequence[Judgment]) -> dict[str, int]:
-    """How often each reason was given, the commonest first."""
+    """Returns how often each reason was given, most common first."""
     return dict(Counter(skip.note for skip in skips).most_common())
 
 

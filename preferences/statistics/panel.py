@@ -1,4 +1,4 @@
-"""Answers as columns, and what each says of each pair of responses, so that counting needs no loop over answers.
+"""Answers as columns, with the sign of each pair of responses, so that counting needs no loop over answers.
 
 Shape letters: J answers, T tasks, L labelers, K responses (of the longest task; shorter ones are padded), P pairs of
 responses, in the order of `combinations(range(K), 2)`.
@@ -16,16 +16,16 @@ from preferences.records import MIN_RESPONSES, Judgment, Message, Task
 
 Signs = npt.NDArray[np.int8]
 
-PAD = 0  # in ranks_JK, of a task with fewer responses
-NO_PAIR = 2  # in signs, of a task with fewer responses
+PAD = 0  # in ranks_JK, for tasks with fewer responses
+NO_PAIR = 2  # in signs, for tasks with fewer responses
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Answers in columns; `task_J`, `root_T` and `labeler_J` are places in `tasks` and `labelers`.
+    """Answers in columns. `task_J`, `root_T` and `labeler_J` are indices into `tasks` and `labelers`.
 
-    A task's root is the task that it repeats, or itself. Tasks of one prompt (`prompt_T` is the same number), repeats
-    among them, are no independent evidence: intervals are over prompts.
+    A task's root is the task that it repeats, or itself. Tasks with the same prompt (the same number in `prompt_T`),
+    including repeats, are not independent evidence, so intervals are over prompts.
     """
 
     tasks: tuple[Task, ...]
@@ -36,23 +36,23 @@ class Panel:
     task_J: Ints
     labeler_J: Ints
     ranks_JK: Signs  # 1 is best, in canonical order
-    orders_JK: Signs  # at each place, which response was shown there
-    responses_J: Ints  # how many the task has
+    orders_JK: Signs  # the response that was shown at each position
+    responses_J: Ints  # the task's number of responses
 
     @classmethod
     def of(cls, tasks: Sequence[Task], answers: Sequence[Judgment], labelers: Sequence[str] = ()) -> "Panel":
-        """The panel of one standing answer a labeler and task; `labelers` are by name unless given.
+        """Builds a panel from one current answer per labeler and task. `labelers` are sorted by name unless given.
 
-        Raises ValueError, naming task and labeler, for an answer to an unknown task or with another number of ranks
-        than the task has responses, or whose `shown_order` is no permutation.
+        Raises: ValueError, naming task and labeler, for an answer to an unknown task, with a different number of ranks
+        than the task has responses, or whose `shown_order` is not a permutation.
         """
         names = tuple(labelers) or tuple(sorted({answer.labeler for answer in answers}))
-        place = {task.task_id: index for index, task in enumerate(tasks)}
+        index_of = {task.task_id: index for index, task in enumerate(tasks)}
         number = {name: index for index, name in enumerate(names)}
-        unknown = next((answer for answer in answers if answer.task_id not in place), None)
+        unknown = next((answer for answer in answers if answer.task_id not in index_of), None)
         if unknown is not None:
             raise ValueError(f"task {unknown.task_id!r}, labeler {unknown.labeler!r}: an answer to none of the tasks")
-        task_J = np.array([place[answer.task_id] for answer in answers], dtype=np.int64)
+        task_J = np.array([index_of[answer.task_id] for answer in answers], dtype=np.int64)
         responses_J = np.array([len(task.responses) for task in tasks], dtype=np.int64)[task_J]
         _refuse_other_lengths(answers, responses_J)
         width = int(responses_J.max(initial=MIN_RESPONSES))
@@ -61,7 +61,7 @@ class Panel:
             labelers=names,
             answers=tuple(answers),
             task_J=task_J,
-            root_T=np.array([place.get(task.repeat_of, index) for index, task in enumerate(tasks)], dtype=np.int64),
+            root_T=np.array([index_of.get(task.repeat_of, index) for index, task in enumerate(tasks)], dtype=np.int64),
             prompt_T=prompt_numbers([task.prompt for task in tasks]),
             labeler_J=np.array([number[answer.labeler] for answer in answers], dtype=np.int64),
             ranks_JK=padded([answer.ranks for answer in answers], width),
@@ -70,11 +70,11 @@ class Panel:
         )
 
     def of_tasks(self, wanted_T: npt.NDArray[np.bool_]) -> "Panel":
-        """The answers to the wanted tasks; tasks and labelers keep their places."""
+        """Keeps the answers to the wanted tasks. Tasks and labelers keep their indices."""
         return self.of_answers(np.flatnonzero(wanted_T[self.task_J]))
 
     def of_answers(self, rows: Ints) -> "Panel":
-        """The answers at these rows; tasks and labelers keep their places."""
+        """Keeps the answers at these rows. Tasks and labelers keep their indices."""
         return Panel(
             tasks=self.tasks,
             labelers=self.labelers,
@@ -91,7 +91,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class PairCounts:
-    """How many labelers of each task prefer each pair's first response, its second, or neither."""
+    """For each task and pair, how many labelers prefer the first response, the second, or neither."""
 
     first_TP: Floats
     second_TP: Floats
@@ -103,13 +103,13 @@ class PairCounts:
 
 
 def prompt_numbers(prompts: Sequence[tuple[Message, ...]]) -> Ints:
-    """The same number for the same prompt, and another for another."""
+    """Numbers the distinct prompts: equal prompts get the same number."""
     numbers: dict[tuple[Message, ...], int] = {}
     return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=np.int64)
 
 
 def pair_signs(ranks_JK: Signs) -> Signs:
-    """[J, P]: 1 where the pair's first response is preferred, -1 its second, 0 a tie, NO_PAIR where there is none."""
+    """Returns [J, P]: 1 if the pair's first response is better, -1 if its second, 0 for a tie, NO_PAIR for padding."""
     pairs = list(combinations(range(ranks_JK.shape[1]), 2))
     signs_JP = np.empty((len(ranks_JK), len(pairs)), dtype=np.int8)
     for column, (i, j) in enumerate(pairs):
@@ -120,7 +120,7 @@ def pair_signs(ranks_JK: Signs) -> Signs:
 
 
 def count_pairs(panel: Panel, signs_JP: Signs) -> PairCounts:
-    """The answers of each task to each pair, counted."""
+    """Counts each task's answers about each pair."""
     num_tasks, num_pairs = len(panel.tasks), signs_JP.shape[1]
     key_JP = panel.task_J[:, None] * num_pairs + np.arange(num_pairs)
 
@@ -132,12 +132,12 @@ def count_pairs(panel: Panel, signs_JP: Signs) -> PairCounts:
 
 
 def padded(rows: Sequence[tuple[int, ...]], width: int) -> Signs:
-    """[rows, width]: each row's ranks, then PAD."""
+    """Returns [rows, width]: each row's ranks, then PAD."""
     return _filled(rows, {length: (PAD,) * (width - length) for length in range(width + 1)}, width)
 
 
 def _orders(answers: Sequence[Judgment], width: int) -> Signs:
-    """[J, K]: at each place, which response was shown; places beyond a task's responses hold themselves."""
+    """Returns [J, K]: the response shown at each position. Padded positions contain their own index."""
     rests = {length: tuple(range(length, width)) for length in range(width + 1)}
     odd = next((answer for answer in answers if len(answer.shown_order) != len(answer.ranks)), None)
     if odd is None:

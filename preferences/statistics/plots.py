@@ -1,9 +1,9 @@
-"""Charts of a lead's page as inline SVG, each a string: a report or judgments in, markup out.
+"""Charts of the lead's page as inline SVG: functions from a report or judgments to markup.
 
-Drawn by hand and not by matplotlib as in the report of a run, because the page is made anew for every reader: a chart
-takes well under a millisecond. Colours are the page's CSS variables, or its text colour where a page has none, so light
-and dark need nothing more; they are attributes, since a strict Content-Security-Policy refuses `style`. Every chart
-says in `title` and `desc` what a reader of the picture would take from it. Without data there is no chart: "".
+They are drawn by hand rather than with matplotlib, as a run's report is, because the page is rendered for every
+request: a chart takes well under a millisecond. Colours are the page's CSS variables, or its text colour if it has
+none, so light and dark themes work; they are attributes, because a strict Content-Security-Policy refuses `style`.
+Every chart describes in `title` and `desc` what the picture shows. Without data the result is "".
 """
 
 import math
@@ -22,19 +22,19 @@ from preferences.statistics.summary import LabelerReport
 
 WIDTH = 480.0  # all lengths are in CSS pixels at the natural size
 ROW = 28.0
-LETTER = 6.6  # of a label, about
+LETTER = 6.6  # approximate width of a label's letter
 MAX_LABEL = 24  # letters
-DURATIONS = (0.1, 1, 10, 60, 600, 3_600, 36_000, 360_000)  # seconds, where an axis of time has its numbers
+DURATIONS = (0.1, 1, 10, 60, 600, 3_600, 36_000, 360_000)  # seconds, the ticks of a time axis
 NUM_BARS = 24
 
 INK, MUTED, GRID, DATA = (f"var(--{name}, currentColor)" for name in ("ink", "muted", "grid", "heldout"))
 
-Label = tuple[float, str]  # where on an axis, what it says
+Label = tuple[float, str]  # value on the axis, text
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Where the data go within a chart: `x` and `y` map values to pixels."""
+    """The data area of a chart. `x` and `y` map values to pixels."""
 
     left: float
     top: float
@@ -56,13 +56,13 @@ class Frame:
 
 
 def progress_plot(judgments: Sequence[Judgment], *, num_wanted: int) -> str:
-    """Answers that stand, over time, by when they were given; `num_wanted` is where all tasks are done."""
+    """Current answers over time. `num_wanted` is the number when all tasks are done."""
     times = np.sort([answer.created_at for answer in current_judgments(judgments).answers])
     if len(times) == 0:
         return ""
     start, end = float(times[0]), max(float(times[-1]), float(times[0]) + 60)
     frame = Frame(52, 14, WIDTH - 16, 190, (start, end), (0, max(num_wanted, len(times))))
-    # A path of a point a pixel looks the same as one of a point an answer.
+    # A path with about one point per pixel looks the same as one with a point per answer.
     shown = np.unique(np.linspace(0, len(times) - 1, 400).round().astype(np.int64))
     steps = "".join(f"H{frame.x(times[row]):.1f}V{frame.y(row + 1):.1f}" for row in shown)
     path = f"M{frame.x(start):.1f} {frame.y(0):.1f}{steps}"
@@ -80,9 +80,9 @@ def progress_plot(judgments: Sequence[Judgment], *, num_wanted: int) -> str:
 
 
 def share_plot(rows: Sequence[tuple[str, Share]], *, name: str, title: str, chance: float | None) -> str:
-    """Shares with their intervals, a row each, as of `agreement`, `gold_accuracy` or `shown_first` by labeler.
+    """Shares with their intervals, one row per label, such as `agreement` or `gold_accuracy` by labeler.
 
-    `name` sets the chart's ids apart from those of others on the page; `chance` is marked by a line.
+    `name` makes the chart's ids unique on the page. A line marks `chance`.
     """
     known = [(label, share) for label, share in rows if not math.isnan(share.mean)]
     if not known:
@@ -106,28 +106,28 @@ def share_plot(rows: Sequence[tuple[str, Share]], *, name: str, title: str, chan
     return _svg(name, title, f"{spoken}.{by_chance}", frame.bottom + 26, marks)
 
 
-def positions_plot(places: PositionRanks) -> str:
-    """The mean rank by place shown, best on top, and what it is without bias."""
-    k = places.num_responses
+def positions_plot(ranks: PositionRanks) -> str:
+    """The mean rank by the position shown, best on top, with a line for its value without bias."""
+    k = ranks.num_responses
     frame = Frame(52, 14, WIDTH - 16, 190, (0.5, k + 0.5), (k, 1))
     neutral = (k + 1) / 2
     marks = [
         _y_axis(frame, [(rank, f"{rank}") for rank in range(1, k + 1)]),
-        *(_text(frame.x(place), 210, f"place {place}", "middle") for place in range(1, k + 1)),
+        *(_text(frame.x(position), 210, f"position {position}", "middle") for position in range(1, k + 1)),
         _line(frame.left, frame.y(neutral), frame.right, frame.y(neutral), MUTED, "dashed"),
     ]
-    for place, mean in enumerate(places.means, start=1):
+    for position, mean in enumerate(ranks.means, start=1):
         if not math.isnan(mean.low):
             low, high = (min(max(end, 1), k) for end in (mean.low, mean.high))
-            marks.append(_line(frame.x(place), frame.y(low), frame.x(place), frame.y(high), DATA, "thick"))
-        marks.append(_dot(frame.x(place), frame.y(mean.mean)))
-    spoken = "; ".join(f"place {place} {_spoken_mean(mean)}" for place, mean in enumerate(places.means, start=1))
-    text = f"Mean rank by place shown, of {places.num_answers:,} answers to tasks with {k} responses: {spoken}."
-    return _svg(f"places-{k}", f"Rank by place, {k} responses", f"{text} Without bias {neutral:g}.", 220, marks)
+            marks.append(_line(frame.x(position), frame.y(low), frame.x(position), frame.y(high), DATA, "thick"))
+        marks.append(_dot(frame.x(position), frame.y(mean.mean)))
+    spoken = "; ".join(f"position {number} {_spoken_mean(mean)}" for number, mean in enumerate(ranks.means, start=1))
+    text = f"Mean rank by position shown, over {ranks.num_answers:,} answers to tasks with {k} responses: {spoken}."
+    return _svg(f"positions-{k}", f"Rank by position, {k} responses", f"{text} Without bias {neutral:g}.", 220, marks)
 
 
 def time_plot(milliseconds: Sequence[int]) -> str:
-    """How long answers took: a histogram over seconds on a logarithmic axis. The dashed line is the median."""
+    """A histogram of the seconds per answer, on a logarithmic axis. The dashed line is the median."""
     if not milliseconds:
         return ""
     seconds = np.clip(np.asarray(milliseconds, dtype=np.float64) / 1000, DURATIONS[0], DURATIONS[-1])
@@ -150,11 +150,11 @@ def time_plot(milliseconds: Sequence[int]) -> str:
 
 
 def labeler_shares(labelers: Sequence[LabelerReport], field: str) -> list[tuple[str, Share]]:
-    """(name, share) of every labeler: rows of `share_plot`; `field` names a Share of LabelerReport."""
+    """Returns (name, share) of every labeler, for `share_plot`. `field` names a Share of LabelerReport."""
     return [(labeler.labeler, getattr(labeler, field)) for labeler in labelers]
 
 
-# ---- their parts ----
+# ---- parts of a chart ----
 
 
 def _svg(name: str, title: str, text: str, height: float, marks: Sequence[str]) -> str:
@@ -193,7 +193,7 @@ def _x_axis(frame: Frame, labels: Sequence[Label]) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Three to six whole numbers in steps of 1, 2 or 5 times a power of ten."""
+    """Returns three to six integers in steps of 1, 2 or 5 times a power of ten."""
     raw = max((high - low) / 5, 1)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)

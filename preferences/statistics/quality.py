@@ -1,8 +1,8 @@
-"""How good each labeler's answers are: with others, with themselves, with gold, and whatever was shown first.
+"""The quality of each labeler's answers: agreement with others, with themselves, with gold tasks, and position bias.
 
-Each figure is a share of comparisons of two responses (`intervals.Share`), labelers as they are, prompts as a sample:
-an interval says what other prompts like these would give, not other labelers. Pairs that either side ties are left out,
-but for a labeler's ties on gold tasks, which count half.
+Each metric is a share of comparisons of two responses (`intervals.estimates.Share`). Prompts are a sample, labelers are
+fixed: an interval says what similar prompts would give, not other labelers. Pairs that either side ties are left out,
+except a labeler's ties on gold tasks, which count half.
 
 Shape letters as in `panel`: J answers, T tasks, L labelers, K responses, P pairs of responses.
 """
@@ -23,9 +23,9 @@ Verdict = Literal["passed", "failed", "not yet"]
 
 @dataclass(frozen=True)
 class PositionRanks:
-    """Of tasks with K responses, the mean rank by place shown, first to last; ties share the mean of their ranks.
+    """The mean rank by position shown, first to last, over tasks with K responses. Ties share their mean rank.
 
-    Lower is better. Where order is random and labelers have no bias, all are (K + 1)/2.
+    Lower is better. With a random order and no bias, all means are (K + 1)/2.
     """
 
     num_responses: int
@@ -34,9 +34,9 @@ class PositionRanks:
 
 
 def agreement_with_others(panel: Panel) -> list[Share]:
-    """Of each labeler's comparisons with every other labeler of the same task, those ordered the same. By labeler.
+    """Returns by labeler the share of comparisons with other labelers of the same task that are ordered alike.
 
-    A pair counts once for each other labeler, where neither ties it.
+    A pair counts once for each other labeler, unless one of the two ties it.
     """
     signs_JP = pair_signs(panel.ranks_JK)
     counts = count_pairs(panel, signs_JP)
@@ -56,7 +56,7 @@ def agreement_with_others(panel: Panel) -> list[Share]:
 
 
 def agreement_counts(panel: Panel) -> tuple[Floats, Floats]:
-    """[T] each: of the comparisons of two labelers, those ordered the same, and all. As `pairwise_agreement` counts."""
+    """Returns [T] each: comparisons of two labelers that are ordered alike, and all. Counts as `pairwise_agreement`."""
     counts = count_pairs(panel, pair_signs(panel.ranks_JK))
     first_TP, second_TP = counts.first_TP, counts.second_TP
     same_T = ((first_TP * (first_TP - 1) + second_TP * (second_TP - 1)) / 2).sum(axis=1)
@@ -64,24 +64,25 @@ def agreement_counts(panel: Panel) -> tuple[Floats, Floats]:
 
 
 def self_agreement(panel: Panel) -> list[Share]:
-    """Of the pairs that a labeler orders both on a task and on its hidden repeat, those ordered the same. By labeler.
+    """Returns by labeler the share of pairs ordered alike on a task and on its hidden repeat.
 
-    A repeat may hold its task's responses in another order. Raises ValueError, naming the repeat, where it holds
-    others.
+    A repeat may have its task's responses in another order.
+
+    Raises: ValueError, naming the repeat, if it has other responses.
     """
     root_J = panel.root_T[panel.task_J]
-    asked = np.flatnonzero(root_J != panel.task_J)
-    about = np.flatnonzero(np.isin(panel.task_J, root_J[asked]))
-    row_of = {(int(panel.task_J[row]), int(panel.labeler_J[row])): int(row) for row in about}
-    root_rows = [row_of.get((int(root_J[row]), int(panel.labeler_J[row])), -1) for row in asked]
+    repeated = np.flatnonzero(root_J != panel.task_J)
+    original = np.flatnonzero(np.isin(panel.task_J, root_J[repeated]))
+    row_of = {(int(panel.task_J[row]), int(panel.labeler_J[row])): int(row) for row in original}
+    root_rows = [row_of.get((int(root_J[row]), int(panel.labeler_J[row])), -1) for row in repeated]
     before = np.array(root_rows, dtype=np.int64)
-    again, before = asked[before >= 0], before[before >= 0]
+    again, before = repeated[before >= 0], before[before >= 0]
     ranks_JK = panel.ranks_JK[again]
-    for place, row in enumerate(again):
+    for index, row in enumerate(again):
         repeat, root = panel.tasks[panel.task_J[row]], panel.tasks[root_J[row]]
         if repeat.responses != root.responses:
             order = _order_of_root(repeat, root)
-            ranks_JK[place, : len(order)] = ranks_JK[place, order]
+            ranks_JK[index, : len(order)] = ranks_JK[index, order]
     now_JP, then_JP = pair_signs(ranks_JK), pair_signs(panel.ranks_JK[before])
     compared_JP = (np.abs(now_JP) == 1) & (np.abs(then_JP) == 1)
     same_J = (compared_JP & (now_JP == then_JP)).sum(axis=1).astype(np.float64)
@@ -91,9 +92,9 @@ def self_agreement(panel: Panel) -> list[Share]:
 
 
 def gold_accuracy(panel: Panel) -> list[Share]:
-    """Of the pairs that gold tasks order, those that a labeler orders the same; a tie counts half. By labeler.
+    """Returns by labeler the share of gold tasks' ordered pairs that they order alike. A tie counts half.
 
-    A tie is worth what a guess is worth: were it left out, tying all that is hard would raise a labeler's accuracy.
+    A tie is worth as much as a guess. If ties were left out, tying everything hard would raise a labeler's accuracy.
     """
     gold = np.array([bool(task.gold_ranks) for task in panel.tasks])
     tested = panel.of_tasks(gold)
@@ -107,11 +108,12 @@ def gold_accuracy(panel: Panel) -> list[Share]:
 
 
 def screen(accuracy: Share, *, threshold: float, min_tasks: int) -> Verdict:
-    """What a labeler's accuracy on gold tasks says of a threshold, once they have answered `min_tasks` of them.
+    """Decides whether a labeler's accuracy on gold tasks reaches a threshold, after at least `min_tasks` of them.
 
-    "passed" from `threshold` up; "failed" where the whole interval lies below it; between these, "not yet": more gold
-    tasks have to tell. To be read once, at the end of a batch: who is looked at after every answer passes sooner or
-    later. Raises ValueError for a threshold outside 0 to 1 and for less than one task.
+    "passed" at `threshold` or above; "failed" if the whole interval lies below it; otherwise "not yet": more gold tasks
+    are needed. Call it once, at the end of a batch: a labeler who is tested after every answer passes sooner or later.
+
+    Raises: ValueError for a threshold outside 0 to 1, and for less than one task.
     """
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold is {threshold}; a share from 0 to 1 was expected")
@@ -125,9 +127,9 @@ def screen(accuracy: Share, *, threshold: float, min_tasks: int) -> Verdict:
 
 
 def shown_first(panel: Panel) -> tuple[Share, list[Share]]:
-    """Of untied pairs, those whose response shown earlier is preferred: over all, and by labeler.
+    """Returns the share of untied pairs whose earlier response is preferred: overall, and by labeler.
 
-    ½ where order is random and labelers have no bias; with two responses, how often the first one wins.
+    It is ½ with a random order and no bias. With two responses it is how often the first one wins.
     """
     signs_JP = _signs_as_shown(panel)
     earlier_J = (signs_JP == 1).sum(axis=1).astype(np.float64)
@@ -138,7 +140,7 @@ def shown_first(panel: Panel) -> tuple[Share, list[Share]]:
 
 
 def ranks_by_position(panel: Panel) -> tuple[PositionRanks, ...]:
-    """Mean ranks by place shown, for each number of responses that a task has."""
+    """Returns mean ranks by position shown, for each number of responses that a task has."""
     signs_JP, width = _signs_as_shown(panel), panel.ranks_JK.shape[1]
     prompt_J = panel.prompt_T[panel.task_J]
     midranks_JK = np.ones((len(signs_JP), width))
@@ -149,24 +151,24 @@ def ranks_by_position(panel: Panel) -> tuple[PositionRanks, ...]:
     found = []
     for num_responses in np.unique(panel.responses_J):
         rows = panel.responses_J == num_responses
-        means = tuple(clustered_mean(midranks_JK[rows, place], prompt_J[rows]) for place in range(num_responses))
+        means = tuple(clustered_mean(midranks_JK[rows, column], prompt_J[rows]) for column in range(num_responses))
         found.append(PositionRanks(int(num_responses), int(rows.sum()), means))
     return tuple(found)
 
 
 def _signs_as_shown(panel: Panel) -> Signs:
-    """[J, P] signs of the pairs of places, a response shown earlier being the first of its pair."""
+    """Returns [J, P]: the signs of pairs of positions, where the response shown earlier is the first of its pair."""
     return pair_signs(np.take_along_axis(panel.ranks_JK, panel.orders_JK.astype(np.int64), axis=1))
 
 
 def _tally(panel: Panel, group_J: Ints, right_J: Floats, compared_J: Floats) -> Tally:
-    """Rows that compare each pair of an answer once at most."""
+    """Tallies rows that compare each pair of an answer at most once."""
     prompt_J = panel.prompt_T[panel.task_J]
     return Tally(group_J, panel.task_J, prompt_J, right_J, compared_J, compared_J, panel.responses_J)
 
 
 def _order_of_root(repeat: Task, root: Task) -> list[int]:
-    """Where each response of the root stands in its repeat."""
+    """Returns the index of each of the root's responses in its repeat."""
     if sorted(repeat.responses) != sorted(root.responses):
         raise ValueError(
             f"task {repeat.task_id!r}: repeat_of is {root.task_id!r}, which has other responses; the same were expected"

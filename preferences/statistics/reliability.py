@@ -1,16 +1,16 @@
-"""How often each labeler is right, estimated from what labelers say alone.
+"""How often each labeler is right, estimated from the labels alone.
 
-The one-coin model of Dawid & Skene (1979): every pair of responses has a true order, unknown; labeler l reports it with
-chance a_l, independently of the others. Fitted by EM, of which each step makes the rankings likelier:
+The one-coin model of Dawid & Skene (1979): every pair of responses has an unknown true order, and labeler l reports it
+with probability a_l, independently of the others. It is fitted by EM, whose every step raises the likelihood:
 
     E: P(first is better) = σ(Σ_l ± log(a_l / (1 - a_l))), + for those who put it first, - for the others
     M: a_l = (2 + expected number of pairs of l that are right) / (3 + number of pairs of l)
 
-A pair counts where two labelers at least order it; ties say nothing of who is right. The 2 and the 3 are a Beta(3, 2)
-prior's, at most a pair or two, that keeps a_l from 1. Pairs of one ranking hang together, so an estimate is less sure
-than its number of pairs suggests; and pairs that are easy for all make labelers look alike, so where pairs differ much
-accuracies come out nearer to each other than they are, in the right order. Of two labelers alone only the product of
-their accuracies above chance can be known; both then get the same.
+A pair counts if at least two labelers order it; ties carry no information about who is right. The 2 and the 3 come from
+a Beta(3, 2) prior, worth a pair or two, which keeps a_l below 1. Pairs of one ranking are correlated, so an estimate is
+less certain than its number of pairs suggests. Pairs that are easy for everybody make labelers look alike, so if pairs
+differ much in difficulty, the accuracies come out closer together than they are, in the right order. With only two
+labelers, only the product of their accuracies above chance can be known, and both get the same accuracy.
 """
 
 import math
@@ -28,21 +28,22 @@ TOLERANCE, MAX_ROUNDS = 1e-6, 500
 
 @dataclass(frozen=True)
 class Reliability:
-    """`accuracy`: the chance that the labeler orders a pair rightly; `num_pairs` were judged by others too."""
+    """`accuracy` is the probability that the labeler orders a pair correctly. Others judged `num_pairs` of them too."""
 
     accuracy: float
     num_pairs: int
 
     @property
     def weight(self) -> float:
-        """log(a / (1 - a)), at least 0: what an answer counts in the likeliest verdict of several (Nitzan & Paroush
-        1982). Someone at chance counts nothing.
+        """log(a / (1 - a)), at least 0: an answer's weight in the most likely joint verdict (Nitzan & Paroush 1982).
+
+        A labeler at chance has weight 0.
         """
         return max(0.0, math.log(self.accuracy / (1 - self.accuracy)))
 
 
 def labeler_reliability(rankings: Sequence[Ranking]) -> dict[str, Reliability]:
-    """Of every labeler, by name. One whose pairs nobody else judged gets the mean of all answers."""
+    """Returns every labeler's reliability, by name. One whose pairs nobody else judged gets the mean over all votes."""
     labelers = sorted({ranking.labeler for ranking in rankings})
     number = {name: index for index, name in enumerate(labelers)}
     votes = list(_votes(rankings))
@@ -66,9 +67,9 @@ def labeler_reliability(rankings: Sequence[Ranking]) -> dict[str, Reliability]:
 
 
 def labeler_weights(rankings: Sequence[Ranking], reliability: Mapping[str, Reliability]) -> dict[str, float]:
-    """What each labeler's rankings weigh, in proportion to `Reliability.weight`, 1 on average over the rankings.
+    """Returns each labeler's weight, proportional to `Reliability.weight`, with mean 1 over the rankings.
 
-    Errors: ValueError where nobody is better than chance.
+    Raises: ValueError if no labeler is better than chance.
     """
     total = sum(reliability[ranking.labeler].weight for ranking in rankings)
     if not total:
@@ -77,7 +78,7 @@ def labeler_weights(rankings: Sequence[Ranking], reliability: Mapping[str, Relia
 
 
 def _votes(rankings: Sequence[Ranking]) -> Iterable[tuple[int, str, int]]:
-    """(pair, labeler, 1 or -1) of every pair that two labelers at least have ordered; pairs count from 0."""
+    """Yields (pair, labeler, 1 or -1) for every pair that at least two labelers ordered. Pairs are numbered from 0."""
     by_task: dict[str, list[Ranking]] = {}
     for ranking in rankings:
         by_task.setdefault(ranking.task_id, []).append(ranking)

@@ -1,8 +1,7 @@
-"""Everything a lead's page says of the quality of labels, from tasks and judgments alone.
+"""All label statistics of the lead's page, computed from tasks and judgments.
 
-Agreement and alpha are of ordinary tasks: gold tasks are chosen for being clear, and a repeat counts an opinion twice.
-Position, time and ratings are of all answers. docs/labels.md says what each number means and how far it can be relied
-on.
+Agreement and alpha use ordinary tasks only: gold tasks are chosen because they are clear, and a repeat counts an
+opinion twice. Position, time and ratings use all answers. docs/labels.md explains each number and how far to trust it.
 """
 
 import math
@@ -43,7 +42,7 @@ from preferences.statistics.quality import (
     shown_first,
 )  # fmt: skip
 
-NUM_LISTED = 100  # tasks to read again, and fast answers
+NUM_LISTED = 100  # tasks to review, and fast answers
 
 
 @dataclass(frozen=True)
@@ -64,13 +63,13 @@ class LabelerReport:
 
 @dataclass(frozen=True)
 class LabelReport:
-    """All labels. `agreement` and the alphas have intervals by bootstrap over prompts; labelers are by name."""
+    """Statistics of all labels. The alphas' intervals are bootstrapped over prompts. Labelers are sorted by name."""
 
     num_tasks: int
     num_answers: int
     num_skips: int
     num_adjudications: int
-    tie_share: float  # of all pairs of responses of all answers; NaN without answers
+    tie_share: float  # tied pairs of responses among all pairs of all answers; NaN without answers
     agreement: Share
     alpha: Alpha
     rating_alpha: Alpha
@@ -82,7 +81,7 @@ class LabelReport:
     too_fast_words_per_minute: float
 
     def as_dict(self) -> dict[str, Any]:
-        """In JSON's types; what is unknown (NaN) is None."""
+        """Converts to JSON's types. Unknown values (NaN) become None."""
         return dict(as_json(self))
 
 
@@ -93,13 +92,13 @@ def summary(
     seed: int,
     too_fast_words_per_minute: float = TOO_FAST_WORDS_PER_MINUTE,
 ) -> LabelReport:
-    """All statistics of the judgments that stand. `seed` is the bootstrap's.
+    """Returns all statistics of the current judgments. `seed` is for the bootstrap.
 
-    Raises ValueError, naming the task, for judgments that fit no task, or twice the same revision.
+    Raises: ValueError, naming the task, for a judgment that fits no task, and for a revision that appears twice.
     """
-    stands = current_judgments(judgments)
-    counts = labeler_counts(judgments, stands)
-    panel = Panel.of(tasks, stands.answers, [count.labeler for count in counts])
+    current = current_judgments(judgments)
+    counts = labeler_counts(judgments, current)
+    panel = Panel.of(tasks, current.answers, [count.labeler for count in counts])
     ordinary = panel.of_tasks(np.array([not task.gold_ranks and not task.repeat_of for task in tasks], dtype=bool))
     signs_JP = pair_signs(panel.ranks_JK)
     num_pairs = int((np.abs(signs_JP) <= 1).sum())
@@ -109,17 +108,17 @@ def summary(
     pace_by_labeler = paces(panel, rate_J, threshold=too_fast_words_per_minute)
     return LabelReport(
         num_tasks=len(tasks),
-        num_answers=len(stands.answers),
-        num_skips=len(stands.skips),
-        num_adjudications=len(stands.adjudications),
+        num_answers=len(current.answers),
+        num_skips=len(current.skips),
+        num_adjudications=len(current.adjudications),
         tie_share=float((signs_JP == 0).sum() / num_pairs) if num_pairs else math.nan,
         agreement=share_of_tasks(*agreement_counts(ordinary), panel.prompt_T, responses_T),
         alpha=ranking_alpha(count_pairs(ordinary, pair_signs(ordinary.ranks_JK)), panel.prompt_T, seed=seed),
         rating_alpha=rating_alpha(ordinary, seed=seed),
         shown_first=first,
         ranks_by_position=ranks_by_position(panel),
-        labelers=_labelers(panel, ordinary, counts, stands.skips, first_by_labeler, pace_by_labeler),
-        disagreements=disagreements(ordinary, stands.adjudications, limit=NUM_LISTED),
+        labelers=_labelers(panel, ordinary, counts, current.skips, first_by_labeler, pace_by_labeler),
+        disagreements=disagreements(ordinary, current.adjudications, limit=NUM_LISTED),
         fast_answers=fast_answers(panel, words_J, rate_J, limit=NUM_LISTED, threshold=too_fast_words_per_minute),
         too_fast_words_per_minute=too_fast_words_per_minute,
     )

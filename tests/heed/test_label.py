@@ -75,7 +75,7 @@ def test_every_warning_goes_to_the_report_file(tmp_path: Path, heed_label: Any) 
 @pytest.mark.parametrize(
     ("rows", "options", "words"),
     [
-        ([GOOD, EMPTY], ("--strict",), "line 2: empty reply: chosen ends with an empty reply; with --strict"),
+        ([GOOD, EMPTY], ("--strict",), "line 2: empty reply: chosen ends with an empty reply; --strict refuses it"),
         ([GOOD, {"chosen": GOOD["chosen"]}], ("--format", "hh"), "line 2: field 'rejected' is missing"),
         ([EMPTY], (), "1 rows, none of which holds a judgment"),
         ([{"text": "a"}], (), "no known format has the fields"),
@@ -127,7 +127,7 @@ def test_export_refuses(tmp_path: Path, book: LabelStore, heed_label: Any) -> No
     for options, words in (
         (("--format", "oasst"), "format 'oasst': one of heed, rankings"),
         (("--batch", "c"), "batch 'c' has no tasks in the store"),
-        (("--out", str(tmp_path / "a.jsonl")), "is there already"),
+        (("--out", str(tmp_path / "a.jsonl")), "already exists"),
         (("--format", "ultrafeedback_binarized"), "nothing can be written as ultrafeedback_binarized: 1 x no ratings"),
     ):
         code, out, err = heed_label("export", *STORE, "--out", str(tmp_path / "out.jsonl"), *options)

@@ -307,7 +307,7 @@ def test_an_odd_row_is_reported(name: str, row: dict[str, Any], kind: str, num_j
     assert warning.where == "file: line 1"
     assert warning.found
     assert ("left out" in warning.done) == (num_judgments == 0)
-    with pytest.raises(ValueError, match=f"file: line 1: {kind}: .*; with --strict that is refused"):
+    with pytest.raises(ValueError, match=f"file: line 1: {kind}: .*; --strict refuses it"):
         list(collect(format_to_read(name), placed(row), strict=True))
 
 
@@ -458,12 +458,12 @@ def test_one_id_for_two_tasks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"line 2: task 'pandalm/4': field 'responses' differs from that in .*line 1;"):
         read("pandalm", ROWS["pandalm"], other)
     retold = read("pandalm", ROWS["pandalm"], ROWS["pandalm"] | {"motivation_app": "Park"})
-    assert retold.report.counts()["task told differently"] == 1
+    assert retold.report.counts()["task described differently"] == 1
 
 
 def test_one_revision_told_in_two_ways_is_refused() -> None:
     act = ROWS["heed"]["judgments"][0]
-    with pytest.raises(ValueError, match="labeler 'ann': revision 0 is there twice and differs"):
+    with pytest.raises(ValueError, match="labeler 'ann': revision 0 appears twice with different content"):
         read("heed", ROWS["heed"] | {"judgments": [act, act | {"note": "other"}]})
 
 

@@ -279,7 +279,7 @@ def test_what_a_format_cannot_hold_is_said(
     book = filled(new_store, [(task, "b", 1, [act("ann", 0)])])
     with pytest.raises(ValueError, match=f"nothing can be written as {name}: 1 x {kind}"):
         export(book, format_to_write(name), tmp_path / "out.jsonl")
-    with pytest.raises(ValueError, match=f"{kind}: .* with --strict that is refused"):
+    with pytest.raises(ValueError, match=f"{kind}: .* --strict refuses it"):
         export(book, format_to_write(name), tmp_path / "out.jsonl", strict=True)
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -310,7 +310,7 @@ def test_every_container_gives_its_rows_back(tmp_path: Path, name: str) -> None:
     word = "line" if ".jsonl" in name else "row"
     assert [where for where, _ in read] == [f"{tmp_path / 'new' / name}: {word} {n}" for n in (1, 2, 3)]
     assert [path.name for path in (tmp_path / "new").iterdir()] == [name]  # nothing was left aside
-    with pytest.raises(ValueError, match="is there already; a new path was expected"):
+    with pytest.raises(ValueError, match="already exists; a new path was expected"):
         write_rows(tmp_path / "new" / name, iter(rows))
 
 
@@ -327,5 +327,5 @@ def test_stores_without_what_was_asked_for(new_store: Callable[[], LabelStore], 
     with pytest.raises(ValueError, match="batch 'x' has no tasks"):
         export(new_store(), format_to_write("heed"), tmp_path / "a.jsonl", batch="x")
     found = collect_all(format_to_read("trl"), [("row", {"prompt": "q", "chosen": "a", "rejected": "b"})])
-    with pytest.raises(ValueError, match="comes without a batch; a name for one was expected"):
+    with pytest.raises(ValueError, match="has no batch; a batch name was expected"):
         store_found(new_store(), found, "")

@@ -86,7 +86,7 @@ def test_lists_come_back_whatever_the_size_of_a_part(
 
 
 BAD = {
-    "duplicate key": ('{"a": 1, "b": {"c": 1, "c": 2}}', "key 'c' is there twice in one object"),
+    "duplicate key": ('{"a": 1, "b": {"c": 1, "c": 2}}', "key 'c' appears twice in one object"),
     "surrogate": ('{"a": [{"b": "x\\ud800y"}]}', r"field 'a[0].b' contains \ud800, half of a surrogate pair"),
     "surrogate key": ('{"a": {"\\udc00": 1}}', r"a key of 'a' contains \udc00, half of a surrogate pair"),
     "deep": ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested more than 200 levels deep"),
@@ -136,7 +136,9 @@ def test_a_malformed_list_is_named_by_line_and_column(
 def test_utf_16_is_refused_with_a_hint(name: str, encoding: str, tmp_path: Path) -> None:
     mark = "\ufeff" if encoding == "utf-16-be" else ""
     (tmp_path / name).write_bytes((mark + '[{"a": 1}]').encode(encoding))
-    with pytest.raises(ValueError, match=r"line 1: the file is UTF-16 by its first two bytes; save it as UTF-8"):
+    with pytest.raises(
+        ValueError, match=r"line 1: the file is UTF-16 according to its first two bytes; save it as UTF-8"
+    ):
         read(tmp_path / name)
 
 

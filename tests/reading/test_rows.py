@@ -61,5 +61,5 @@ def test_folders_that_datasets_saved_or_can_load(tmp_path: Path) -> None:
 
 
 def test_a_hub_id_without_a_network_says_so() -> None:
-    with pytest.raises(ValueError, match=r"'nobody/nothing' is neither a file here .*HF_HUB_OFFLINE is set"):
+    with pytest.raises(ValueError, match=r"'nobody/nothing' is neither a local file .*HF_HUB_OFFLINE is set"):
         list(read_source("nobody/nothing", subset="comparisons"))

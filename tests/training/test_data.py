@@ -156,5 +156,5 @@ def test_a_missing_file_and_an_unknown_suffix_are_named(tmp_path: Path) -> None:
 
 def test_a_hub_id_that_cannot_be_reached_is_named() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    with pytest.raises(ValueError, match=r"source 'heed-tests/absent' is neither a file here .*split 'validation'"):
+    with pytest.raises(ValueError, match=r"source 'heed-tests/absent' is neither a local file .*split 'validation'"):
         list(read_rows(DataConfig(source="heed-tests/absent", split="validation")))

@@ -35,7 +35,7 @@ def test_a_judge_says_what_its_labelers_and_orders_say_together():
 
 def test_failed_verdicts_and_single_labelers_leave_nothing_to_compare():
     rows = [verdict(0, "j", 1.0), verdict(0, "j", math.nan, "m", failure="no answer"), verdict(1, "k", 1.0)]
-    assert labelers_agree(rows, "j", seed=0).alpha.reason == "no two labelers judged the same"
+    assert labelers_agree(rows, "j", seed=0).alpha.reason == "no two labelers judged the same task"
     assert math.isnan(judges_agree(rows, "j", "k", seed=0).share.mean)
 
 

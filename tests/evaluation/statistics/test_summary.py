@@ -119,7 +119,7 @@ def test_judges_and_labelers_agree_as_planted(found):
     assert (agreement.judge_a, agreement.judge_b, agreement.share.mean) == ("model", "people", 1.0)
     assert found.judges[1].labelers.share.mean == 1.0
     assert 0.6 < found.judges[1].labelers.alpha.value < 1
-    assert found.judges[0].labelers.alpha.reason == "no two labelers judged the same"
+    assert found.judges[0].labelers.alpha.reason == "no two labelers judged the same task"
 
 
 def test_neither_the_order_of_rows_nor_which_policy_is_a_changes_a_number(rows, found):

@@ -171,7 +171,7 @@ def test_a_chart_says_what_it_shows(many):
     assert f"ann {report.labelers[1].agreement.mean:.0%}" in agreement
     assert "&lt;b&gt;bob" in agreement
     assert "<b>" not in agreement
-    assert f"place 1 {report.ranks_by_position[0].means[0].mean:.2f}" in places
+    assert f"position 1 {report.ranks_by_position[0].means[0].mean:.2f}" in places
     assert "Without bias 2" in places
     assert "120 answers, median 20 s" in times
 
