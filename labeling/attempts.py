@@ -19,7 +19,7 @@ from preferences.names import MAX_NAME_CHARACTERS
 
 WINDOW_SECONDS = 300
 PER_NAME_AND_ADDRESS = 8
-PER_ADDRESS = 64  # leaves room for the typing errors of an office behind one address
+PER_ADDRESS = 64  # leaves room for the typing errors of an office that shares one address
 PER_NAME = 100  # above it, addresses that have failed at the name must wait; others may still try
 LINKS_PER_ADDRESS = 32
 

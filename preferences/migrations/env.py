@@ -1,4 +1,4 @@
-"""Where Alembic is given the connection that the store has opened; migrations run in its transaction."""
+"""Passes the store's open connection to Alembic. Migrations run in its transaction."""
 
 from alembic import context
 

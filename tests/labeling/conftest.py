@@ -188,11 +188,11 @@ class Running:
         assert accepted is not None
         self.keys[name] = accepted[1]
 
-    def door(self, labeler: Labeler) -> LabelClient:
+    def client(self, labeler: Labeler) -> LabelClient:
         """Signed in, the instructions read."""
-        door = LabelClient(self.address, TakingTime(labeler, self.clock, self.store), self.keys[labeler.name])
-        door.confirm_reading()
-        return door
+        client = LabelClient(self.address, TakingTime(labeler, self.clock, self.store), self.keys[labeler.name])
+        client.confirm_reading()
+        return client
 
     def get(self, name: str, path: str) -> Any:
         """What the API says to somebody."""

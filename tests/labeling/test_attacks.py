@@ -22,7 +22,8 @@ from labeling.config import LabelingConfig, ServerConfig
 from labeling.security import MAX_BODY_BYTES, MAX_SIGN_IN_BYTES
 from labeling.serve import server_settings
 from preferences import keys
-from preferences.accounts import INVITATION_SECONDS, Accounts
+from preferences.accounts import Accounts
+from preferences.invitations import INVITATION_SECONDS
 from preferences.keys import HASHES_AT_ONCE, HASHES_WAITING
 from preferences.records import Message, Task
 from preferences.store import LabelStore

@@ -238,7 +238,7 @@ def test_a_failed_save_keeps_what_was_entered(site, has_scripts, scheme):
             break
         assert shown_task(page) != task
     num_stored = len(opened.judgments())
-    expect(alert).to_contain_text("Not saved, and nothing was lost")
+    expect(alert).to_contain_text("Not saved, but nothing was lost")
     require_filled_in(page)
     if has_scripts:
         assert axe(page) == []

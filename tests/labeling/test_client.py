@@ -1,4 +1,4 @@
-"""The door for programs on other machines: what it says when it is refused, and that it loses and repeats nothing."""
+"""The API's client: its error messages, and that it neither loses nor repeats an answer."""
 
 import functools
 import socket
@@ -61,12 +61,12 @@ def test_refusals_say_why(run_server, tmp_path):
         running.join(CAREFUL.name)
         with pytest.raises(ValueError, match=r"status 403: .*name and key do not match"):
             LabelClient(running.address, CAREFUL, "no key")
-        with LabelClient(running.address, CAREFUL, running.keys[CAREFUL.name]) as door:
-            assert door.answer_next() == "instructions"
-            door.confirm_reading()
-            door.labeler = Flagging(CAREFUL, CAREFUL.name)
+        with LabelClient(running.address, CAREFUL, running.keys[CAREFUL.name]) as client:
+            assert client.answer_next() == "instructions"
+            client.confirm_reading()
+            client.labeler = Flagging(CAREFUL, CAREFUL.name)
             with pytest.raises(ValueError, match=rf"status 422: .*{FLAG}"):
-                door.answer_next()
+                client.answer_next()
 
 
 def test_a_door_waits_for_a_server_that_is_away(run_server, tmp_path):
@@ -83,9 +83,9 @@ def test_a_door_waits_for_a_server_that_is_away(run_server, tmp_path):
     back = threading.Timer(0.5, away.__enter__)
     back.start()
     try:
-        with LabelClient(address, CAREFUL, away.keys["careful"]) as door:
-            door.confirm_reading()
-            assert answer_in_turns([door]) == {"careful": "nothing open"}
+        with LabelClient(address, CAREFUL, away.keys["careful"]) as client:
+            client.confirm_reading()
+            assert answer_in_turns([client]) == {"careful": "nothing open"}
         assert [judgment.kind for judgment in away.store.judgments("b")] == ["answer"] * 4
     finally:
         back.join()
@@ -102,7 +102,7 @@ def test_what_was_not_acknowledged_is_sent_again_and_stored_once(run_server, tmp
         with run_server(str(tmp_path / f"{kind}.db"), CONFIG, around=around) as running:
             running.store.add_tasks([task for task, _ in drawn], batch="b", num_labelers=1)
             running.join("careful")
-            with running.door(labeler) as door:
-                answer_in_turns([door])
+            with running.client(labeler) as client:
+                answer_in_turns([client])
             assert running.app.left == set()
             assert [judgment.kind for judgment in running.store.judgments("b")] == [kind] * 4

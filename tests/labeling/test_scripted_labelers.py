@@ -44,12 +44,12 @@ def label_over_http(run_server, url: str, size: Size) -> Labeled:
     """All labelers in turns, until the server has nothing more for any of them."""
     drawn = draw_tasks(size, WORLD)
     tasks = [task for task, _ in drawn]
-    with run_server(url, CONFIG) as running, ExitStack() as doors:
+    with run_server(url, CONFIG) as running, ExitStack() as clients:
         running.store.add_tasks(tasks, batch="main", num_labelers=[quota for _, quota in drawn])
         for labeler in LABELERS:
             running.join(labeler.name)
         running.join("eve", "lead")
-        waiting = answer_in_turns([doors.enter_context(running.door(labeler)) for labeler in LABELERS])
+        waiting = answer_in_turns([clients.enter_context(running.client(labeler)) for labeler in LABELERS])
         assert waiting == {labeler.name: "nothing open" for labeler in LABELERS}
         judgments = running.store.judgments("main")
         return Labeled(tasks, judgments, summary(tasks, judgments, seed=SEED), running.get("eve", "/quality/main"))
@@ -162,7 +162,7 @@ def test_the_playgrounds_labelers_come_to_the_same_over_http(run_server, tmp_pat
         running.store.add_tasks(tasks, batch="b", num_labelers=2)
         for labeler in labelers:
             running.join(labeler.name)
-        with running.door(labelers[0]) as one, running.door(labelers[1]) as other:
+        with running.client(labelers[0]) as one, running.client(labelers[1]) as other:
             assert one.instructions()["version"] == config.version
             answer_in_turns([one, other])
         over_http, its_hash = running.store.judgments("b"), running.store.content_hash("b")

@@ -30,7 +30,7 @@ def make_task(name):
 def require_filled_in(page, name, status=503):
     """The task with all that was entered, and that it was not saved."""
     assert page.status_code == status, page.text
-    assert "Not saved, and nothing was lost" in page.text
+    assert "Not saved, but nothing was lost" in page.text
     assert f"{name} says u" in page.text
     again = form(page)
     assert {field: again[field] for field in SAID if field != "note"} == {f: v for f, v in SAID.items() if f != "note"}

@@ -1,4 +1,4 @@
-"""The first tables: one judgment a labeler and task, leases beside them.
+"""The first tables: one judgment per labeler and task, and leases.
 
 Revision ID: 0001
 """

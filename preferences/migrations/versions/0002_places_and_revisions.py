@@ -1,6 +1,6 @@
-"""Places instead of leases, so that the next task is found however many are done; revisions, so that undoing appends.
+"""Places (assignments) replace leases, so that finding the next task stays fast; revisions make an undo an append.
 
-Judgments stay as they were, the first revision of each; flags, which were a whole task's, become its note.
+Existing judgments become first revisions. Flags, which were per task, become the note.
 
 Revision ID: 0002
 """
@@ -25,7 +25,7 @@ def upgrade() -> None:
         ("details", sa.JSON, "{}"),
     ):
         op.add_column("tasks", sa.Column(name, kind, nullable=False, server_default=value))
-    op.drop_table("leases")  # an open page asks for its task again
+    op.drop_table("leases")  # open pages request their task again
     op.rename_table("judgments", "judgments_before")
     judgments, places = _create_judgments(), _create_places()
     _copy_judgments(judgments)

@@ -1,4 +1,4 @@
-"""People: accounts, their sessions, one-time links, and the instructions that they were given.
+"""Accounts, their sessions, one-time links, and the instructions' versions.
 
 Revision ID: 0003
 """

@@ -1,4 +1,4 @@
-"""What a labeler holds has an index of its own, whatever they have done and however many places are open.
+"""An index for a labeler's leases, which is small however many tasks are done or open.
 
 Revision ID: 0004
 """

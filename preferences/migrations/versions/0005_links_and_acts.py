@@ -1,6 +1,6 @@
-"""One live link per name, links that name who gave them, and a log of what leads did.
+"""One valid link per name, links that record who made them, and an audit log.
 
-Of older links the newest of each name stays; what closed accounts held (links, sessions, leases) is taken from them.
+The newest link of each name is kept. Closed accounts lose their links, sessions and leases.
 
 Revision ID: 0005
 """
@@ -12,7 +12,7 @@ revision = "0005"
 down_revision = "0004"
 
 _CLOSED = "(SELECT name FROM accounts WHERE state = 'closed')"
-_FIRST_LEAD = "lead"  # servers gave a link of this name at each start until somebody led
+_FIRST_LEAD = "lead"  # servers made a link for this name at each start until there was a lead
 
 
 def upgrade() -> None:
@@ -38,7 +38,7 @@ def _take_from_closed_accounts() -> None:
 
 
 def _keep_one_link_per_name() -> None:
-    """The table is made again: SQLite adds no constraint to one that is there."""
+    """Creates the table again, because SQLite cannot add a constraint to an existing table."""
     connection = op.get_bind()
     before = connection.execute(sa.text("SELECT code_hash, name, role, expires_at FROM invitations"))
     newest: dict[str, dict[str, object]] = {}

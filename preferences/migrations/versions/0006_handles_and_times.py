@@ -1,4 +1,4 @@
-"""Tasks have random handles, which labelers are shown instead of names; places say when they were given.
+"""Tasks get random handles, which labelers see instead of ids; places record when they were leased.
 
 Revision ID: 0006
 """
