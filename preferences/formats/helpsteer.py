@@ -42,10 +42,10 @@ def read_3(where: str, row: Row, report: Report, objective: str) -> Iterator[Jud
     overall = whole_field(where, row, "overall_preference", -STRONGEST, STRONGEST)
     votes = []
     given = row.get("individual_preference") is not None
-    for index, said in enumerate(objects_field(where, row, "individual_preference") if given else []):
+    for index, judged in enumerate(objects_field(where, row, "individual_preference") if given else []):
         place = f"{where}: individual_preference[{index}]"
-        score = whole_field(place, said, "score", -STRONGEST, STRONGEST)
-        votes.append(_vote(f"annotator{index + 1}", score, as_note(rest(said, "score"))))
+        score = whole_field(place, judged, "score", -STRONGEST, STRONGEST)
+        votes.append(_vote(f"annotator{index + 1}", score, as_note(rest(judged, "score"))))
     task = _task(
         "helpsteer3", prompt, row, ("response1", "response2"), where, objective, "context", "individual_preference"
     )
@@ -60,7 +60,7 @@ def recognise_2(row: Row) -> str:
 def read_2(where: str, row: Row, report: Report, objective: str) -> Iterator[JudgedTask]:
     first, *turns = MARK.split(any_text(where, row, "prompt"))
     later = zip(turns[::2], turns[1::2], strict=True)
-    prompt = (Message("user", first), *(Message(name.lower(), said) for name, said in later))
+    prompt = (Message("user", first), *(Message(name.lower(), text) for name, text in later))
     strength = whole_field(where, row, "preference_strength", -STRONGEST, STRONGEST)
     task = _task(
         "helpsteer2", prompt, row, ("response_1", "response_2"), where, objective, "prompt", "preference_strength"

@@ -68,7 +68,7 @@ def _turns(where: str, row: Row, field: str) -> list[Message]:
     start, *parts = TURN.split(text)
     if start.strip() or not parts:
         raise ValueError(f"{where}: field {field!r} begins with {text[:20]!r}; '\\n\\nHuman: ...' was expected")
-    return [Message(ROLES[name], said.removeprefix(" ")) for name, said in zip(parts[::2], parts[1::2], strict=True)]
+    return [Message(ROLES[name], text.removeprefix(" ")) for name, text in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def write(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: Report) -> Iterator[dict[str, Any]]:
@@ -78,7 +78,7 @@ def write(stored: Sequence[StoredTask], judgments: Sequence[Judgment], report: R
         strange = next((turn for turn in turns if turn.role not in NAMES or TURN.search(turn.content)), None)
         if strange is not None:
             found = f"{strange.role}: {strange.content[:40]!r}"
-            report.add("not a transcript", pair.where, f"{found} cannot stand in a transcript", "left out")
+            report.add("not a transcript", pair.where, f"{found} cannot be part of a transcript", "left out")
         elif is_sound_prompt(pair.where, pair.task.prompt, report):
             prompt = _transcript(pair.task.prompt)
             yield {

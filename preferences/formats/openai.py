@@ -51,7 +51,7 @@ def read_summaries(where: str, row: Row, report: Report, objective: str) -> Iter
     responses = tuple(any_text(place, summary, "text") for place, summary in zip(places, summaries, strict=True))
     sources = tuple(any_text(place, summary, "policy") for place, summary in zip(places, summaries, strict=True))
     notes = [summary.get("note") or "" for summary in summaries]
-    said = as_note(rest(row, "info", "summaries", "choice", "worker") | {"notes": notes if any(notes) else None})
+    note = as_note(rest(row, "info", "summaries", "choice", "worker") | {"notes": notes if any(notes) else None})
     task = Task(
         task_id=content_id("openai", prompt, responses, sources),
         prompt=prompt,
@@ -60,7 +60,7 @@ def read_summaries(where: str, row: Row, report: Report, objective: str) -> Iter
         objective=objective or OVERALL,
         details={"info": rest(info)},
     )
-    vote = Vote(name_field(where, row, "worker") or UNKNOWN, (1, 2) if choice == 0 else (2, 1), note=said)
+    vote = Vote(name_field(where, row, "worker") or UNKNOWN, (1, 2) if choice == 0 else (2, 1), note=note)
     yield from judged_pair(where, report, task, [vote])
 
 

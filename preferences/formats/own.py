@@ -61,8 +61,8 @@ def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator
         details=_details(where, row),
     )
     judgments = []
-    for number, act in enumerate(objects_field(where, row, "judgments")):
-        judgments.append(_judgment(f"{where}: judgments[{number}]", act, task))
+    for number, judged in enumerate(objects_field(where, row, "judgments")):
+        judgments.append(_judgment(f"{where}: judgments[{number}]", judged, task))
     yield JudgedTask(
         where,
         task,
@@ -76,9 +76,9 @@ def write_heed(
     stored: Sequence[StoredTask], judgments: Sequence[Judgment], _report: Report
 ) -> Iterator[dict[str, Any]]:
     """Writes one row per task. `details` is JSON in a string, because each Parquet column has a single type."""
-    acts: dict[str, list[Judgment]] = {}
+    by_task: dict[str, list[Judgment]] = {}
     for judgment in judgments:
-        acts.setdefault(judgment.task_id, []).append(judgment)
+        by_task.setdefault(judgment.task_id, []).append(judgment)
     for one in stored:
         task = one.task
         yield {
@@ -92,29 +92,29 @@ def write_heed(
             "gold_ranks": list(task.gold_ranks),
             "repeat_of": task.repeat_of,
             "details": json.dumps(dict(task.details), ensure_ascii=False),
-            "judgments": [_act_row(act) for act in acts.get(task.task_id, [])],
+            "judgments": [_judgment_row(judgment) for judgment in by_task.get(task.task_id, [])],
         }
 
 
-def _act_row(act: Judgment) -> dict[str, Any]:
-    row = {field.name: getattr(act, field.name) for field in fields(act) if field.name != "task_id"}
+def _judgment_row(judgment: Judgment) -> dict[str, Any]:
+    row = {field.name: getattr(judgment, field.name) for field in fields(judgment) if field.name != "task_id"}
     lists = {
-        "ranks": list(act.ranks),
-        "ratings": [float(rating) for rating in act.ratings],
-        "flags": [list(flags) for flags in act.flags],
-        "shown_order": list(act.shown_order),
+        "ranks": list(judgment.ranks),
+        "ratings": [float(rating) for rating in judgment.ratings],
+        "flags": [list(flags) for flags in judgment.flags],
+        "shown_order": list(judgment.shown_order),
     }
     return row | lists
 
 
-def _judgment(where: str, act: Row, task: Task) -> Judgment:
+def _judgment(where: str, row: Row, task: Task) -> Judgment:
     num_responses = len(task.responses)
-    kind = text_field(where, act, "kind")
+    kind = text_field(where, row, "kind")
     if kind not in KINDS:
         raise ValueError(f"{where}: field 'kind' is {shown(kind)}; one of {', '.join(KINDS)} was expected")
-    ratings = numbers_field(where, act, "ratings")
-    flags = list_field(where, act, "flags")
-    order = list_field(where, act, "shown_order")
+    ratings = numbers_field(where, row, "ratings")
+    flags = list_field(where, row, "flags")
+    order = list_field(where, row, "shown_order")
     for name, entries in (("ratings", ratings), ("flags", flags), ("shown_order", order)):
         if entries and len(entries) != num_responses:
             raise ValueError(f"{where}: field {name!r} has {len(entries)} entries for {num_responses} responses")
@@ -123,18 +123,18 @@ def _judgment(where: str, act: Row, task: Task) -> Judgment:
         raise ValueError(f"{where}: field 'shown_order' is {shown(order)}; each of 0 to {last} once was expected")
     return Judgment(
         task_id=task.task_id,
-        labeler=text_field(where, act, "labeler"),
-        revision=whole_field(where, act, "revision", 0, MAX_REVISION),
+        labeler=text_field(where, row, "labeler"),
+        revision=whole_field(where, row, "revision", 0, MAX_REVISION),
         kind=kind,  # type: ignore[arg-type]
-        ranks=_ranks(where, act, "ranks", num_responses, may_be_empty=kind in ("skip", "undo")),
+        ranks=_ranks(where, row, "ranks", num_responses, may_be_empty=kind in ("skip", "undo")),
         ratings=ratings,
         flags=tuple(_texts(f"{where}: flags", {str(i): f}, str(i), 0, MAX_FLAGS) for i, f in enumerate(flags)),
-        note=any_text(where, act, "note"),
+        note=any_text(where, row, "note"),
         shown_order=tuple(order),
-        instructions_version=any_text(where, act, "instructions_version"),
-        milliseconds=whole_field(where, act, "milliseconds", 0, MAX_MILLISECONDS),
-        client=any_text(where, act, "client"),
-        created_at=number_field(where, act, "created_at"),
+        instructions_version=any_text(where, row, "instructions_version"),
+        milliseconds=whole_field(where, row, "milliseconds", 0, MAX_MILLISECONDS),
+        client=any_text(where, row, "client"),
+        created_at=number_field(where, row, "created_at"),
     )
 
 

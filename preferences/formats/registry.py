@@ -70,9 +70,9 @@ def sniff(rows: Rows) -> tuple[Format, str]:
     where, row = first[0]
     for form in _ALL:
         if form.recognise(row):
-            odd, other = next(placed for placed in first if not form.recognise(placed[1]))
+            wrong, other = next(placed for placed in first if not form.recognise(placed[1]))
             raise ValueError(
-                f"{odd}: the row is not in the format {form.name}, as {where} is: found {names(other)};"
+                f"{wrong}: the row is not in the format {form.name}, as {where} is: found {names(other)};"
                 " correct the row, or name the format with --format"
             )
     raise ValueError(f"{where}: no known format has the fields {names(row)}; name one with --format")

@@ -36,11 +36,11 @@ def disagreements(panel: Panel, adjudications: Sequence[Judgment], *, limit: int
     open_T = np.array([task.task_id not in adjudicated for task in panel.tasks], dtype=bool)
     candidates = np.flatnonzero((mean_T > 0) & open_T)
     order = np.lexsort((candidates, -num_TP[candidates].max(axis=1, initial=0), -mean_T[candidates]))[:limit]
-    said: dict[int, list[tuple[str, tuple[int, ...]]]] = {int(task): [] for task in candidates[order]}
+    rankings: dict[int, list[tuple[str, tuple[int, ...]]]] = {int(task): [] for task in candidates[order]}
     for row in np.flatnonzero(np.isin(panel.task_J, candidates[order])):
         answer = panel.answers[row]
-        said[int(panel.task_J[row])].append((answer.labeler, answer.ranks))
+        rankings[int(panel.task_J[row])].append((answer.labeler, answer.ranks))
     return tuple(
         Disagreement(panel.tasks[task].task_id, float(mean_T[task]), tuple(sorted(ranks)))
-        for task, ranks in said.items()
+        for task, ranks in rankings.items()
     )

@@ -125,8 +125,8 @@ def count_pairs(panel: Panel, signs_JP: Signs) -> PairCounts:
     key_JP = panel.task_J[:, None] * num_pairs + np.arange(num_pairs)
 
     def count(sign: int) -> Floats:
-        said = np.bincount(key_JP[signs_JP == sign], minlength=num_tasks * num_pairs)
-        return said.reshape(num_tasks, num_pairs).astype(np.float64)
+        counts = np.bincount(key_JP[signs_JP == sign], minlength=num_tasks * num_pairs)
+        return counts.reshape(num_tasks, num_pairs).astype(np.float64)
 
     return PairCounts(count(1), count(-1), count(0))
 
@@ -139,15 +139,15 @@ def padded(rows: Sequence[tuple[int, ...]], width: int) -> Signs:
 def _orders(answers: Sequence[Judgment], width: int) -> Signs:
     """Returns [J, K]: the response shown at each position. Padded positions contain their own index."""
     rests = {length: tuple(range(length, width)) for length in range(width + 1)}
-    odd = next((answer for answer in answers if len(answer.shown_order) != len(answer.ranks)), None)
-    if odd is None:
+    wrong = next((answer for answer in answers if len(answer.shown_order) != len(answer.ranks)), None)
+    if wrong is None:
         orders_JK = _filled([answer.shown_order for answer in answers], rests, width)
         wrong_J = (np.sort(orders_JK, axis=1) != np.arange(width)).any(axis=1)
-        odd = answers[int(np.argmax(wrong_J))] if wrong_J.any() else None
-    if odd is not None:
+        wrong = answers[int(np.argmax(wrong_J))] if wrong_J.any() else None
+    if wrong is not None:
         raise ValueError(
-            f"task {odd.task_id!r}, labeler {odd.labeler!r}: shown_order is {list(odd.shown_order)}; each of 0 to"
-            f" {len(odd.ranks) - 1} once was expected"
+            f"task {wrong.task_id!r}, labeler {wrong.labeler!r}: shown_order is {list(wrong.shown_order)}; each of 0 to"
+            f" {len(wrong.ranks) - 1} once was expected"
         )
     return orders_JK
 

@@ -105,7 +105,7 @@ def test_export_and_import_give_the_same_store(tmp_path: Path, book: LabelStore,
     heed_label("import", write(tmp_path / "b.jsonl", other), *STORE, "--batch", "two")
     out = str(tmp_path / "all.jsonl")
     code, said, _ = heed_label("export", *STORE, "--out", out)
-    assert (code, said) == (0, f"2 rows of heed (everything of a label store) in {out}\n")
+    assert (code, said) == (0, f"2 rows of heed (everything in a label store) in {out}\n")
     assert book.batches() == ["one", "two"]
     for name in ("again.sqlite", "merged.sqlite"):
         with LabelStore(name) as again:
