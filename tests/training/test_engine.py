@@ -219,7 +219,23 @@ def test_gradients_do_not_depend_on_the_micro_batch(
         torch.testing.assert_close(parameter.grad, theirs.grad, atol=1e-6, rtol=1e-5, msg=name)
 
 
-def test_gradients_start_anew_in_every_step(engine: Engine[LanguageModel], ragged: PackedObjective) -> None:
+def test_metrics_are_summed_over_micro_batches_without_their_graph(engine: Engine[LanguageModel]) -> None:
+    def loss(number: int) -> LossAndMetrics:
+        logit = engine.model(torch.tensor([[1, 2, 3]]))[0, 0, 0]
+        metrics = {"logit": logit, "number": torch.tensor([number, 1])}
+        return 0 * logit, metrics | ({"rare": torch.tensor(2.5)} if number == 7 else {})
+
+    sums = engine.accumulate([4, 7, 1], loss)
+    with torch.no_grad():
+        logit = engine.model(torch.tensor([[1, 2, 3]]))[0, 0, 0]
+    assert not sums["logit"].requires_grad
+    torch.testing.assert_close(sums["logit"], 3 * logit)
+    assert sums["number"].tolist() == [12, 3]  # a sum and its own count
+    assert float(sums["rare"]) == 2.5
+    assert set(sums) == {"logit", "number", "rare"}
+
+
+def test_gradients_start_at_zero_in_every_step(engine: Engine[LanguageModel], ragged: PackedObjective) -> None:
     accumulate(engine, ragged, micro=4)
     engine.set_learning_rate(0.0)
     first = engine.step()
