@@ -6,7 +6,7 @@ can judge the same responses. Shape letters: V verdicts.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -187,8 +187,7 @@ def write_rows(path: Path, rows: Sequence[Verdict] | Sequence[Response]) -> None
     if not rows:
         raise ValueError(f"{path}: no rows to write")
     names = [field.name for field in fields(rows[0])]
-    dicts = [asdict(row) for row in rows]
-    table = pyarrow.table({name: [row[name] for row in dicts] for name in names})
+    table = pyarrow.table({name: [getattr(row, name) for row in rows] for name in names})
     with atomic_file(path) as temporary:
         parquet.write_table(table, temporary)
 

@@ -13,7 +13,10 @@ FAILED = replace(WON, prompt_id="p3", preference_a=math.nan, failure="no answer 
 
 
 def test_rows_come_back_as_they_were_written_with_the_same_bytes(tmp_path: Path) -> None:
-    responses = [Response("sft", "p1", 0, "Hello\n", 2, True, -0.25), Response("sft", "p1", 1, "", where="a: line 2")]
+    responses = [
+        Response("sft", "p1", 0, "Hello\n", 2, True, -0.25, 1.5),
+        Response("sft", "p1", 1, "", where="a: line 2"),
+    ]
     write_rows(tmp_path / "verdicts.parquet", [WON, TURNED])
     write_rows(tmp_path / "again.parquet", [WON, TURNED])
     write_rows(tmp_path / "responses.parquet", responses)
