@@ -25,7 +25,9 @@ def test_rows_come_back_as_they_were_written_with_the_same_bytes(tmp_path: Path)
     first, second = read_responses(tmp_path / "responses.parquet")
     assert first == responses[0]
     assert math.isnan(second.log_ratio)
-    assert replace(second, log_ratio=0.0) == replace(responses[1], log_ratio=0.0)
+    assert math.isnan(second.proxy_score)
+    measured = {"log_ratio": 0.0, "proxy_score": 0.0}
+    assert replace(second, **measured) == replace(responses[1], **measured)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "again.parquet",
         "responses.parquet",
