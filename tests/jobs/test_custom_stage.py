@@ -16,9 +16,12 @@ import tomli_w
 
 from jobs.job_file import load_job
 from jobs.pipeline import _inputs
+from jobs.plan import Setting, make_plan
+from jobs.registry import BUILT_IN
 from jobs.report import write_run_report
 from jobs.run import Run
 from jobs.submission import packed
+from planning.hardware import GPUS
 from training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +86,13 @@ def test_it_runs_is_killed_resumes_and_is_recorded_and_shown(heed: Callable[...,
     assert write_run_report(run)["midtrain"] == report["midtrain"]
 
 
+def test_it_runs_right_after_its_parents(tmp_path: Path) -> None:
+    job = load_job(job_file(tmp_path))
+    assert job.registry.names == ("pretrain", "midtrain", *BUILT_IN.names[1:])
+    assert job.stage_names == ("pretrain", "midtrain")
+    assert job.parents("midtrain") == ("pretrain",)
+
+
 def test_its_code_is_an_input(tmp_path: Path) -> None:
     job = load_job(job_file(tmp_path))
     run = Run(job, tmp_path / "runs", None, lambda: pytest.fail("no workers are needed"))
@@ -97,6 +107,14 @@ def test_it_is_planned(heed: Callable[..., Any], tmp_path: Path) -> None:
     midtrain = planned.output.split("\nmidtrain\n")[1]
     assert re.search(r"tokens per step +640", midtrain)
     assert re.search(r"peak +0\.\d+", midtrain)
+
+
+def test_without_a_plan_of_its_own_it_is_left_out_of_the_sums(tmp_path: Path) -> None:
+    job = load_job(job_file(tmp_path, CODE.replace(", plan=plan", "")))
+    pretrain, midtrain = make_plan(job, Setting(GPUS["h100"], 0.4, 1000)).stages
+    assert midtrain.assumptions == ("this stage does not say what it takes; its memory and time are not counted",)
+    assert (midtrain.seconds, midtrain.memory.peak) == (0, 0)
+    assert pretrain.seconds > 0
 
 
 def test_its_rows_are_read_before_anything_is_trained(heed: Callable[..., Any], tmp_path: Path) -> None:

@@ -50,6 +50,13 @@ def test_every_stage_comes_after_its_parents() -> None:
         assert set(load_job(DEBUG).parents(stage)) <= {*BUILT_IN.preparations, *BUILT_IN.names[:index]}
 
 
+def test_a_source_of_a_stage_makes_it_a_parent_which_must_come_before() -> None:
+    assert load_job(DEBUG).parents("reward") == ("sft", "collect")
+    assert load_job(DEBUG, ["reward.rankings.source=rankings.jsonl"]).parents("reward") == ("sft",)
+    with pytest.raises(ValueError, match=r"sft needs collect, which runs after it: \[collect\] was expected"):
+        load_job(DEBUG, ["sft.demonstrations=[{ source = 'collect:rankings' }]"])
+
+
 def test_overrides_set_dotted_keys() -> None:
     job = load_job(
         DEBUG,
