@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from ray import cloudpickle
@@ -171,7 +172,8 @@ def test_a_listener_that_is_stopped_is_replaced_with_the_group() -> None:
 
 
 def processes() -> list[int]:
-    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+    """Those that this process started, and theirs: other Ray clusters may run on this machine."""
+    return [child.pid for child in psutil.Process().children(recursive=True)]
 
 
 def command_of(pid: int) -> bytes:
