@@ -26,9 +26,7 @@ SHOWN_PER_KIND = 10  # warnings of each kind that are printed; a report file has
 STATUS_ROWS = 500
 
 Store = Annotated[str, typer.Option(help="The label store: a file path or a database URL.", show_default=False)]
-LabelToml = Annotated[
-    Path | None, typer.Option(help="TOML file with title, instructions, batches, flags; see docs/labels.md.")
-]
+LabelToml = Annotated[Path | None, typer.Option(help="TOML file: title, instructions, flags, ...; see docs/labels.md.")]
 PublicUrl = Annotated[str, typer.Option(help="The server's address for its users, such as https://labels.example.org.")]
 Strict = Annotated[bool, typer.Option(help="Stop at the first warning instead of reporting it and continuing.")]
 ReportFile = Annotated[Path | None, typer.Option("--report", help="Write every warning to this file, as JSONL.")]
