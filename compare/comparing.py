@@ -1,7 +1,7 @@
 """Comparing policies: sample them, let judges say which response is better, and keep every row.
 
-A comparison that was interrupted goes on; one that is there already is judged by whom it has no verdicts of. People are
-asked again each time, for they may have said more.
+An interrupted comparison continues. A finished comparison is sent only to judges whose verdicts it lacks; people are
+asked again each time, because they may have judged more since.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ Progress = Callable[[str], OnProgress]  # of the step by this name
 
 @dataclass(frozen=True)
 class Compared:
-    """What a comparison is of: specs of policies and judges as they were given, prompts, and how all are asked."""
+    """What is compared: specs of policies and judges as given, prompts, and how all are asked."""
 
     policies: Sequence[str]
     prompts: DataConfig
@@ -66,9 +66,9 @@ class Outcome:
 
 
 def compare(compared: Compared, folder: Path, progress: Progress) -> Outcome:
-    """Compare in `folder`, or go on there.
+    """Compare in `folder`, or continue there.
 
-    Errors: ValueError for any input that is not as it should be, before anything is sampled; for a policy that does not
+    Raises: ValueError for any input that is not as it should be, before anything is sampled; for a policy that does not
     answer every prompt; for a judge that fails too often; where `folder` holds another comparison.
     """
     if len(compared.policies) < 2:
@@ -100,7 +100,7 @@ def judge_again(folder: Path, judges: Sequence[Judge], max_failed_share: float, 
     """Let judges judge a finished comparison, without sampling. A judge's verdicts take the place of those that the
     folder has of its name; one that is as it was, and failed on nothing, is not asked again, unless it is people.
 
-    Errors: ValueError for a judge that fails too often, and for a folder that holds no comparison.
+    Raises: ValueError for a judge that fails too often, and for a folder that holds no comparison.
     """
     settings = read_settings(folder)
     found = read_comparison(folder)
@@ -123,7 +123,7 @@ def judge_again(folder: Path, judges: Sequence[Judge], max_failed_share: float, 
 def take_verdicts(spec: str, form: str, folder: Path, *, category: str, seed: int) -> tuple[Outcome, Report]:
     """A comparison of external judgments, FILE or NAME=FILE; with warnings about the file's rows.
 
-    Errors: those of `read_verdict_file`; ValueError where `folder` holds another comparison.
+    Raises: those of `read_verdict_file`; ValueError where `folder` holds another comparison.
     """
     ((judge, source),) = named_specs([spec], "file")
     found = read_verdict_file(source, form, judge=judge, category=category)
@@ -159,7 +159,7 @@ def take_verdicts(spec: str, form: str, folder: Path, *, category: str, seed: in
 
 
 def open_policies(compared: Compared, prompts: Sequence[Prompt]) -> list[Policy]:
-    """The policies of NAME=SPEC or SPEC. Errors: ValueError for whatever of one is not as it should be."""
+    """The policies of NAME=SPEC or SPEC. Raises: ValueError for an invalid one."""
     policies: list[Policy] = []
     for name, spec in named_specs(compared.policies, "policy"):
         if spec.startswith(("http://", "https://")):

@@ -1,4 +1,4 @@
-"""The folder of a comparison: every file whole or absent, the same bytes for the same settings.
+"""The folder of a comparison: writing it and reading it. The same settings give the same bytes.
 
     compare.json        settings as resolved: policies, prompts, judges and what came of them, versions
     prompts.jsonl       prompt_id, messages, category
@@ -6,8 +6,8 @@
     verdicts.parquet    evaluation.verdicts.Verdict, of every judge
     measures.json       measures of each policy (compare/results.py)
 
-While a comparison is under way its responses lie in `FOLDER.sampling/`, one file a policy by what it depends on, so
-that an interrupted one samples no policy again.
+While a comparison is running, its responses are in `FOLDER.sampling/`, one file per policy, named by a hash of what
+they depend on, so that an interrupted comparison samples no policy again.
 """
 
 import hashlib
@@ -73,7 +73,7 @@ def write_comparison(
     responses: Sequence[Response],
     verdicts: Sequence[Verdict],
 ) -> None:
-    """A new folder, whole or absent. Errors: ValueError where it is there already."""
+    """A new folder, whole or absent. Raises: ValueError where it is there already."""
     if folder.exists():
         raise ValueError(f"{folder}: is there already; a new folder was expected (--out)")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +215,7 @@ def _prompts(path: Path) -> list[Prompt]:
 
 
 def refuse_other_settings(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Errors: ValueError naming what differs between a finished comparison's settings and those asked for."""
+    """Raises: ValueError naming what differs between a finished comparison's settings and those asked for."""
     for name in ("policies", "prompts", "seed", "verdicts"):
         if found.get(name) != json.loads(json.dumps(wanted.get(name))):
             raise ValueError(

@@ -39,7 +39,7 @@ class Asking:
     max_failed_share: float
 
     def asker(self, name: str, spec: str) -> Asker:
-        """Errors: those of `Endpoint.of`."""
+        """Raises: those of `Endpoint.of`."""
         endpoint = Endpoint.of(spec, name, timeout_seconds=self.timeout_seconds, num_retries=self.num_retries)
         return Asker(endpoint, self.cache, self.concurrency, self.max_failed_share)
 
@@ -63,7 +63,7 @@ class Judging:
 def open_judges(specs: Sequence[str], judging: Judging, prompts: Sequence[Prompt], num_policies: int) -> list[Judge]:
     """The judges of NAME=SPEC or SPEC, ready to judge responses to these prompts.
 
-    Errors: ValueError for what of one is not as it should be.
+    Raises: ValueError for an invalid one.
     """
     return [_open(name, spec, judging, prompts, num_policies) for name, spec in named_specs(specs, "judge")]
 
@@ -85,7 +85,7 @@ def _open(name: str, spec: str, judging: Judging, prompts: Sequence[Prompt], num
 
 
 def _weights(folder: Path, objective: str) -> dict[str, float]:
-    """One of a reward model's objectives counts. Errors: ValueError where it has no such objective."""
+    """One of a reward model's objectives counts. Raises: ValueError where it has no such objective."""
     labels = labels_of(folder)
     if objective not in labels:
         raise ValueError(f"{folder} has no objective {objective!r}; it has {', '.join(labels)}")

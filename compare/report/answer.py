@@ -38,7 +38,7 @@ def answer_of(summary: Summary, styles: Styles) -> Answer:
     first, *others = judges
     if len(summary.policies) == 2:
         tone, text = _of_two(first.pairs[0], first.judge, styles)
-        more = [*_limits(first.pairs[0]), *(_beside(judge, first.pairs[0], styles) for judge in others)]
+        more = [*_limits(first.pairs[0]), *(_other_judge(judge, first.pairs[0], styles) for judge in others)]
     else:
         tone, text = _of_many(first, len(summary.policies), styles)
         more = [
@@ -69,7 +69,7 @@ def _of_two(pair: PairSummary, judge: str, styles: Styles) -> tuple[Tone, str]:
 
 
 def _limits(pair: PairSummary) -> list[str]:
-    """What the prompts could have shown, beside a difference that they did not; and an interval that says otherwise."""
+    """What the prompts could have shown where they show no difference; and whether test and interval disagree."""
     excludes_half = pair.win_rate.low > 0.5 or pair.win_rate.high < 0.5
     if pair.different:
         return [] if excludes_half else ["A close call: the test finds a difference, the interval includes 50%."]
@@ -93,7 +93,7 @@ def detectable(pair: PairSummary) -> str:
     )
 
 
-def _beside(judge: JudgeSummary, first: PairSummary, styles: Styles) -> str:
+def _other_judge(judge: JudgeSummary, first: PairSummary, styles: Styles) -> str:
     """What another judge says of the same two policies."""
     pair = judge.pairs[0]
     said = f"{often(pair, styles)} ({evidence(pair)})"
