@@ -1,6 +1,6 @@
 """Calls under way on the ranks of groups, and waiting for them while watching that the ranks live and make progress."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -13,8 +13,6 @@ from cluster.ranks import Ranks
 from cluster.vigil import Vigil
 
 Result = TypeVar("Result")
-
-Pending = Callable[[], Result]  # waits for something that was started; each call returns the same
 
 
 @dataclass(frozen=True)

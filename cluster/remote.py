@@ -10,10 +10,11 @@ so mypy checks arguments and results, and an editor goes from the call to the me
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, TypeVarTuple
 
-from cluster.calls import Calls, Pending
-from cluster.ranks import Ranks
+if TYPE_CHECKING:  # objects in this process need no Ray (`python -m benchmarks.gpu`)
+    from cluster.calls import Calls
+    from cluster.ranks import Ranks
 
 
 class Closeable(Protocol):
@@ -28,6 +29,8 @@ P = ParamSpec("P")
 Arguments = TypeVarTuple("Arguments")
 
 _numbers = itertools.count()
+
+Pending = Callable[[], Result]  # waits for something that was started; each call returns the same
 
 
 class Handle(ABC, Generic[Kept]):
@@ -82,33 +85,35 @@ class Remote(Handle[Kept]):
         WorkerError: a call failed; the message names stage, method, rank and the first cause.
     """
 
-    def __init__(self, ranks: Ranks, stage: str, key: str) -> None:
+    def __init__(self, ranks: "Ranks", stage: str, key: str) -> None:
         self.ranks, self.stage, self.num_ranks, self._key = ranks, stage, ranks.num_ranks, key
 
     @classmethod
     def put(
-        cls, ranks: Ranks, stage: str, factory: Callable[P, Kept], *args: P.args, **kwargs: P.kwargs
+        cls, ranks: "Ranks", stage: str, factory: Callable[P, Kept], *args: P.args, **kwargs: P.kwargs
     ) -> "Remote[Kept]":
         key = f"{stage}/{next(_numbers)}"
         references = tuple(actor.put.remote(key, factory, args, kwargs) for actor in ranks.actors)
+        from cluster.calls import Calls
+
         Calls[None](ranks, stage, references)()
         return Remote(ranks, stage, key)
 
     def start_all(
         self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
-    ) -> Calls[Result]:
+    ) -> "Calls[Result]":
         name = _name_of(method)
         return self._started(name, [a.call.remote(self._key, name, args, kwargs) for a in self.ranks.actors])
 
     def start_split(
         self, method: Callable[[Kept, *Arguments], Result], args_of_rank: Sequence[tuple[*Arguments]]
-    ) -> Calls[Result]:
+    ) -> "Calls[Result]":
         name, ranks = _name_of(method), zip(self.ranks.actors, args_of_rank, strict=True)
         return self._started(name, [actor.call.remote(self._key, name, args, {}) for actor, args in ranks])
 
     def start_first(
         self, method: Callable[Concatenate[Kept, P], Result], *args: P.args, **kwargs: P.kwargs
-    ) -> Calls[Result]:
+    ) -> "Calls[Result]":
         """As `start_all`, on rank 0 alone."""
         name = _name_of(method)
         return self._started(name, [self.ranks.actors[0].call.remote(self._key, name, args, kwargs)])
@@ -128,7 +133,9 @@ class Remote(Handle[Kept]):
     def close(self) -> None:
         self._started("close", [actor.drop.remote(self._key) for actor in self.ranks.actors])()
 
-    def _started(self, name: str, references: Sequence[Any]) -> Calls[Any]:
+    def _started(self, name: str, references: Sequence[Any]) -> "Calls[Any]":
+        from cluster.calls import Calls
+
         return Calls(self.ranks, f"{self.stage}.{name}", tuple(references))
 
 
@@ -173,6 +180,6 @@ def _name_of(method: Callable[..., object]) -> str:
     return name
 
 
-def _waited(calls: Calls[object]) -> Pending[object]:
+def _waited(calls: "Calls[object]") -> Pending[object]:
     calls()
     return lambda: None

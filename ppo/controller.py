@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.calls import Pending
+from cluster.remote import Pending
 from ppo.algorithm import KLController, generalised_advantages, importance_weights, token_rewards, whiten
 from ppo.config import PPOConfig
 from ppo.initial_models import ScoreScale

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from cluster.calls import Pending
-from cluster.remote import Handle
+from cluster.remote import Handle, Pending
 from lm.generation import generate
 from lm.sampling import Choice
 from lm.weights import load_language_model

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.calls import Pending
-from cluster.remote import Handle
+from cluster.remote import Handle, Pending
 from files.atomic import atomic_folder
 from lm.model import LanguageModel, ScalarModel
 from lm.progress import note_progress

@@ -6,9 +6,8 @@ The controller is the same for both, and for one rank in its own process.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from cluster.group import WorkerGroup
 from cluster.remote import Local
 from lm.tokenizer import Messages
 from ppo.config import PPOConfig
@@ -18,6 +17,9 @@ from ppo.learner import Learner, Learners
 from ppo.scorer import Scorer, Scorers
 from ppo.weight_transport import Broadcast, Direct, WeightTransport, broadcasts
 from training.config import EngineConfig
+
+if TYPE_CHECKING:
+    from cluster.group import WorkerGroup
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,9 @@ class Roles:
         models: InitialModels,
         conversations: Sequence[Messages],
         *,
-        learners: WorkerGroup,
-        generators: WorkerGroup,
-        scorers: WorkerGroup,
+        learners: "WorkerGroup",
+        generators: "WorkerGroup",
+        scorers: "WorkerGroup",
     ) -> Self:
         """One role per group, or all roles on every rank where the groups are one and the same.
 

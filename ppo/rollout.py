@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from cluster.calls import Pending
+from cluster.remote import Pending
 from lm.config import exact_div
 
 

@@ -12,8 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from cluster.calls import Pending
-from cluster.remote import Handle
+from cluster.remote import Handle, Pending
 from lm.progress import note_progress
 from lm.tokenizer import Messages
 from lm.weights import load_language_model

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.calls import Pending
+from cluster.remote import Pending
 from files.atomic import remove_unfinished
 from lm.tokenizer import Tokenizer
 from ppo.config import PPOConfig

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from cluster.calls import Pending, wait_all
-from cluster.group import WorkerGroup
-from cluster.remote import Handle, Remote
+from cluster.remote import Handle, Pending, Remote
 from ppo.config import PPOConfig
 from ppo.generator import Generator
 from ppo.learner import Learner
+
+if TYPE_CHECKING:
+    from cluster.group import WorkerGroup
 
 
 class WeightTransport(Protocol):
@@ -48,12 +49,14 @@ class Broadcast(WeightTransport):
     generators: Remote[Generator]
 
     @classmethod
-    def open(cls, group: WorkerGroup, learners: Remote[Learner], generators: Remote[Generator]) -> "Broadcast":
+    def open(cls, group: "WorkerGroup", learners: Remote[Learner], generators: Remote[Generator]) -> "Broadcast":
         """The first learner, of `group`, is rank 0; generators follow. Other learners have no part in it."""
         host, port = group.free_address()
         num_ranks = 1 + generators.num_ranks
         sender = learners.start_first(Learner.open_broadcast, host, port, 0, num_ranks)
         ends = [(host, port, rank, num_ranks) for rank in range(1, num_ranks)]
+        from cluster.calls import wait_all
+
         wait_all(sender, generators.start_split(Generator.open_broadcast, ends))
         return cls(learners, generators)
 
@@ -64,6 +67,8 @@ class Broadcast(WeightTransport):
         return self._exchanged(Learner.broadcast_weights)
 
     def _exchanged(self, method: Callable[[Learner], None]) -> Pending[object]:
+        from cluster.calls import wait_all
+
         wait_all(self.learners.start_all(method), self.generators.start_all(Generator.receive_broadcast))
         return lambda: None
 

@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from cluster.calls import Pending
+from cluster.remote import Pending
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import ScoreScale

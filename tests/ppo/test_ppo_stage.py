@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cluster.calls import Pending
+from cluster.remote import Pending
 from lm.tokenizer import Tokenizer
 from ppo import stage
 from ppo.config import PPOConfig
