@@ -9,7 +9,7 @@ from evaluation.verdicts import Verdict
 def in_order(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """The same verdicts in an order that depends neither on that given nor on which policy is called a.
 
-    Errors: ValueError, naming the row, for a verdict given twice (same prompt, policies and their samples, judge,
+    Raises: ValueError, naming the row, for a verdict given twice (same prompt, policies and their samples, judge,
     labeler and order shown), a score that is infinite or missing on one side, a negative sample, and a prompt with two
     categories.
     """

@@ -21,7 +21,7 @@ _TOLERANCE = 1e-10
 def fit(y_BVO: Floats, F_VOK: Floats) -> Floats:
     """[B, K] the coefficients that maximise Σ_v Σ_o y_vo·log P_vo, by Newton's method.
 
-    Errors: ValueError where it does not converge: the maximum is infinite, or coefficients cannot be told apart.
+    Raises: ValueError if it does not converge: the maximum is infinite, or coefficients cannot be told apart.
     """
     beta_BK = np.zeros((len(y_BVO), F_VOK.shape[2]))
     for _ in range(_MAX_STEPS):

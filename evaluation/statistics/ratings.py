@@ -43,11 +43,12 @@ def rate(comparisons: Comparisons, *, model: Model, anchor: str, seed: int) -> R
     are infinite, and variances are at least those of independent verdicts, since residuals that are nearly 0 say
     little. Where every verdict is a tie there are no ratings either, and `reason` says so.
 
-    Of two policies an interval is that of the share of wins (`decided_interval`), in log-odds. Around the rating itself
-    it would be too wide: the error of a logit grows without end as the share nears 1, so that hardly any interval of
-    those whose share is by chance too high misses the truth. Of more policies intervals are from the sandwich.
+    For two policies, the interval is that of the share of wins (`decided_interval`), in log-odds. An interval
+    around the rating itself would be too wide: a logit's error grows without bound as the share approaches 1, so if
+    the share is too high by chance, the interval hardly ever misses the truth. For more policies, intervals come
+    from the sandwich.
 
-    Davidson's model takes preferences of 0, ½ and 1 alone. Errors: ValueError for others, an unknown anchor, no
+    Davidson's model takes only preferences of 0, ½ and 1. Raises: ValueError for others, an unknown anchor, no
     verdicts.
     """
     names = comparisons.policies
@@ -218,12 +219,12 @@ def _surely_better(theta_P: Floats, covariance_PP: Floats, reached_PP: Truths, f
 
 @lru_cache
 def _tukey(num_policies: int, freedom: int) -> float:
-    """The quantile of the largest of all standardised differences; scipy integrates it anew at each call."""
+    """The quantile of the largest of all standardised differences; scipy integrates it again at each call."""
     return float(stats.studentized_range.ppf(LEVEL, num_policies, freedom)) / math.sqrt(2)
 
 
 def _resampled(y_CVO: Floats, pairs: Ints, num_policies: int, F_VOK: Floats, seed: int) -> Floats:
-    """[S, P] θ of prompts drawn anew; where a drawing connects too few policies the prior does."""
+    """Returns θ [S, P] of resampled prompts; if a resample connects too few policies, the prior connects them."""
     table_CS = y_CVO.reshape(len(y_CVO), -1)
     sums_SVO = resampled_sums(table_CS, seed=seed, num_resamples=NUM_RESAMPLES).reshape(-1, *y_CVO.shape[1:])
     return _thetas(_fit(sums_SVO, pairs, num_policies, F_VOK), num_policies)

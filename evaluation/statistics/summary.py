@@ -31,7 +31,7 @@ def summarise(verdicts: Sequence[Verdict], policies: Sequence[str] = (), *, seed
     `policies` gives the order: ratings are differences from the first, and a pair's a comes before its b. Without it
     they are sorted by name. The order of rows does not matter, and swapping policies mirrors every number.
 
-    Errors: ValueError naming the row for verdicts that `checks.in_order` refuses, for a policy not among `policies`,
+    Raises: ValueError naming the row for verdicts that `checks.in_order` refuses, for a policy not among `policies`,
     and for no verdicts at all.
     """
     if not verdicts:

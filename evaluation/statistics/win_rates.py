@@ -23,7 +23,7 @@ _RESAMPLES_PER_CHUNK = 200  # bounds the memory of resampling labelers
 
 
 def pair_win_rate(pair: Comparisons, *, seed: int) -> WinRate:
-    """The win rate of a over b, from `Comparisons.between(a, b)`. Errors: ValueError for no verdicts."""
+    """Returns the win rate of a over b, from `Comparisons.between(a, b)`. Raises: ValueError for no verdicts."""
     if len(pair) == 0:
         raise ValueError("no verdicts; a win rate needs at least one")
     x_P = prompt_means(pair)
