@@ -1,7 +1,7 @@
-// Attention of whole rows and its gradient, by a CPU with a matrix unit (Intel AMX): softmax(scale · Q Kᵀ) V, a panel of
-// queries at a time, so that scores never leave a core's caches. lm/native/kernels.py says what the functions compute.
+// Attention of whole sequences and its gradient on a CPU with a matrix unit (Intel AMX): softmax(scale · Q Kᵀ) V, one
+// panel of queries at a time, so that scores never leave a core's caches. lm/native/kernels.py says what the functions compute.
 //
-// The gradient computes the weights again from the scores and each query's ln Σ exp (arXiv 2205.14135, appendix B.2):
+// The gradient recomputes the weights from the scores and each query's ln Σ exp (arXiv 2205.14135, appendix B.2):
 //     P = exp(scale · S - total),  dV = Pᵀ dY,  dS = P ∘ (dY Vᵀ - rowsum(dY ∘ Y)) · scale,  dQ = dS K,  dK = dSᵀ Q.
 //
 // Shape letters: B rows, T queries, S keys, N heads, G key-value heads, H head dim.
@@ -14,7 +14,7 @@
 #include <limits>
 #include <vector>
 
-#include "panels.h"
+#include "pack.h"
 #include "tiles.h"
 
 namespace {
@@ -29,7 +29,7 @@ struct Attention {
     int64_t key_panels() const { return ceil_div(S, PANEL); }
     int64_t query_panels() const { return ceil_div(T, PANEL); }
 
-    // Which of 32 keys a query sees, a bit each.
+    // Which of 32 keys a query attends to, one bit each.
     uint32_t seen(int64_t b, int64_t t, int64_t key) const {
         if (t >= T) return 0;
         const uint32_t real = first((mask ? S : t + 1 + S - T) - key);
@@ -38,7 +38,7 @@ struct Attention {
         return _mm256_test_epi8_mask(bytes, bytes);
     }
 
-    // Whether any query of a panel sees any key of another.
+    // Whether any query of a panel attends to any key of another panel.
     bool any(int64_t b, int64_t query, int64_t key) const {
         for (int64_t t = query; t < std::min(T, query + PANEL); ++t)
             if (seen(b, t, key)) return true;
@@ -46,7 +46,7 @@ struct Attention {
     }
 };
 
-// e^x of numbers that are 0 or less, or little more, to within 3e-6 of it.
+// e^x for x <= 0 or slightly above, with a relative error below 3e-6.
 inline __m512 exponential(__m512 x) {
     x = _mm512_max_ps(x, _mm512_set1_ps(-100.0f));
     const __m512 n = _mm512_roundscale_ps(x * _mm512_set1_ps(1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -59,39 +59,39 @@ inline __m512 exponential(__m512 x) {
 inline Wide exponential(Wide x) { return {exponential(x.low), exponential(x.high)}; }
 inline Wide only(uint32_t bits, Wide x) {
     return {_mm512_maskz_mov_ps(static_cast<__mmask16>(bits), x.low),
-            _mm512_maskz_mov_ps(static_cast<__mmask16>(bits >> SIDE), x.high)};
+            _mm512_maskz_mov_ps(static_cast<__mmask16>(bits >> TILE_ROWS), x.high)};
 }
 
-// A matrix [count, H] in panels of the columns of its transpose.
-void put_transposed(const Attention& a, const uint16_t* from, int64_t count, char* rows, char* panels) {
-    put_rows(from, a.H, count, a.H, rows);
-    turn_tiles(rows, ceil_div(count, PANEL) * a.depth() * 2, panels);
+// Packs the transpose of a matrix [count, H] as B.
+void pack_transposed(const Attention& a, const uint16_t* from, int64_t count, char* rows, char* panels) {
+    pack_a(from, a.H, count, a.H, rows);
+    transpose_tiles(rows, ceil_div(count, PANEL) * a.depth() * 2, panels);
 }
 
 class Forward {
   public:
     explicit Forward(const Attention& attention)
-        : a(attention), depth(a.depth()), keys(a.key_panels()), rows(buffer(std::max(a.query_panels(), keys) * depth * PAIR)),
-          key_columns(buffer(keys * depth * PAIR)), values(buffer(keys * depth * PAIR)), weights(buffer(keys * PAIR)),
+        : a(attention), depth(a.depth()), keys(a.key_panels()), rows(buffer(std::max(a.query_panels(), keys) * depth * PANEL_STEP)),
+          key_columns(buffer(keys * depth * PANEL_STEP)), values(buffer(keys * depth * PANEL_STEP)), weights(buffer(keys * PANEL_STEP)),
           scores(buffer(keys * PANEL * PANEL * sizeof(float))), is_seen(keys) {}
 
-    // Keys and values [S, H] of the heads that follow.
+    // Sets the keys and values [S, H] of the heads that follow.
     void take(const uint16_t* k, const uint16_t* v) {
-        put_transposed(a, k, a.S, rows.get(), key_columns.get());
-        put_columns(v, a.H, a.S, a.H, values.get());
+        pack_transposed(a, k, a.S, rows.get(), key_columns.get());
+        pack_b(v, a.H, a.S, a.H, values.get());
     }
 
     // y [T, ., H] of one head, whose rows lie N H numbers apart.
     void run(int64_t b, const uint16_t* q, uint16_t* y, float* totals) {
-        put_rows(q, a.H, a.T, a.H, rows.get());
+        pack_a(q, a.H, a.T, a.H, rows.get());
         for (int64_t query = 0; query < a.T; query += PANEL) {
             const int64_t num_rows = std::min(PANEL, a.T - query);
             const int64_t end = score(b, query);
-            alignas(LINE) float sums[PANEL * PANEL];
+            alignas(CACHE_LINE) float sums[PANEL * PANEL];
             float inverse[PANEL];
             for (int64_t r = 0; r < num_rows; ++r) inverse[r] = weigh(b, query, r, end, totals);
             for (int64_t p = 0; p < depth; ++p) {
-                multiply(weights.get(), values.get() + p * keys * PAIR, end, sums, nullptr);
+                gemm_microkernel(weights.get(), values.get() + p * keys * PANEL_STEP, end, sums, nullptr);
                 for (int64_t r = 0; r < num_rows; ++r)
                     store_some(y + (query + r) * a.N * a.H + p * PANEL, load(sums + r * PANEL) * all(inverse[r]),
                                a.H - p * PANEL);
@@ -100,14 +100,14 @@ class Forward {
     }
 
   private:
-    // A panel of queries times all keys that any of it sees; returns behind which panel of keys there are none.
+    // Scores of a panel of queries with all keys that any of them attends to; returns the end of those panels of keys.
     int64_t score(int64_t b, int64_t query) {
         int64_t end = 0;
         for (int64_t j = 0; j < keys; ++j) {
             is_seen[j] = a.any(b, query, j * PANEL);
             if (!is_seen[j]) continue;
             end = j + 1;
-            multiply(rows.get() + query / PANEL * depth * PAIR, key_columns.get() + j * depth * PAIR, depth,
+            gemm_microkernel(rows.get() + query / PANEL * depth * PANEL_STEP, key_columns.get() + j * depth * PANEL_STEP, depth,
                      scores_of(0) + j * PANEL, nullptr, keys * PANEL);
         }
         return end;
@@ -121,14 +121,14 @@ class Forward {
             const uint32_t bits = is_seen[j] ? a.seen(b, query + r, j * PANEL) : 0;
             const Wide x = load(own + j * PANEL);
             top.low = _mm512_mask_max_ps(top.low, static_cast<__mmask16>(bits), top.low, x.low);
-            top.high = _mm512_mask_max_ps(top.high, static_cast<__mmask16>(bits >> SIDE), top.high, x.high);
+            top.high = _mm512_mask_max_ps(top.high, static_cast<__mmask16>(bits >> TILE_ROWS), top.high, x.high);
         }
         const float highest = _mm512_reduce_max_ps(_mm512_max_ps(top.low, top.high));
         for (int64_t j = 0; j < end; ++j) {
             const uint32_t bits = is_seen[j] ? a.seen(b, query + r, j * PANEL) : 0;
             const Wide weight = only(bits, exponential((load(own + j * PANEL) - all(highest)) * all(a.scale)));
             total = total + weight;
-            store(place(weights.get(), keys * PANEL, r, j * PANEL), weight);
+            store(packed_at(weights.get(), keys * PANEL, r, j * PANEL), weight);
         }
         totals[query + r] = highest * a.scale + std::log(sum(total));
         return 1 / sum(total);
@@ -146,27 +146,27 @@ class Backward {
   public:
     explicit Backward(const Attention& attention)
         : a(attention), depth(a.depth()), keys(a.key_panels()), queries(a.query_panels()),
-          rows(buffer(std::max(queries, keys) * depth * PAIR)), key_columns(buffer(keys * depth * PAIR)),
-          value_columns(buffer(keys * depth * PAIR)), key_rows(buffer(keys * depth * PAIR)),
-          query_columns(buffer(queries * depth * PAIR)), gradient_rows(buffer(queries * depth * PAIR)),
-          gradient_columns(buffer(queries * depth * PAIR)), slopes(buffer(keys * PAIR)),
+          rows(buffer(std::max(queries, keys) * depth * PANEL_STEP)), key_columns(buffer(keys * depth * PANEL_STEP)),
+          value_columns(buffer(keys * depth * PANEL_STEP)), key_rows(buffer(keys * depth * PANEL_STEP)),
+          query_columns(buffer(queries * depth * PANEL_STEP)), gradient_rows(buffer(queries * depth * PANEL_STEP)),
+          gradient_columns(buffer(queries * depth * PANEL_STEP)), slopes(buffer(keys * PANEL_STEP)),
           key_sums(keys * PANEL * depth * PANEL), value_sums(keys * PANEL * depth * PANEL) {}
 
     void take(const uint16_t* k, const uint16_t* v) {
-        put_transposed(a, k, a.S, rows.get(), key_columns.get());
-        put_transposed(a, v, a.S, rows.get(), value_columns.get());
-        put_columns(k, a.H, a.S, a.H, key_rows.get());
+        pack_transposed(a, k, a.S, rows.get(), key_columns.get());
+        pack_transposed(a, v, a.S, rows.get(), value_columns.get());
+        pack_b(k, a.H, a.S, a.H, key_rows.get());
         std::fill(key_sums.begin(), key_sums.end(), 0.0f);
         std::fill(value_sums.begin(), value_sums.end(), 0.0f);
     }
 
-    // The queries' gradient of one head; its share of the keys' and values' is added to theirs.
+    // The queries' gradient of one head; its part of the keys' and values' gradients is added to their sums.
     void run(int64_t b, const uint16_t* q, const uint16_t* y, const uint16_t* y_gradient, const float* totals,
              uint16_t* q_gradient) {
-        put_rows(q, a.H, a.T, a.H, rows.get());
-        put_columns(q, a.H, a.T, a.H, query_columns.get());
-        put_rows(y_gradient, a.N * a.H, a.T, a.H, gradient_rows.get());
-        put_columns(y_gradient, a.N * a.H, a.T, a.H, gradient_columns.get());
+        pack_a(q, a.H, a.T, a.H, rows.get());
+        pack_b(q, a.H, a.T, a.H, query_columns.get());
+        pack_a(y_gradient, a.N * a.H, a.T, a.H, gradient_rows.get());
+        pack_b(y_gradient, a.N * a.H, a.T, a.H, gradient_columns.get());
         for (int64_t query = 0; query < a.T; query += PANEL) {
             const int64_t num_rows = std::min(PANEL, a.T - query);
             float means[PANEL] = {}, own_totals[PANEL] = {};
@@ -179,15 +179,15 @@ class Backward {
             int64_t end = 0;
             for (int64_t j = 0; j < keys; ++j) {
                 if (!a.any(b, query, j * PANEL)) {
-                    std::fill_n(slopes.get() + j * PAIR, PAIR, 0);
+                    std::fill_n(slopes.get() + j * PANEL_STEP, PANEL_STEP, 0);
                     continue;
                 }
                 end = j + 1;
                 block(b, query, j, means, own_totals);
             }
-            alignas(LINE) float sums[PANEL * PANEL];
+            alignas(CACHE_LINE) float sums[PANEL * PANEL];
             for (int64_t p = 0; p < depth; ++p) {
-                multiply(slopes.get(), key_rows.get() + p * keys * PAIR, end, sums, nullptr);
+                gemm_microkernel(slopes.get(), key_rows.get() + p * keys * PANEL_STEP, end, sums, nullptr);
                 for (int64_t r = 0; r < num_rows; ++r)
                     store_some(q_gradient + (query + r) * a.H + p * PANEL, load(sums + r * PANEL), a.H - p * PANEL);
             }
@@ -205,30 +205,30 @@ class Backward {
   private:
     // 32 queries with 32 keys.
     void block(int64_t b, int64_t query, int64_t j, const float* means, const float* totals) {
-        alignas(LINE) float scores[PANEL * PANEL], products[PANEL * PANEL];
-        alignas(LINE) uint16_t weights[PANEL * PANEL], own_slopes[PANEL * PANEL];
+        alignas(CACHE_LINE) float scores[PANEL * PANEL], products[PANEL * PANEL];
+        alignas(CACHE_LINE) uint16_t weights[PANEL * PANEL], own_slopes[PANEL * PANEL];
         const int64_t i = query / PANEL;
-        multiply(rows.get() + i * depth * PAIR, key_columns.get() + j * depth * PAIR, depth, scores, nullptr);
-        multiply(gradient_rows.get() + i * depth * PAIR, value_columns.get() + j * depth * PAIR, depth, products, nullptr);
+        gemm_microkernel(rows.get() + i * depth * PANEL_STEP, key_columns.get() + j * depth * PANEL_STEP, depth, scores, nullptr);
+        gemm_microkernel(gradient_rows.get() + i * depth * PANEL_STEP, value_columns.get() + j * depth * PANEL_STEP, depth, products, nullptr);
         for (int64_t r = 0; r < PANEL; ++r) {
             const uint32_t bits = a.seen(b, query + r, j * PANEL);
             const Wide weight = only(bits, exponential(load(scores + r * PANEL) * all(a.scale) - all(totals[r])));
             const Wide slope = weight * (load(products + r * PANEL) - all(means[r])) * all(a.scale);
             store(weights + r * PANEL, weight);
             store(own_slopes + r * PANEL, slope);
-            store(place(slopes.get(), keys * PANEL, r, j * PANEL), slope);
+            store(packed_at(slopes.get(), keys * PANEL, r, j * PANEL), slope);
         }
-        add(weights, gradient_columns.get() + i * PAIR, value_sums.data() + j * PANEL * depth * PANEL);
-        add(own_slopes, query_columns.get() + i * PAIR, key_sums.data() + j * PANEL * depth * PANEL);
+        add(weights, gradient_columns.get() + i * PANEL_STEP, value_sums.data() + j * PANEL * depth * PANEL);
+        add(own_slopes, query_columns.get() + i * PANEL_STEP, key_sums.data() + j * PANEL * depth * PANEL);
     }
 
     // sums [32 keys, H] += the transpose of [32 queries, 32 keys] times columns [32 queries, H].
     void add(const uint16_t* numbers, const char* columns, float* sums) {
-        alignas(LINE) char pairs[PAIR], turned[PAIR];
-        put_columns(numbers, PANEL, PANEL, PANEL, pairs);
-        turn_tiles(pairs, 2, turned);
+        alignas(CACHE_LINE) char pairs[PANEL_STEP], turned[PANEL_STEP];
+        pack_b(numbers, PANEL, PANEL, PANEL, pairs);
+        transpose_tiles(pairs, 2, turned);
         for (int64_t p = 0; p < depth; ++p)
-            multiply<true>(turned, columns + p * queries * PAIR, 1, sums + p * PANEL, nullptr, depth * PANEL);
+            gemm_microkernel<1>(turned, columns + p * queries * PANEL_STEP, 1, sums + p * PANEL, nullptr, depth * PANEL);
     }
 
     const Attention& a;
@@ -237,8 +237,8 @@ class Backward {
     std::vector<float> key_sums, value_sums;
 };
 
-// Every pair of a row and a key-value head, with the N / G heads that it serves, which one thread takes one after the
-// other, so that sums have one order: f(worker, b, bg, first head, behind the last).
+// Every pair of a row and a key-value head, with the N / G query heads that share it. One thread runs those in order, so
+// that sums have one order: f(worker, b, bg, first head, end).
 template <class Worker, class F>
 void by_group(const Attention& a, F f) {
     const int64_t shared = a.N / a.G;

@@ -1,4 +1,7 @@
-"""The C++ beside this file, compiled for this machine's CPU when it is first needed, and kept for the next process."""
+"""Compiles the C++ in this folder for this machine's CPU when it is first needed, and caches the result on disk.
+
+The flags in CXXFLAGS are added to its own; CXX names the compiler.
+"""
 
 import ctypes
 import functools
@@ -13,8 +16,8 @@ import warnings
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / f"{name}.cpp" for name in ("kernels", "attention", "products", "decoder"))
-HEADERS = tuple(FOLDER / f"{name}.h" for name in ("numbers", "tiles", "panels"))
+SOURCES = tuple(FOLDER / f"{name}.cpp" for name in ("kernels", "attention", "weight_gradient", "decoder"))
+HEADERS = tuple(FOLDER / f"{name}.h" for name in ("numbers", "tiles", "pack", "decoder", "decode_attention"))
 # Sums may be taken in vectors only where the source says so; nothing is assumed about infinities and NaN.
 FLAGS = (
     "-std=c++20", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
@@ -25,7 +28,7 @@ COMPILERS = ("c++", "g++", "clang++")
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels; None, with a warning that says why, where they cannot be compiled: PyTorch's passes serve then."""
+    """The kernels; None, with a warning that says why, where they cannot be compiled: plain PyTorch is used then."""
     try:
         return ctypes.CDLL(str(compiled(cache_folder())))
     except (OSError, subprocess.CalledProcessError) as error:
@@ -36,7 +39,7 @@ def library() -> ctypes.CDLL | None:
 
 @functools.cache
 def has_matrix_unit() -> bool:
-    """Whether kernels for a CPU's matrix unit (Intel AMX) run here: there is one, and the system lets it be used."""
+    """Whether kernels for a CPU's matrix unit (Intel AMX) run here: it exists and the system permits its use."""
     loaded = library()
     if loaded is None:
         return False
@@ -45,9 +48,9 @@ def has_matrix_unit() -> bool:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept between processes: $XDG_CACHE_HOME/heed, by default ~/.cache/heed.
+    """Where compiled kernels are cached: $XDG_CACHE_HOME/heed, by default ~/.cache/heed.
 
-    Raises: FileNotFoundError where there is neither, as for a user without HOME and without an entry in passwd.
+    Raises: FileNotFoundError without either, for example for a user without HOME and without an entry in passwd.
     """
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given) / "heed"
@@ -58,10 +61,10 @@ def cache_folder() -> Path:
 
 
 def compiled(folder: Path) -> Path:
-    """The shared library of these sources, these flags and this CPU in `folder`, compiled unless it is there.
+    """The shared library in `folder` for these sources, flags and CPU, compiled unless it exists.
 
-    Processes that compile at the same time do so each for itself, and the last one's file stays.
-    Errors: OSError without a compiler or a folder to write to, CalledProcessError with the compiler's words.
+    Processes that start at the same time each compile it, and the last one's file stays.
+    Raises: OSError without a compiler or a folder to write to; CalledProcessError with the compiler's output.
     """
     texts = [path.read_text(encoding="utf-8") for path in (*HEADERS, *SOURCES)]
     flags = [*FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
@@ -86,7 +89,7 @@ def _compiler() -> str:
 
 
 def _cpu() -> str:
-    """What tells this CPU from others that may share the folder: one that lacks an instruction would stop at it."""
+    """Identifies this CPU among those that may share the folder, since a missing instruction would end the process."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     except OSError:

@@ -1,9 +1,9 @@
-// Vectors and matrix products of a CPU with AVX-512 and AMX, in bf16 with fp32 sums.
+// Vectors and matrix products of a CPU with AVX-512 and AMX: bf16 operands, fp32 sums.
 //
-// A tile is 16 rows of 16 pairs of bf16, 1 KiB. The unit multiplies a tile [16 rows, 16 pairs of k] by one
-// [16 pairs of k, 16 columns] and adds to 16 x 16 fp32. A panel is 32 rows (or columns) of an operand: its tiles
-// follow each other along k, two for every 32 k. Weights are put into panels once; what they multiply is written into
-// panels by whoever computes it.
+// The matrix unit multiplies tiles. A tile is 16 rows of 16 pairs of bf16, 1 KiB; one instruction adds the product of a
+// tile of A [16 rows, 32 k] and a tile of B [32 k, 16 columns] to 16 x 16 fp32 of C. The microkernel holds four tiles of
+// C, so that each tile it loads is used twice; its block of C is MR x NR and its step along k is KC, as in BLIS.
+// pack.h draws how operands lie in memory.
 
 #pragma once
 
@@ -12,11 +12,15 @@
 #include <algorithm>
 #include <cstdint>
 
-constexpr int64_t SIDE = 16, PANEL = 32, TILE = 1024, PAIR = 2 * TILE;
-constexpr int64_t LINE = 64;  // bytes that memory hands over at once: 32 bf16
+constexpr int64_t MR = 32, NR = 32, KC = 32;  // the microkernel's rows of C, columns of C, and k per step
+constexpr int64_t PANEL = 32;                 // rows (or columns) of a packed panel
+static_assert(PANEL == MR && PANEL == NR && PANEL == KC, "one panel width serves A, B and k");
+constexpr int64_t TILE_ROWS = 16, TILE_BYTES = 1024;
+constexpr int64_t PANEL_STEP = 2 * TILE_BYTES;  // bytes of a panel per KC of k
+constexpr int64_t CACHE_LINE = 64;              // bytes: 32 bf16
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t panel_bytes(int64_t rows, int64_t K) { return ceil_div(rows, PANEL) * ceil_div(K, PANEL) * PAIR; }
+inline int64_t packed_bytes_of(int64_t rows, int64_t K) { return ceil_div(rows, PANEL) * ceil_div(K, PANEL) * PANEL_STEP; }
 
 inline __m512 load16(const uint16_t* from) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
@@ -30,7 +34,7 @@ inline __m512 round16(__m512 x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
 
-// 32 numbers in fp32: the first 16, and the others.
+// 32 fp32 numbers: the first 16, and the others.
 struct Wide {
     __m512 low, high;
 };
@@ -48,7 +52,7 @@ inline float sum(Wide x) { return _mm512_reduce_add_ps(x.low + x.high); }
 
 template <class F>
 inline Wide each(Wide x, F f) {
-    alignas(LINE) float numbers[32];
+    alignas(CACHE_LINE) float numbers[32];
     _mm512_store_ps(numbers, x.low);
     _mm512_store_ps(numbers + 16, x.high);
 #pragma omp simd
@@ -56,12 +60,12 @@ inline Wide each(Wide x, F f) {
     return load(numbers);
 }
 
-// Where panels of K columns keep 32 numbers of a row, from column k on.
-inline char* place(char* panels, int64_t K, int64_t row, int64_t k) {
-    return panels + (row / PANEL * (K / PANEL) + k / PANEL) * PAIR + row % PANEL / SIDE * TILE + row % SIDE * LINE;
+// Where packed panels of K columns keep 32 numbers of a row, from column k on.
+inline char* packed_at(char* panels, int64_t K, int64_t row, int64_t k) {
+    return panels + (row / PANEL * (K / PANEL) + k / PANEL) * PANEL_STEP + row % PANEL / TILE_ROWS * TILE_BYTES + row % TILE_ROWS * CACHE_LINE;
 }
 
-// What one of several threads does of so many things.
+// A thread's share of `count` items.
 struct Share {
     int64_t begin, end;
 };
@@ -69,77 +73,80 @@ inline Share share(int64_t count, int64_t thread, int64_t threads) {
     return {count * thread / threads, count * (thread + 1) / threads};
 }
 
-// Before a thread's first product: eight tiles of full size.
+// Call before a thread's first product: eight tiles of full size.
 inline void configure() {
-    struct alignas(LINE) {
+    struct alignas(CACHE_LINE) {
         uint8_t palette = 1, start = 0, reserved[14] = {};
         uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
         uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } config;
-    asm volatile("" ::"r"(&config) : "memory");  // gcc 12 believes that the next line reads 8 bytes
+    asm volatile("" ::"r"(&config) : "memory");  // gcc 12 assumes that the next line reads only 8 bytes
     _tile_loadconfig(&config);
 }
 
-// sums [32, 32] = a panel of rows times a panel of columns, or += with `adds`; rows of sums lie `stride` numbers apart.
-// `next`, if any, goes into the second cache meanwhile.
-template <bool adds = false>
-inline void multiply(const char* rows, const char* columns, int64_t steps, float* sums, const char* next,
-                     int64_t stride = PANEL) {
-    const int64_t bytes = stride * static_cast<int64_t>(sizeof(float));
-    if constexpr (adds) {
-        _tile_loadd(0, sums, bytes);
-        _tile_loadd(1, sums + SIDE, bytes);
-        _tile_loadd(2, sums + SIDE * stride, bytes);
-        _tile_loadd(3, sums + SIDE * stride + SIDE, bytes);
+// C [MR, NR] = A B + beta C with one packed panel of A and one of B over `num_steps` steps of KC; beta is 0 or 1, and ldc
+// the distance between rows of C in floats. `prefetch`, if any, is fetched into the second cache meanwhile.
+template <int beta = 0>
+inline void gemm_microkernel(const char* a_panel, const char* b_panel, int64_t num_steps, float* c,
+                             const char* prefetch, int64_t ldc = NR) {
+    const int64_t bytes = ldc * static_cast<int64_t>(sizeof(float));
+    float *c_low = c, *c_high = c + TILE_ROWS * ldc;
+    if constexpr (beta) {
+        _tile_loadd(0, c_low, bytes);
+        _tile_loadd(1, c_low + TILE_ROWS, bytes);
+        _tile_loadd(2, c_high, bytes);
+        _tile_loadd(3, c_high + TILE_ROWS, bytes);
     } else {
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int64_t s = 0; s < steps; ++s, rows += PAIR, columns += PAIR) {
-        for (int64_t q = 0; next && q < PAIR; q += LINE) _mm_prefetch(next + s * PAIR + q, _MM_HINT_T1);
-        _tile_loadd(4, rows, LINE);
-        _tile_loadd(5, rows + TILE, LINE);
-        _tile_loadd(6, columns, LINE);
-        _tile_loadd(7, columns + TILE, LINE);
+    for (int64_t s = 0; s < num_steps; ++s, a_panel += PANEL_STEP, b_panel += PANEL_STEP) {
+        for (int64_t at = 0; prefetch && at < PANEL_STEP; at += CACHE_LINE)
+            _mm_prefetch(prefetch + s * PANEL_STEP + at, _MM_HINT_T1);
+        _tile_loadd(4, a_panel, CACHE_LINE);
+        _tile_loadd(5, a_panel + TILE_BYTES, CACHE_LINE);
+        _tile_loadd(6, b_panel, CACHE_LINE);
+        _tile_loadd(7, b_panel + TILE_BYTES, CACHE_LINE);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, sums, bytes);
-    _tile_stored(1, sums + SIDE, bytes);
-    _tile_stored(2, sums + SIDE * stride, bytes);
-    _tile_stored(3, sums + SIDE * stride + SIDE, bytes);
+    _tile_stored(0, c_low, bytes);
+    _tile_stored(1, c_low + TILE_ROWS, bytes);
+    _tile_stored(2, c_high, bytes);
+    _tile_stored(3, c_high + TILE_ROWS, bytes);
 }
 
-// y = x Wᵀ + bias for this thread's columns of y [B, columns]; put(row, column, 32 numbers of which so many are real).
+// y = x Wᵀ + bias for this thread's panels of y's columns; x and W are packed, and put(row, column, numbers, count)
+// receives 32 numbers of a row at a time, of which `count` exist.
 template <class Put>
-inline void product(const char* x, int64_t B, int64_t K, const char* weight, const float* bias, int64_t columns,
+inline void gemm(const char* x, int64_t B, int64_t K, const char* weight, const float* bias, int64_t columns,
                     Share panels, Put put) {
     const int64_t steps = K / PANEL;
-    alignas(LINE) float sums[PANEL * PANEL];
+    alignas(CACHE_LINE) float sums[PANEL * PANEL];
     for (int64_t p = panels.begin; p < panels.end; ++p) {
-        const char* panel = weight + p * steps * PAIR;
+        const char* panel = weight + p * steps * PANEL_STEP;
         const int64_t column = p * PANEL, real = std::min(PANEL, columns - column);
-        alignas(LINE) float offsets[PANEL] = {};
+        alignas(CACHE_LINE) float offsets[PANEL] = {};
         if (bias) std::copy(bias + column, bias + column + real, offsets);
         const Wide offset = load(offsets);
         for (int64_t row = 0; row < B; row += PANEL) {
-            multiply(x + row / PANEL * steps * PAIR, panel, steps, sums, row ? nullptr : panel + steps * PAIR);
+            gemm_microkernel(x + row / PANEL * steps * PANEL_STEP, panel, steps, sums, row ? nullptr : panel + steps * PANEL_STEP);
             for (int64_t r = row; r < std::min(B, row + PANEL); ++r)
                 put(r, column, load(sums + (r - row) * PANEL) + offset, real);
         }
     }
 }
 
-// The first so many of 32, a bit each.
+// A mask of the first `count` of 32 numbers.
 inline __mmask32 first(int64_t count) { return count >= PANEL ? ~0u : count <= 0 ? 0u : (1u << count) - 1; }
 
-// The first `real` of the numbers; zeros for the others.
+// The first `real` numbers; zeros for the rest.
 inline Wide load_some(const uint16_t* from, int64_t real) {
-    alignas(LINE) uint16_t numbers[PANEL];
+    alignas(CACHE_LINE) uint16_t numbers[PANEL];
     _mm512_store_si512(numbers, _mm512_maskz_loadu_epi16(first(real), from));
     return load(numbers);
 }

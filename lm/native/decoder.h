@@ -1,0 +1,42 @@
+// A decoder's shape and weights, and one decoding step, as Python hands them over (lm/native/decoder.py).
+//
+// Shape letters: B sequences, D width, N heads, G key-value heads, H head dim, M MLP width, C columns of the cache,
+// V vocabulary.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+struct Layer {
+    const float *attention_norm, *attention_norm_bias;
+    const char* qkv;
+    const float *qkv_bias, *query_norm, *key_norm;
+    const char* out;
+    const float *out_bias, *mlp_norm, *mlp_norm_bias;
+    const char* up;
+    const float* up_bias;
+    const char* down;
+    const float* down_bias;
+    int64_t window;  // tokens back that it sees, its own included; 0 = all
+};
+
+enum Activation : int64_t { SWIGLU, RELU2, GELU_TANH, RELU };
+
+struct Decoder {
+    int64_t D, N, G, H, M, V, num_layers, activation, norm_is_rms;
+    double eps;
+    const Layer* layers;
+    const float *norm, *norm_bias;
+    const char* head;
+};
+
+// x [B, D] is what the blocks begin with, and is written over; cos and sin [B, H] turn queries and keys, or are null.
+// keys and values [layers, B, G, C, H]: the step writes column `column` and reads from first_B[b] up to it.
+struct Step {
+    int64_t B, C, column;
+    const int64_t* first_B;
+    uint16_t *x, *keys, *values, *logits;
+    const uint16_t *cos, *sin;
+    char* scratch;
+};

@@ -1,0 +1,80 @@
+// The gradient of a linear map's weight, dW = dYᵀ X, by a CPU's matrix unit (Intel AMX). Both operands are bf16 and
+// row-major along the outer dimensions, not along the sum over tokens, which BLAS libraries are slow at. dW is fp32.
+//
+// Blocking: a packed panel of dYᵀ over DEPTH tokens fits the first cache and stays there while panels of X pass. The sums
+// of BLOCK panels of W's rows stay in the second cache until all tokens have been added.
+//
+// Shape letters: R tokens, F rows of W (outputs), D columns of W (inputs).
+
+#include <cstdint>
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+
+#include <omp.h>
+
+#include "pack.h"
+
+namespace {
+
+constexpr int64_t DEPTH = 256;    // tokens
+constexpr int64_t BLOCK = 8;      // panels of W's rows
+constexpr int64_t COLUMNS = 512;  // of X
+
+// C [MR, NR] = A B + beta C for one block of dW, of which `num_rows` and `num_columns` exist; beta is 0 or 1.
+void gemm_block(const char* a_panel, const char* b_panel, int64_t num_steps, bool beta, float* c, int64_t ldc,
+                int64_t num_rows, int64_t num_columns) {
+    if (num_rows >= MR && num_columns >= NR) {
+        beta ? gemm_microkernel<1>(a_panel, b_panel, num_steps, c, nullptr, ldc)
+             : gemm_microkernel(a_panel, b_panel, num_steps, c, nullptr, ldc);
+        return;
+    }
+    alignas(CACHE_LINE) float sums[MR * NR];
+    gemm_microkernel(a_panel, b_panel, num_steps, sums, nullptr);
+    for (int64_t i = 0; i < std::min(MR, num_rows); ++i)
+        for (int64_t j = 0; j < std::min(NR, num_columns); ++j)
+            c[i * ldc + j] = (beta ? c[i * ldc + j] : 0) + sums[i * NR + j];
+}
+
+}  // namespace
+
+extern "C" {
+
+void weight_gradient(const uint16_t* gradient_RF, const uint16_t* x_RD, float* out_FD, int64_t R, int64_t F, int64_t D) {
+    const int64_t steps = ceil_div(R, PANEL), panels = ceil_div(F, PANEL);
+    const Buffer columns = buffer(steps * ceil_div(std::min(COLUMNS, D), PANEL) * PANEL_STEP);
+#pragma omp parallel
+    {
+        configure();
+        const Buffer across = buffer(BLOCK * DEPTH * PANEL * 2), rows = buffer(BLOCK * DEPTH * PANEL * 2);
+        const Share own = share(panels, omp_get_thread_num(), omp_get_num_threads());
+        for (int64_t d = 0; d < D; d += COLUMNS) {
+            const int64_t num_columns = ceil_div(std::min(COLUMNS, D - d), PANEL);
+#pragma omp for
+            for (int64_t p = 0; p < num_columns; ++p) {
+                const int64_t column = d + p * PANEL;
+                pack_b(x_RD + column, D, R, std::min(PANEL, D - column), columns.get() + p * steps * PANEL_STEP);
+            }
+            for (int64_t begin = own.begin; begin < own.end; begin += BLOCK)
+                for (int64_t r = 0; r < R; r += DEPTH) {
+                    const int64_t end = std::min(own.end, begin + BLOCK);
+                    const int64_t count = std::min(DEPTH, R - r), deep = ceil_div(count, PANEL);
+                    const int64_t width = std::min(F, end * PANEL) - begin * PANEL;
+                    pack_b(gradient_RF + r * F + begin * PANEL, F, count, width, across.get());
+                    transpose_tiles(across.get(), (end - begin) * deep * 2, rows.get());
+                    for (int64_t panel = begin; panel < end; ++panel)
+                        for (int64_t p = 0; p < num_columns; ++p) {
+                            const int64_t f = panel * PANEL, column = d + p * PANEL;
+                            gemm_block(rows.get() + (panel - begin) * deep * PANEL_STEP,
+                                       columns.get() + (p * steps + r / PANEL) * PANEL_STEP, deep, r > 0,
+                                       out_FD + f * D + column, D, F - f, D - column);
+                        }
+                }
+#pragma omp barrier  // before the next columns of X overwrite these
+        }
+        _tile_release();
+    }
+}
+
+}  // extern "C"
+
+#endif
