@@ -1,8 +1,8 @@
-"""What autograd keeps of a forward pass until its backward: a count of the tensors that `lm.block` saves.
+"""Memory that autograd keeps from a forward pass to its backward: a count of the tensors that `lm.block` saves.
 
-Korthikanti et al. (arXiv 2205.05198, eq. 1) count 34 s·b·h + 5 a·s²·b bytes a layer for a GPT with dropout in fp16.
-This is the same count for this code: its norms keep their input, SwiGLU keeps three widths, dropout is optional, and
-where attention is fused (a GPU) no table of its weights is kept. `tests/lm/test_activations.py` compares every term
+Korthikanti et al. (arXiv 2205.05198, eq. 1) count 34 s·b·h + 5 a·s²·b bytes per layer for a GPT with dropout in
+fp16. This is the same count for this code: its norms keep their input, SwiGLU keeps three widths, dropout is optional,
+and fused attention (on a GPU) keeps no table of its weights. `tests/lm/test_activations.py` compares every term
 with what PyTorch saves.
 
 In the formulas c is the bytes of a number in a matrix product, s of one in the residual stream; D width, N heads, G
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lm.config import ModelConfig
 
-# Of a logit at a counted position: log-softmax keeps 4 bytes, and its backward holds two more fp32 tables beside it.
+# Per logit at a counted position: log-softmax keeps 4 bytes, and its backward holds two more fp32 tables.
 LOGIT_BYTES = 12
 
 
@@ -21,8 +21,8 @@ LOGIT_BYTES = 12
 class Pass:
     """A forward pass of `rows` rows of `seq_len` tokens under gradients.
 
-    `compute_bytes` is 2 in bf16 and 4 in fp32; `stream_bytes` that of the residual stream, which autocast leaves in
-    fp32. `is_fused`: attention runs in one kernel, as on a GPU; `is_tiled`: in ours, on a CPU with a matrix unit.
+    `compute_bytes` per number is 2 in bf16 and 4 in fp32; `stream_bytes` is that of the residual stream, which autocast
+    leaves in fp32. `is_fused`: attention is one kernel, as on a GPU; `is_tiled`: Heed's, on a CPU with a matrix unit.
     """
 
     rows: int
@@ -47,9 +47,7 @@ def block_bytes(config: ModelConfig, of: Pass, *, cross_attention: bool = False)
 
 
 def ends_bytes(config: ModelConfig, of: Pass) -> int:
-    """Bytes that are kept around the blocks: rotary tables, the embeddings' norm and dropout, the final norm and what
-    a head reads.
-    """
+    """Bytes kept outside the blocks: rotary tables, the embeddings' norm and dropout, final norm, the head's input."""
     kept = 2 * config.head_dim * of.compute_bytes if config.positions == "rotary" else 0
     kept += _norm(config, of) if config.embedding_norm else 0
     kept += _dropout(of)
@@ -58,12 +56,12 @@ def ends_bytes(config: ModelConfig, of: Pass) -> int:
 
 
 def _branch(config: ModelConfig, of: Pass) -> int:
-    """Bytes a token of what surrounds a branch: its norm, its first product's input, its dropout."""
+    """Bytes per token around a branch: its norm, its first product's input, its dropout."""
     return _norm(config, of) + config.hidden_size * of.compute_bytes + _dropout(of)
 
 
 def _norm(config: ModelConfig, of: Pass) -> int:
-    """Ours of RMS keeps x and 1 / rms(x); PyTorch's LayerNorm keeps x, its mean and deviation."""
+    """RMSNorm keeps x and 1 / rms(x); PyTorch's LayerNorm keeps x, its mean and its deviation."""
     return of.stream_bytes * config.hidden_size + (4 if config.norm == "rms" else 8)
 
 
@@ -73,11 +71,11 @@ def _dropout(of: Pass) -> int:
 
 
 def _attention(config: ModelConfig, of: Pass) -> int:
-    """c·(2N + 2G)·H for Q, K, V and the product's output. Written out c·N·T more, a row of weights for every head; a
-    kernel keeps one fp32 number a head instead.
+    """c·(2N + 2G)·H for Q, K, V and the output. Written-out attention keeps c·N·T more, a row of weights per head; a
+    kernel keeps one fp32 number per head instead.
 
-    A fused one has Q, K and V as views of what they were cut from. Norms of queries and keys keep that too, with one
-    fp32 number each.
+    With fused attention Q, K and V are views of the product that they are parts of. Norms of queries and keys keep that
+    product too, with one fp32 number each.
     """
     N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, of.compute_bytes
     kept = 4 * (N + G) if config.qk_norm else 0
@@ -91,19 +89,19 @@ def _attention(config: ModelConfig, of: Pass) -> int:
 
 
 def _weights(config: ModelConfig, of: Pass) -> int:
-    """A row of weights for every head, or ln Σ exp(scores)."""
+    """A row of weights per head, or ln Σ exp(scores)."""
     return config.num_attention_heads * (4 if of.is_fused or of.is_tiled else of.compute_bytes * of.seq_len)
 
 
 def _cross(config: ModelConfig, of: Pass) -> int:
-    """As self-attention, with keys and values from as many of an encoder's states, which are read once a layer."""
+    """Like self-attention, with keys and values from as many encoder states."""
     N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, of.compute_bytes
     return c * (2 * N + 2 * G) * H + _weights(config, of)
 
 
 def _mlp(config: ModelConfig, of: Pass) -> int:
-    """c·M for the input of the last product, and what the activation needs: SwiGLU gate and up; ReLU its result
-    alone, which is that input.
+    """c·M for the input of the last product, plus what the activation needs: SwiGLU its gate and up, ReLU only its
+    result, which is that input.
     """
     widths = {"swiglu": 3, "relu2": 2, "gelu": 2, "gelu_tanh": 2, "relu": 1}[config.mlp]
     return widths * config.intermediate_size * of.compute_bytes

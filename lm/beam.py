@@ -13,7 +13,7 @@ from lm.model import LanguageModel
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A response and log π(response | prompt) in nats; `score` is that over (number of tokens)^length_penalty."""
+    """A response and log π(response | prompt) in nats; `score` divides it by (number of tokens)^length_penalty."""
 
     response: list[int]
     logprob: float
@@ -34,10 +34,10 @@ def beam_search(
 ) -> list[Hypothesis]:
     """The `num_beams` best responses found, best score first; `source` is what an encoder-decoder reads.
 
-    In each step every running response is continued by every token; those that end are set aside, and the `num_beams`
-    likeliest of the rest run on, until none of them can still beat the worst of `num_beams` set aside. What runs at
-    `max_new_tokens` is cut off there.
-    Errors: ValueError as for `generate`, and for `num_beams` or `length_penalty` below their range.
+    Each step extends every running response by every token. Responses that end are set aside, and the `num_beams`
+    likeliest others continue, until none of them can beat the worst of `num_beams` set aside. Responses still running
+    at `max_new_tokens` are cut off there.
+    Raises: ValueError as for `generate`, and for `num_beams` or `length_penalty` below their range.
     """
     if num_beams < 1 or length_penalty < 0:
         raise ValueError(f"num_beams is {num_beams}, length_penalty {length_penalty}; from 1 and from 0 were expected")
@@ -50,7 +50,7 @@ def beam_search(
     for step in range(1, max_new_tokens + 1):
         totals_KV = torch.log_softmax(batch.logits_BV.float(), dim=-1).double()
         totals_KV += torch.tensor([logprob for _, logprob in running], device=totals_KV.device)[:, None]
-        # Each beam has one way to end, so twice as many candidates hold enough that go on.
+        # Each beam can end in one way only, so twice as many candidates contain enough that continue.
         totals, places = totals_KV.flatten().topk(min(2 * num_beams, totals_KV.numel()))
         V = totals_KV.shape[1]
         goes_on: list[tuple[int, int, float]] = []
@@ -62,7 +62,7 @@ def beam_search(
             elif len(goes_on) < num_beams:
                 goes_on.append((beam, token, logprob))
         over = sorted(over, key=lambda hypothesis: -hypothesis.score)[:num_beams]
-        # Log-probs only fall, and the longest response divides them by most: what no running one can exceed.
+        # Log-probs only fall, and the longest response divides them by most: no running response can exceed this.
         bound = goes_on[0][2] / max_new_tokens**length_penalty if goes_on else -math.inf
         if len(over) == num_beams and bound <= over[-1].score:
             break

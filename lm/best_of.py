@@ -1,4 +1,4 @@
-"""Best-of-n: several responses to each prompt, of which a scorer's favourite is kept."""
+"""Best-of-n: several responses per prompt, of which the one with the highest score is kept."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from lm.generation import generate, prompts_and_sources
 from lm.model import LanguageModel
 from lm.sampling import Choice
 
-# The scores of several responses to what was asked, all of them tokens; higher is better.
+# Scores of several responses to a prompt, all given as tokens; higher is better.
 Scorer = Callable[[Sequence[int], Sequence[Sequence[int]]], Sequence[float]]
 
 
@@ -32,10 +32,10 @@ def best_of(
     choice: Choice,
     seeds: Sequence[Sequence[int]],
 ) -> list[Best]:
-    """To each prompt one response for each of its seeds, of which the one that `score` prefers, the first of equals.
+    """Samples one response per seed of each prompt, and returns the one with the highest score; ties go to the first.
 
-    What is `asked` is continued by a decoder and read by an encoder-decoder.
-    Errors: ValueError as for `generate`, for a prompt without seeds, and for other than a finite score a response.
+    A decoder continues what is `asked`; an encoder-decoder reads it.
+    Raises: ValueError as for `generate`, for a prompt without seeds, and unless each response has a finite score.
     """
     if len(seeds) != len(asked) or not all(seeds):
         raise ValueError(f"{len(asked)} prompts with {[len(own) for own in seeds]} seeds; some for each were expected")

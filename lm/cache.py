@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of all layers, filled from the left: `append` writes the next tokens, `advance` moves on.
+    """Keys and values of all layers, filled from the left: `append` writes the next tokens, `advance` counts them.
 
-    Rows end at the same column, so a row that is shorter than others has padding on its left. Errors of PyTorch where
-    more is written than the capacity given at the start.
+    All rows end at the same column, so shorter rows have padding on their left. Writing beyond the capacity raises
+    PyTorch's error.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
@@ -23,7 +23,7 @@ class KVCache:
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int, int, int], like: Tensor) -> Self:
-        """For (layers, rows, key-value heads, tokens, head dim), of the type and device of `like`."""
+        """A cache of shape (layers, rows, key-value heads, tokens, head dim), with the type and device of `like`."""
         return cls(like.new_empty(shape), like.new_empty(shape), 0)
 
     @property
@@ -41,20 +41,19 @@ class KVCache:
         self.length += num_tokens
 
     def keep(self, rows: Tensor, first: int = 0) -> None:
-        """Keep only these batch rows, in this order: finished sequences leave, a beam that forks appears twice.
-
-        Of the columns those from `first` on stay.
+        """Keep only these batch rows, in this order (finished sequences leave, a forking beam appears twice), and only
+        the columns from `first` on.
         """
         self.keys, self.values = (part[:, :, :, first:].index_select(1, rows) for part in (self.keys, self.values))
         self.length -= first
 
     def join(self, other: Self, capacity: int) -> Self:
-        """The rows of both, ending at the same column: what is shorter moves to the right."""
+        """The rows of both caches, aligned at their last column."""
         length = max(self.length, other.length)
         joined = []
         for ours, theirs in ((self.keys, other.keys), (self.values, other.values)):
             L, B, G, _, H = ours.shape
-            # Padding is masked, but 0 times what empty memory holds may be NaN.
+            # Padding is masked, but 0 times uninitialised memory may be NaN.
             whole = ours.new_zeros(L, B + theirs.shape[1], G, capacity, H)
             whole[:, :B, :, length - self.length : length] = ours[:, :, :, : self.length]
             whole[:, B:, :, length - other.length : length] = theirs[:, :, :, : other.length]
@@ -64,24 +63,24 @@ class KVCache:
 
 @dataclass(frozen=True)
 class CrossAttentionCache:
-    """What a decoder's blocks look at of an encoder's states: keys and values by layer, [B, G, S, H], computed once."""
+    """An encoder's states as a decoder's blocks read them: keys and values per layer, [B, G, S, H], computed once."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     real_BS: Tensor  # False at padding
 
     def keep(self, rows: Tensor) -> "CrossAttentionCache":
-        """Only these rows, in this order."""
+        """These rows, in this order."""
         keys, values = (tuple(part[rows] for part in parts) for parts in (self.keys, self.values))
         return CrossAttentionCache(keys, values, self.real_BS[rows])
 
     def join(self, other: "CrossAttentionCache") -> "CrossAttentionCache":
-        """The rows of both, the shorter padded on the right."""
+        """The rows of both caches; the shorter is padded on the right."""
         width = max(self.real_BS.shape[1], other.real_BS.shape[1])
 
-        def padded(part: Tensor, places_behind: int) -> Tensor:
-            missing = width - part.shape[-1 - places_behind]
-            return F.pad(part, (0, 0) * places_behind + (0, missing))
+        def padded(part: Tensor, dims_after: int) -> Tensor:
+            missing = width - part.shape[-1 - dims_after]
+            return F.pad(part, (0, 0) * dims_after + (0, missing))
 
         def joined(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return tuple(torch.cat([padded(a, 1), padded(b, 1)]) for a, b in zip(ours, theirs, strict=True))

@@ -1,8 +1,8 @@
-"""Dropout whose masks depend on what is dropped, never on how a batch is split.
+"""Dropout whose masks depend on the data, never on how a batch is split.
 
-A mask is a function of (seed of the step, sequence, place in the sequence, site in the model, column). Nothing is drawn
-in order, so micro-batches, ranks, padding, packing and recomputation all drop the same numbers, on a CPU as on a GPU.
-It is a counter-based generator as in Salmon et al. (Random123, 2011): the finaliser of SplitMix64 (Steele et al. 2014)
+A mask is a function of (seed of the step, sequence, position, site in the model, column). Nothing is drawn in order, so
+micro-batches, ranks, padding, packing and recomputation all drop the same numbers, on CPUs and GPUs alike. It is a
+counter-based generator as in Salmon et al. (Random123, 2011): the finaliser of SplitMix64 (Steele et al. 2014)
 over a counter; 64 bits decide about four columns.
 
 Shape letters: B rows, T tokens, D width, G groups of four columns.
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from lm.replaceable import Replaceable
 
-LEVELS = 1 << 16  # a column is dropped where its 16 bits lie below rate · LEVELS
+LEVELS = 1 << 16  # a column is dropped if its 16 bits are below rate · LEVELS
 GROUP = 4  # columns that share 64 bits
 
 
 def _signed(number: int) -> int:
-    """Its lowest 64 bits, as PyTorch's integers have them."""
+    """Its lowest 64 bits as a signed integer, PyTorch's representation."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -31,29 +31,29 @@ FIRST, SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
 def mix(z: Tensor) -> Tensor:
-    """SplitMix64's finaliser, a bijection of 64 bits; `>>` of PyTorch keeps the sign, which the masks cut off."""
+    """SplitMix64's finaliser, a bijection of 64 bits; PyTorch's `>>` extends the sign, which the masks remove."""
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * FIRST
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * SECOND
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
 def sequence_keys(seed: int, numbers: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Keys of sequences by their number in the data set, in the numbers' shape.
+    """Keys of sequences from their numbers in the data set, in the same shape.
 
-    A model takes them as [B, 1], one sequence per row, or as [B, T], that of each token, where rows are packed.
+    A model takes them as [B, 1], one sequence per row, or as [B, T], one per token, for packed rows.
     """
     return mix(seed + (torch.from_numpy(np.asarray(numbers, dtype=np.int64)).to(device) + 1) * GOLDEN)
 
 
 def token_keys(keys_BT: Tensor, positions_BT: Tensor, part: int) -> Tensor:
-    """Keys of tokens [B, T] from those of their sequences and their positions there. `part` tells apart the parts of a
-    model that see the same positions.
+    """Keys of tokens [B, T] from their sequences' keys and their positions. `part` distinguishes the parts of a model
+    that see the same positions.
     """
     return mix(mix(keys_BT + _signed(part * GOLDEN)) + (positions_BT + 1) * GOLDEN)
 
 
 class Dropout(nn.Module):
-    """x / (1 - rate) where it is kept, else 0; x itself outside training. The rate is rounded to 1 / 65,536."""
+    """x / (1 - rate) where kept, else 0; x itself outside training. The rate is rounded to a multiple of 1 / 65,536."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -61,11 +61,11 @@ class Dropout(nn.Module):
 
     @property
     def is_active(self) -> bool:
-        """Whether it drops anything now."""
+        """Whether it currently drops anything."""
         return self.training and self.threshold > 0
 
     def forward(self, x: Tensor, keys: Tensor | None, site: int) -> Tensor:
-        """`keys` has x's dimensions but for the last; `site` numbers what is dropped of the same token."""
+        """`keys` has x's dimensions without the last; `site` numbers the dropouts that apply to the same token."""
         if not self.is_active:
             return x
         assert keys is not None, "dropout draws its masks from the sequences' keys, and none were given"

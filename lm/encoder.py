@@ -1,8 +1,8 @@
-"""BERT (arXiv 1810.04805): an encoder with what sits on it. Shape letters: B batch, T tokens, D width, V vocabulary,
+"""BERT (arXiv 1810.04805): an encoder and its heads. Shape letters: B batch, T tokens, D width, V vocabulary,
 C selected positions, K labels.
 
-In all of them `segments_BT` is as for a decoder: sequences of a row from 1, 0 = padding; an encoder's rows that hold
-padding must be given it. `token_types_BT` is 0 where not given.
+`segments_BT` numbers the sequences of a row from 1 as for a decoder, 0 = padding; an encoder needs it for rows with
+padding. `token_types_BT` defaults to 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from lm.transformer import HEAD, Transformer
 
 
 class EncoderModel(nn.Module):
-    """An encoder, for a head to be put on."""
+    """An encoder without a head."""
 
     def __init__(self, config: ModelConfig, dropout: float) -> None:
         config.require_kind("encoder")
@@ -42,7 +42,7 @@ class EncoderModel(nn.Module):
 
 
 class MaskedLanguageModel(EncoderModel):
-    """Logits of every token, of which some were masked; the head's matrix is the embedding."""
+    """Logits of every token, some of which were masked; the head's matrix is the embedding."""
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
         super().__init__(config, dropout)
@@ -72,13 +72,13 @@ class MaskedLanguageModel(EncoderModel):
 
 
 def _head_keys(sequence_keys_BT: Tensor, tokens_BT: Tensor) -> Tensor:
-    """Keys for a head's dropout [B, T], by the tokens' places in their rows."""
+    """Keys for a head's dropout [B, T], from the tokens' places in their rows."""
     places_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand(tokens_BT.shape)
     return token_keys(sequence_keys_BT[:, : tokens_BT.shape[1]], places_BT, HEAD)
 
 
 class SequenceClassifier(EncoderModel):
-    """Logits of a sequence's labels, from its first token. As a reward model: scores, one label an objective."""
+    """Logits of a sequence's labels, from its first token. As a reward model: scores, one label per objective."""
 
     def __init__(self, config: ModelConfig, labels: Sequence[str], dropout: float = 0.0) -> None:
         super().__init__(config, dropout)
@@ -124,7 +124,7 @@ class TokenClassifier(EncoderModel):
 
 
 class SpanPredictor(EncoderModel):
-    """Where an answer begins and ends in the text: two logits a token (BERT for SQuAD)."""
+    """Where an answer begins and ends in the text: two logits per token (BERT for SQuAD)."""
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
         super().__init__(config, dropout)

@@ -1,4 +1,4 @@
-"""The transformer of Vaswani et al. (arXiv 1706.03762): an encoder reads, a decoder looks at it and writes.
+"""The transformer of Vaswani et al. (arXiv 1706.03762): an encoder reads, and a decoder attends to it and writes.
 
 Shape letters: B batch, S source tokens, T target tokens, V vocabulary, C selected positions.
 """
@@ -25,7 +25,7 @@ class EncoderDecoder(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """One embedding for both stacks, and for the head where the config says so."""
+        """Share one embedding between encoder and decoder, and with the head if the config says so."""
         self.decoder.embedding = self.encoder.embedding
         if self.config.tie_word_embeddings:
             self.head.weight = self.encoder.embedding.weight
@@ -33,7 +33,7 @@ class EncoderDecoder(nn.Module):
     def read(
         self, sources_BS: Tensor, segments_BS: Tensor | None = None, sequence_keys_B1: Tensor | None = None
     ) -> CrossAttentionCache:
-        """What the decoder sees of the sources; `segments_BS` is 1 for tokens and 0 for padding."""
+        """The sources as the decoder attends to them; `segments_BS` is 1 for tokens and 0 for padding."""
         real_BS = torch.ones_like(sources_BS, dtype=torch.bool) if segments_BS is None else segments_BS > 0
         return self.decoder.cross_attention_cache(
             self.encoder.hidden(sources_BS, segments_BS, sequence_keys_BT=sequence_keys_B1), real_BS
@@ -47,9 +47,9 @@ class EncoderDecoder(nn.Module):
         selected_BT: Tensor | None = None,
         sequence_keys_B1: Tensor | None = None,
     ) -> Tensor:
-        """Teacher forcing: logits [B, T, V] of what follows each target token, or [C, V] of those selected.
+        """Teacher forcing: logits [B, T, V] of the token after each target token, or [C, V] of the selected ones.
 
-        Targets begin with a start token and are padded on the right. A pair has one key for dropout (`lm.dropout`).
+        Targets begin with a start token and are padded on the right. Each pair has one key for dropout (`lm.dropout`).
         """
         cross_cache = self.read(sources_BS, source_segments_BS, sequence_keys_B1)
         hidden_BTD = self.decoder.hidden(targets_BT, None, cross_cache, sequence_keys_BT=sequence_keys_B1)

@@ -1,9 +1,9 @@
 """Decoding in steps of fixed shape, which a GPU records once and replays.
 
-A step of one token is hundreds of short kernels, and starting each of them takes a CPU longer than most of them run. A
-CUDA graph starts all at once; but it holds addresses and no values, so what changes from step to step lies in buffers
-that stay where they are, the number of tokens in the cache among them. A step reads the cache up to a fixed column and
-masks what is not written yet. It is recorded anew where rows have left or entered, and behind that column.
+A step of one token is hundreds of short kernels, and launching each takes the CPU longer than most of them run. A CUDA
+graph launches all at once; but it records addresses, not values, so everything that changes between steps is in fixed
+buffers, the number of tokens in the cache included. A step reads the cache up to a fixed column and masks what is not
+written yet. It is recorded again when rows leave or enter, and when that column is reached.
 
 Shape letters: B rows, S columns of the cache, D model width, G key-value heads, H head dim, V vocabulary.
 """
@@ -22,7 +22,8 @@ from lm.encoder_decoder import EncoderDecoder
 from lm.model import LanguageModel
 from lm.norms import compute_dtype
 
-# Columns that a recorded step reads are a multiple of it: more columns are read for nothing, fewer are recorded often.
+# Recorded steps read a multiple of this many columns: a larger value reads more for nothing, a smaller one records more
+# often.
 COLUMNS = 64
 
 StepKind = Literal["auto", "eager", "fixed", "native"]
@@ -30,14 +31,14 @@ Step = Callable[[], Tensor]
 
 
 class FixedCache(KVCache):
-    """The first columns of a cache; `append` writes the column that a tensor names and returns all, written or not."""
+    """The first columns of a cache; `append` writes the column `column_1` and returns all columns, written or not."""
 
     def __init__(self, cache: KVCache, num_columns: int, column_1: Tensor) -> None:
         super().__init__(cache.keys[:, :, :, :num_columns], cache.values[:, :, :, :num_columns], num_columns)
         self.column_1 = column_1
 
     def append(self, layer: int, k_BGTH: Tensor, v_BGTH: Tensor) -> tuple[Tensor, Tensor]:
-        """Of one token, T = 1. Keys and values of the layer, [B, G, S, H] each."""
+        """Append one token (T = 1); return the layer's keys and values, [B, G, S, H] each."""
         keys_BGSH, values_BGSH = self.keys[layer], self.values[layer]
         keys_BGSH.index_copy_(2, self.column_1, k_BGTH.to(keys_BGSH.dtype))
         values_BGSH.index_copy_(2, self.column_1, v_BGTH.to(values_BGSH.dtype))
@@ -45,13 +46,13 @@ class FixedCache(KVCache):
 
 
 def fixed_step(model: LanguageModel, tokens_B: Tensor, first_real_B: Tensor, cache: FixedCache) -> Tensor:
-    """Logits [B, V] of what follows the tokens; the tokens take the cache's column `cache.column_1`.
+    """Logits [B, V] of the next tokens; the tokens' keys and values go to the cache's column `cache.column_1`.
 
-    No shape and no number of Python's depends on that column. `first_real_B` is each row's first column that is not
-    padding.
+    Neither shapes nor Python values depend on that column, so the step can be captured in a CUDA graph. `first_real_B`
+    is each row's first column that is not padding.
     """
     stack, config, column_1 = model.decoder, model.config, cache.column_1
-    # A sequence that is over may idle past the end of the context; nothing reads what it is given.
+    # A finished sequence may idle past the end of the context; nothing reads its logits.
     positions_BT = (column_1 - first_real_B).clamp(0, config.max_position_embeddings - 1)[:, None]
     x_BTD = stack.embed(tokens_B[:, None], positions_BT)
     rotary = stack.rotary(positions_BT, compute_dtype(x_BTD))
@@ -65,16 +66,16 @@ def fixed_step(model: LanguageModel, tokens_B: Tensor, first_real_B: Tensor, cac
 
 
 class FixedSteps:
-    """Steps of one batch at a time, recorded where its cache is new or the recorded columns are full."""
+    """Steps of one batch at a time, recorded when its cache is new or the recorded columns are full."""
 
-    leave_below = 0.5  # each time rows leave, a step is recorded anew
+    leave_below = 0.5  # each time rows leave, a step is recorded again
 
     def __init__(self, model: LanguageModel) -> None:
         self.model, self.num_recordings = model, 0
         self.forget()
 
     def forget(self) -> None:
-        """Hold no recording, and with it no cache."""
+        """Release the recording, and with it the cache."""
         self._keys = self._tokens_B = self._column_1 = torch.empty(0)
         self._columns = 0
         self._replay: Step | None = None
@@ -82,7 +83,7 @@ class FixedSteps:
     def next_logits(self, tokens_B: Tensor, first_real_B: Tensor, cache: KVCache) -> Tensor:
         """Logits [B, V] of what follows the tokens, which the next call may overwrite.
 
-        Keys and values of the tokens are in the cache's next column; to advance it is the caller's.
+        The tokens' keys and values go to the cache's next column; the caller advances the cache.
         """
         if self._replay is None or cache.keys is not self._keys or cache.length >= self._columns:
             return self._record(tokens_B, first_real_B, cache)
@@ -91,9 +92,9 @@ class FixedSteps:
         return self._replay()
 
     def _record(self, tokens_B: Tensor, first_real_B: Tensor, cache: KVCache) -> Tensor:
-        self._replay = None  # the last recording's memory serves the next one
+        self._replay = None  # frees the last recording's memory for the next one
         if cache.keys is not self._keys:
-            # What is masked counts 0 times, but 0 times what empty memory holds may be NaN.
+            # Masked values count 0 times, but 0 times uninitialised memory may be NaN.
             cache.keys[:, :, :, cache.length :] = 0
             cache.values[:, :, :, cache.length :] = 0
         self._keys = cache.keys
@@ -107,8 +108,8 @@ class FixedSteps:
 
 
 def fixed_steps(model: LanguageModel | EncoderDecoder, kind: StepKind) -> FixedSteps | None:
-    """None = eager steps. "auto" is fixed ones for a decoder on a GPU: a CPU gains nothing by them, and under autocast
-    every replay would round the weights anew. Errors: ValueError for fixed steps of an encoder-decoder.
+    """None = eager steps. "auto" is fixed steps for a decoder on a GPU; they gain nothing on a CPU, and under autocast
+    every replay would round the weights again. Raises: ValueError for fixed steps of an encoder-decoder.
     """
     if isinstance(model, EncoderDecoder):
         if kind == "fixed":
@@ -123,9 +124,9 @@ def _is_on_gpu(model: LanguageModel) -> bool:
 
 
 def record(step: Step, device: torch.device) -> tuple[Tensor, Step]:
-    """The step's result, and what takes the step again over the same buffers: its kernels on a GPU, else all of it.
+    """The step's result, and a function that repeats it on the same buffers: its kernels on a GPU, else all of it.
 
-    A replay's result lies where the last replay's lay. The step must be one that may be taken twice.
+    Each replay overwrites the last one's result. Repeating the step must be harmless.
     """
     return _capture(step, device) if device.type == "cuda" else (step(), step)
 
@@ -134,11 +135,11 @@ def _capture(step: Step, device: torch.device) -> tuple[Tensor, Step]:
     stream, current = _side_stream(device), torch.cuda.current_stream(device)
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
-        # Loads kernels and makes workspaces, which a capture cannot, and is the step that was asked for.
+        # Loads kernels and makes workspaces, which a capture cannot do; this is also the requested step.
         result = step()
     current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # Another thread may be copying a checkpoint meanwhile.
+    # Another thread may be copying a checkpoint at the same time.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         buffer = step()
 
@@ -151,5 +152,5 @@ def _capture(step: Step, device: torch.device) -> tuple[Tensor, Step]:
 
 @cached
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures: each stream keeps a workspace of its own."""
+    """One stream for all captures, since each stream keeps its own workspace."""
     return torch.cuda.Stream(device)

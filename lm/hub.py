@@ -1,15 +1,18 @@
-"""Model directories by name: a folder here, or a model of the hub, downloaded once."""
+"""Model directories by name: a local folder, or a model from the Hugging Face hub, downloaded once."""
 
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-# Weights as safetensors alone: a pickled file runs whatever its author put in it.
+# Only safetensors weights: a pickled file can run arbitrary code.
 _WANTED = ["*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer*.json", "*.jinja"]
 
 
 def model_directory(name: str) -> Path:
-    """Errors: ValueError saying why neither a folder nor the hub has it; offline, what the hub's client said."""
+    """The folder of a model, downloaded from the hub if needed.
+
+    Raises: ValueError saying why neither a folder nor the hub provides it; offline, with the hub client's message.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -19,8 +22,8 @@ def model_directory(name: str) -> Path:
         )
     try:
         return Path(snapshot_download(name, allow_patterns=_WANTED))
-    except Exception as error:  # the hub's client raises many kinds; each means the same to the user
+    except Exception as error:  # the hub's client raises many types; they mean the same to the user
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"{name!r} is neither a folder here nor a model that the hub gave: {type(error).__name__}: {reason}"
+            f"{name!r} is neither a local folder nor a model that the hub provided: {type(error).__name__}: {reason}"
         ) from error

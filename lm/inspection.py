@@ -1,4 +1,4 @@
-"""To see inside a model: what its heads attend to, where its parameters are, what a token costs.
+"""Inspect a model: what its heads attend to, where its parameters are, what a token costs.
 
 Shape letters: L layers, B batch, T query tokens, S key tokens, N heads, H head dim.
 """
@@ -23,8 +23,8 @@ from lm.weights import PRETRAINED
 def attention_weights(
     stack: Transformer, tokens_BT: Tensor, cross_cache: CrossAttentionCache | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """softmax(Q Kᵀ / √H) of every head, to the tokens themselves [L, B, N, T, T] and to an encoder's [L, B, N, T, S],
-    None without one; the rows of each table sum to 1.
+    """softmax(Q Kᵀ / √H) of every head: self-attention [L, B, N, T, T], and attention to an encoder [L, B, N, T, S] or
+    None. Rows sum to 1.
     """
     own: list[Tensor] = []
     across: list[Tensor] = []
@@ -49,7 +49,7 @@ def attention_weights(
 
 
 def _weights(q_BNTH: Tensor, k_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
-    """Where the values are the unit vectors, what attention sums up is its weights."""
+    """With unit vectors as values, attention returns its weights."""
     T, S = q_BNTH.shape[2], k_BGSH.shape[2]
     unit_BGSS = torch.eye(S, dtype=q_BNTH.dtype, device=q_BNTH.device).expand(*k_BGSH.shape[:2], S, S)
     return attend(q_BNTH, k_BGSH, unit_BGSS, None if mask_BTS is None else mask_BTS.expand(-1, T, -1))
@@ -57,7 +57,7 @@ def _weights(q_BNTH: Tensor, k_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """A group of parameters: `name` with layers left out, how many tensors of one shape, and their numbers together."""
+    """A group of parameters: `name` without the layer number, tensors of that name, and their parameters in total."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,12 +66,12 @@ class Part:
 
 
 def parameter_table(config: ModelConfig) -> list[Part]:
-    """Where the parameters are of what such a shape is pretrained as, in the order of the forward pass; no weights are
-    made. The same tensor of every block is one row; a tied head is the embedding and is not counted again.
+    """The parameters of a model of this shape, as it is pretrained, in the order of the forward pass; no weights are
+    allocated. Blocks share one row per tensor; a tied head is the embedding and is not counted again.
     """
     kind = PRETRAINED[config.kind]
     model = on_meta(lambda: kind(config))
-    # The only stack need not be named.
+    # The only transformer need not be named.
     stack = "" if config.kind == "encoder-decoder" else f"{config.kind}."
     parts: dict[str, Part] = {}
     for name, parameter in model.named_parameters():

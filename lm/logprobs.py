@@ -8,14 +8,14 @@ from torch import Tensor
 
 from lm.replaceable import Replaceable
 
-# fp32 numbers held at once: on a CPU as many as fit a core's cache, on a GPU enough for its launches not to count.
+# fp32 numbers in memory at once: on a CPU as many as fit a core's cache, on a GPU enough to make launches negligible.
 PART_NUMBERS = {"cpu": 2**18, "cuda": 2**26}
 
 
 def token_logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float = 1.0) -> Tensor:
     """log softmax(logits / temperature) at `tokens`, [C] nats, in fp32; leading dimensions are free.
 
-    The temperature is that of sampling: log-probs of another temperature belong to another policy.
+    Use the sampling temperature: another temperature is another policy.
     """
     V = logits_CV.shape[-1]
     return logprobs_of_rows(logits_CV.reshape(-1, V), tokens_C.reshape(-1), temperature).view(tokens_C.shape)
@@ -30,8 +30,8 @@ def logprobs_of_rows(logits_CV: Tensor, tokens_C: Tensor, temperature: float) ->
 class _TokenLogprobs(torch.autograd.Function):
     """l_t - ln Σ_v exp(l_v), l = logits / temperature, whose gradient is (1[v = t] - softmax(l)_v) / temperature.
 
-    Written out so that fp32 numbers over the vocabulary exist for some positions at a time: whole, they are the largest
-    tensors of a small model's step, and each pass over them goes through memory.
+    Written out so that fp32 numbers over the vocabulary exist for some positions at a time: whole, they would be the
+    largest tensors of a small model's step, and each pass over them would go through memory.
     """
 
     @staticmethod
@@ -56,7 +56,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _parts(logits_CV: Tensor) -> Iterator[slice]:
-    """Positions, as many at a time as have `PART_NUMBERS` logits."""
+    """Slices of positions with at most `PART_NUMBERS` logits each."""
     size = max(1, PART_NUMBERS[logits_CV.device.type] // logits_CV.shape[-1])
     return (slice(start, start + size) for start in range(0, len(logits_CV), size))
 

@@ -13,7 +13,7 @@ from lm.config import ModelConfig
 from lm.linear import Linear
 from lm.transformer import Transformer
 
-SCORE = "score"  # the label of a model that gives one number
+SCORE = "score"  # the label of a model with one number per token
 
 
 class LanguageModel(nn.Module):
@@ -28,7 +28,7 @@ class LanguageModel(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make the head's matrix the embedding's, where the config says so."""
+        """Share the embedding's matrix with the head if the config says so."""
         if self.config.tie_word_embeddings:
             self.head.weight = self.decoder.embedding.weight
 
@@ -45,9 +45,9 @@ class LanguageModel(nn.Module):
 
 
 class ScalarModel(nn.Module):
-    """A decoder with one number a token: a reward model's score (higher is better) or a value function.
+    """A decoder with one number per token: a reward model's score (higher is better) or a value function.
 
-    A reward model of several objectives has a number for each of its `labels`, and a head (a row of `score`) behind it.
+    A reward model of several objectives has a number, and a head (a row of `score`), for each of its `labels`.
     """
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0, labels: Sequence[str] = (SCORE,)) -> None:
@@ -56,7 +56,7 @@ class ScalarModel(nn.Module):
         self.config, self.labels = config, tuple(labels)
         self.decoder = Transformer(config, dropout)
         self.score = nn.Linear(config.hidden_size, len(self.labels), bias=False)
-        # Not a parameter: it is set once, after training, so that demonstrations score 0 on average.
+        # Not a parameter: it is set once after training, so that demonstrations score 0 on average.
         self.register_buffer("bias", torch.zeros(len(self.labels) if len(self.labels) > 1 else ()))
         self.bias: Tensor
 
@@ -69,7 +69,7 @@ class ScalarModel(nn.Module):
     ) -> Tensor:
         """Scores [C] of the positions that `selected_BT` marks True, row by row; [B, T] where it is None.
 
-        With several labels they are the last dimension of both.
+        Several labels are the last dimension of both.
         """
         hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT)
         selected = hidden_BTD if selected_BT is None else hidden_BTD[selected_BT]
@@ -96,7 +96,7 @@ def init_weights(model: nn.Module, seed: int) -> None:
 
 
 def initial_weights(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter's name and first value, as `init_weights` gives it; only shapes are read."""
+    """Every parameter's name and initial value, as `init_weights` draws them; only shapes are read."""
     generator = torch.Generator().manual_seed(seed)
     config = model.config
     assert isinstance(config, ModelConfig)
@@ -105,7 +105,7 @@ def initial_weights(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]
 
 
 def initial_weight(name: str, shape: Sequence[int], config: ModelConfig, generator: torch.Generator) -> Tensor:
-    """The first value of the parameter of this name; the table is in `init_weights`."""
+    """The initial value of the parameter of this name; the table is in `init_weights`."""
     if name.endswith("norm.weight"):
         return torch.ones(*shape)
     if name.endswith(".bias"):
@@ -122,38 +122,38 @@ def initial_weight(name: str, shape: Sequence[int], config: ModelConfig, generat
 
 
 def freeze_all_but_last(model: nn.Module, num_blocks: int) -> None:
-    """Transfer learning: gradients reach the last `num_blocks` blocks, what follows them, and an untied head.
+    """Transfer learning: train only the last `num_blocks` blocks, what follows them, and an untied head.
 
-    An encoder-decoder's encoder lies before its decoder. A tied head is the embedding, which lies before all blocks
-    and is frozen with it.
-    Errors: ValueError for more blocks than there are.
+    An encoder-decoder's encoder comes before its decoder. A tied head is the embedding, which comes before all blocks
+    and is frozen.
+    Raises: ValueError for more blocks than there are.
     """
     by_name = _transformers(model)
     transformers = [by_name[name] for name in TRANSFORMERS if name in by_name]
     blocks = [block for transformer in transformers for block in transformer.blocks]
     if num_blocks > len(blocks):
         raise ValueError(f"{num_blocks} blocks are to be trained; the model has {len(blocks)}")
-    still: list[nn.Module | None] = [*blocks[: len(blocks) - num_blocks]]
+    frozen: list[nn.Module | None] = [*blocks[: len(blocks) - num_blocks]]
     for transformer in transformers:
-        still += [transformer.embedding, transformer.positions, transformer.token_types, transformer.embedding_norm]
+        frozen += [transformer.embedding, transformer.positions, transformer.token_types, transformer.embedding_norm]
     if len(transformers) > 1 and num_blocks <= len(transformers[-1].blocks):  # nothing of the encoder moves
-        still.append(transformers[0].norm)
-    for module in still:
+        frozen.append(transformers[0].norm)
+    for module in frozen:
         if module is not None:
             module.requires_grad_(False)
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Backward passes compute each block again from its input, with the same dropout, and keep nothing else of it."""
+    """Activation checkpointing: backward passes recompute each block from its input, with the same dropout."""
     for transformer in _transformers(model).values():
         transformer.recomputes = True
 
 
-TRANSFORMERS = ("encoder", "decoder")  # in the order in which a signal passes them
+TRANSFORMERS = ("encoder", "decoder")  # in the order of the forward pass
 
 
 def _transformers(model: nn.Module) -> dict[str, Transformer]:
-    # By the last part of the name: a reward model under training lies inside another module.
+    # By the last part of the name: a reward model in training is inside another module.
     return {
         name.rpartition(".")[2]: module for name, module in model.named_modules() if isinstance(module, Transformer)
     }

@@ -1,4 +1,4 @@
-"""Ragged sequences as one array. Shape letters: B sequences, T tokens of the longest."""
+"""Sequences of different lengths as one array. Shape letters: B sequences, T tokens of the longest."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def pad_right(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens [B, T] with 0 behind them, and segments [B, T]: 1 for tokens, 0 for padding.
+    """Tokens [B, T] followed by 0, and segments [B, T]: 1 for tokens, 0 for padding.
 
-    To a causal model padding on the right is harmless; an encoder must be given the segments.
+    Padding on the right is harmless to a causal model; an encoder needs the segments.
     """
     tokens = np.zeros((len(sequences), max(len(sequence) for sequence in sequences)), dtype=np.int64)
     segments = np.zeros_like(tokens)
@@ -31,6 +31,6 @@ def pad_left(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[
 
 
 def last_tokens(segments_BT: Tensor) -> Tensor:
-    """True at each sequence's last token, [B, T], of rows as `pad_right` makes them."""
+    """True at each sequence's last token, [B, T], for the segments of `pad_right`."""
     following_BT = torch.nn.functional.pad(segments_BT, (0, 1))[:, 1:]
     return (segments_BT > 0) & (following_BT == 0)

@@ -1,4 +1,4 @@
-"""Positions: rotary, with the ways in which its context is stretched, and sinusoidal.
+"""Positions: rotary, with context extension, and sinusoidal.
 
 Shape letters: B batch, T tokens, N heads, H head dim, h = H/2 frequencies, D model width.
 """
@@ -14,7 +14,7 @@ Rotary = tuple[Tensor, Tensor]  # cos and signed sin, [B, T, 1, H]
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
-    """Radians a token for each pair of dimensions, [h]: θ^(-2i/H), stretched as `scaling` says."""
+    """Radians per token for each pair of dimensions, [h]: θ^(-2i/H), stretched as `scaling` says."""
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     frequencies_h = theta**-exponents
     if scaling is None:
@@ -49,7 +49,7 @@ def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling, device: torch.
 
 
 def attention_sharpening(scaling: RopeScaling | None) -> float:
-    """What queries and keys are multiplied by: YaRN's 0.1 ln(factor) + 1 (arXiv 2309.00071, eq. 22), else 1."""
+    """The factor on queries and keys: YaRN's 0.1 ln(factor) + 1 (arXiv 2309.00071, eq. 22), else 1."""
     return 0.1 * math.log(scaling.factor) + 1 if scaling is not None and scaling.rope_type == "yarn" else 1.0
 
 

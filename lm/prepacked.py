@@ -1,4 +1,4 @@
-"""Linear maps whose weights lie as a CPU's matrix units read them. Shape letters: M rows, D in, F out."""
+"""Linear maps with weights prepacked for a CPU's bf16 instructions (oneDNN). Shape letters: M rows, D in, F out."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 
 class PrepackedLinear:
-    """x Wᵀ + b, the same numbers as `nn.Linear`, by a copy of W [F, D] in the order that products with M rows want.
+    """x Wᵀ + b, the same numbers as `nn.Linear`, from a copy of W [F, D] packed for products with M rows.
 
-    PyTorch brings W into that order in every call, which takes as long as a product with few rows does.
+    PyTorch packs W in every call, which takes as long as a product with few rows.
     """
 
     def __init__(self, linear: nn.Linear, num_rows: int) -> None:
@@ -23,7 +23,7 @@ class PrepackedLinear:
 
 
 def gains(weight: Tensor) -> bool:
-    """Whether laying out helps: bf16 on a CPU that multiplies it natively."""
+    """Whether prepacking helps: bf16 on a CPU that multiplies it natively."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
@@ -34,7 +34,7 @@ def gains(weight: Tensor) -> bool:
 
 @contextmanager
 def prepacked(model: nn.Module, num_rows: int) -> Iterator[None]:
-    """Within it the model's linear maps use laid-out copies of their weights, where that helps: nothing else changes.
+    """Inside this context the model's linear maps use prepacked copies of their weights where that helps.
 
     The weights must not change meanwhile. The copies take as much memory as the weights.
     """

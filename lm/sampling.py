@@ -1,4 +1,4 @@
-"""How the next token is chosen from the logits. Shape letters: B batch, V vocabulary."""
+"""How the next token is chosen. Shape letters: B batch, V vocabulary."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from lm.replaceable import Replaceable
 
 @dataclass(frozen=True)
 class Choice:
-    """`temperature` 0 is greedy. Of softmax(logits / temperature) the `top_k` likeliest tokens stay, 0 = all; of those
-    the fewest whose probabilities reach `top_p` together (arXiv 1904.09751).
+    """`temperature` 0 is greedy. `top_k` keeps the k likeliest tokens of softmax(logits / temperature); 0 = all.
+    Of those, `top_p` keeps the fewest whose probabilities sum to it (arXiv 1904.09751).
 
-    Errors: ValueError for values outside their range.
+    Raises: ValueError for values outside their range.
     """
 
     temperature: float = 1.0
@@ -32,7 +32,7 @@ class Choice:
             raise ValueError(f"top_p is {self.top_p}; more than 0 and at most 1 was expected")
 
     def draw(self, logits_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
-        """The next token [B], by inverting the distribution's cumulative sum at a uniform draw, and its log-probability
+        """The next token [B], found by inverting the cumulative distribution at a uniform draw; and its log-probability
         [B], nats in fp32, at the temperature (greedy: 1), before top_k and top_p.
         """
         if self.temperature == 0:
@@ -44,13 +44,13 @@ class Choice:
         return _invert(self._left(probabilities_BV), probabilities_BV, uniforms_B)
 
     def _left(self, probabilities_BV: Tensor) -> Tensor:
-        """What top_k and top_p leave; 0 elsewhere."""
+        """The probabilities that top_k and top_p keep; 0 elsewhere."""
         if self.top_k and self.top_k < probabilities_BV.shape[-1]:
             probabilities_BV = _only(probabilities_BV, probabilities_BV.topk(self.top_k, dim=-1).indices)
         if self.top_p < 1:
             ranked_BV, order_BV = probabilities_BV.sort(dim=-1, descending=True, stable=True)
             before_BV = ranked_BV.cumsum(dim=-1) - ranked_BV
-            # A token stays while those before it do not reach top_p of what top_k left.
+            # A token is kept while those before it do not reach top_p of what top_k kept.
             kept_BV = before_BV < self.top_p * ranked_BV.sum(dim=-1, keepdim=True)
             probabilities_BV = probabilities_BV.new_zeros(probabilities_BV.shape).scatter(
                 -1, order_BV, ranked_BV * kept_BV
@@ -83,12 +83,12 @@ def _invert(weights_BV: Tensor, probabilities_BV: Tensor, uniforms_B: Tensor) ->
 
 
 def _only(values_BV: Tensor, kept_BK: Tensor) -> Tensor:
-    """The values at the kept places, 0 elsewhere."""
+    """The values at the kept places; 0 elsewhere."""
     return torch.zeros_like(values_BV).scatter(-1, kept_BK, values_BV.gather(-1, kept_BK))
 
 
 def draw_uniforms(seeds: Sequence[int], num_steps: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    """One uniform number a sequence and step, [B, R], each row from its own counter-based generator."""
+    """One uniform number per sequence and step, [B, R], each row from its own counter-based generator."""
     draws = np.empty((len(seeds), num_steps), dtype=np.float32)
     for row, seed in enumerate(seeds):
         draws[row] = np.random.Generator(np.random.Philox(key=seed)).random(num_steps, dtype=np.float32)

@@ -1,7 +1,7 @@
-"""A model before it is held: its modules, and its tensors one at a time.
+"""A model before it is in memory: its modules, and its tensors one at a time.
 
-What takes a source puts each tensor where it belongs and lets go of it, so that no second copy of a model is ever in
-memory, and none at all on a rank that keeps a shard of each tensor.
+A consumer stores each tensor and releases it, so that memory never holds a second copy of the model, nor a full copy on
+a rank that keeps a shard of each tensor.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,20 +22,20 @@ class ModelSource(Protocol[AnyModel_co]):
 
     @property
     def build(self) -> Callable[[], AnyModel_co]:
-        """Makes the modules, on the device in force; their values mean nothing."""
+        """Makes the modules on the current default device; their values are placeholders."""
         ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and fp32 value of every parameter (tied ones once, as `named_parameters` names them) and buffer.
 
-        Errors: ValueError before the first for a file that does not fit.
+        Raises: ValueError for a file that does not fit, before the first tensor.
         """
         ...
 
 
 @dataclass(frozen=True)
 class RandomInit(Generic[AnyModel]):
-    """A model whose weights are drawn from `seed` by the table of `lm.model.init_weights`; buffers are 0."""
+    """A model with weights drawn from `seed` by the table of `lm.model.init_weights`; buffers are 0."""
 
     build: Callable[[], AnyModel]
     seed: int
@@ -48,13 +48,13 @@ class RandomInit(Generic[AnyModel]):
 
 
 def on_meta(build: Callable[[], AnyModel]) -> AnyModel:
-    """A model of shapes alone, on the meta device."""
+    """A model on the meta device: shapes without values."""
     with torch.device("meta"):
         return build()
 
 
 def load(source: ModelSource[AnyModel]) -> AnyModel:
-    """The whole model, in fp32 on the CPU: memory for one copy and one tensor."""
+    """The whole model in fp32 on the CPU. Peak memory: one copy of the model and one tensor."""
     model = on_meta(source.build)
     model.load_state_dict(dict(source.tensors()), strict=False, assign=True)
     tie = getattr(model, "tie", None)

@@ -2,54 +2,33 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 from tokenizers import AddedToken, Encoding, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as BPE
 
-from lm.names import Names, Rendered, marked_throughout
+from lm.chat_template import CHAT_TEMPLATES as CHAT_TEMPLATES  # also for users of this module
+from lm.chat_template import ChatTemplate, turn_of
+from lm.chat_template import Messages as Messages
+from lm.names import Names
 from lm.sections import Conversation, Section, SectionEncoder, Turn, encode_texts
 
 PAD, END, MASK = "<|pad|>", "<|end|>", "<|mask|>"
 ROLES = ("system", "user", "assistant")
 SPECIAL_TOKENS = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
 
-CHAT_TEMPLATES = {
-    # Every turn opens with its role's token and closes with the end token. After the space the first word is the token
-    # that it is in running text, so a response may begin with a word that is copied from its prompt.
-    "chat": (
-        "{% for message in messages %}<|{{ message.role }}|> {{ message.content }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    ),
-    # The response continues the prompt's sentence; there are no roles to see.
-    "continuation": (
-        "{% for message in messages %}"
-        "{% if message.role == 'assistant' %} {% endif %}{{ message.content }}"
-        "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}"
-        "{% endfor %}"
-    ),
-    # Texts alone, each closed by the end token, behind the start token: what BERT and BART read.
-    "plain": "{{ bos_token }}{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}",
-}
-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
-Messages = Sequence[Mapping[str, str]]
 
 
 class Tokenizer:
-    """A vocabulary with a padding token, an end token and a chat template; what is learned here is byte-level BPE.
+    """A vocabulary with a padding token, an end token and a chat template; `train` learns byte-level BPE.
 
-    `start` and `mask` are "" where the vocabulary has none: a start token opens what an encoder reads (the end token
-    stands in for it), a mask token hides a word from it.
-    Errors: ValueError where padding and end are the same token (training would never learn to stop) or missing.
+    `start` and `mask` are "" where the vocabulary has none. A start token opens an encoder's input (the end token
+    stands in for it); a mask token hides a word from it.
+    Raises: ValueError where padding and end are the same token (training would never learn to stop) or missing.
     """
 
     def __init__(self, bpe: BPE, *, pad: str, end: str, chat_template: str, start: str = "", mask: str = "") -> None:
@@ -71,7 +50,7 @@ class Tokenizer:
 
     @property
     def mask_id(self) -> int:
-        """Errors: ValueError for a vocabulary without a mask token."""
+        """Raises: ValueError for a vocabulary without a mask token."""
         if not self.mask:
             raise ValueError(
                 "tokenizer: mask_token is missing; a vocabulary with one was expected, to hide words by it"
@@ -96,7 +75,7 @@ class Tokenizer:
         )
         bpe.train_from_iterator(texts, trainer)
         template = CHAT_TEMPLATES.get(chat_template, chat_template)
-        # What learns by hidden words also learns that a text starts behind an end.
+        # A model that learns from masked words also learns that a text starts after an end token.
         start, mask = (END, MASK) if has_mask else ("", "")
         return cls(bpe, pad=PAD, end=END, chat_template=template, start=start, mask=mask)
 
@@ -104,8 +83,8 @@ class Tokenizer:
     def load(cls, folder: Path, *, end: str = "", pad: str = "") -> Self:
         """Read `tokenizer.json`, `tokenizer_config.json` and, where there is one, `chat_template.jinja`.
 
-        `end` and `pad` stand in for the tokens that the config names, or does not name. A model without a chat
-        template gets the one called "chat". Errors: ValueError naming the file and field.
+        `end` and `pad` override or supply the config's tokens. A model without a chat template gets the one called
+        "chat". Raises: ValueError naming the file and field.
         """
         vocabulary_path, config_path, template_path = (folder / name for name in TOKENIZER_FILES)
         for path in (vocabulary_path, config_path):
@@ -125,7 +104,7 @@ class Tokenizer:
         if not isinstance(template, str):
             raise ValueError(f"{config_path}: chat_template is {type(template).__name__}; a string was expected")
         bpe = BPE.from_file(str(vocabulary_path))
-        # Some files were saved as they last served: cutting texts off, or filling them up.
+        # Some files were saved with truncation or padding switched on.
         bpe.no_truncation()
         bpe.no_padding()
         _make_special(bpe, [name for name in names.values() if isinstance(name, str)])
@@ -149,7 +128,7 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     def __eq__(self, other: object) -> bool:
-        """Whether both write every conversation as the same tokens."""
+        """Whether both turn every conversation into the same tokens."""
         return isinstance(other, Tokenizer) and self._written() == other._written()
 
     def _written(self) -> tuple[str, ...]:
@@ -166,18 +145,18 @@ class Tokenizer:
         return Tokenizer(self._bpe, **tokens, chat_template=template)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of text as a template writes it: a special token's name is that token."""
+        """Tokens of text from a template: a special token's name becomes that token."""
         return list(encode_texts(self._bpe, [text], finds_names=True)[0].ids)
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of people's text, on all the library's threads: a special token's name is spelled out."""
+        """Tokens of user text, on all the library's threads: a special token's name is spelled out as text."""
         return [encoding.ids for encoding in self._encode_plain(texts)]
 
     def spelled_bytes(self, texts: Sequence[str]) -> list[list[int]]:
-        """For each token of `encode_plain` the bytes of the text that it stands for; together they are the whole text.
+        """The number of bytes of text that each token of `encode_plain` stands for; they sum to the text's bytes.
 
-        What a vocabulary leaves out (WordPiece its spaces) counts with the next token, at the end with the last. An
-        unknown token stands for what it replaces.
+        Text that a vocabulary drops (WordPiece drops spaces) counts with the next token, at the end with the last. An
+        unknown token stands for the text that it replaces.
         """
         encodings = self._encode_plain(texts)
         return [self._spelled_bytes(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
@@ -186,8 +165,8 @@ class Tokenizer:
         return encode_texts(self._bpe, texts, finds_names=False)
 
     def _spelled_bytes(self, text: str, encoding: Encoding) -> list[int]:
-        # A byte-level token may end inside a character, where offsets are silent, but its name has a character a byte.
-        # Only of a text that was normalised, or had a space put before it, do these not add up to the text.
+        # A byte-level token may end inside a character, which offsets cannot express, but its name has a character per
+        # byte. These do not add up to the text only if it was normalised or a space was put before it.
         names = [len(name) for name in encoding.tokens]
         if isinstance(self._bpe.decoder, decoders.ByteLevel) and sum(names) == len(text.encode()):
             return names
@@ -205,17 +184,17 @@ class Tokenizer:
         return str(self._bpe.decode(list(tokens), skip_special_tokens=True))
 
     def stop_at(self, strings: Sequence[str]) -> Callable[[Sequence[int]], bool]:
-        """Whether the text of a response holds one of the strings, asked after each token; for `lm.generation`.
+        """A stop condition for `lm.generation`: whether a response's text contains one of the strings.
 
-        The token that completes a string may go on behind it, so cut the text where the string begins.
-        Errors: ValueError for an empty string, which every text holds.
+        The token that completes a string may contain more text, so cut the text where the string begins.
+        Raises: ValueError for an empty string, which every text contains.
         """
         if not all(strings):
             raise ValueError(f"stop strings are {list(strings)}; an empty one would end every response at once")
         longest = max((len(string.encode()) for string in strings), default=0)
 
         def holds(response: Sequence[int]) -> bool:
-            tail = self.decode(response[-longest:])  # a token is a byte at least
+            tail = self.decode(response[-longest:])  # a token has at least one byte
             return any(string in tail for string in strings)
 
         return holds
@@ -224,126 +203,54 @@ class Tokenizer:
         return str(self._bpe.id_to_token(token))
 
     @cached_property
-    def _template(self) -> jinja2.Template:
-        # Templates of published models use these beside plain Jinja.
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
-        )
-        environment.globals["raise_exception"] = _refuse
-        environment.filters["tojson"] = _to_json
-        return environment.from_string(self.chat_template)
-
-    @cached_property
     def _names(self) -> Names:
         return Names(self._bpe)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        tokens = {"bos_token": self.start, "eos_token": self.end, "pad_token": self.pad}
+        return ChatTemplate(self.chat_template, self._names, tokens)
 
     @cached_property
     def _sections(self) -> SectionEncoder:
         return SectionEncoder(self._bpe)
 
     def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        """The conversation as the template writes it, with marks around people's text that names a special token.
-
-        Errors: ValueError for a conversation that the template refuses, and where it cannot be told whether the
-        template or a message wrote a special token's name.
-        """
-        contents = [message["content"] for message in messages]
-        marked = [self._names.marked(content) for content in contents]
-        text = self._rendered(messages, marked, add_generation_prompt)
-        read = self._names.read(text) if marked != contents else None
-        plain = text if read is None else read.text
-        if read is not None and plain != self._rendered(messages, contents, add_generation_prompt):
-            raise ValueError(
-                f"chat_template {self.chat_template!r} looks into messages for names of special tokens, which are"
-                " text there; a template that writes messages as they are was expected"
-            )
-        if not all(content.strip() in plain for content in contents):
-            self._check_rewritten(messages, text, add_generation_prompt)
-        return text
-
-    def _check_rewritten(self, messages: Messages, text: str, add_generation_prompt: bool) -> None:
-        """What a template changes in a message must not become a special token's name.
-
-        Errors: ValueError where the special tokens are not those that it writes whatever the messages say.
-        """
-        marked = [marked_throughout(message["content"]) for message in messages]
-        whatever = self._names.read(self._rendered(messages, marked, add_generation_prompt))
-        if self._ids_of(whatever) != self._ids_of(self._names.read(text)):
-            raise ValueError(
-                f"chat_template {self.chat_template!r} makes the name of a special token out of a message's text"
-            )
-
-    @staticmethod
-    def _ids_of(rendered: Rendered) -> list[int]:
-        return [special.token_id for special in rendered.specials]
-
-    def _rendered(self, messages: Messages, contents: Sequence[str], add_generation_prompt: bool) -> str:
-        try:
-            return self._template.render(
-                messages=[{**message, "content": text} for message, text in zip(messages, contents, strict=True)],
-                add_generation_prompt=add_generation_prompt,
-                bos_token=self.start,
-                eos_token=self.end,
-                pad_token=self.pad,
-            )
-        except jinja2.TemplateError as error:
-            raise ValueError(f"chat_template {self.chat_template!r}: {error}") from None
+        """The conversation as `ChatTemplate.render` writes it."""
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
 
     def marked(self, content: str) -> str:
-        """A message's text as `render` writes it, for `encode_rendered`: special tokens' names in it stay text."""
+        """A message's text as `render` writes it, for `encode_rendered`: special tokens' names in it remain text."""
         return self._names.marked(content)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Tokens of what `render` gives: special where the template wrote them, spelled out in messages."""
+        """Tokens of a `render` result: special where the template wrote them, spelled out in messages."""
         return self._encode_all([(text, [])])[0][0]
 
     def encode_prompt(self, messages: Messages) -> list[int]:
-        """Tokens up to where the assistant's next response begins."""
+        """Tokens up to the start of the assistant's next response."""
         text = self.render(messages, add_generation_prompt=True)
         # A template may show earlier turns otherwise than it did when they were the last.
-        turns = [turn for before, whole in self._beginnings(messages) if (turn := _turn(text, before, whole))]
+        turns = [
+            turn for before, whole in self._template.beginnings(messages) if (turn := turn_of(text, before, whole))
+        ]
         return self._encode_all([(text, turns)])[0][0]
 
     def encode_conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
-        """`encode_conversations` of one."""
+        """`encode_conversations` for a single conversation."""
         return self.encode_conversations([messages])[0]
 
     def encode_conversations(self, conversations: Sequence[Messages]) -> list[tuple[list[int], list[bool]]]:
-        """Tokens of each, and of each token whether an assistant's response has it, up to and with its end token.
+        """Tokens of each, and per token whether it belongs to an assistant's response, its end token included.
 
         They are the tokens of the whole rendering, and a prompt's tokens are always a prefix of them (`lm.sections`
-        says how both can be). Many conversations at a time are encoded on all the library's threads.
-        Errors: ValueError for a template whose rendering of a conversation does not extend that of its beginning.
+        explains how both can hold). Many conversations at once are encoded on all the library's threads.
+        Raises: ValueError for a template whose rendering of a conversation does not extend that of its beginning.
         """
-        return self._encode_all([self._with_turns(messages) for messages in conversations])
-
-    def _with_turns(self, messages: Messages) -> tuple[str, list[Turn]]:
-        beginnings = list(self._beginnings(messages))
-        if messages and messages[-1]["role"] == "assistant":
-            text = beginnings[-1][1]
-        else:
-            text = self.render(messages, add_generation_prompt=False)
-        turns: list[Turn] = []
-        for before, whole in beginnings:
-            turn = _turn(text, before, whole)
-            if turn is None:
-                wrong = before if not text.startswith(before) else whole
-                raise ValueError(
-                    f"chat_template: the rendering {text!r} does not start with {wrong!r};"
-                    " a template must only append when a message is added"
-                )
-            turns.append(turn)
-        return text, turns
-
-    def _beginnings(self, messages: Messages) -> Iterator[tuple[str, str]]:
-        """What the template writes before each response, and up to where the next message begins."""
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self.render(messages[:index], add_generation_prompt=True)
-                yield before, self.render(messages[: index + 1], add_generation_prompt=False)
+        return self._encode_all([self._template.render_with_turns(messages) for messages in conversations])
 
     def _encode_all(self, marked: Sequence[tuple[str, Sequence[Turn]]]) -> list[tuple[list[int], list[bool]]]:
-        """Tokens and marks of renderings whose turns are given in their characters, on all the library's threads."""
+        """Tokens and response marks of renderings with their turns (in characters), on all the library's threads."""
         folded = self._names.is_folded
         conversations = [self._cut(text, turns, finds_names=folded) for text, turns in marked]
         known = self._sections.encode(section for of_one in conversations for section in of_one.sections())
@@ -366,32 +273,10 @@ class Tokenizer:
         return Conversation(read, places, self.end_id, finds_names=finds_names)
 
 
-def _turn(text: str, before: str, whole: str) -> Turn | None:
-    """Where a response stands in the text; None where the text does not start with what came up to it."""
-    if not (text.startswith(whole) and whole.startswith(before)):
-        return None
-    return Turn(len(before), len(whole))
-
-
-class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}`, by which published templates show what the assistant says; its text is written as it is."""
-
-    tags = {"generation"}  # noqa: RUF012 - Jinja's own way
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """JSON as published templates mean it: Jinja's own would escape what HTML gives a meaning to."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
 def _make_special(bpe: BPE, names: Iterable[str]) -> None:
-    """What a config names as the padding token, the end token, ..., is special even where tokenizer.json says nothing.
+    """Tokens that the config names (padding, end, ...) are special even where tokenizer.json does not say so.
 
-    A name that the vocabulary does not have stays out: an id of its own would have no place in the model.
+    A name that the vocabulary lacks is not added: the model has no embedding for a new id.
     """
     added = {token.content: token for token in bpe.get_added_tokens_decoder().values()}
     for name in names:
@@ -410,13 +295,8 @@ def _content(token: Any) -> Any:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _refuse(message: str) -> None:
-    """What a template calls for a conversation that it does not write."""
-    raise jinja2.TemplateError(message)
-
-
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Errors: ValueError naming the file and the place."""
+    """A JSON object. Raises: ValueError naming the file and the place."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-import lm.native.install  # noqa: F401 - the CPU's kernels take the place of what they compute
+import lm.native.install  # noqa: F401 - puts the CPU's kernels in place
 from lm.attention import attention_mask, sliding_window_mask
 from lm.block import Block, BlockInputs, PostNormBlock, run_blocks
 from lm.cache import CrossAttentionCache, KVCache
@@ -21,10 +21,10 @@ ENCODES, DECODES, HEAD = 0, 1, 2  # parts of a model, whose dropout differs at e
 
 
 class Transformer(nn.Module):
-    """Tokens to hidden states: embeddings, blocks, and a final norm where norms come first.
+    """Tokens to hidden states: embeddings, blocks, and a final norm in pre-norm models.
 
-    A decoder's tokens see those before them; with `causal` False, an encoder's see all of their sequence. With
-    `cross_attention` every block also looks at an encoder's states. `embedding` shares another stack's table.
+    A decoder's tokens attend to earlier ones; with `causal` False, an encoder's attend to their whole sequence. With
+    `cross_attention` every block also attends to an encoder. `embedding` shares another transformer's table.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Transformer(nn.Module):
         num_layers = config.num_hidden_layers if causal or not config.num_encoder_layers else config.num_encoder_layers
         block = Block if config.norm_place == "pre" else PostNormBlock
         self.blocks = nn.ModuleList(block(config, dropout, cross_attention=cross_attention) for _ in range(num_layers))
-        # With norms last the final block's own norm is the last one.
+        # In a post-norm model the last block ends with a norm.
         self.norm = make_norm(config, config.hidden_size) if config.norm_place == "pre" else nn.Identity()
 
     def forward(
@@ -63,7 +63,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Hidden states [B, T, D]. `mask_BTS`: True = may attend; None = causal, or everything for an encoder.
 
-        `sequence_keys_BT` (or [B, 1]) are needed in training with dropout (`lm.dropout`).
+        Training with dropout needs `sequence_keys_BT` (or [B, 1]); see `lm.dropout`.
         """
         keys_BT = None
         if sequence_keys_BT is not None and self.dropout.is_active:
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
         token_types_BT: Tensor | None = None,
         keys_BT: Tensor | None = None,
     ) -> Tensor:
-        """Token embeddings [B, T, D], with what positions and token types (0 where not given) add to them."""
+        """Token embeddings [B, T, D] plus those of positions and token types (default: 0)."""
         x_BTD = self.embedding(tokens_BT)
         if self.config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.hidden_size)
@@ -117,9 +117,9 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Hidden states of whole rows. `segments_BT` numbers the sequences packed in a row from 1; 0 = padding.
 
-        Positions restart at 0 in every segment and no token attends across segments, so a packed row gives each of
-        its sequences what it would get alone. None means one sequence a row; padding on the right is harmless to a
-        decoder, and none may be there for an encoder. `sequence_keys_BT` as for `forward`.
+        Positions restart at 0 in every segment and no token attends across segments, so a sequence in a packed row has
+        the hidden states that it has alone. None means one sequence per row; then padding on the right is harmless to a
+        decoder, and an encoder's rows must have none. `sequence_keys_BT` as for `forward`.
         """
         T = tokens_BT.shape[1]
         if segments_BT is None:
@@ -130,7 +130,7 @@ class Transformer(nn.Module):
         return self(tokens_BT, positions_BT, mask_BTS, None, cross_cache, token_types_BT, sequence_keys_BT)
 
     def cross_attention_cache(self, states_BSD: Tensor, real_BS: Tensor) -> CrossAttentionCache:
-        """An encoder's states as this decoder's blocks look at them; `real_BS` is False at padding."""
+        """An encoder's states as this decoder's blocks attend to them; `real_BS` is False at padding."""
         pairs = [block.cross.keys_and_values(states_BSD) for block in self.blocks]  # type: ignore[union-attr, operator]
         return CrossAttentionCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), real_BS)
 

@@ -13,8 +13,9 @@ from files.hashes import folder_hash
 from lm.hub import model_directory
 from lm.model import LanguageModel
 from lm.source import on_meta
+from lm.tensor_files import open_checkpoint
 from lm.tokenizer import Tokenizer
-from lm.weights import ModelFolder, open_checkpoint, read_config
+from lm.weights import ModelFolder, read_config
 from training.data import Prompt
 from training.seeds import derive_seed
 

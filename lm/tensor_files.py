@@ -1,0 +1,157 @@
+"""The safetensors files of a model directory, and their tensors under Heed's names."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from lm.config import ModelConfig
+from lm.families import Family, Stored
+from lm.progress import note_progress
+from lm.tokenizer import read_json
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Tensors of checkpoints that are not read: computed tables (GPT-2's causal mask, Llama's rotary frequencies, BERT's
+# position numbers), second copies of tied tensors, and heads for another purpose.
+_COMPUTED = r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$|final_logits_bias$"
+_COPIES = r"^lm_head\.weight$|^cls\.predictions\.(decoder\.|bias$)|\.embed_tokens\.weight$"
+_OTHER_HEADS = r"^cls\.seq_relationship\.|^(bert\.)?pooler\."
+_BODY = re.compile(r"^(transformer|bert)\.")
+_LEFT_OUT = re.compile("|".join((_COMPUTED, _COPIES, _OTHER_HEADS)))
+# BERT's published checkpoints name the norms' parameters as TensorFlow did.
+_OLD_NAMES = {"gamma": "weight", "beta": "bias"}
+
+
+class Checkpoint:
+    """The safetensors files of a directory, memory-mapped: names and shapes at once, values on request.
+
+    Raises: ValueError if there are none, or if the index names a missing file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / INDEX if (folder / INDEX).is_file() else folder / WEIGHTS
+        if not self.path.is_file():
+            raise ValueError(
+                f"{folder / WEIGHTS}: no such file; safetensors weights were expected (pickled weights are not read)"
+            )
+        self._files = [self.path]
+        if self.path.name == INDEX:
+            places = read_json(self.path).get("weight_map", {})
+            self._files = sorted({folder / name for name in places.values()})
+            for file in self._files:
+                if not file.is_file():
+                    raise ValueError(f"{file}: no such file, though {self.path} names it")
+
+    def __enter__(self) -> Self:
+        self._stack = ExitStack()
+        opened = [self._stack.enter_context(_opened(path)) for path in self._files]
+        self._holder = {_modern(name): (file, name) for file in opened for name in file.keys()}  # noqa: SIM118
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._holder)
+
+    def shape(self, name: str) -> list[int]:
+        file, stored_name = self._holder[name]
+        return list(file.get_slice(stored_name).get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        file, stored_name = self._holder[name]
+        tensor: Tensor = file.get_tensor(stored_name)
+        return tensor
+
+
+def _opened(path: Path) -> Any:
+    """Raises: ValueError naming a file that is truncated or not safetensors; the library's error does not name it."""
+    try:
+        return safe_open(str(path), framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: incomplete or damaged: {error}; write or download it again") from None
+
+
+def _modern(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    return f"{module}.{_OLD_NAMES[kind]}" if kind in _OLD_NAMES and module else name
+
+
+class Reader:
+    """A checkpoint's tensors under Heed's names, read one at a time.
+
+    The published GPT-2 was saved without its head, and so without the prefix `transformer.`; a BERT without a head
+    lacks `bert.` in the same way.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, family: Family, model: nn.Module) -> None:
+        config = model.config
+        assert isinstance(config, ModelConfig)
+        shapes = {ours: list(parameter.shape) for ours, parameter in model.named_parameters()}  # tied tensors once
+        self._checkpoint, self._family, self._config = checkpoint, family, config
+        self._has_prefix = any(self._holds(family.stored(config, ours)) for ours in shapes)
+        _check_fit(checkpoint, {ours: self._place(ours) for ours in shapes}, shapes)
+
+    def holds(self, ours: str) -> bool:
+        return self._holds(self._place(ours))
+
+    def read(self, ours: str, shape: Sequence[int]) -> Tensor:
+        """One tensor in fp32, assembled from its parts."""
+        note_progress()
+        whole, start, place = torch.empty(*shape), 0, self._place(ours)
+        for name in place.parts:
+            part = self._checkpoint.tensor(name)
+            part = (part.T if place.transposed else part)[place.rows_before :]
+            whole[start : start + len(part)] = part
+            start += len(part)
+        return whole
+
+    def _place(self, ours: str) -> Stored:
+        place = self._family.stored(self._config, ours)
+        if self._has_prefix:
+            return place
+        return replace(place, parts={_BODY.sub("", name): rows for name, rows in place.parts.items()})
+
+    def _holds(self, place: Stored) -> bool:
+        return place.parts.keys() <= self._checkpoint.names
+
+
+@contextmanager
+def open_checkpoint(folder: Path, family: Family, model: nn.Module) -> Iterator[Reader]:
+    """The weights of a directory, after checking their names and shapes against `model`, of which only shapes are read.
+
+    Raises: ValueError naming the file, and the names and shapes that do not fit.
+    """
+    with Checkpoint(folder) as checkpoint:
+        yield Reader(checkpoint, family, model)
+
+
+def _check_fit(checkpoint: Checkpoint, places: Mapping[str, Stored], shapes: Mapping[str, list[int]]) -> None:
+    expected = {
+        name: _part_shape(shapes[ours], rows, place)
+        for ours, place in places.items()
+        for name, rows in place.parts.items()
+    }
+    wrong = [f"{name}: expected {expected[name]}, missing" for name in sorted(set(expected) - checkpoint.names)]
+    for name in sorted(checkpoint.names - set(expected)):
+        if not _LEFT_OUT.search(name):
+            wrong.append(f"{name}: found, not expected")
+        elif name.endswith("final_logits_bias") and checkpoint.tensor(name).any():
+            wrong.append(f"{name}: expected zeros, found others")
+    for name in sorted(checkpoint.names & set(expected)):
+        if checkpoint.shape(name) != expected[name]:
+            wrong.append(f"{name}: expected {expected[name]}, found {checkpoint.shape(name)}")
+    if wrong:
+        raise ValueError(f"{checkpoint.path}: {len(wrong)} tensors do not fit the config: " + "; ".join(wrong[:8]))
+
+
+def _part_shape(whole: list[int], rows: int | None, place: Stored) -> list[int]:
+    shape = [(whole[0] if rows is None else rows) + place.rows_before, *whole[1:]]
+    return shape[::-1] if place.transposed else shape
