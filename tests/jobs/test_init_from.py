@@ -116,5 +116,7 @@ def test_the_hub_out_of_reach_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match=r"'Qwen/Qwen2.5-0.5B' is neither a local folder nor a model that the hub provided"):
+    with pytest.raises(
+        ValueError, match=r"'Qwen/Qwen2.5-0.5B' is neither a local folder nor a model that the hub provided"
+    ):
         model_directory("Qwen/Qwen2.5-0.5B")
