@@ -1,8 +1,8 @@
-"""Names of special tokens in a rendered conversation: which of them the template wrote, and which are people's text.
+"""Names of special tokens in a rendered conversation: which ones the template wrote, and which are message text.
 
-A template may trim, move or drop what it is given, so where people's text ends up is learned from the rendering: what
-could be taken for a special token is put between two marks before the template sees it, and the marks travel with it.
-They are noncharacters of Unicode; where a message has them they are escaped, so no message can forge a mark.
+A template may trim, move or drop message text, so the rendering itself must show where that text ends up: anything that
+could be mistaken for a special token is put between two marks before the template sees it, and the marks move with it.
+The marks are Unicode noncharacters; messages that contain them get them escaped, so no message can forge a mark.
 """
 
 import re
@@ -17,14 +17,14 @@ _OPEN, _CLOSE, _ESCAPE = MARKS = "\ufdd0\ufdd1\ufdd2"
 _MARK = re.compile(f"[{MARKS}]")
 _ESCAPED = re.compile(f"{_ESCAPE}([0-2])")
 _REGION = f"{_OPEN}[^{_OPEN}{_CLOSE}]*{_CLOSE}"
-# White space as the `tokenizers` library strips it: Unicode's property, without four control characters of Python's.
+# White space that the `tokenizers` library strips: Unicode's property, without four control characters of Python's.
 _SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 
 
 @dataclass(frozen=True)
 class Special:
-    """A special token that the template wrote: characters `start` to `end` of the text, white space that the token
-    takes in included; its name begins at `name_start`.
+    """A special token that the template wrote: characters `start` to `end` of the text, including white space that the
+    token absorbs; its name begins at `name_start`.
     """
 
     start: int
@@ -39,19 +39,19 @@ class Rendered:
 
     text: str
     specials: list[Special]
-    regions: list[tuple[int, int]]  # characters of people's that stood between marks
-    _marked: list[int]  # where a mark was taken out of the marked text, in order
+    regions: list[tuple[int, int]]  # message characters that were between marks
+    _marked: list[int]  # positions of removed marks in the marked text, in order
 
     def at(self, marked_position: int) -> int:
-        """A position of the marked text, in the text without marks."""
+        """The position in the text without marks of a position in the marked text."""
         return marked_position - bisect_right(self._marked, marked_position - 1)
 
 
 class Names:
     """The names of a vocabulary's added tokens, and the search for them.
 
-    `is_folded`: the vocabulary has special tokens that are looked for after the text was normalised, so that text
-    which does not spell a name may become one.
+    `is_folded`: the vocabulary matches some special tokens after normalising the text, so that text which does not
+    spell a name may become one.
     """
 
     def __init__(self, vocabulary: Tokenizer) -> None:
@@ -68,19 +68,19 @@ class Names:
 
     @cached_property
     def _fragments(self) -> tuple[set[str], set[str], str, int]:
-        """Proper beginnings of special tokens' names, their proper ends, all names as one text, the longest length."""
+        """Proper prefixes of special tokens' names, proper suffixes, all names as one text, and the longest length."""
         heads = {name[:length] for name in self._special for length in range(1, len(name))}
         tails = {name[length:] for name in self._special for length in range(1, len(name))}
         return heads, tails, "\n".join(self._special), max(map(len, self._special), default=0)
 
     @cached_property
     def _people(self) -> re.Pattern[str]:
-        # All alternatives begin with a letter of their own, so that most of a text is passed over at once.
+        # Every alternative begins with a literal character, so that the search skips most of a text quickly.
         return re.compile("|".join([*map(re.escape, _longest_first(self._special)), *MARKS]))
 
     @cached_property
     def _folded(self) -> list[str]:
-        """The names that are looked for in normalised text, without the space that a normaliser may put before them."""
+        """The names matched in normalised text, without the space that a normaliser may put before them."""
         assert self._normalizer is not None
         return [self._normalizer.normalize_str(name).strip("▁ ") for name in self._late]
 
@@ -93,12 +93,12 @@ class Names:
         return self._search(self._late)
 
     def _search(self, left_out: set[str]) -> re.Pattern[str]:
-        # Other added tokens are found as well, so that a special name inside one is not.
+        # Other added tokens are matched too, so that a special name inside one is not.
         names = [name for name in self._added if name not in left_out]
         return re.compile("|".join([_REGION, *(_pattern(self._added[name][1]) for name in _longest_first(names))]))
 
     def marked(self, content: str) -> str:
-        """A message's text, with marks around what is, or at an edge might become, a special token's name."""
+        """A message's text, with marks around special tokens' names, and around edges that might become part of one."""
         spans = [match.span() for match in self._people.finditer(content)]
         kept = content.strip()
         if kept:
@@ -109,7 +109,7 @@ class Names:
         return _with_regions(content, spans) if spans else content
 
     def _risky_edges(self, kept: str) -> Iterator[tuple[int, int]]:
-        """What at the beginning and at the end of a text may be part of a name, with other text next to it."""
+        """Spans at the beginning and end of a text that may complete a name together with adjacent text."""
         heads, tails, names, longest = self._fragments
         if len(kept) < longest and kept in names:
             yield 0, len(kept)
@@ -123,9 +123,9 @@ class Names:
         return any(name in normalised for name in self._folded)
 
     def read(self, marked: str, *, finds_late: bool = True) -> Rendered:
-        """A rendering whose messages were marked: its text, and the special tokens in what people did not write.
+        """A rendering whose messages were marked: its text, and the special tokens outside message text.
 
-        Without `finds_late` those that the library looks for in normalised text are left to it.
+        Without `finds_late`, tokens that the library matches in normalised text are left to the library.
         """
         pattern = self._all if finds_late else self._early
         parts: list[str] = []
@@ -150,15 +150,15 @@ class Names:
         return Rendered(text, [special for special in specials if self._may_stand(special, text)], regions, taken_out)
 
     def _special_at(self, match: re.Match[str], start: int) -> Special | None:
-        """The special token that was found, at the character `start` of the text without marks."""
+        """The special token that matched, at character `start` of the text without marks."""
         found = match.group()
-        # With white space around it, it is the longest of the names that it may be.
+        # With white space around it, it is the longest name that fits.
         name = found if found in self._added else next(n for n in self._longest_first if n.strip() == found.strip())
         number, token = self._added[name]
         return Special(start, start + found.index(name), start + len(found), number) if token.special else None
 
     def _may_stand(self, special: Special, text: str) -> bool:
-        """Whether the name is not inside a word, or may be."""
+        """Whether the name is not inside a word, or is allowed to be."""
         token = self._tokens[special.token_id]
         stop = special.name_start + len(token.content)
         neighbours = text[max(0, special.name_start - 1) : special.name_start] + text[stop : stop + 1]
@@ -193,13 +193,13 @@ def _longest_first(names: Sequence[str]) -> list[str]:
 
 @cache
 def _is_word(character: str) -> bool:
-    """Whether a name next to it is inside a word, asked of the library: its Unicode is not Python's."""
+    """Whether a name next to this character is inside a word, by the library, whose Unicode tables are not Python's."""
     asked = Tokenizer(models.BPE())
     asked.add_tokens([AddedToken("a", single_word=True)])
     return not asked.encode(f"{character}a").ids
 
 
 def _pattern(token: AddedToken) -> str:
-    """What the library takes for the token."""
+    """The pattern of text that the library matches as the token."""
     before, after = (f"[{_SPACE}]*" if takes_in else "" for takes_in in (token.lstrip, token.rstrip))
     return before + re.escape(token.content) + after

@@ -1,9 +1,9 @@
 """From a rendered conversation to tokens: the text between two special tokens is a section, encoded as a whole.
 
-This is what the `tokenizers` library does with special tokens' names in a text, so the result is that of encoding the
-rendering at once, except that names in people's text are spelled out. A response keeps its prompt's tokens: where a
-token of the whole section would reach from the prompt into the response, the section is cut where the response begins,
-for a policy that answers the prompt could never write that token.
+The `tokenizers` library splits text at special tokens' names in the same way, so the result equals encoding the whole
+rendering, except that names in message text are spelled out. A response keeps its prompt's tokens: if a token of the
+whole section would span the prompt's end and the response's beginning, the section is cut there, since a policy that
+answers the prompt could never write that token.
 """
 
 import json
@@ -17,14 +17,14 @@ from tokenizers import Encoding, Tokenizer
 
 from lm.names import Rendered, Special
 
-# "first": the section begins the text. "later": it stands behind a special token. "continued": it goes on in the middle
-# of what would be a section, so nothing may be put before it.
+# "first": the section begins the text. "later": it follows a special token. "continued": it begins in the middle of a
+# section, so nothing may be put before it.
 Place = Literal["first", "later", "continued"]
 
 
 class Section(NamedTuple):
-    """Text to encode; `finds_names` where the library looks for special tokens' names in it, as it must for those that
-    it looks for in normalised text.
+    """Text to encode; with `finds_names` the library looks for special tokens' names in it, as it must for those that
+    it matches in normalised text.
     """
 
     text: str
@@ -34,20 +34,20 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """Where a response begins in the text, and where what the template writes with it ends."""
+    """Where a response begins in the text, and where the template's text around it ends."""
 
     start: int
     stop: int
 
 
 class SectionEncoder:
-    """Encodes sections with a vocabulary, many at a time on all the library's threads."""
+    """Encodes sections with a vocabulary, many at once on all the library's threads."""
 
     def __init__(self, vocabulary: Tokenizer) -> None:
         self._vocabulary = vocabulary
 
     def encode(self, sections: Iterable[Section]) -> dict[Section, Encoding]:
-        """Each different section is encoded once. Errors: ValueError for text that is no Unicode."""
+        """Encode each distinct section once. Raises: ValueError for text that is not valid Unicode."""
         found: dict[Section, Encoding] = {}
         by_way: dict[tuple[Place, bool], list[Section]] = {}
         for section in dict.fromkeys(sections):
@@ -70,14 +70,14 @@ class SectionEncoder:
 
 
 def encode_texts(vocabulary: Tokenizer, texts: Sequence[str], *, finds_names: bool) -> list[Encoding]:
-    """The library's encodings; special tokens' names are those tokens, or are spelled out.
+    """The library's encodings; special tokens' names become those tokens, or are spelled out.
 
-    Errors: ValueError for text that is no Unicode.
+    Raises: ValueError for text that is not valid Unicode.
     """
     vocabulary.encode_special_tokens = not finds_names
     try:
         return vocabulary.encode_batch(list(texts), add_special_tokens=False)
-    except TypeError:  # what the library says of a string that has no UTF-8
+    except TypeError:  # the library's answer to a string without a UTF-8 form
         for text in texts:
             require_unicode(text)
         raise
@@ -86,7 +86,7 @@ def encode_texts(vocabulary: Tokenizer, texts: Sequence[str], *, finds_names: bo
 
 
 def require_unicode(text: str) -> None:
-    """Errors: ValueError for a string with half of a surrogate pair, which no file in UTF-8 can hold."""
+    """Raises: ValueError for a string with half of a surrogate pair, which UTF-8 cannot encode."""
     place = next((place for place, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
     if place is not None:
         raise ValueError(
@@ -96,7 +96,9 @@ def require_unicode(text: str) -> None:
 
 
 def _rebuilt(vocabulary: Tokenizer, *, everywhere: bool) -> Tokenizer:
-    """The vocabulary for text that stands behind other text; `everywhere`: not even behind a special token."""
+    """The vocabulary for text that follows other text; with `everywhere`, not even at a section's beginning is a space
+    put before it.
+    """
     steps = {"normalizer": vocabulary.normalizer, "pre_tokenizer": vocabulary.pre_tokenizer}
     described = {name: None if step is None else json.loads(step.__getstate__()) for name, step in steps.items()}
     changed = {name: _without_prefix(step, everywhere=everywhere) for name, step in described.items()}
@@ -106,7 +108,7 @@ def _rebuilt(vocabulary: Tokenizer, *, everywhere: bool) -> Tokenizer:
 
 
 def _without_prefix(step: Mapping[str, Any] | None, *, everywhere: bool) -> dict[str, Any] | None:
-    """A normaliser or pre-tokenizer that puts no space before a text."""
+    """The normaliser or pre-tokenizer, changed to put no space before a text."""
     if step is None or (everywhere and step["type"] == "Prepend"):
         return None
     changed = dict(step)
@@ -122,7 +124,7 @@ def _without_prefix(step: Mapping[str, Any] | None, *, everywhere: bool) -> dict
 
 
 class Conversation:
-    """A rendering cut into sections, and the turns in it whose responses are marked."""
+    """A rendering cut into sections, and its turns, whose responses are marked."""
 
     def __init__(self, rendered: Rendered, turns: Sequence[Turn], end_id: int, *, finds_names: bool) -> None:
         self._text, self._turns, self._end_id, self._finds_names = rendered.text, turns, end_id, finds_names
@@ -138,7 +140,7 @@ class Conversation:
         return Section(self._text[start:stop], place, self._finds_names)
 
     def sections(self) -> Iterator[Section]:
-        """What `tokens` asks for, unless a token reaches from a prompt into its response."""
+        """The sections that `tokens` needs, unless a token spans a prompt's end and its response's beginning."""
         for start, stop in self._between_specials():
             if start < stop:
                 yield self._section(start, stop, _place(start))
@@ -147,14 +149,14 @@ class Conversation:
                         yield self._section(start, turn.start, _place(start))
 
     def names_people(self, encoded: Callable[[Section], Encoding], is_special: Callable[[int], bool]) -> bool:
-        """Whether the library, which looks for names in these sections, takes what people wrote for one."""
+        """Whether the library, which looks for names in these sections, matches one in message text."""
         if not self._regions:
             return False
         found = (span for token, *span in self._written(encoded).in_sections() if is_special(token))
         return any(start < last and first < stop for start, stop in found for first, last in self._regions)
 
     def tokens(self, encoded: Callable[[Section], Encoding]) -> tuple[list[int], list[bool]]:
-        """Tokens, and of each whether a response has it, up to and with its end token."""
+        """Tokens, and per token whether it belongs to a response, its end token included."""
         written = self._written(encoded)
         is_response = [False] * len(written.tokens)
         for turn in self._turns:
@@ -191,7 +193,7 @@ class Conversation:
         written.add(start, whole.ids, whole)
 
     def _stop(self, turn: Turn, first: int, written: "_Written") -> int:
-        """Up to where the tokens are the response's: behind its end token, or as far as the template writes with it."""
+        """The end of the response's tokens: after its end token, or else where the template's text around it ends."""
         for special in self._specials:
             if special.token_id == self._end_id and turn.start <= special.name_start < turn.stop:
                 return written.before(special.start) + 1
@@ -201,7 +203,7 @@ class Conversation:
 
 
 class _Written:
-    """Tokens, with the characters that they stand for; and how many come before a response in a section's middle."""
+    """Tokens and the characters that they stand for; `begins` counts the tokens before a response inside a section."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -210,20 +212,20 @@ class _Written:
         self._firsts: list[tuple[int, Encoding | None]] = []
 
     def add(self, start: int, ids: Sequence[int], encoding: Encoding | None) -> None:
-        """Tokens of the text from the character `start` on; without an encoding, a special token."""
+        """Add the tokens of the text from character `start`; without an encoding, a special token."""
         self._starts.append(start)
         self._firsts.append((len(self.tokens), encoding))
         self.tokens += ids
 
     def in_sections(self) -> Iterator[tuple[int, int, int]]:
-        """Each token of a section, with the characters that it stands for: the first, and the one behind the last."""
+        """Each token of the sections, with the start and end of its characters."""
         for begin, (_, encoding) in zip(self._starts, self._firsts, strict=True):
             if encoding is not None:
                 for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
                     yield token, begin + start, begin + stop
 
     def before(self, position: int) -> int:
-        """How many tokens begin before the character."""
+        """The number of tokens that begin before the character."""
         place = bisect_left(self._starts, position)
         if not place:
             return 0
@@ -240,13 +242,13 @@ def _place(start: int) -> Place:
 
 
 def _clipped(special: Special, turns: Sequence[Turn]) -> Special:
-    """White space that a special token takes in belongs to a response that begins there."""
+    """White space that a special token absorbs belongs to the response, if one begins there."""
     start = next((turn.start for turn in turns if special.start < turn.start <= special.name_start), special.start)
     return replace(special, start=start)
 
 
 def _keeps(whole: Encoding, prompt: Encoding, length: int) -> bool:
-    """Whether the whole begins with the prompt's tokens, of which none reaches beyond its `length` characters."""
+    """Whether the whole begins with the prompt's tokens, none of which extends beyond its `length` characters."""
     num_tokens = len(prompt)
     if whole.ids[:num_tokens] != prompt.ids:
         return False

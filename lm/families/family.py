@@ -1,4 +1,4 @@
-"""What a family of checkpoints answers: its spelling of a shape, and what it calls each tensor."""
+"""What a family of checkpoints defines: its config fields for a shape, and its name for each tensor."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Stored:
-    """One of our tensors as a checkpoint holds it: {name: number of rows} of the parts that its rows are cut into.
+    """A tensor of Heed's as a checkpoint stores it: {name: number of rows} of the parts that its rows are split into.
 
-    None: all rows. `transposed` where the checkpoint keeps a matrix as (in, out), as GPT-2 does. `rows_before` rows of
-    the checkpoint's table come before ours and are not used: BART counts its positions from 2.
+    None: all rows. `transposed`: the checkpoint stores the matrix as (in, out), as GPT-2 does. The first `rows_before`
+    rows of the checkpoint's table are not used: BART counts its positions from 2.
     """
 
     parts: Mapping[str, int | None]
@@ -30,19 +30,19 @@ class Family(Protocol):
 
     @property
     def classes(self) -> Mapping[str, str]:
-        """What `architectures` calls the family's model for each purpose that it serves."""
+        """The family's class name in `architectures` for each purpose that it supports."""
 
     def to_hf(self, config: ModelConfig) -> Fields:
         """The shape's fields of `config.json`."""
 
     def from_hf(self, raw: Mapping[str, Any]) -> Fields:
-        """The fields of ModelConfig. Errors: KeyError for a missing field, ValueError for what we do not compute."""
+        """The fields of ModelConfig. Raises: KeyError for a missing field, ValueError for an unsupported value."""
 
     def stored(self, config: ModelConfig, ours: str, /) -> Stored:
-        """Where the model's tensor of this name lies. Errors: KeyError for one that the family does not have."""
+        """Where the checkpoint stores the tensor of this name. Raises: KeyError for a name that the family lacks."""
 
 
 def expect(raw: Mapping[str, Any], field: str, *values: Any) -> None:
-    """Errors: ValueError where the field is there with a value that is none of these."""
+    """Raises: ValueError if the field is present with none of these values."""
     if field in raw and raw[field] not in values:
         raise ValueError(f"{field} is {raw[field]!r}; {' or '.join(map(repr, values))} was expected")

@@ -1,4 +1,4 @@
-"""Heed's own spelling, which only Heed reads."""
+"""Heed's own config fields and tensor names, which only Heed reads."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -8,7 +8,7 @@ from lm.families.family import Fields, Stored
 
 
 class HeedFamily:
-    """Any shape, in Heed's own words."""
+    """Any shape, in Heed's own fields and names."""
 
     model_type = "heed"
     classes: ClassVar = {

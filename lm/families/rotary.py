@@ -1,4 +1,4 @@
-"""Llama, and what grew from it: Arcee, Mistral, Qwen2, Qwen3."""
+"""Llama and its descendants: Arcee, Mistral, Qwen2, Qwen3."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,12 +43,12 @@ def rope_from_hf(raw: Mapping[str, Any]) -> Fields:
 
 @dataclass(frozen=True)
 class RotaryFamily:
-    """Llama and what grew from it: RMSNorm before each branch, rotary positions, grouped queries.
+    """Llama and its descendants: RMSNorm before each branch, rotary positions, grouped queries.
 
     `attention_bias`: the family's products have biases on "none", on "qkv", or on "all" where its flag says so.
     `windows`: no layer looks back a limited way, all of them do, or those that `layer_types` names.
-    `even_heads`: the library refuses a width that is not a multiple of the heads, even where `head_dim` is given.
-    `defaults`: what the library takes for a field that config.json leaves out; null is another thing.
+    `even_heads`: transformers refuses a width that is not a multiple of the heads, even if `head_dim` is given.
+    `defaults`: the values of transformers for fields missing from config.json; null is a value of its own.
     """
 
     model_type: str
@@ -73,7 +73,7 @@ class RotaryFamily:
         return {"swiglu": "silu", "relu2": "relu2"}[self.mlp]
 
     def to_hf(self, config: ModelConfig) -> Fields:
-        """Errors: ValueError for a width that the library refuses."""
+        """Raises: ValueError for a width that transformers refuses."""
         if self.even_heads and config.hidden_size % config.num_attention_heads:
             raise ValueError(f"a width of {config.hidden_size} is not a multiple of {config.num_attention_heads} heads")
         fields = {

@@ -1,6 +1,6 @@
-// What PyTorch does on a CPU in several passes over memory, in one. Plain loops, which the compiler vectorises; numbers
-// are fp32 between load and store. Rows are shared out among OpenMP's threads, each row to one, and sums have one order:
-// so results do not depend on how many threads there are. lm/native/kernels.py says what each function computes.
+// Operations that PyTorch runs on a CPU in several passes over memory, in one pass. Plain loops, which the compiler
+// vectorises; numbers are fp32 between load and store. OpenMP distributes rows over threads, one thread per row, and sums
+// have a fixed order, so results do not depend on the number of threads. lm/native/kernels.py says what each function computes.
 //
 // Shape letters: R rows, D width, M MLP width, B batch, T tokens, S keys, N heads, G key-value heads, H head dim,
 // V vocabulary.
@@ -16,7 +16,7 @@
 
 namespace {
 
-// Calls f with the pointer as what it points to; `is_bf16` else fp32.
+// Calls f with the pointer cast to its type: bf16 if `is_bf16`, else fp32.
 template <class F>
 void typed(const void* data, bool is_bf16, F f) {
     is_bf16 ? f(static_cast<const bf16*>(data)) : f(static_cast<const float*>(data));
@@ -26,7 +26,7 @@ void typed(void* data, bool is_bf16, F f) {
     is_bf16 ? f(static_cast<bf16*>(data)) : f(static_cast<float*>(data));
 }
 
-constexpr int64_t WORTH_THREADS = 1 << 18;  // numbers; below, waking a thread takes longer than it saves
+constexpr int64_t WORTH_THREADS = 1 << 18;  // numbers; below this, waking a thread costs more than it saves
 
 template <class X>
 inline float maximum(const X* x, int64_t count) {
@@ -37,13 +37,13 @@ inline float maximum(const X* x, int64_t count) {
 }
 
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15ull;  // the step of a counter, 2^64 / phi
-constexpr int64_t CHUNKS = 64;  // of rows, over which weight gradients are summed; fixed, so that sums are too
+constexpr int64_t CHUNKS = 64;  // of rows for sums of weight gradients; a fixed number fixes their order
 
 }  // namespace
 
 extern "C" {
 
-// Where there is a branch, x and it are added first; the sum is of x's type, and what is normed.
+// With a branch, x + branch is stored in x's type and normed.
 void rms_norm(const void* x_RD, bool x_bf16, const void* branch_RD, const void* weight_D, bool weight_bf16, void* sum_RD,
               void* y_RD, bool y_bf16, float* inverse_R, int64_t R, int64_t D, float eps) {
     typed(x_RD, x_bf16, [&](auto* xs) { typed(weight_D, weight_bf16, [&](auto* weight) { typed(y_RD, y_bf16, [&](auto* ys) {
@@ -71,8 +71,8 @@ void rms_norm(const void* x_RD, bool x_bf16, const void* branch_RD, const void* 
     }); }); });
 }
 
-// x is what was normed. Where x goes on beside its norm, `carried` is that way's gradient, added to the norm's; where x
-// was a sum, its branch has the same gradient in its own type.
+// x is what was normed. `carried`, if any, is the gradient that reaches x other than through its norm, and is added. If x
+// was a sum, its branch has the same gradient in the branch's type.
 void rms_norm_backward(const void* gradient_RD, bool gradient_bf16, const void* x_RD, bool x_bf16, const void* weight_D,
                        bool weight_bf16, const float* inverse_R, const void* carried_RD, void* x_gradient_RD,
                        void* branch_gradient_RD, float* weight_gradient_D, int64_t R, int64_t D) {
@@ -102,7 +102,7 @@ void rms_norm_backward(const void* gradient_RD, bool gradient_bf16, const void* 
                     put(out[j], (wide(g[j]) * wide(weight[j]) - normed * mean) * inverse);
                     sums[j] += wide(g[j]) * normed;
                 }
-                // Rounded as separate operations would.
+                // Rounded as separate operations would round.
                 if (carrieds) {
                     const X* carried = carrieds + r * D;
 #pragma omp simd
@@ -121,7 +121,7 @@ void rms_norm_backward(const void* gradient_RD, bool gradient_bf16, const void* 
         for (int64_t j = 0; j < D; ++j) weight_gradient_D[j] += partial[chunk * D + j];
 }
 
-// A row's key starts a counter; SplitMix64's finaliser of it decides about four columns, 16 bits each.
+// A row's key starts a counter; each of its values, finalised as in SplitMix64, decides four columns with 16 bits each.
 void dropout(const void* x_RD, bool is_bf16, const int64_t* keys_R, void* y_RD, int64_t R, int64_t D, int64_t threshold,
              float scale) {
     typed(x_RD, is_bf16, [&](auto* xs) {
@@ -189,7 +189,7 @@ void swiglu_backward(const void* gradient_RM, const void* x_R2M, bool is_bf16, v
     });
 }
 
-// With `back` the other way: gradients of q, k and v, laid out like these, to those of qkv.
+// With `back` the reverse: from gradients of q, k and v to that of qkv.
 void split_heads(void* qkv_BTE, bool is_bf16, const void* cos_BTH, const void* sin_BTH, void* q_BNTH, void* k_BGTH,
                  void* v_BGTH, int64_t B, int64_t T, int64_t N, int64_t G, int64_t H, bool back) {
     typed(qkv_BTE, is_bf16, [&](auto* qkv) {
@@ -211,7 +211,7 @@ void split_heads(void* qkv_BTE, bool is_bf16, const void* cos_BTH, const void* s
                         std::copy(from, from + H, to);
                         continue;
                     }
-                    // Turned back by the transposed rotation, whose sines have the other sign.
+                    // The transposed rotation has sines of the opposite sign.
                     const float sign = back ? -1.0f : 1.0f;
 #pragma omp simd
                     for (int64_t i = 0; i < half; ++i) {
@@ -279,8 +279,8 @@ void sample(const void* logits_RV, bool is_bf16, const float* uniforms_R, float 
                     sums[s] = sum;
                     total += sum;
                 }
-                // The stride in which the cumulative sum passes the threshold, then the token. Rounding may end the
-                // search late; then it is the last token that has any probability.
+                // Find the stride in which the cumulative sum passes the threshold, then the token. If rounding ends the
+                // search late, take the last token with any probability.
                 double left = uniforms_R[r] * total;
                 int64_t s = 0;
                 while (s + 1 < strides && left >= sums[s]) left -= sums[s++];

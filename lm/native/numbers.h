@@ -1,4 +1,4 @@
-// Numbers as the kernels read and write them: fp32 between load and store.
+// Loads and stores of fp32 and bf16; between them the kernels compute in fp32.
 
 #pragma once
 
@@ -19,7 +19,7 @@ inline void put(bf16& to, float x) {  // to the nearest, ties to even
     to.bits = static_cast<uint16_t>(x != x ? 0x7fc0 : rounded);
 }
 
-// e^x to within 2 units in the last place, without branches, so that loops over it vectorise; 0 below the smallest
+// e^x with an error of at most 2 units in the last place, without branches, so that loops vectorise; 0 below the smallest
 // normal number. x = n ln 2 + r with |r| <= ln(2) / 2, and e^r by its series.
 inline float exponential(float x) {
     constexpr float LOWEST = -87.3f, HIGHEST = 88.3f, LOG2_E = 1.44269504f;
