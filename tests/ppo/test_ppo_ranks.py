@@ -84,6 +84,7 @@ def test_two_ranks_give_the_weights_of_one(
     roles.learners.save(tmp_path / "checkpoints", 7, {}, {})
     roles.learners.finish_saving()
     roles.load(tmp_path / "checkpoints" / "step-000007")
+    (tmp_path / "again").mkdir()
     roles.learners.export_policy(tmp_path / "again")
     roles.close()
     again = load_file(tmp_path / "again" / "model" / "model.safetensors")
