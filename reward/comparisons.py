@@ -41,7 +41,7 @@ class Comparison:
 class RankingsConfig(DataConfig):
     """Where rankings come from, and their format."""
 
-    format: str = Field(default="rankings", description="Format of the rows; `heed label formats` lists the names.")
+    format: str = Field(default="rankings", description="Format of the rows, one of those in docs/labels.md.")
 
     @field_validator("format")
     @classmethod

@@ -33,7 +33,7 @@ def folder(tmp_path: Path, tiny_config: ModelConfig, tokenizer: Tokenizer) -> Pa
 
 def arguments(folder: Path, *more: str) -> list[str]:
     given = ["sample", str(folder / "one"), str(folder / "two"), "--prompts", str(folder / "prompts.jsonl")]
-    return [*given, "--store", str(folder / "labels.sqlite"), "--batch", "b", "--max-response-tokens", "6", *more]
+    return [*given, "--store", str(folder / "labels.sqlite"), "--batch", "b", "--max-new-tokens", "6", *more]
 
 
 def test_samples_of_two_policies_are_put_before_labelers(folder: Path, heed_label: Call) -> None:
@@ -101,7 +101,7 @@ def test_refusals(folder: Path, heed_label: Call) -> None:
         (("--responses", "1"), "responses_per_task"),
         (("--evaluation-share", "2"), "evaluation_share"),
         (("--judge", str(folder / "one")), "one"),
-        (("--max-response-tokens", "4000"), "4000"),
+        (("--max-new-tokens", "4000"), "4000"),
     ):
         code, _, err = heed_label(*arguments(folder, *more))
         assert (code, words in err) == (2, True), (more, err)

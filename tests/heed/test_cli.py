@@ -83,7 +83,7 @@ def test_an_unknown_stage(refused: Callable[..., str], arguments: tuple[str, str
 
 
 def test_an_unknown_key(start_job: Callable[..., str]) -> None:
-    assert start_job("ppo.kl_coeff=1").endswith("ppo.kl_coeff: unknown key; did you mean 'kl_coef'?")
+    assert start_job("ppo.kl_coeff=1").endswith("`kl_coeff`: unknown key in [ppo]; did you mean `kl_coef`?")
 
 
 def test_more_workers_than_cores(refused: Callable[..., str], tmp_path: Path) -> None:

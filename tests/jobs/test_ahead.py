@@ -51,6 +51,6 @@ def test_a_worker_lost_with_rollouts_in_flight_changes_no_bit(
     said = capsys.readouterr().err
     assert "was lost" in said
     assert "ppo: continues from checkpoints/step-" in said
-    assert outputs_hash(ppo["struck"], "ppo") == outputs_hash(ppo["calm"], "ppo")
+    assert outputs_hash(ppo["struck"] / "model") == outputs_hash(ppo["calm"] / "model")
     curves = [[line["staleness"] for line in read_metrics(ppo[name] / "metrics.jsonl")] for name in ppo]
     assert curves == [[0, 1, 1, 1]] * 2

@@ -155,16 +155,16 @@ def test_a_stage_whose_outputs_went_elsewhere_is_not_finished(tmp_path: Path) ->
     folder = make_stage(tmp_path / "run")
     (folder / "results.json").touch()
     with pytest.raises(FileNotFoundError, match=r"rankings\.jsonl") as found:
-        require_outputs(folder, "collect")
+        require_outputs(folder, ["rankings.jsonl"])
     assert storage_trouble(found.value, folder)
     (folder / "rankings.jsonl").touch()
-    require_outputs(folder, "collect")
+    require_outputs(folder, ["rankings.jsonl"])
     (folder / "model").mkdir()
     with pytest.raises(FileNotFoundError, match="data/ready"):
-        require_outputs(folder, "pretrain")
+        require_outputs(folder, ["model", "data/ready"])
     (folder / "data").mkdir()
     (folder / "data" / "ready").touch()
-    require_outputs(folder, "pretrain")
+    require_outputs(folder, ["model", "data/ready"])
     (folder / "inputs.json").unlink()  # as in a folder that was made in place of the stage's own
     with pytest.raises(FileNotFoundError, match=r"inputs\.json"):
-        require_outputs(folder, "pretrain")
+        require_outputs(folder, ["model", "data/ready"])

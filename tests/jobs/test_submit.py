@@ -93,7 +93,7 @@ def test_a_job_is_stopped(submitted: Submitted, told: Callable[..., str]) -> Non
         assert time.monotonic() < end, told("jobs", "logs", submitted.endless)
         time.sleep(0.2)
     assert told("jobs", "stop", submitted.endless) == f"{submitted.endless}: STOPPED\n"
-    assert told("jobs", "stop", submitted.endless) == f"{submitted.endless}: was over already, STOPPED\n"
+    assert told("jobs", "stop", submitted.endless) == f"{submitted.endless}: already over: STOPPED\n"
     assert "STOPPED" in told("jobs", "status", submitted.endless)
     assert f"{submitted.endless}: STOPPED" in told("jobs", "logs", "-f", submitted.endless, code=1)
     size = metrics.stat().st_size

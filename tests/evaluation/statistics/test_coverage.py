@@ -35,8 +35,8 @@ def test_win_rates():
 
 def test_labelers_who_differ_are_covered_by_the_interval_over_labelers_only():
     found = shares(compare_worlds.over_labelers, 40, 80)
-    assert all(share >= 0.87 for what, share in found.items() if "prompts alone" not in what), found
-    assert found["5 labelers, λ = 0.2: prompts alone"] < 0.8
+    assert all(share >= 0.87 for what, share in found.items() if "prompts only" not in what), found
+    assert found["5 labelers, λ = 0.2: prompts only"] < 0.8
 
 
 def test_ratings():
