@@ -33,8 +33,8 @@ from preferences.records import Ranking, dense_ranks
 from preferences.splits import split_rankings
 from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import Comparison, RankingsConfig, encode_rankings, read_rankings
-from reward.figures import task_scores
 from reward.learner import AuxiliaryParameters, LearnerSource, RewardLearner
+from reward.metrics import task_scores
 from reward.objective import RankingObjective
 from reward.scoring import read_by
 from reward.training import network_source

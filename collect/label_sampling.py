@@ -8,7 +8,7 @@ from evaluation.sampling import SamplingSpec, sample_policy
 from preferences.records import Message, Task
 from preferences.task_selection import Candidate, Method, PromptCandidates, choose_tasks
 from reward.comparisons import encode_response
-from reward.scoring import Judge, labels_of, weights_by_label
+from reward.scoring import RewardModel, labels_of, weights_by_label
 from training.data import Prompt
 from training.seeds import derive_seed
 
@@ -39,7 +39,7 @@ def sample_tasks(
     """`num_samples` responses of every policy to every prompt, of which some are put into tasks.
 
     A response's source is its policy's folder; `weights` are of the judges' objectives, where they have several.
-    Errors: ValueError for a directory that holds no such model, weights that do not fit a judge, a prompt that leaves
+    Raises: ValueError for a directory that holds no such model, weights that do not fit a judge, a prompt that leaves
     no room for the response, and a conversation that does not fit a judge.
     """
     for judge in judges:
@@ -86,7 +86,7 @@ def scores_of(
     """What each judge says of each response, by prompt: one tuple a response, one score a judge; higher is better."""
     columns: list[list[float]] = []
     for folder in judges:
-        judge = Judge.load(folder, weights)
+        judge = RewardModel.load(folder, weights)
         sequences = []
         for prompt in prompts:
             messages = [Message(**message) for message in prompt.messages]

@@ -92,7 +92,7 @@ def label(
 ) -> list[Ranking]:
     """Put the tasks to the world's labelers; returns all rankings. Safe to call again after a kill.
 
-    Errors: ValueError where fewer labelers than a task wants leave tasks open.
+    Raises: ValueError where fewer labelers than a task wants leave tasks open.
     """
     num_overlapping = round(config.overlap_share * len(tasks))
     quotas = [config.overlap_labelers if index < num_overlapping else 1 for index in range(len(tasks))]

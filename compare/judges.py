@@ -20,7 +20,7 @@ from lm.hub import model_directory
 from lm.tokenizer import Messages
 from preferences.records import MAX_RESPONSES
 from preferences.store import LabelStore
-from reward.elsewhere import FunctionReward, HTTPReward, Scored
+from reward.external import RemoteReward, RewardFunction, Scored
 from reward.scoring import labels_of
 from stages.world import World
 from training.data import Prompt
@@ -76,7 +76,7 @@ def _open(name: str, spec: str, judging: Judging, prompts: Sequence[Prompt], num
     if spec.startswith(("http://", "https://")):
         return _language_model(name, spec, judging) if "#" in spec else _reward_endpoint(name, spec, judging)
     if ":" in spec and not Path(spec).is_dir():
-        function = FunctionReward(spec)
+        function = RewardFunction(spec)
         return ScoreJudge(name, "function", spec, function.score, {"sha256": file_hash(function.file)})
     source, _, objective = spec.partition("#")
     folder = model_directory(source)
@@ -100,7 +100,7 @@ def _language_model(name: str, spec: str, judging: Judging) -> Judge:
 def _reward_endpoint(name: str, spec: str, judging: Judging) -> Judge:
     asking = judging.asking
     asker = asking.asker(name, f"{spec}#none")  # refuses what is no URL, or holds a password
-    endpoint = HTTPReward(asker.endpoint.url, asking.timeout_seconds, asking.num_retries)
+    endpoint = RemoteReward(asker.endpoint.url, asking.timeout_seconds, asking.num_retries)
     return ScoreJudge(name, "reward endpoint", spec, endpoint.score)
 
 

@@ -18,8 +18,8 @@ from lm.progress import note_progress
 from lm.sampling import Choice
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import load_language_model
-from reward.elsewhere import Elsewhere, Scored
-from reward.scoring import Judge
+from reward.external import ExternalReward, Scored
+from reward.scoring import RewardModel
 from training.config import Precision
 from training.data import Prompt
 from training.seeds import derive_seed
@@ -44,7 +44,7 @@ class SamplingSpec:
     reference: str = ""
     reward: str = ""
     objective_weights: Mapping[str, float] = field(default_factory=dict)
-    elsewhere: Elsewhere | None = None
+    external_reward: ExternalReward | None = None
     template_of: str = ""
 
 
@@ -136,13 +136,13 @@ def _scores(
     queries: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
 ) -> list[Scored]:
-    if spec.elsewhere is not None:
+    if spec.external_reward is not None:
         texts = [tokenizer.decode(response).strip() for response in responses]
         parts = [slice(start, start + BATCH) for start in range(0, len(texts), BATCH)]
-        return [scored for part in parts for scored in spec.elsewhere.score(conversations[part], texts[part])]
+        return [scored for part in parts for scored in spec.external_reward.score(conversations[part], texts[part])]
     if not spec.reward:
         return [Scored(float("nan"))] * len(responses)
-    judge = Judge.load(Path(spec.reward), spec.objective_weights)
+    judge = RewardModel.load(Path(spec.reward), spec.objective_weights)
     scores = judge.score(tokenizer, conversations, queries, responses)
     room = judge.network.config.max_position_embeddings
     return [Scored(s, f"the reward model reads {room} tokens" if math.isnan(s) else "") for s in scores]

@@ -45,7 +45,6 @@ def run_command(path: Path | None, options: Sequence[str], runs: Path) -> str:
 def packed(path: Path | None, job: JobConfig) -> Iterator[Path]:
     """Yield a folder in which `heed run` finds every file at the path that it has here.
 
-    `job` was read from `path`; None is the demo.
     Raises: ValueError for data that is missing, leads out of the current folder, or is too large to send.
     """
     names = list(_shipped(job))

@@ -41,7 +41,7 @@ GPUS = {
 def hardware(name: str, ranks: int, precision: str) -> Hardware:
     """A GPU by its name, or "cpu": a rank's share of this machine, its rates measured in a second.
 
-    Errors: ValueError for a name that is not known.
+    Raises: ValueError for a name that is not known.
     """
     if name == "cpu":
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32

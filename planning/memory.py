@@ -94,7 +94,7 @@ class Memory:
 def count(config: ModelConfig, optimizer: OptimizerConfig, *, num_scores: int = 0) -> Counts:
     """Counted on the meta device, frozen as the engine freezes. `num_scores` in place of the head; 0 leaves it.
 
-    Errors: ValueError for more trained layers than there are.
+    Raises: ValueError for more trained layers than there are.
     """
     labels = [str(number) for number in range(num_scores)]
     is_scalar = labels and config.kind == "decoder"

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, FiniteFloat, model_validator
 
 from lm.config import exact_div
-from reward.elsewhere import Elsewhere, FunctionReward, HTTPReward
+from reward.external import ExternalReward, RemoteReward, RewardFunction
 from training.config import BatchConfig, Config, OptimizerConfig
 from training.data import DataConfig
 
@@ -151,7 +151,7 @@ class PPOConfig(Config):
         given = [name for name in ("reward_from", "reward_function", "reward_url") if getattr(self, name)]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given; one source of the reward was expected")
-        if self.objective_weights and self.elsewhere is not None:
+        if self.objective_weights and self.external_reward is not None:
             raise ValueError(
                 f"objective_weights of {', '.join(self.objective_weights)} with {given[0]}, which gives one score; no"
                 " weights were expected"
@@ -161,12 +161,12 @@ class PPOConfig(Config):
         return self
 
     @property
-    def elsewhere(self) -> Elsewhere | None:
+    def external_reward(self) -> ExternalReward | None:
         """Where rewards come from, if it is no model."""
         if self.reward_function:
-            return FunctionReward(self.reward_function)
+            return RewardFunction(self.reward_function)
         if self.reward_url:
-            return HTTPReward(self.reward_url, self.reward_timeout_seconds, self.reward_retries)
+            return RemoteReward(self.reward_url, self.reward_timeout_seconds, self.reward_retries)
         return None
 
     @property

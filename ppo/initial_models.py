@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lm.tokenizer import Tokenizer
-from reward.elsewhere import Elsewhere
+from reward.external import ExternalReward
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class InitialModels:
     """Where the models come from, and the pretraining stream that PPO-ptx mixes in, if it does."""
 
     sft: Path
-    reward: Path | Elsewhere
+    reward: Path | ExternalReward
     scale: ScoreScale
     pretraining: TokenStream | None
 

@@ -13,7 +13,7 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
     layout, batch = planner.layout, config.minibatch
     if config.reward_from:
         planner.sizes.assume(f"{config.reward_from} is taken to have the policy's shape")
-    if config.elsewhere:
+    if config.external_reward:
         planner.sizes.assume(
             "the reward comes from a function or an endpoint; a reward model's time and memory are counted anyway"
         )

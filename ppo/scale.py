@@ -11,7 +11,7 @@ from evaluation.sampling_everywhere import sample_everywhere
 from files.records import read_record
 from ppo.config import PPOConfig
 from ppo.initial_models import ScoreScale
-from reward.elsewhere import Elsewhere
+from reward.external import ExternalReward
 from reward.results import RewardResults
 from stages.run import JobView, StageRun
 from stages.sampling import SAMPLES
@@ -27,7 +27,7 @@ def was_measured(job: JobView) -> bool:
 
 
 def score_scale(
-    run: StageRun, policy: Path, judge: Path | Elsewhere, prompts: Sequence[Prompt], config: PPOConfig
+    run: StageRun, policy: Path, judge: Path | ExternalReward, prompts: Sequence[Prompt], config: PPOConfig
 ) -> ScoreScale:
     """Mean and standard deviation of the scores of the initial policy's own samples: the unit of PPO's scores.
 
@@ -55,7 +55,7 @@ def score_scale(
             precision=run.engine.resolved_precision(),
             reward=str(judge) if isinstance(judge, Path) else "",
             objective_weights=config.objective_weights,
-            elsewhere=None if isinstance(judge, Path) else judge,
+            external_reward=None if isinstance(judge, Path) else judge,
         )
         samples = sample_everywhere(run, "scale", spec, prompts[:SCALE_PROMPTS])
         found = [sample.score for sample in samples if isfinite(sample.score)]

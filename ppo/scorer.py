@@ -20,8 +20,8 @@ from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
 from ppo.rank import Rank
 from ppo.rollout import Rollout, joined
-from reward.elsewhere import Elsewhere, Scored
-from reward.scoring import Judge, sequence_scores
+from reward.external import ExternalReward, Scored
+from reward.scoring import RewardModel, sequence_scores
 from training.config import EngineConfig
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
@@ -67,8 +67,8 @@ class Scorer(Rank):
         super().__init__(config, engine_config, models)
         self.reference = self._frozen(load_language_model(models.sft))
         reward, weights = models.reward, config.objective_weights
-        self.judge = Judge.load(reward, weights) if isinstance(reward, Path) else reward
-        if isinstance(self.judge, Judge):
+        self.judge = RewardModel.load(reward, weights) if isinstance(reward, Path) else reward
+        if isinstance(self.judge, RewardModel):
             self._frozen(self.judge.network)
         self._failure = ""
 
@@ -94,7 +94,7 @@ class Scorer(Rank):
     def scores(self, rollout: Rollout, conversations: Sequence[Messages]) -> Tensor:
         """Scores [B, O]. `conversations` are the prompts' messages, where the reward reads texts."""
         prompts, responses = rollout.token_lists()
-        if isinstance(self.judge, Judge):
+        if isinstance(self.judge, RewardModel):
             sequences = self.judge.sequences(self.tokenizer, conversations, prompts, responses)
             return self._network_scores(self.judge, sequences)
         scored = self._text_scores(self.judge, conversations, responses)
@@ -104,7 +104,7 @@ class Scorer(Rank):
     def first_failure(self) -> str:
         return self._failure
 
-    def _network_scores(self, judge: Judge, sequences: Sequence[Sequence[int]]) -> Tensor:
+    def _network_scores(self, judge: RewardModel, sequences: Sequence[Sequence[int]]) -> Tensor:
         network, size = judge.network, self.config.minibatch.micro_batch_size
         fitting = [row for row, tokens in enumerate(sequences) if judge.fits(tokens)]
         room, too_long = judge.room_tokens, [len(row) for row in sequences if not judge.fits(row)]
@@ -120,12 +120,12 @@ class Scorer(Rank):
         return scores_BO[:, order]
 
     def _text_scores(
-        self, elsewhere: Elsewhere, conversations: Sequence[Messages], responses: Sequence[Sequence[int]]
+        self, external_reward: ExternalReward, conversations: Sequence[Messages], responses: Sequence[Sequence[int]]
     ) -> list[Scored]:
         texts = [self.tokenizer.decode(response).strip() for response in responses]
         size, scored = self.config.minibatch.micro_batch_size, list[Scored]()
         for start in range(0, len(texts), size):
-            scored += elsewhere.score(conversations[start : start + size], texts[start : start + size])
+            scored += external_reward.score(conversations[start : start + size], texts[start : start + size])
         return scored
 
     @torch.no_grad()

@@ -113,7 +113,7 @@ def _held(rollout: Rollout) -> Pending[Rollout]:
 def run_ppo(stage: StageRun, config: PPOConfig) -> None:
     """Measure the scale of the scores, place the roles on workers, and iterate."""
     prompts, policy = read_prompts(config.prompts), stage.start("sft")
-    judge = config.elsewhere or stage.start("reward")
+    judge = config.external_reward or stage.start("reward")
     stream = None
     if config.ptx_rows:
         pretraining = stage.job.section(PRETRAIN)

@@ -13,12 +13,12 @@ from lm.source import ModelSource, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, WithNewHead, purpose_of
 from ppo.initial_models import ScoreScale
-from reward.elsewhere import Elsewhere
+from reward.external import ExternalReward
 from reward.scoring import weights_by_label
 
 
 def value_source(
-    policy: Path, reward: Path | Elsewhere, weights: Mapping[str, float], scale: ScoreScale
+    policy: Path, reward: Path | ExternalReward, weights: Mapping[str, float], scale: ScoreScale
 ) -> ModelSource[ScalarModel]:
     """The value function starts as the reward model, with predictions in the rewards' units. The heads of several
     objectives become one, which gives the weighted sum of their scores.

@@ -40,7 +40,7 @@ class HiddenWords:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, seed: int) -> "HiddenWords":
-        """Errors: ValueError for a vocabulary without a mask token."""
+        """Raises: ValueError for a vocabulary without a mask token."""
         kept = (tokenizer.end_id, tokenizer.start_id, tokenizer.pad_id)
         return cls(tokenizer.start_id, tokenizer.end_id, tokenizer.mask_id, kept, tokenizer.vocab_size, seed)
 

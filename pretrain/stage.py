@@ -59,7 +59,7 @@ class PretrainConfig(InitConfig, TrainingConfig):
 def train(context: StageContext, config: PretrainConfig, model_config: ModelConfig, tokenizer_folder: Path) -> None:
     """Train on this rank; rank 0 writes `model/` and `results.json`.
 
-    Errors: ValueError for text that cannot be read or does not fill a row, and for a tokenizer that does not fit.
+    Raises: ValueError for text that cannot be read or does not fill a row, and for a tokenizer that does not fit.
     """
     tokenizer = Tokenizer.load(tokenizer_folder)
     if tokenizer.vocab_size > model_config.vocab_size:
@@ -115,7 +115,7 @@ def model_source(context: StageContext, config: PretrainConfig, model_config: Mo
 def make_objective(
     model: ModelConfig, rows_BT: NDArray[np.int32], tokenizer: Tokenizer, seed: int, num_views: int
 ) -> Objective[Any]:
-    """What a model of this kind learns from the rows. Errors: ValueError for a vocabulary that cannot hide words."""
+    """What a model of this kind learns from the rows. Raises: ValueError for a vocabulary that cannot hide words."""
     if model.kind == "decoder":
         return CausalLMObjective(rows_BT)
     words = HiddenWords.of(tokenizer, seed)

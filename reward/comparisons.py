@@ -52,7 +52,7 @@ class RankingsConfig(DataConfig):
 def read_judgments(data: RankingsConfig) -> Found:
     """Tasks, judgments, what was odd about the rows, and what is held back from training.
 
-    Errors: ValueError naming file, line and field.
+    Raises: ValueError naming file, line and field.
     """
     found = collect_all(format_to_read(data.format), read_rows(data))
     if not found.judgments:
@@ -65,14 +65,14 @@ def read_judgments(data: RankingsConfig) -> Found:
 
 
 def read_rankings(data: RankingsConfig) -> list[Ranking]:
-    """The rankings that stand. Errors: those of `read_judgments`."""
+    """The current rankings. Raises as for `read_judgments`."""
     return read_judgments(data).rankings
 
 
 def encode_scored(tokenizer: Tokenizer, messages: Messages) -> tuple[int, ...]:
-    """Tokens of a conversation up to the end token of its last response, where its score is read.
+    """Tokens of a conversation up to the end token of its last response, where the score is read.
 
-    Samples of a policy end there, so nothing that a template writes after it is scored.
+    A policy's samples end there, so text that a template adds after it is left out.
     """
     return _scored(*tokenizer.encode_conversation(messages))
 
@@ -92,7 +92,7 @@ def _answered(prompt: Sequence[Message], response: str) -> Messages:
     return [*turns, {"role": "assistant", "content": response}]
 
 
-LabelerWeights = Mapping[tuple[str, str], float]  # by objective and labeler; 1 where it is not given
+LabelerWeights = Mapping[tuple[str, str], float]  # by objective and labeler; 1 if absent
 
 
 def encode_rankings(
@@ -103,12 +103,11 @@ def encode_rankings(
     objectives: Sequence[str] = (),
     weights: LabelerWeights | None = None,
 ) -> list[Comparison]:
-    """One comparison a task, in order of first appearance: a completion is read once however many labelers ranked it.
+    """One comparison per task, in order of first appearance; each response is encoded once, for all its labelers.
 
-    `objectives` are the model's, in order; () where the rankings are all of the model's one. `weights` are what each
-    labeler's rankings count for.
+    `objectives` are the model's, in order; () if there is only one. `weights` are those of the labelers' rankings.
 
-    Errors: ValueError naming the task whose conversation is longer than `max_tokens`, or whose rankings are not all of
+    Raises: ValueError naming the task whose conversation is longer than `max_tokens`, or whose rankings are not all of
     the same prompt and responses.
     """
     by_task: dict[str, list[Ranking]] = {}

@@ -1,4 +1,4 @@
-"""A reward model under training, with the few numbers that its losses learn in addition to the score."""
+"""A reward model in training, with the few parameters that its losses learn in addition to the scores."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,31 +18,33 @@ NETWORK = "network."  # before the names of the reward model's own weights
 
 @dataclass(frozen=True)
 class AuxiliaryParameters:
-    """What is learned in addition to the scores, and its starting values, per objective: log ν and the unit of ratings.
+    """Initial values, per objective, of what is learned in addition to the scores: log ν, and the unit of ratings.
 
-    `log_nu` = () where ties are soft labels, `rating_std` = () where ratings teach nothing, 0 where an objective has
-    none. Ratings enter the loss in units of `rating_std`, their spread about the mean of their verdict, so that the
-    loss's weight means the same on any scale.
+    `log_nu` is () if ties are soft labels; `rating_std` is () if ratings are not learned, and 0 for an objective
+    without ratings. Ratings enter the loss in units of `rating_std`, their spread about the mean of their verdict, so
+    the loss's weight means the same on any scale.
     """
 
     log_nu: tuple[float, ...] = ()
     rating_std: tuple[float, ...] = ()
 
-    def learned(self, weights: Mapping[str, Tensor], width: int, objective: int) -> dict[str, float]:
-        """From a learner's weights, of one objective: ν, and how many ratings a unit of score is worth."""
+    def learned(self, weights: Mapping[str, Tensor], hidden_size: int, objective: int) -> dict[str, float]:
+        """The learned values of one objective: ν, and how many rating points a unit of score is worth."""
         found = {}
         if self.log_nu:
-            found["nu"] = math.exp(self.log_nu[objective] + width * float(weights["nu"][objective]))
+            found["nu"] = math.exp(self.log_nu[objective] + hidden_size * float(weights["nu"][objective]))
         if self.rating_std and self.rating_std[objective]:
-            found["rating_scale"] = self.rating_std[objective] * math.exp(width * float(weights["rating"][objective]))
+            found["rating_scale"] = self.rating_std[objective] * math.exp(
+                hidden_size * float(weights["rating"][objective])
+            )
         return found
 
 
 class RewardLearner(nn.Module):
-    """Scores, log ν and the scale of ratings, all from one forward pass, so that every backend gathers what it shards.
+    """Scores, log ν and the scale of ratings from one forward pass, so that every backend gathers what it shards.
 
-    An auxiliary parameter θ starts at 0 and is multiplied by the width, log ν = start + width · θ: AdamW then
-    moves it as fast as the head moves a score, which is a sum over the width.
+    An auxiliary parameter θ starts at 0 and is scaled by the hidden size, log ν = start + hidden_size · θ: AdamW then
+    moves it as fast as the head moves a score, which is a sum over the hidden size.
     """
 
     def __init__(self, network: RewardNetwork, auxiliary: AuxiliaryParameters) -> None:
@@ -82,14 +84,14 @@ class LearnerSource:
 
 
 def network_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of a learner's weights those of the reward model, under its own names."""
+    """The reward model's weights among a learner's, under its own names."""
     return {name.removeprefix(NETWORK): tensor for name, tensor in weights.items() if name.startswith(NETWORK)}
 
 
 def starting_log_nu(comparisons: Sequence[Comparison], objective: int) -> float:
     """log ν at which responses of equal score tie as often as those of this objective did: P(tie) = ν / (2 + ν).
 
-    Half a pair is added to the ties and half to the others, so that there is an answer without any.
+    Half a pair is added to the ties and half to the others, so the value is finite without any.
     """
     ties, pairs = 0.5, 1.0
     for verdict in (v for c in comparisons for v in c.verdicts if c.objective == objective):

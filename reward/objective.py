@@ -21,12 +21,12 @@ MAX_RESPONSES = 1 << 20  # to one prompt; numbers of sequences are spaced by it
 
 
 class RankingObjective:
-    """The loss over comparisons, each the weighted mean over its labelers; a comparison is the unit that is counted.
+    """The loss summed over comparisons, each the weighted mean over its labelers; batches count comparisons.
 
     A comparison reads and trains only the head of its own objective. All comparisons weigh the same, so the shared
-    trunk gets gradient from each objective in proportion to its comparisons. If the model has several `objectives`,
-    accuracy is also reported for each by name. Ratings enter in units of `rating_std` (`reward.learner`),
-    with the weight `rating_coef`; 0 leaves them out.
+    trunk gets gradient from each objective in proportion to its comparisons. With several `objectives`, accuracy is
+    also reported for each by name. Ratings, in units of `rating_std` (`reward.learner.AuxiliaryParameters`), have the
+    weight `rating_coef`; 0 leaves them out.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class RankingObjective:
         scores_N = scores_NO.gather(1, objective_N).squeeze(1)
         lengths = torch.tensor([len(c.sequences) for c in chosen], device=device)
         real_BK = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
-        # Scores come flat, comparison after comparison: exactly the order of the real places of the padded table.
+        # Scores come flat, comparison after comparison, which is the order of the real entries in the padded table.
         scores_BK = scores_N.new_zeros(real_BK.shape).masked_scatter(real_BK, scores_N)
-        judged = [
+        weighted = [
             (row, verdict, verdict.weight / len(c.verdicts)) for row, c in enumerate(chosen) for verdict in c.verdicts
         ]
-        rows_J, verdicts_J, shares_J = zip(*judged, strict=True)
+        rows_J, verdicts_J, shares_J = zip(*weighted, strict=True)
         share_J = torch.tensor(shares_J, device=device)
         scores_JK, K = scores_BK[list(rows_J)], real_BK.shape[1]
         ranks_JK = torch.tensor([[*v.ranks, *[0] * (K - len(v.ranks))] for v in verdicts_J], device=device)
@@ -79,16 +79,16 @@ class RankingObjective:
             loss_J, accuracy_J = davidson_loss(scores_JK, ranks_JK, log_nu_O[objective_J])
         else:
             loss_J, accuracy_J = ranking_loss(scores_JK, ranks_JK)
-        figures = {"accuracy": (share_J * accuracy_J).sum()}
+        metrics = {"accuracy": (share_J * accuracy_J).sum()}
         for place, name in enumerate(self.objectives):
             own_J = share_J * (objective_J == place)
-            figures[f"accuracy/{name}"] = torch.stack([(own_J * accuracy_J).sum(), own_J.sum()])
+            metrics[f"accuracy/{name}"] = torch.stack([(own_J * accuracy_J).sum(), own_J.sum()])
         loss = (share_J * loss_J).sum()
         if self.rating_coef:
             ratings_JK = torch.tensor([[*v.ratings, *[torch.nan] * (K - len(v.ratings))] for v in verdicts_J])
             scale_J = scale_O.expand(len(verdicts_J), -1).gather(1, objective_J[:, None]).squeeze(1)
             std_J1 = torch.tensor(self.rating_std, device=device)[objective_J, None]
             error_J = rating_loss(scores_JK, ratings_JK.to(device) / std_J1, scale_J)
-            figures["rating_loss"] = (share_J * error_J).sum()
-            loss = loss + self.rating_coef * figures["rating_loss"]
-        return loss, {name: figure.detach() for name, figure in figures.items()}
+            metrics["rating_loss"] = (share_J * error_J).sum()
+            loss = loss + self.rating_coef * metrics["rating_loss"]
+        return loss, {name: metric.detach() for name, metric in metrics.items()}

@@ -1,7 +1,7 @@
-"""Scores of whole texts: of a decoder the numbers at the last token, of an encoder those of the first, which sees all.
+"""Scores of whole texts: a decoder's at the last token, an encoder's at the first, which attends to all.
 
-A reward model of several objectives has a head for each and gives several scores; where one is needed they are summed,
-each times the weight that its objective was given.
+A reward model with several objectives has a head, and so a score, for each. Where a single score is needed, it is their
+weighted sum.
 Shape letters: B sequences, T tokens, O objectives.
 """
 
@@ -27,14 +27,14 @@ RewardNetwork = ScalarModel | SequenceClassifier
 
 
 def network_folder(folder: Path, dropout: float = 0.0) -> ModelSource[RewardNetwork]:
-    """The reward model of a directory, not read yet. Errors as for `lm.weights.purpose_of`."""
+    """A source of the reward model in a directory; nothing is read yet. Raises as for `lm.weights.purpose_of`."""
     if purpose_of(folder) == "sequence":
         return ModelFolder(folder, SequenceClassifier, dropout)
     return ModelFolder(folder, ScalarModel, dropout)
 
 
 def load_network(folder: Path) -> RewardNetwork:
-    """The reward model of a directory, in fp32. Errors as for `lm.weights.ModelFolder`."""
+    """The reward model of a directory, in fp32. Raises as for `lm.weights.ModelFolder`."""
     return load(network_folder(folder))
 
 
@@ -49,11 +49,11 @@ def sequence_scores(network: nn.Module, sequences: Sequence[Sequence[int]], kind
 
 
 def read_by(sequences: Sequence[Sequence[int]], kind: str, device: torch.device) -> tuple[Tensor | None, ...]:
-    """What a network of this kind is given of the sequences."""
+    """The inputs of a network of this kind for the sequences."""
     tokens_BT, segments_BT = pad_right(sequences, device)
     if kind == "encoder":
         return tokens_BT, segments_BT
-    # With padding on the right and causal attention no real token sees padding, so no attention mask is needed.
+    # Under causal attention with padding on the right, no real token attends to padding: no mask is needed.
     return tokens_BT, None, last_tokens(segments_BT)
 
 
@@ -65,7 +65,7 @@ def scores_of(network: nn.Module, read: Sequence[Tensor | None], sequence_keys_B
 
 @torch.inference_mode()
 def head_scores(network: RewardNetwork, sequences: Sequence[Sequence[int]], batch_size: int = 128) -> Tensor:
-    """Scores [B, O] of any number of sequences, in order; sorted by length inside, so little is padded."""
+    """Scores [B, O] of any number of sequences, in order. Batches are sorted by length to minimise padding."""
     scores_BO = torch.zeros(len(sequences), len(network.labels))
     order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
     for start in range(0, len(order), batch_size):
@@ -77,15 +77,15 @@ def head_scores(network: RewardNetwork, sequences: Sequence[Sequence[int]], batc
 
 
 def shift_scores(network: RewardNetwork, by: Sequence[float]) -> None:
-    """Add a constant to every score, of each head its own, which no preference depends on."""
+    """Add a constant per head to every score; no preference depends on it."""
     bias = network.classifier.bias if isinstance(network, SequenceClassifier) else network.bias
     bias.data += bias.new_tensor(by).reshape(bias.shape)
 
 
 def weights_by_label(model: str, labels: Sequence[str], weights: Mapping[str, float]) -> dict[str, float]:
-    """What each score of a reward model counts, in the order of its labels; 1 for one alone, which takes no weight.
+    """The weight of each of a reward model's scores, in the order of its labels; a single score has weight 1.
 
-    Errors: ValueError where several are not given one finite weight each, one of them at least other than 0.
+    Raises: ValueError unless several scores are given one finite weight each, not all 0, and a single one none.
     """
     several = tuple(labels) if len(labels) > 1 else ()
     if set(weights) != set(several):
@@ -104,8 +104,8 @@ def weights_by_label(model: str, labels: Sequence[str], weights: Mapping[str, fl
 
 
 @dataclass(frozen=True)
-class Judge:
-    """A reward model with the vocabulary and the template that it reads, and what each of its scores counts."""
+class RewardModel:
+    """A reward model with its tokenizer and chat template, and the weight of each of its scores."""
 
     network: RewardNetwork
     tokenizer: Tokenizer
@@ -113,7 +113,7 @@ class Judge:
 
     @classmethod
     def load(cls, folder: Path, weights: Mapping[str, float] | None = None) -> Self:
-        """Errors: ValueError as for `weights_by_label`, and for a directory that holds no reward model."""
+        """Raises: ValueError as for `weights_by_label`, and for a directory that holds no reward model."""
         checked = weights_by_label(str(folder), labels_of(folder), weights or {})
         return cls(load_network(folder).eval(), Tokenizer.load(folder), checked)
 
@@ -124,11 +124,11 @@ class Judge:
         prompts: Sequence[Sequence[int]],
         responses: Sequence[Sequence[int]],
     ) -> list[list[int]]:
-        """What the network reads of a policy's responses: the same tokens where it has the policy's vocabulary and
-        template, else the same texts in its own. `conversations` and `prompts` are what was asked, as messages and as
-        the policy's tokens.
+        """What the network reads of a policy's responses: the same tokens if it shares the policy's tokenizer and
+        template, else the same texts in its own. `conversations` and `prompts` are the prompts, as messages and as the
+        policy's tokens.
 
-        Reward models learn from whole texts, the end token behind them, so one that was cut off is scored with it too.
+        Reward models learn from whole texts that end with the end token, so a truncated response is scored with one.
         """
         if self.tokenizer == tokenizer:
             return [self._closed(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
@@ -144,7 +144,7 @@ class Judge:
         prompts: Sequence[Sequence[int]],
         responses: Sequence[Sequence[int]],
     ) -> list[float]:
-        """Scores of a policy's responses, in order; higher is better. NaN for what does not fit the network's context.
+        """Scores of a policy's responses, in order; higher is better. NaN if one does not fit the network's context.
 
         Arguments as for `sequences`.
         """
@@ -162,11 +162,10 @@ class Judge:
         return scores
 
     def _closed(self, prompt: Sequence[int], response: Sequence[int]) -> list[int]:
-        """A prompt and its response with the end token behind it.
+        """A prompt and its response, followed by the end token.
 
-        In a policy's full context there is no place for one more. Where the network reads it all the same nothing
-        changes; where it has no such position, the last token that was sampled makes room, since a text without its
-        end is nothing that a reward model has seen.
+        A response that fills the policy's context leaves no position for it. If the network has none either, the end
+        token replaces the last sampled token, since a reward model has never seen a text without its end.
         """
         end_id = self.tokenizer.end_id
         if end_id in response[-1:]:
@@ -176,12 +175,12 @@ class Judge:
 
     @property
     def room_tokens(self) -> int:
-        """How many tokens it reads: a context, and behind it the end token of a text that fills the context. Positions
-        that are looked up in a table end with the context.
+        """The most tokens it reads: its context, and one more for the end token of a text that fills the context.
+        Learned positions end with the context.
         """
         config = self.network.config
         return config.max_position_embeddings + (config.positions != "learned")
 
     def fits(self, tokens: Sequence[int]) -> bool:
-        """Whether the network reads so many."""
+        """Whether the network can read this many tokens."""
         return len(tokens) <= self.room_tokens

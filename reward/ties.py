@@ -1,6 +1,6 @@
-"""How well scores foretell wins, ties and losses: Davidson's model (1970) with its ν fitted to given scores.
+"""How well scores predict wins, ties and losses: Davidson's model (1970) with ν fitted to given scores.
 
-Whatever ties were to training, afterwards the same question is put to the scores, so two ways of training compare.
+The measure does not depend on how training treated ties, so reward models trained either way can be compared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ LEVEL, NUM_RESAMPLES = 0.95, 2_000
 
 
 def fit_log_nu(differences_P: Floats, tied_P: npt.NDArray[np.bool_]) -> float:
-    """The log ν that makes the outcomes of these pairs likeliest: where expected ties are as many as those seen.
+    """The maximum-likelihood log ν of these pairs: the one at which the expected number of ties is the observed one.
 
-    Half a tie is added to the ties seen and half a pair that is none to the others, so that the answer is finite.
+    Half a tie and half an untied pair are added to the observations, so the value is finite.
     """
     num_pairs = len(differences_P)
     wanted = (tied_P.sum() + 0.5) * num_pairs / (num_pairs + 1)
@@ -43,7 +43,7 @@ def _log_normaliser(half_P: Floats, log_nu: float) -> Floats:
 
 
 def outcomes(rankings: Sequence[Ranking], scores: Mapping[str, Sequence[float]]) -> tuple[Floats, Floats, list[str]]:
-    """Of every pair of every ranking: score difference, the lead of the first (1, 0 = a tie, -1), and its task."""
+    """For every pair of every ranking: score difference, lead of the first (1, 0 = a tie, -1), and task."""
     differences, ahead, tasks = [], [], []
     for ranking in rankings:
         of_task = scores[ranking.task_id]
@@ -54,11 +54,11 @@ def outcomes(rankings: Sequence[Ranking], scores: Mapping[str, Sequence[float]])
     return np.array(differences), np.array(ahead), tasks
 
 
-def tie_figures(
+def tie_metrics(
     train: Sequence[Ranking], heldout: Sequence[Ranking], scores: Mapping[str, Sequence[float]], *, seed: int
 ) -> dict[str, float | None]:
-    """ν fitted to the pairs of `train`, and the mean log-likelihood of the held-out ones with it (nats a pair, 95%
-    interval over tasks; higher is better). `scores` are of the tasks of both.
+    """ν fitted to the pairs of `train`, and the mean log-likelihood of the held-out pairs under it (nats per pair, with
+    a 95% interval over tasks; higher is better). `scores` has the tasks of both.
     """
     differences, ahead, _ = outcomes(train, scores)
     log_nu = fit_log_nu(differences, ahead == 0)
@@ -76,7 +76,7 @@ def tie_figures(
     return {
         "nu": float(np.exp(log_nu)),
         "heldout_log_likelihood": mean,
-        # From a single task no interval can be had.
+        # A single task gives no interval.
         "low": None if np.isnan(low) else low,
         "high": None if np.isnan(high) else high,
         "heldout_tie_share": float((ahead == 0).mean()),

@@ -1,8 +1,8 @@
-"""The reward model: the SFT model (or another decoder, or an encoder) with a scalar head, or one for each objective,
+"""Training the reward model: the SFT model (or another decoder, or an encoder) with a scalar head per objective,
 trained on rankings of K responses.
 
-Held-out rankings are of prompts that training never saw. Afterwards the bias is shifted so that demonstrations score
-0 on average under every head, which fixes the one freedom that preferences leave open.
+Held-out rankings are on prompts that training never saw. After training, the bias is shifted so that demonstrations
+score 0 on average under every head: preferences determine scores only up to a constant.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,15 +23,15 @@ from preferences.splits import split_rankings
 from preferences.statistics.reliability import labeler_reliability, labeler_weights
 from reward.comparisons import Comparison, LabelerWeights, encode_rankings, read_judgments
 from reward.config import RewardConfig
-from reward.figures import (
+from reward.learner import AuxiliaryParameters, LearnerSource, network_weights, spread_of_ratings, starting_log_nu
+from reward.metrics import (
     demonstration_means,
-    joined_figures,
-    labeler_figures,
-    objective_figures,
-    rating_figures,
+    joined_metrics,
+    labeler_metrics,
+    objective_metrics,
+    rating_metrics,
     task_scores,
 )
-from reward.learner import AuxiliaryParameters, LearnerSource, network_weights, spread_of_ratings, starting_log_nu
 from reward.objective import RankingObjective
 from reward.results import RewardResults
 from reward.scoring import RewardNetwork, load_network, network_folder, shift_scores
@@ -45,11 +45,11 @@ HELDOUT_SCORES = "heldout_scores.json"  # {task_id: scores of its responses, in 
 
 @dataclass(frozen=True)
 class Split:
-    """The rankings of what a model learns, by side. A model of one objective gives its score, whatever it is called."""
+    """The rankings that a model learns from and is measured on."""
 
     objectives: tuple[str, ...]  # in the order of the heads
     train: list[Ranking]
-    heldout: list[Ranking]  # of prompts that training does not see
+    heldout: list[Ranking]  # on prompts that training does not see
 
     def of(self, objective: str) -> tuple[list[Ranking], list[Ranking]]:
         """One objective's rankings: to train on, and held out."""
@@ -60,9 +60,9 @@ class Split:
 def network_source(
     folder: Path, dropout: float, seed: int, labels: Sequence[str] = (SCORE,)
 ) -> ModelSource[RewardNetwork]:
-    """A reward model to train further, or the body of a language model or an encoder with heads drawn from `seed`.
+    """A reward model to train further, or the trunk of a language model or an encoder with heads drawn from `seed`.
 
-    Errors: ValueError for a directory of anything else, and for a reward model with other labels.
+    Raises: ValueError for a directory of anything else, and for a reward model with other labels.
     """
     purpose = purpose_of(folder)
     if purpose == "language":
@@ -83,7 +83,7 @@ def network_source(
 def train(context: StageContext, config: RewardConfig, start: Path) -> None:
     """Train on this rank; rank 0 writes `model/`, `heldout_scores.json` and `results.json`.
 
-    Errors: ValueError naming file, line and field for rankings that cannot be used.
+    Raises: ValueError naming file, line and field for rankings that cannot be used.
     """
     tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
     tokenizer = tokenizer.with_template(config.chat_template)
@@ -93,7 +93,7 @@ def train(context: StageContext, config: RewardConfig, start: Path) -> None:
     split = split_of(found.rankings, config, context.seed)
     encode = partial(encode_rankings, tokenizer, max_tokens=shape.max_position_embeddings, objectives=split.objectives)
     trained_on = encode(split.train, weights=weights_of_labelers(split, config))
-    unseen = encode(split.heldout)  # measured alike, however training weighs
+    unseen = encode(split.heldout)  # all labelers weigh the same in measurements
     auxiliary = auxiliary_parameters(config, split, trained_on)
     engine = build_engine(context, LearnerSource(source, auxiliary), config)
     objectives = [
@@ -111,7 +111,7 @@ def train(context: StageContext, config: RewardConfig, start: Path) -> None:
     TrainingLoop(engine, loop_config, objectives[0], objectives[1], context.folder).run()
     tensors = engine.full_weights(on_main_alone=True)
     if engine.is_main:
-        # What was learned in addition to the scores is no part of the model: it goes to the results.
+        # Auxiliary parameters are not part of the model; they go to the results.
         save_model(context.model_folder, on_meta(source.build), network_weights(tensors), tokenizer)
         learned = [auxiliary.learned(tensors, shape.hidden_size, place) for place in range(len(split.objectives))]
         finish(context, config, tokenizer, split, (trained_on, unseen), learned)
@@ -123,8 +123,8 @@ def train(context: StageContext, config: RewardConfig, start: Path) -> None:
 def split_of(rankings: Sequence[Ranking], config: RewardConfig, seed: int) -> Split:
     """The rankings of the objectives to learn, split by prompt.
 
-    Errors: ValueError for objectives that are not there, several of which none is named, and one without a ranking on
-    either side.
+    Raises: ValueError for objectives that have no rankings, for several of which the config names none, and for one
+    without rankings on both sides.
     """
     source, found = config.rankings.source, sorted({ranking.objective for ranking in rankings})
     objectives = config.objectives or tuple(found)
@@ -147,7 +147,7 @@ def split_of(rankings: Sequence[Ranking], config: RewardConfig, seed: int) -> Sp
 
 
 def weights_of_labelers(split: Split, config: RewardConfig) -> LabelerWeights:
-    """What each labeler's rankings of each objective weigh; those that are not named weigh 1."""
+    """The weight of each labeler's rankings by objective; a labeler who is not listed has weight 1."""
     if config.labeler_weights == "equal":
         return {}
     found: dict[tuple[str, str], float] = {}
@@ -159,9 +159,9 @@ def weights_of_labelers(split: Split, config: RewardConfig) -> LabelerWeights:
 
 
 def auxiliary_parameters(config: RewardConfig, split: Split, comparisons: Sequence[Comparison]) -> AuxiliaryParameters:
-    """The auxiliary parameters that the losses of `config` learn, with starting values from the training comparisons.
+    """Initial values of the auxiliary parameters that the configured losses need, from the training comparisons.
 
-    Errors: ValueError where ratings are to teach and there are none, or none that differ.
+    Raises: ValueError if ratings are to be learned and there are none, or none that differ.
     """
     places = range(len(split.objectives))
     spread = tuple(spread_of_ratings(comparisons, place) for place in places) if config.rating_coef else ()
@@ -182,9 +182,9 @@ def finish(
     comparisons: tuple[Sequence[Comparison], Sequence[Comparison]],
     learned: Sequence[Mapping[str, float]],
 ) -> None:
-    """Shift the biases of the written model, then measure it on the held-out rankings as it will be used.
+    """Shift the biases of the saved model, then measure it on the held-out rankings as it will be used.
 
-    `comparisons` are those trained on and those held out; `learned` are the auxiliary parameters of each head.
+    `comparisons` are those trained on and those held out; `learned` has the auxiliary values of each head.
     """
     model = load_network(context.model_folder).eval()
     means = demonstration_means(model, tokenizer, config.demonstrations, config.num_calibration)
@@ -193,19 +193,19 @@ def finish(
     trained_on, unseen = comparisons
     scores = task_scores(model, unseen)
     write_json(context.folder / HELDOUT_SCORES, scores)
-    weights, figures = weights_of_labelers(split, config), dict[str, dict[str, Any]]()
+    weights, metrics = weights_of_labelers(split, config), dict[str, dict[str, Any]]()
     for place, objective in enumerate(split.objectives):
         train, heldout = split.of(objective)
         own = [comparison for comparison in trained_on if comparison.objective == place][: config.num_calibration]
-        found = objective_figures(
+        found = objective_metrics(
             train, heldout, {**task_scores(model, own), **scores}, score_shift=-means[place], seed=context.seed
         )
         found["ties"] = {"kind": config.ties, **found["ties"]}
-        found["labelers"] = labeler_figures(train, {n: w for (of, n), w in weights.items() if of == objective})
+        found["labelers"] = labeler_metrics(train, {n: w for (of, n), w in weights.items() if of == objective})
         if "nu" in learned[place]:
             found["ties"]["learned_nu"] = learned[place]["nu"]
         if "rating_scale" in learned[place]:
-            found["ratings"] = rating_figures(heldout, scores, learned[place]["rating_scale"])
-        figures[objective] = found
-    results = next(iter(figures.values())) if len(figures) == 1 else joined_figures(figures, split.heldout, scores)
+            found["ratings"] = rating_metrics(heldout, scores, learned[place]["rating_scale"])
+        metrics[objective] = found
+    results = next(iter(metrics.values())) if len(metrics) == 1 else joined_metrics(metrics, split.heldout, scores)
     context.write_results(record_of(results, RewardResults, "results.json"))

@@ -14,7 +14,7 @@ from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import encode_scored, read_judgments
 from reward.config import RewardConfig
 from reward.results import RewardResults
-from reward.scoring import Judge
+from reward.scoring import RewardModel
 from reward.training import HELDOUT_SCORES, split_of
 from stages.world import World, label_truth
 
@@ -33,7 +33,7 @@ def measure_reward_model(folder: Path, config: RewardConfig, world: World, seed:
     )
     pairs = world.judged_pairs()
     if pairs:
-        judge = Judge.load(folder / "model")
+        judge = RewardModel.load(folder / "model")
         sides = [[encode_scored(judge.tokenizer, pair[side]) for pair in pairs] for side in (0, 1)]
         better, worse = (judge.score_sequences(side) for side in sides)
         right = np.array([float(b > w) + 0.5 * (b == w) for b, w in zip(better, worse, strict=True)])

@@ -47,7 +47,7 @@ class SFTConfig(InitConfig, TrainingConfig):
 def train(context: StageContext, config: SFTConfig, start: Path) -> None:
     """Train on this rank; rank 0 writes `model/` and `results.json`.
 
-    Errors: ValueError naming file, line and field for rows that are not demonstrations or do not fit a row.
+    Raises: ValueError naming file, line and field for rows that are not demonstrations or do not fit a row.
     """
     tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
     tokenizer = tokenizer.with_template(config.chat_template)
@@ -84,7 +84,7 @@ def make_objective(
 ) -> Objective[Any]:
     """The conversations of the sources: packed, or as pairs of what is read and what is written.
 
-    Errors: ValueError as for `encode_demonstrations`, and where there are none.
+    Raises: ValueError as for `encode_demonstrations`, and where there are none.
     """
     sequences = list(encode_demonstrations(has_source, tokenizer, sources, seq_len))
     if not sequences:
@@ -99,7 +99,7 @@ def encode_demonstrations(
 ) -> Iterator[tuple[list[int], list[bool]]]:
     """Tokens of each conversation, and which of them are the assistant's.
 
-    Errors: ValueError naming file and line of one without a response, or too long; with `has_source`, of one in which
+    Raises: ValueError naming file and line of one without a response, or too long; with `has_source`, of one in which
     nothing comes before the last response.
     """
     for where, tokens, is_response in encoded_conversations(tokenizer, sources):

@@ -28,7 +28,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
 from preferences.splits import split_rankings
 from reward.comparisons import encode_response
-from reward.scoring import Judge
+from reward.scoring import RewardModel
 from reward.stage import STAGE as REWARD
 from stages.lineage import LINEAGE
 from stages.progress import console
@@ -108,7 +108,7 @@ class SeedMeasures:
         _, heldout = split_rankings(collected(self.folder), self.job.section_of(REWARD).heldout_share, self.seed)
         tasks = {ranking.task_id: ranking for ranking in heldout}
         truth = label_truth(heldout, self.world)
-        model = Judge.load(self.folder / judge / "reward" / "model")
+        model = RewardModel.load(self.folder / judge / "reward" / "model")
         sequences = [
             encode_response(model.tokenizer, task.prompt, response)
             for task in tasks.values()
@@ -143,14 +143,14 @@ class SeedMeasures:
             conversations, queries = zip(
                 *(each for each in asked for _ in range(pool["gold_PN"].shape[1])), strict=True
             )
-            model = Judge.load(self.folder / judge / "reward" / "model")
+            model = RewardModel.load(self.folder / judge / "reward" / "model")
             scores = model.score(tokenizer, conversations, queries, responses)
             return {"proxy_PN": np.asarray(scores).reshape(pool["gold_PN"].shape)}
 
         return self._kept(f"pool-{judge}.npz", [REFERENCE, f"{judge}/reward"], make)["proxy_PN"]
 
     def _along(self, arm: str, policies: Mapping[str, Path], judge_folder: Path) -> dict[str, Floats]:
-        reference, judge = Policy.load(self.folder / REFERENCE / "model"), Judge.load(judge_folder)
+        reference, judge = Policy.load(self.folder / REFERENCE / "model"), RewardModel.load(judge_folder)
         rows: dict[str, list[Floats]] = {"kl_KP": [], "gold_KP": [], "proxy_KP": []}
         for name, folder in policies.items():
             console.print(f"[dim]{self.folder.name}: sampling {arm}, {name}")

@@ -13,7 +13,7 @@ from lm.tokenizer import Messages
 from ppo.results import PPOResults
 from ppo.stage import STAGE as PPO
 from ppo.stage import kept_policy
-from reward.elsewhere import FunctionReward
+from reward.external import RewardFunction
 from training.data import DataConfig, read_prompts
 
 
@@ -38,7 +38,7 @@ def measure_run(
     config, compared = job.section(PPO), job.section(COMPARE)
     if config is None:
         raise ValueError(f"{folder / 'job.toml'}: the job has no [ppo]")
-    if config.elsewhere is not None:
+    if config.external_reward is not None:
         raise ValueError(f"{folder / 'job.toml'}: the reward is not a model; a reward model was expected as proxy")
     run = Run(job, folder, job.open_world(), Workers(job.world_sizes, folder, job.cluster)).of(PPO.name)
     if prompts:
@@ -81,7 +81,7 @@ def kept_policies(stage: Path) -> dict[str, Path]:
 
 
 def _function(name: str) -> Gold:
-    reward = FunctionReward(name)
+    reward = RewardFunction(name)
     _ = reward.function  # raises for an unknown name before anything is sampled
 
     def gold(conversations: Sequence[Messages], responses: Sequence[str]) -> list[float]:

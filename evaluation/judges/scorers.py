@@ -13,8 +13,8 @@ from evaluation.judges.judge import Pair
 from evaluation.verdicts import Verdict
 from lm.tokenizer import Messages
 from reward.comparisons import encode_scored
-from reward.elsewhere import Scored
-from reward.scoring import Judge as RewardModel
+from reward.external import Scored
+from reward.scoring import RewardModel
 
 # Maps conversations and responses to one score or failure per response.
 Score = Callable[[Sequence[Messages], Sequence[str]], Sequence[Scored]]

@@ -17,7 +17,7 @@ from evaluation.measures.kl import KL, require_same_vocabulary, response_kls, su
 from evaluation.measures.overoptimisation import MIN_POLICIES, Overoptimised, fit_curve
 from intervals.estimates import Floats
 from lm.tokenizer import Messages
-from reward.scoring import Judge
+from reward.scoring import RewardModel
 from training.data import Prompt
 
 # Maps conversations and responses to one score each, higher is better, NaN if scoring fails.
@@ -83,7 +83,7 @@ def over_optimisation(
     """
     if not policies or len(prompts) < 2:
         raise ValueError(f"{len(policies)} policies, {len(prompts)} prompts; at least one and two were expected")
-    start, judge = Policy.load(reference), Judge.load(proxy, weights)
+    start, judge = Policy.load(reference), RewardModel.load(proxy, weights)
     progress("the reference")
     pool = _scores(start, judge, gold, _draw(start, prompts, spec, spec.pool_samples))
     scores: dict[str, Scores] = {}
@@ -113,7 +113,7 @@ def _draw(policy: Policy, prompts: Sequence[Prompt], spec: Spec, num_samples: in
     )
 
 
-def _scores(policy: Policy, judge: Judge, gold: Gold, drawn: Drawn) -> Scores:
+def _scores(policy: Policy, judge: RewardModel, gold: Gold, drawn: Drawn) -> Scores:
     proxy = judge.score(policy.tokenizer, drawn.conversations, drawn.queries, drawn.responses)
     shape = (-1, drawn.num_samples)
     values = np.asarray(gold(drawn.conversations, drawn.texts), dtype=np.float64)

@@ -20,7 +20,7 @@ from preferences.statistics.agreement import pairwise_agreement
 from preferences.statistics.panel import prompt_numbers
 from reading.rows import read_source
 from reward.comparisons import encode_response
-from reward.scoring import Judge
+from reward.scoring import RewardModel
 
 CATEGORY_FIELDS = ("subset", "category", "domain", "kind")  # of a task's details; the first present one counts
 REWARDBENCH = "rewardbench"
@@ -92,7 +92,7 @@ def measure_reward_model(
     Raises: ValueError for a folder without a reward model, for weights that do not fit it, and if nothing is left to
     measure.
     """
-    judge = Judge.load(folder, weights)
+    judge = RewardModel.load(folder, weights)
     ranked = {ranking.task_id: ranking for ranking in judged.rankings}
     encoded = {
         task_id: [encode_response(judge.tokenizer, ranking.prompt, response) for response in ranking.responses]

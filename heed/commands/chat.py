@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lm.encoder_decoder import EncoderDecoder
     from lm.model import LanguageModel
     from lm.tokenizer import Messages, Tokenizer
-    from reward.scoring import Judge
+    from reward.scoring import RewardModel
 
 
 def chat(
@@ -68,12 +68,12 @@ def converse(
     from lm.encoder_decoder import EncoderDecoder
     from lm.sampling import Choice
     from lm.tokenizer import Tokenizer
-    from reward.scoring import Judge
+    from reward.scoring import RewardModel
     from training.seeds import derive_seed
 
     tokenizer, model = Tokenizer.load(folder), load_writer(folder).eval()
     context = model.config.max_position_embeddings
-    reward_model = Judge.load(Path(judge), weights) if judge else None
+    reward_model = RewardModel.load(Path(judge), weights) if judge else None
     if reward_model is not None:  # it also reads the end token after a truncated response
         context = min(context, reward_model.network.config.max_position_embeddings - 1)
     messages: list[dict[str, str]] = []
@@ -122,7 +122,7 @@ def _no_preference(_prompt: Sequence[int], responses: Sequence[Sequence[int]]) -
     return [0.0] * len(responses)
 
 
-def _scorer(judge: "Judge", tokenizer: "Tokenizer", messages: "Messages") -> "Scorer":
+def _scorer(judge: "RewardModel", tokenizer: "Tokenizer", messages: "Messages") -> "Scorer":
     def score(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> Sequence[float]:
         num = len(responses)
         scores = judge.score(tokenizer, [messages] * num, [prompt] * num, responses)

@@ -24,8 +24,8 @@ from lm.weights import save_model
 from preferences.records import Answer, ShownTask
 from preferences.scripted import answer_all
 from preferences.store import LabelStore
-from reward.elsewhere import FunctionReward
-from reward.scoring import Judge as RewardModel
+from reward.external import RewardFunction
+from reward.scoring import RewardModel
 from training.data import Prompt
 
 PROMPTS = [
@@ -82,7 +82,7 @@ def test_a_function_scores_each_text_once(pairs: Sequence[Pair], tmp_path: Path)
         "    asked.extend(responses)\n"
         "    return [None if text == 'yyy' else len(text) for text in responses]\n"
     )
-    function = FunctionReward(f"{tmp_path / 'judges.py'}:length")
+    function = RewardFunction(f"{tmp_path / 'judges.py'}:length")
     judge = ScoreJudge("f", "function", function.name, function.score)
     verdicts = judge.judge(pairs, ignore)
     assert len(vars(__import__("sys").modules[function.function.__module__])["asked"]) == 3 + 2 + 2

@@ -18,7 +18,7 @@ from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
-from reward.scoring import Judge
+from reward.scoring import RewardModel
 from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig
 from training.packing import stream_rows
@@ -94,7 +94,7 @@ def test_kl_starts_at_exactly_zero_and_then_moves(start: Start, controlled: Cont
 
 def test_frozen_matrices_in_bf16_give_the_bits_that_autocast_gives(start: Start, prompts: Prompts) -> None:
     worker = start("bf16")
-    assert isinstance(worker.scorer.judge, Judge)
+    assert isinstance(worker.scorer.judge, RewardModel)
     linear, table = (
         worker.scorer.reference.decoder.blocks[0].mlp.up.weight,
         worker.scorer.reference.decoder.embedding.weight,
@@ -105,7 +105,7 @@ def test_frozen_matrices_in_bf16_give_the_bits_that_autocast_gives(start: Start,
     rollout = worker.sample(prompts, range(16))
     found = worker.scorer.reference_logprobs(rollout), worker.scores(rollout)
     worker.scorer.reference = load_language_model(worker.models.sft).eval()
-    worker.scorer.judge = Judge.load(worker.models.reward)
+    worker.scorer.judge = RewardModel.load(worker.models.reward)
     assert worker.scorer.judge.network.score.weight.dtype == torch.float32
     expected = worker.scorer.reference_logprobs(rollout), worker.scores(rollout)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
@@ -113,14 +113,14 @@ def test_frozen_matrices_in_bf16_give_the_bits_that_autocast_gives(start: Start,
 
 def test_responses_that_fill_the_context_have_the_scores_that_a_judge_gives_them(start: Start) -> None:
     worker = start(max_new_tokens=4)
-    assert isinstance(worker.scorer.judge, Judge)
+    assert isinstance(worker.scorer.judge, RewardModel)
     prompts = [[row, *range(20, 79)] for row in range(5, 21)]  # 60 tokens of a context of 64
     rollout = worker.sample(prompts, range(16))
     written, responses = rollout.token_lists()
     assert any(len(response) == 4 and response[-1] != worker.tokenizer.end_id for response in responses)
     scores = worker.scores(rollout)
     assert bool(scores.isfinite().all())
-    expected = Judge.load(worker.models.reward).score(worker.tokenizer, [], written, responses)
+    expected = RewardModel.load(worker.models.reward).score(worker.tokenizer, [], written, responses)
     torch.testing.assert_close(scores[:, 0], torch.tensor(expected), atol=1e-5, rtol=0)
 
 

@@ -14,7 +14,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, load_model, read_config, save_model
 from reward.comparisons import RankingsConfig
 from reward.config import RewardConfig
-from reward.scoring import Judge, load_network, sequence_scores
+from reward.scoring import RewardModel, load_network, sequence_scores
 from reward.training import network_source, train
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -65,7 +65,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, encoder_folder: Path) -> 
 def test_an_encoder_learns_the_preference(finished: Path) -> None:
     results = json.loads((finished / "results.json").read_text())
     assert results["heldout_accuracy"] > 0.9
-    judge = Judge.load(finished / "model")
+    judge = RewardModel.load(finished / "model")
     assert isinstance(judge.network, SequenceClassifier)
     shown = judge.tokenizer.encode("<|end|>The fox?<|end|>In the bush!<|end|>")
     assert judge.score_sequences([shown]) == pytest.approx([0.0], abs=1e-5)  # the only demonstration
@@ -73,7 +73,7 @@ def test_an_encoder_learns_the_preference(finished: Path) -> None:
 
 @torch.no_grad()
 def test_padding_changes_no_score_and_transformers_gives_the_same(finished: Path) -> None:
-    judge = Judge.load(finished / "model")
+    judge = RewardModel.load(finished / "model")
     sequences = [
         judge.tokenizer.encode(f"<|end|>The fox?<|end|>{text}<|end|>") for text in ("Far", "In the bush!!", "!")
     ]
@@ -136,7 +136,7 @@ def test_a_judge_with_the_policys_tokens_reads_them_and_closes_what_was_cut_off(
 ) -> None:
     model = load(network_source(model_folder, 0.0, 4))
     save_model(tmp_path, model, model.state_dict(), tokenizer)
-    judge, end = Judge.load(tmp_path), tokenizer.end_id
+    judge, end = RewardModel.load(tmp_path), tokenizer.end_id
     prompt = tokenizer.encode_prompt(ASKED)
     responses = [[*tokenizer.encode(" Far."), end], tokenizer.encode(" Far aw")]
     found = judge.score(tokenizer, [ASKED] * 2, [prompt] * 2, responses)
@@ -148,7 +148,7 @@ def test_a_judge_with_the_policys_tokens_reads_them_and_closes_what_was_cut_off(
 
 
 def test_a_judge_with_other_tokens_reads_the_texts(finished: Path, model_folder: Path) -> None:
-    policy, judge = Tokenizer.load(model_folder), Judge.load(finished / "model")
+    policy, judge = Tokenizer.load(model_folder), RewardModel.load(finished / "model")
     assert judge.tokenizer != policy
     responses = [[*policy.encode(" Far."), policy.end_id], policy.encode(" Far aw")]
     read = judge.sequences(policy, [ASKED] * 2, [policy.encode_prompt(ASKED)] * 2, responses)
@@ -158,5 +158,5 @@ def test_a_judge_with_other_tokens_reads_the_texts(finished: Path, model_folder:
 
 def test_a_language_model_is_no_judge(model_folder: Path) -> None:
     with pytest.raises(ValueError, match=r"architectures is \['LlamaForCausalLM'\]; .*ForSequenceClassification"):
-        Judge.load(model_folder)
+        RewardModel.load(model_folder)
     assert load_model(model_folder, LanguageModel).config == ModelFolder(model_folder, LanguageModel).build().config

@@ -8,13 +8,13 @@ import torch
 from lm.config import ModelConfig
 from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
-from reward.scoring import Judge
+from reward.scoring import RewardModel
 
 CONTEXT = 32
 ASKED = [{"role": "user", "content": "Where is the dog?"}]
 
 
-def judge(tokenizer: Tokenizer, max_position_embeddings: int, **shape: object) -> Judge:
+def judge(tokenizer: Tokenizer, max_position_embeddings: int, **shape: object) -> RewardModel:
     base = {
         "vocab_size": 288,
         "hidden_size": 16,
@@ -26,7 +26,7 @@ def judge(tokenizer: Tokenizer, max_position_embeddings: int, **shape: object) -
     config = ModelConfig.model_validate({**base, "max_position_embeddings": max_position_embeddings, **shape})
     network = ScalarModel(config)
     init_weights(network, 5)
-    return Judge(network.eval(), tokenizer, {"score": 1.0})
+    return RewardModel(network.eval(), tokenizer, {"score": 1.0})
 
 
 def full(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

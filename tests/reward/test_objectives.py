@@ -20,7 +20,7 @@ from reward.comparisons import Comparison, RankingsConfig, Verdict, encode_ranki
 from reward.config import RewardConfig
 from reward.learner import AuxiliaryParameters, RewardLearner
 from reward.objective import RankingObjective
-from reward.scoring import Judge, head_scores, weights_by_label
+from reward.scoring import RewardModel, head_scores, weights_by_label
 from reward.training import network_source, train
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -227,7 +227,7 @@ def test_an_encoder_has_heads_too(encoder_folder: Path, tmp_path: Path) -> None:
     network = load(network_source(encoder_folder, 0.0, 4, ("a", "b")))
     assert isinstance(network, SequenceClassifier)
     save_model(tmp_path, network, network.state_dict(), Tokenizer.load(encoder_folder))
-    judge = Judge.load(tmp_path, {"b": 3.0, "a": -1.0})
+    judge = RewardModel.load(tmp_path, {"b": 3.0, "a": -1.0})
     sequences = [[4, 5, 6], [7, 8]]
     with torch.no_grad():
         by_head = torch.cat([network.eval()(torch.tensor([tokens])) for tokens in sequences])

@@ -8,7 +8,7 @@ import pytest
 from preferences.records import Message, Ranking
 from reward.comparisons import Comparison, Verdict
 from reward.learner import spread_of_ratings, starting_log_nu
-from reward.ties import fit_log_nu, tie_figures
+from reward.ties import fit_log_nu, tie_metrics
 
 PROMPT = (Message("user", "Where?"),)
 
@@ -28,7 +28,7 @@ def drawn_rankings(num: int, nu: float, seed: int) -> tuple[list[Ranking], dict[
 
 def test_nu_is_recovered() -> None:
     rankings, scores = drawn_rankings(20_000, 0.6, seed=1)
-    figures = tie_figures(rankings[:15_000], rankings[15_000:], scores, seed=0)
+    figures = tie_metrics(rankings[:15_000], rankings[15_000:], scores, seed=0)
     assert figures["nu"] == pytest.approx(0.6, rel=0.05)
     # No other ν makes the held-out outcomes likelier by more than chance: the derivative there is about 0.
     assert figures["low"] is not None
@@ -49,7 +49,7 @@ def test_equal_scores_by_hand() -> None:
 def test_a_likelihood_by_hand() -> None:
     # ν is fitted to one tie of equals: 1.5 / 2 = ν / (2 + ν), so 6. Strengths 4 and 1 then give 4, 12 and 1, of 17.
     rankings = [Ranking(name, PROMPT, ("a", "b"), ranks, "ann") for name, ranks in (("t", (1, 1)), ("h", (1, 2)))]
-    figures = tie_figures(rankings[:1], rankings[1:], {"t": [1.0, 1.0], "h": [math.log(4), 0.0]}, seed=0)
+    figures = tie_metrics(rankings[:1], rankings[1:], {"t": [1.0, 1.0], "h": [math.log(4), 0.0]}, seed=0)
     assert figures["nu"] == pytest.approx(6 * 0.75 / 0.75 / 1, rel=1e-6)
     assert figures["heldout_log_likelihood"] == pytest.approx(math.log(4 / 17))
     assert figures["low"] is None  # from a single task

@@ -16,7 +16,7 @@ from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import load_language_model, save_model
-from reward.scoring import Judge
+from reward.scoring import RewardModel
 from training.data import Prompt
 
 SPEC = Spec(num_samples=2, pool_samples=4, max_new_tokens=6, temperature=1.0, seed=3)
@@ -63,7 +63,7 @@ def test_points_are_what_each_policy_measures_alone(
     found = over_optimisation(policies, model_folder, reward_folder, length, prompts, SPEC, seen.append)
     assert seen == ["the reference", *policies, "fits"]
     assert (found.num_prompts, found.num_dropped, found.first_failure) == (5, 0, "")
-    reference, judge = Policy.load(model_folder), Judge.load(reward_folder)
+    reference, judge = Policy.load(model_folder), RewardModel.load(reward_folder)
     how = {"max_new_tokens": 6, "temperature": 1.0, "seed": 3}
     pool = draw(reference, prompts, num_samples=4, **how)
     pool_gold = np.reshape([len(text) for text in pool.texts], (5, 4)).mean(axis=1)

@@ -24,7 +24,7 @@ from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
 from reward.comparisons import encode_response
-from reward.scoring import Judge
+from reward.scoring import RewardModel
 
 
 def pairs_of(leads: list[float], prompts: list[int] | None = None, categories: tuple[str, ...] = ("",)) -> ScoredPairs:
@@ -160,7 +160,7 @@ def test_a_model_scores_a_published_file(reward_folder: Path, tmp_path: Path) ->
     assert judged.form == "rewardbench"
     found = measure_reward_model(reward_folder, judged, weights={}, seed=0)
     assert (found.num_too_long, found.too_long) == (1, "rewardbench/alpacaeval-easy/99")
-    judge = Judge.load(reward_folder)
+    judge = RewardModel.load(reward_folder)
     right = []
     for row in rows[:-1]:
         task = judged.tasks[f"rewardbench/{row['subset']}/{row['id']}"]

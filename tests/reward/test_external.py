@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from endpoints import retries
-from reward.elsewhere import FunctionReward, HTTPReward, Scored
+from reward.external import RemoteReward, RewardFunction, Scored
 
 ASKED = [[{"role": "user", "content": text}] for text in ("one?", "two?", "three?")]
 TEXTS = ["a", "bb", "ccc"]
@@ -61,31 +61,31 @@ value = 3
 
 
 @pytest.fixture
-def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], FunctionReward]:
+def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], RewardFunction]:
     """A function of a file in the current folder, by its name."""
     (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in sys.path if path])
     sys.modules.pop("my_rewards", None)
-    return lambda name: FunctionReward(f"my_rewards:{name}")
+    return lambda name: RewardFunction(f"my_rewards:{name}")
 
 
-def calls_of(reward: FunctionReward) -> list[int]:
+def calls_of(reward: RewardFunction) -> list[int]:
     calls: list[int] = vars(sys.modules[reward.function.__module__])["calls"]
     return calls
 
 
-def test_a_function_is_called_with_prompts_and_texts(rewards: Callable[[str], FunctionReward]) -> None:
+def test_a_function_is_called_with_prompts_and_texts(rewards: Callable[[str], RewardFunction]) -> None:
     reward = rewards("lengths")
     assert reward.score(ASKED, TEXTS) == [Scored(1.0), Scored(2.0), Scored(3.0)]
     assert calls_of(reward) == [3]
     assert reward.file.name == "my_rewards.py"
-    by_file = FunctionReward("my_rewards.py:lengths")
+    by_file = RewardFunction("my_rewards.py:lengths")
     assert by_file.score(ASKED[:1], TEXTS[:1]) == [Scored(1.0)]
     assert by_file.file == reward.file.resolve()
 
 
-def test_one_bad_response_costs_no_other(rewards: Callable[[str], FunctionReward]) -> None:
+def test_one_bad_response_costs_no_other(rewards: Callable[[str], RewardFunction]) -> None:
     reward = rewards("picky")
     first, second, third = reward.score(ASKED, TEXTS)
     assert (first, third) == (Scored(1.0), Scored(3.0))
@@ -113,7 +113,7 @@ def test_one_bad_response_costs_no_other(rewards: Callable[[str], FunctionReward
     ],
 )
 def test_what_is_no_score_fails_and_says_so(
-    rewards: Callable[[str], FunctionReward], name: str, failures: list[str]
+    rewards: Callable[[str], RewardFunction], name: str, failures: list[str]
 ) -> None:
     found = rewards(name).score(ASKED, TEXTS)
     line = 1 + FUNCTIONS.splitlines().index(f"def {name}(prompts, responses):")
@@ -136,13 +136,13 @@ def test_what_is_no_score_fails_and_says_so(
         ("nowhere.py:f", "nowhere.py: no such file"),
     ],
 )
-def test_a_function_that_is_not_there_is_named(rewards: Callable[[str], FunctionReward], name: str, words: str) -> None:
+def test_a_function_that_is_not_there_is_named(rewards: Callable[[str], RewardFunction], name: str, words: str) -> None:
     del rewards
     with pytest.raises(ValueError, match=words):
-        _ = FunctionReward(name).function
+        _ = RewardFunction(name).function
 
 
-def test_the_users_own_lines_are_told_and_no_others(rewards: Callable[[str], FunctionReward]) -> None:
+def test_the_users_own_lines_are_told_and_no_others(rewards: Callable[[str], RewardFunction]) -> None:
     """Neither Heed's frames nor those of the library that raised."""
     (scored,) = rewards("deep").score(ASKED[:1], TEXTS[:1])
     first, *frames = scored.failure.splitlines()
@@ -162,19 +162,19 @@ def _line(text: str) -> int:
 
 @pytest.mark.parametrize("name", ["broken.py:score", "broken:score"])
 def test_a_file_that_fails_on_import_says_so_every_time(
-    rewards: Callable[[str], FunctionReward], tmp_path: Path, name: str
+    rewards: Callable[[str], RewardFunction], tmp_path: Path, name: str
 ) -> None:
     del rewards
     (tmp_path / "broken.py").write_text("def score(prompts, responses):\n    return []\n\nWEIGHT = {}['w']\n")
     for _ in range(2):
         with pytest.raises(ValueError, match=r"broken.*raised KeyError: 'w'\n.*broken\.py\", line 4, in <module>"):
-            FunctionReward(name).score(ASKED, TEXTS)
+            RewardFunction(name).score(ASKED, TEXTS)
     (tmp_path / "broken.py").write_text("import no_such_library\n")
     with pytest.raises(ValueError, match="No module named 'no_such_library'"):
-        FunctionReward(name).score(ASKED, TEXTS)
+        RewardFunction(name).score(ASKED, TEXTS)
     (tmp_path / "broken.py").write_text("def score(prompts, responses)\n")
     with pytest.raises(ValueError, match=r"SyntaxError: expected ':' \(broken\.py, line 1\)"):
-        FunctionReward(name).score(ASKED, TEXTS)
+        RewardFunction(name).score(ASKED, TEXTS)
 
 
 class Endpoint(ThreadingHTTPServer):
@@ -232,7 +232,7 @@ def failures_of(found: list[Scored]) -> list[str]:
 
 def test_an_endpoint_is_sent_prompts_and_responses(endpoint: Endpoint) -> None:
     endpoint.answers = [(200, GOOD)]
-    found = HTTPReward(endpoint.url, 5.0, 0).score(ASKED, TEXTS)
+    found = RemoteReward(endpoint.url, 5.0, 0).score(ASKED, TEXTS)
     assert endpoint.sent == [{"prompts": ASKED, "responses": TEXTS}]
     assert found[:2] == [Scored(1.0), Scored(2.5)]
     assert failures_of(found) == ["", "", f"{endpoint.url} gave None; a finite number was expected"]
@@ -241,11 +241,11 @@ def test_an_endpoint_is_sent_prompts_and_responses(endpoint: Endpoint) -> None:
 def test_what_may_pass_is_tried_again(endpoint: Endpoint) -> None:
     endpoint.answers = [(500, b"oh"), (429, b"later"), (200, GOOD)]
     started = time.monotonic()
-    assert HTTPReward(endpoint.url, 5.0, 2).score(ASKED, TEXTS)[0] == Scored(1.0)
+    assert RemoteReward(endpoint.url, 5.0, 2).score(ASKED, TEXTS)[0] == Scored(1.0)
     assert time.monotonic() - started > 0.02 + 0.04  # each wait twice the last
     assert len(endpoint.sent) == 3
     endpoint.answers = [(503, b"")] * 2
-    failures = failures_of(HTTPReward(endpoint.url, 5.0, 1).score(ASKED, TEXTS))
+    failures = failures_of(RemoteReward(endpoint.url, 5.0, 1).score(ASKED, TEXTS))
     assert failures == [f"{endpoint.url} answered with status 503 (Service Unavailable)"] * 3
 
 
@@ -261,18 +261,18 @@ def test_what_may_pass_is_tried_again(endpoint: Endpoint) -> None:
 )
 def test_what_will_not_pass_is_not_tried_again(endpoint: Endpoint, status: int, body: bytes, words: str) -> None:
     endpoint.answers = [(status, body)]
-    failures = failures_of(HTTPReward(endpoint.url, 5.0, 5).score(ASKED, TEXTS))
+    failures = failures_of(RemoteReward(endpoint.url, 5.0, 5).score(ASKED, TEXTS))
     assert all(words in failure and endpoint.url in failure for failure in failures)
     assert len(endpoint.sent) == 1
 
 
 def test_silence_and_a_closed_port_are_failures(endpoint: Endpoint) -> None:
     endpoint.silence_seconds, endpoint.answers = 0.6, [(200, GOOD)] * 2
-    failures = failures_of(HTTPReward(endpoint.url, 0.1, 1).score(ASKED, TEXTS))
+    failures = failures_of(RemoteReward(endpoint.url, 0.1, 1).score(ASKED, TEXTS))
     assert all("timed out" in failure for failure in failures)
     while_busy = time.monotonic() + 10.0  # a busy machine reads a request after its sender has given up
     while len(endpoint.sent) < 2 and time.monotonic() < while_busy:
         time.sleep(0.02)
     assert len(endpoint.sent) == 2
-    closed = HTTPReward("http://127.0.0.1:9/", 1.0, 1).score(ASKED, TEXTS)
+    closed = RemoteReward("http://127.0.0.1:9/", 1.0, 1).score(ASKED, TEXTS)
     assert all("refused" in failure for failure in failures_of(closed))

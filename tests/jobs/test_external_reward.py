@@ -18,7 +18,7 @@ from jobs import recovery
 from jobs.job_file import load_job
 from jobs.pipeline import run_job
 from jobs.submission import named_paths
-from reward.elsewhere import FunctionReward
+from reward.external import RewardFunction
 from training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -62,8 +62,8 @@ def test_the_example_job_runs_without_labels_and_reward_model(tmp_path: Path) ->
 
 
 def test_the_example_function_is_the_worlds_own_judge() -> None:
-    reward = load_job(JOBS / "function.toml").ppo.elsewhere  # type: ignore[union-attr]
-    assert isinstance(reward, FunctionReward)
+    reward = load_job(JOBS / "function.toml").ppo.external_reward  # type: ignore[union-attr]
+    assert isinstance(reward, RewardFunction)
     assert reward.file == ROOT / "playground" / "rewards.py"
     asked = [[{"role": "user", "content": "Mia has a blue ball. Tom has a red kite. What does Mia have?"}]] * 2
     right, wrong = reward.score(asked, ["Mia has a blue ball.", "ball"])

@@ -10,7 +10,7 @@ import torch
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
-from reward.elsewhere import FunctionReward
+from reward.external import RewardFunction
 from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig
 
@@ -33,8 +33,8 @@ def build(
     def make(function: str) -> tuple[PPOController, OneRank]:
         name = f"{tmp_path / 'rewards.py'}:{function}"
         config = ppo_config(ptx_coef=0.0, ptx_rows=0, reward_function=name, max_failed_share=0.125)
-        own = replace(models, reward=config.elsewhere or Path(), scale=ScoreScale(10.0, 4.0), pretraining=None)
-        assert own.reward == FunctionReward(name)
+        own = replace(models, reward=config.external_reward or Path(), scale=ScoreScale(10.0, 4.0), pretraining=None)
+        assert own.reward == RewardFunction(name)
         worker = OneRank(config, EngineConfig(precision="fp32", trackers=()), own, ASKED)
         prompts = [worker.tokenizer.encode_prompt(asked) for asked in ASKED]
         return PPOController(config, worker.roles, prompts, own.scale, num_pretraining_rows=0, seed=5), worker

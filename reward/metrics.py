@@ -1,6 +1,6 @@
-"""What a trained reward model is like: scores of held-out rankings, and how well they foretell what labelers said.
+"""Metrics of a trained reward model: scores of held-out rankings, and how well they predict what labelers said.
 
-A model of several objectives is measured head by head, each on the rankings of its own objective.
+With several objectives, each head is measured on the rankings of its own objective.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from preferences.statistics.agreement import accuracy_against
 from preferences.statistics.reliability import labeler_reliability
 from reward.comparisons import Comparison, encode_scored
 from reward.scoring import RewardNetwork, head_scores
-from reward.ties import tie_figures
+from reward.ties import tie_metrics
 from training.data import DataConfig, read_conversations
 
 TaskScores = Mapping[str, Sequence[float]]  # of each task's responses, in their order
@@ -30,18 +30,18 @@ def task_scores(network: RewardNetwork, comparisons: Sequence[Comparison]) -> di
 def demonstration_means(
     network: RewardNetwork, tokenizer: Tokenizer, demonstrations: Sequence[DataConfig], num_calibration: int
 ) -> list[float]:
-    """Mean score of the first `num_calibration` demonstrations, of each head."""
+    """Each head's mean score of the first `num_calibration` demonstrations."""
     conversations = [messages for _, messages in read_conversations(demonstrations)][:num_calibration]
     scores = head_scores(network, [encode_scored(tokenizer, messages) for messages in conversations])
     return [sum(of_head) / len(of_head) for of_head in scores.T.tolist()]
 
 
-def objective_figures(
+def objective_metrics(
     train: Sequence[Ranking], heldout: Sequence[Ranking], scores: TaskScores, *, score_shift: float, seed: int
 ) -> dict[str, Any]:
-    """Of one objective: how its held-out pairs are ordered, how the scores of their responses lie, how ties go.
+    """Metrics of one objective: accuracy on held-out pairs, the distribution of their scores, and ties.
 
-    `scores` are of all held-out tasks, and of the tasks of `train` that a tie's chance is measured on.
+    `scores` has all held-out tasks, and the tasks of `train` that a tie's probability is fitted on.
     """
     accuracy = accuracy_against(heldout, scores)
     unseen = dict.fromkeys(ranking.task_id for ranking in heldout)
@@ -54,33 +54,33 @@ def objective_figures(
         "train_comparisons": len({ranking.task_id for ranking in train}),
         "train_rankings": len(train),
         "score_shift": score_shift,
-        # The units of PPO's rewards: scores of the SFT policy's samples, of prompts that training never saw.
+        # The units of PPO's rewards: scores of the SFT policy's samples on prompts that training never saw.
         "sample_score_mean": float(samples.mean()),
         "sample_score_std": float(samples.std()),
-        "ties": tie_figures(known, heldout, scores, seed=seed),
+        "ties": tie_metrics(known, heldout, scores, seed=seed),
     }
 
 
-def joined_figures(
+def joined_metrics(
     by_objective: Mapping[str, Mapping[str, Any]], heldout: Sequence[Ranking], scores: TaskScores
 ) -> dict[str, Any]:
-    """What is known of several heads together, and each head's own figures by its objective.
+    """Metrics of several heads together, and each head's own by objective.
 
-    Their scores have no common units, so there is no mean of them.
+    Scores of different heads have no common unit, so their means are not averaged.
     """
     accuracy = accuracy_against(heldout, scores)
     counts = ("heldout_comparisons", "train_comparisons", "train_rankings")
     return {
         "heldout_accuracy": accuracy.mean,
         "heldout_pairs": accuracy.num_pairs,
-        **{name: sum(figures[name] for figures in by_objective.values()) for name in counts},
+        **{name: sum(metrics[name] for metrics in by_objective.values()) for name in counts},
         "objectives": dict(by_objective),
     }
 
 
-def labeler_figures(train: Sequence[Ranking], weights: Mapping[str, float]) -> dict[str, dict[str, float | int | None]]:
-    """Of every labeler: how often it is right, as far as the others tell (None where no one judged what it judged), and
-    what its rankings weighed, 1 where `weights` does not name it.
+def labeler_metrics(train: Sequence[Ranking], weights: Mapping[str, float]) -> dict[str, dict[str, float | int | None]]:
+    """For each labeler: how often other labelers agree (None if nobody else judged the same tasks), and the weight of
+    its rankings, 1 unless `weights` names it.
     """
     return {
         name: {
@@ -92,7 +92,7 @@ def labeler_figures(train: Sequence[Ranking], weights: Mapping[str, float]) -> d
     }
 
 
-def rating_figures(rankings: Sequence[Ranking], scores: TaskScores, scale: float) -> dict[str, float | int | None]:
+def rating_metrics(rankings: Sequence[Ranking], scores: TaskScores, scale: float) -> dict[str, float | int | None]:
     """`explained`: the share of the ratings' variance within judgments that `scale` · score explains (1 is best, and
     below 0 is worse than nothing), None where no judgment has ratings that differ.
     """

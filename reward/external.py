@@ -1,4 +1,4 @@
-"""Rewards from elsewhere: a Python function, or an HTTP endpoint. What fails has no score and says why."""
+"""Rewards that no model of ours gives: a Python function, or an HTTP endpoint. A failure has no score and says why."""
 
 import inspect
 import json
@@ -16,39 +16,39 @@ from lm.progress import note_progress
 from lm.tokenizer import Messages
 from reading.fields import shown
 
-# Called with prompts (each a list of messages) and responses (texts); gives a number a response, None where it fails.
-RewardFunction = Callable[[list[list[dict[str, str]]], list[str]], Sequence[float | None]]
+# Gets prompts (each a list of messages) and responses (texts); returns a number per response, None for a failure.
+ScoringFunction = Callable[[list[list[dict[str, str]]], list[str]], Sequence[float | None]]
 
-SHOWN_CHARACTERS = 200  # of an answer that makes no sense
+SHOWN_CHARACTERS = 200  # of a malformed response, in an error message
 
 
 @dataclass(frozen=True)
 class Scored:
-    """One response's score, higher is better; NaN where it has none, and then `failure` says why."""
+    """The score of one response, higher is better; NaN if scoring failed, for the reason in `failure`."""
 
     score: float
     failure: str = ""
 
 
 @dataclass(frozen=True)
-class FunctionReward:
-    """A function that Python finds as `MODULE:FUNCTION` or `FILE.py:FUNCTION`, the current folder included.
+class RewardFunction:
+    """A function named `MODULE:FUNCTION` or `FILE.py:FUNCTION`, searched for in the current folder too.
 
-    It has to score each response by itself and alike at every call: how many it is given at once depends on the number
-    of workers, and a run that goes on after a kill asks again.
+    The score of a response must not depend on the other responses of a call, nor on the call: batch sizes depend on the
+    number of workers, and a resumed run scores the same responses again.
     """
 
     name: str
 
     def score(self, conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
-        """Where a call fails as a whole each response is tried alone, so that one bad response costs no other."""
+        """Score responses. If a call fails, each response is scored alone, so one bad response costs no other."""
         note_progress()
         prompts = [[dict(message) for message in messages] for messages in conversations]
         function = self.function
         try:
             returned = function(prompts, list(responses))
             values = list(returned) if isinstance(returned, Iterable) else returned
-        except Exception as error:  # somebody else's code
+        except Exception as error:  # user code
             if len(responses) > 1:
                 alone = zip(conversations, responses, strict=True)
                 return [scored for messages, response in alone for scored in self.score([messages], [response])]
@@ -60,31 +60,31 @@ class FunctionReward:
         ]
 
     @property
-    def function(self) -> RewardFunction:
-        """Errors: ValueError naming what is not there."""
-        function: RewardFunction = load_function(self.name, "reward function")
+    def function(self) -> ScoringFunction:
+        """The function. Raises: ValueError naming what does not exist."""
+        function: ScoringFunction = load_function(self.name, "reward function")
         return function
 
     @property
     def file(self) -> Path:
-        """Where the function's module is written. Errors: as for `function`."""
+        """Where the function's module is written. Raises: as for `function`."""
         return file_of(self.function)
 
 
-def _place(function: RewardFunction) -> str:
-    """Where a function is written, in the words of a traceback; "" where Python does not know."""
+def _place(function: ScoringFunction) -> str:
+    """Where a function is defined, in the format of a traceback; "" where Python does not know."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f'\n  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}' if code else ""
 
 
 @dataclass(frozen=True)
-class HTTPReward:
-    """An endpoint that is sent {"prompts": [[{"role", "content"}, ...], ...], "responses": [...]} and answers
-    {"scores": [...]}, a number a response, null where it has none.
+class RemoteReward:
+    """An HTTP endpoint that receives {"prompts": [[{"role", "content"}, ...], ...], "responses": [...]} and returns
+    {"scores": [...]}, one number per response, null for a failure.
 
-    A connection that breaks, silence for `timeout_seconds` and "try later" are tried `num_retries` times more, each
-    after twice the last wait. What still fails, another status from 400 on, or an answer of another form is a failure
-    of all responses of the request.
+    A broken connection, silence for `timeout_seconds` and "try later" statuses are retried `num_retries` times with
+    doubling waits. If the last attempt fails, or the endpoint answers with another status of 400 or above or in another
+    format, all responses of the request have failed.
     """
 
     url: str
@@ -120,11 +120,11 @@ class HTTPReward:
         return checked(values, num_responses, self.url)
 
 
-Elsewhere = FunctionReward | HTTPReward
+ExternalReward = RewardFunction | RemoteReward
 
 
 def checked(values: Any, num_responses: int, source: str) -> list[Scored]:
-    """One score or failure a response of what `source` gave; all fail where it is no list of the right length."""
+    """One score or failure per response. All fail unless `source` returned a list of the right length."""
     if not isinstance(values, list) or len(values) != num_responses:
         found = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
         return [Scored(math.nan, f"{source} gave {found} for {num_responses} responses")] * num_responses
