@@ -1,7 +1,7 @@
 """Objectives that hide words: BERT's masked words for an encoder, BART's denoising for an encoder-decoder.
 
-What is hidden in a row is a function of the seed and the row's number, so no split of a batch and no resumed run
-changes it. Each row of the stream comes as `NUM_VIEWS` rows with other words hidden, as in BERT's own data.
+What is hidden in a row depends only on the seed and the row's number, so neither the split of a batch nor resuming
+changes it. Each row of the stream appears as `NUM_VIEWS` rows with different words hidden, as in BERT's own data.
 
 Shape letters: B rows, T tokens of a row, S tokens of a corrupted row, C counted positions.
 """
@@ -29,7 +29,7 @@ HIDDEN_SHARE, MEAN_SPAN_TOKENS = 0.3, 3.0  # arXiv 1910.13461, section 4.1 ("tex
 
 @dataclass(frozen=True)
 class HiddenWords:
-    """How words are hidden: what stands for them, what is never hidden, and the seed."""
+    """How words are hidden: the token that replaces them, the tokens that are never hidden, and the seed."""
 
     start_id: int
     end_id: int
@@ -48,7 +48,7 @@ class HiddenWords:
         return np.random.default_rng([self.seed, int(row)])
 
     def mask(self, tokens_T: IntArray, generator: np.random.Generator) -> tuple[IntArray, NDArray[np.bool_]]:
-        """The row with 15% of its words chosen, and where; of those, 80% are masked, 10% replaced, 10% left."""
+        """The row with 15% of its words chosen, 80% of them masked, 10% replaced, 10% kept; and where they are."""
         hideable = np.flatnonzero(self._hideable_V[tokens_T])
         chosen = generator.choice(hideable, size=int(self.num_masked(tokens_T)), replace=False)
         fate = generator.random(len(chosen))
@@ -71,9 +71,9 @@ class HiddenWords:
         return hideable_V
 
     def infill(self, tokens_T: IntArray, generator: np.random.Generator) -> IntArray:
-        """The row with spans of Poisson lengths hidden, about 30% of its words, each span behind one mask.
+        """The row with about 30% of its words hidden, in spans of Poisson length, each replaced by one mask.
 
-        BART also puts masks where nothing is missing (spans of length 0); here every mask hides something.
+        BART also inserts masks for spans of length 0; here every mask hides something.
         """
         T = len(tokens_T)
         hidden_T, budget = np.zeros(T, dtype=np.bool_), round(HIDDEN_SHARE * T)

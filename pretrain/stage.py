@@ -1,8 +1,8 @@
 """Pretraining: learn a tokenizer from raw text, turn the text into one long stream of tokens, learn to predict them.
 
 Documents are joined by the end token and cut into rows of equal length; a row may hold parts of several documents. A
-decoder predicts each next token, an encoder the words that are hidden from it, an encoder-decoder writes out a row that
-it read with spans hidden.
+decoder predicts each next token, an encoder the words hidden from it, and an encoder-decoder writes out a row that it
+read with spans hidden.
 """
 
 import itertools
@@ -81,19 +81,19 @@ def train(context: StageContext, config: PretrainConfig, model_config: ModelConf
     training = make_objective(model_config, rows, tokenizer, derive_seed(context.seed, "pretrain", "words"), NUM_VIEWS)
     unseen = make_objective(model_config, heldout, tokenizer, derive_seed(context.seed, "pretrain", "heldout"), 1)
     loop_config = LoopConfig.of("pretrain", context.seed, config.num_steps, config)
-    figures = TrainingLoop(engine, loop_config, training, unseen, context.folder).run()
+    metrics = TrainingLoop(engine, loop_config, training, unseen, context.folder).run()
     weights = engine.full_weights(on_main_alone=True)
     if engine.is_main:
         save_model(context.model_folder, engine.module, weights, tokenizer)
-        is_decoder = model_config.kind == "decoder"  # the others see what comes after, so their loss is that of no text
+        is_decoder = model_config.kind == "decoder"  # the others see later tokens, so their loss is not that of a text
         results = PretrainResults(
-            heldout_loss=figures["loss"],
-            heldout_accuracy=figures.get("accuracy"),
+            heldout_loss=metrics["loss"],
+            heldout_accuracy=metrics.get("accuracy"),
             num_parameters=count_parameters([on_meta(source.build)]),
             vocab_size=tokenizer.vocab_size,
             train_tokens=int(rows.size),
             trained_tokens=config.num_steps * config.batch.batch_size * config.seq_len,
-            heldout_bits_per_byte=bits_per_byte(figures["loss"], heldout_bytes) if is_decoder else None,
+            heldout_bits_per_byte=bits_per_byte(metrics["loss"], heldout_bytes) if is_decoder else None,
         )
         context.write_results(results)
     engine.barrier()
@@ -115,7 +115,7 @@ def model_source(context: StageContext, config: PretrainConfig, model_config: Mo
 def make_objective(
     model: ModelConfig, rows_BT: NDArray[np.int32], tokenizer: Tokenizer, seed: int, num_views: int
 ) -> Objective[Any]:
-    """What a model of this kind learns from the rows. Raises: ValueError for a vocabulary that cannot hide words."""
+    """The objective of a model of this kind. Raises: ValueError for a vocabulary without a mask token."""
     if model.kind == "decoder":
         return CausalLMObjective(rows_BT)
     words = HiddenWords.of(tokenizer, seed)
@@ -125,7 +125,7 @@ def make_objective(
 
 
 def prepare_tokenizer(config: PretrainConfig, model: ModelConfig, folder: Path) -> None:
-    """The vocabulary of `init_from`, or one learned from the first `tokenizer_texts` texts."""
+    """Save the tokenizer of `init_from`, or train one on the first `tokenizer_texts` texts."""
     if config.init_from:
         source = model_directory(config.init_from)
         Tokenizer.load(source, end=config.end_token, pad=config.pad_token).save(folder)
@@ -138,14 +138,14 @@ def prepare_tokenizer(config: PretrainConfig, model: ModelConfig, folder: Path) 
 
 
 def write_streams(folder: Path, config: PretrainConfig, tokenizer: Tokenizer) -> None:
-    """The texts as token streams, written once; a resumed run finds them there."""
+    """Write the texts as token streams, once; a resumed run finds them."""
     if (folder / "ready").is_file():
         return
     folder.mkdir(exist_ok=True)
     for name, sources in (("train", config.texts), ("heldout", config.heldout)):
         texts = _by_chunks(tokenizer.encode_plain, read_texts(sources))
         write_token_stream(texts, tokenizer.end_id, folder / f"{name}.bin")
-    # In step with heldout.bin; an end token spells nothing.
+    # Aligned with heldout.bin; an end token stands for no bytes.
     spelled = _by_chunks(tokenizer.spelled_bytes, read_texts(config.heldout))
     write_token_stream(spelled, 0, folder / "heldout_bytes.bin")
     (folder / "ready").touch()
@@ -157,9 +157,9 @@ def _by_chunks(encode: Callable[[Sequence[str]], list[list[int]]], texts: Iterat
 
 
 def bits_per_byte(loss_nats: float, bytes_BT: NDArray[np.int32]) -> float:
-    """Loss a token (nats) over the bytes that the predicted tokens stand for, in bits: comparable across tokenizers.
+    """Loss in bits per byte of the predicted tokens' text, from nats per token: comparable across tokenizers.
 
-    `bytes_BT` holds those of every token; each row's first is not predicted.
+    `bytes_BT` holds the number of bytes of every token; each row's first token is not predicted.
     """
     predicted = bytes_BT[:, 1:]
     return loss_nats * predicted.size / (math.log(2) * int(predicted.sum()))

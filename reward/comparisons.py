@@ -1,9 +1,9 @@
 """Rankings as training examples: reading, checking, tokenizing.
 
 One line of a rankings file: {"task_id", "prompt": [{"role", "content"}, ...], "responses": [...], "ranks": [...],
-"labeler"}; rank 1 is best and equal ranks are ties. Two fields may be added: "ratings", a number a response, higher is
-better; and "objective", what the labeler judged by ("overall" where it is not given). Published formats are read as
-well (docs/labels.md).
+"labeler"}; rank 1 is best and equal ranks are ties. Two fields are optional: "ratings", a number per response,
+higher is better; and "objective", what the labeler judged by (default: "overall"). Published formats are read too
+(docs/labels.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from training.packing import chunks
 
 @dataclass(frozen=True)
 class Verdict:
-    """One labeler's ranks of a task's responses, ratings if there are any, and what it weighs in the loss."""
+    """One labeler's ranks of a task's responses, ratings if any, and its weight in the loss."""
 
     ranks: tuple[int, ...]
     ratings: tuple[float, ...] = ()
@@ -35,7 +35,7 @@ class Comparison:
     task_id: str
     sequences: tuple[tuple[int, ...], ...]
     verdicts: tuple[Verdict, ...]
-    objective: int = 0  # what its labelers judged by: the place in the model's list of objectives
+    objective: int = 0  # what its labelers judged by: an index into the model's objectives
 
 
 class RankingsConfig(DataConfig):
@@ -50,7 +50,7 @@ class RankingsConfig(DataConfig):
 
 
 def read_judgments(data: RankingsConfig) -> Found:
-    """Tasks, judgments, what was odd about the rows, and what is held back from training.
+    """Tasks, judgments, warnings about rows, and what is held back from training.
 
     Raises: ValueError naming file, line and field.
     """

@@ -1,8 +1,8 @@
 """Supervised fine-tuning: the pretrained model continues training on demonstrations, each a conversation.
 
-The loss counts the assistant's tokens only, the end token among them. Conversations are packed into rows; none sees
-another, so packing changes the speed and nothing else. An encoder-decoder reads all that comes before the last response
-and writes that response (sequence to sequence); its pairs are not packed.
+The loss counts only the assistant's tokens, end tokens included. Conversations are packed into rows and do not attend to
+each other, so packing only changes the speed. An encoder-decoder reads everything before the last response and writes
+that response (sequence to sequence); its pairs are not packed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,13 +62,13 @@ def train(context: StageContext, config: SFTConfig, start: Path) -> None:
     loop_config = LoopConfig.of("sft", context.seed, num_steps, config)
     loop = TrainingLoop(engine, loop_config, training, heldout, context.folder)
     before = loop.evaluate()
-    figures = loop.run()
+    metrics = loop.run()
     weights = engine.full_weights(on_main_alone=True)
     if engine.is_main:
         save_model(context.model_folder, engine.module, weights, tokenizer)
         context.write_results(
             SFTResults(
-                heldout_loss=figures["loss"],
+                heldout_loss=metrics["loss"],
                 heldout_loss_before=before["loss"],
                 num_steps=num_steps,
                 num_rows=len(training),
@@ -82,9 +82,9 @@ def train(context: StageContext, config: SFTConfig, start: Path) -> None:
 def make_objective(
     has_source: bool, tokenizer: Tokenizer, sources: Sequence[DataConfig], seq_len: int
 ) -> Objective[Any]:
-    """The conversations of the sources: packed, or as pairs of what is read and what is written.
+    """The conversations of the sources: packed rows, or pairs of source and target.
 
-    Raises: ValueError as for `encode_demonstrations`, and where there are none.
+    Raises: ValueError as for `encode_demonstrations`, and if there are none.
     """
     sequences = list(encode_demonstrations(has_source, tokenizer, sources, seq_len))
     if not sequences:
@@ -99,8 +99,8 @@ def encode_demonstrations(
 ) -> Iterator[tuple[list[int], list[bool]]]:
     """Tokens of each conversation, and which of them are the assistant's.
 
-    Raises: ValueError naming file and line of one without a response, or too long; with `has_source`, of one in which
-    nothing comes before the last response.
+    Raises: ValueError naming file and line of a conversation that has no response or is too long or, with
+    `has_source`, has nothing before its last response.
     """
     for where, tokens, is_response in encoded_conversations(tokenizer, sources):
         if not any(is_response):
@@ -117,7 +117,7 @@ def encode_demonstrations(
 def encoded_conversations(
     tokenizer: Tokenizer, sources: Sequence[DataConfig]
 ) -> Iterator[tuple[str, list[int], list[bool]]]:
-    """Each conversation's file and line with its tokens; many at a time are encoded, on all the tokenizer's threads."""
+    """Each conversation's file and line, and its tokens. Encodes in chunks, on all of the tokenizer's threads."""
     for chunk in chunks(read_conversations(sources)):
         places, conversations = zip(*chunk, strict=True)
         for where, encoded in zip(places, tokenizer.encode_conversations(conversations), strict=True):
@@ -132,7 +132,7 @@ def split_pair(tokens: Sequence[int], is_response: Sequence[bool]) -> tuple[Sequ
 
 
 def packing_efficiency(objective: Objective[Any]) -> float:
-    """Share of the places in rows that hold a token."""
+    """Fraction of the positions in rows that hold a token."""
     return float((objective.rows.segments > 0).mean()) if isinstance(objective, PackedObjective) else 1.0
 
 
