@@ -1,8 +1,8 @@
 """Supervised fine-tuning: the pretrained model continues training on demonstrations, each a conversation.
 
-The loss counts only the assistant's tokens, end tokens included. Conversations are packed into rows and do not attend to
-each other, so packing only changes the speed. An encoder-decoder reads everything before the last response and writes
-that response (sequence to sequence); its pairs are not packed.
+The loss counts only the assistant's tokens, end tokens included. Conversations are packed into rows and do not attend
+to each other, so packing only changes the speed. An encoder-decoder reads everything before the last response and
+writes that response (sequence to sequence); its pairs are not packed.
 """
 
 from collections.abc import Iterator, Sequence
