@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from cluster.remote import Pending
@@ -48,8 +49,17 @@ def run(
     encoded = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
     controller = PPOController(config, roles, encoded, models.scale, num_pretraining_rows=num_rows, seed=context.seed)
     first = _resume(context, controller)
-    log = MetricsLog(context.folder, context.engine.trackers, resume_step=first)
-    checkpoints, waited_seconds = context.folder / "checkpoints", 0.0
+    with closing(MetricsLog(context.folder, context.engine.trackers, resume_step=first)) as log:
+        _iterate(context.folder / "checkpoints", config, controller, first, log)
+    roles.learners.finish_saving()
+    roles.learners.export_policy(context.folder)
+    scale = models.scale
+    context.write_results(PPOResults(config.num_iterations, controller.kl.coef, scale.mean, scale.std))
+
+
+def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, first: int, log: MetricsLog) -> None:
+    """Run the iterations from `first`, each with its metrics, its kept policy and its checkpoint where they are due."""
+    waited_seconds = 0.0
     for iteration in range(first, config.num_iterations):
         started = time.monotonic()
         metrics = controller.step(iteration)
@@ -60,15 +70,10 @@ def run(
         started = time.monotonic()
         # Before the checkpoint, so that a run that resumes from it has every policy up to it.
         if config.keep_policies_every and done % config.keep_policies_every == 0:
-            roles.learners.keep_policy(kept_policy(context.folder, done))
+            controller.roles.learners.keep_policy(kept_policy(checkpoints.parent, done))
         if done % config.save_every_iterations == 0 or done == config.num_iterations:
-            _save(roles, checkpoints, controller, done)
+            _save(controller, checkpoints, done)
         waited_seconds = time.monotonic() - started
-    log.close()
-    roles.learners.finish_saving()
-    roles.learners.export_policy(context.folder)
-    scale = models.scale
-    context.write_results(PPOResults(config.num_iterations, controller.kl.coef, scale.mean, scale.std))
 
 
 def kept_policy(folder: Path, iteration: int) -> Path:
@@ -76,13 +81,13 @@ def kept_policy(folder: Path, iteration: int) -> Path:
     return folder / "policies" / f"{iteration:06d}"
 
 
-def _save(roles: Roles, checkpoints: Path, controller: PPOController, done: int) -> None:
+def _save(controller: PPOController, checkpoints: Path, done: int) -> None:
     """Save a checkpoint with the rollouts that older weights sample: those weights are thousands of times as large."""
     if controller.config.max_staleness:
         controller.start_sampling(done)  # generators need not wait for the checkpoint
     stale = controller.stale_rollouts(done)
     rollouts = {f"rollout-{iteration:06d}.safetensors": rollout.as_bytes() for iteration, rollout in stale.items()}
-    roles.learners.save(checkpoints, done, {"kl_coef": controller.kl.coef}, rollouts)
+    controller.roles.learners.save(checkpoints, done, {"kl_coef": controller.kl.coef}, rollouts)
 
 
 def _resume(context: StageContext, controller: PPOController) -> int:
