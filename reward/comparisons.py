@@ -8,15 +8,17 @@ higher is better; and "objective", what the labeler judged by (default: "overall
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pydantic import Field, field_validator
 
 from lm.tokenizer import Messages, Tokenizer
-from preferences.formats.merging import Found, collect_all, report_excluded
-from preferences.formats.registry import format_to_read
 from preferences.records import Message, Ranking
 from training.data import DataConfig, read_rows
 from training.packing import chunks
+
+if TYPE_CHECKING:
+    from preferences.formats.merging import Found
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,19 @@ class RankingsConfig(DataConfig):
     @field_validator("format")
     @classmethod
     def _is_known(cls, name: str) -> str:
+        from preferences.formats.registry import format_to_read  # needs SQLAlchemy, which a bare GPU machine lacks
+
         return format_to_read(name).name
 
 
-def read_judgments(data: RankingsConfig) -> Found:
+def read_judgments(data: RankingsConfig) -> "Found":
     """Tasks, judgments, warnings about rows, and what is held back from training.
 
     Raises: ValueError naming file, line and field.
     """
+    from preferences.formats.merging import collect_all, report_excluded
+    from preferences.formats.registry import format_to_read
+
     found = collect_all(format_to_read(data.format), read_rows(data))
     if not found.judgments:
         raise ValueError(f"{data.source}: no rankings; at least one was expected")

@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-import httpx
-
-from endpoints.retries import post_json
 from files.python_names import explain, file_of, load_function
 from lm.progress import note_progress
 from lm.tokenizer import Messages
@@ -92,6 +89,10 @@ class RemoteReward:
     num_retries: int
 
     def score(self, conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
+        import httpx  # only here: a reward model needs no HTTP client, and a bare GPU machine has none
+
+        from endpoints.retries import post_json
+
         prompts = [[dict(message) for message in messages] for messages in conversations]
         try:
             response = post_json(

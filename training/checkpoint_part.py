@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-import tenacity
-
 from files.atomic import sync, write_json
 from files.hashes import file_hash
 from lm.progress import note_progress
@@ -102,24 +100,22 @@ class CheckpointPart:
             self.own_part.set()
 
     def _retry(self, work: Callable[[], Result]) -> Result:
-        """Call `work`, and again after errors of the operating system, with growing pauses."""
+        """Call `work`, and again after errors of the operating system, with growing pauses.
 
-        def report(state: tenacity.RetryCallState) -> None:
-            error = state.outcome.exception() if state.outcome else None
-            if self.rank == 0 and state.attempt_number == 1 and error is not None:
-                say(f"{self.name}: {cause_of(error)}; trying again for {self.retry_seconds:g} s")
-
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(lambda error: system_error(error) is not None),
-            stop=tenacity.stop_any(
-                tenacity.stop_after_delay(self.retry_seconds), tenacity.stop_when_event_set(self.abandoned)
-            ),
-            wait=tenacity.wait_exponential(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS),
-            sleep=tenacity.sleep_using_event(self.abandoned),
-            before_sleep=report,
-            reraise=True,
-        )
-        return retrying(work)
+        Raises the last error after `retry_seconds`, or once nobody waits for this part.
+        """
+        started, pause = time.monotonic(), FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return work()
+            except Exception as error:
+                is_late = time.monotonic() - started >= self.retry_seconds
+                if system_error(error) is None or is_late or self.abandoned.is_set():
+                    raise
+                if self.rank == 0 and pause == FIRST_PAUSE_SECONDS:
+                    say(f"{self.name}: {cause_of(error)}; trying again for {self.retry_seconds:g} s")
+            self.abandoned.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _write(self) -> dict[str, str]:
         """Write this rank's files and the note with their hashes.

@@ -135,28 +135,57 @@ def test_an_iteration_is_the_sum_of_its_phases() -> None:
     assert 0.5 * 64 < found["response_tokens_per_second"] * found["seconds"] <= 64
 
 
-def test_a_measuring_process_needs_neither_ray_nor_deepspeed() -> None:
-    absent = [
-        "ray",
-        "deepspeed",
-        "transformers",
-        "datasets",
-        "tensorboard",
-        "fastapi",
-        "scipy",
-        "sklearn",
-        "matplotlib",
-    ]
-    code = (
-        f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\n"
-        f"from benchmarks.gpu.measure import main\nmain([{tiny('ppo').name!r}, 'cpu', 'tiny'])"
-    )
+# What a lent GPU's image may lack. pydantic has a stand-in, benchmarks/gpu/bare.py; the others are not imported.
+ABSENT = (
+    "ray", "deepspeed", "transformers", "datasets", "tensorboard", "fastapi", "scipy", "sklearn", "matplotlib",
+    "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "sqlalchemy", "tenacity", "httpx", "tomli_w",
+    "typer", "rich",
+)  # fmt: skip
+
+
+def on_a_bare_machine(code: str) -> str:
+    """What a Python without these packages prints."""
     # An engine of another test has named this process's rank, and a port that it holds.
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "MASTER_PORT")}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", f"import sys\nsys.modules.update(dict.fromkeys({ABSENT!r}))\n{code}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=program.ROOT, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["seconds"] > 0
+    return done.stdout
+
+
+def test_a_bare_machine_measures() -> None:
+    code = f"from benchmarks.gpu.measure import main\nmain([{tiny('ppo').name!r}, 'cpu', 'tiny'])"
+    assert json.loads(on_a_bare_machine(code).splitlines()[-1])["seconds"] > 0
+
+
+def test_configs_are_the_same_without_pydantic() -> None:
+    """Defaults, derived fields, validators, nested configs, and fields that are refused."""
+    code = (
+        "import benchmarks.gpu\n"
+        "from benchmarks.gpu.rows import ROWS\n"
+        "from benchmarks.speed.own import ENGINE, ppo_config\n"
+        "from lm.config import ModelConfig\n"
+        "from training.config import BatchConfig\n"
+        "ppo = ppo_config(3, 8, BatchConfig(batch_size=4, micro_batch_size=2), 5)\n"
+        "shape = dict(vocab_size=64, max_position_embeddings=8, hidden_size=16, num_hidden_layers=4,\n"
+        "    num_attention_heads=4, intermediate_size=8)\n"
+        "scaled = ModelConfig.model_validate({**shape, 'sliding_window': [0, 4, 0, 4], 'rope_scaling':\n"
+        "    {'rope_type': 'llama3', 'factor': 8.0, 'original_max_position_embeddings': 4}})\n"
+        "assert hash(scaled) == hash(ModelConfig(**scaled.model_dump()))\n"
+        "found = [row.sizes.model.model_dump(mode='json') for row in ROWS]\n"
+        "found += [config.model_dump(mode='json') for config in (ENGINE, ppo, scaled)]\n"
+        "for wrong in ({**shape, 'num_attention_heads': 3}, {**shape, 'layers': 1}, {'vocab_size': 64}):\n"
+        "    try:\n"
+        "        ModelConfig.model_validate(wrong)\n"
+        "    except ValueError:\n"
+        "        found.append('refused')\n"
+        "import json\n"
+        "print(json.dumps(found))\n"
+    )
+    here: dict[str, Any] = {}
+    exec(code, here)
+    assert here["found"][-3:] == ["refused"] * 3
+    assert json.loads(on_a_bare_machine(code)) == json.loads(json.dumps(here["found"]))
 
 
 # --- what is kept and printed ----------------------------------------------------------------------------------------
