@@ -9,7 +9,7 @@ so mypy checks arguments and results, and an editor goes from the call to the me
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, TypeVarTuple
 
 if TYPE_CHECKING:  # objects in this process need no Ray (`python -m benchmarks.gpu`)
@@ -52,13 +52,17 @@ class Handle(ABC, Generic[Kept]):
 
     @abstractmethod
     def pass_on(
-        self, give: Callable[[Kept], Given], to: "Handle[Taker]", take: Callable[[Taker, Given], object]
+        self,
+        give: Callable[[Kept], Iterator[Given]],
+        to: "Handle[Taker]",
+        take: Callable[[Taker, Iterable[Given]], object],
     ) -> Pending[object]:
-        """Call `take` on the objects of `to` with what `give` returns here, without a detour through the driver.
+        """Call `take` on the objects of `to` with what `give` yields here, without a detour through the driver.
 
-        Where both are kept by the same ranks, each rank hands over its own value. Else every rank gives, and rank 0's
-        value goes to every rank of `to` through Ray's object store. This returns once all have given. The takers take
-        it after whatever they were called for before, and the returned function waits for that.
+        Where both are kept by the same ranks, each rank hands over its own values, one at a time. Else every rank
+        gives, and rank 0's values go to every rank of `to` through Ray's object store, one object each. This returns
+        once all have given. The takers take them after whatever they were called for before, and the returned function
+        waits for that.
         """
 
     @abstractmethod
@@ -119,7 +123,10 @@ class Remote(Handle[Kept]):
         return self._started(name, [self.ranks.actors[0].call.remote(self._key, name, args, kwargs)])
 
     def pass_on(
-        self, give: Callable[[Kept], Given], to: Handle[Taker], take: Callable[[Taker, Given], object]
+        self,
+        give: Callable[[Kept], Iterator[Given]],
+        to: Handle[Taker],
+        take: Callable[[Taker, Iterable[Given]], object],
     ) -> Pending[object]:
         assert isinstance(to, Remote), f"a handle to ranks of a group was expected, not {to!r}"
         offer, receive = _name_of(give), _name_of(take)
@@ -127,8 +134,8 @@ class Remote(Handle[Kept]):
             handed = [a.hand_over.remote(self._key, offer, to._key, receive) for a in self.ranks.actors]
             return _waited(self._started(offer, handed))
         offered = self._started(offer, [a.offer.remote(self._key, offer) for a in self.ranks.actors])
-        (value,), *_ = offered()
-        return to._started(receive, [a.receive.remote(to._key, receive, value) for a in to.ranks.actors])
+        values, *_ = offered()
+        return to._started(receive, [a.receive.remote(to._key, receive, *values) for a in to.ranks.actors])
 
     def close(self) -> None:
         self._started("close", [actor.drop.remote(self._key) for actor in self.ranks.actors])()
@@ -165,7 +172,10 @@ class Local(Handle[Kept]):
         return lambda: [result]
 
     def pass_on(
-        self, give: Callable[[Kept], Given], to: Handle[Taker], take: Callable[[Taker, Given], object]
+        self,
+        give: Callable[[Kept], Iterator[Given]],
+        to: Handle[Taker],
+        take: Callable[[Taker, Iterable[Given]], object],
     ) -> Pending[object]:
         assert isinstance(to, Local), f"a handle to an object of this process was expected, not {to!r}"
         to.run(take, self.run(give))

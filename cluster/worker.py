@@ -64,21 +64,21 @@ class _Worker:
         return self._guarded(lambda: getattr(self.kept[key], method)(*args, **kwargs))
 
     def hand_over(self, key: str, give: str, taker: str, take: str) -> tuple[bool, Any]:
-        """Call a method of one kept object with what a method of another returns."""
+        """Call a method of one kept object with what a method of another yields."""
         return self._guarded(lambda: getattr(self.kept[taker], take)(getattr(self.kept[key], give)()))
 
     def offer(self, key: str, give: str) -> tuple[bool, Any]:
-        """Call a method, and put what rank 0 returns where other groups can fetch it."""
+        """Call a method, and put what rank 0 yields where other groups can fetch it, each value as it comes."""
 
         def put() -> list[Any]:
-            value = getattr(self.kept[key], give)()
-            return [ray.put(value)] if self.rank == 0 else []
+            references = [ray.put(value) if self.rank == 0 else None for value in getattr(self.kept[key], give)()]
+            return references if self.rank == 0 else []
 
         return self._guarded(put)
 
-    def receive(self, key: str, take: str, value: Any) -> tuple[bool, Any]:
-        """Call a method with an offered value; Ray has fetched it when this runs."""
-        return self._guarded(lambda: getattr(self.kept[key], take)(value))
+    def receive(self, key: str, take: str, *values: Any) -> tuple[bool, Any]:
+        """Call a method with offered values; Ray has fetched them when this runs."""
+        return self._guarded(lambda: getattr(self.kept[key], take)(values))
 
     def drop(self, key: str) -> tuple[bool, Any]:
         return self._guarded(lambda: self.kept.pop(key).close())

@@ -1,6 +1,6 @@
 """Sampling from a copy of the policy: what each rank does, and all ranks' samples as one rollout."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from cluster.remote import Handle, Pending
 from lm.generation import generate
@@ -8,8 +8,9 @@ from lm.sampling import Choice
 from lm.weights import load_language_model
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
-from ppo.rank import Rank, SentWeights, checksum_of
+from ppo.rank import Rank
 from ppo.rollout import Rollout, equal_slices
+from ppo.sent_weights import SentWeights, chunks, held_tensors, require_same, take
 from training.config import EngineConfig
 
 
@@ -66,15 +67,11 @@ class Generator(Rank):
             pad_id=self.tokenizer.pad_id,
         )
 
-    def receive(self, sent: SentWeights) -> None:
+    def receive(self, sent: Iterable[SentWeights]) -> None:
         """Take the learner's weights; comparing checksums on both sides proves that they arrived."""
-        self.policy.load_state_dict(sent.weights)
-        self._require(sent.checksum)
+        take(self.policy, sent)
 
     def receive_broadcast(self) -> None:
         """As `receive`, when the first learner broadcasts."""
-        self._require(self.broadcast.receive(self.policy.state_dict()))
-
-    def _require(self, checksum: int) -> None:
-        held = checksum_of(self.policy.state_dict())
-        assert checksum == held, f"the generator holds weights with checksum {held}; the learner's have {checksum}"
+        for chunk in chunks(held_tensors(self.policy).items()):
+            require_same(self.broadcast.receive(chunk), chunk)

@@ -3,7 +3,7 @@
 Shape letters: B responses, R response tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from ppo.algorithm import policy_loss, value_loss
 from ppo.average import MovingAverage
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
-from ppo.rank import Rank, SentWeights, checksum_of
+from ppo.rank import Rank
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch, joined
+from ppo.sent_weights import SentWeights, chunks, held_tensors
 from ppo.value import value_source
 from training.checkpoint import changed_files, share_of_files, step_of
 from training.config import EngineConfig
@@ -187,11 +188,11 @@ class Learner(Rank):
         if engine.has_skipped and engine.is_main:
             say(f"ppo: update {update + 1} of the {role} is skipped: its gradient is not finite")
 
-    def send(self) -> SentWeights:
+    def send(self) -> Iterator[SentWeights]:
         """The policy's weights as a generator holds them; a collective call."""
         return self._as_generated(self.policy.full_weights())
 
-    def advance_and_send(self) -> SentWeights:
+    def advance_and_send(self) -> Iterator[SentWeights]:
         """As `send`, and the moving average takes a step towards the weights, which are gathered once for both."""
         weights = self.policy.full_weights()
         self.average.advance(weights)
@@ -205,13 +206,14 @@ class Learner(Rank):
         """As `advance_and_send`, by broadcast from the main rank."""
         self._broadcast(self.advance_and_send())
 
-    def _broadcast(self, sent: SentWeights) -> None:
-        if self.policy.is_main:
-            self.broadcast.send(sent.weights, sent.checksum)
+    def _broadcast(self, sent: Iterator[SentWeights]) -> None:
+        for chunk in sent:
+            if self.policy.is_main:
+                self.broadcast.send(chunk.weights, chunk.checksum)
 
-    def _as_generated(self, weights: Mapping[str, Tensor]) -> SentWeights:
-        rounded = {name: tensor.to(self._compute_dtype) for name, tensor in weights.items()}
-        return SentWeights(rounded, checksum_of(rounded))
+    def _as_generated(self, weights: Mapping[str, Tensor]) -> Iterator[SentWeights]:
+        names = held_tensors(self.policy.module)  # tied weights once
+        return map(SentWeights.of, chunks((name, weights[name].to(self._compute_dtype)) for name in names))
 
     def save(
         self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]

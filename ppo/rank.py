@@ -3,9 +3,6 @@
 Shape letters: B responses, T tokens, R response tokens, C counted positions, V vocabulary.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
@@ -17,14 +14,6 @@ from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
 from ppo.rollout import Rollout
 from training.config import EngineConfig
-
-
-@dataclass(frozen=True)
-class SentWeights:
-    """Weights on their way to a generator, and the sum of their bit patterns."""
-
-    weights: Mapping[str, Tensor]
-    checksum: int
 
 
 class Rank:
@@ -57,9 +46,3 @@ class Rank:
 
     def close(self) -> None:
         """Release memory."""
-
-
-def checksum_of(weights: Mapping[str, Tensor]) -> int:
-    """Sum of the bit patterns of all weights."""
-    integers = {2: torch.int16, 4: torch.int32}
-    return sum(int(t.contiguous().view(integers[t.element_size()]).sum(dtype=torch.int64)) for t in weights.values())

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import ray
@@ -38,8 +38,14 @@ class Counter:
     def value(self) -> int:
         return self.total
 
-    def fail(self, amount: int) -> None:
-        raise RuntimeError(f"no more than {amount}")
+    def values(self) -> Iterator[int]:
+        yield from (self.total, 100)
+
+    def add_all(self, amounts: Iterable[int]) -> None:
+        self.total += sum(amounts)
+
+    def fail(self, amounts: Iterable[int]) -> None:
+        raise RuntimeError(f"no more than {amounts}")
 
     def close(self) -> None:
         os.environ["COUNTER_CLOSED"] = "yes"
@@ -141,8 +147,8 @@ def test_calls_of_a_rank_run_in_the_order_they_were_started(pair: WorkerGroup) -
 
 def test_a_value_passes_from_object_to_object_on_each_rank(pair: WorkerGroup) -> None:
     givers, takers = pair.put("count", Counter, 10), pair.put("count", Counter, 0)
-    givers.pass_on(Counter.value, takers, Counter.add)()
-    assert takers.call_all(Counter.value) == [0 + 10, 1 + 11]
+    givers.pass_on(Counter.values, takers, Counter.add_all)()
+    assert takers.call_all(Counter.value) == [0 + 110, 1 + 111]
 
 
 def test_the_value_of_rank_0_passes_to_every_rank_of_another_group(opened: list[WorkerGroup]) -> None:
@@ -150,18 +156,18 @@ def test_the_value_of_rank_0_passes_to_every_rank_of_another_group(opened: list[
         group.close()
     with WorkerGroup(1) as giving, WorkerGroup(1) as taking:
         givers, takers = giving.put("count", Counter, 10), taking.put("count", Counter, 5)
-        givers.pass_on(Counter.value, takers, Counter.add)()
-        assert takers.call_all(Counter.value) == [15]
+        givers.pass_on(Counter.values, takers, Counter.add_all)()
+        assert takers.call_all(Counter.value) == [115]
         with pytest.raises(WorkerError, match=r"^count\.fail: rank 0 of 1: .*no more"):
-            givers.pass_on(Counter.value, takers, Counter.fail)()
+            givers.pass_on(Counter.values, takers, Counter.fail)()
 
 
 def test_an_object_in_this_process_is_called_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     giver, taker = Local(Counter(1)), Local(Counter(2))
     assert giver.call_all(Counter.add, 5) == giver.call_split(Counter.add, [(0,)]) == [6]
-    giver.pass_on(Counter.value, taker, Counter.add)
-    assert taker.call_all(Counter.value) == [8]
+    giver.pass_on(Counter.values, taker, Counter.add_all)
+    assert taker.call_all(Counter.value) == [108]
 
 
 def test_the_first_cause_is_named_by_phase_rank_and_exception(pair: WorkerGroup) -> None:

@@ -19,7 +19,7 @@ from cluster.config import ClusterConfig
 from cluster.connection import disconnect
 from cluster.failures import WorkerError, WorkerLostError
 from cluster.group import WorkerGroup
-from ppo import generator, learner
+from ppo import learner, sent_weights
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels
@@ -147,7 +147,7 @@ def _wait_for(path: Path) -> None:
 
 def _confuse() -> None:
     """From now on this process takes every set of weights for another one."""
-    generator.checksum_of = learner.checksum_of = lambda _weights: -1
+    sent_weights.checksum_of = lambda _weights: -1
 
 
 def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(

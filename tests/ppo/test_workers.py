@@ -18,6 +18,7 @@ from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from ppo.sent_weights import SentWeights, held_tensors
 from reward.scoring import RewardModel
 from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig
@@ -316,7 +317,10 @@ def test_a_sync_that_does_not_arrive_is_found_out(start: Start, prompts: Prompts
     worker = start()
     batch, _ = batches(worker, prompts)
     worker.learner.update_policy(batch, 1e-2, 0)
-    worker.generator.policy.load_state_dict = lambda _weights: None  # type: ignore[method-assign, assignment, misc]
+    old, send = held_tensors(load_language_model(worker.models.sft)), worker.learner.advance_and_send
+    worker.learner.advance_and_send = lambda: (  # type: ignore[method-assign]
+        SentWeights({name: old[name] for name in chunk.weights}, chunk.checksum) for chunk in send()
+    )
     with pytest.raises(AssertionError, match="checksum"):
         worker.roles.sync_weights()
 
