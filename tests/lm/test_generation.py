@@ -12,6 +12,7 @@ from lm.cache import KVCache
 from lm.generation import Generated, generate
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
+from lm.native import operators
 from lm.sampling import Choice
 
 END = 3
@@ -167,6 +168,42 @@ def test_the_first_draw_never_takes_what_has_no_probability() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf]])
     for uniform in (0.0, 0.5, float(np.nextafter(np.float32(1), np.float32(0)))):
         assert Choice().draw(logits, torch.full((2,), uniform))[0].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("choice", [Choice(1, top_k=3), Choice(1, top_p=0.5), Choice(1)], ids=str)
+def test_no_rounding_of_a_parallel_scan_draws_what_has_no_probability(
+    choice: Choice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each running sum is rounded in its own order, so that it may be less than the one before it."""
+    generator = torch.Generator().manual_seed(3)
+    cumsum = torch.Tensor.cumsum
+
+    def rounded(self: torch.Tensor, dim: int) -> torch.Tensor:
+        noise = torch.empty(self.shape, dtype=torch.float64).uniform_(-1, 1, generator=generator)
+        return cumsum(self.double(), dim).mul(1 + 1e-6 * noise).to(self.dtype)
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", rounded)
+    monkeypatch.setattr(operators, "library", lambda: None)  # the CPU's kernel has no such scan
+    logits = torch.randn(1, 300, generator=generator)
+    logits[0, ::2] = -torch.inf
+    logits[0, 100:] = -torch.inf
+    uniforms = torch.cat([torch.rand(20_000, generator=generator), torch.tensor([0.0, 1 - 2**-24])])
+    tokens, logprobs = choice.draw(logits.expand(len(uniforms), -1), uniforms)
+    assert torch.isfinite(logprobs).all()
+    likely = logits.softmax(dim=-1)[0]
+    assert (likely[tokens] > 0).all()
+    assert torch.equal(logprobs, likely.log()[tokens])
+    exact = choice._left(likely[None].double())[0]
+    shares = torch.bincount(tokens, minlength=300) / len(tokens)
+    torch.testing.assert_close(shares, (exact / exact.sum()).float(), atol=0.02, rtol=0)
+
+
+def test_logits_that_are_not_numbers_draw_a_token_of_the_vocabulary() -> None:
+    logits = torch.full((2, 5), torch.nan)
+    for choice in (Choice(1, top_k=3), Choice(1, top_p=0.5)):
+        tokens, logprobs = choice.draw(logits, torch.tensor([0.0, 0.99]))
+        assert ((tokens >= 0) & (tokens < 5)).all()
+        assert torch.isnan(logprobs).all()
 
 
 def test_prompts_without_room_are_refused(llama: LanguageModel) -> None:
