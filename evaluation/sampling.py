@@ -5,12 +5,14 @@ Shape letters: B samples, T tokens, C response tokens.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 
 from lm.generation import generate
+from lm.hub import on_this_machine
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
 from lm.padding import pad_right
@@ -47,6 +49,14 @@ class SamplingSpec:
     external_reward: ExternalReward | None = None
     template_of: str = ""
 
+    def on_this_machine(self) -> Self:
+        """The same models in this machine's folders."""
+        reference, reward, template_of = (
+            str(on_this_machine(Path(name))) if name else "" for name in (self.reference, self.reward, self.template_of)
+        )
+        policy = on_this_machine(self.policy)
+        return replace(self, policy=policy, reference=reference, reward=reward, template_of=template_of)
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -76,6 +86,7 @@ def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]
     """
     if not prompts:
         return []
+    spec = spec.on_this_machine()
     tokenizer = Tokenizer.load(Path(spec.template_of) if spec.template_of else spec.policy)
     dtype = torch.bfloat16 if spec.precision == "bf16" else torch.float32
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

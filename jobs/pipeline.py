@@ -21,6 +21,7 @@ from files.atomic import write_json
 from files.hashes import file_hash, folder_hash
 from files.lock import lock
 from files.python_names import file_of, load_function
+from jobs.hub_models import hub_models
 from jobs.job import JobConfig
 from jobs.preflight import check_data, refuse_missing
 from jobs.recovery import Workers, run_to_end
@@ -62,7 +63,7 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
         closing.enter_context(speaking_through(print_notice))
         closing.enter_context(missing_in_one_line(folder))
         closing.enter_context(lock(folder))
-        workers = Workers(job.world_sizes, folder, job.cluster, job.extra_ranks)
+        workers = Workers(job.world_sizes, folder, job.cluster, job.extra_ranks, hub_models(job))
         if os.environ.get("RAY_ADDRESS"):
             closing.callback(disconnect)
         closing.callback(workers.close)

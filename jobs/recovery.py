@@ -9,6 +9,7 @@ from cluster.failures import WorkerLostError
 from cluster.group import WorkerGroup
 from cluster.places import Bundle, NoPlaceError
 from cluster.shared_folder import require_shared
+from jobs.hub_models import fetch_models
 from jobs.storage import STORAGE_SECONDS, storage_trouble, wait_for_storage
 from stages.progress import console
 from training.failures import RunError
@@ -23,11 +24,19 @@ class Workers:
     """A job's workers, started when a stage first needs them and again after a loss.
 
     `sizes` are the numbers of workers that the job can run on, the largest first; the first one that the cluster has
-    room for is used. `num_beside` more ranks may run next to them. All ranks must see the run's `folder`.
+    room for is used. `num_beside` more ranks may run next to them. All ranks must see the run's `folder`. Machines
+    download `models`, the folders of hub models, before their ranks do anything else, for which no rank waits.
     """
 
-    def __init__(self, sizes: Sequence[int], folder: Path, config: ClusterConfig, num_beside: int = 0) -> None:
-        self.sizes, self.folder, self.config, self.num_beside = sizes, folder, config, num_beside
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        folder: Path,
+        config: ClusterConfig,
+        num_beside: int = 0,
+        models: Sequence[Path] = (),
+    ) -> None:
+        self.sizes, self.folder, self.config, self.num_beside, self.models = sizes, folder, config, num_beside, models
         self._bundle: Bundle | None = None
         self._group: WorkerGroup | None = None
         self._beside: dict[str, WorkerGroup] = {}
@@ -81,6 +90,7 @@ class Workers:
         group = WorkerGroup(size, config, bundle=self._bundle or self.check(), waits_for_nodes=after_loss)
         try:
             require_shared(group, self.folder)
+            fetch_models(group, self.models)
         except Exception:
             group.close()  # nobody else knows this group, and its places would stay taken
             raise

@@ -1,11 +1,20 @@
-"""Model directories by name: a local folder, or a model from the Hugging Face hub, downloaded once."""
+"""Model directories by name: a local folder, or a model from the Hugging Face hub, downloaded once per machine."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.utils.tqdm import tqdm
+
+from lm.progress import note_progress
 
 # Only safetensors weights: a pickled file can run arbitrary code.
 _WANTED = ["*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer*.json", "*.jinja"]
+
+# Where the hub's client keeps a model at one commit: CACHE/models--OWNER--NAME/snapshots/COMMIT. The hub allows no "--"
+# in the names of owners and models.
+_SNAPSHOT = re.compile(r"(?P<cache>.*)/models--(?P<owner>.+?)--(?P<name>.+)/snapshots/(?P<commit>[0-9a-f]{40})")
 
 
 def model_directory(name: str) -> Path:
@@ -20,10 +29,45 @@ def model_directory(name: str) -> Path:
         raise ValueError(
             f"{name}: no such folder; a model directory, or a hub id such as 'Qwen/Qwen2.5-0.5B', was expected"
         )
+    return _downloaded(name)
+
+
+def is_from_hub(folder: Path) -> bool:
+    """Whether `model_directory` downloaded this folder."""
+    return _SNAPSHOT.fullmatch(str(folder)) is not None
+
+
+def on_this_machine(folder: Path) -> Path:
+    """This machine's copy of a folder that `model_directory` may have downloaded on another machine.
+
+    The copy is of the same commit. It is downloaded once, however many processes ask for it: the hub's client locks
+    each file. Any other folder is returned as it is.
+
+    Raises: ValueError as for `model_directory`.
+    """
+    found = _SNAPSHOT.fullmatch(str(folder))
+    if found is None:
+        return folder
+    # A folder that is here may be incomplete: another process may be downloading it. The client completes it.
+    cache = found["cache"] if folder.is_dir() else None
+    return _downloaded(f"{found['owner']}/{found['name']}", found["commit"], cache)
+
+
+def _downloaded(name: str, commit: str | None = None, cache: str | None = None) -> Path:
     try:
-        return Path(snapshot_download(name, allow_patterns=_WANTED))
+        return Path(
+            snapshot_download(name, revision=commit, cache_dir=cache, allow_patterns=_WANTED, tqdm_class=_NotedBar)
+        )
     except Exception as error:  # the hub's client raises many types; they mean the same to the user
         reason = " ".join(str(error).split())
         raise ValueError(
             f"{name!r} is neither a local folder nor a model that the hub provided: {type(error).__name__}: {reason}"
         ) from error
+
+
+class _NotedBar(tqdm):
+    """The client's progress bar. A rank that downloads for an hour is at work, which whoever watches it must see."""
+
+    def update(self, n: float | None = 1) -> Any:
+        note_progress()
+        return super().update(n)

@@ -46,7 +46,7 @@ class Generator(Rank):
 
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
         super().__init__(config, engine_config, models)
-        self.policy = load_language_model(models.sft).to(self.device, self._compute_dtype).eval()
+        self.policy = load_language_model(self.models.sft).to(self.device, self._compute_dtype).eval()
 
     def generate(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Rollout:
         sampled = generate(

@@ -3,11 +3,13 @@
 Shape letters: B responses.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from torch import Tensor
 
+from lm.hub import on_this_machine
 from lm.tokenizer import Tokenizer
 from reward.external import ExternalReward
 
@@ -39,6 +41,11 @@ class InitialModels:
     reward: Path | ExternalReward
     scale: ScoreScale
     pretraining: TokenStream | None
+
+    def on_this_machine(self) -> Self:
+        """The same models in this machine's folders."""
+        reward = on_this_machine(self.reward) if isinstance(self.reward, Path) else self.reward
+        return replace(self, sft=on_this_machine(self.sft), reward=reward)
 
     @property
     def reward_reads_texts(self) -> bool:

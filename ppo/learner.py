@@ -100,8 +100,8 @@ class Learner(Rank):
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels, num_workers: int) -> None:
         super().__init__(config, engine_config, models)
         self.num_workers = num_workers
-        policy = ModelFolder(models.sft, LanguageModel)
-        value = value_source(models.sft, models.reward, config.objective_weights, models.scale)
+        policy = ModelFolder(self.models.sft, LanguageModel)
+        value = value_source(self.models.sft, self.models.reward, config.objective_weights, models.scale)
         micro = config.minibatch.micro_batch_size
         self.policy: Engine[LanguageModel] = Engine(
             policy, config.policy_optimizer, engine_config, world_size=num_workers, micro_batch=micro

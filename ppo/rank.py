@@ -20,8 +20,8 @@ class Rank:
     """One rank of a role. The batches it is given are its own share; the counts in them are global."""
 
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
-        self.config, self.engine_config, self.models = config, engine_config, models
-        self.tokenizer = Tokenizer.load(models.sft)
+        self.config, self.engine_config, self.models = config, engine_config, models.on_this_machine()
+        self.tokenizer = Tokenizer.load(self.models.sft)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._compute_dtype = torch.bfloat16 if engine_config.resolved_precision() == "bf16" else torch.float32
 

@@ -65,8 +65,8 @@ class Scorer(Rank):
 
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
         super().__init__(config, engine_config, models)
-        self.reference = self._frozen(load_language_model(models.sft))
-        reward, weights = models.reward, config.objective_weights
+        self.reference = self._frozen(load_language_model(self.models.sft))
+        reward, weights = self.models.reward, config.objective_weights
         self.judge = RewardModel.load(reward, weights) if isinstance(reward, Path) else reward
         if isinstance(self.judge, RewardModel):
             self._frozen(self.judge.network)

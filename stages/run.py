@@ -9,7 +9,7 @@ from cluster.group import WorkerGroup
 from files.atomic import write_json
 from files.records import as_json
 from lm.config import ModelConfig
-from lm.hub import model_directory
+from lm.hub import model_directory, on_this_machine
 from lm.tokenizer import Tokenizer
 from stages.lineage import path_hash
 from stages.progress import StageProgress
@@ -138,8 +138,11 @@ class StageRun:
         return StageContext(self.folder, self.seed, self.workers().num_workers, self.engine)
 
     def on_ranks(self, work: Callable[[StageContext, Unpack[Args]], Result], *args: *Args) -> list[Result]:
-        """`work(context, *args)` on every rank at once; returns the results by rank."""
-        return self.workers().run(self.name, work, self.context(), *args)
+        """`work(context, *args)` on every rank at once; returns the results by rank.
+
+        For a hub model's folder among `args`, a rank gets its own machine's copy of that model.
+        """
+        return self.workers().run(self.name, _with_own_folders, work, self.context(), args)
 
     def show(self, done: int, total: int, what: str) -> None:
         """Show progress: so many of so many."""
@@ -168,6 +171,13 @@ class StageRun:
     def source_hashes(self, value: Any) -> dict[str, str]:
         """SHA-256 by name of every `source` in a dumped config; a hub id is hashed as its name."""
         return {source: path_hash(self.path_of(source)) for source in sources_in(value)}
+
+
+def _with_own_folders(
+    work: Callable[[StageContext, Unpack[Args]], Result], context: StageContext, args: tuple[*Args]
+) -> Result:
+    own: Any = tuple(on_this_machine(arg) if isinstance(arg, Path) else arg for arg in args)
+    return work(context, *own)
 
 
 def _replace_sources(value: Any, path_of: Callable[[str], str]) -> Any:

@@ -1,0 +1,55 @@
+"""Models from the hub: another machine gets the same commit, whole, and downloads it once."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lm.hub import is_from_hub, model_directory, on_this_machine
+from lm.progress import progress_noted
+from tests.hub_server import COMMIT, LATER, NAME, serve
+
+
+def test_another_machine_downloads_the_same_commit_once(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(model_folder) as hub:
+        hub.reach(monkeypatch, tmp_path / "driver")
+        resolved = model_directory(NAME)
+        assert is_from_hub(resolved)
+        (tmp_path / "driver").rename(tmp_path / "elsewhere")  # the driver's disk is not this machine's
+        hub.main = LATER  # somebody pushes to the model meanwhile
+        hub.reach(monkeypatch, tmp_path / "worker")
+        hub.downloads.clear()
+        before = progress_noted()
+        with ThreadPoolExecutor(4) as ranks:  # ranks of one machine
+            found = set(ranks.map(lambda _: on_this_machine(resolved), range(4)))
+        assert found == {tmp_path / "worker" / "models--owner--tiny" / "snapshots" / COMMIT}
+        assert set(hub.downloads.values()) == {1}
+        assert progress_noted() > before  # who watches a rank sees that it is at work
+        (folder,) = found
+        for name in ("model.safetensors", "config.json", "tokenizer.json"):
+            assert (folder / name).read_bytes() == (model_folder / name).read_bytes()
+
+
+def test_a_half_downloaded_model_is_completed(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(model_folder) as hub:
+        hub.reach(monkeypatch, tmp_path)
+        folder = model_directory(NAME)
+        (folder / "model.safetensors").unlink()  # as while another rank downloads it
+        assert on_this_machine(folder) == folder
+        assert (folder / "model.safetensors").is_file()
+    assert on_this_machine(folder) == folder  # and then it needs no hub
+
+
+def test_local_folders_are_themselves_and_a_missing_model_says_so(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert on_this_machine(model_folder) == model_folder
+    assert not is_from_hub(model_folder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    gone = tmp_path / "models--owner--tiny" / "snapshots" / COMMIT
+    with pytest.raises(ValueError, match="'owner/tiny' is neither a local folder nor a model that the hub provided"):
+        on_this_machine(gone)
