@@ -25,6 +25,7 @@ from training.internals import (
     do_not_broadcast_buffers,
     gradient_norm,
     is_deepspeed_engine,
+    release_zero3,
     reset_accelerate,
     set_collective_timeout,
     set_gradient_sync,
@@ -264,6 +265,10 @@ class Engine(Generic[AnyModule]):
     def close(self) -> None:
         """Release memory. The process group stays for the next stage in this process."""
         self._accelerator.free_memory()
+        if self.config.zero_stage == 3:
+            release_zero3(self.module)
         del self.model, self.module, self._optimizers
         reset_accelerate()
         gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

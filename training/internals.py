@@ -62,6 +62,23 @@ def set_collective_timeout(deepspeed_engine: Any, timeout: timedelta) -> None:
     deepspeed_engine.data_parallel_group.set_timeout(timeout)
 
 
+def release_zero3(module: nn.Module) -> None:
+    """Drop the references to a module that ZeRO-3 keeps after its engine is destroyed.
+
+    They are the list of modules in a forward pass, in which every root module stays, and a cache of a method's results,
+    whose keys hold the method's object. With them would stay the weights, masters and moments.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [kept for kept in stack if kept is not module]
+    cached = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
+    for cell in cached.__closure__:
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()  # other engines fill it again
+
+
 def gradient_norm(deepspeed_engine: Any) -> float:
     """The global gradient norm before clipping of the last step; infinite if DeepSpeed skipped that step."""
     return float(deepspeed_engine.get_global_grad_norm() or 0.0)

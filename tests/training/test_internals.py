@@ -191,6 +191,32 @@ def check_ds_shape_is_the_whole_parameters(engine: Engine[LanguageModel]) -> Non
         assert internals.full_shape(parameter) == tuple(expected.get_parameter(name).shape), name
 
 
+def check_fwd_module_stack_holds_the_module(engine: Engine[LanguageModel]) -> None:
+    """tests/training/test_close.py shows that memory is then released."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    stack = parameter_offload.FWD_MODULE_STACK
+    assert any(held is engine.module for held in stack), "DeepSpeed no longer keeps it: there may be nothing to release"
+    other = nn.Linear(1, 1)
+    stack.append(other)
+    internals.release_zero3(other)
+    assert any(held is engine.module for held in stack)
+    assert not any(held is other for held in stack)
+
+
+def check_params_to_release_is_cached(engine: Engine[LanguageModel]) -> None:
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    function = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
+    (cache,) = [cell.cell_contents for cell in function.__closure__ if hasattr(cell.cell_contents, "cache_clear")]
+    for _ in range(3):  # the first pass is recorded, later ones look up what they may release
+        engine.accumulate([None], lambda _: (engine.model(torch.tensor([[1, 2, 3]])).float().square().mean(), {}))
+        engine.step()
+    assert cache.cache_info().currsize > 0
+    internals.release_zero3(engine.module.head)
+    assert cache.cache_info().currsize == 0
+
+
 Check = Callable[[Engine[LanguageModel]], None]
 WITHOUT_DEEPSPEED: list[Check] = [
     check_gradient_state_set_sync_gradients,
@@ -209,7 +235,8 @@ WITH_DEEPSPEED: list[Check] = [
     check_writing_back_rounds_fp32_weights_into_the_parameters,
     check_deepspeed_plugin_deepspeed_config,
 ]
-CHECKS = {0: WITHOUT_DEEPSPEED, **dict.fromkeys((1, 2, 3), WITH_DEEPSPEED)}
+ZERO3: list[Check] = [check_fwd_module_stack_holds_the_module, check_params_to_release_is_cached]
+CHECKS = {0: WITHOUT_DEEPSPEED, 1: WITH_DEEPSPEED, 2: WITH_DEEPSPEED, 3: [*WITH_DEEPSPEED, *ZERO3]}
 
 
 def rank_program(folder: Path) -> None:

@@ -1,0 +1,91 @@
+"""A closed engine releases its memory: a worker lives through all stages, and each stage's engines with it.
+
+This file is also the ranks' program: `python test_close.py FOLDER`.
+"""
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lm.config import ModelConfig
+from lm.model import LanguageModel, count_parameters
+from lm.source import RandomInit, on_meta
+from training.config import EngineConfig, OptimizerConfig
+from training.engine import Engine
+
+CONFIG = ModelConfig(
+    vocab_size=64, max_position_embeddings=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, intermediate_size=64,
+)  # fmt: skip
+NUM_RANKS, NUM_ENGINES = 2, 3
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors that Python can reach."""
+    gc.collect()
+    sizes = {}
+    for found in gc.get_objects():
+        if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == "cpu":
+            storage = found.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def start_engine(zero_stage: int) -> Engine[LanguageModel]:
+    """An engine after two steps, when the optimizer's states are there."""
+    config = EngineConfig.model_validate({"precision": "bf16", "zero_stage": zero_stage, "trackers": ()})
+    optimizer = OptimizerConfig(learning_rate=0.01, schedule="constant")
+    source = RandomInit(lambda: LanguageModel(CONFIG), seed=3)
+    engine = Engine(source, optimizer, config, world_size=NUM_RANKS, micro_batch=1)
+    for _ in range(2):  # ZeRO-3 records the first pass and works by the record from then on
+        engine.accumulate([torch.tensor([[1, 2, 3]])], lambda row: (engine.model(row).float().square().mean(), {}))
+        engine.step()
+    return engine
+
+
+def rank_program(folder: Path) -> None:
+    num_parameters = count_parameters([on_meta(lambda: LanguageModel(CONFIG))])
+    found: dict[int, list[float]] = {}
+    for zero_stage in range(4):
+        start_engine(zero_stage).close()  # what libraries allocate at their first use is not the engine's
+        gc.collect()
+        gc.freeze()  # the objects of imports need no more looking at
+        base = live_bytes()
+        other = start_engine(zero_stage)
+        open_bytes = (live_bytes() - base) / num_parameters
+        for _ in range(NUM_ENGINES):
+            start_engine(zero_stage).close()
+        with torch.no_grad():  # an evaluation, and closing other engines took nothing of this one
+            assert bool(torch.isfinite(other.model(torch.tensor([[1, 2, 3]]))).all())
+        beside = (live_bytes() - base) / num_parameters
+        other.close()
+        found[zero_stage] = [open_bytes, beside, (live_bytes() - base) / num_parameters]
+    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[..., None]) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("close")
+    start_two_ranks(__file__, folder)
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_closed_engines_leave_no_tensors(ranks: list[dict[str, Any]], zero_stage: int) -> None:
+    for rank in ranks:
+        open_bytes, beside, left = rank[str(zero_stage)]  # bytes per parameter
+        assert open_bytes > 6  # so that the measure sees an engine that is open
+        assert beside < open_bytes + 1
+        assert left < 1
+
+
+if __name__ == "__main__":
+    rank_program(Path(sys.argv[1]))
