@@ -34,9 +34,9 @@ from preferences.splits import split_rankings
 from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import Comparison, RankingsConfig, encode_rankings, read_rankings
 from reward.learner import AuxiliaryParameters, LearnerSource, RewardLearner
-from reward.metrics import task_scores
+from reward.metrics import sequences_of, task_scores
 from reward.objective import RankingObjective
-from reward.scoring import read_by
+from reward.scoring import head_scores, read_by
 from reward.training import network_source
 from stages.world import World, label_truth
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
@@ -135,8 +135,7 @@ def train(study: Study, kind: str, seed: int, folder: Path) -> dict[str, float]:
     )
     ended = TrainingLoop(engine, config, objective, RankingObjective(heldout, shape.kind), folder).run()
     network = engine.module.network.eval()
-    with torch.inference_mode():
-        scores = task_scores(network, heldout)
+    scores = task_scores(head_scores(network, sequences_of(heldout)), heldout)
     engine.close()
     truth = label_truth(unseen, study.world)
     noiseless = [replace(ranking, ranks=_ranks_of(truth[ranking.task_id])) for ranking in unseen]

@@ -6,6 +6,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+MAX_ROWS, MAX_TOKENS = 128, 2**15  # of one pass without gradients, padding included: 5 GB of an 8B model's activations
+
+
+def batches_of(lengths: Sequence[int], max_rows: int = MAX_ROWS, max_tokens: int = MAX_TOKENS) -> list[list[int]]:
+    """Split sequences, given by their lengths in order, into batches for passes without gradients.
+
+    A batch has at most `max_rows` sequences and, padded to its longest, at most `max_tokens` tokens; a longer sequence
+    is a batch of its own. Pass lengths in sorted order to minimise padding.
+    """
+    batches: list[list[int]] = []
+    width = 0
+    for row, length in enumerate(lengths):
+        width = max(width, length)
+        if not batches or len(batches[-1]) == max_rows or (len(batches[-1]) + 1) * width > max_tokens:
+            batches.append([])
+            width = length
+        batches[-1].append(row)
+    return batches
+
+
+def batches_by_length(sequences: Sequence[Sequence[int]], max_rows: int = MAX_ROWS) -> list[list[int]]:
+    """`batches_of` sequences in order of length; returns their places in `sequences`."""
+    order = sorted(range(len(sequences)), key=lambda place: len(sequences[place]))
+    batches = batches_of([len(sequences[place]) for place in order], max_rows)
+    return [[order[row] for row in batch] for batch in batches]
+
 
 def pad_right(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Tokens [B, T] followed by 0, and segments [B, T]: 1 for tokens, 0 for padding.

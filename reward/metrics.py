@@ -1,6 +1,7 @@
 """Metrics of a trained reward model: scores of held-out rankings, and how well they predict what labelers said.
 
 With several objectives, each head is measured on the rankings of its own objective.
+Shape letters: B sequences, O objectives.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,32 +9,28 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lm.tokenizer import Tokenizer
 from preferences.records import Ranking
 from preferences.statistics.agreement import accuracy_against
 from preferences.statistics.reliability import labeler_reliability
-from reward.comparisons import Comparison, encode_scored
-from reward.scoring import RewardNetwork, head_scores
+from reward.comparisons import Comparison
 from reward.ties import tie_metrics
-from training.data import DataConfig, read_conversations
 
 TaskScores = Mapping[str, Sequence[float]]  # of each task's responses, in their order
 
 
-def task_scores(network: RewardNetwork, comparisons: Sequence[Comparison]) -> dict[str, list[float]]:
-    """Scores of each task's responses, in their order, by the head of the task's objective."""
-    found = iter(head_scores(network, [sequence for c in comparisons for sequence in c.sequences]))
+def sequences_of(comparisons: Sequence[Comparison]) -> list[tuple[int, ...]]:
+    """Every response of every comparison, in order, as `task_scores` takes their scores."""
+    return [sequence for comparison in comparisons for sequence in comparison.sequences]
+
+
+def task_scores(scores_BO: Tensor, comparisons: Sequence[Comparison]) -> dict[str, list[float]]:
+    """Scores of each task's responses, in their order, by the head of the task's objective; from the scores of
+    `sequences_of`.
+    """
+    found = iter(scores_BO)
     return {c.task_id: [float(next(found)[c.objective]) for _ in c.sequences] for c in comparisons}
-
-
-def demonstration_means(
-    network: RewardNetwork, tokenizer: Tokenizer, demonstrations: Sequence[DataConfig], num_calibration: int
-) -> list[float]:
-    """Each head's mean score of the first `num_calibration` demonstrations."""
-    conversations = [messages for _, messages in read_conversations(demonstrations)][:num_calibration]
-    scores = head_scores(network, [encode_scored(tokenizer, messages) for messages in conversations])
-    return [sum(of_head) / len(of_head) for of_head in scores.T.tolist()]
 
 
 def objective_metrics(

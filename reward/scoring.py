@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lm.encoder import SequenceClassifier
 from lm.model import ScalarModel
-from lm.padding import last_tokens, pad_right
+from lm.padding import MAX_ROWS, batches_by_length, last_tokens, pad_right
 from lm.progress import note_progress
 from lm.source import ModelSource, load, on_meta
 from lm.tokenizer import Messages, Tokenizer
@@ -64,22 +64,21 @@ def scores_of(network: nn.Module, read: Sequence[Tensor | None], sequence_keys_B
 
 
 @torch.inference_mode()
-def head_scores(network: RewardNetwork, sequences: Sequence[Sequence[int]], batch_size: int = 128) -> Tensor:
+def head_scores(network: RewardNetwork, sequences: Sequence[Sequence[int]], batch_size: int = MAX_ROWS) -> Tensor:
     """Scores [B, O] of any number of sequences, in order. Batches are sorted by length to minimise padding."""
     scores_BO = torch.zeros(len(sequences), len(network.labels))
-    order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
+    for batch in batches_by_length(sequences, batch_size):
         note_progress()
-        found = sequence_scores(network, [sequences[index] for index in chosen], network.config.kind)
-        scores_BO[chosen] = found.to(scores_BO)
+        found = sequence_scores(network, [sequences[place] for place in batch], network.config.kind)
+        scores_BO[batch] = found.to(scores_BO)
     return scores_BO
 
 
-def shift_scores(network: RewardNetwork, by: Sequence[float]) -> None:
-    """Add a constant per head to every score; no preference depends on it."""
-    bias = network.classifier.bias if isinstance(network, SequenceClassifier) else network.bias
-    bias.data += bias.new_tensor(by).reshape(bias.shape)
+def shifted(network: RewardNetwork, weights: Mapping[str, Tensor], by: Sequence[float]) -> dict[str, Tensor]:
+    """A network's weights with a constant per head added to every score; no preference depends on it."""
+    name = "classifier.bias" if isinstance(network, SequenceClassifier) else "bias"
+    bias = weights[name].float()
+    return {**weights, name: bias + bias.new_tensor(by).reshape(bias.shape)}
 
 
 def weights_by_label(model: str, labels: Sequence[str], weights: Mapping[str, float]) -> dict[str, float]:

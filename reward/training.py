@@ -2,7 +2,8 @@
 trained on rankings of K responses.
 
 Held-out rankings are on prompts that training never saw. After training, the bias is shifted so that demonstrations
-score 0 on average under every head: preferences determine scores only up to a constant.
+score 0 on average under every head: preferences determine scores only up to a constant. All ranks score the held-out
+responses with the model that was trained, in the precision of training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,18 +24,12 @@ from preferences.splits import split_rankings
 from preferences.statistics.reliability import labeler_reliability, labeler_weights
 from reward.comparisons import Comparison, LabelerWeights, encode_rankings, read_judgments
 from reward.config import RewardConfig
+from reward.heldout import FinalScores, final_scores
 from reward.learner import AuxiliaryParameters, LearnerSource, network_weights, spread_of_ratings, starting_log_nu
-from reward.metrics import (
-    demonstration_means,
-    joined_metrics,
-    labeler_metrics,
-    objective_metrics,
-    rating_metrics,
-    task_scores,
-)
+from reward.metrics import joined_metrics, labeler_metrics, objective_metrics, rating_metrics
 from reward.objective import RankingObjective
 from reward.results import RewardResults
-from reward.scoring import RewardNetwork, load_network, network_folder, shift_scores
+from reward.scoring import RewardNetwork, network_folder, shifted
 from training.loop import LoopConfig, TrainingLoop
 from training.seeds import derive_seed
 from training.stage import StageContext, build_engine
@@ -109,12 +104,14 @@ def train(context: StageContext, config: RewardConfig, start: Path) -> None:
     num_steps = max(1, round(config.num_epochs * len(trained_on) / config.batch.batch_size))
     loop_config = LoopConfig.of("reward", context.seed, num_steps, config)
     TrainingLoop(engine, loop_config, objectives[0], objectives[1], context.folder).run()
+    scores = final_scores(engine, tokenizer, config, trained_on, unseen)
     tensors = engine.full_weights(on_main_alone=True)
     if engine.is_main:
         # Auxiliary parameters are not part of the model; they go to the results.
-        save_model(context.model_folder, on_meta(source.build), network_weights(tensors), tokenizer)
+        network = on_meta(source.build)
+        save_model(context.model_folder, network, shifted(network, network_weights(tensors), scores.shift), tokenizer)
         learned = [auxiliary.learned(tensors, shape.hidden_size, place) for place in range(len(split.objectives))]
-        finish(context, config, tokenizer, split, (trained_on, unseen), learned)
+        write_results(context, config, split, scores, learned)
         write_json(context.folder / WARNINGS, [vars(warning) for warning in found.report.warnings])
     engine.barrier()
     engine.close()
@@ -174,38 +171,27 @@ def auxiliary_parameters(config: RewardConfig, split: Split, comparisons: Sequen
     return AuxiliaryParameters(tuple(log_nu) if config.ties == "davidson" else (), spread)
 
 
-def finish(
+def write_results(
     context: StageContext,
     config: RewardConfig,
-    tokenizer: Tokenizer,
     split: Split,
-    comparisons: tuple[Sequence[Comparison], Sequence[Comparison]],
+    scores: FinalScores,
     learned: Sequence[Mapping[str, float]],
 ) -> None:
-    """Shift the biases of the saved model, then measure it on the held-out rankings as it will be used.
-
-    `comparisons` are those trained on and those held out; `learned` has the auxiliary values of each head.
-    """
-    model = load_network(context.model_folder).eval()
-    means = demonstration_means(model, tokenizer, config.demonstrations, config.num_calibration)
-    shift_scores(model, [-mean for mean in means])
-    save_model(context.model_folder, model, model.state_dict(), tokenizer)
-    trained_on, unseen = comparisons
-    scores = task_scores(model, unseen)
-    write_json(context.folder / HELDOUT_SCORES, scores)
+    """Measure the model by its scores of the rankings; `learned` has the auxiliary values of each head."""
+    write_json(context.folder / HELDOUT_SCORES, scores.heldout)
+    known = {**scores.trained_on, **scores.heldout}
     weights, metrics = weights_of_labelers(split, config), dict[str, dict[str, Any]]()
     for place, objective in enumerate(split.objectives):
         train, heldout = split.of(objective)
-        own = [comparison for comparison in trained_on if comparison.objective == place][: config.num_calibration]
-        found = objective_metrics(
-            train, heldout, {**task_scores(model, own), **scores}, score_shift=-means[place], seed=context.seed
-        )
+        found = objective_metrics(train, heldout, known, score_shift=scores.shift[place], seed=context.seed)
         found["ties"] = {"kind": config.ties, **found["ties"]}
         found["labelers"] = labeler_metrics(train, {n: w for (of, n), w in weights.items() if of == objective})
         if "nu" in learned[place]:
             found["ties"]["learned_nu"] = learned[place]["nu"]
         if "rating_scale" in learned[place]:
-            found["ratings"] = rating_metrics(heldout, scores, learned[place]["rating_scale"])
+            found["ratings"] = rating_metrics(heldout, scores.heldout, learned[place]["rating_scale"])
         metrics[objective] = found
-    results = next(iter(metrics.values())) if len(metrics) == 1 else joined_metrics(metrics, split.heldout, scores)
+    several = len(metrics) > 1
+    results = joined_metrics(metrics, split.heldout, scores.heldout) if several else next(iter(metrics.values()))
     context.write_results(record_of(results, RewardResults, "results.json"))
