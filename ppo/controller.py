@@ -102,7 +102,7 @@ class PPOController:
                 chosen = self.prompt_order.batch(ahead).tolist()
                 seeds = [derive_seed(self.seed, "ppo", "sample", ahead, place) for place in range(len(chosen))]
                 prompts = [self.prompts[row] for row in chosen]
-                self.in_flight[ahead] = self.roles.generators.start_sampling(chosen, prompts, seeds)
+                self.in_flight[ahead] = self.roles.start_sampling(chosen, prompts, seeds)
 
     def stale_rollouts(self, iteration: int) -> dict[int, Rollout]:
         """Wait for the rollouts, for this and later iterations, that are sampled with older weights than this one's.

@@ -4,7 +4,9 @@ from collections.abc import Iterable, Sequence
 
 from cluster.remote import Handle, Pending
 from lm.generation import generate
+from lm.model import LanguageModel
 from lm.sampling import Choice
+from lm.source import on_meta
 from lm.weights import load_language_model
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
@@ -46,7 +48,24 @@ class Generator(Rank):
 
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
         super().__init__(config, engine_config, models)
-        self.policy = load_language_model(self.models.sft).to(self.device, self._compute_dtype).eval()
+        policy = load_language_model(self.models.sft).to(self.device, self._compute_dtype).eval()
+        self._model_config = policy.config
+        self._policy: LanguageModel | None = policy
+        # Samples are learned from before the next are drawn, and that brings other weights.
+        self._sleeps = config.memory != "fast" and config.placement == "colocated"
+
+    @property
+    def policy(self) -> LanguageModel:
+        assert self._policy is not None, "the generator has dropped its weights; it samples once per set of weights"
+        return self._policy
+
+    def _awake(self) -> LanguageModel:
+        """The policy; where it was dropped, with memory for weights that are about to arrive."""
+        if self._policy is None:
+            policy = on_meta(lambda: LanguageModel(self._model_config)).to(self._compute_dtype)
+            self._policy = policy.to_empty(device=self.device).eval()
+            self._policy.tie()
+        return self._policy
 
     def generate(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Rollout:
         sampled = generate(
@@ -57,6 +76,8 @@ class Generator(Rank):
             choice=Choice(self.config.temperature),
             seeds=seeds,
         )
+        if self._sleeps:
+            self._policy = None
         return Rollout.of(
             rows,
             prompts,
@@ -69,9 +90,9 @@ class Generator(Rank):
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
         """Take the learner's weights; comparing checksums on both sides proves that they arrived."""
-        take(self.policy, sent)
+        take(self._awake(), sent)
 
     def receive_broadcast(self) -> None:
         """As `receive`, when the first learner broadcasts."""
-        for chunk in chunks(held_tensors(self.policy).items()):
+        for chunk in chunks(held_tensors(self._awake()).items()):
             require_same(self.broadcast.receive(chunk), chunk)

@@ -61,6 +61,10 @@ class Learners:
         shares = [(share, learning_rate, update) for share in batch.shares(self.ranks.num_ranks)]
         return _total(self.ranks.call_split(Learner.update_value, shares))
 
+    def make_room(self) -> None:
+        """Send what only updates need to CPU memory, until the next update or checkpoint."""
+        self.ranks.call_all(Learner.make_room)
+
     def keep_policy(self, folder: Path) -> None:
         """Write the current policy as a model directory, replacing whatever is there."""
         self.ranks.call_all(Learner.keep_policy, folder)
@@ -187,6 +191,10 @@ class Learner(Rank):
     def _say_skipped(self, role: str, engine: Engine[Any], update: int) -> None:
         if engine.has_skipped and engine.is_main:
             say(f"ppo: update {update + 1} of the {role} is skipped: its gradient is not finite")
+
+    def make_room(self) -> None:
+        self.policy.offload_optimizer()
+        self.value.offload_optimizer()
 
     def send(self) -> Iterator[SentWeights]:
         """The policy's weights as a generator holds them; a collective call."""

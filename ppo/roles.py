@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from cluster.remote import Local
+from cluster.remote import Local, Pending
 from lm.tokenizer import Messages
 from ppo.config import PPOConfig
 from ppo.generator import Generator, Generators
 from ppo.initial_models import InitialModels
 from ppo.learner import Learner, Learners
+from ppo.rollout import Rollout
 from ppo.scorer import Scorer, Scorers
 from ppo.weight_transport import Broadcast, Direct, WeightTransport, broadcasts
 from training.config import EngineConfig
@@ -30,6 +31,7 @@ class Roles:
     generators: Generators
     scorers: Scorers
     transport: WeightTransport
+    makes_room: bool = False  # whether learners leave their device to generators of the same ranks
 
     @classmethod
     def on_groups(
@@ -57,7 +59,8 @@ class Roles:
         if learners is not generators and broadcasts(config, learning, sampling):
             transport = Broadcast.open(learners, learning, sampling)
         asked = conversations if models.reward_reads_texts else ()
-        return cls(Learners(learning), Generators(sampling), Scorers(scoring, asked), transport)
+        makes_room = config.memory == "small" and learners is generators
+        return cls(Learners(learning), Generators(sampling), Scorers(scoring, asked), transport, makes_room)
 
     @classmethod
     def in_process(
@@ -68,7 +71,16 @@ class Roles:
         sampling = Local(Generator(config, engine, models))
         learning = Local(Learner(config, engine, models, num_workers=1))
         asked = conversations if models.reward_reads_texts else ()
-        return cls(Learners(learning), Generators(sampling), Scorers(scoring, asked), Direct(learning, sampling))
+        makes_room, direct = config.memory == "small", Direct(learning, sampling)
+        return cls(Learners(learning), Generators(sampling), Scorers(scoring, asked), direct, makes_room)
+
+    def start_sampling(
+        self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]
+    ) -> Pending[Rollout]:
+        """`Generators.start_sampling`, once learners on the same ranks have made room."""
+        if self.makes_room:
+            self.learners.make_room()
+        return self.generators.start_sampling(rows, prompts, seeds)
 
     def sync_weights(self) -> None:
         """Give the learners' weights to the generators, and advance the moving average.

@@ -13,15 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from cluster.remote import Handle, Pending
+from lm.model import LanguageModel
 from lm.progress import note_progress
-from lm.tokenizer import Messages
-from lm.weights import load_language_model
+from lm.source import ModelSource, load
+from lm.tokenizer import Messages, Tokenizer
+from lm.weights import ModelFolder
 from ppo.config import PPOConfig
+from ppo.frozen_model import FrozenModel, HeldModel, ShardedModel
 from ppo.initial_models import InitialModels
 from ppo.rank import Rank
 from ppo.rollout import Rollout, joined
 from reward.external import ExternalReward, Scored
-from reward.scoring import RewardModel, sequence_scores
+from reward.scoring import RewardModel, labels_of, network_folder, read_by, scores_of, weights_by_label
 from training.config import EngineConfig
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
@@ -65,11 +68,15 @@ class Scorer(Rank):
 
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
         super().__init__(config, engine_config, models)
-        self.reference = self._frozen(load_language_model(self.models.sft))
-        reward, weights = self.models.reward, config.objective_weights
-        self.judge = RewardModel.load(reward, weights) if isinstance(reward, Path) else reward
-        if isinstance(self.judge, RewardModel):
-            self._frozen(self.judge.network)
+        self.reference = self._fixed(ModelFolder(self.models.sft, LanguageModel))
+        reward = self.models.reward
+        self.judge: RewardModel | ExternalReward
+        if isinstance(reward, Path):
+            weights = weights_by_label(str(reward), labels_of(reward), config.objective_weights)
+            self.network = self._fixed(network_folder(reward))
+            self.judge = RewardModel(self.network.module, Tokenizer.load(reward), weights)
+        else:
+            self.judge = reward
         self._failure = ""
 
     @property
@@ -80,12 +87,18 @@ class Scorer(Rank):
         """
         return self._compute_dtype == torch.bfloat16 and self.engine_config.zero_stage == 0
 
-    def _frozen(self, model: AnyModel) -> AnyModel:
-        dtype = torch.float32 if self._autocast else self._compute_dtype
-        model = model.to(self.device, dtype).eval().requires_grad_(False)
+    def _fixed(self, source: ModelSource[AnyModel]) -> FrozenModel[AnyModel]:
+        if self.config.memory == "fast":
+            model = load(source).eval().requires_grad_(False)
+            self._set_types(model)
+            return HeldModel(model.to(self.device))
+        limit = self.engine_config.collective_timeout_seconds
+        return ShardedModel(source, self._set_types, self.device, limit, by_layer=self.config.memory == "small")
+
+    def _set_types(self, model: nn.Module) -> None:
+        model.to(torch.float32 if self._autocast else self._compute_dtype)
         if self._autocast:
             _round_products(model)
-        return model
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)
@@ -110,12 +123,15 @@ class Scorer(Rank):
         room, too_long = judge.room_tokens, [len(row) for row in sequences if not judge.fits(row)]
         self._failure = f"it has {too_long[0]} tokens; the reward model reads {room}" if too_long else ""
         scores_BO = torch.full((len(sequences), len(network.labels)), math.nan)
-        with self._precision():
-            for start in range(0, len(fitting), size):
+        with self.network.in_use(), self._precision():
+            for start in range(
+                0, len(sequences), size
+            ):  # as many passes as on every other rank, which may share weights
                 note_progress()
                 rows = fitting[start : start + size]
-                found = sequence_scores(network, [sequences[row] for row in rows], network.config.kind)
-                scores_BO[rows] = found.float().cpu()
+                read = [sequences[row] for row in rows] or [[judge.tokenizer.end_id]]
+                found = scores_of(network, read_by(read, network.config.kind, self.device)).float().cpu()
+                scores_BO[rows] = found[: len(rows)]
         order = [network.labels.index(name) for name in self.config.objective_weights] or [0]
         return scores_BO[:, order]
 
@@ -130,8 +146,8 @@ class Scorer(Rank):
 
     @torch.no_grad()
     def reference_logprobs(self, rollout: Rollout) -> Tensor:
-        with self._precision():
-            return torch.cat([self._logprobs(self.reference, part).cpu() for part in self._parts(rollout)])
+        with self.reference.in_use(), self._precision():
+            return torch.cat([self._logprobs(self.reference.module, part).cpu() for part in self._parts(rollout)])
 
 
 def _round_products(model: nn.Module) -> None:

@@ -175,7 +175,15 @@ STAGE = Stage(
     check=check,
     preflight=preflight,
     layout_keys=frozenset(
-        ("placement", "num_generators", "num_scorers", "weight_transport", "reward_timeout_seconds", "reward_retries")
+        (
+            "placement",
+            "num_generators",
+            "num_scorers",
+            "weight_transport",
+            "memory",
+            "reward_timeout_seconds",
+            "reward_retries",
+        )
     ),
     plan=plan,
     report=REPORTER,

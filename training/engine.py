@@ -30,8 +30,9 @@ from training.internals import (
     set_collective_timeout,
     set_gradient_sync,
 )
+from training.offload import Offload
 from training.optimizers import make_optimizers
-from training.state import ParamShard, SavedState, State, state_of, whole_params, whole_tensors
+from training.state import STEP, ParamShard, SavedState, State, state_of, whole_params, whole_tensors
 from training.writer import CheckpointWriter
 from training.zero import build_sharded, deepspeed_config, gather_weights, write_back, zero_shards
 
@@ -84,6 +85,7 @@ class Engine(Generic[AnyModule]):
             set_collective_timeout(self.model, timedelta(seconds=config.collective_timeout_seconds))
         self._loss_sum = torch.zeros((), device=self.device)
         self._skipped_in_row = 0
+        self.offload = Offload(self.device)
 
     def _replicated(self, model: nn.Module) -> Any:
         """The whole model on every rank: under autocast in bf16, and in DDP if there are several ranks.
@@ -128,6 +130,7 @@ class Engine(Generic[AnyModule]):
         count of the whole global batch, so shares add up over micro-batches and ranks however the batch is split.
         Returns the metrics summed over this rank's micro-batches.
         """
+        self.offload.bring_back()  # DeepSpeed steps in the last backward
         sums: dict[str, Tensor] = {}
         with self.cache_weight_casts():
             for number, micro_batch in enumerate(micro_batches):
@@ -225,11 +228,19 @@ class Engine(Generic[AnyModule]):
         """
         if self.config.zero_stage == 0:
             return {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
+        self.offload.bring_back()  # ZeRO's fp32 weights
         keep = self.is_main or not on_main_alone
         device = torch.device("cpu") if on_main_alone else self.device
         return gather_weights(self.module, self._source, device, keep=keep)
 
+    def offload_optimizer(self) -> None:
+        """Send the optimizer's states, and under ZeRO the fp32 weights, to CPU memory until they are needed."""
+        shards = self._shards()
+        states = [value for shard in shards for kind, value in shard.optimizer_state.items() if kind != STEP]
+        self.offload.send_away(states + [shard.storage for shard in shards if self.config.zero_stage > 0])
+
     def _shards(self) -> list[ParamShard]:
+        self.offload.bring_back()
         if self.config.zero_stage == 0:
             return whole_params(self.module, self._optimizers)
         return zero_shards(self.module, self.model.optimizer, self.config.zero_stage, self.rank)

@@ -129,7 +129,8 @@ def test_groups_of_other_sizes_and_shards_agree_to_rounding(
     train: Callable[[Roles, Path], Trained],
     tmp_path: Path,
 ) -> None:
-    config = config.model_copy(update={"weight_transport": "broadcast"})
+    changes = {"placement": "disaggregated", "weight_transport": "broadcast", "memory": "small"}  # scorers shard
+    config = config.model_copy(update=changes)
     engine = ENGINE.model_copy(update={"zero_stage": 3})
     with WorkerGroup(1) as learners, WorkerGroup(2) as generators, WorkerGroup(2) as scorers:
         roles = disaggregated(learners, generators, scorers, config, engine, models)

@@ -16,6 +16,7 @@ from lm.tokenizer import Messages, Tokenizer
 from lm.weights import load_language_model, load_scalar_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
+from ppo.frozen_model import HeldModel
 from ppo.initial_models import InitialModels
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from ppo.sent_weights import SentWeights, held_tensors
@@ -97,15 +98,15 @@ def test_frozen_matrices_in_bf16_give_the_bits_that_autocast_gives(start: Start,
     worker = start("bf16")
     assert isinstance(worker.scorer.judge, RewardModel)
     linear, table = (
-        worker.scorer.reference.decoder.blocks[0].mlp.up.weight,
-        worker.scorer.reference.decoder.embedding.weight,
+        worker.scorer.reference.module.decoder.blocks[0].mlp.up.weight,
+        worker.scorer.reference.module.decoder.embedding.weight,
     )
     assert (linear.dtype, table.dtype) == (torch.bfloat16, torch.float32)
-    assert worker.scorer.reference.head.weight is table  # tied: a product of it is rounded at each use
+    assert worker.scorer.reference.module.head.weight is table  # tied: a product of it is rounded at each use
     assert worker.scorer.judge.network.score.weight.dtype == torch.bfloat16
     rollout = worker.sample(prompts, range(16))
     found = worker.scorer.reference_logprobs(rollout), worker.scores(rollout)
-    worker.scorer.reference = load_language_model(worker.models.sft).eval()
+    worker.scorer.reference = HeldModel(load_language_model(worker.models.sft).eval())
     worker.scorer.judge = RewardModel.load(worker.models.reward)
     assert worker.scorer.judge.network.score.weight.dtype == torch.float32
     expected = worker.scorer.reference_logprobs(rollout), worker.scores(rollout)
