@@ -1,0 +1,85 @@
+"""Models in shards: the same outputs from every kind of model, and each byte on one rank."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lm.config import ModelConfig
+from lm.encoder import SequenceClassifier
+from lm.model import LanguageModel, ScalarModel
+from lm.source import ModelSource, RandomInit, load
+from ppo.frozen_model import ShardedModel
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+CPU = torch.device("cpu")
+
+
+def config(**changes: object) -> ModelConfig:
+    return ModelConfig.model_validate({"vocab_size": 60, "max_position_embeddings": 16, **SIZES, **changes})
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tied": partial(LanguageModel, config(tie_word_embeddings=True)),
+    "untied": partial(LanguageModel, config(tie_word_embeddings=False)),
+    "learned positions": partial(LanguageModel, config(positions="learned", norm="layer")),
+    "scores": partial(ScalarModel, config(), labels=("kind", "brief")),
+    "encoder": partial(SequenceClassifier, config(kind="encoder", positions="learned", norm="layer"), ("score",)),
+}
+
+
+def source_of(name: str) -> ModelSource[nn.Module]:
+    return RandomInit(MODELS[name], seed=3)
+
+
+def held(model: nn.Module) -> dict[str, Tensor]:
+    return dict([*model.named_parameters(), *model.named_buffers()])
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_in_shards_gives_the_bits_of_the_whole_one(name: str, by_layer: bool) -> None:
+    tokens_BT = torch.randint(0, 60, (3, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = load(source_of(name)).eval()(tokens_BT)
+        sharded = ShardedModel(source_of(name), lambda _: None, CPU, 60.0, by_layer=by_layer)
+        for _ in range(2):
+            assert all(tensor.is_meta for tensor in held(sharded.module).values())
+            with sharded.in_use():
+                assert torch.equal(sharded.module(tokens_BT), expected)
+    assert all(tensor.is_meta for tensor in held(sharded.module).values())
+
+
+def _fail(_module: nn.Module, _args: object) -> None:
+    raise RuntimeError("out of memory")
+
+
+def test_a_pass_that_fails_leaves_no_layer_behind() -> None:
+    sharded = ShardedModel(source_of("tied"), lambda _: None, CPU, 60.0, by_layer=True)
+    sharded.module.get_submodule("decoder.blocks.1.mlp.down").register_forward_pre_hook(_fail)
+    with pytest.raises(RuntimeError, match="out of memory"), sharded.in_use():
+        sharded.module(torch.tensor([[5, 6]]))
+    assert all(tensor.is_meta for tensor in held(sharded.module).values())
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_ranks_hold_equal_parts_which_are_the_whole(by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shares(num_ranks: int) -> list[list[Tensor]]:
+        found = []
+        for rank in range(num_ranks):
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+            sharded = ShardedModel(source_of("tied"), nn.Module.bfloat16, CPU, 60.0, by_layer=by_layer)
+            found.append([bundle.share for bundle in sharded.bundles])
+        return found
+
+    (whole,), parts = shares(1), shares(7)
+    size = sum(2 * tensor.numel() for tensor in held(load(source_of("tied"))).values())
+    assert size <= sum(len(share) for share in whole) <= 1.2 * size
+    for number, share in enumerate(whole):
+        gathered = torch.cat([own[number] for own in parts])
+        assert len({len(own[number]) for own in parts}) == 1
+        assert torch.equal(gathered[: len(share)], share)
+        assert not gathered[len(share) :].any()
