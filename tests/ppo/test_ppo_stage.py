@@ -78,21 +78,38 @@ def test_a_killed_run_ends_as_the_run_nobody_touched(
     with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "num_st')
     run(tmp_path / "killed", **ahead)
-    for name in ("model", "model_ema"):
-        weights = [(tmp_path / kind / name / "model.safetensors").read_bytes() for kind in ("whole", "killed")]
-        assert weights[0] == weights[1]
-    logs = []
-    for kind in ("whole", "killed"):
-        lines = [json.loads(line) for line in (tmp_path / kind / "metrics.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines] == [1, 2, 3]
-        logs.append([{k: v for k, v in line.items() if "second" not in k} for line in lines])
-    assert logs[0] == logs[1]
-    assert len({line["kl_coef"] for line in logs[0]}) == 3  # the coefficient moved, and was resumed
+    log = same_weights_and_log(tmp_path / "whole", tmp_path / "killed")
+    assert len({line["kl_coef"] for line in log}) == 3  # the coefficient moved, and was resumed
     results = [json.loads((tmp_path / kind / "results.json").read_text()) for kind in ("whole", "killed")]
     assert results[0] == results[1]
     assert results[0]["num_iterations"] == 3
     checkpoints = sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir())
     assert checkpoints == ["step-000002", "step-000003"]
+
+
+@pytest.mark.parametrize(("killed", "resumed"), [("balanced", "small"), ("small", "fast")])
+def test_a_run_killed_in_one_mode_of_memory_ends_in_another_as_the_run_nobody_touched(
+    run: Callable[..., None], tmp_path: Path, killed: str, resumed: str
+) -> None:
+    run(tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", make_mortal, memory=killed)
+    run(tmp_path / "killed", memory=resumed)
+    same_weights_and_log(tmp_path / "whole", tmp_path / "killed")
+
+
+def same_weights_and_log(*folders: Path) -> list[dict[str, float]]:
+    """Require that two runs of three iterations left the same bits; returns their metrics without times."""
+    for name in ("model", "model_ema"):
+        first, second = ((folder / name / "model.safetensors").read_bytes() for folder in folders)
+        assert first == second
+    logs = []
+    for folder in folders:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        logs.append([{k: v for k, v in line.items() if "second" not in k} for line in lines])
+    assert logs[0] == logs[1]
+    return logs[0]
 
 
 def cut_the_policy(checkpoint: Path) -> None:
