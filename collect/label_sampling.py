@@ -4,7 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from evaluation.sampling import SamplingSpec, sample_policy
+from lm.inference import inference_dtype
 from preferences.records import Message, Task
 from preferences.task_selection import Candidate, Method, PromptCandidates, choose_tasks
 from reward.comparisons import encode_response
@@ -52,7 +55,7 @@ def sample_tasks(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             seed=derive_seed(selection.seed, "label sample", str(policy)),
-            precision="fp32",
+            precision="bf16" if inference_dtype() == torch.bfloat16 else "fp32",
         )
         for sample in sample_policy(spec, prompts):
             found[sample.prompt_id].append((sample.response, str(policy)))

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluation.sampling import sequence_logprobs
+from evaluation.logprobs import sequence_logprobs
 from evaluation.statistics.means import NUM_RESAMPLES
 from intervals.bootstrap import bootstrap_ratio
 from intervals.estimates import LEVEL, Interval
 from intervals.score import share_interval
 from lm.generation import generate
+from lm.inference import load_for_inference
 from lm.model import LanguageModel
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model
+from lm.weights import ModelFolder
 from reading.fields import text_field
 from training.data import DataConfig, read_rows
 from training.seeds import derive_seed
@@ -96,7 +97,7 @@ def few_shot_rows(folder: Path, examples: Sequence[Example], num_shots: int, *, 
     """
     if len(examples) <= num_shots:
         raise ValueError(f"{len(examples)} examples; more than the {num_shots} shown in a context were expected")
-    model, tokenizer = load_language_model(folder).eval(), Tokenizer.load(folder)
+    model, tokenizer = load_for_inference(ModelFolder(folder, LanguageModel)), Tokenizer.load(folder)
     contexts = [few_shot_context(examples, index, num_shots, seed) for index in range(len(examples))]
     queries = tokenizer.encode_plain(contexts)
     answers = tokenizer.encode_plain([f" {example.completion}" for example in examples])

@@ -14,13 +14,14 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
+from evaluation.logprobs import logits_function, position_chunks, predicting_states
 from evaluation.measures.drawing import Policy
-from evaluation.measures.kl import position_chunks, predicting_states
 from evaluation.measures.text import text_logprobs
 from evaluation.sampling import BATCH
 from lm.generation import generate
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
+from lm.padding import batches_by_length
 from lm.sampling import Choice
 from training.seeds import derive_seed
 
@@ -181,14 +182,13 @@ def score_pairs(model: LanguageModel, pairs: Sequence[Pair]) -> list[tuple[float
     Vocabulary logits are held for one chunk of positions at a time.
     """
     found = [(0.0, True)] * len(pairs)
-    order = sorted(range(len(pairs)), key=lambda row: len(pairs[row][0]) + len(pairs[row][1]))
-    for start in range(0, len(order), BATCH):
-        rows = order[start : start + BATCH]
+    logits = logits_function(model)
+    for rows in batches_by_length([[*context, *continuation] for context, continuation in pairs]):
         states_CD = predicting_states(model, [pairs[row] for row in rows])
         tokens_C = torch.tensor([token for row in rows for token in pairs[row][1]], device=states_CD.device)
         logprobs, greedy = [], []
-        for part in position_chunks(len(tokens_C), model.config.vocab_size):
-            logits_CV = model.head(states_CD[part])
+        for part in position_chunks(states_CD, model.config.vocab_size):
+            logits_CV = logits(states_CD[part])
             logprobs.append(token_logprobs(logits_CV, tokens_C[part]))
             greedy.append(logits_CV.argmax(dim=-1) == tokens_C[part])
         lengths = [len(pairs[row][1]) for row in rows]

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 
-from evaluation.sampling import Sample, SamplingSpec, sample_policy
+from evaluation.sampling import Sample, Sampler, SamplingSpec
 from stages.run import StageRun
 from stages.sampling import sample_in_parts
 from training.data import Prompt
 
 
 def sample_everywhere(run: StageRun, phase: str, spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]:
-    """`sample_policy` on all workers; the result does not depend on how many there are."""
-    return [Sample(**row) for row in sample_in_parts(run, phase, sample_policy, spec, prompts)]
+    """`sample_policy` on all workers, each of which loads the policy once; the result does not depend on how many there
+    are.
+    """
+    return [Sample(**row) for row in sample_in_parts(run, phase, Sampler, spec, prompts)]

@@ -134,6 +134,12 @@ class ModelFolder(Generic[AnyModel]):
         labels = {"labels": _labels(self.folder / CONFIG, raw)} if has_labels else {}
         return build(config, dropout=self.dropout, **labels)
 
+    def check(self) -> None:
+        """Compare the names and shapes of its tensors with its config; none is read. Raises as above."""
+        _, family, _ = read_config(self.folder, PURPOSES[self.kind])
+        with open_checkpoint(self.folder, family, on_meta(self.build)):
+            pass
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         _, family, raw = read_config(self.folder, PURPOSES[self.kind])
         model = on_meta(self.build)

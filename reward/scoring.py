@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from lm.encoder import SequenceClassifier
+from lm.inference import load_for_inference
 from lm.model import ScalarModel
 from lm.padding import MAX_ROWS, batches_by_length, last_tokens, pad_right
 from lm.progress import note_progress
-from lm.source import ModelSource, load, on_meta
+from lm.source import ModelSource, on_meta
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder, purpose_of
 from reward.comparisons import encode_scored
@@ -33,9 +34,10 @@ def network_folder(folder: Path, dropout: float = 0.0) -> ModelSource[RewardNetw
     return ModelFolder(folder, ScalarModel, dropout)
 
 
-def load_network(folder: Path) -> RewardNetwork:
-    """The reward model of a directory, in fp32. Raises as for `lm.weights.ModelFolder`."""
-    return load(network_folder(folder))
+def check_network(folder: Path) -> None:
+    """Raises ValueError as loading the reward model of a directory does, without reading its weights."""
+    is_encoder = purpose_of(folder) == "sequence"
+    (ModelFolder(folder, SequenceClassifier) if is_encoder else ModelFolder(folder, ScalarModel)).check()
 
 
 def labels_of(folder: Path) -> tuple[str, ...]:
@@ -112,9 +114,12 @@ class RewardModel:
 
     @classmethod
     def load(cls, folder: Path, weights: Mapping[str, float] | None = None) -> Self:
-        """Raises: ValueError as for `weights_by_label`, and for a directory that holds no reward model."""
+        """On the device that `lm.inference` chooses.
+
+        Raises: ValueError as for `weights_by_label`, and for a directory that holds no reward model.
+        """
         checked = weights_by_label(str(folder), labels_of(folder), weights or {})
-        return cls(load_network(folder).eval(), Tokenizer.load(folder), checked)
+        return cls(load_for_inference(network_folder(folder)), Tokenizer.load(folder), checked)
 
     def sequences(
         self,

@@ -23,8 +23,7 @@ def run_reward(run: StageRun, config: RewardConfig) -> None:
     """Train on all workers; measure against the world, where its labelers gave the rankings."""
     run.on_ranks(train, config, run.start("sft"))
     if "collect" in run.parents:  # so the world knows what its labelers went by
-        measured = measure_reward_model(run.folder, config, run.world, run.seed)
-        run.write_results(measured)
+        run.write_results(measure_reward_model(run, config))
 
 
 def check(config: RewardConfig, _job: JobView) -> None:

@@ -1,14 +1,17 @@
 """Measuring a reward model against what the world knows: the labelers' noiseless truth, and people's own order."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from files.records import read_record
-from intervals.estimates import Share
+from intervals.estimates import Floats, Share
 from intervals.score import share_interval
+from lm.tokenizer import Messages
 from preferences.records import Ranking
 from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import encode_scored, read_judgments
@@ -16,14 +19,16 @@ from reward.config import RewardConfig
 from reward.results import RewardResults
 from reward.scoring import RewardModel
 from reward.training import HELDOUT_SCORES, split_of
-from stages.world import World, label_truth
+from stages.run import StageRun
+from stages.world import label_truth
 
 
-def measure_reward_model(folder: Path, config: RewardConfig, world: World, seed: int) -> RewardResults:
-    """The results of the finished stage in `folder`, with what the world knows: `gold_accuracy`, the share of held-out
-    pairs ordered as a noiseless labeler would, and `human_pairs_accuracy` where it has pairs that people ordered.
+def measure_reward_model(run: StageRun, config: RewardConfig) -> RewardResults:
+    """The results of the finished stage, with what the world knows: `gold_accuracy`, the share of held-out pairs
+    ordered as a noiseless labeler would, and `human_pairs_accuracy` where it has pairs that people ordered.
     """
-    heldout = split_of(read_judgments(config.rankings).rankings, config, seed).heldout
+    folder, world = run.folder, run.world
+    heldout = split_of(read_judgments(config.rankings).rankings, config, run.seed).heldout
     scores = json.loads((folder / HELDOUT_SCORES).read_text(encoding="utf-8"))
     truth = label_truth(heldout, world)
     unique = {ranking.task_id: ranking for ranking in heldout}
@@ -33,14 +38,26 @@ def measure_reward_model(folder: Path, config: RewardConfig, world: World, seed:
     )
     pairs = world.judged_pairs()
     if pairs:
-        judge = RewardModel.load(folder / "model")
-        sides = [[encode_scored(judge.tokenizer, pair[side]) for pair in pairs] for side in (0, 1)]
-        better, worse = (judge.score_sequences(side) for side in sides)
-        right = np.array([float(b > w) + 0.5 * (b == w) for b, w in zip(better, worse, strict=True)])
+        workers = run.workers()
+        bounds = [len(pairs) * rank // workers.num_workers for rank in range(workers.num_workers + 1)]
+        shares = [(folder / "model", pairs[start:end]) for start, end in pairwise(bounds)]
+        right = np.concatenate(workers.run_split(f"{run.name}: pairs", right_pairs, shares))
         found = share_interval(right)
         share = Share(found.mean, found.low, found.high, num_pairs=len(pairs), num_tasks=len(pairs))
         results = replace(results, human_pairs_accuracy=share)
     return results
+
+
+def right_pairs(folder: Path, pairs: Sequence[tuple[Messages, Messages]]) -> Floats:
+    """1 for each pair (better, worse) that the reward model in `folder` orders so, ½ for a tie, else 0."""
+    if not pairs:
+        return np.empty(0)
+    judge = RewardModel.load(folder)
+    better, worse = (
+        np.array(judge.score_sequences([encode_scored(judge.tokenizer, pair[side]) for pair in pairs]))
+        for side in (0, 1)
+    )
+    return (better > worse) + 0.5 * (better == worse)
 
 
 def _ranks_of(scores: list[float]) -> tuple[int, ...]:

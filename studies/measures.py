@@ -24,8 +24,10 @@ from evaluation.measures.text import bits_and_bytes
 from files.atomic import atomic_file
 from intervals.estimates import Floats
 from jobs.job import JobConfig
+from lm.inference import load_for_inference
+from lm.model import LanguageModel
 from lm.tokenizer import Tokenizer
-from lm.weights import load_language_model
+from lm.weights import ModelFolder
 from preferences.splits import split_rankings
 from reward.comparisons import encode_response
 from reward.scoring import RewardModel
@@ -89,7 +91,7 @@ class SeedMeasures:
             sources = [DataConfig(source=str(self._world_file("pretrain_heldout")))]
             model = self.folder / stage / "model"
             bits_D, bytes_D = bits_and_bytes(
-                load_language_model(model).eval(), Tokenizer.load(model), list(read_texts(sources))
+                load_for_inference(ModelFolder(model, LanguageModel)), Tokenizer.load(model), list(read_texts(sources))
             )
             return {"bits_D": bits_D, "bytes_D": bytes_D}
 

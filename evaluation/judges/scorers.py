@@ -3,18 +3,17 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from evaluation.answers import OnProgress
 from evaluation.judges.judge import Pair
 from evaluation.verdicts import Verdict
-from lm.tokenizer import Messages
+from lm.tokenizer import Messages, Tokenizer
 from reward.comparisons import encode_scored
 from reward.external import Scored
-from reward.scoring import RewardModel
+from reward.scoring import RewardModel, check_network, labels_of, weights_by_label
 
 # Maps conversations and responses to one score or failure per response.
 Score = Callable[[Sequence[Messages], Sequence[str]], Sequence[Scored]]
@@ -64,18 +63,22 @@ def reward_model_score(folder: Path, weights: Mapping[str, float]) -> Score:
 
     Raises: ValueError for a directory without a reward model, and for weights that do not fit it.
     """
-    model = RewardModel.load(folder, weights)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weights_by_label(str(folder), labels_of(folder), weights)
+    check_network(folder)
+    tokenizer = Tokenizer.load(folder)
+
+    @cache  # loaded when first used: policies are sampled before, and need the memory
+    def model() -> RewardModel:
+        return RewardModel.load(folder, weights)
 
     def score(conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
         turns = zip(conversations, responses, strict=True)
         whole = [[*messages, {"role": "assistant", "content": response}] for messages, response in turns]
-        sequences = [encode_scored(model.tokenizer, conversation) for conversation in whole]
-        room = model.network.config.max_position_embeddings
-        fitting = [row for row, tokens in enumerate(sequences) if model.fits(tokens)]
+        sequences = [encode_scored(tokenizer, conversation) for conversation in whole]
+        room = model().network.config.max_position_embeddings
+        fitting = [row for row, tokens in enumerate(sequences) if model().fits(tokens)]
         found = [Scored(math.nan, f"{len(s)} tokens; the reward model reads at most {room}") for s in sequences]
-        model.network.to(device)  # only when first used: policies are sampled before, and need the memory
-        scores = model.score_sequences([sequences[row] for row in fitting])
+        scores = model().score_sequences([sequences[row] for row in fitting])
         for row, value in zip(fitting, scores, strict=True):
             found[row] = Scored(value) if math.isfinite(value) else Scored(math.nan, f"the reward model gave {value}")
         return found

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import torch
-
 from evaluation.sampling import BATCH
 from lm.generation import generate
+from lm.inference import load_for_inference
 from lm.model import LanguageModel
 from lm.sampling import Choice
 from lm.tokenizer import Messages, Tokenizer
-from lm.weights import load_language_model
+from lm.weights import ModelFolder
 from training.data import Prompt
 from training.seeds import derive_seed
 
@@ -27,8 +26,7 @@ class Policy:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return cls(folder, load_language_model(folder).to(device).eval(), Tokenizer.load(folder))
+        return cls(folder, load_for_inference(ModelFolder(folder, LanguageModel)), Tokenizer.load(folder))
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evaluation.logprobs import logits_function, position_chunks, predicting_states
 from evaluation.measures.drawing import Drawn, Policy
 from evaluation.sampling import BATCH
 from intervals.clustered import clustered_mean
 from intervals.estimates import Floats, Interval
 from lm.model import LanguageModel
-from lm.padding import pad_right
+from lm.padding import batches_by_length
+from lm.progress import note_progress
 
-LOGITS_AT_ONCE = 2**24  # per model; bounds memory at a few hundred MB, however large the vocabulary
 MAX_PREFIXES = 200_000  # for an exact KL
 
 
@@ -103,17 +104,17 @@ def response_kls(
     for row, response in enumerate(responses):
         if not response:
             raise ValueError(f"responses[{row}] is empty; at least the end token was expected")
-    order = sorted(range(len(queries)), key=lambda row: len(queries[row]) + len(responses[row]))
+    ours, theirs = logits_function(policy), logits_function(reference)
     sums = np.zeros((len(queries), 3))
-    for start in range(0, len(order), BATCH):
-        rows = order[start : start + BATCH]
+    for rows in batches_by_length([[*query, *response] for query, response in zip(queries, responses, strict=True)]):
+        note_progress()
         tokens_C = torch.tensor([token for row in rows for token in responses[row]], device=policy.head.weight.device)
         pairs = [(queries[row], responses[row]) for row in rows]
         hidden = [predicting_states(model, pairs) for model in (policy, reference)]
         found = torch.cat(
             [
-                _position_kls(policy, reference, hidden[0][part], hidden[1][part], tokens_C[part], temperature)
-                for part in position_chunks(len(tokens_C), policy.config.vocab_size)
+                _position_kls(ours(hidden[0][part]), theirs(hidden[1][part]), tokens_C[part], temperature)
+                for part in position_chunks(hidden[0], policy.config.vocab_size)
             ]
         )
         per_response = found.split([len(responses[row]) for row in rows])
@@ -121,38 +122,12 @@ def response_kls(
     return ResponseKLs(k1_N=sums[:, 0], k3_N=sums[:, 1], full_N=sums[:, 2])
 
 
-def predicting_states(model: LanguageModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    """Returns the hidden states [C, D] that predict each response's tokens."""
-    tokens_BT, _ = pad_right([[*query, *response] for query, response in pairs], model.head.weight.device)
-    predicts_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
-    for row, (query, response) in enumerate(pairs):
-        predicts_BT[row, len(query) - 1 : len(query) + len(response) - 1] = True
-    return model.decoder.hidden(tokens_BT, None)[predicts_BT]
-
-
-def position_chunks(num_positions: int, vocab_size: int) -> list[slice]:
-    """Returns slices of positions whose logits fit in memory at once."""
-    size = max(1, LOGITS_AT_ONCE // vocab_size)
-    return [slice(start, start + size) for start in range(0, num_positions, size)]
-
-
-def _position_kls(
-    policy: LanguageModel,
-    reference: LanguageModel,
-    policy_CD: Tensor,
-    reference_CD: Tensor,
-    tokens_C: Tensor,
-    temperature: float,
-) -> Tensor:
-    """Returns k1, k3 and full per position, [C, 3]."""
-    ours_CV, theirs_CV = _logprobs(policy, policy_CD, temperature), _logprobs(reference, reference_CD, temperature)
+def _position_kls(ours_CV: Tensor, theirs_CV: Tensor, tokens_C: Tensor, temperature: float) -> Tensor:
+    """Returns k1, k3 and full per position, [C, 3], from both models' logits."""
+    ours_CV, theirs_CV = (torch.log_softmax(logits.float() / temperature, dim=-1) for logits in (ours_CV, theirs_CV))
     log_ratio_C = (theirs_CV - ours_CV).gather(1, tokens_C[:, None])[:, 0]
     full_C = (ours_CV.exp() * (ours_CV - theirs_CV)).sum(dim=1)
     return torch.stack([-log_ratio_C, torch.expm1(log_ratio_C) - log_ratio_C, full_C], dim=1)
-
-
-def _logprobs(model: LanguageModel, states_CD: Tensor, temperature: float) -> Tensor:
-    return torch.log_softmax(model.head(states_CD).float() / temperature, dim=-1)
 
 
 @torch.inference_mode()

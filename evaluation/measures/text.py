@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from evaluation.sampling import sequence_logprobs
+from evaluation.logprobs import sequence_logprobs
 from intervals.estimates import Floats
 from lm.model import LanguageModel
 from lm.tokenizer import Tokenizer

@@ -12,8 +12,6 @@ from evaluation.verdicts import Response
 from files.hashes import folder_hash
 from lm.hub import model_directory
 from lm.model import LanguageModel
-from lm.source import on_meta
-from lm.tensor_files import open_checkpoint
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, read_config
 from training.data import Prompt
@@ -38,9 +36,8 @@ class LocalPolicy:
         response.
         """
         folder = model_directory(spec)
-        config, family, _ = read_config(folder, "language")
-        with open_checkpoint(folder, family, on_meta(ModelFolder(folder, LanguageModel).build)):
-            pass  # checks the names and shapes of its tensors without reading any
+        ModelFolder(folder, LanguageModel).check()
+        config, _, _ = read_config(folder, "language")
         tokenizer = Tokenizer.load(folder)
         for prompt in prompts:
             num_tokens = len(tokenizer.encode_prompt(prompt.messages))

@@ -71,7 +71,7 @@ def converse(
     from reward.scoring import RewardModel
     from training.seeds import derive_seed
 
-    tokenizer, model = Tokenizer.load(folder), load_writer(folder).eval()
+    tokenizer, model = Tokenizer.load(folder), load_writer(folder)
     context = model.config.max_position_embeddings
     reward_model = RewardModel.load(Path(judge), weights) if judge else None
     if reward_model is not None:  # it also reads the end token after a truncated response
@@ -111,11 +111,15 @@ def converse(
 
 
 def load_writer(folder: Path) -> "LanguageModel | EncoderDecoder":
-    """Loads a decoder, or an encoder-decoder."""
+    """Loads a decoder, or an encoder-decoder, on the device that `lm.inference` chooses."""
     from lm.encoder_decoder import EncoderDecoder
-    from lm.weights import load_language_model, load_model, purpose_of
+    from lm.inference import load_for_inference
+    from lm.model import LanguageModel
+    from lm.weights import ModelFolder, purpose_of
 
-    return load_model(folder, EncoderDecoder) if purpose_of(folder) == "translate" else load_language_model(folder)
+    if purpose_of(folder) == "translate":
+        return load_for_inference(ModelFolder(folder, EncoderDecoder))
+    return load_for_inference(ModelFolder(folder, LanguageModel))
 
 
 def _no_preference(_prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> Sequence[float]:

@@ -3,14 +3,18 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from evaluation.sampling import Sample, SamplingSpec, sample_policy, sequence_logprobs
+from evaluation import logprobs
+from evaluation.logprobs import sequence_logprobs
+from evaluation.sampling import Sample, SamplingSpec, sample_policy
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
+from lm.padding import batches_of
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model, load_scalar_model, save_model
 from training.data import Prompt
@@ -133,7 +137,8 @@ def loop_logprob(model: LanguageModel, query: list[int], response: list[int], te
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
 def test_sequence_logprobs_against_a_loop(folder: Path, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evaluation.sampling.BATCH", 3)  # several batches, the last one short
+    monkeypatch.setattr(logprobs, "batches_of", partial(batches_of, max_rows=3))  # several, the last one short
+    monkeypatch.setitem(logprobs.LOGITS_AT_ONCE, "cpu", 600)  # two positions
     model = load_language_model(folder / "policy")
     generator = torch.Generator().manual_seed(0)
     draw = lambda n: torch.randint(5, 280, (n,), generator=generator).tolist()  # noqa: E731

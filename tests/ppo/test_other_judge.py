@@ -13,7 +13,7 @@ from lm.weights import load_language_model, save_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels
-from reward.scoring import load_network
+from reward.scoring import network_folder
 from reward.training import network_source
 from tests.ppo.one_rank import OneRank
 from training.config import EngineConfig
@@ -41,7 +41,7 @@ def test_it_scores_the_texts_and_ppo_runs(worker: OneRank) -> None:
     prompts = [policy.encode_prompt(asked) for asked in ASKED]
     rollout = worker.sample(prompts, range(16))
     scores, values = worker.scores(rollout), worker.learner.values(rollout)
-    network, reads = load_network(worker.models.reward).eval(), Tokenizer.load(worker.models.reward)
+    network, reads = load(network_folder(worker.models.reward)).eval(), Tokenizer.load(worker.models.reward)
     _, responses = rollout.token_lists()
     for row, (question, response) in enumerate(zip(QUESTIONS, responses, strict=True)):
         text = f"<|end|>{question}<|end|>{policy.decode(response).strip()}<|end|>"

@@ -14,7 +14,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, load_model, read_config, save_model
 from reward.comparisons import RankingsConfig
 from reward.config import RewardConfig
-from reward.scoring import RewardModel, load_network, sequence_scores
+from reward.scoring import RewardModel, network_folder, sequence_scores
 from reward.training import network_source, train
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -91,7 +91,7 @@ def test_a_reward_model_is_trained_further(finished: Path, tmp_path: Path) -> No
     config = config_for(tmp_path, num_epochs=0.01, optimizer=optimizer)
     context = StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
     train(context, config, finished / "model")
-    first, again = load_network(finished / "model"), load_network(context.model_folder)
+    first, again = (load(network_folder(folder)) for folder in (finished / "model", context.model_folder))
     for name, tensor in first.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], tensor, atol=1e-5, rtol=0, msg=name)
 

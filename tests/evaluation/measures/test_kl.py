@@ -2,19 +2,22 @@
 
 import itertools
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.measures_coverage import kl_coverage
+from evaluation.logprobs import LOGITS_AT_ONCE, sequence_logprobs
 from evaluation.measures import kl
 from evaluation.measures.drawing import Policy, draw
 from evaluation.measures.kl import exact_kl, measure_kl, response_kls, summarise_kl
-from evaluation.sampling import SamplingSpec, sample_policy, sequence_logprobs
+from evaluation.sampling import SamplingSpec, sample_policy
 from lm.config import ModelConfig
 from lm.generation import generate
 from lm.model import LanguageModel, init_weights
+from lm.padding import batches_by_length
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
@@ -81,8 +84,8 @@ def test_chunks_change_nothing(pair: tuple[LanguageModel, LanguageModel], monkey
     responses = [[1, 2, 3], [4, END], [END], [2, 2]]
     queries = [[1], [2, 3, 4], [1, 1], [3]]
     whole = response_kls(*pair, queries, responses, 1.0)
-    monkeypatch.setattr(kl, "LOGITS_AT_ONCE", 11)  # two positions
-    monkeypatch.setattr(kl, "BATCH", 3)
+    monkeypatch.setitem(LOGITS_AT_ONCE, "cpu", 11)  # two positions
+    monkeypatch.setattr(kl, "batches_by_length", partial(batches_by_length, max_rows=3))
     parts = response_kls(*pair, queries, responses, 1.0)
     for name in ("k1_N", "k3_N", "full_N"):
         np.testing.assert_allclose(getattr(parts, name), getattr(whole, name), atol=1e-6)
