@@ -26,6 +26,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if Path("/dev/nvidia0").exists():
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are for CPUs; tests/gpu has its own command
 
 # A test process must not find, or join, a Ray cluster that another one started.
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -1,0 +1,242 @@
+"""Kernels of the fake device: every operation on CUDA tensors goes to the CPU over the same memory, and is counted."""
+
+import contextlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+ROOT = os.getcwd()
+CUDA = torch.device("cuda", 0)
+# Operations whose result decides on the CPU what happens next: the CPU waits until the GPU has done all before.
+READS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "bincount"})
+# No kernel is launched for these.
+VIEWS = frozenset({"unfold", "view_as_real", "view_as_complex", "is_pinned", "_has_compatible_shallow_copy_type"})
+
+
+@dataclass
+class Counts:
+    """What happened while this was open. `syncs` and `uploads` are by (what, file:line) of Heed's own code.
+
+    A sync is whatever makes the CPU wait for the GPU: a number read, a size that depends on values, a copy back. An
+    upload is a copy from pageable memory, for which the GPU's queue waits too.
+    """
+
+    kernels: Counter[str] = field(default_factory=Counter)
+    syncs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    uploads: Counter[str] = field(default_factory=Counter)
+    bytes_moved: int = 0
+    attention: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_kernels(self) -> int:
+        return self.kernels.total()
+
+    @property
+    def num_syncs(self) -> int:
+        return self.syncs.total()
+
+
+_open: list[Counts] = []
+_recording: list[Callable[[], object]] | None = None  # of the CUDA graph being captured
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counts]:
+    counts = Counts()
+    _open.append(counts)
+    try:
+        yield counts
+    finally:
+        _open.remove(counts)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Callable[[], object]]]:
+    """Kernels are kept as functions that run them again on the same memory, as in a CUDA graph."""
+    global _recording
+    assert _recording is None, "a capture inside a capture"
+    kept: list[Callable[[], object]] = []
+    _recording = kept
+    try:
+        yield kept
+    finally:
+        _recording = None
+
+
+def is_capturing() -> bool:
+    return _recording is not None
+
+
+def place() -> str:
+    """File and line of the innermost frame of Heed's own code."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(ROOT) and "site-packages" not in name and "fake_cuda" not in name:
+            return f"{os.path.relpath(name, ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "PyTorch"
+
+
+def note_sync(what: str) -> None:
+    """Raises: RuntimeError, as CUDA does, in a capture."""
+    if is_capturing():
+        raise RuntimeError(f"operation not permitted when stream is capturing: {what} at {place()}")
+    for counts in _open:
+        counts.syncs[what, place()] += 1
+
+
+def note_kernel(name: str, tensors: list[Tensor]) -> None:
+    for counts in _open:
+        counts.kernels[name] += 1
+        counts.bytes_moved += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def note_attention(kernel: str) -> None:
+    for counts in _open:
+        counts.attention[kernel] += 1
+
+
+def on_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cuda"
+
+
+def host_view(tensor: Tensor) -> Tensor:
+    """A CPU tensor over the same memory; an empty one that may grow where there is none."""
+    if tensor.untyped_storage().nbytes() == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return torch.ops.fake_cuda.host_view(tensor)
+
+
+def run(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """An operation on CUDA tensors, by the CPU's kernel. Raises: RuntimeError for a tensor on another device."""
+    name = operation.name().removeprefix("aten::")
+    short = name.partition(".")[0]
+    args = _numbers_as_tensors(operation, args)
+    flat, spec = tree_flatten((args, kwargs))
+    _check_devices(name, short, flat)
+    if short in READS or (short in ("index_put_", "_index_put_impl_") and _by_mask(args)):
+        note_sync(short)
+    views = {id(value): host_view(value) for value in flat if on_device(value)}
+    host = [views[id(value)] if on_device(value) else _on_cpu(value) for value in flat]
+    originals = {id(views[id(value)]): value for value in flat if on_device(value)}
+    host_args, host_kwargs = tree_unflatten(host, spec)
+    shapes = {key: view.shape for key, view in views.items()}
+    result = operation(*host_args, **host_kwargs)
+    for value in flat:  # what the CPU has made larger, such as an empty `out`
+        if on_device(value) and (views[id(value)].shape != shapes[id(value)] or _is_apart(value, views[id(value)])):
+            _grow(value, views[id(value)])
+    made: list[Tensor] = []
+    results = tree_map(lambda part: _on_cuda(part, originals, made), result)
+    if short not in VIEWS:
+        note_kernel(short, [value for value in flat if on_device(value)] + made)
+        if _recording is not None:
+            held = [host_view(tensor) for tensor in made]
+            _recording.append(lambda: _again(operation, host_args, host_kwargs, originals, held))
+    return results
+
+
+def _numbers_as_tensors(operation: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A number that takes a tensor's place reaches a fallback as Python's own."""
+    kinds = [str(argument.type) for argument in operation._schema.arguments]
+    return tuple(
+        torch.tensor(value) if kind == "Tensor" and isinstance(value, bool | int | float) else value
+        for value, kind in zip(args, kinds, strict=False)
+    )
+
+
+def _check_devices(name: str, short: str, values: list[Any]) -> None:
+    """Numbers (tensors without dimensions) may be on the CPU, and so may indices."""
+    if short.startswith("heed::"):
+        raise RuntimeError(f"{name}, a CPU's kernel, was given CUDA tensors at {place()}")
+    others = [v for v in values if isinstance(v, Tensor) and v.device.type != "cuda" and v.dim() > 0]
+    if others and short not in ("index", "index_put_", "_index_put_impl_"):
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but {name} got {[v.device.type for v in others]} of shape"
+            f" {[tuple(v.shape) for v in others]} next to cuda:0 at {place()}"
+        )
+    if others:
+        for counts in _open:
+            counts.uploads[place()] += 1
+
+
+def _by_mask(args: tuple[Any, ...]) -> bool:
+    """Whether an index is a mask, whose true entries have to be counted; a number put there needs no count."""
+    indices = [index for index in args[1] if isinstance(index, Tensor)]
+    is_mask = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+    return is_mask and not (len(args) > 2 and args[2].numel() == 1)
+
+
+def _on_cpu(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _is_apart(value: Tensor, view: Tensor) -> bool:
+    return view.numel() > 0 and value.untyped_storage().nbytes() == 0
+
+
+def _grow(value: Tensor, view: Tensor) -> None:
+    value.resize_(view.shape)
+    host_view(value).copy_(view)
+
+
+def _on_cuda(part: Any, originals: dict[int, Tensor], made: list[Tensor]) -> Any:
+    """A result as a CUDA tensor: the argument itself, a view of one, or a tensor of its own."""
+    if not isinstance(part, Tensor):
+        return part
+    if id(part) in originals:
+        return originals[id(part)]
+    for original in originals.values():
+        storage = original.untyped_storage()
+        if part.numel() and storage.nbytes() and part.untyped_storage().data_ptr() == storage.data_ptr():
+            return original.as_strided(part.shape, part.stride(), part.storage_offset())
+    new = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=CUDA)
+    if part.numel():
+        host_view(new).copy_(part)
+    made.append(new)
+    return new
+
+
+def _again(operation: Any, args: Any, kwargs: Any, originals: dict[int, Tensor], outputs: list[Tensor]) -> None:
+    result = operation(*args, **kwargs)
+    new = [part for part in tree_flatten(result)[0] if isinstance(part, Tensor) and id(part) not in originals]
+    for output, part in zip(outputs, new, strict=True):
+        output.copy_(part)
+
+
+def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """`target.copy_(source)` where one of them is on the device."""
+    is_read, is_upload = not on_device(target), not on_device(source)
+    if is_read and not (non_blocking and target.is_pinned()):
+        note_sync("copy to the CPU")
+    if is_upload and source.dim() > 0 and not (non_blocking and source.is_pinned()):
+        if is_capturing():
+            raise RuntimeError(f"operation not permitted when stream is capturing: copy from the CPU at {place()}")
+        for counts in _open:
+            counts.uploads[place()] += 1
+    to = host_view(target) if on_device(target) else target
+    of = host_view(source) if on_device(source) else source
+    to.copy_(of)
+    note_kernel("copy_", [target, source])
+    if _recording is not None:
+        _recording.append(lambda: to.copy_(of))
+    return target
+
+
+_libraries: list[Any] = []
+
+
+def register() -> None:
+    """Make these the kernels of PyTorch's CUDA device."""
+    everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    everything.fallback(run, "CUDA")
+    aten.impl("copy_", copy, "CUDA")
+    _libraries.extend([everything, aten])

@@ -1,0 +1,71 @@
+"""Generation on a GPU: recorded steps are the eager ones, the CPU's tokens come out, and twice the same."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lm.generation import Generated, generate
+from lm.graphs import StepKind
+from lm.model import LanguageModel
+from lm.sampling import Choice
+from tests.gpu.models import SHAPES, pair, prompts
+
+NO_END = -1
+NUM_PROMPTS, NUM_NEW = 12, 20
+
+
+def sampled(model: LanguageModel, choice: Choice, steps: StepKind, **options: Any) -> Generated:
+    return generate(
+        model,
+        prompts(NUM_PROMPTS, 30),
+        max_new_tokens=NUM_NEW,
+        choice=choice,
+        seeds=range(NUM_PROMPTS),
+        steps=steps,
+        **{"end_id": NO_END, "max_rows": 6, **options},
+    )
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_greedy_tokens_are_the_cpus(name: str) -> None:
+    """In fp32 without TF32, so that only close calls differ, and after one nothing is alike."""
+    ours, theirs = pair(SHAPES[name])
+    expected = sampled(ours, Choice(0.0), "eager").responses
+    for steps in ("eager", "fixed"):
+        found = sampled(theirs, Choice(0.0), steps).responses
+        same = sum(a == b for a, b in zip(found, expected, strict=True))
+        assert same >= 0.9 * NUM_PROMPTS, f"{steps}: {same} of {NUM_PROMPTS} responses are the CPU's"
+
+
+@pytest.mark.parametrize("end_id", [NO_END, 7], ids=["no end", "ragged"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_twice_the_same_bits(name: str, end_id: int) -> None:
+    _, model = pair(SHAPES[name], torch.bfloat16)
+    first, second = (sampled(model, Choice(), "auto", end_id=end_id) for _ in range(2))
+    assert first == second
+    assert all(0 < len(response) <= NUM_NEW for response in first.responses)
+
+
+def test_recorded_steps_are_the_eager_ones() -> None:
+    """In bf16: kernels for other shapes may round otherwise, so most tokens agree until the first close call."""
+    _, model = pair(SHAPES["llama"], torch.bfloat16)
+    eager, fixed = (sampled(model, Choice(), steps) for steps in ("eager", "fixed"))
+    agreeing = [
+        next((place for place, (a, b) in enumerate(zip(*pair_, strict=True)) if a != b), NUM_NEW)
+        for pair_ in zip(eager.responses, fixed.responses, strict=True)
+    ]
+    assert sum(agreeing) / len(agreeing) > 0.5 * NUM_NEW
+    for row, length in enumerate(agreeing):
+        apart = torch.tensor(eager.logprobs[row][:length]) - torch.tensor(fixed.logprobs[row][:length])
+        assert length == 0 or float(apart.abs().max()) < 0.1
+
+
+def test_what_generation_took_is_given_back() -> None:
+    _, model = pair(SHAPES["llama"], torch.bfloat16)
+    sampled(model, Choice(), "auto")  # workspaces stay
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    sampled(model, Choice(), "auto")
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + 2**16
