@@ -17,8 +17,10 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <unordered_map>
 
@@ -135,6 +137,16 @@ at::Tensor host_view(const at::Tensor& tensor) {
 }
 
 int64_t live_bytes() { return CountingAllocator::live; }
+
+// What lies behind a tensor and all of its views; PyTorch's own refuses a GPU's unless it was built for GPUs.
+void resize_storage(const at::Tensor& tensor, int64_t bytes) {
+  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  at::DataPtr data = storage->allocator()->allocate(bytes);
+  const size_t kept = std::min<size_t>(bytes, storage->nbytes());
+  if (kept) std::memcpy(data.mutable_get(), storage->data(), kept);
+  storage->set_data_ptr_noswap(std::move(data));
+  storage->set_nbytes(bytes);
+}
 int64_t peak_bytes() { return CountingAllocator::peak; }
 void reset_peak() { CountingAllocator::peak = CountingAllocator::live.load(); }
 
@@ -168,6 +180,7 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 TORCH_LIBRARY(fake_cuda, library) {
   library.def("host_view(Tensor tensor) -> Tensor");
   library.def("live_bytes() -> int", &live_bytes);
+  library.def("resize_storage(Tensor tensor, int bytes) -> ()", &resize_storage);
   library.def("peak_bytes() -> int", &peak_bytes);
   library.def("reset_peak() -> ()", &reset_peak);
 }

@@ -162,6 +162,17 @@ def init_process_group(backend: str | None = None, **options: Any) -> None:
 _init_process_group = torch.distributed.init_process_group
 
 
+def resize_storage(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
+    """PyTorch's own knows a GPU's storages only where it was built for GPUs."""
+    if storage.device.type != "cuda":
+        return _resize_storage(storage, num_bytes)
+    torch.ops.fake_cuda.resize_storage(torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage), num_bytes)
+    return storage
+
+
+_resize_storage = torch.UntypedStorage.resize_
+
+
 def install() -> None:
     """After `device.preload` and `import torch`: `torch.cuda` and the kernels of its device."""
     import torch._dynamo  # an optimizer imports it, and it looks through torch.cuda at its import
@@ -169,4 +180,5 @@ def install() -> None:
     kernels.register()
     for name, value in REPLACED.items():
         setattr(torch.cuda, name, value)
+    torch.UntypedStorage.resize_ = resize_storage  # type: ignore[method-assign]
     setattr(torch.distributed, "init_process_group", init_process_group)  # noqa: B010
