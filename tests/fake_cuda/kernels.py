@@ -20,6 +20,9 @@ READS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "equal", "
 # No kernel is launched for these.
 VIEWS = frozenset({"unfold", "view_as_real", "view_as_complex", "is_pinned", "_has_compatible_shallow_copy_type"})
 
+# Operations that the CPU has no kernel for, by name.
+OWN: dict[str, Callable[..., Any]] = {}
+
 
 @dataclass
 class Counts:
@@ -73,6 +76,12 @@ def recorded() -> Iterator[list[Callable[[], object]]]:
 
 def is_capturing() -> bool:
     return _recording is not None
+
+
+def record(kernel: Callable[[], object]) -> None:
+    """Keep it for the graph that is being captured, if one is."""
+    if _recording is not None:
+        _recording.append(kernel)
 
 
 def place() -> str:
@@ -130,6 +139,9 @@ def run(operation: Any, *args: Any, **kwargs: Any) -> Any:
     originals = {id(views[id(value)]): value for value in flat if on_device(value)}
     host_args, host_kwargs = tree_unflatten(host, spec)
     shapes = {key: view.shape for key, view in views.items()}
+    if short in OWN:
+        note_attention("varlen" if "backward" not in short else "varlen backward")
+    operation = OWN.get(short, operation)
     result = operation(*host_args, **host_kwargs)
     for value in flat:  # what the CPU has made larger, such as an empty `out`
         if on_device(value) and (views[id(value)].shape != shapes[id(value)] or _is_apart(value, views[id(value)])):
@@ -138,9 +150,8 @@ def run(operation: Any, *args: Any, **kwargs: Any) -> Any:
     results = tree_map(lambda part: _on_cuda(part, originals, made), result)
     if short not in VIEWS:
         note_kernel(short, [value for value in flat if on_device(value)] + made)
-        if _recording is not None:
-            held = [host_view(tensor) for tensor in made]
-            _recording.append(lambda: _again(operation, host_args, host_kwargs, originals, held))
+        held = [host_view(tensor) for tensor in made] if is_capturing() else []
+        record(lambda: _again(operation, host_args, host_kwargs, originals, held))
     return results
 
 
@@ -226,8 +237,7 @@ def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     of = host_view(source) if on_device(source) else source
     to.copy_(of)
     note_kernel("copy_", [target, source])
-    if _recording is not None:
-        _recording.append(lambda: to.copy_(of))
+    record(lambda: to.copy_(of))
     return target
 
 

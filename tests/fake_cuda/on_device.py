@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 
+from lm.attention import attention_mask
 from lm.native import operators  # noqa: F401  (registers the CPU's operators)
-from tests.fake_cuda import kernels, runtime
+from tests.fake_cuda import attention, kernels, runtime
 
 CUDA = torch.device("cuda")
 
@@ -46,3 +49,48 @@ def test_a_graph_replays_on_its_memory_and_takes_no_sync() -> None:
     with pytest.raises(RuntimeError, match="stream is capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         total.item()
     assert runtime.CUDAGraph.num_captures >= 1
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "math"])
+def test_every_attention_kernel_computes_attention(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against PyTorch on the CPU in fp32, with gradients; flash takes grouped keys, the others do not here."""
+    monkeypatch.setattr(attention, "chosen_kernel", lambda *_: kernel)
+    dtype, num_kv_heads = (torch.bfloat16, 2) if kernel == "flash" else (torch.float32, 4)
+    host = [torch.randn(2, heads, 24, 16, dtype=dtype) for heads in (4, num_kv_heads, num_kv_heads)]
+    options = {"is_causal": True, "enable_gqa": kernel == "flash"}
+    ours = [part.float().clone().requires_grad_() for part in host]
+    theirs = [part.to(CUDA).requires_grad_() for part in host]
+    expected, found = (F.scaled_dot_product_attention(*parts, **options) for parts in (ours, theirs))
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    near = 0.02 if kernel == "flash" else 1e-5
+    assert torch.allclose(found.float().cpu(), expected, atol=near)
+    for part, wanted in zip(theirs, ours, strict=True):
+        assert part.grad is not None
+        assert wanted.grad is not None
+        assert float((part.grad.cpu() - wanted.grad).norm() / wanted.grad.norm()) < near
+
+
+def test_varlen_attention_is_that_of_each_sequence() -> None:
+    """Two sequences one after another, causal, grouped keys: as two rows of their own."""
+    q, k, v = (torch.randn(9, heads, 16, dtype=torch.bfloat16, device=CUDA).requires_grad_() for heads in (4, 2, 2))
+    starts = torch.tensor([0, 4, 9], dtype=torch.int32, device=CUDA)
+    with kernels.counted() as counts:
+        found = varlen_attn(q, k, v, starts, starts, 5, 5, window_size=(-1, 0), enable_gqa=True)
+        found.float().square().sum().backward()
+    assert counts.attention == {"varlen": 1, "varlen backward": 1}
+    segments = torch.tensor([[1] * 4 + [2] * 5], device=CUDA)
+    rows = [part.detach().float().transpose(0, 1)[None].requires_grad_() for part in (q, k, v)]
+    mask = attention_mask(segments)[:, None]
+    expected = F.scaled_dot_product_attention(rows[0], rows[1], rows[2], mask, enable_gqa=True)
+    expected.square().sum().backward()
+    assert torch.allclose(found.float(), expected[0].transpose(0, 1), atol=0.02)
+    for part, row in zip((q, k, v), rows, strict=True):
+        assert part.grad is not None
+        assert row.grad is not None
+        assert torch.allclose(part.grad.float(), row.grad[0].transpose(0, 1), atol=0.05)
+    with pytest.raises(RuntimeError, match="fp16 and bf16"):
+        varlen_attn(q.float(), k.float(), v.float(), starts, starts, 5, 5, enable_gqa=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.fake_cuda import kernels
+from tests.fake_cuda import attention, kernels
 
 TOTAL_BYTES = 80 * 2**30
 NAME = "Fake H100"
@@ -178,6 +178,7 @@ def install() -> None:
     import torch._dynamo  # an optimizer imports it, and it looks through torch.cuda at its import
 
     kernels.register()
+    attention.register()
     for name, value in REPLACED.items():
         setattr(torch.cuda, name, value)
     torch.UntypedStorage.resize_ = resize_storage  # type: ignore[method-assign]
