@@ -34,9 +34,8 @@ from preferences.splits import split_rankings
 from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import Comparison, RankingsConfig, encode_rankings, read_rankings
 from reward.learner import AuxiliaryParameters, LearnerSource, RewardLearner
-from reward.metrics import sequences_of, task_scores
 from reward.objective import RankingObjective
-from reward.scoring import head_scores, read_by
+from reward.scoring import head_scores, read_by, sequences_of, task_scores
 from reward.training import network_source
 from stages.world import World, label_truth
 from training.config import BatchConfig, EngineConfig, OptimizerConfig

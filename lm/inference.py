@@ -27,11 +27,6 @@ def inference_dtype() -> torch.dtype:
 
 def load_for_inference(source: ModelSource[AnyModel], dtype: torch.dtype | None = None) -> AnyModel:
     """The model on `inference_device`, without dropout or gradients, its parameters in `dtype` (default:
-    `inference_dtype`). Buffers stay fp32: a score's bias would lose digits that all scores share.
-
-    Raises: ValueError as for the source.
+    `inference_dtype`). Raises: ValueError as for the source.
     """
-    model, dtype, device = load(source), dtype or inference_dtype(), inference_device()
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(device, dtype)
-    return model.to(device).eval().requires_grad_(False)
+    return load(source, inference_device(), dtype or inference_dtype()).eval().requires_grad_(False)

@@ -53,14 +53,22 @@ def on_meta(build: Callable[[], AnyModel]) -> AnyModel:
         return build()
 
 
-def load(source: ModelSource[AnyModel]) -> AnyModel:
-    """The whole model in fp32 on the CPU. Peak memory: one copy of the model and one tensor."""
+def load(
+    source: ModelSource[AnyModel], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> AnyModel:
+    """The whole model on `device`, its parameters in `dtype`. Buffers stay fp32: a score's bias would lose digits that
+    all scores share.
+
+    Each tensor goes to the device as the source yields it. So the peak is one copy of the model on the device and one
+    tensor in CPU memory.
+    """
     model = on_meta(source.build)
-    model.load_state_dict(dict(source.tensors()), strict=False, assign=True)
+    buffers = {name for name, _ in model.named_buffers()}
+    held = {name: t.to(device, t.dtype if name in buffers else dtype) for name, t in source.tensors()}
+    model.load_state_dict(held, strict=False, assign=True)
     tie = getattr(model, "tie", None)
     if tie is not None:
         tie()
-    held = [*model.named_parameters(), *model.named_buffers()]
-    missing = [name for name, tensor in held if tensor.is_meta]
+    missing = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     assert not missing, f"the source of a {type(model).__name__} has no {missing}"
     return model

@@ -17,8 +17,7 @@ from lm.tokenizer import Tokenizer
 from reward.comparisons import Comparison, encode_scored
 from reward.config import RewardConfig
 from reward.learner import RewardLearner
-from reward.metrics import sequences_of, task_scores
-from reward.scoring import read_by
+from reward.scoring import read_by, sequences_of, task_scores
 from training.data import read_conversations
 from training.engine import Engine
 

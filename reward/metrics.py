@@ -1,7 +1,6 @@
 """Metrics of a trained reward model: scores of held-out rankings, and how well they predict what labelers said.
 
 With several objectives, each head is measured on the rankings of its own objective.
-Shape letters: B sequences, O objectives.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,28 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from preferences.records import Ranking
 from preferences.statistics.agreement import accuracy_against
 from preferences.statistics.reliability import labeler_reliability
-from reward.comparisons import Comparison
 from reward.ties import tie_metrics
 
 TaskScores = Mapping[str, Sequence[float]]  # of each task's responses, in their order
-
-
-def sequences_of(comparisons: Sequence[Comparison]) -> list[tuple[int, ...]]:
-    """Every response of every comparison, in order, as `task_scores` takes their scores."""
-    return [sequence for comparison in comparisons for sequence in comparison.sequences]
-
-
-def task_scores(scores_BO: Tensor, comparisons: Sequence[Comparison]) -> dict[str, list[float]]:
-    """Scores of each task's responses, in their order, by the head of the task's objective; from the scores of
-    `sequences_of`.
-    """
-    found = iter(scores_BO)
-    return {c.task_id: [float(next(found)[c.objective]) for _ in c.sequences] for c in comparisons}
 
 
 def objective_metrics(

@@ -22,7 +22,7 @@ from lm.progress import note_progress
 from lm.source import ModelSource, on_meta
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder, purpose_of
-from reward.comparisons import encode_scored
+from reward.comparisons import Comparison, encode_scored
 
 RewardNetwork = ScalarModel | SequenceClassifier
 
@@ -74,6 +74,19 @@ def head_scores(network: RewardNetwork, sequences: Sequence[Sequence[int]], batc
         found = sequence_scores(network, [sequences[place] for place in batch], network.config.kind)
         scores_BO[batch] = found.to(scores_BO)
     return scores_BO
+
+
+def sequences_of(comparisons: Sequence[Comparison]) -> list[tuple[int, ...]]:
+    """Every response of every comparison, in order, as `task_scores` takes their scores."""
+    return [sequence for comparison in comparisons for sequence in comparison.sequences]
+
+
+def task_scores(scores_BO: Tensor, comparisons: Sequence[Comparison]) -> dict[str, list[float]]:
+    """Scores of each task's responses, in their order, by the head of the task's objective; from the scores of
+    `sequences_of`.
+    """
+    found = iter(scores_BO)
+    return {c.task_id: [float(next(found)[c.objective]) for _ in c.sequences] for c in comparisons}
 
 
 def shifted(network: RewardNetwork, weights: Mapping[str, Tensor], by: Sequence[float]) -> dict[str, Tensor]:

@@ -1,10 +1,13 @@
 """Models that only compute: in which type, and that one place decides where."""
 
 import re
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from lm.config import ModelConfig
 from lm.inference import inference_device, inference_dtype, load_for_inference
@@ -42,3 +45,31 @@ def test_no_other_place_of_these_packages_chooses_a_device(package: str) -> None
     for path in (ROOT / package).rglob("*.py"):
         found = chosen.findall(path.read_text(encoding="utf-8"))
         assert not found, f"{path.relative_to(ROOT)}: {found}; lm.inference loads models that only compute"
+
+
+class WatchedSource:
+    """Another source, of which it notes how many fp32 bytes of its earlier tensors are alive at each tensor."""
+
+    def __init__(self, source: RandomInit[LanguageModel]) -> None:
+        self.build, self.source, self.alive = source.build, source, list[int]()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        given: list[weakref.ref[Tensor]] = []
+        for name, tensor in self.source.tensors():
+            own = tensor.clone()
+            del tensor
+            self.alive.append(sum(t.nbytes for t in (ref() for ref in given) if t is not None))
+            given.append(weakref.ref(own))
+            yield name, own
+            del own
+
+
+def test_loading_in_bf16_holds_one_fp32_tensor_at_a_time(tiny_config: ModelConfig) -> None:
+    """And on a GPU that is all that CPU memory holds."""
+    small = tiny_config.model_copy(update={"vocab_size": 64})
+    source = WatchedSource(RandomInit(lambda: LanguageModel(small), seed=1))
+    model = load_for_inference(source, torch.bfloat16)
+    sizes = [4 * parameter.numel() for parameter in model.parameters()]
+    assert len(source.alive) == len(sizes)
+    assert max(source.alive) <= max(sizes), f"fp32 bytes alive at each of {len(sizes)} tensors: {source.alive}"
+    assert sum(sizes) > 2 * max(sizes)
