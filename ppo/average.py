@@ -1,45 +1,49 @@
 """The moving average of the policy's weights, which one may export instead of the last weights."""
 
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from training.state import SavedState, State, state_of, whole_tensors
+from training.engine import Engine
+from training.state import ParamShard, SavedState, State, state_of
 
 
 class MovingAverage:
-    """average ← decay · average + (1 - decay) · weights, once per iteration. Tied weights are held once."""
+    """average ← decay · average + (1 - decay) · weights, once per iteration, of the trained weights in fp32.
 
-    def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
-        self.decay = decay
-        self.weights = _copies(weights)
+    Each rank holds the average of its own shard of the weights: next to it, or in CPU memory with `on_cpu`. A decay of
+    0 makes the average the last weights; then nothing is held.
+    """
 
-    def advance(self, weights: Mapping[str, Tensor]) -> None:
-        for name, average in self._distinct().items():
-            average.lerp_(weights[name].to(average.dtype), 1 - self.decay)
+    def __init__(self, engine: Engine[Any], decay: float, *, on_cpu: bool = False) -> None:
+        self.engine, self.decay = engine, decay
+        self._device = torch.device("cpu") if on_cpu else None
+        self.shards: dict[str, ParamShard] = {}
+        for shard in engine.shards() if decay else ():
+            held = shard.view(shard.storage).to(self._device, torch.float32, copy=True)
+            self.shards[shard.name] = ParamShard(shard.name, shard.offset, held, 0, shard.length, {})
 
-    def state(self, rank: int, num_ranks: int) -> State:
-        """This rank's share, for a checkpoint."""
-        return state_of([shard.share(rank, num_ranks) for shard in whole_tensors(self._distinct().items())])
+    def advance(self) -> None:
+        """Take a step towards the weights."""
+        for shard in self.engine.shards() if self.decay else ():
+            average = self.shards[shard.name].storage
+            average.lerp_(shard.view(shard.storage).to(average.device), 1 - self.decay)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """The whole state dict in fp32 on rank 0's CPU; {} on other ranks. A collective call."""
+        if not self.decay:
+            return self.engine.full_weights(on_main_alone=True)
+        own = {name: shard.storage for name, shard in self.shards.items()}
+        return self.engine.gather_shards(own, on_main_alone=True)
+
+    def state(self) -> State:
+        """This rank's part, for a checkpoint; not copied."""
+        return state_of([*self.shards.values()])
 
     def load(self, folder: Path) -> None:
-        held = SavedState(folder)
-        for shard in whole_tensors(self._distinct().items()):
-            shard.restore(held)
-
-    def _distinct(self) -> dict[str, Tensor]:
-        """Each tensor by the first of its names."""
-        first: dict[int, str] = {}
-        for name, tensor in self.weights.items():
-            first.setdefault(id(tensor), name)
-        return {name: self.weights[name] for name in first.values()}
-
-
-def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of each tensor; tied weights share one copy under all their names."""
-    copied: dict[int, Tensor] = {}
-    for tensor in weights.values():
-        if tensor.data_ptr() not in copied:
-            copied[tensor.data_ptr()] = tensor.clone()
-    return {name: copied[tensor.data_ptr()] for name, tensor in weights.items()}
+        if self.decay:
+            saved = SavedState(folder)
+            for shard in self.shards.values():
+                shard.restore(saved)

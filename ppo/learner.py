@@ -21,7 +21,7 @@ from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
 from ppo.rank import Rank
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch, joined
-from ppo.sent_weights import SentWeights, chunks, held_tensors
+from ppo.sent_weights import SentWeights, chunks
 from ppo.value import value_source
 from training.checkpoint import changed_files, share_of_files, step_of
 from training.config import EngineConfig
@@ -113,7 +113,7 @@ class Learner(Rank):
         self.value: Engine[ScalarModel] = Engine(
             value, config.value_optimizer, engine_config, world_size=num_workers, micro_batch=micro
         )
-        self.average = MovingAverage(self.policy.full_weights(), config.ema_decay)
+        self.average = MovingAverage(self.policy, config.ema_decay, on_cpu=config.memory != "fast")
         self.writer = self.policy.checkpoint_writer()
         stream = models.pretraining
         self.stream = CausalLMObjective(stream_rows(stream.path, stream.seq_len)) if stream else None
@@ -197,14 +197,18 @@ class Learner(Rank):
         self.value.offload_optimizer()
 
     def send(self) -> Iterator[SentWeights]:
-        """The policy's weights as a generator holds them; a collective call."""
-        return self._as_generated(self.policy.full_weights())
+        """The policy's weights as a generator holds them, gathered one by one; a collective call.
+
+        If generators are on other ranks, only rank 0 gathers them.
+        """
+        on_main_alone = self.config.placement == "disaggregated"
+        weights = self.policy.weights(self._compute_dtype, on_main_alone=on_main_alone)
+        return map(SentWeights.of, chunks(weights))
 
     def advance_and_send(self) -> Iterator[SentWeights]:
-        """As `send`, and the moving average takes a step towards the weights, which are gathered once for both."""
-        weights = self.policy.full_weights()
-        self.average.advance(weights)
-        return self._as_generated(weights)
+        """As `send`, after the moving average has taken a step towards the weights."""
+        self.average.advance()
+        return self.send()
 
     def broadcast_weights(self) -> None:
         """As `send`, by broadcast from the main rank."""
@@ -219,15 +223,12 @@ class Learner(Rank):
             if self.policy.is_main:
                 self.broadcast.send(chunk.weights, chunk.checksum)
 
-    def _as_generated(self, weights: Mapping[str, Tensor]) -> Iterator[SentWeights]:
-        names = held_tensors(self.policy.module)  # tied weights once
-        return map(SentWeights.of, chunks((name, weights[name].to(self._compute_dtype)) for name in names))
-
     def save(
         self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]
     ) -> None:
-        average = self.average.state(self.policy.rank, self.num_workers)
-        models = {"policy": self.policy.state(), "value": self.value.state(), "average": average}
+        models = {"policy": self.policy.state(), "value": self.value.state()}
+        if self.config.ema_decay:
+            models["average"] = self.average.state()
         self.writer.save(checkpoints, iteration, models, progress, files)
 
     def finish_saving(self) -> None:
@@ -252,11 +253,10 @@ class Learner(Rank):
         self.policy.barrier()
 
     def export_policy(self, folder: Path) -> None:
-        weights = self.policy.full_weights(on_main_alone=True)
-        if self.policy.is_main:
-            final = weights if self.config.final_weights == "last" else self.average.weights
-            save_model(folder / "model", self.policy.module, final, self.tokenizer)
-            save_model(folder / "model_ema", self.policy.module, self.average.weights, self.tokenizer)
+        for name, is_average in (("model", self.config.final_weights == "ema"), ("model_ema", True)):
+            weights = self.average.full_weights() if is_average else self.policy.full_weights(on_main_alone=True)
+            if self.policy.is_main:
+                save_model(folder / name, self.policy.module, weights, self.tokenizer)
         self.policy.barrier()
 
     def close(self) -> None:

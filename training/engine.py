@@ -21,6 +21,7 @@ from lm.source import ModelSource, load
 from training.accelerator import make_accelerator
 from training.config import EngineConfig, OptimizerConfig
 from training.failures import RunError
+from training.gathering import Gatherer, whole_zero3_weight
 from training.internals import (
     do_not_broadcast_buffers,
     gradient_norm,
@@ -34,7 +35,7 @@ from training.offload import Offload
 from training.optimizers import make_optimizers
 from training.state import STEP, ParamShard, SavedState, State, state_of, whole_params, whole_tensors
 from training.writer import CheckpointWriter
-from training.zero import build_sharded, deepspeed_config, gather_weights, write_back, zero_shards
+from training.zero import build_sharded, deepspeed_config, write_back, zero_shards
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 MicroBatch = TypeVar("MicroBatch")
@@ -83,6 +84,7 @@ class Engine(Generic[AnyModule]):
         assert is_deepspeed == (config.zero_stage > 0), f"ZeRO {config.zero_stage} gave a {type(self.model).__name__}"
         if is_deepspeed:  # it creates a process group of its own, with PyTorch's default time limit
             set_collective_timeout(self.model, timedelta(seconds=config.collective_timeout_seconds))
+        self._gatherer: Gatherer | None = None
         self._loss_sum = torch.zeros((), device=self.device)
         self._skipped_in_row = 0
         self.offload = Offload(self.device)
@@ -221,6 +223,25 @@ class Engine(Generic[AnyModule]):
                 ' engine.precision = "fp32", may help'
             )
 
+    def weights(self, dtype: torch.dtype, *, on_main_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield what passes compute with, rounded to `dtype`: one whole tensor at a time on this rank's device.
+
+        Tied weights come once. A tensor may be the weight itself, so copy what you keep. Under ZeRO-3 a collective
+        call, of which every rank has to take all tensors; with `on_main_alone`, other ranks take part but get none.
+        """
+        keep = self.is_main or not on_main_alone
+        for name, parameter in self.module.named_parameters():
+            whole: Tensor | None = parameter.detach() if keep else None
+            if self.config.zero_stage == 3:
+                whole = whole_zero3_weight(
+                    parameter, self.rank, self.world_size, self.device, on_main_alone=on_main_alone
+                )
+            if whole is not None:
+                yield name, whole.to(dtype)
+            del whole  # before the next one is gathered
+        if keep:
+            yield from ((name, buffer.detach().to(dtype)) for name, buffer in self.module.named_buffers())
+
     def full_weights(self, *, on_main_alone: bool = False) -> dict[str, Tensor]:
         """The whole state dict in fp32 on every rank's device; under ZeRO, a collective call.
 
@@ -228,34 +249,42 @@ class Engine(Generic[AnyModule]):
         """
         if self.config.zero_stage == 0:
             return {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
-        self.offload.bring_back()  # ZeRO's fp32 weights
-        keep = self.is_main or not on_main_alone
-        device = torch.device("cpu") if on_main_alone else self.device
-        return gather_weights(self.module, self._source, device, keep=keep)
+        own = {shard.name: shard.view(shard.storage) for shard in self.shards()}
+        return self.gather_shards(own, on_main_alone=on_main_alone)
+
+    def gather_shards(self, own: Mapping[str, Tensor], *, on_main_alone: bool) -> dict[str, Tensor]:
+        """The whole state dict in fp32, of whose trained weights ranks hold parts laid out as `shards` is.
+
+        `own` are this rank's numbers [length] by the name of the shard; a collective call. With `on_main_alone`, the
+        dict is in rank 0's CPU memory; other ranks get {}.
+        """
+        self._gatherer = self._gatherer or Gatherer(self.shards(), self.rank, self.device, self.gather)
+        frozen = self._source.tensors() if self.config.zero_stage else self.module.named_parameters()
+        return self._gatherer.state_dict(self.module, own, frozen, on_main_alone=on_main_alone)
 
     def offload_optimizer(self) -> None:
         """Send the optimizer's states, and under ZeRO the fp32 weights, to CPU memory until they are needed."""
-        shards = self._shards()
+        shards = self.shards()
         states = [value for shard in shards for kind, value in shard.optimizer_state.items() if kind != STEP]
         self.offload.send_away(states + [shard.storage for shard in shards if self.config.zero_stage > 0])
 
-    def _shards(self) -> list[ParamShard]:
+    def shards(self) -> list[ParamShard]:
+        """This rank's part of the trained weights in fp32: with all other ranks' parts, each number once."""
         self.offload.bring_back()
         if self.config.zero_stage == 0:
-            return whole_params(self.module, self._optimizers)
+            return [shard.share(self.rank, self.world_size) for shard in whole_params(self.module, self._optimizers)]
         return zero_shards(self.module, self.model.optimizer, self.config.zero_stage, self.rank)
 
     def state(self) -> State:
         """This rank's part of what training changes, weights and optimizer states, for a checkpoint; not copied."""
-        own, everywhere = self._shards(), whole_tensors(self.module.named_buffers())
-        if self.config.zero_stage == 0:
-            own, everywhere = [], own + everywhere
-        return state_of(own + [shard.share(self.rank, self.world_size) for shard in everywhere])
+        buffers = [shard.share(self.rank, self.world_size) for shard in whole_tensors(self.module.named_buffers())]
+        return state_of(self.shards() + buffers)
 
     def load(self, folder: Path) -> None:
         """Load a state that any number of ranks wrote at any ZeRO stage; a collective call."""
         saved = SavedState(folder)
-        for shard in self._shards() + whole_tensors(self.module.named_buffers()):
+        own = whole_params(self.module, self._optimizers) if self.config.zero_stage == 0 else self.shards()
+        for shard in own + whole_tensors(self.module.named_buffers()):
             shard.restore(saved)
         if self.config.zero_stage > 0:
             write_back(self.model.optimizer, self.config.zero_stage)

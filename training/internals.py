@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import cpp_extension
 
@@ -115,6 +115,12 @@ def shard_zero3(zero_optimizer: Any, name: str, parameter: nn.Parameter, rank: i
     if length <= 0:
         return None
     return ParamShard(name, offset, storage, start, length, zero_optimizer.optimizer.state[storage])
+
+
+def zero3_shard(parameter: nn.Parameter) -> Tensor:
+    """This rank's part [n] of a parameter as ZeRO-3's passes use it, padded to the same length on all ranks."""
+    shard: Tensor = vars(parameter)["ds_tensor"]
+    return shard.detach().view(-1)
 
 
 def write_back_zero12(zero_optimizer: Any) -> None:

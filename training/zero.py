@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lm.source import ModelSource
 from training.config import EngineConfig
@@ -48,28 +48,6 @@ def build_sharded(source: ModelSource[AnyModule], config: Mapping[str, Any]) -> 
             holder.copy_(tensor)
     assert not holders, f"the source of a {type(model).__name__} has no {sorted(holders)}"
     return model
-
-
-def gather_weights(
-    module: nn.Module, source: ModelSource[Any], device: torch.device, *, keep: bool
-) -> dict[str, Tensor]:
-    """Gather the whole state dict in fp32 onto `device`, tensor by tensor; a collective call.
-
-    Every rank takes part; those with `keep` False drop each tensor again and get an empty dict.
-    """
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    # No optimizer keeps fp32 copies of frozen parameters. They have not changed, so the source still has them.
-    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-    originals = {name: tensor for name, tensor in source.tensors() if name in frozen} if frozen else {}
-    weights = {name: tensor.detach() for name, tensor in module.named_buffers()}
-    gathered: dict[int, Tensor] = {}  # by id of the parameter, since tied ones have several names
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) not in gathered:
-            whole = originals[name] if name in frozen else safe_get_full_fp32_param(parameter)
-            gathered[id(parameter)] = whole.to(device, copy=True) if keep else torch.empty(0)
-        weights[name] = gathered[id(parameter)]
-    return weights if keep else {}
 
 
 def zero_shards(module: nn.Module, zero_optimizer: Any, zero_stage: int, rank: int) -> list[ParamShard]:

@@ -61,7 +61,7 @@ def weights_of(worker: OneRank) -> dict[str, Tensor]:
         "generator": worker.generator.policy,
     }
     found = {f"{part}.{name}": t.clone() for part, model in parts.items() for name, t in model.state_dict().items()}
-    return found | {f"average.{name}": tensor.clone() for name, tensor in worker.learner.average.weights.items()}
+    return found | {f"average.{name}": tensor.clone() for name, tensor in worker.learner.average.full_weights().items()}
 
 
 def sequences(rollout: Rollout) -> Iterator[tuple[int, int, list[int]]]:
@@ -128,10 +128,11 @@ def test_responses_that_fill_the_context_have_the_scores_that_a_judge_gives_them
 
 def test_the_average_of_tied_weights_is_held_once(start: Start, tmp_path: Path) -> None:
     worker = start()
-    assert worker.learner.average.weights["head.weight"] is worker.learner.average.weights["decoder.embedding.weight"]
-    assert (
-        worker.learner.average.weights["head.weight"].data_ptr() != worker.learner.policy.module.head.weight.data_ptr()
-    )
+    average = worker.learner.average.full_weights()
+    assert average["head.weight"] is average["decoder.embedding.weight"]
+    held = worker.learner.average.shards["decoder.embedding.weight"].storage
+    assert held.data_ptr() != worker.learner.policy.module.head.weight.data_ptr()
+    assert "head.weight" not in worker.learner.average.shards
     worker.learner.save(tmp_path, 1, {}, {})
     worker.learner.finish_saving()
     saved = load_file(tmp_path / "step-000001" / "average" / "rank-00000.safetensors")
@@ -326,6 +327,23 @@ def test_a_sync_that_does_not_arrive_is_found_out(start: Start, prompts: Prompts
         worker.roles.sync_weights()
 
 
+def test_without_decay_no_average_is_held_and_the_last_weights_are_exported(
+    start: Start, prompts: Prompts, tmp_path: Path
+) -> None:
+    worker = start(ema_decay=0.0)
+    batch, _ = batches(worker, prompts)
+    worker.learner.update_policy(batch, 1e-2, 0)
+    worker.roles.sync_weights()
+    assert worker.learner.average.shards == {}
+    worker.learner.save(tmp_path / "checkpoints", 1, {}, {})
+    worker.learner.finish_saving()
+    assert not (tmp_path / "checkpoints" / "step-000001" / "average").exists()
+    worker.roles.load(tmp_path / "checkpoints" / "step-000001")
+    worker.learner.export_policy(tmp_path)
+    last, average = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "model_ema"))
+    assert all(torch.equal(tensor, average[name]) for name, tensor in last.items())
+
+
 def test_the_moving_average_by_hand(start: Start, models: InitialModels, prompts: Prompts, tmp_path: Path) -> None:
     worker = start(ema_decay=0.75, final_weights="ema")
     batch, _ = batches(worker, prompts)
@@ -335,9 +353,11 @@ def test_the_moving_average_by_hand(start: Start, models: InitialModels, prompts
         worker.roles.sync_weights()
         for name, weight in worker.learner.policy.module.state_dict().items():
             expected[name] = 0.75 * expected[name] + 0.25 * weight
-    for name, average in worker.learner.average.weights.items():
+    averages = worker.learner.average.full_weights()
+    assert averages.keys() == expected.keys()
+    for name, average in averages.items():
         torch.testing.assert_close(average, expected[name], atol=1e-6, rtol=0)
-    assert not torch.equal(worker.learner.average.weights["head.weight"], worker.learner.policy.module.head.weight)
+    assert not torch.equal(averages["head.weight"], worker.learner.policy.module.head.weight)
     worker.learner.export_policy(tmp_path)
     exported = [load_file(tmp_path / name / "model.safetensors") for name in ("model", "model_ema")]
     for model in exported:  # "ema" asks for the average in both places
