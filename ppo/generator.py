@@ -6,8 +6,8 @@ from cluster.remote import Handle, Pending
 from lm.generation import generate
 from lm.model import LanguageModel
 from lm.sampling import Choice
-from lm.source import on_meta
-from lm.weights import load_language_model
+from lm.source import load, on_meta
+from lm.weights import ModelFolder
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
 from ppo.rank import Rank
@@ -48,7 +48,7 @@ class Generator(Rank):
 
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
         super().__init__(config, engine_config, models)
-        policy = load_language_model(self.models.sft).to(self.device, self._compute_dtype).eval()
+        policy = load(ModelFolder(self.models.sft, LanguageModel), self.device, self._compute_dtype).eval()
         self._model_config = policy.config
         self._policy: LanguageModel | None = policy
         # Samples are learned from before the next are drawn, and that brings other weights.

@@ -89,7 +89,9 @@ class Scorer(Rank):
 
     def _fixed(self, source: ModelSource[AnyModel]) -> FrozenModel[AnyModel]:
         if self.config.memory == "fast":
-            model = load(source).eval().requires_grad_(False)
+            whole = (torch.device("cpu"), torch.float32)  # autocast's products are rounded before they go to the device
+            device, dtype = whole if self._autocast else (self.device, self._compute_dtype)
+            model = load(source, device, dtype).eval().requires_grad_(False)
             self._set_types(model)
             return HeldModel(model.to(self.device))
         limit = self.engine_config.collective_timeout_seconds
