@@ -1,0 +1,167 @@
+"""Every stage on the fake device, whole: training, scoring, sampling, sync and checkpoint. Run by test_fake_cuda.py.
+
+A device that does not fit is an error anywhere in them. Steps have a stated number of host syncs.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.speed.own import ppo_config
+from evaluation.sampling import SamplingSpec, sample_policy
+from lm.config import ModelConfig
+from lm.tokenizer import Tokenizer
+from lm.weights import load_language_model
+from ppo.config import PPOConfig
+from ppo.controller import PPOController
+from ppo.initial_models import InitialModels, ScoreScale
+from ppo.roles import Roles
+from pretrain.stage import PretrainConfig
+from pretrain.stage import train as pretrain
+from reward.config import RewardConfig
+from reward.training import train as train_reward
+from sft.stage import SFTConfig
+from sft.stage import train as fine_tune
+from training.config import BatchConfig, EngineConfig
+from training.data import Prompt
+from training.stage import StageContext
+
+ENGINE = EngineConfig(precision="bf16", trackers=())
+OPTIMIZER = {"learning_rate": 1e-3, "schedule": "constant"}
+TRAINING: dict[str, Any] = {
+    "optimizer": OPTIMIZER,
+    "batch": {"batch_size": 4, "micro_batch_size": 2},
+    "save_every_steps": 2,
+    "evaluate_every_steps": 2,
+}
+TEXTS = ("the fox and the dog sleep", "a bird in the hand is worth two", "the dog sleeps on the bush")
+SHAPE = ModelConfig(
+    vocab_size=300, max_position_embeddings=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, intermediate_size=48,
+)  # fmt: skip
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> dict[str, str]:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return {"source": str(path)}
+
+
+def talk(number: int) -> list[dict[str, str]]:
+    answer = {"role": "assistant", "content": TEXTS[number % 3]}
+    return [{"role": "user", "content": f"{TEXTS[(number + 1) % 3]} {number}"}, answer]
+
+
+def context(folder: Path, engine: EngineConfig = ENGINE) -> StageContext:
+    folder.mkdir()
+    return StageContext(folder, seed=0, num_workers=1, engine=engine)
+
+
+def results(stage: StageContext) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((stage.folder / "results.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with pretrain/, sft/ and reward/, trained on the fake device."""
+    folder = tmp_path_factory.mktemp("run")
+    Tokenizer.train([*TEXTS] * 3, 300, "chat").save(folder / "tokenizer")
+    texts = write(folder / "texts.jsonl", [{"text": TEXTS[number % 3] * 4} for number in range(40)])
+    talks = write(folder / "talks.jsonl", [{"messages": talk(number)} for number in range(16)])
+    pretrain(
+        context(folder / "pretrain"),
+        PretrainConfig.model_validate(
+            {"texts": [texts], "heldout": [texts], "seq_len": 16, "num_steps": 4, **TRAINING}
+        ),
+        SHAPE,
+        folder / "tokenizer",
+    )
+    fine_tune(
+        context(folder / "sft"),
+        SFTConfig.model_validate(
+            {"demonstrations": [talks], "heldout": [talks], "seq_len": 60, "num_epochs": 1, "dropout": 0.1, **TRAINING}
+        ),
+        folder / "pretrain" / "model",
+    )
+    rankings = [
+        {"task_id": f"t{number}", "prompt": talk(number)[:1], "responses": list(TEXTS), "ranks": [1, 2, 3],
+         "labeler": "ann"} for number in range(16)
+    ]  # fmt: skip
+    train_reward(
+        context(folder / "reward"),
+        RewardConfig.model_validate(
+            {"rankings": write(folder / "rankings.jsonl", rankings), "demonstrations": [talks], "num_epochs": 1,
+             "heldout_share": 0.25, "num_calibration": 8, **TRAINING}
+        ),
+        folder / "sft" / "model",
+    )  # fmt: skip
+    yield folder
+    assert torch.cuda.memory_allocated() < 2**20, "a stage left tensors on the device"
+
+
+def test_stages_train(run: Path) -> None:
+    for stage in ("pretrain", "sft"):
+        assert math.isfinite(json.loads((run / stage / "results.json").read_text())["heldout_loss"])
+        assert load_language_model(run / stage / "model").config.vocab_size == 300
+    assert (run / "reward" / "heldout_scores.json").is_file()
+    assert (run / "reward" / "model" / "model.safetensors").is_file()
+
+
+def test_policies_are_sampled_and_scored(run: Path) -> None:
+    spec = SamplingSpec(
+        run / "sft" / "model", 2, 8, 1.0, seed=0, precision="bf16", reference=str(run / "pretrain" / "model"),
+        reward=str(run / "reward" / "model"),
+    )  # fmt: skip
+    prompts = [Prompt(prompt_id=str(n), messages=tuple(talk(n)[:1]), kind="") for n in range(3)]
+    samples = sample_policy(spec, prompts)
+    assert len(samples) == 6
+    assert all(math.isfinite(sample.score) and math.isfinite(sample.log_ratio) for sample in samples)
+
+
+# --- PPO -------------------------------------------------------------------------------------------------------------
+
+ROLLOUT, MINIBATCH, MICRO_BATCH, RESPONSE = 8, 4, 2, 8
+
+
+def ppo(run: Path, **changes: Any) -> tuple[Roles, PPOController]:
+    models = InitialModels(run / "sft" / "model", run / "reward" / "model", ScoreScale(0.0, 1.0), None)
+    batch = BatchConfig(batch_size=MINIBATCH, micro_batch_size=MICRO_BATCH)
+    config = PPOConfig.model_validate({**ppo_config(3, ROLLOUT, batch, RESPONSE).model_dump(), **changes})
+    roles = Roles.in_process(config, ENGINE, models)
+    prompts = [Tokenizer.load(models.sft).encode_prompt(talk(number)[:1]) for number in range(ROLLOUT)]
+    return roles, PPOController(config, roles, prompts, models.scale, num_pretraining_rows=0, seed=0)
+
+
+def weights_after(run: Path, folder: Path, memory: str) -> dict[str, torch.Tensor]:
+    folder.mkdir()
+    roles, controller = ppo(run, memory=memory)
+    metrics = [controller.step(iteration) for iteration in range(2)]
+    assert all(math.isfinite(value) for step in metrics for value in step.values())
+    roles.learners.export_policy(folder)
+    roles.close()
+    return dict(load_language_model(folder / "model").state_dict())
+
+
+def test_every_memory_mode_of_ppo_has_the_same_bits(run: Path, tmp_path: Path) -> None:
+    """Two iterations each: what is offloaded, dropped or gathered comes back as it was."""
+    found = {memory: weights_after(run, tmp_path / memory, memory) for memory in ("fast", "balanced", "small")}
+    for memory in ("balanced", "small"):
+        assert all(torch.equal(found[memory][name], tensor) for name, tensor in found["fast"].items()), memory
+
+
+def test_ppo_resumes_from_its_checkpoint(run: Path, tmp_path: Path) -> None:
+    roles, controller = ppo(run)
+    controller.step(0)
+    roles.learners.save(tmp_path, 1, {}, {})
+    roles.learners.finish_saving()
+    expected = controller.step(1)
+    roles.close()
+    resumed, continued = ppo(run)
+    resumed.load(tmp_path / "step-000001")
+    assert continued.step(1) == expected
+    resumed.close()
