@@ -282,6 +282,7 @@ class Engine(Generic[AnyModule]):
 
     def load(self, folder: Path) -> None:
         """Load a state that any number of ranks wrote at any ZeRO stage; a collective call."""
+        self.offload.bring_back()
         saved = SavedState(folder)
         own = whole_params(self.module, self._optimizers) if self.config.zero_stage == 0 else self.shards()
         for shard in own + whole_tensors(self.module.named_buffers()):

@@ -4,6 +4,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,3 +166,23 @@ def test_each_phase_has_on_the_device_what_it_needs(outcomes: dict[str, Outcome]
         "reference": models - rest_of_reference - max(reference_layers) + held["moments"],
         "measure": models + held["moments"],
     }
+
+
+def test_a_checkpoint_is_loaded_and_written_while_optimizer_states_are_away(
+    models: InitialModels, prompts: list[list[int]], ppo_config: Callable[..., PPOConfig], tmp_path: Path
+) -> None:
+    engine = EngineConfig(precision="fp32", trackers=())
+    worker = OneRank(ppo_config(memory="small", num_epochs=1), engine, models)
+    _run(worker, prompts, 1)
+    for name in ("first", "second"):
+        worker.roles.learners.make_room()
+        assert sum(host.nbytes for host in worker.learner.policy.offload.hosts) > 0
+        worker.roles.learners.save(tmp_path / name, 1, {}, {})
+        worker.roles.learners.finish_saving()
+        worker.roles.learners.make_room()
+        worker.roles.load(tmp_path / name / "step-000001")
+    worker.close()
+    first, second = (tmp_path / name / "step-000001" for name in ("first", "second"))
+    files = [path.relative_to(first) for path in first.rglob("*.safetensors")]
+    assert len(files) >= 3
+    assert all((first / path).read_bytes() == (second / path).read_bytes() for path in files)
