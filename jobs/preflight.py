@@ -18,7 +18,8 @@ def refuse_missing(job: JobConfig) -> None:
 
 
 def check_data(run: Run) -> None:
-    """Read every row that a later stage will read, with the tokenizer it will use.
+    """Read every row that a later stage will read, with the tokenizer it will use; what training reads is tokenized for
+    good, while no rank has a place yet.
 
     Raises: ValueError naming file, line and field.
     """
@@ -28,6 +29,7 @@ def check_data(run: Run) -> None:
             name = getattr(job.section_of(stage), field)
             if name:
                 load_function(name, field.replace("_", " "))
-    for stage in job.stages:
+    # The first stages have the most data: a mistake in that of later ones shows before hours of tokenizing.
+    for stage in reversed(job.stages):
         stage_run = run.of(stage.name)
         stage.preflight(stage_run, stage_run.resolve(job.section_of(stage)))

@@ -1,5 +1,6 @@
 """Vocabularies and chat templates: text to tokens and back."""
 
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -133,6 +134,11 @@ class Tokenizer:
 
     def _written(self) -> tuple[str, ...]:
         return self._bpe.to_str(), self.pad, self.end, self.start, self.chat_template
+
+    @property
+    def sha256(self) -> str:
+        """A hash of whatever makes two tokenizers equal."""
+        return hashlib.sha256(json.dumps(self._written()).encode()).hexdigest()
 
     @property
     def vocab_size(self) -> int:

@@ -19,6 +19,7 @@ from ppo.roles import Roles
 from ppo.rollout import Rollout
 from ppo.scale import score_scale
 from pretrain.stage import STAGE as PRETRAIN
+from pretrain.stage import tokenize
 from reward.scoring import labels_of, weights_by_label
 from reward.stage import STAGE as REWARD
 from stages.contract import Parent, Stage
@@ -30,6 +31,7 @@ from training.metrics import MetricsLog
 from training.notices import say
 from training.packing import stream_rows
 from training.stage import StageContext
+from training.tokens import array_path
 from training.writer import PROGRESS
 
 
@@ -123,7 +125,8 @@ def run_ppo(stage: StageRun, config: PPOConfig) -> None:
     if config.ptx_rows:
         pretraining = stage.job.section(PRETRAIN)
         assert pretraining is not None, "pretraining rows come from the pretraining stage, a parent of this one"
-        stream = TokenStream(stage.folder_of(PRETRAIN.name) / "data" / "train.bin", pretraining.seq_len)
+        tokens = tokenize(stage.at(PRETRAIN.name), stage.resolve(pretraining))
+        stream = TokenStream(array_path(tokens.training, "tokens"), pretraining.seq_len)
     scale = score_scale(stage, policy, judge, prompts, config)
     models = InitialModels(sft=policy, reward=judge, scale=scale, pretraining=stream)
     learners = generators = scorers = stage.workers()

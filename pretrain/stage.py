@@ -7,7 +7,8 @@ read with spans hidden.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,15 @@ from pretrain.results import PretrainResults
 from stages.contract import Preparation, Stage
 from stages.planner import Planner, StagePlan
 from stages.run import StageRun
+from stages.tokens import token_folder
 from training.config import InitConfig, TrainingConfig
 from training.data import DataConfig, read_texts
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import CausalLMObjective
-from training.packing import chunks, stream_rows, write_token_stream
+from training.packing import stream_rows
 from training.seeds import derive_seed
 from training.stage import StageContext, build_engine
+from training.tokens import Part, TokenFolders, array_path, chunks
 
 
 class PretrainConfig(InitConfig, TrainingConfig):
@@ -56,10 +59,12 @@ class PretrainConfig(InitConfig, TrainingConfig):
     )
 
 
-def train(context: StageContext, config: PretrainConfig, model_config: ModelConfig, tokenizer_folder: Path) -> None:
+def train(
+    context: StageContext, config: PretrainConfig, model_config: ModelConfig, tokenizer_folder: Path, data: TokenFolders
+) -> None:
     """Train on this rank; rank 0 writes `model/` and `results.json`.
 
-    Raises: ValueError for text that cannot be read or does not fill a row, and for a tokenizer that does not fit.
+    Raises: ValueError for text that does not fill a row, and for a tokenizer that does not fit.
     """
     tokenizer = Tokenizer.load(tokenizer_folder)
     if tokenizer.vocab_size > model_config.vocab_size:
@@ -67,17 +72,14 @@ def train(context: StageContext, config: PretrainConfig, model_config: ModelConf
             f"model.vocab_size is {model_config.vocab_size}; the tokenizer in {tokenizer_folder} has"
             f" {tokenizer.vocab_size} tokens"
         )
-    source = model_source(context, config, model_config)
-    engine = build_engine(context, source, config)
-    folder = context.folder / "data"
-    if engine.is_main:
-        write_streams(folder, config, tokenizer)
-    engine.barrier()
     # The start token comes before what an encoder reads.
     seq_len = config.seq_len - (model_config.kind != "decoder")
     rows, heldout, heldout_bytes = (
-        stream_rows(folder / f"{name}.bin", seq_len) for name in ("train", "heldout", "heldout_bytes")
+        stream_rows(array_path(folder, name), seq_len)
+        for folder, name in ((data.training, "tokens"), (data.heldout, "tokens"), (data.heldout, "num_bytes"))
     )
+    source = model_source(context, config, model_config)
+    engine = build_engine(context, source, config)
     training = make_objective(model_config, rows, tokenizer, derive_seed(context.seed, "pretrain", "words"), NUM_VIEWS)
     unseen = make_objective(model_config, heldout, tokenizer, derive_seed(context.seed, "pretrain", "heldout"), 1)
     loop_config = LoopConfig.of("pretrain", context.seed, config.num_steps, config)
@@ -137,23 +139,35 @@ def prepare_tokenizer(config: PretrainConfig, model: ModelConfig, folder: Path) 
         Tokenizer.train(sample, model.vocab_size, "plain", has_mask=True).save(folder)
 
 
-def write_streams(folder: Path, config: PretrainConfig, tokenizer: Tokenizer) -> None:
-    """Write the texts as token streams, once; a resumed run finds them."""
-    if (folder / "ready").is_file():
-        return
-    folder.mkdir(exist_ok=True)
-    for name, sources in (("train", config.texts), ("heldout", config.heldout)):
-        texts = _by_chunks(tokenizer.encode_plain, read_texts(sources))
-        write_token_stream(texts, tokenizer.end_id, folder / f"{name}.bin")
-    # Aligned with heldout.bin; an end token stands for no bytes.
-    spelled = _by_chunks(tokenizer.spelled_bytes, read_texts(config.heldout))
-    write_token_stream(spelled, 0, folder / "heldout_bytes.bin")
-    (folder / "ready").touch()
+def stream_parts(tokenizer: Tokenizer, sources: Sequence[DataConfig], first_row: int) -> Iterator[Part]:
+    """The texts from a row on as one stream of tokens, an end token after each text."""
+    for chunk in chunks(itertools.islice(read_texts(sources), first_row, None)):
+        yield Part(len(chunk), {"tokens": _joined(tokenizer.encode_plain(chunk), tokenizer.end_id)})
 
 
-def _by_chunks(encode: Callable[[Sequence[str]], list[list[int]]], texts: Iterator[str]) -> Iterator[list[int]]:
-    for chunk in chunks(texts):
-        yield from encode(chunk)
+def heldout_parts(tokenizer: Tokenizer, sources: Sequence[DataConfig], first_row: int) -> Iterator[Part]:
+    """`stream_parts`, with the number of bytes that each token stands for; an end token stands for none."""
+    for chunk in chunks(itertools.islice(read_texts(sources), first_row, None)):
+        tokens = _joined(tokenizer.encode_plain(chunk), tokenizer.end_id)
+        yield Part(len(chunk), {"tokens": tokens, "num_bytes": _joined(tokenizer.spelled_bytes(chunk), 0)})
+
+
+def _joined(texts: Sequence[Sequence[int]], end: int) -> NDArray[np.int32]:
+    separator = np.array([end], dtype=np.int32)
+    return np.concatenate([part for text in texts for part in (np.array(text, dtype=np.int32), separator)])
+
+
+def tokenize(run: StageRun, config: PretrainConfig) -> TokenFolders:
+    """Tokenize the texts, unless that is done. Raises: ValueError naming file, line and field."""
+    tokenizer = Tokenizer.load(_tokenizer_folder(run))
+    heldout = token_folder(
+        run, "heldout", tokenizer, config.heldout, ("tokens", "num_bytes"),
+        partial(heldout_parts, tokenizer, config.heldout),
+    )  # fmt: skip
+    training = token_folder(
+        run, "texts", tokenizer, config.texts, ("tokens",), partial(stream_parts, tokenizer, config.texts)
+    )
+    return TokenFolders(training, heldout)
 
 
 def bits_per_byte(loss_nats: float, bytes_BT: NDArray[np.int32]) -> float:
@@ -167,7 +181,7 @@ def bits_per_byte(loss_nats: float, bytes_BT: NDArray[np.int32]) -> float:
 
 def run_pretrain(run: StageRun, config: PretrainConfig) -> None:
     """Train on all workers."""
-    run.on_ranks(train, config, run.model, _tokenizer_folder(run))
+    run.on_ranks(train, config, run.model, _tokenizer_folder(run), tokenize(run, config))
 
 
 def _tokenizer_folder(run: StageRun) -> Path:
@@ -189,11 +203,9 @@ def tokenizer_inputs(run: StageRun, config: PretrainConfig) -> tuple[dict[str, A
     return {**values, "vocab_size": run.model.vocab_size, "kind": run.model.kind}, run.source_hashes(texts)
 
 
-def preflight(_run: StageRun, config: PretrainConfig) -> None:
-    """Read every text. Raises: ValueError naming file, line and field."""
-    for sources in (config.texts, config.heldout):
-        for _ in read_texts(sources):
-            pass
+def preflight(run: StageRun, config: PretrainConfig) -> None:
+    """Read and tokenize every text. Raises: ValueError naming file, line and field."""
+    tokenize(run, config)
 
 
 def plan(planner: Planner, config: PretrainConfig) -> StagePlan:
@@ -213,7 +225,6 @@ STAGE = Stage(
     preparation=Preparation(
         TOKENIZER, tokenizer_inputs, lambda run, config, folder: prepare_tokenizer(config, run.model, folder)
     ),
-    also_required=("data/ready",),  # PPO reads these texts too
     tokenizer=lambda run, _: Tokenizer.load(_tokenizer_folder(run)),
     model_kinds=("decoder", "encoder", "encoder-decoder"),
     context_tokens=lambda config: {"seq_len": config.seq_len},

@@ -6,7 +6,7 @@ higher is better; and "objective", what the labeler judged by (default: "overall
 (docs/labels.md).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 from lm.tokenizer import Messages, Tokenizer
 from preferences.records import Message, Ranking
 from training.data import DataConfig, read_rows
-from training.packing import chunks
+from training.tokens import chunks
 
 if TYPE_CHECKING:
     from preferences.formats.merging import Found
@@ -35,7 +35,7 @@ class Comparison:
     """One task, tokenized: K sequences of prompt, response and end token, and what each labeler said of them."""
 
     task_id: str
-    sequences: tuple[tuple[int, ...], ...]
+    sequences: tuple[Sequence[int], ...]
     verdicts: tuple[Verdict, ...]
     objective: int = 0  # what its labelers judged by: an index into the model's objectives
 
@@ -117,39 +117,61 @@ def encode_rankings(
     Raises: ValueError naming the task whose conversation is longer than `max_tokens`, or whose rankings are not all of
     the same prompt and responses.
     """
+    found = list[Comparison]()
+    for judged, encoded in encode_tasks(tokenizer, rankings_by_task(rankings), max_tokens):
+        found += [
+            comparison_of(sequences, task, objectives, weights or {})
+            for task, sequences in zip(judged, encoded, strict=True)
+        ]
+    return found
+
+
+def rankings_by_task(rankings: Sequence[Ranking]) -> list[list[Ranking]]:
+    """The rankings of each task, in order of first appearance.
+
+    Raises: ValueError naming the task whose rankings are not all of the same prompt, responses and objective.
+    """
     by_task: dict[str, list[Ranking]] = {}
     for ranking in rankings:
         by_task.setdefault(ranking.task_id, []).append(ranking)
-    comparisons: list[Comparison] = []
-    for tasks in chunks(by_task.values()):
-        conversations = [_answered(task[0].prompt, response) for task in tasks for response in task[0].responses]
+    for task, *others in by_task.values():
+        for other in others:
+            for field in ("prompt", "responses", "objective"):
+                if getattr(other, field) != getattr(task, field):
+                    raise ValueError(
+                        f"task {task.task_id!r}: field {field!r} differs between the rankings of {task.labeler!r} and"
+                        f" {other.labeler!r}; rankings of one task are of the same responses by the same objective"
+                    )
+    return list(by_task.values())
+
+
+EncodedTasks = tuple[list[list[Ranking]], list[tuple[tuple[int, ...], ...]]]  # tasks, and each one's sequences
+
+
+def encode_tasks(tokenizer: Tokenizer, tasks: Sequence[list[Ranking]], max_tokens: int) -> Iterator[EncodedTasks]:
+    """The tasks in chunks, each with the tokens of its responses. Each response is encoded once, for all its labelers.
+
+    Raises: ValueError naming the task whose conversation is longer than `max_tokens`.
+    """
+    for judged in chunks(tasks):
+        conversations = [_answered(task[0].prompt, response) for task in judged for response in task[0].responses]
         encoded = iter(tokenizer.encode_conversations(conversations))
-        for judged in tasks:
-            sequences = tuple(_scored(*next(encoded)) for _ in judged[0].responses)
-            comparisons.append(_comparison(sequences, judged, max_tokens, objectives, weights or {}))
-    return comparisons
-
-
-def _comparison(
-    sequences: tuple[tuple[int, ...], ...],
-    judged: Sequence[Ranking],
-    max_tokens: int,
-    objectives: Sequence[str],
-    weights: LabelerWeights,
-) -> Comparison:
-    task = judged[0]
-    for other in judged[1:]:
-        for field in ("prompt", "responses", "objective"):
-            if getattr(other, field) != getattr(task, field):
+        found = [tuple(_scored(*next(encoded)) for _ in task[0].responses) for task in judged]
+        for task, sequences in zip(judged, found, strict=True):
+            longest = max(len(sequence) for sequence in sequences)
+            if longest > max_tokens:
                 raise ValueError(
-                    f"task {task.task_id!r}: field {field!r} differs between the rankings of {task.labeler!r} and"
-                    f" {other.labeler!r}; rankings of one task are of the same responses by the same objective"
+                    f"task {task[0].task_id!r}: prompt and response have {longest} tokens; the model's context holds"
+                    f" {max_tokens}"
                 )
-    longest = max(len(sequence) for sequence in sequences)
-    if longest > max_tokens:
-        raise ValueError(
-            f"task {task.task_id!r}: prompt and response have {longest} tokens; the model's context holds {max_tokens}"
-        )
+        yield judged, found
+
+
+def comparison_of(
+    sequences: tuple[Sequence[int], ...], judged: Sequence[Ranking], objectives: Sequence[str], weights: LabelerWeights
+) -> Comparison:
+    """The comparison of a task, given its responses' tokens and its rankings."""
+    task = judged[0]
     verdicts = [Verdict(r.ranks, r.ratings, weights.get((r.objective, r.labeler), 1.0)) for r in judged]
     objective = objectives.index(task.objective) if objectives else 0
     return Comparison(task.task_id, sequences, tuple(verdicts), objective)

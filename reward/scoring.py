@@ -76,7 +76,7 @@ def head_scores(network: RewardNetwork, sequences: Sequence[Sequence[int]], batc
     return scores_BO
 
 
-def sequences_of(comparisons: Sequence[Comparison]) -> list[tuple[int, ...]]:
+def sequences_of(comparisons: Sequence[Comparison]) -> list[Sequence[int]]:
     """Every response of every comparison, in order, as `task_scores` takes their scores."""
     return [sequence for comparison in comparisons for sequence in comparison.sequences]
 

@@ -1,19 +1,24 @@
 """The reward model as a stage: what it reads, what is checked before it runs, what it will take."""
 
+from functools import partial
 from pathlib import Path
 
 from lm.source import on_meta
 from lm.tokenizer import Tokenizer
+from preferences.formats.merging import Found
 from preferences.records import OVERALL
-from reward.comparisons import RankingsConfig, encode_rankings, read_judgments
+from reward.comparisons import RankingsConfig, read_judgments
 from reward.config import RewardConfig
+from reward.prepared import PreparedRankings, ranking_parts, split_of
 from reward.report import REPORTER
-from reward.training import WARNINGS, network_source, split_of, train
+from reward.training import WARNINGS, network_source, train
 from reward.world_measures import measure_reward_model
 from stages.contract import Parent, Stage
 from stages.planner import Planner, StagePlan
 from stages.progress import console
 from stages.run import JobView, StageRun
+from stages.tokens import token_folder
+from training.tokens import SEQUENCES
 
 COLLECTED = "collect:rankings"  # the source that names what labelers gave
 FIRST_ROWS = 100  # of a rankings file, to see how many responses its tasks have
@@ -21,7 +26,11 @@ FIRST_ROWS = 100  # of a rankings file, to see how many responses its tasks have
 
 def run_reward(run: StageRun, config: RewardConfig) -> None:
     """Train on all workers; measure against the world, where its labelers gave the rankings."""
-    run.on_ranks(train, config, run.start("sft"))
+    start = run.start("sft")
+    tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
+    found = read_judgments(config.rankings)
+    folder = tokenize(run, config, tokenizer, found, _most_tokens(start, config))
+    run.on_ranks(train, config, start, PreparedRankings.of(found, config, run.seed, folder))
     if "collect" in run.parents:  # so the world knows what its labelers went by
         run.write_results(measure_reward_model(run, config))
 
@@ -52,11 +61,22 @@ def preflight(run: StageRun, config: RewardConfig) -> None:
     if config.init_from:
         start = run.start("sft")
         tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
-        source = network_source(start, 0.0, seed=0, labels=config.labels)
-        most_tokens = on_meta(source.build).config.max_position_embeddings
+        most_tokens = _most_tokens(start, config)
     else:
         tokenizer, most_tokens = run.tokenizer_of("sft"), run.model.max_position_embeddings
-    encode_rankings(tokenizer.with_template(config.chat_template), found.rankings, most_tokens)
+    tokenize(run, config, tokenizer, found, most_tokens)
+
+
+def _most_tokens(start: Path, config: RewardConfig) -> int:
+    """The context of the reward model that starts from a directory."""
+    return on_meta(network_source(start, 0.0, seed=0, labels=config.labels).build).config.max_position_embeddings
+
+
+def tokenize(run: StageRun, config: RewardConfig, tokenizer: Tokenizer, found: Found, max_tokens: int) -> Path:
+    """The folder with the rankings' tokens, which are written unless they are there. Raises: as `encode_tasks`."""
+    templated = tokenizer.with_template(config.chat_template)
+    parts = partial(ranking_parts, templated, found, max_tokens)
+    return token_folder(run, "rankings", templated, (config.rankings,), SEQUENCES, parts, max_tokens=max_tokens)
 
 
 def plan(planner: Planner, config: RewardConfig) -> StagePlan:

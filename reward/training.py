@@ -7,8 +7,6 @@ responses with the model that was trained, in the precision of training.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,14 @@ from lm.model import SCORE, LanguageModel, ScalarModel
 from lm.source import ModelSource, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, purpose_of, save_model
-from preferences.records import Ranking
-from preferences.splits import split_rankings
 from preferences.statistics.reliability import labeler_reliability, labeler_weights
-from reward.comparisons import Comparison, LabelerWeights, encode_rankings, read_judgments
+from reward.comparisons import Comparison, LabelerWeights
 from reward.config import RewardConfig
 from reward.heldout import FinalScores, final_scores
 from reward.learner import AuxiliaryParameters, LearnerSource, network_weights, spread_of_ratings, starting_log_nu
 from reward.metrics import joined_metrics, labeler_metrics, objective_metrics, rating_metrics
 from reward.objective import RankingObjective
+from reward.prepared import PreparedRankings, Split
 from reward.results import RewardResults
 from reward.scoring import RewardNetwork, network_folder, shifted
 from training.loop import LoopConfig, TrainingLoop
@@ -36,20 +33,6 @@ from training.stage import StageContext, build_engine
 
 WARNINGS = "warnings.json"  # what was odd about rows of the rankings, and what was done
 HELDOUT_SCORES = "heldout_scores.json"  # {task_id: scores of its responses, in the order of the rankings file}
-
-
-@dataclass(frozen=True)
-class Split:
-    """The rankings that a model learns from and is measured on."""
-
-    objectives: tuple[str, ...]  # in the order of the heads
-    train: list[Ranking]
-    heldout: list[Ranking]  # on prompts that training does not see
-
-    def of(self, objective: str) -> tuple[list[Ranking], list[Ranking]]:
-        """One objective's rankings: to train on, and held out."""
-        train, heldout = ([r for r in side if r.objective == objective] for side in (self.train, self.heldout))
-        return train, heldout
 
 
 def network_source(
@@ -75,20 +58,18 @@ def network_source(
     return trained
 
 
-def train(context: StageContext, config: RewardConfig, start: Path) -> None:
+def train(context: StageContext, config: RewardConfig, start: Path, data: PreparedRankings) -> None:
     """Train on this rank; rank 0 writes `model/`, `heldout_scores.json` and `results.json`.
 
-    Raises: ValueError naming file, line and field for rankings that cannot be used.
+    Raises: ValueError for rankings that have no ratings although `rating_coef` counts them.
     """
     tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
     tokenizer = tokenizer.with_template(config.chat_template)
     source = network_source(start, config.dropout, derive_seed(context.seed, "reward", "head"), config.labels)
     shape = on_meta(source.build).config
-    found = read_judgments(config.rankings)
-    split = split_of(found.rankings, config, context.seed)
-    encode = partial(encode_rankings, tokenizer, max_tokens=shape.max_position_embeddings, objectives=split.objectives)
-    trained_on = encode(split.train, weights=weights_of_labelers(split, config))
-    unseen = encode(split.heldout)  # all labelers weigh the same in measurements
+    split = data.split
+    trained_on = data.comparisons(split.train, weights_of_labelers(split, config))
+    unseen = data.comparisons(split.heldout)  # all labelers weigh the same in measurements
     auxiliary = auxiliary_parameters(config, split, trained_on)
     engine = build_engine(context, LearnerSource(source, auxiliary), config)
     objectives = [
@@ -112,35 +93,9 @@ def train(context: StageContext, config: RewardConfig, start: Path) -> None:
         save_model(context.model_folder, network, shifted(network, network_weights(tensors), scores.shift), tokenizer)
         learned = [auxiliary.learned(tensors, shape.hidden_size, place) for place in range(len(split.objectives))]
         write_results(context, config, split, scores, learned)
-        write_json(context.folder / WARNINGS, [vars(warning) for warning in found.report.warnings])
+        write_json(context.folder / WARNINGS, list(data.warnings))
     engine.barrier()
     engine.close()
-
-
-def split_of(rankings: Sequence[Ranking], config: RewardConfig, seed: int) -> Split:
-    """The rankings of the objectives to learn, split by prompt.
-
-    Raises: ValueError for objectives that have no rankings, for several of which the config names none, and for one
-    without rankings on both sides.
-    """
-    source, found = config.rankings.source, sorted({ranking.objective for ranking in rankings})
-    objectives = config.objectives or tuple(found)
-    if (not config.objectives and len(found) > 1) or not set(objectives) <= set(found):
-        raise ValueError(
-            f"reward.objectives is {list(config.objectives)}, and the rankings of {source} are of {', '.join(found)};"
-            " those of them that the reward model is to learn were expected"
-        )
-    chosen = [ranking for ranking in rankings if ranking.objective in objectives]
-    split = Split(objectives, *split_rankings(chosen, config.heldout_share, seed))
-    for objective in objectives:
-        train, heldout = split.of(objective)
-        if not train or not heldout:
-            of = f" of {objective!r}" if len(objectives) > 1 else ""
-            raise ValueError(
-                f"reward.heldout_share {config.heldout_share} splits the rankings{of} of {source} into"
-                f" {len(train)} for training and {len(heldout)} held out; both need at least one"
-            )
-    return split
 
 
 def weights_of_labelers(split: Split, config: RewardConfig) -> LabelerWeights:

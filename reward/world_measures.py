@@ -16,9 +16,10 @@ from preferences.records import Ranking
 from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import encode_scored, read_judgments
 from reward.config import RewardConfig
+from reward.prepared import split_of
 from reward.results import RewardResults
 from reward.scoring import RewardModel
-from reward.training import HELDOUT_SCORES, split_of
+from reward.training import HELDOUT_SCORES
 from stages.run import StageRun
 from stages.world import label_truth
 

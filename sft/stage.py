@@ -5,28 +5,33 @@ to each other, so packing only changes the speed. An encoder-decoder reads every
 writes that response (sequence to sequence); its pairs are not packed.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import Field
 
 from lm.encoder_decoder import EncoderDecoder
 from lm.model import LanguageModel
 from lm.source import ModelSource
-from lm.tokenizer import Tokenizer
+from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder, purpose_of, save_model
 from sft.report import REPORTER
 from sft.results import SFTResults
 from stages.contract import Parent, Stage
 from stages.planner import Planner, StagePlan
 from stages.run import StageRun
+from stages.tokens import token_folder
 from training.config import InitConfig, TrainingConfig
 from training.data import DataConfig, read_conversations
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import PackedObjective, PairsObjective
-from training.packing import chunks, pack
+from training.packing import Packed
 from training.stage import StageContext, build_engine
+from training.tokens import SEQUENCES, Part, Sequences, TokenFolders, chunks, sequence_arrays
 
 
 class SFTConfig(InitConfig, TrainingConfig):
@@ -44,18 +49,15 @@ class SFTConfig(InitConfig, TrainingConfig):
     num_epochs: float = Field(default=1.0, gt=0, description="Passes over the demonstrations.")
 
 
-def train(context: StageContext, config: SFTConfig, start: Path) -> None:
-    """Train on this rank; rank 0 writes `model/` and `results.json`.
-
-    Raises: ValueError naming file, line and field for rows that are not demonstrations or do not fit a row.
-    """
+def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFolders) -> None:
+    """Train on this rank; rank 0 writes `model/` and `results.json`. Raises: ValueError where there is no data."""
     tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token)
     tokenizer = tokenizer.with_template(config.chat_template)
     kind = EncoderDecoder if purpose_of(start) == "translate" else LanguageModel
     source: ModelSource[LanguageModel | EncoderDecoder] = ModelFolder(start, kind, config.dropout)
     training, heldout = (
-        make_objective(kind is EncoderDecoder, tokenizer, data, config.seq_len)
-        for data in (config.demonstrations, config.heldout)
+        make_objective(kind is EncoderDecoder, tokenizer, sources, folder, config.seq_len)
+        for sources, folder in ((config.demonstrations, data.training), (config.heldout, data.heldout))
     )
     num_steps = max(1, round(config.num_epochs * len(training) / config.batch.batch_size))
     engine = build_engine(context, source, config)
@@ -72,7 +74,7 @@ def train(context: StageContext, config: SFTConfig, start: Path) -> None:
                 heldout_loss_before=before["loss"],
                 num_steps=num_steps,
                 num_rows=len(training),
-                packing_efficiency=packing_efficiency(training),
+                packing_efficiency=packing_efficiency(training, config.seq_len),
             )
         )
     engine.barrier()
@@ -80,29 +82,64 @@ def train(context: StageContext, config: SFTConfig, start: Path) -> None:
 
 
 def make_objective(
-    has_source: bool, tokenizer: Tokenizer, sources: Sequence[DataConfig], seq_len: int
+    has_source: bool, tokenizer: Tokenizer, sources: Sequence[DataConfig], folder: Path, seq_len: int
 ) -> Objective[Any]:
-    """The conversations of the sources: packed rows, or pairs of source and target.
+    """The conversations whose tokens are in `folder`: packed rows, or pairs of source and target.
 
-    Raises: ValueError as for `encode_demonstrations`, and if there are none.
+    Raises: ValueError if there are none.
     """
-    sequences = list(encode_demonstrations(has_source, tokenizer, sources, seq_len))
-    if not sequences:
+    sequences = Sequences.read(folder)
+    if not len(sequences):
         raise ValueError(f"{', '.join(data.source for data in sources)}: no demonstrations; at least one was expected")
     if has_source:
-        return PairsObjective([split_pair(*sequence) for sequence in sequences], tokenizer.end_id)
-    return PackedObjective(pack(sequences, seq_len, tokenizer.pad_id))
+        return PairsObjective(Pairs(sequences), tokenizer.end_id)
+    return PackedObjective(Packed(sequences, seq_len, tokenizer.pad_id))
+
+
+class Pairs(Sequence[tuple[Sequence[int], Sequence[int]]]):
+    """Sequences as pairs of source and target, split where they are asked for."""
+
+    def __init__(self, sequences: Sequences) -> None:
+        self.sequences = sequences
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, index: Any) -> Any:
+        tokens, is_response = self.sequences[index]
+        return split_pair(tokens.tolist(), is_response.tolist())
+
+
+def tokenize(run: StageRun, config: SFTConfig, tokenizer: Tokenizer) -> TokenFolders:
+    """Tokenize the conversations, unless that is done. Raises: ValueError as for `encode_demonstrations`."""
+    has_source = run.model.kind == "encoder-decoder"
+
+    def folder(name: str, sources: Sequence[DataConfig]) -> Path:
+        parts = partial(demonstration_parts, has_source, tokenizer, sources, config.seq_len)
+        settings = {"has_source": has_source, "seq_len": config.seq_len}
+        return token_folder(run, name, tokenizer, sources, SEQUENCES, parts, **settings)
+
+    return TokenFolders(folder("demonstrations", config.demonstrations), folder("heldout", config.heldout))
+
+
+def demonstration_parts(
+    has_source: bool, tokenizer: Tokenizer, sources: Sequence[DataConfig], seq_len: int, first_row: int
+) -> Iterator[Part]:
+    """The conversations from a row on. Raises: ValueError as for `encode_demonstrations`."""
+    for chunk in chunks(itertools.islice(read_conversations(sources), first_row, None)):
+        yield Part(len(chunk), sequence_arrays(encode_demonstrations(has_source, tokenizer, chunk, seq_len)))
 
 
 def encode_demonstrations(
-    has_source: bool, tokenizer: Tokenizer, sources: Sequence[DataConfig], seq_len: int
+    has_source: bool, tokenizer: Tokenizer, conversations: Sequence[tuple[str, Messages]], seq_len: int
 ) -> Iterator[tuple[list[int], list[bool]]]:
-    """Tokens of each conversation, and which of them are the assistant's.
+    """Tokens of each (where, messages), and which of them are the assistant's.
 
     Raises: ValueError naming file and line of a conversation that has no response or is too long or, with
     `has_source`, has nothing before its last response.
     """
-    for where, tokens, is_response in encoded_conversations(tokenizer, sources):
+    encoded = tokenizer.encode_conversations([messages for _, messages in conversations])
+    for (where, _), (tokens, is_response) in zip(conversations, encoded, strict=True):
         if not any(is_response):
             raise ValueError(f"{where}: sft.chat_template {tokenizer.chat_template!r} shows no assistant's response")
         parts = split_pair(tokens, is_response) if has_source else (tokens,)
@@ -114,16 +151,6 @@ def encode_demonstrations(
         yield tokens, is_response
 
 
-def encoded_conversations(
-    tokenizer: Tokenizer, sources: Sequence[DataConfig]
-) -> Iterator[tuple[str, list[int], list[bool]]]:
-    """Each conversation's file and line, and its tokens. Encodes in chunks, on all of the tokenizer's threads."""
-    for chunk in chunks(read_conversations(sources)):
-        places, conversations = zip(*chunk, strict=True)
-        for where, encoded in zip(places, tokenizer.encode_conversations(conversations), strict=True):
-            yield where, *encoded
-
-
 def split_pair(tokens: Sequence[int], is_response: Sequence[bool]) -> tuple[Sequence[int], Sequence[int]]:
     """What comes before the last response, and that response with its end token."""
     end = len(tokens) - is_response[::-1].index(True)
@@ -131,14 +158,19 @@ def split_pair(tokens: Sequence[int], is_response: Sequence[bool]) -> tuple[Sequ
     return tokens[: end - length], tokens[end - length : end]
 
 
-def packing_efficiency(objective: Objective[Any]) -> float:
+def packing_efficiency(objective: Objective[Any], seq_len: int) -> float:
     """Fraction of the positions in rows that hold a token."""
-    return float((objective.rows.segments > 0).mean()) if isinstance(objective, PackedObjective) else 1.0
+    if not isinstance(objective, PackedObjective):
+        return 1.0
+    return objective.num_tokens(np.arange(len(objective))) / (len(objective) * seq_len)
 
 
 def run_sft(run: StageRun, config: SFTConfig) -> None:
     """Train on all workers."""
-    run.on_ranks(train, config, run.start("pretrain"))
+    start = run.start("pretrain")
+    # The tokenizer of the model as it is now: it need not be the one that the run began with.
+    tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token).with_template(config.chat_template)
+    run.on_ranks(train, config, start, tokenize(run, config, tokenizer))
 
 
 def load_tokenizer(run: StageRun, config: SFTConfig) -> Tokenizer:
@@ -151,11 +183,8 @@ def load_tokenizer(run: StageRun, config: SFTConfig) -> Tokenizer:
 
 
 def preflight(run: StageRun, config: SFTConfig) -> None:
-    """Read and encode every demonstration. Raises: ValueError naming file, line and field."""
-    tokenizer, has_source = load_tokenizer(run, config), run.model.kind == "encoder-decoder"
-    for sources in (config.demonstrations, config.heldout):
-        for _ in encode_demonstrations(has_source, tokenizer, sources, config.seq_len):
-            pass
+    """Read and tokenize every demonstration. Raises: ValueError naming file, line and field."""
+    tokenize(run, config, load_tokenizer(run, config))
 
 
 def plan(planner: Planner, config: SFTConfig) -> StagePlan:

@@ -15,7 +15,7 @@ from lm.encoder_decoder import EncoderDecoder
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
 from lm.padding import pad_right
-from training.packing import IntArray, PackedRows
+from training.packing import IntArray, Packed, PackedRows
 
 
 class CausalLMObjective:
@@ -48,29 +48,30 @@ class CausalLMObjective:
 class PackedObjective:
     """-Σ log p(token | tokens before it in its own sequence) over the counted tokens. Lower is better."""
 
-    def __init__(self, rows: PackedRows) -> None:
+    def __init__(self, rows: Packed | PackedRows) -> None:
         self.rows = rows
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def count(self, rows: IntArray) -> int:
-        return int(self.rows.counted[rows].sum())
+        return self.rows.num_counted(rows)
 
     def num_tokens(self, rows: IntArray) -> int:
-        return int((self.rows.segments[rows] > 0).sum())
+        return self.rows.num_tokens(rows)
 
-    def batch(self, rows: IntArray, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, segments and the loss mask (True = counted), [B, T] each."""
-        parts = (self.rows.tokens, self.rows.segments, self.rows.counted)
-        tokens_BT, segments_BT, counted_BT = (torch.from_numpy(part[rows]).to(device) for part in parts)
-        return tokens_BT, segments_BT, counted_BT
+    def batch(self, rows: IntArray, device: torch.device) -> tuple[Tensor, Tensor, Tensor, IntArray]:
+        """Tokens, segments and the loss mask (True = counted), [B, T] each; and the number of each token's sequence."""
+        taken = self.rows.take(rows)
+        parts = (taken.tokens, taken.segments, taken.counted)
+        tokens_BT, segments_BT, counted_BT = (torch.from_numpy(part).to(device) for part in parts)
+        return tokens_BT, segments_BT, counted_BT, taken.sequence_of_tokens()
 
     def loss(
         self, model: LanguageModel, rows: IntArray, device: torch.device, seed: int = 0
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        tokens_BT, segments_BT, counted_BT = self.batch(rows, device)
-        keys_BT = sequence_keys(seed, self.rows.sequence_of_tokens(rows), device)
+        tokens_BT, segments_BT, counted_BT, numbers_BT = self.batch(rows, device)
+        keys_BT = sequence_keys(seed, numbers_BT, device)
         logits_CV = model(tokens_BT[:, :-1], segments_BT[:, :-1], counted_BT[:, 1:], keys_BT[:, :-1])
         return -token_logprobs(logits_CV, tokens_BT[:, 1:][counted_BT[:, 1:]]).sum(), {}
 

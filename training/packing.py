@@ -3,22 +3,19 @@
 Shape letters: B rows, T tokens of a row.
 """
 
+import itertools
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.progress import note_progress
+from training.tokens import Sequences, map_array
 
 IntArray = NDArray[np.int64]
-Item = TypeVar("Item")
-
-CHUNK_TEXTS = 1024
 
 
 @dataclass(frozen=True)
@@ -38,27 +35,91 @@ class PackedRows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def sequence_of_tokens(self, rows: IntArray) -> IntArray:
+    def sequence_of_tokens(self) -> IntArray:
         """The number of each token's sequence, [B, T]; arbitrary at padding."""
-        found: IntArray = np.take_along_axis(self.numbers[rows], np.maximum(self.segments[rows] - 1, 0), axis=1)
+        found: IntArray = np.take_along_axis(self.numbers, np.maximum(self.segments - 1, 0), axis=1)
         return found
 
+    def num_tokens(self, rows: IntArray) -> int:
+        """Tokens of these rows, without padding."""
+        return int((self.segments[rows] > 0).sum())
 
-def pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], seq_len: int, pad_id: int) -> PackedRows:
-    """Pack (tokens, counted) sequences best-fit, longest first; each lies whole in one row.
+    def num_counted(self, rows: IntArray) -> int:
+        """Tokens of these rows that count in the loss."""
+        return int(self.counted[rows].sum())
+
+    def take(self, rows: IntArray) -> "PackedRows":
+        """These rows."""
+        return PackedRows(self.tokens[rows], self.segments[rows], self.counted[rows], self.numbers[rows])
+
+
+class Packed:
+    """Rows of packed sequences, laid out only where they are asked for: the sequences may be in a mapped file.
+
+    Sequences are packed best-fit, longest first; each lies whole in one row. It keeps 8 bytes per sequence and 16 per
+    row, in addition to what `sequences` keeps.
 
     Raises:
         ValueError: a sequence is longer than a row; the message gives its number.
     """
-    for index, (tokens, _) in enumerate(sequences):
-        if len(tokens) > seq_len:
-            raise ValueError(f"sequence {index} has {len(tokens)} tokens; at most {seq_len} fit a row")
-    order = sorted(range(len(sequences)), key=lambda index: (-len(sequences[index][0]), index))
+
+    def __init__(self, sequences: Sequences, seq_len: int, pad_id: int) -> None:
+        self.sequences, self.seq_len, self.pad_id = sequences, seq_len, pad_id
+        rows = _best_fit(sequences.lengths.tolist(), seq_len)
+        sizes = np.array([len(row) for row in rows], dtype=np.int64)
+        self._ends: IntArray = np.cumsum(sizes)
+        self._members = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64, count=len(sequences))
+        starts = self._ends - sizes
+        self._num_tokens = _sums(sequences.lengths[self._members], starts)
+        self._num_counted = _sums(sequences.num_counted[self._members], starts)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def num_tokens(self, rows: IntArray) -> int:
+        """Tokens of these rows, without padding."""
+        return int(self._num_tokens[rows].sum(dtype=np.int64))
+
+    def num_counted(self, rows: IntArray) -> int:
+        """Tokens of these rows that count in the loss."""
+        return int(self._num_counted[rows].sum(dtype=np.int64))
+
+    def take(self, rows: IntArray) -> PackedRows:
+        """Lay these rows out."""
+        firsts = np.where(rows > 0, self._ends[rows - 1], 0)
+        sizes = self._ends[rows] - firsts
+        numbers_of_all = self._members[_ranges(firsts, sizes)]
+        lengths = self.sequences.lengths_of(numbers_of_all)
+        read = _ranges(self.sequences.ends[numbers_of_all] - lengths, lengths)
+        written = _ranges(np.arange(len(rows)) * self.seq_len, self._num_tokens[rows].astype(np.int64))
+        tokens = np.full((len(rows), self.seq_len), self.pad_id, dtype=np.int64)
+        segments, counted = np.zeros_like(tokens), np.zeros(tokens.shape, dtype=np.bool_)
+        tokens.flat[written] = self.sequences.tokens[read]
+        segments.flat[written] = np.repeat(_ranges(np.ones_like(sizes), sizes), lengths)
+        counted.flat[written] = self.sequences.counted[read]
+        begins = np.cumsum(lengths) - lengths
+        counted.flat[written[begins[lengths > 0]]] = False  # nothing in its own sequence predicts a first token
+        numbers = np.full((len(rows), max(1, int(sizes.max(initial=1)))), -1, dtype=np.int64)
+        numbers.flat[_ranges(np.arange(len(rows)) * numbers.shape[1], sizes)] = numbers_of_all
+        return PackedRows(tokens, segments, counted, numbers)
+
+
+def pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], seq_len: int, pad_id: int) -> PackedRows:
+    """The rows that `Packed` makes of (tokens, counted) sequences, all laid out. Raises: as `Packed`."""
+    packed = Packed(Sequences.of(sequences), seq_len, pad_id)
+    return packed.take(np.arange(len(packed)))
+
+
+def _best_fit(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
+    """The numbers of the sequences in each row."""
+    for index, length in enumerate(lengths):
+        if length > seq_len:
+            raise ValueError(f"sequence {index} has {length} tokens; at most {seq_len} fit a row")
     rows: list[list[int]] = []
     open_rows: dict[int, list[int]] = {}  # free tokens -> non-empty rows with exactly that many
     free_lengths: list[int] = []  # its keys, in order
-    for index in order:
-        length = len(sequences[index][0])
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        length = lengths[index]
         place = bisect_left(free_lengths, length)
         if place == len(free_lengths):
             row, free = len(rows), seq_len
@@ -73,84 +134,35 @@ def pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], seq_len: int
             open_rows[free - length] = []
             insort(free_lengths, free - length)
         open_rows[free - length].append(row)
-    return _lay_out(sequences, rows, seq_len, pad_id)
+    return rows
 
 
-def _lay_out(
-    sequences: Sequence[tuple[Sequence[int], Sequence[bool]]],
-    rows: Sequence[Sequence[int]],
-    seq_len: int,
-    pad_id: int,
-) -> PackedRows:
-    """Build rows from the sequences whose numbers they list."""
-    tokens = np.full((len(rows), seq_len), pad_id, dtype=np.int64)
-    segments = np.zeros_like(tokens)
-    counted = np.zeros(tokens.shape, dtype=np.bool_)
-    numbers = np.full((len(rows), max(map(len, rows), default=1)), -1, dtype=np.int64)
-    for row, indices in enumerate(rows):
-        start = 0
-        numbers[row, : len(indices)] = indices
-        for number, (ids, is_counted) in enumerate((sequences[index] for index in indices), start=1):
-            end = start + len(ids)
-            tokens[row, start:end], segments[row, start:end], counted[row, start:end] = ids, number, is_counted
-            counted[row, start] = False  # nothing in its own sequence predicts a first token
-            start = end
-    return PackedRows(tokens, segments, counted, numbers)
+def _sums(values: NDArray[Any], starts: IntArray) -> NDArray[np.int32]:
+    """Sums over the values from each start to the next; no range is empty."""
+    if not len(starts):
+        return np.empty(0, dtype=np.int32)
+    return np.add.reduceat(values, starts).astype(np.int32)
 
 
-def write_token_stream(texts: Iterable[list[int]], end_id: int, path: Path) -> int:
-    """Write every text, each followed by an EOS token, to a flat file of int32. Returns the number of tokens.
-
-    A thread tokenizes the next texts while these are written; tokenizing releases Python's lock.
-    """
-    total = 0
-    with path.open("wb") as file:
-        for chunk in ahead(chunks(texts)):
-            tokens: list[int] = []
-            for ids in chunk:
-                tokens += ids
-                tokens.append(end_id)
-            file.write(np.array(tokens, dtype=np.int32).data)  # the errors of `tofile` do not give the system's reason
-            total += len(tokens)
-    return total
+def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:
+    """The whole numbers from each start on, so many of each, one range after another."""
+    before = np.cumsum(lengths) - lengths
+    found: IntArray = np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
+    return found
 
 
 def stream_rows(path: Path, seq_len: int) -> NDArray[np.int32]:
-    """Memory-map the stream as a [B, T] array; a last partial row is left out.
+    """Memory-map a file of tokens (int32) as a [B, T] array; a last partial row is left out.
 
     Raises:
         ValueError: the text does not fill one row.
     """
-    # An empty file cannot be mapped.
-    stream = np.memmap(path, dtype=np.int32, mode="r") if path.stat().st_size else np.empty(0, dtype=np.int32)
+    stream = map_array(path, np.int32)
     num_rows = len(stream) // seq_len
     if num_rows == 0:
         raise ValueError(f"{path}: {len(stream)} tokens do not fill one row of {seq_len}; more text is needed")
     rows: NDArray[np.int32] = stream[: num_rows * seq_len].reshape(num_rows, seq_len)
     return rows
-
-
-def chunks(texts: Iterable[Item], size: int = CHUNK_TEXTS) -> Iterator[list[Item]]:
-    """Lists of at most `size` texts, so that streams can be tokenized in parallel without loading them whole."""
-    chunk: list[Item] = []
-    for text in texts:
-        chunk.append(text)
-        if len(chunk) == size:
-            note_progress()
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
-
-
-def ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The same items; a thread produces the next one while this one is used. Raises what `items` raises, in order."""
-    end = object()
-    with ThreadPoolExecutor(1) as thread:
-        following = thread.submit(next, items, end)
-        while (item := following.result()) is not end:
-            following = thread.submit(next, items, end)
-            yield item  # type: ignore[misc]
 
 
 class Sampler:
@@ -164,7 +176,7 @@ class Sampler:
         if num_rows < 1:
             raise ValueError("no rows to train on; at least one was expected")
         self.num_rows, self.batch_size, self.seed = num_rows, batch_size, seed
-        self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
+        self._epoch, self._permutation = -1, np.empty(0, dtype=np.int32)
 
     def batch(self, step: int) -> IntArray:
         """Row numbers [batch_size] of step 0, 1, ..."""
@@ -174,7 +186,9 @@ class Sampler:
     def _rows(self, epoch: int, places: IntArray) -> IntArray:
         if epoch != self._epoch:
             self._epoch = int(epoch)
-            self._permutation = np.random.default_rng([self.seed, self._epoch]).permutation(self.num_rows)
+            # The order that `permutation` draws, in half its memory: every rank holds that of all rows.
+            kind = np.int32 if self.num_rows <= np.iinfo(np.int32).max else np.int64
+            self._permutation = np.arange(self.num_rows, dtype=kind)
+            np.random.default_rng([self.seed, self._epoch]).shuffle(self._permutation)
         inside = places[places // self.num_rows == epoch]
-        rows: IntArray = self._permutation[inside % self.num_rows]
-        return rows
+        return self._permutation[inside % self.num_rows].astype(np.int64)

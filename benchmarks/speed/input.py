@@ -6,6 +6,7 @@ training loop spends on choosing its rows and making tensors of them, which it d
 """
 
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -30,13 +31,14 @@ from lm.source import RandomInit
 from lm.tokenizer import Tokenizer
 from playground.world import PlaygroundConfig, PlaygroundWorld
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective
-from pretrain.stage import PretrainConfig, write_streams
-from sft.stage import encode_demonstrations
-from training.config import BatchConfig, EngineConfig, OptimizerConfig
+from pretrain.stage import stream_parts
+from sft.stage import demonstration_parts
+from training.config import EngineConfig, OptimizerConfig
 from training.data import DataConfig, read_conversations, read_texts
 from training.engine import Engine
 from training.objectives import CausalLMObjective, PackedObjective
-from training.packing import IntArray, PackedRows, Sampler, pack, stream_rows
+from training.packing import IntArray, Packed, PackedRows, Sampler, stream_rows
+from training.tokens import SEQUENCES, Sequences, write_arrays
 
 WAIT_AIM, RATE_AIM = 0.02, 1.0
 VOCAB_SIZES = (800, 8192)  # the demo's, and one more common
@@ -80,19 +82,16 @@ def conversions(
         return sum(len(encoding) for encoding in library.encode_batch(held, add_special_tokens=False))
 
     def to_stream() -> int:
-        (folder / "stream" / "ready").unlink(missing_ok=True)
-        # One text is held out, so that nearly all of the work is of the training stream.
-        heldout = texts.model_copy(update={"max_rows": 1})
-        config = PretrainConfig(
-            texts=(texts,), heldout=(heldout,), seq_len=seq_len, num_steps=1, optimizer=ADAMW,
-            batch=BatchConfig(batch_size=1, micro_batch_size=1), save_every_steps=1, evaluate_every_steps=1,
-        )  # fmt: skip
-        write_streams(folder / "stream", config, tokenizer)
-        return int(stream_rows(folder / "stream" / "train.bin", seq_len).size)
+        shutil.rmtree(folder / "stream", ignore_errors=True)
+        write_arrays(folder / "stream", ("tokens",), partial(stream_parts, tokenizer, (texts,)))
+        return int(stream_rows(folder / "stream" / "tokens.bin", seq_len).size)
 
     def to_rows() -> int:
-        sequences = list(encode_demonstrations(False, tokenizer, (demonstrations,), seq_len))
-        return int((pack(sequences, seq_len, tokenizer.pad_id).segments > 0).sum())
+        shutil.rmtree(folder / "rows", ignore_errors=True)
+        parts = partial(demonstration_parts, False, tokenizer, (demonstrations,), seq_len)
+        write_arrays(folder / "rows", SEQUENCES, parts)
+        packed = Packed(Sequences.read(folder / "rows"), seq_len, tokenizer.pad_id)
+        return packed.num_tokens(np.arange(len(packed)))
 
     held_texts = list(read_texts((texts,)))
     held_turns = [turn["content"] for _, turns in read_conversations((demonstrations,)) for turn in turns]

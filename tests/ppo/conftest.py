@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,6 @@ from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels, ScoreScale, TokenStream
 from training.config import BatchConfig, OptimizerConfig
 from training.data import DataConfig
-from training.packing import write_token_stream
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "red", "bird", "fly", "over", "green", "hills"]
 
@@ -52,7 +52,8 @@ def one_objective(tmp_path_factory: pytest.TempPathFactory) -> InitialModels:
         policy.decoder.embedding.weight[tokenizer.end_id, 0] = 1.8
     save_model(folder / "sft", policy, policy.state_dict(), tokenizer)
     save_model(folder / "reward", reward, reward.state_dict(), tokenizer)
-    write_token_stream(tokenizer.encode_plain(texts), tokenizer.end_id, folder / "train.bin")
+    stream = [token for text in tokenizer.encode_plain(texts) for token in (*text, tokenizer.end_id)]
+    np.array(stream, dtype=np.int32).tofile(folder / "train.bin")
     return InitialModels(folder / "sft", folder / "reward", ScoreScale(0.5, 2.0), TokenStream(folder / "train.bin", 9))
 
 

@@ -14,6 +14,7 @@ from lm.encoder_decoder import EncoderDecoder
 from lm.tokenizer import Tokenizer
 from lm.weights import load_model
 from pretrain.stage import PretrainConfig, prepare_tokenizer, train
+from tests.token_files import pretrain_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.metrics import read_metrics
@@ -51,7 +52,7 @@ def pretrain(folder: Path, model: ModelConfig, **changes: Any) -> Finished:
     prepare_tokenizer(config, model, folder / "tokenizer")
     context = StageContext(folder / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
     context.folder.mkdir()
-    train(context, config, model, folder / "tokenizer")
+    train(context, config, model, folder / "tokenizer", pretrain_tokens(folder, config, folder / "tokenizer"))
     return folder / "run", json.loads((folder / "run" / "results.json").read_text())
 
 

@@ -12,12 +12,14 @@ import torch
 from lm.config import ModelConfig
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
-from pretrain.stage import PretrainConfig, bits_per_byte, prepare_tokenizer, train, write_streams
+from pretrain.stage import PretrainConfig, bits_per_byte, prepare_tokenizer, train
+from tests.token_files import pretrain_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.metrics import read_metrics
 from training.packing import stream_rows
 from training.stage import StageContext
+from training.tokens import TokenFolders
 
 MODEL = ModelConfig(
     vocab_size=280,
@@ -59,7 +61,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     prepare_tokenizer(config, MODEL.model_copy(update={"vocab_size": 272}), folder / "tokenizer")
     context = StageContext(folder / "run", 3, 1, EngineConfig(precision="fp32"))
     context.folder.mkdir()
-    train(context, config, MODEL, folder / "tokenizer")
+    train(context, config, MODEL, folder / "tokenizer", pretrain_tokens(folder, config, folder / "tokenizer"))
     return folder / "run", json.loads((folder / "run" / "results.json").read_text())
 
 
@@ -73,7 +75,7 @@ def test_the_run_directory_is_whole(finished: tuple[Path, dict[str, Any]]) -> No
     assert results["vocab_size"] == 272
     D, M = 16, 32
     assert results["num_parameters"] == 280 * D + D * (2 + 2 * 1) * 8 + D * D + 2 * D * M + 3 * D
-    stream = np.fromfile(folder / "data" / "train.bin", dtype=np.int32)
+    stream = np.fromfile(folder.parent / "train-tokens" / "tokens.bin", dtype=np.int32)
     assert results["train_tokens"] == len(stream) // 16 * 16
 
 
@@ -92,7 +94,7 @@ def test_the_loss_falls(finished: tuple[Path, dict[str, Any]]) -> None:
 def test_the_stream_holds_the_texts(finished: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = finished
     tokenizer = Tokenizer.load(folder / "model")
-    stream = np.fromfile(folder / "data" / "train.bin", dtype=np.int32).tolist()
+    stream = np.fromfile(folder.parent / "train-tokens" / "tokens.bin", dtype=np.int32).tolist()
     texts: list[list[int]] = [[]]
     for token in stream:
         if token == tokenizer.end_id:
@@ -132,8 +134,9 @@ def heldout_rows(folder: Path, texts: list[str], tokenizer: Tokenizer, seq_len: 
     """Tokens and the bytes that they stand for, as a run writes and reads them."""
     config = write_config(folder)
     (folder / "heldout.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    write_streams(folder / "data", config, tokenizer)
-    return tuple(stream_rows(folder / "data" / f"{name}.bin", seq_len) for name in ("heldout", "heldout_bytes"))
+    tokenizer.save(folder / "tokenizer")
+    data = pretrain_tokens(folder, config, folder / "tokenizer")
+    return tuple(stream_rows(data.heldout / f"{name}.bin", seq_len) for name in ("tokens", "num_bytes"))
 
 
 def test_bits_per_byte_by_hand_of_a_byte_level_vocabulary(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -168,5 +171,6 @@ def test_a_vocabulary_that_is_larger_than_the_models_is_refused(tmp_path: Path) 
     prepare_tokenizer(config, MODEL.model_copy(update={"vocab_size": 272}), tmp_path / "tokenizer")
     context = StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
     context.folder.mkdir()
+    shape = MODEL.model_copy(update={"vocab_size": 270})
     with pytest.raises(ValueError, match=r"model.vocab_size is 270; the tokenizer in .* has 272 tokens"):
-        train(context, config, MODEL.model_copy(update={"vocab_size": 270}), tmp_path / "tokenizer")
+        train(context, config, shape, tmp_path / "tokenizer", TokenFolders(tmp_path, tmp_path))

@@ -15,7 +15,8 @@ from lm.weights import ModelFolder, load_model, read_config, save_model
 from reward.comparisons import RankingsConfig
 from reward.config import RewardConfig
 from reward.scoring import RewardModel, network_folder, sequence_scores
-from reward.training import network_source, train
+from reward.training import network_source
+from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.stage import StageContext
@@ -58,7 +59,7 @@ def config_for(folder: Path, **changes: object) -> RewardConfig:
 def finished(tmp_path_factory: pytest.TempPathFactory, encoder_folder: Path) -> Path:
     folder = tmp_path_factory.mktemp("reward")
     context = StageContext(folder / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
-    train(context, config_for(folder), encoder_folder)
+    train_reward(context, config_for(folder), encoder_folder)
     return folder / "run"
 
 
@@ -90,7 +91,7 @@ def test_a_reward_model_is_trained_further(finished: Path, tmp_path: Path) -> No
     optimizer = OptimizerConfig(learning_rate=1e-12, schedule="constant")
     config = config_for(tmp_path, num_epochs=0.01, optimizer=optimizer)
     context = StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
-    train(context, config, finished / "model")
+    train_reward(context, config, finished / "model")
     first, again = (load(network_folder(folder)) for folder in (finished / "model", context.model_folder))
     for name, tensor in first.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], tensor, atol=1e-5, rtol=0, msg=name)

@@ -21,7 +21,8 @@ from reward.config import RewardConfig
 from reward.learner import AuxiliaryParameters, RewardLearner
 from reward.objective import RankingObjective
 from reward.scoring import RewardModel, head_scores, weights_by_label
-from reward.training import network_source, train
+from reward.training import network_source
+from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.metrics import read_metrics
@@ -85,7 +86,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Fi
     """The run directory, the config, results.json."""
     folder = tmp_path_factory.mktemp("objectives")
     config = config_for(folder, ranking_rows(), rating_coef=0.5, ties="davidson", labeler_weights="reliability")
-    train(context_of(folder / "run"), config, model_folder)
+    train_reward(context_of(folder / "run"), config, model_folder)
     return folder / "run", config, json.loads((folder / "run" / "results.json").read_text())
 
 
@@ -202,7 +203,7 @@ def test_one_named_objective_is_a_plain_reward_model_bit_for_bit(tmp_path: Path,
     for name, found, objectives in (("named", both, (LOUD,)), ("plain", rows, ())):
         (tmp_path / name).mkdir()
         config = config_for(tmp_path / name, found, objectives=objectives, num_epochs=1.0)
-        train(context_of(tmp_path / name / "run"), config, model_folder)
+        train_reward(context_of(tmp_path / name / "run"), config, model_folder)
         written = tmp_path / name / "run"
         files = [written / "model" / file for file in ("model.safetensors", "config.json")]
         weights.append([path.read_bytes() for path in (*files, written / "results.json")])
@@ -213,7 +214,7 @@ def test_one_named_objective_is_a_plain_reward_model_bit_for_bit(tmp_path: Path,
 def test_a_reward_model_of_several_objectives_is_trained_further(finished: Finished, tmp_path: Path) -> None:
     optimizer = OptimizerConfig(learning_rate=1e-12, schedule="constant")
     config = config_for(tmp_path, ranking_rows(), num_epochs=0.01, optimizer=optimizer)
-    train(context_of(tmp_path / "run"), config, finished[0] / "model")
+    train_reward(context_of(tmp_path / "run"), config, finished[0] / "model")
     first, again = (load_scalar_model(folder / "model") for folder in (finished[0], tmp_path / "run"))
     for name, tensor in first.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], tensor, atol=1e-5, rtol=0, msg=name)
@@ -250,13 +251,15 @@ def test_objectives_that_are_not_there_are_refused(
     tmp_path: Path, model_folder: Path, objectives: tuple[str, ...], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        train(context_of(tmp_path / "run"), config_for(tmp_path, ranking_rows(), objectives=objectives), model_folder)
+        train_reward(
+            context_of(tmp_path / "run"), config_for(tmp_path, ranking_rows(), objectives=objectives), model_folder
+        )
 
 
 def test_an_objective_without_a_heldout_ranking_is_named(tmp_path: Path, model_folder: Path) -> None:
     rows = [row for row in ranking_rows() if row["objective"] == LOUD or row["task_id"] == "calm0"]
     with pytest.raises(ValueError, match=r"splits the rankings of 'calm' of .* into [03] for training and [03] held"):
-        train(context_of(tmp_path / "run"), config_for(tmp_path, rows), model_folder)
+        train_reward(context_of(tmp_path / "run"), config_for(tmp_path, rows), model_folder)
 
 
 @pytest.mark.parametrize("names", [("a", "a"), ("a", "")])

@@ -12,7 +12,8 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
 from reward.comparisons import RankingsConfig, read_judgments, read_rankings
 from reward.config import RewardConfig
-from reward.training import WARNINGS, train
+from reward.training import WARNINGS
+from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.metrics import read_metrics
@@ -50,7 +51,7 @@ def test_a_reward_model_trains_on_real_dialogues(tmp_path: Path, tiny_config: Mo
         save_every_steps=100,
         evaluate_every_steps=100,
     )
-    train(StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=())), config, start)
+    train_reward(StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=())), config, start)
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     # Rows 1 to 90 without row 87, whose better reply is empty.
     assert results["train_comparisons"] + results["heldout_comparisons"] == NUM_ROWS - 1

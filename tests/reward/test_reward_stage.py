@@ -20,7 +20,7 @@ from reward.config import RewardConfig
 from reward.learner import AuxiliaryParameters, RewardLearner
 from reward.objective import RankingObjective
 from reward.scoring import head_scores, sequence_scores
-from reward.training import train
+from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.metrics import read_metrics
 from training.stage import StageContext
@@ -128,7 +128,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> tu
     """The run directory, the config, results.json."""
     folder = tmp_path_factory.mktemp("reward")
     config = config_for(folder)
-    train(StageContext(folder / "run", SEED, 1, EngineConfig(precision="fp32", trackers=())), config, model_folder)
+    train_reward(
+        StageContext(folder / "run", SEED, 1, EngineConfig(precision="fp32", trackers=())), config, model_folder
+    )
     return folder / "run", config, json.loads((folder / "run" / "results.json").read_text())
 
 
@@ -190,7 +192,7 @@ def test_training_starts_from_the_sft_model_and_a_unit_head(
     optimizer = OptimizerConfig(learning_rate=1e-12, schedule="constant")
     config = config_for(tmp_path, num_epochs=0.01, optimizer=optimizer)
     context = StageContext(tmp_path / "run", SEED, 1, EngineConfig(precision="fp32", trackers=()))
-    train(context, config, model_folder)
+    train_reward(context, config, model_folder)
     model, source = load_scalar_model(context.model_folder), load_language_model(model_folder)
     for name, weight in source.decoder.state_dict().items():
         torch.testing.assert_close(model.decoder.state_dict()[name], weight, atol=1e-8, rtol=0, msg=name)
@@ -202,13 +204,13 @@ def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path: Path, model_folde
     context = StageContext(tmp_path / "run", SEED, 1, EngineConfig(precision="fp32", trackers=()))
     config = config_for(tmp_path, heldout_share=1e-9)
     with pytest.raises(ValueError, match=r"reward.heldout_share 1e-09 splits .* into 54 for training and 0 held out"):
-        train(context, config, model_folder)
+        train_reward(context, config, model_folder)
 
 
 def test_ratings_that_are_asked_for_and_missing_are_named(tmp_path: Path, model_folder: Path) -> None:
     context = StageContext(tmp_path / "run", SEED, 1, EngineConfig(precision="fp32", trackers=()))
     with pytest.raises(ValueError, match=r"reward.rating_coef is 0.5, but no ranking of .*rankings.jsonl has ratings"):
-        train(context, config_for(tmp_path, rating_coef=0.5), model_folder)
+        train_reward(context, config_for(tmp_path, rating_coef=0.5), model_folder)
 
 
 def test_ties_with_a_chance_of_their_own_and_ratings(
@@ -223,7 +225,7 @@ def test_ties_with_a_chance_of_their_own_and_ratings(
     write_rows(tmp_path / "rankings.jsonl", rows)
     config = plain.model_copy(update={"ties": "davidson", "rating_coef": 0.5, "num_epochs": 10.0})
     context = StageContext(tmp_path / "run", SEED, 1, EngineConfig(precision="fp32", trackers=()))
-    train(context, config, model_folder)
+    train_reward(context, config, model_folder)
     results = json.loads((context.folder / "results.json").read_text())
     assert results["heldout_accuracy"] > 0.9
     trained_on, _ = split_rankings(read_rankings(config.rankings), 0.25, SEED)
@@ -253,7 +255,7 @@ def test_a_labeler_who_is_often_wrong_weighs_less(tmp_path: Path, model_folder: 
         rows += [{**(turned(row) if i % noise == 0 else row), "labeler": name} for i, row in enumerate(rows[:40])]
     write_rows(tmp_path / "rankings.jsonl", rows)
     context = StageContext(tmp_path / "run", SEED, 1, EngineConfig(precision="fp32", trackers=()))
-    train(context, config, model_folder)
+    train_reward(context, config, model_folder)
     labelers = json.loads((context.folder / "results.json").read_text())["labelers"]
     assert sorted(labelers) == ["ann", "cy", "di", "ed"]
     assert min(labelers[name]["weight"] for name in ("ann", "cy", "di")) > 2 * labelers["ed"]["weight"] >= 0

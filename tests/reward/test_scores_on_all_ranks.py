@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from lm.transformer import Transformer
 from lm.weights import load_scalar_model
 from reward.config import RewardConfig
-from reward.training import train
+from tests.token_files import train_reward
 from training.config import EngineConfig
 from training.stage import StageContext
 
@@ -69,7 +69,7 @@ def train_and_count(folder: Path, start: Path, zero_stage: int, num_ranks: int) 
     (folder / f"data-{rank}").mkdir()
     hook = register_module_forward_hook(note)  # not a mock: every module's own forward runs
     engine = EngineConfig(precision="fp32", zero_stage=zero_stage, trackers=())  # type: ignore[arg-type]
-    train(StageContext(folder / "run", SEED, num_ranks, engine), config_for(folder / f"data-{rank}"), start)
+    train_reward(StageContext(folder / "run", SEED, num_ranks, engine), config_for(folder / f"data-{rank}"), start)
     hook.remove()
     return count
 

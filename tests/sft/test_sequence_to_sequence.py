@@ -14,7 +14,8 @@ from lm.model import init_weights
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import load_model, save_model
-from sft.stage import SFTConfig, make_objective, split_pair, train
+from sft.stage import SFTConfig, demonstration_parts, split_pair, train
+from tests.token_files import sft_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.stage import StageContext
@@ -58,7 +59,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, start: Path) -> tuple[Pat
         evaluate_every_steps=1000,
     )
     context = StageContext(folder / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
-    train(context, config, start)
+    train(context, config, start, sft_tokens(folder, config, start, has_source=True))
     return folder / "run", json.loads((folder / "run" / "results.json").read_text())
 
 
@@ -107,12 +108,13 @@ def test_a_pair_is_what_comes_before_the_last_response_and_that_response() -> No
 def test_source_and_target_must_fit_a_row_each(tmp_path: Path, masking_tokenizer: Tokenizer) -> None:
     long = write_data(tmp_path / "long.jsonl", [PAIRS[0], ("x" * 30, "y" * 40)])
     with pytest.raises(ValueError, match=r"long\.jsonl: line 2: source and target have 32 and 41 tokens"):
-        make_objective(True, masking_tokenizer, long, 36)
-    assert len(make_objective(True, masking_tokenizer, long, 41)) == 2  # together they would not
+        list(demonstration_parts(True, masking_tokenizer, long, 36, 0))
+    (part,) = demonstration_parts(True, masking_tokenizer, long, 41, 0)  # together they would not
+    assert len(part.arrays["lengths"]) == part.num_rows == 2
 
 
 def test_a_source_must_be_there(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "alone.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "assistant", "content": "Far."}]}) + "\n")
     with pytest.raises(ValueError, match=r"alone\.jsonl: line 1: nothing comes before the response"):
-        make_objective(True, tokenizer.with_template("plain"), (DataConfig(source=str(path)),), 40)
+        list(demonstration_parts(True, tokenizer.with_template("plain"), (DataConfig(source=str(path)),), 40, 0))

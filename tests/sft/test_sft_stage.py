@@ -11,7 +11,8 @@ from lm.generation import generate
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
-from sft.stage import SFTConfig, make_objective, train
+from sft.stage import SFTConfig, demonstration_parts, make_objective, train
+from tests.token_files import sft_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.metrics import read_metrics
@@ -45,7 +46,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> tu
     """The run directory and results.json."""
     folder = tmp_path_factory.mktemp("sft")
     context = StageContext(folder / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
-    train(context, config_for(folder), model_folder)
+    config = config_for(folder)
+    train(context, config, model_folder, sft_tokens(folder, config, model_folder))
     return folder / "run", json.loads((folder / "run" / "results.json").read_text())
 
 
@@ -91,7 +93,7 @@ def test_the_template_of_the_job_goes_into_the_model(tmp_path: Path, model_folde
     context = StageContext(tmp_path / "run", 3, 1, EngineConfig(precision="fp32", trackers=()))
     optimizer = OptimizerConfig(learning_rate=0.001, schedule="constant")
     config = config_for(tmp_path, chat_template="continuation", num_epochs=0.1, optimizer=optimizer)
-    train(context, config, model_folder)
+    train(context, config, model_folder, sft_tokens(tmp_path, config, model_folder))
     ours = Tokenizer.load(context.model_folder)
     assert ours.render([{"role": "user", "content": "A"}], add_generation_prompt=True) == "A"
     assert json.loads((context.folder / "results.json").read_text())["num_steps"] == 1
@@ -100,9 +102,11 @@ def test_the_template_of_the_job_goes_into_the_model(tmp_path: Path, model_folde
 def test_a_conversation_longer_than_a_row_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     sources = write_data(tmp_path / "long.jsonl", [PAIRS[0], ("x" * 70, "y")])
     with pytest.raises(ValueError, match=r"long\.jsonl: line 2: the conversation has 7\d tokens; sft.seq_len all"):
-        make_objective(False, tokenizer, sources, 64)
+        list(demonstration_parts(False, tokenizer, sources, 64, 0))
 
 
-def test_no_demonstrations_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_no_demonstrations_are_refused(tmp_path: Path, model_folder: Path) -> None:
+    config = config_for(tmp_path, demonstrations=write_data(tmp_path / "none.jsonl", []))
+    data = sft_tokens(tmp_path, config, model_folder)
     with pytest.raises(ValueError, match=r"none\.jsonl: no demonstrations; at least one was expected"):
-        make_objective(False, tokenizer, write_data(tmp_path / "none.jsonl", []), 64)
+        make_objective(False, Tokenizer.load(model_folder), config.demonstrations, data.training, 64)

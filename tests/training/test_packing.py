@@ -1,9 +1,6 @@
-"""Packing, token streams, and the order of rows."""
+"""Packing, rows of token streams, and the order of rows."""
 
-import errno
-import resource
-import threading
-from collections.abc import Iterator
+import random
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.packing import Sampler, ahead, chunks, pack, stream_rows, write_token_stream
+from training.packing import Packed, Sampler, pack, stream_rows
+from training.tokens import Sequences
 
 PAD = 0
 sequences_of = st.lists(
@@ -75,67 +73,41 @@ def test_packing_by_hand() -> None:
     assert rows.counted.astype(int).tolist() == [[0, 1, 1, 1, 0], [0, 1, 0, 1, 0]]
 
 
+@settings(max_examples=60, deadline=None)
+@given(drawn=sequences_of, order=st.randoms(use_true_random=False))
+def test_rows_are_the_same_however_many_are_laid_out(drawn: list[list[tuple[int, bool]]], order: random.Random) -> None:
+    sequences = [([token for token, _ in pairs], [counts for _, counts in pairs]) for pairs in drawn]
+    whole = pack(sequences, 14, PAD)
+    packed = Packed(Sequences.of(sequences), 14, PAD)
+    rows = np.array(order.choices(range(len(packed)), k=5))
+    taken, expected = packed.take(rows), whole.take(rows)
+    for part in ("tokens", "segments", "counted"):
+        assert getattr(taken, part).tolist() == getattr(expected, part).tolist()
+    is_real = taken.segments > 0
+    assert (taken.sequence_of_tokens()[is_real] == expected.sequence_of_tokens()[is_real]).all()
+    assert packed.num_tokens(rows) == whole.num_tokens(rows) == is_real.sum()
+    assert packed.num_counted(rows) == whole.num_counted(rows) == taken.counted.sum()
+
+
 def test_a_sequence_longer_than_a_row_is_named() -> None:
     with pytest.raises(ValueError, match=r"sequence 1 has 4 tokens; at most 3 fit a row"):
         pack([([1], [True]), ([1] * 4, [True] * 4)], 3, PAD)
 
 
-def test_a_stream_is_texts_joined_by_end_tokens_and_cut_into_rows(tmp_path: Path) -> None:
+def test_a_stream_is_cut_into_rows(tmp_path: Path) -> None:
     path = tmp_path / "x.bin"
-    assert write_token_stream(iter([[5, 6], [], [7, 8, 9]]), 1, path) == 8
+    np.array([5, 6, 1, 1, 7, 8, 9, 1], dtype=np.int32).tofile(path)
     assert stream_rows(path, 3).tolist() == [[5, 6, 1], [1, 7, 8]]  # 9, 1 do not fill a row
     assert stream_rows(path, 8).tolist() == [[5, 6, 1, 1, 7, 8, 9, 1]]
     with pytest.raises(ValueError, match=r"x\.bin: 8 tokens do not fill one row of 9"):
         stream_rows(path, 9)
 
 
-def test_a_stream_is_made_ahead_and_its_errors_arrive(tmp_path: Path) -> None:
-    def texts() -> Iterator[list[int]]:
-        yield from ([number] for number in range(2000, 4000))
-        raise ValueError("line 2001: not JSON")
-
-    with pytest.raises(ValueError, match="line 2001"):
-        write_token_stream(texts(), 1, tmp_path / "x.bin")
-    assert write_token_stream(([number] for number in range(3000)), 1, tmp_path / "y.bin") == 6000
-    assert stream_rows(tmp_path / "y.bin", 2)[:, 0].tolist() == list(range(3000))
-
-
-def test_a_thread_makes_the_next_item_while_one_is_used() -> None:
-    made = threading.Event()
-
-    def items() -> Iterator[int]:
-        yield 1
-        made.set()
-        yield 2
-
-    found = ahead(items())
-    assert next(found) == 1
-    assert made.wait(timeout=60)
-    assert list(found) == [2]
-
-
-def test_a_stream_that_cannot_be_written_says_why(tmp_path: Path) -> None:
-    """As on a full disk: writing begins, and fails with the system's own reason."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large") as found:
-            write_token_stream(([number] for number in range(100_000)), 1, tmp_path / "x.bin")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert found.value.errno == errno.EFBIG
-
-
 def test_a_stream_without_text_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "empty.bin"
-    assert write_token_stream(iter([]), 1, path) == 0
+    path.touch()
     with pytest.raises(ValueError, match=r"empty\.bin: 0 tokens do not fill one row of 4"):
         stream_rows(path, 4)
-
-
-def test_chunks_hold_everything_in_order() -> None:
-    assert list(chunks((str(i) for i in range(5)), 2)) == [["0", "1"], ["2", "3"], ["4"]]
-    assert list(chunks([], 2)) == []
 
 
 @pytest.mark.parametrize(("num_rows", "batch_size"), [(10, 4), (7, 7), (3, 8), (5, 1)])
@@ -155,6 +127,12 @@ def test_the_order_is_a_pure_function_of_seed_and_step() -> None:
     order = Sampler(11, 4, seed=5)
     assert [order.batch(step).tolist() for step in reversed(range(9))] == forwards[::-1]
     assert [Sampler(11, 4, seed=6).batch(step).tolist() for step in range(9)] != forwards
+
+
+def test_the_order_is_numpys_permutation_in_half_its_memory() -> None:
+    order = Sampler(70_001, 70_001, seed=5)
+    assert order.batch(3).tolist() == np.random.default_rng([5, 3]).permutation(70_001).tolist()
+    assert order._permutation.nbytes == 4 * 70_001
 
 
 def test_no_rows_are_refused() -> None:
