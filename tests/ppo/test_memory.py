@@ -79,6 +79,8 @@ class Measured:
                 yield from (bundle.share.data_ptr() for bundle in model.bundles)
         for engine in (learner.policy, learner.value):
             yield from (host.data_ptr() for host in engine.offload.hosts)
+        if learner.config.memory != "fast":
+            yield from (shard.storage.data_ptr() for shard in learner.average.shards.values())
 
 
 def _run(worker: OneRank, prompts: list[list[int]], num_iterations: int) -> list[dict[str, float]]:
@@ -129,6 +131,7 @@ def outcomes(
 def _sizes(worker: OneRank) -> dict[str, list[int]]:
     trained = [p for engine in (worker.learner.policy, worker.learner.value) for p in engine.module.parameters()]
     sizes = {"generator": [_nbytes(worker.generator.policy)], "moments": [8 * p.numel() for p in trained]}
+    sizes["average"] = [shard.storage.nbytes for shard in worker.learner.average.shards.values()]
     for name, model in {"reference": worker.scorer.reference, "reward": worker.scorer.network}.items():
         is_sharded = isinstance(model, ShardedModel)
         sizes[name] = [b.share.nbytes for b in model.bundles] if is_sharded else [_nbytes(model.module)]
@@ -145,10 +148,11 @@ def test_every_mode_gives_the_same_bits(outcomes: dict[str, Outcome]) -> None:
 def test_each_phase_has_on_the_device_what_it_needs(outcomes: dict[str, Outcome]) -> None:
     fast, balanced, small = (outcomes[memory] for memory in ("fast", "balanced", "small"))
     held = {name: sum(parts) for name, parts in fast.sizes.items()}
-    models = held["generator"] + held["reference"] + held["reward"]
+    frozen = held["reference"] + held["reward"] + held["average"]
+    models = held["generator"] + frozen
     saved = {phase: fast.peaks[phase] - peak for phase, peak in balanced.peaks.items()}
     assert saved == {
-        "sample": held["reference"] + held["reward"],
+        "sample": frozen,
         "score": models - sum(balanced.sizes["reward"]),
         "reference": models - sum(balanced.sizes["reference"]),
         "measure": models,
@@ -161,7 +165,7 @@ def test_each_phase_has_on_the_device_what_it_needs(outcomes: dict[str, Outcome]
         small.sizes[name] for name in ("reward", "reference")
     )
     assert saved == {
-        "sample": held["reference"] + held["reward"] + held["moments"],
+        "sample": frozen + held["moments"],
         "score": models - rest_of_reward - max(reward_layers) + held["moments"],
         "reference": models - rest_of_reference - max(reference_layers) + held["moments"],
         "measure": models + held["moments"],
