@@ -17,7 +17,7 @@ from lm.model import LanguageModel
 from lm.sampling import Choice
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder
-from reward.external import ExternalReward, Scored
+from reward.external import ExternalReward, Scored, score_in_parts
 from reward.scoring import RewardModel
 from training.config import Precision
 from training.data import Prompt
@@ -168,8 +168,7 @@ class Sampler:
         external = self.spec.external_reward
         if external is not None:
             texts = [self._tokenizer.decode(response).strip() for response in responses]
-            parts = [slice(start, start + BATCH) for start in range(0, len(texts), BATCH)]
-            return [scored for part in parts for scored in external.score(conversations[part], texts[part])]
+            return score_in_parts(external, conversations, texts, BATCH)
         if not self.spec.reward:
             return [Scored(math.nan)] * len(responses)
         scores = self._reward_model.score(self._tokenizer, conversations, queries, responses)

@@ -33,6 +33,9 @@ class PPOConfig(Config):
         default=30.0, gt=0, description="How long `reward_url` may be silent before a request fails, in seconds."
     )
     reward_retries: int = Field(default=3, ge=0, description="How often a failed request to `reward_url` is repeated.")
+    reward_parallel: int = Field(
+        default=4, ge=1, description="How many requests each rank sends to `reward_url` at once."
+    )
     objective_weights: dict[str, FiniteFloat] = Field(
         default_factory=dict,
         description="Weight of each objective's score in the reward, for a reward model of several; none for one.",
@@ -174,7 +177,7 @@ class PPOConfig(Config):
         if self.reward_function:
             return RewardFunction(self.reward_function)
         if self.reward_url:
-            return RemoteReward(self.reward_url, self.reward_timeout_seconds, self.reward_retries)
+            return RemoteReward(self.reward_url, self.reward_timeout_seconds, self.reward_retries, self.reward_parallel)
         return None
 
     @property

@@ -23,7 +23,7 @@ from ppo.frozen_model import FrozenModel, HeldModel, ShardedModel
 from ppo.initial_models import InitialModels
 from ppo.rank import Rank
 from ppo.rollout import Rollout, joined
-from reward.external import ExternalReward, Scored
+from reward.external import ExternalReward, Scored, score_in_parts
 from reward.scoring import RewardModel, labels_of, network_folder, read_by, scores_of, weights_by_label
 from training.config import EngineConfig
 
@@ -141,10 +141,7 @@ class Scorer(Rank):
         self, external_reward: ExternalReward, conversations: Sequence[Messages], responses: Sequence[Sequence[int]]
     ) -> list[Scored]:
         texts = [self.tokenizer.decode(response).strip() for response in responses]
-        size, scored = self.config.minibatch.micro_batch_size, list[Scored]()
-        for start in range(0, len(texts), size):
-            scored += external_reward.score(conversations[start : start + size], texts[start : start + size])
-        return scored
+        return score_in_parts(external_reward, conversations, texts, self.config.minibatch.micro_batch_size)
 
     @torch.no_grad()
     def reference_logprobs(self, rollout: Rollout) -> Tensor:

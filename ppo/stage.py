@@ -186,6 +186,7 @@ STAGE = Stage(
             "memory",
             "reward_timeout_seconds",
             "reward_retries",
+            "reward_parallel",
         )
     ),
     plan=plan,

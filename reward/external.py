@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -87,6 +88,7 @@ class RemoteReward:
     url: str
     timeout_seconds: float
     num_retries: int
+    num_parallel: int = 1  # requests of this process that the endpoint has at once, in `score_in_parts`
 
     def score(self, conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
         import httpx  # only here: a reward model needs no HTTP client, and a bare GPU machine has none
@@ -122,6 +124,21 @@ class RemoteReward:
 
 
 ExternalReward = RewardFunction | RemoteReward
+
+
+def score_in_parts(
+    reward: ExternalReward, conversations: Sequence[Messages], responses: Sequence[str], size: int
+) -> list[Scored]:
+    """Score any number of responses, at most `size` per call; an endpoint gets `num_parallel` calls at once."""
+    parts = [slice(start, start + size) for start in range(0, len(responses), size)]
+
+    def score(part: slice) -> list[Scored]:
+        return reward.score(conversations[part], responses[part])
+
+    if isinstance(reward, RewardFunction):  # the user's code, which may be bound to the main thread
+        return [scored for part in parts for scored in score(part)]
+    with ThreadPoolExecutor(reward.num_parallel, thread_name_prefix="reward") as pool:
+        return [scored for scores in pool.map(score, parts) for scored in scores]
 
 
 def checked(values: Any, num_responses: int, source: str) -> list[Scored]:

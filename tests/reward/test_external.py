@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from endpoints import retries
-from reward.external import RemoteReward, RewardFunction, Scored
+from reward.external import RemoteReward, RewardFunction, Scored, score_in_parts
 
 ASKED = [[{"role": "user", "content": text}] for text in ("one?", "two?", "three?")]
 TEXTS = ["a", "bb", "ccc"]
@@ -276,3 +276,52 @@ def test_silence_and_a_closed_port_are_failures(endpoint: Endpoint) -> None:
     assert len(endpoint.sent) == 2
     closed = RemoteReward("http://127.0.0.1:9/", 1.0, 1).score(ASKED, TEXTS)
     assert all("refused" in failure for failure in failures_of(closed))
+
+
+class Parallel(ThreadingHTTPServer):
+    """Answers the length of each response, and none before two requests are there."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), ParallelHandler)
+        self.both = threading.Barrier(2, timeout=10.0)
+
+
+class ParallelHandler(BaseHTTPRequestHandler):
+    server: Parallel
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.both.wait()
+        body = json.dumps({"scores": [len(response) for response in asked["responses"]]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing on the terminal."""
+
+
+def test_an_endpoint_has_several_requests_at_once_and_scores_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    texts = ["a" * length for length in (3, 1, 4, 1, 5, 9, 2, 6)]
+    with Parallel() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        reward = RemoteReward(f"http://127.0.0.1:{server.server_port}/score", 20.0, 0, num_parallel=2)
+        found = score_in_parts(reward, [ASKED[0]] * len(texts), texts, size=2)
+        server.shutdown()
+        thread.join()
+    assert found == [Scored(float(len(text))) for text in texts]
+
+
+def test_a_function_is_called_in_parts_on_the_calling_thread(tmp_path: Path) -> None:
+    file = tmp_path / "whose.py"
+    file.write_text(
+        "import threading\n"
+        "def score(prompts, responses):\n"
+        "    assert threading.current_thread() is threading.main_thread()\n"
+        "    return [len(responses)] * len(responses)\n"
+    )
+    found = score_in_parts(RewardFunction(f"{file}:score"), [ASKED[0]] * 5, TEXTS[:1] * 5, size=2)
+    assert [scored.score for scored in found] == [2, 2, 2, 2, 1]
