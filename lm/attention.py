@@ -5,17 +5,22 @@ E = (N + 2G) H.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.cache import CrossAttentionCache, KVCache
+from lm.cache import CrossAttentionCache, PassCache
 from lm.config import ModelConfig
+from lm.gpu_attention import PackedMask, attend_on_gpu, is_on_gpu, whole_rows
 from lm.linear import Linear
 from lm.norms import RMSNorm
 from lm.positions import Rotary, rotate
 from lm.replaceable import Replaceable
+
+# Who attends to whom: [B, T, S], True = may, or what is added to the scores; None = causal.
+Mask = Tensor | PackedMask | None
 
 
 def attention_mask(segments_BT: Tensor, *, causal: bool = True) -> Tensor:
@@ -27,34 +32,44 @@ def attention_mask(segments_BT: Tensor, *, causal: bool = True) -> Tensor:
     return same_BTS.tril() if causal else same_BTS
 
 
-def sliding_window_mask(
-    mask_BTS: Tensor | None, window: int, num_queries: int, num_keys: int, device: torch.device
-) -> Tensor | None:
+def sliding_window_mask(mask_BTT: Tensor | None, window: int, num_tokens: int, device: torch.device) -> Tensor | None:
     """The mask without keys further back than `window` tokens, the query's own included; 0 = no limit.
 
-    Queries are the last of the keys' tokens. None stays None (causal) where the window excludes nothing.
+    None stays None (causal) where the window excludes nothing.
     """
-    if not 0 < window < num_keys:
-        return mask_BTS
-    keys_S = torch.arange(num_keys, device=device)
-    queries_T = keys_S[num_keys - num_queries :]
-    distance_TS = queries_T[:, None] - keys_S
-    near_TS = distance_TS < window
-    return (near_TS & (distance_TS >= 0))[None] if mask_BTS is None else mask_BTS & near_TS
+    if not 0 < window < num_tokens:
+        return mask_BTT
+    places_T = torch.arange(num_tokens, device=device)
+    distance_TT = places_T[:, None] - places_T
+    near_TT = distance_TT < window
+    return (near_TT & (distance_TT >= 0))[None] if mask_BTT is None else mask_BTT & near_TT
 
 
-def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
-    """softmax(Q Kᵀ / √H) V, [B, N, T, H]; `mask_BTS` True = may attend, None = causal (T = S).
+def with_window(mask: Mask, window: int, tokens_BT: Tensor, *, packs: bool) -> Mask:
+    """`sliding_window_mask`, for masks of any kind; `packs` = variable-length attention serves these rows."""
+    T = tokens_BT.shape[1]
+    if isinstance(mask, PackedMask):
+        return replace(mask, window=window)
+    if mask is None and packs and 0 < window < T:
+        return whole_rows(tokens_BT, causal=True, window=window)
+    return sliding_window_mask(mask, window, T, tokens_BT.device)
 
-    PyTorch's fused kernel serves GPUs, and single queries without gradients on a CPU. Elsewhere passes with and without
+
+def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Mask) -> Tensor:
+    """softmax(Q Kᵀ / √H) V, [B, N, T, H]; a mask [B, T, S] is True where a query may attend, None = causal (T = S).
+
+    PyTorch's fused kernels serve GPUs, and single queries without gradients on a CPU. Elsewhere passes with and without
     gradients must round alike, since PPO divides the probabilities of one by those of the other.
     """
-    if q_BNTH.is_cuda or (q_BNTH.shape[2] == 1 and not q_BNTH.requires_grad):
-        mask_B1TS = None if mask_BTS is None else mask_BTS[:, None]
+    if is_on_gpu(q_BNTH):
+        return attend_on_gpu(q_BNTH, k_BGSH, v_BGSH, mask)
+    assert not isinstance(mask, PackedMask), "only a GPU takes packed rows without a mask"
+    if q_BNTH.shape[2] == 1 and not q_BNTH.requires_grad:
+        mask_B1TS = None if mask is None else mask[:, None]
         return F.scaled_dot_product_attention(
-            q_BNTH, k_BGSH, v_BGSH, mask_B1TS, is_causal=mask_BTS is None, enable_gqa=True
+            q_BNTH, k_BGSH, v_BGSH, mask_B1TS, is_causal=mask is None, enable_gqa=True
         )
-    return attend_written_out(q_BNTH, k_BGSH, v_BGSH, mask_BTS)
+    return attend_written_out(q_BNTH, k_BGSH, v_BGSH, mask)
 
 
 @Replaceable
@@ -100,13 +115,11 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(H, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(H, config.norm_eps) if config.qk_norm else None
 
-    def forward(
-        self, x_BTD: Tensor, rotary: Rotary | None, mask_BTS: Tensor | None, cache: KVCache | None, layer: int
-    ) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: Rotary | None, mask: Mask, cache: PassCache | None, layer: int) -> Tensor:
         q_BNTH, k_BGTH, v_BGTH = self.project(x_BTD, rotary)
         if cache is not None:
             k_BGTH, v_BGTH = cache.append(layer, k_BGTH, v_BGTH)
-        y_BNTH = attend(q_BNTH, k_BGTH, v_BGTH, mask_BTS)
+        y_BNTH = attend(q_BNTH, k_BGTH, v_BGTH, mask)
         return self.out(y_BNTH.transpose(1, 2).flatten(2))
 
     def project(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:

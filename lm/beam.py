@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from lm.batch import Batch
 from lm.encoder_decoder import EncoderDecoder
-from lm.generation import Batch, check_room, check_sources
+from lm.generation import check_room, check_sources
 from lm.model import LanguageModel
 
 
@@ -44,7 +45,7 @@ def beam_search(
     check_room(model, [prompt], max_new_tokens)
     sources = None if source is None else [source]
     check_sources(model, sources, 1)
-    batch = Batch.start(model, [0], [prompt], max_new_tokens, sources)
+    batch = Batch.start(model, [0], [prompt], max_new_tokens, sources, num_slots=num_beams)
     running: list[tuple[list[int], float]] = [([], 0.0)]
     over: list[Hypothesis] = []
     for step in range(1, max_new_tokens + 1):
@@ -68,6 +69,6 @@ def beam_search(
             break
         tokens = torch.tensor([token for _, token, _ in goes_on], device=totals_KV.device)
         running = [([*running[beam][0], token], logprob) for beam, token, logprob in goes_on]
-        batch.keep(torch.tensor([beam for beam, _, _ in goes_on], device=totals_KV.device))
-        batch.feed(model, tokens)
+        batch.keep([beam for beam, _, _ in goes_on])
+        batch.feed(tokens)
     return over

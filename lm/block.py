@@ -7,8 +7,8 @@ from functools import partial
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lm.attention import Attention, CrossAttention
-from lm.cache import CrossAttentionCache, KVCache
+from lm.attention import Attention, CrossAttention, Mask
+from lm.cache import CrossAttentionCache, PassCache
 from lm.config import ModelConfig
 from lm.dropout import Dropout
 from lm.mlp import MLP
@@ -21,14 +21,14 @@ BRANCHES = 3  # at most, per block: each has a dropout site of its own
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """What the blocks of one pass share; `masks_BTS` has an entry per layer, True = may attend, None = causal.
+    """What the blocks of one pass share; `masks` has an entry per layer.
 
     `dropout_keys_BT` are the tokens' keys (`lm.dropout`).
     """
 
-    masks_BTS: Sequence[Tensor | None]
+    masks: Sequence[Mask]
     rotary: Rotary | None = None
-    cache: KVCache | None = None
+    cache: PassCache | None = None
     cross_cache: CrossAttentionCache | None = None
     dropout_keys_BT: Tensor | None = None
 
@@ -56,7 +56,7 @@ class Block(nn.Module):
         return x_BTD + self.transform(self.mlp_norm(x_BTD), inputs, layer)
 
     def attend(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:
-        y_BTD = self.attention(x_BTD, inputs.rotary, inputs.masks_BTS[layer], inputs.cache, layer)
+        y_BTD = self.attention(x_BTD, inputs.rotary, inputs.masks[layer], inputs.cache, layer)
         return self.dropout(y_BTD, inputs.dropout_keys_BT, 1 + BRANCHES * layer)
 
     def attend_to_encoder(self, x_BTD: Tensor, inputs: BlockInputs, layer: int) -> Tensor:

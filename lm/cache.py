@@ -1,64 +1,95 @@
 """What attention keeps of tokens already read: a decoder's keys and values, and an encoder's.
 
-Shape letters: L layers, B batch, G key-value heads, S key tokens, T new tokens, H head dim.
+Shape letters: L layers, B slots or rows, G key-value heads, C columns, S key tokens, T new tokens, H head dim,
+N tokens that are written.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lm.config import ModelConfig
 
-class KVCache:
-    """Keys and values of all layers, filled from the left: `append` writes the next tokens, `advance` counts them.
 
-    All rows end at the same column, so shorter rows have padding on their left. Writing beyond the capacity raises
-    PyTorch's error.
-    """
-
-    def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
-        self.keys, self.values, self.length = keys, values, length
-
-    @classmethod
-    def empty(cls, shape: tuple[int, int, int, int, int], like: Tensor) -> Self:
-        """A cache of shape (layers, rows, key-value heads, tokens, head dim), with the type and device of `like`."""
-        return cls(like.new_empty(shape), like.new_empty(shape), 0)
-
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[3]
+class PassCache(Protocol):
+    """What one pass of a decoder does with its keys and values."""
 
     def append(self, layer: int, k_BGTH: Tensor, v_BGTH: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens of one layer; return that layer's keys and values so far, [B, G, S, H] each."""
-        end = self.length + k_BGTH.shape[2]
-        self.keys[layer, :, :, self.length : end] = k_BGTH
-        self.values[layer, :, :, self.length : end] = v_BGTH
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        """Store the new tokens of one layer; return the keys and values that they attend to, [B, G, S, H] each."""
 
-    def advance(self, num_tokens: int) -> None:
-        self.length += num_tokens
 
-    def keep(self, rows: Tensor, first: int = 0) -> None:
-        """Keep only these batch rows, in this order (finished sequences leave, a forking beam appears twice), and only
-        the columns from `first` on.
+class KVCache:
+    """Keys and values of all layers, [L, B, G, C, H] each: token t of the sequence in slot b is in column t.
+
+    It is allocated once. Sequences are written, moved and overwritten in place, and none needs more columns than it has
+    tokens.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    @classmethod
+    def empty(cls, config: ModelConfig, num_slots: int, num_columns: int, like: Tensor) -> Self:
+        """A cache for this shape of model, with the type and device of `like`."""
+        shape = (config.num_hidden_layers, num_slots, config.num_key_value_heads, num_columns, config.head_dim)
+        # What is not written yet is masked, but 0 times uninitialised memory may be NaN.
+        return cls(like.new_zeros(shape), like.new_zeros(shape))
+
+    @property
+    def num_slots(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def num_columns(self) -> int:
+        return self.keys.shape[3]
+
+    def write(self, layer: int, k_NGH: Tensor, v_NGH: Tensor, slots_N: Tensor, columns_N: Tensor) -> None:
+        """Store tokens of one layer, each at its slot and column."""
+        self.keys[layer][slots_N, :, columns_N] = k_NGH.to(self.keys.dtype)
+        self.values[layer][slots_N, :, columns_N] = v_NGH.to(self.values.dtype)
+
+    def copy_slots(self, pairs: Sequence[tuple[int, int]], num_columns: int) -> None:
+        """Copy the first columns of slots, (from, to), as if all at once: one's target may be another's source.
+
+        Takes the memory of the copied slots of one layer.
         """
-        self.keys, self.values = (part[:, :, :, first:].index_select(1, rows) for part in (self.keys, self.values))
-        self.length -= first
+        source_B, target_B = torch.tensor(pairs, device=self.keys.device).unbind(dim=1)
+        for part in (*self.keys, *self.values):
+            part[target_B, :, :num_columns] = part[source_B, :, :num_columns]
 
-    def join(self, other: Self, capacity: int) -> Self:
-        """The rows of both caches, aligned at their last column."""
-        length = max(self.length, other.length)
-        joined = []
-        for ours, theirs in ((self.keys, other.keys), (self.values, other.values)):
-            L, B, G, _, H = ours.shape
-            # Padding is masked, but 0 times uninitialised memory may be NaN.
-            whole = ours.new_zeros(L, B + theirs.shape[1], G, capacity, H)
-            whole[:, :B, :, length - self.length : length] = ours[:, :, :, : self.length]
-            whole[:, B:, :, length - other.length : length] = theirs[:, :, :, : other.length]
-            joined.append(whole)
-        return type(self)(joined[0], joined[1], length)
+
+class PromptWriter:
+    """The cache of a pass that reads prompts: they attend to themselves, and what is not padding is stored.
+
+    `places_N` are the tokens' places in the flattened [B, T].
+    """
+
+    def __init__(self, cache: KVCache, places_N: Tensor, slots_N: Tensor, columns_N: Tensor) -> None:
+        self.cache, self.places_N, self.slots_N, self.columns_N = cache, places_N, slots_N, columns_N
+
+    def append(self, layer: int, k_BGTH: Tensor, v_BGTH: Tensor) -> tuple[Tensor, Tensor]:
+        k_NGH, v_NGH = (part.transpose(1, 2).flatten(0, 1)[self.places_N] for part in (k_BGTH, v_BGTH))
+        self.cache.write(layer, k_NGH, v_NGH, self.slots_N, self.columns_N)
+        return k_BGTH, v_BGTH
+
+
+class TokenWriter:
+    """The cache of a decoding step (T = 1): the sequences in the first slots write one column each, and read the first
+    `num_columns`, written or not.
+    """
+
+    def __init__(self, cache: KVCache, columns_B: Tensor, num_columns: int) -> None:
+        self.cache, self.columns_B, self.num_columns = cache, columns_B, num_columns
+        self.slots_B = torch.arange(len(columns_B), device=columns_B.device)
+
+    def append(self, layer: int, k_BGTH: Tensor, v_BGTH: Tensor) -> tuple[Tensor, Tensor]:
+        cache, B, S = self.cache, len(self.columns_B), self.num_columns
+        cache.write(layer, k_BGTH[:, :, 0], v_BGTH[:, :, 0], self.slots_B, self.columns_B)
+        return cache.keys[layer, :B, :, :S], cache.values[layer, :B, :, :S]
 
 
 @dataclass(frozen=True)
@@ -69,10 +100,11 @@ class CrossAttentionCache:
     values: tuple[Tensor, ...]
     real_BS: Tensor  # False at padding
 
-    def keep(self, rows: Tensor) -> "CrossAttentionCache":
+    def keep(self, rows: Sequence[int]) -> "CrossAttentionCache":
         """These rows, in this order."""
-        keys, values = (tuple(part[rows] for part in parts) for parts in (self.keys, self.values))
-        return CrossAttentionCache(keys, values, self.real_BS[rows])
+        rows_B = torch.tensor(rows, device=self.real_BS.device)
+        keys, values = (tuple(part[rows_B] for part in parts) for parts in (self.keys, self.values))
+        return CrossAttentionCache(keys, values, self.real_BS[rows_B])
 
     def join(self, other: "CrossAttentionCache") -> "CrossAttentionCache":
         """The rows of both caches; the shorter is padded on the right."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lm.cache import KVCache
 from lm.encoder_decoder import EncoderDecoder
-from lm.graphs import StepKind, fixed_steps
+from lm.graphs import FixedSteps, StepKind, fixed_steps, rows_that_fit
 from lm.model import LanguageModel
 from lm.native.decoder import NativeSteps, what_native_steps_miss
 
@@ -21,10 +21,10 @@ class Steps(Protocol):
     @property
     def leave_below(self) -> float: ...
 
-    def next_logits(self, tokens_B: Tensor, first_real_B: Tensor, cache: KVCache) -> Tensor:
-        """Logits [B, V] of what follows the tokens, which the next call may overwrite.
+    def next_logits(self, tokens_B: Tensor, columns_B: Tensor, cache: KVCache, num_columns: int) -> Tensor:
+        """Logits [B, V] of what follows the tokens of the first slots, which the next call may overwrite.
 
-        The tokens' keys and values go to the cache's next column; the caller advances the cache.
+        Their keys and values go to `columns_B`. What has `num_columns` tokens or more has ended.
         """
 
     def forget(self) -> None:
@@ -44,3 +44,11 @@ def decoding_steps(model: LanguageModel | EncoderDecoder, kind: StepKind) -> Ste
     if kind == "native":
         raise ValueError(f'steps is "native", which needs {missing}; "auto" or "eager" was expected')
     return fixed_steps(model, kind)
+
+
+def cache_for(model: LanguageModel | EncoderDecoder, steps: Steps | None, max_rows: int, num_columns: int) -> KVCache:
+    """A cache for at most `max_rows` sequences of so many tokens: fewer if the device's memory does not hold them."""
+    if isinstance(steps, FixedSteps):
+        return steps.cache_for(max_rows, num_columns)
+    rows = rows_that_fit(model, max_rows, num_columns)
+    return KVCache.empty(model.config, rows, num_columns, like=model.head.weight)

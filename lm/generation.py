@@ -1,27 +1,30 @@
 """Generation with a key-value cache: finished sequences leave, waiting ones enter, equal prompts are read once.
 
-Shape letters: B running rows, P prompt tokens, T new tokens, S key tokens, V vocabulary.
+Shape letters: B running rows, N prompts, R response tokens.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from lm.cache import CrossAttentionCache, KVCache
-from lm.decoding import Steps, decoding_steps
+from lm.batch import Batch
+from lm.decoding import Steps, cache_for, decoding_steps
 from lm.encoder_decoder import EncoderDecoder
 from lm.graphs import StepKind
 from lm.model import LanguageModel
 from lm.native.decoder import LEAVE_BELOW
-from lm.padding import pad_left, pad_right
 from lm.prepacked import prepacked
 from lm.progress import note_progress
 from lm.sampling import Choice, draw_uniforms
+
+# Reading tokens makes the CPU wait for a GPU, so it is done for several steps at once. Sequences that have ended idle
+# for half of them on average.
+STEPS_PER_READING = {"cpu": 1, "cuda": 8}
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,15 @@ def generate(
     stop: Stop = never,
     max_rows: int = 128,
     sources: Sequence[Sequence[int]] | None = None,
-    steps: StepKind = "auto",
+    steps: StepKind | Steps = "auto",
 ) -> Generated:
     """One response per prompt, at most `max_rows` at a time. Pass prompts sorted by length to minimise padding.
 
     For several samples of a prompt, repeat it: neighbours that enter together are read once. An encoder-decoder reads a
     source for each response, and its prompts are what its decoder begins with. Every sequence draws from its own seed,
     so a sample does not depend on its batch mates beyond rounding. `steps` is a kind of `lm.decoding`; "auto" is the
-    fastest that the model and its device allow.
+    fastest that the model and its device allow. `FixedSteps` that the caller keeps are not recorded again. A GPU runs
+    fewer rows if its free memory does not hold `max_rows`.
     Raises: ValueError for an empty prompt or one that leaves no room in the model's context; for sources that are
     missing, empty, longer than the context, or given to a model that reads none; for steps that it cannot take.
     """
@@ -70,17 +74,18 @@ def generate(
         raise ValueError(f"{len(prompts)} prompts with {len(seeds)} seeds; at least one prompt and a seed for each")
     check_room(model, prompts, max_new_tokens)
     check_sources(model, sources, len(prompts))
-    taken = decoding_steps(model, steps)
+    taken = decoding_steps(model, steps) if isinstance(steps, str) else steps
     run = _Run(model, prompts, sources, max_new_tokens, end_id, choice, seeds, stop, max_rows, taken)
-    with prepacked(model, min(max_rows, len(prompts))) if taken is None else nullcontext():
+    with prepacked(model, run.max_rows) if taken is None else nullcontext():
         while run.has_work():
             run.admit_waiting()
             note_progress()
             tokens_B = run.draw()
-            if run.all_finished():
-                run.drop_batch()
-            else:
-                run.feed(run.drop_finished(tokens_B))
+            if run.must_read():
+                run.read()
+                tokens_B = run.drop_finished(tokens_B)
+            if run.batch.rows:
+                run.feed(tokens_B)
     return run.result
 
 
@@ -100,163 +105,95 @@ class _Run:
         max_rows: int,
         steps: Steps | None,
     ) -> None:
-        self.model, self.prompts, self.sources, self.steps = model, prompts, sources, steps
+        self.prompts, self.sources, self.steps = prompts, sources, steps
         self.max_new_tokens, self.end_id, self.choice, self.stop = max_new_tokens, end_id, choice, stop
-        self.max_rows = max_rows
         self.leave_below = LEAVE_BELOW if steps is None else steps.leave_below
-        self.uniforms_NR = torch.from_numpy(draw_uniforms(seeds, max_new_tokens)).to(model.head.weight.device)
+        device = model.head.weight.device
+        num_columns = max(map(len, prompts)) + max_new_tokens
+        self.batch = Batch(model, cache_for(model, steps, min(max_rows, len(prompts)), num_columns))
+        self.max_rows = min(max_rows, len(prompts), self.batch.cache.num_slots)
+        self.uniforms_NR = torch.from_numpy(draw_uniforms(seeds, max_new_tokens)).to(device)
         self.result = Generated([[] for _ in prompts], [False] * len(prompts), [[] for _ in prompts])
         self.waiting = deque(range(len(prompts)))
-        self._batch: Batch | None = None
-
-    @property
-    def batch(self) -> "Batch":
-        assert self._batch is not None, "no sequence runs"
-        return self._batch
+        self.steps_per_reading = STEPS_PER_READING[device.type] if stop is never else 1
+        self.unread: list[tuple[Tensor, Tensor]] = []  # tokens and log-probs of the steps since the last reading
+        self._number_rows()
 
     def has_work(self) -> bool:
-        return self._batch is not None or bool(self.waiting)
+        return bool(self.batch.rows or self.waiting)
 
     def admit_waiting(self) -> None:
         """Reads prompts into the batch once enough rows are free."""
-        num_running = 0 if self._batch is None else len(self._batch.rows)
-        if not self.waiting or num_running > self.leave_below * self.max_rows:
+        num_running = len(self.batch.rows)
+        if self.unread or not self.waiting or num_running > self.leave_below * self.max_rows:
             return
         rows = [self.waiting.popleft() for _ in range(min(self.max_rows - num_running, len(self.waiting)))]
         sources = None if self.sources is None else [self.sources[row] for row in rows]
-        fresh = Batch.start(self.model, rows, [self.prompts[row] for row in rows], self.max_new_tokens, sources)
-        self._batch = fresh if self._batch is None else self._batch.join(fresh, self.max_new_tokens)
+        self.batch.admit(rows, [self.prompts[row] for row in rows], sources)
+        self._number_rows()
+
+    def _number_rows(self) -> None:
+        """The sequences of the batch, and how many tokens each has drawn, on the device."""
+        drawn = [len(self.result.responses[row]) for row in self.batch.rows]
+        numbers = torch.tensor([self.batch.rows, drawn], dtype=torch.int64, device=self.uniforms_NR.device)
+        self.rows_B, self.drawn_B = numbers.unbind()
 
     def draw(self) -> Tensor:
-        """Draws the next token of every running sequence [B], and records those of unfinished ones."""
-        lengths = [len(self.result.responses[row]) for row in self.batch.rows]
-        places = torch.tensor([min(length, self.max_new_tokens - 1) for length in lengths])
-        uniforms_B = self.uniforms_NR[self.batch.rows, places.to(self.uniforms_NR.device)]
-        tokens_B, logprobs_B = self.choice.draw(self.batch.logits_BV, uniforms_B)
-        for row, token, logprob in zip(self.batch.rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
-            if not self._is_over(row):
-                response = self.result.responses[row]
-                response.append(token)
-                self.result.logprobs[row].append(logprob)
-                self.result.finished[row] = token == self.end_id or self.stop(response)
+        """Draws the next token of every running sequence, [B]; a finished one's means nothing."""
+        places_B = self.drawn_B.clamp(max=self.max_new_tokens - 1)
+        tokens_B, logprobs_B = self.choice.draw(self.batch.logits_BV, self.uniforms_NR[self.rows_B, places_B])
+        self.drawn_B = self.drawn_B + 1
+        self.unread.append((tokens_B, logprobs_B))
         return tokens_B
 
-    def _is_over(self, row: int) -> bool:
+    def must_read(self) -> bool:
+        left = [
+            self.max_new_tokens - len(self.result.responses[row]) for row in self.batch.rows if not self.is_over(row)
+        ]
+        return len(self.unread) >= min(self.steps_per_reading, max(left))
+
+    def read(self) -> None:
+        """Records the tokens of unfinished sequences. Raises: FloatingPointError if logits were not numbers."""
+        tokens, logprobs = (torch.stack(parts).tolist() for parts in zip(*self.unread, strict=True))
+        self.unread = []
+        for step_tokens, step_logprobs in zip(tokens, logprobs, strict=True):
+            for row, token, logprob in zip(self.batch.rows, step_tokens, step_logprobs, strict=True):
+                if not self.is_over(row):
+                    self._record(row, token, logprob)
+
+    def _record(self, row: int, token: int, logprob: float) -> None:
+        response = self.result.responses[row]
+        if math.isnan(logprob):
+            raise FloatingPointError(
+                f"the logits of token {len(response)} of response {row} are not numbers: the model's weights or"
+                " activations are infinite or NaN"
+            )
+        response.append(token)
+        self.result.logprobs[row].append(logprob)
+        self.result.finished[row] = token == self.end_id or self.stop(response)
+
+    def is_over(self, row: int) -> bool:
         return self.result.finished[row] or len(self.result.responses[row]) == self.max_new_tokens
 
-    def all_finished(self) -> bool:
-        return all(map(self._is_over, self.batch.rows))
-
-    def drop_batch(self) -> None:
-        self._batch = None
-        if self.steps is not None:
-            self.steps.forget()
-
     def drop_finished(self, tokens_B: Tensor) -> Tensor:
-        """The tokens of the sequences that stay. Dropping rows copies the cache, so finished ones idle until enough of
-        them can leave together.
+        """The tokens of the sequences that stay. Those in the last slots move to the slots of finished ones, which idle
+        until enough of them can leave together.
         """
-        stay = [place for place, row in enumerate(self.batch.rows) if not self._is_over(row)]
-        if len(stay) > self.leave_below * len(self.batch.rows):
+        rows = self.batch.rows
+        stay = [slot for slot, row in enumerate(rows) if not self.is_over(row)]
+        if len(stay) > self.leave_below * len(rows):
             return tokens_B
-        places = torch.tensor(stay, device=tokens_B.device)
-        self.batch.keep(places)
-        return tokens_B[places]
+        movers = [slot for slot in stay if slot >= len(stay)]
+        slots = [movers.pop() if self.is_over(rows[slot]) else slot for slot in range(len(stay))]
+        self.batch.keep(slots)
+        self._number_rows()
+        return tokens_B[torch.tensor(slots, dtype=torch.int64, device=tokens_B.device)]
 
     def feed(self, tokens_B: Tensor) -> None:
-        self.batch.feed(self.model, tokens_B, self.steps)
-
-
-class Batch:
-    """Sequences that run together, and their state; `logits_BV` are the logits of each one's next token."""
-
-    def __init__(
-        self,
-        rows: list[int],
-        first_real_B: Tensor,
-        cache: KVCache,
-        logits_BV: Tensor,
-        cross_cache: CrossAttentionCache | None,
-    ) -> None:
-        self.rows, self.first_real_B, self.cache, self.logits_BV = rows, first_real_B, cache, logits_BV
-        self.cross_cache = cross_cache
-
-    @classmethod
-    def start(
-        cls,
-        model: LanguageModel | EncoderDecoder,
-        rows: list[int],
-        prompts: Sequence[Sequence[int]],
-        num_new: int,
-        sources: Sequence[Sequence[int]] | None = None,
-    ) -> Self:
-        """Read the prompts into a cache with room for `num_new` more tokens; `rows` are the caller's prompt numbers."""
-        config, weight = model.config, model.head.weight
-        pairs = list(zip(map(tuple, prompts), map(tuple, sources or [()] * len(prompts)), strict=True))
-        # Samples of one prompt share keys and values, so these are computed once and then copied.
-        places = {pair: place for place, pair in enumerate(dict.fromkeys(pairs))}
-        tokens_BP, first_real_B = pad_left([prompt for prompt, _ in places], weight.device)
-        shape = (
-            config.num_hidden_layers,
-            len(places),
-            config.num_key_value_heads,
-            tokens_BP.shape[1] + num_new,
-            config.head_dim,
-        )
-        cross_cache = None
-        if isinstance(model, EncoderDecoder):
-            assert sources is not None
-            cross_cache = model.read(*pad_right([source for _, source in places], weight.device))
-        cache = KVCache.empty(shape, like=weight)
-        batch = cls(list(range(len(places))), first_real_B, cache, weight.new_empty(0), cross_cache)
-        batch._read(model, tokens_BP)
-        if len(places) < len(pairs):
-            batch.keep(torch.tensor([places[pair] for pair in pairs], device=weight.device))
-        batch.rows = rows
-        return batch
-
-    def feed(self, model: LanguageModel | EncoderDecoder, tokens_B: Tensor, steps: Steps | None = None) -> None:
-        """Append one token to every sequence and compute the next logits."""
-        if steps is None:
-            self._read(model, tokens_B[:, None])
-        else:
-            self.logits_BV = steps.next_logits(tokens_B, self.first_real_B, self.cache)
-            self.cache.advance(1)
-
-    def keep(self, stay: Tensor) -> None:
-        """Keep only the sequences at these places, in this order."""
-        self.rows = [self.rows[place] for place in stay.tolist()]
-        self.first_real_B, self.logits_BV = self.first_real_B[stay], self.logits_BV[stay]
-        # Otherwise columns that are padding in every row would stay for as long as new sequences enter.
-        first = int(self.first_real_B.min())
-        self.cache.keep(stay, first)
-        self.first_real_B = self.first_real_B - first
-        self.cross_cache = None if self.cross_cache is None else self.cross_cache.keep(stay)
-
-    def join(self, other: Self, num_new: int) -> Self:
-        """Both batches, with room for `num_new` more tokens."""
-        length = max(self.cache.length, other.cache.length)
-        first_real_B = [batch.first_real_B + (length - batch.cache.length) for batch in (self, other)]
-        return type(self)(
-            self.rows + other.rows,
-            torch.cat(first_real_B),
-            self.cache.join(other.cache, length + num_new),
-            torch.cat([self.logits_BV, other.logits_BV]),
-            None if self.cross_cache is None or other.cross_cache is None else self.cross_cache.join(other.cross_cache),
-        )
-
-    def _read(self, model: LanguageModel | EncoderDecoder, tokens_BT: Tensor) -> None:
-        T, S = tokens_BT.shape[1], self.cache.length + tokens_BT.shape[1]
-        columns_S = torch.arange(S, device=tokens_BT.device)
-        columns_T = columns_S[S - T :]
-        # A finished sequence may idle past the end of the context; nothing reads its logits.
-        positions_BT = (columns_T - self.first_real_B[:, None]).clamp(0, model.config.max_position_embeddings - 1)
-        real_BS = columns_S >= self.first_real_B[:, None]
-        # A padding query attends to itself: a row of the softmax must not be empty, and nothing reads its result.
-        mask_BTS = (columns_S <= columns_T[:, None]) & (real_BS[:, None, :] | (columns_S == columns_T[:, None]))
-        hidden_BTD = model.decoder(tokens_BT, positions_BT, mask_BTS, self.cache, self.cross_cache)
-        self.cache.advance(T)
-        self.logits_BV = model.head(hidden_BTD[:, -1])
+        batch = self.batch
+        unfinished = [length for row, length in zip(batch.rows, batch.lengths, strict=True) if not self.is_over(row)]
+        # One that has ended since the last reading may idle past its last column.
+        batch.feed(tokens_B, self.steps, min(max(unfinished) + 1, batch.cache.num_columns))
 
 
 def prompts_and_sources(

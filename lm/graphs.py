@@ -2,109 +2,157 @@
 
 A step of one token is hundreds of short kernels, and launching each takes the CPU longer than most of them run. A CUDA
 graph launches all at once; but it records addresses, not values, so everything that changes between steps is in fixed
-buffers, the number of tokens in the cache included. A step reads the cache up to a fixed column and masks what is not
-written yet. It is recorded again when rows leave or enter, and when that column is reached.
+buffers, the sequences' lengths included. A step reads the cache up to a fixed column and masks what a sequence has not
+written yet. Rows and columns are rounded up to a few sizes; a step is recorded once for each pair of sizes.
 
 Shape letters: B rows, S columns of the cache, D model width, G key-value heads, H head dim, V vocabulary.
 """
 
 from collections.abc import Callable
 from functools import cache as cached
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lm.block import BlockInputs, run_blocks
-from lm.cache import KVCache
+from lm.cache import CrossAttentionCache, KVCache, TokenWriter
+from lm.config import ModelConfig
 from lm.encoder_decoder import EncoderDecoder
+from lm.gpu_attention import is_on_gpu, scores_bias
 from lm.model import LanguageModel
 from lm.norms import compute_dtype
 
-# Recorded steps read a multiple of this many columns: a larger value reads more for nothing, a smaller one records more
-# often.
-COLUMNS = 64
+ROWS, COLUMNS = 8, 64  # recorded steps have multiples of these, unless the cache has less
+# Tokens of one pass over prompts on a GPU: enough to keep it busy, and little memory next to the weights.
+PROMPT_TOKENS = 8192
 
 StepKind = Literal["auto", "eager", "fixed", "native"]
-Step = Callable[[], Tensor]
+Step = Callable[[], None]
 
 
-class FixedCache(KVCache):
-    """The first columns of a cache; `append` writes the column `column_1` and returns all columns, written or not."""
+def decode(
+    model: LanguageModel | EncoderDecoder,
+    tokens_B: Tensor,
+    columns_B: Tensor,
+    cache: KVCache,
+    num_columns: int,
+    cross_cache: CrossAttentionCache | None = None,
+) -> Tensor:
+    """Logits [B, V] after the tokens, which are those of the first slots; their keys and values go to `columns_B`.
 
-    def __init__(self, cache: KVCache, num_columns: int, column_1: Tensor) -> None:
-        super().__init__(cache.keys[:, :, :, :num_columns], cache.values[:, :, :, :num_columns], num_columns)
-        self.column_1 = column_1
-
-    def append(self, layer: int, k_BGTH: Tensor, v_BGTH: Tensor) -> tuple[Tensor, Tensor]:
-        """Append one token (T = 1); return the layer's keys and values, [B, G, S, H] each."""
-        keys_BGSH, values_BGSH = self.keys[layer], self.values[layer]
-        keys_BGSH.index_copy_(2, self.column_1, k_BGTH.to(keys_BGSH.dtype))
-        values_BGSH.index_copy_(2, self.column_1, v_BGTH.to(values_BGSH.dtype))
-        return keys_BGSH, values_BGSH
-
-
-def fixed_step(model: LanguageModel, tokens_B: Tensor, first_real_B: Tensor, cache: FixedCache) -> Tensor:
-    """Logits [B, V] of the next tokens; the tokens' keys and values go to the cache's column `cache.column_1`.
-
-    Neither shapes nor Python values depend on that column, so the step can be captured in a CUDA graph. `first_real_B`
-    is each row's first column that is not padding.
+    Neither shapes nor Python values depend on `columns_B`, so the step can be captured in a CUDA graph. A sequence with
+    `num_columns` tokens or more has ended: it may idle, and nothing reads its logits.
     """
-    stack, config, column_1 = model.decoder, model.config, cache.column_1
-    # A finished sequence may idle past the end of the context; nothing reads its logits.
-    positions_BT = (column_1 - first_real_B).clamp(0, config.max_position_embeddings - 1)[:, None]
+    stack, config = model.decoder, model.config
+    columns_B = columns_B.clamp(max=num_columns - 1)
+    positions_BT = columns_B.clamp(max=config.max_position_embeddings - 1)[:, None]
     x_BTD = stack.embed(tokens_B[:, None], positions_BT)
     rotary = stack.rotary(positions_BT, compute_dtype(x_BTD))
-    columns_S = torch.arange(cache.capacity, device=tokens_B.device)
-    distance_S = column_1 - columns_S
-    seen_BTS = ((distance_S >= 0) & (columns_S >= first_real_B[:, None]))[:, None]
-    by_window = {window: seen_BTS & (distance_S < window) if window else seen_BTS for window in config.sliding_window}
-    masks_BTS = [by_window[config.window(layer)] for layer in range(config.num_hidden_layers)]
-    hidden_BTD = run_blocks(stack.blocks, stack.norm, x_BTD, BlockInputs(masks_BTS, rotary, cache))
+    distance_BTS = (columns_B[:, None] - torch.arange(num_columns, device=tokens_B.device))[:, None]
+    seen_BTS = distance_BTS >= 0
+    by_window = {window: seen_BTS & (distance_BTS < window) if window else seen_BTS for window in config.sliding_window}
+    if is_on_gpu(x_BTD):
+        by_window = {window: scores_bias(mask_BTS, x_BTD) for window, mask_BTS in by_window.items()}
+    masks = [by_window[config.window(layer)] for layer in range(config.num_hidden_layers)]
+    inputs = BlockInputs(masks, rotary, TokenWriter(cache, columns_B, num_columns), cross_cache)
+    hidden_BTD = run_blocks(stack.blocks, stack.norm, x_BTD, inputs)
     return model.head(hidden_BTD[:, -1])
 
 
-class FixedSteps:
-    """Steps of one batch at a time, recorded when its cache is new or the recorded columns are full."""
+def rounded_up(count: int, multiple: int, limit: int) -> int:
+    """The size for so many rows or columns: of `multiple`, or of an eighth to a quarter of the size if that is more.
 
-    leave_below = 0.5  # each time rows leave, a step is recorded again
+    So sizes are at most a quarter more than is needed, and there are few.
+    """
+    step = max(multiple, 1 << max(0, count.bit_length() - 3))
+    return min(-(-count // step) * step, limit)
+
+
+class FixedSteps:
+    """Steps over one cache, each recorded the first time that its size is needed.
+
+    One that is kept between calls of `generate` keeps its cache and its recordings; the weights may change in place.
+    """
+
+    leave_below = 0.9  # rows that leave let others in; it costs moving some and reading few prompts at a time
 
     def __init__(self, model: LanguageModel) -> None:
         self.model, self.num_recordings = model, 0
         self.forget()
 
     def forget(self) -> None:
-        """Release the recording, and with it the cache."""
-        self._keys = self._tokens_B = self._column_1 = torch.empty(0)
-        self._columns = 0
-        self._replay: Step | None = None
+        """Release the recordings and the cache."""
+        self._replays: dict[tuple[int, int], Step] = {}
+        self._cache: KVCache | None = None
+        self._tokens_B = self._columns_B = self._logits_BV = torch.empty(0)
+        self._pool: Any = None
+        self._max_rows = 0
 
-    def next_logits(self, tokens_B: Tensor, first_real_B: Tensor, cache: KVCache) -> Tensor:
-        """Logits [B, V] of what follows the tokens, which the next call may overwrite.
+    def cache_for(self, max_rows: int, num_columns: int) -> KVCache:
+        """The cache of these steps, for at most so many sequences. It is made again if the last one was for less."""
+        if self._cache is None or self._max_rows < max_rows or self._cache.num_columns < num_columns:
+            self.forget()
+            columns = -(-num_columns // 8) * 8  # the attention kernels' masks are aligned to 16 bytes
+            rows = rows_that_fit(self.model, max_rows, columns)
+            self._take(KVCache.empty(self.model.config, rows, columns, like=self.model.head.weight))
+            self._max_rows = max_rows
+        assert self._cache is not None
+        return self._cache
 
-        The tokens' keys and values go to the cache's next column; the caller advances the cache.
-        """
-        if self._replay is None or cache.keys is not self._keys or cache.length >= self._columns:
-            return self._record(tokens_B, first_real_B, cache)
-        self._tokens_B.copy_(tokens_B)
-        self._column_1.fill_(cache.length)
-        return self._replay()
+    def _take(self, cache: KVCache) -> None:
+        if cache is not self._cache:
+            self.forget()
+            self._cache, weight = cache, self.model.head.weight
+            self._tokens_B = torch.zeros(cache.num_slots, dtype=torch.int64, device=weight.device)
+            self._columns_B = torch.zeros_like(self._tokens_B)
+            self._logits_BV = weight.new_empty(cache.num_slots, self.model.config.vocab_size)
 
-    def _record(self, tokens_B: Tensor, first_real_B: Tensor, cache: KVCache) -> Tensor:
-        self._replay = None  # frees the last recording's memory for the next one
-        if cache.keys is not self._keys:
-            # Masked values count 0 times, but 0 times uninitialised memory may be NaN.
-            cache.keys[:, :, :, cache.length :] = 0
-            cache.values[:, :, :, cache.length :] = 0
-        self._keys = cache.keys
-        self._tokens_B, self._column_1 = tokens_B.clone(), tokens_B.new_tensor([cache.length])
-        self._columns = min(cache.capacity, (cache.length // COLUMNS + 1) * COLUMNS)
-        fixed = FixedCache(cache, self._columns, self._column_1)
-        step = partial(fixed_step, self.model, self._tokens_B, first_real_B, fixed)
-        logits_BV, self._replay = record(step, tokens_B.device)
+    def next_logits(self, tokens_B: Tensor, columns_B: Tensor, cache: KVCache, num_columns: int) -> Tensor:
+        """Logits [B, V] of what follows the tokens, which the next call may overwrite."""
+        self._take(cache)
+        B = len(tokens_B)
+        self._tokens_B[:B].copy_(tokens_B)
+        self._columns_B[:B].copy_(columns_B)
+        size = rounded_up(B, ROWS, cache.num_slots), rounded_up(num_columns, COLUMNS, cache.num_columns)
+        if size in self._replays:
+            self._replays[size]()
+        else:
+            self._record(cache, size)
+        return self._logits_BV[:B]
+
+    def _record(self, cache: KVCache, size: tuple[int, int]) -> None:
+        B, S = size
+        tokens_B, columns_B, logits_BV = self._tokens_B[:B], self._columns_B[:B], self._logits_BV[:B]
+
+        def step() -> None:
+            # Rows beyond those that run write to slots that nobody uses. One buffer for all sizes: recordings share the
+            # memory of what they compute on the way, but each one's result would have its own.
+            logits_BV.copy_(decode(self.model, tokens_B, columns_B, cache, S))
+
+        self._replays[size], self._pool = record(step, tokens_B.device, self._pool)
         self.num_recordings += 1
-        return logits_BV
+
+
+def rows_that_fit(model: LanguageModel | EncoderDecoder, max_rows: int, num_columns: int) -> int:
+    """How many sequences of so many tokens a GPU's free memory holds, up to `max_rows`; on a CPU all."""
+    weight = model.head.weight
+    if not weight.is_cuda:
+        return max_rows
+    free, _ = torch.cuda.mem_get_info(weight.device)
+    free += torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
+    return rows_in(free, model.config, weight.itemsize, max_rows, num_columns)
+
+
+def rows_in(free: int, config: ModelConfig, itemsize: int, max_rows: int, num_columns: int) -> int:
+    """As `rows_that_fit`, in so many bytes; at least 1. A tenth of the memory stays free."""
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    # Activations of a pass over prompts, and per row the cache, logits and what is drawn from them in fp32.
+    width = 3 * config.intermediate_size + 6 * config.hidden_size + 2 * heads * config.head_dim
+    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * num_columns * config.head_dim
+    row = itemsize * (cache + 2 * config.vocab_size) + 16 * config.vocab_size
+    rows = max(1, int(0.9 * free - itemsize * PROMPT_TOKENS * width) // row)
+    return min(max_rows, rows // ROWS * ROWS or rows)
 
 
 def fixed_steps(model: LanguageModel | EncoderDecoder, kind: StepKind) -> FixedSteps | None:
@@ -123,31 +171,34 @@ def _is_on_gpu(model: LanguageModel) -> bool:
     return model.head.weight.is_cuda
 
 
-def record(step: Step, device: torch.device) -> tuple[Tensor, Step]:
-    """The step's result, and a function that repeats it on the same buffers: its kernels on a GPU, else all of it.
+def record(step: Step, device: torch.device, pool: Any) -> tuple[Step, Any]:
+    """Takes the step, and returns what repeats it on the same buffers: its kernels on a GPU, else all of it; and the
+    memory pool of the recordings, which the next one shares.
 
-    Each replay overwrites the last one's result. Repeating the step must be harmless.
+    Repeating the step must be harmless.
     """
-    return _capture(step, device) if device.type == "cuda" else (step(), step)
+    if device.type == "cuda":
+        return _capture(step, device, pool or torch.cuda.graph_pool_handle())
+    step()
+    return step, pool
 
 
-def _capture(step: Step, device: torch.device) -> tuple[Tensor, Step]:
+def _capture(step: Step, device: torch.device, pool: Any) -> tuple[Step, Any]:
     stream, current = _side_stream(device), torch.cuda.current_stream(device)
     stream.wait_stream(current)
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         # Loads kernels and makes workspaces, which a capture cannot do; this is also the requested step.
-        result = step()
+        step()
+        # `torch.cuda.graph` would also wait for the device and give back all cached memory, at every recording.
+        # Another thread may be copying a checkpoint at the same time.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            step()
+        finally:
+            graph.capture_end()
     current.wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    # Another thread may be copying a checkpoint at the same time.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        buffer = step()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return buffer
-
-    return result, replay
+    return graph.replay, pool
 
 
 @cached

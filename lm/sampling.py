@@ -83,7 +83,8 @@ def _invert(weights_BV: Tensor, probabilities_BV: Tensor, uniforms_B: Tensor) ->
     over the whole vocabulary a GPU's scan in fp32 rounds so much that its result may fall.
     """
     V = weights_BV.shape[-1]
-    strides_BSJ = F.pad(weights_BV, (0, -V % STRIDE)).unflatten(-1, (-1, STRIDE))
+    padded_BV = F.pad(weights_BV, (0, -V % STRIDE)) if V % STRIDE else weights_BV
+    strides_BSJ = padded_BV.unflatten(-1, (-1, STRIDE))
     sums_BS = strides_BSJ.sum(dim=-1, dtype=torch.float64)
     stride_B1, rest_B1 = _first_beyond(sums_BS, uniforms_B[:, None] * sums_BS.sum(dim=-1, keepdim=True))
     within_BJ = strides_BSJ.gather(1, stride_B1[:, :, None].expand(-1, -1, STRIDE))[:, 0].double()

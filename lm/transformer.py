@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import lm.native.install  # noqa: F401 - puts the CPU's kernels in place
-from lm.attention import attention_mask, sliding_window_mask
+from lm.attention import Mask, attention_mask, with_window
 from lm.block import Block, BlockInputs, PostNormBlock, run_blocks
-from lm.cache import CrossAttentionCache, KVCache
+from lm.cache import CrossAttentionCache, PassCache
 from lm.config import ModelConfig
 from lm.dropout import Dropout, token_keys
+from lm.gpu_attention import packed_mask, takes_packed_rows, whole_rows
 from lm.norms import compute_dtype, make_norm
 from lm.positions import Rotary, rotary_tables, sinusoids
 
@@ -55,13 +56,13 @@ class Transformer(nn.Module):
         self,
         tokens_BT: Tensor,
         positions_BT: Tensor,
-        mask_BTS: Tensor | None,
-        cache: KVCache | None = None,
+        mask: Mask,
+        cache: PassCache | None = None,
         cross_cache: CrossAttentionCache | None = None,
         token_types_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [B, T, D]. `mask_BTS`: True = may attend; None = causal, or everything for an encoder.
+        """Hidden states [B, T, D]. `mask` [B, T, T]: True = may attend; None = causal, or everything for an encoder.
 
         Training with dropout needs `sequence_keys_BT` (or [B, 1]); see `lm.dropout`.
         """
@@ -69,17 +70,14 @@ class Transformer(nn.Module):
         if sequence_keys_BT is not None and self.dropout.is_active:
             keys_BT = token_keys(sequence_keys_BT, positions_BT, DECODES if self.causal else ENCODES)
         x_BTD = self.embed(tokens_BT, positions_BT, token_types_BT, keys_BT)
-        T = tokens_BT.shape[1]
-        S = T + (cache.length if cache is not None else 0)
-        if mask_BTS is None and not self.causal:
-            mask_BTS = torch.ones(1, T, S, dtype=torch.bool, device=tokens_BT.device)
-        by_window = {
-            window: sliding_window_mask(mask_BTS, window, T, S, tokens_BT.device)
-            for window in self.config.sliding_window
-        }
-        masks_BTS = [by_window[self.config.window(layer)] for layer in range(len(self.blocks))]
+        T, packs = tokens_BT.shape[1], self.packs_rows()
+        if mask is None and not self.causal:
+            everything = torch.ones(1, T, T, dtype=torch.bool, device=tokens_BT.device)
+            mask = whole_rows(tokens_BT, causal=False) if packs else everything
+        by_window = {window: with_window(mask, window, tokens_BT, packs=packs) for window in self.config.sliding_window}
+        masks = [by_window[self.config.window(layer)] for layer in range(len(self.blocks))]
         rotary = self.rotary(positions_BT, compute_dtype(x_BTD))
-        inputs = BlockInputs(masks_BTS, rotary, cache, cross_cache, keys_BT)
+        inputs = BlockInputs(masks, rotary, cache, cross_cache, keys_BT)
         return run_blocks(self.blocks, self.norm, x_BTD, inputs, self.recomputes and torch.is_grad_enabled())
 
     def embed(
@@ -118,16 +116,27 @@ class Transformer(nn.Module):
         """Hidden states of whole rows. `segments_BT` numbers the sequences packed in a row from 1; 0 = padding.
 
         Positions restart at 0 in every segment and no token attends across segments, so a sequence in a packed row has
-        the hidden states that it has alone. None means one sequence per row; then padding on the right is harmless to a
-        decoder, and an encoder's rows must have none. `sequence_keys_BT` as for `forward`.
+        the hidden states that it has alone. Segments may stay in the CPU's memory (`packed_mask`). None means one
+        sequence per row; then padding on the right is harmless to a decoder, and an encoder's rows must have none.
+        `sequence_keys_BT` as for `forward`.
         """
         T = tokens_BT.shape[1]
         if segments_BT is None:
             positions_BT = torch.arange(T, device=tokens_BT.device).expand(tokens_BT.shape)
             return self(tokens_BT, positions_BT, None, None, cross_cache, token_types_BT, sequence_keys_BT)
-        mask_BTS = attention_mask(segments_BT, causal=self.causal)
-        positions_BT = segment_positions(segments_BT)
-        return self(tokens_BT, positions_BT, mask_BTS, None, cross_cache, token_types_BT, sequence_keys_BT)
+        mask = self.mask_of(segments_BT, tokens_BT.device)
+        positions_BT = segment_positions(segments_BT).to(tokens_BT.device, non_blocking=True)
+        return self(tokens_BT, positions_BT, mask, None, cross_cache, token_types_BT, sequence_keys_BT)
+
+    def mask_of(self, segments_BT: Tensor, device: torch.device) -> Mask:
+        """The mask of packed rows on `device`, where the segments need not be."""
+        if self.packs_rows():
+            return packed_mask(segments_BT, device, causal=self.causal)
+        return attention_mask(segments_BT.to(device), causal=self.causal)
+
+    def packs_rows(self) -> bool:
+        """Whether variable-length attention serves this model as it is."""
+        return takes_packed_rows(self.embedding.weight, self.config.head_dim)
 
     def cross_attention_cache(self, states_BSD: Tensor, real_BS: Tensor) -> CrossAttentionCache:
         """An encoder's states as this decoder's blocks attend to them; `real_BS` is False at padding."""

@@ -24,8 +24,6 @@ REDUCE_BUCKET = 500_000_000
 PREFETCH_BUCKET = 50_000_000
 MAX_LIVE = 1_000_000_000
 GENERATION_ROWS = 128  # lm.generation.generate's max_rows
-# Finished rows leave the cache by a copy of those that stay, at most LEAVE_BELOW of them.
-CACHE_COPIES = 1.8
 
 
 @dataclass(frozen=True)
@@ -216,11 +214,11 @@ def training_memory(
 
 
 def sampling_phase(config: ModelConfig, layout: Layout, num_parameters: int, rows: int, seq_len: int) -> dict[str, int]:
-    """Generation of so many rows at once: the cache with the copy made when rows leave, fp32 logits and what is drawn
-    from them, and on a CPU in bf16 the weights once more, as its matrix unit reads them.
+    """Generation of so many rows at once: the cache, which is allocated once, fp32 logits and what is drawn from them,
+    and on a CPU in bf16 the weights once more, as its matrix unit reads them.
     """
     cache = cache_bytes_per_token(config, layout.compute_bytes) * rows * seq_len
-    held = {"key-value cache": int(CACHE_COPIES * cache), "logits": 12 * rows * config.vocab_size}
+    held = {"key-value cache": cache, "logits": 12 * rows * config.vocab_size}
     if layout.is_bf16 and not layout.is_gpu:
         held["weights as the CPU reads them"] = 2 * num_parameters
     return held

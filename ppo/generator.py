@@ -1,9 +1,11 @@
 """Sampling from a copy of the policy: what each rank does, and all ranks' samples as one rollout."""
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from cluster.remote import Handle, Pending
 from lm.generation import generate
+from lm.graphs import FixedSteps, fixed_steps
 from lm.model import LanguageModel
 from lm.sampling import Choice
 from lm.source import load, on_meta
@@ -53,6 +55,9 @@ class Generator(Rank):
         self._policy: LanguageModel | None = policy
         # Samples are learned from before the next are drawn, and that brings other weights.
         self._sleeps = config.memory != "fast" and config.placement == "colocated"
+        # On a GPU of its own a generator keeps its cache and its recorded steps; the learner's weights arrive in place.
+        kept = fixed_steps(policy, "auto") if config.placement == "disaggregated" else None
+        self.steps: FixedSteps | Literal["auto"] = kept or "auto"
 
     @property
     def policy(self) -> LanguageModel:
@@ -75,6 +80,7 @@ class Generator(Rank):
             end_id=self.tokenizer.end_id,
             choice=Choice(self.config.temperature),
             seeds=seeds,
+            steps=self.steps,
         )
         if self._sleeps:
             self._policy = None

@@ -61,11 +61,14 @@ class PackedObjective:
         return self.rows.num_tokens(rows)
 
     def batch(self, rows: IntArray, device: torch.device) -> tuple[Tensor, Tensor, Tensor, IntArray]:
-        """Tokens, segments and the loss mask (True = counted), [B, T] each; and the number of each token's sequence."""
+        """Tokens, segments and the loss mask (True = counted), [B, T] each; and the number of each token's sequence.
+
+        Segments stay in the CPU's memory, where counting the sequences does not wait for a GPU.
+        """
         taken = self.rows.take(rows)
         parts = (taken.tokens, taken.segments, taken.counted)
-        tokens_BT, segments_BT, counted_BT = (torch.from_numpy(part).to(device) for part in parts)
-        return tokens_BT, segments_BT, counted_BT, taken.sequence_of_tokens()
+        tokens_BT, segments_BT, counted_BT = (torch.from_numpy(part) for part in parts)
+        return tokens_BT.to(device), segments_BT, counted_BT.to(device), taken.sequence_of_tokens()
 
     def loss(
         self, model: LanguageModel, rows: IntArray, device: torch.device, seed: int = 0

@@ -96,19 +96,18 @@ template <int LINES>
 void attend_pairs(const Decoder& model, const Step& step, const Layer& layer, int64_t number, const uint16_t* qkv,
                   Share pairs, std::vector<float>& scores, char* panels) {
     const int64_t N = model.N, G = model.G, H = model.H, C = step.C, group = N / G, E = (N + 2 * G) * H;
-    const int64_t lowest = layer.window ? std::max<int64_t>(0, step.column + 1 - layer.window) : 0;
     alignas(CACHE_LINE) uint16_t q[LINES * 32];
     for (int64_t pair = pairs.begin; pair < pairs.end; ++pair) {
         const int64_t b = pair / G, g = pair % G;
         const uint16_t* token = qkv + b * E;
         const uint16_t* cos = step.cos ? step.cos + b * H : nullptr;
         const uint16_t* sin = step.cos ? step.sin + b * H : nullptr;
-        const int64_t start = ((number * step.B + b) * G + g) * C;
-        const int64_t first = std::max(step.first_B[b], lowest), count = step.column + 1 - first;
+        const int64_t start = ((number * step.slots + b) * G + g) * C, column = step.columns_B[b];
+        const int64_t first = layer.window ? std::max<int64_t>(0, column + 1 - layer.window) : 0, count = column + 1 - first;
         uint16_t* keys = step.keys + start * H;
         uint16_t* values = step.values + start * H;
-        norm_and_rotate(model, token + (N + g) * H, layer.key_norm, cos, sin, keys + step.column * H);
-        std::copy_n(token + (N + G + g) * H, H, values + step.column * H);
+        norm_and_rotate(model, token + (N + g) * H, layer.key_norm, cos, sin, keys + column * H);
+        std::copy_n(token + (N + G + g) * H, H, values + column * H);
         for (int64_t n = g * group; n < (g + 1) * group; ++n) {
             norm_and_rotate(model, token + n * H, layer.query_norm, cos, sin, q);
             Wide result[LINES];

@@ -25,8 +25,8 @@ extern const int64_t decoder_layout[] = {
     offsetof(Decoder, norm),    offsetof(Decoder, norm_bias),   offsetof(Decoder, head),
 };
 extern const int64_t step_layout[] = {
-    sizeof(Step),           offsetof(Step, B),      offsetof(Step, C),      offsetof(Step, column),
-    offsetof(Step, first_B), offsetof(Step, x),     offsetof(Step, keys),   offsetof(Step, values),
+    sizeof(Step),           offsetof(Step, B),      offsetof(Step, slots),  offsetof(Step, C),
+    offsetof(Step, columns_B), offsetof(Step, x),     offsetof(Step, keys),   offsetof(Step, values),
     offsetof(Step, logits), offsetof(Step, cos),    offsetof(Step, sin),    offsetof(Step, scratch),
 };
 }

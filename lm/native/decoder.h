@@ -32,10 +32,11 @@ struct Decoder {
 };
 
 // x [B, D] is what the blocks begin with, and is written over; cos and sin [B, H] turn queries and keys, or are null.
-// keys and values [layers, B, G, C, H]: the step writes column `column` and reads from first_B[b] up to it.
+// keys and values [layers, slots, G, C, H]: sequence b is in slot b; the step writes its column columns_B[b] and reads
+// all columns up to that.
 struct Step {
-    int64_t B, C, column;
-    const int64_t* first_B;
+    int64_t B, slots, C;
+    const int64_t* columns_B;
     uint16_t *x, *keys, *values, *logits;
     const uint16_t *cos, *sin;
     char* scratch;

@@ -17,7 +17,7 @@ from lm.native.build import has_matrix_unit, library
 
 HEAD_DIMS = (32, 64, 96, 128, 256)
 ACTIVATIONS = {"swiglu": 0, "relu2": 1, "gelu_tanh": 2, "relu": 3}  # decoder.cpp's `Activation`
-LEAVE_BELOW = 0.8  # finished rows leave when no more than this share still runs: leaving copies the cache
+LEAVE_BELOW = 0.8  # finished rows leave when no more than this share still runs: others move into their slots
 KC = 32  # bf16 numbers that the unit reads at once: widths are multiples of it
 
 
@@ -63,8 +63,8 @@ class _Step(Structure):
     """decoder.cpp's `Step`."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("num_rows", "capacity", "column")),
-        *((name, c_void_p) for name in ("first", "x", "keys", "values", "logits", "cos", "sin", "scratch")),
+        *((name, c_int64) for name in ("num_rows", "slots", "capacity")),
+        *((name, c_void_p) for name in ("columns", "x", "keys", "values", "logits", "cos", "sin", "scratch")),
     )
 
 
@@ -122,19 +122,19 @@ class NativeSteps:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._tables: list[Tensor] = []
 
-    def next_logits(self, tokens_B: Tensor, first_real_B: Tensor, cache: KVCache) -> Tensor:
+    def next_logits(self, tokens_B: Tensor, columns_B: Tensor, cache: KVCache, num_columns: int) -> Tensor:
         config, transformer, B = self._config, self._transformer, len(tokens_B)
-        assert cache.length < cache.capacity, f"the cache is full with {cache.length} tokens"
-        assert first_real_B.dtype == torch.int64
-        assert all(part.is_contiguous() for part in (cache.keys, cache.values, first_real_B))
-        # A finished sequence may idle past the end of the context; nothing reads its logits.
-        positions_B1 = (cache.length - first_real_B).clamp(0, config.max_position_embeddings - 1)[:, None]
+        assert num_columns <= cache.num_columns, f"the cache has {cache.num_columns} columns, fewer than {num_columns}"
+        assert cache.num_slots >= B, f"the cache has {cache.num_slots} slots, fewer than {B}"
+        assert all(part.is_contiguous() for part in (cache.keys, cache.values))
+        columns_B = columns_B.clamp(max=num_columns - 1)  # a finished sequence may idle past its end
+        positions_B1 = columns_B.clamp(max=config.max_position_embeddings - 1)[:, None]
         x_B1D = transformer.embed(tokens_B[:, None], positions_B1).contiguous()
-        tables = [table[positions_B1[:, 0]] for table in self._tables_for(cache.capacity)]
+        tables = [table[positions_B1[:, 0]] for table in self._tables_for(cache.num_columns)]
         logits_BV = x_B1D.new_empty(B, config.vocab_size)
         cos, sin = (table.data_ptr() for table in tables) if tables else (None, None)
         step = _Step(
-            B, cache.capacity, cache.length, first_real_B.data_ptr(), x_B1D.data_ptr(), cache.keys.data_ptr(),
+            B, cache.num_slots, cache.num_columns, columns_B.data_ptr(), x_B1D.data_ptr(), cache.keys.data_ptr(),
             cache.values.data_ptr(), logits_BV.data_ptr(), cos, sin, self._scratch_for(B),
         )  # fmt: skip
         self._library.decode(byref(self._decoder), byref(step))

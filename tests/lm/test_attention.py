@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lm.attention import attend, attention_mask, sliding_window_mask
-from lm.cache import KVCache
+from lm.cache import KVCache, PromptWriter, TokenWriter
+from lm.config import ModelConfig
 from lm.positions import rotary_tables, rotate
 
 
@@ -116,51 +117,50 @@ def test_rotated_products_depend_on_the_distance_alone() -> None:
     assert product(9, 4) != pytest.approx(product(9, 5), abs=1e-3)
 
 
-def test_cache_returns_what_was_appended_and_drops_rows() -> None:
-    generator = torch.Generator().manual_seed(4)
-    k, v = (torch.randn(2, 3, 1, 5, 4, generator=generator) for _ in range(2))  # [layer, B, G, T, H]
-    cache = KVCache.empty((2, 3, 1, 8, 4), like=k)
-    for layer in range(2):
-        cache.append(layer, k[layer, :, :, :3], v[layer, :, :, :3])
-    cache.advance(3)
-    cache.keep(torch.tensor([0, 2]))
-    for layer in range(2):
-        keys, values = cache.append(layer, k[layer, [0, 2], :, 3:], v[layer, [0, 2], :, 3:])
-        assert torch.equal(keys, k[layer, [0, 2]])
-        assert torch.equal(values, v[layer, [0, 2]])
+CACHED = ModelConfig(
+    vocab_size=8, max_position_embeddings=8, hidden_size=4, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=4, intermediate_size=4,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("lengths", [(2, 5), (5, 2), (3, 3)])
-def test_joined_caches_end_at_the_same_column(lengths: tuple[int, int]) -> None:
+def test_a_step_reads_what_prompts_and_steps_wrote() -> None:
+    """Two prompts of 3 and 2 tokens, padded on the left, then a token for each."""
     generator = torch.Generator().manual_seed(4)
-    parts = []
-    for rows, length in zip((2, 1), lengths, strict=True):
-        k, v = (torch.randn(rows, 1, length, 4, generator=generator) for _ in range(2))
-        cache = KVCache.empty((1, rows, 1, length, 4), like=k)
-        cache.append(0, k, v)
-        cache.advance(length)
-        parts.append((cache, k, v))
-    joined = parts[0][0].join(parts[1][0], capacity=7)
-    assert joined.length == 5 if 5 in lengths else joined.length == 3
-    assert joined.keys.shape == (1, 3, 1, 7, 4)
-    for rows, (_, k, v) in zip((slice(0, 2), slice(2, 3)), parts, strict=True):
-        T = k.shape[2]
-        assert torch.equal(joined.keys[0, rows, :, joined.length - T : joined.length], k)
-        assert torch.equal(joined.values[0, rows, :, joined.length - T : joined.length], v)
-        assert not joined.keys[0, rows, :, : joined.length - T].any()
+    k, v = (torch.randn(2, 2, 1, 4, 4, generator=generator) for _ in range(2))  # [layer, B, G, T, H]
+    cache = KVCache.empty(CACHED, 3, 5, like=k)
+    places, slots, columns = torch.tensor([0, 1, 2, 4, 5]), torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 1, 2, 0, 1])
+    for layer in range(2):
+        writer = PromptWriter(cache, places, slots, columns)
+        keys, values = writer.append(layer, k[layer, :, :, :3], v[layer, :, :, :3])
+        assert torch.equal(keys, k[layer, :, :, :3])
+        assert torch.equal(values, v[layer, :, :, :3])
+        for found, given in zip(TokenWriter(cache, torch.tensor([3, 2]), 4).append(
+            layer, k[layer, :, :, 3:], v[layer, :, :, 3:]
+        ), (k[layer], v[layer]), strict=True):  # fmt: skip
+            assert torch.equal(found[0], given[0])
+            assert torch.equal(found[1, :, :3], given[1, :, 1:])
+    assert not cache.keys[:, 2].any()
+
+
+def test_slots_are_copied_as_if_all_at_once() -> None:
+    k = torch.arange(2 * 4 * 5.0).view(2, 4, 1, 5, 1).expand(-1, -1, -1, -1, 4).clone()
+    cache = KVCache(k.clone(), -k)
+    cache.copy_slots([(1, 0), (0, 1), (1, 3)], num_columns=3)
+    assert torch.equal(cache.keys[:, [0, 1, 3], :, :3], k[:, [1, 0, 1], :, :3])
+    assert torch.equal(cache.keys[:, :, :, 3:], k[:, :, :, 3:])
+    assert torch.equal(cache.keys[:, 2], k[:, 2])
+    assert torch.equal(cache.values, -cache.keys)
 
 
 @pytest.mark.parametrize("window", [1, 3, 6])
 def test_a_band_by_hand(window: int) -> None:
-    for T, S in ((6, 6), (2, 6), (1, 6)):
-        queries = range(S - T, S)
-        expected = torch.tensor([[[0 <= t - s < window for s in range(S)] for t in queries]])
-        everything = torch.tensor([[[s <= t for s in range(S)] for t in queries]] * 2)
-        found = sliding_window_mask(everything, window, T, S, torch.device("cpu"))
-        assert found is not None
-        assert torch.equal(found, expected.expand(2, T, S))
+    expected = torch.tensor([[[0 <= t - s < window for s in range(6)] for t in range(6)]])
+    everything = torch.tensor([[[s <= t for s in range(6)] for t in range(6)]] * 2)
+    found = sliding_window_mask(everything, window, 6, torch.device("cpu"))
+    assert found is not None
+    assert torch.equal(found, expected.expand(2, 6, 6))
     causal = torch.ones(1, 6, 6, dtype=torch.bool).tril()
-    plain = sliding_window_mask(None, window, 6, 6, torch.device("cpu"))
+    plain = sliding_window_mask(None, window, 6, torch.device("cpu"))
     if window == 6:
         assert plain is None
     else:

@@ -1,19 +1,29 @@
 """Generation against a naive twin that recomputes everything for each token and each sequence alone."""
 
 import bisect
+import copy
 import itertools
+import random
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from lm.cache import KVCache
+from lm import batch, generation, graphs
 from lm.generation import Generated, generate
+from lm.graphs import StepKind
+from lm.inspection import cache_bytes_per_token
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
 from lm.native import operators
 from lm.sampling import Choice
+from tests.lm.conftest import DECODERS, small_decoder
 
 END = 3
 
@@ -97,6 +107,38 @@ def test_samples_of_one_prompt_are_what_each_would_be_alone(
     expected = [naive(decoder, p, 14, Choice(), s) for p, s in zip(prompts, seeds, strict=True)]
     assert found.responses == [response for response, _ in expected]
     assert len({tuple(response) for response in found.responses}) > len(set(places))  # samples of a prompt differ
+
+
+@pytest.mark.parametrize("steps", ["eager", "fixed"])
+@pytest.mark.parametrize("max_rows", [3, 128])
+def test_what_is_done_for_gpus_gives_the_same_samples(
+    decoder: LanguageModel, steps: StepKind, max_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are read every few steps, while ended sequences idle; prompts are read in one row, a part at a time."""
+    expected = sample(decoder, PROMPTS * 3, range(18), max_rows=max_rows)
+    monkeypatch.setitem(generation.STEPS_PER_READING, "cpu", 5)
+    monkeypatch.setattr(batch, "reads_packed", lambda _: True)
+    monkeypatch.setattr(graphs, "PROMPT_TOKENS", 8)
+    read: list[int] = []
+    hook = decoder.decoder.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].numel()))
+    found = generate(
+        decoder, PROMPTS * 3, max_new_tokens=14, end_id=END, choice=Choice(), seeds=range(18), max_rows=max_rows,
+        steps=steps,
+    )  # fmt: skip
+    hook.remove()
+    assert found.responses == expected.responses
+    assert found.finished == expected.finished
+    for ours, theirs in zip(found.logprobs, expected.logprobs, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+    assert max(read) == 8
+    assert len(read) >= 3
+
+
+def test_a_model_of_nan_ends_generation(llama: LanguageModel) -> None:
+    broken = copy.deepcopy(llama)
+    torch.nn.init.constant_(broken.head.weight, torch.nan)
+    with pytest.raises(FloatingPointError, match="logits of token 0 of response 0 are not numbers"):
+        sample(broken)
 
 
 def rows_read(module: torch.nn.Module, run: Callable[[], object]) -> int:
@@ -231,19 +273,46 @@ def test_impossible_choices_are_refused(values: dict[str, float], words: str) ->
         Choice(**values)  # type: ignore[arg-type]
 
 
-def test_the_cache_does_not_grow_with_the_number_of_sequences(
-    decoder: LanguageModel, monkeypatch: pytest.MonkeyPatch
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made meanwhile had at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self._seen:
+                size = tensor.untyped_storage().nbytes()
+                self._seen.add(key)
+                self.now += size
+                weakref.finalize(tensor.untyped_storage(), self._freed, key, size)
+        self.peak = max(self.peak, self.now)
+        return results
+
+    def _freed(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("steps", ["eager", "fixed"])
+def test_the_cache_is_allocated_once_and_holds_prompts_and_responses(
+    steps: StepKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    capacities: list[int] = []
-    join = KVCache.join
-
-    def watched(self: KVCache, other: KVCache, capacity: int) -> KVCache:
-        capacities.append(capacity)
-        return join(self, other, capacity)
-
-    monkeypatch.setattr(KVCache, "join", watched)
-    found = sample(decoder, PROMPTS * 20, range(120), max_rows=5)
-    assert found.responses[:6] == sample(decoder, PROMPTS, range(6), max_rows=1).responses
-    assert len(capacities) > 20
-    longest = max(map(len, PROMPTS)) + 14
-    assert max(capacities) <= longest + 14  # and room for those that enter last
+    """Rows leave and enter all the time, and nothing but their tokens takes memory that grows with the cache."""
+    monkeypatch.setattr(operators, "library", lambda: None)
+    monkeypatch.setattr(graphs, "COLUMNS", 4)
+    config = DECODERS["llama"].model_copy(update={"num_hidden_layers": 16, "head_dim": 32, "num_key_value_heads": 4})
+    model = small_decoder(config)
+    rng, longest, num_new, max_rows = random.Random(0), 16, 24, 16
+    prompts = [[rng.randrange(4, 12) for _ in range(rng.randrange(2, longest + 1))] for _ in range(5 * max_rows)]
+    with LiveBytes() as live:
+        found = generate(
+            model, prompts, max_new_tokens=num_new, end_id=3, choice=Choice(), seeds=range(len(prompts)),
+            max_rows=max_rows, steps=steps,
+        )  # fmt: skip
+    assert len({len(response) for response in found.responses}) > 10
+    cache = cache_bytes_per_token(config, 4) * max_rows * (longest + num_new)
+    assert cache < live.peak < 1.15 * cache, live.peak / cache

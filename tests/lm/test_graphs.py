@@ -1,6 +1,6 @@
 """Steps of fixed shape against the eager ones, token by token, and recorded by what is as deaf as a CUDA graph."""
 
-import weakref
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lm import graphs
-from lm.cache import KVCache
+from lm.batch import Batch
 from lm.config import ModelConfig
 from lm.encoder_decoder import EncoderDecoder
-from lm.generation import Batch, Generated, generate
-from lm.graphs import FixedSteps, Step, StepKind, fixed_steps
+from lm.generation import Generated, generate
+from lm.graphs import FixedSteps, Step, StepKind, fixed_steps, rounded_up, rows_in
 from lm.model import LanguageModel, init_weights
 from lm.native import operators
 from lm.sampling import Choice
@@ -44,16 +44,12 @@ class Tape(TorchDispatchMode):
                     kept.copy_(new)
 
 
-def taped(step: Step, _device: torch.device) -> tuple[Tensor, Step]:
-    result, tape = step(), Tape()
+def taped(step: Step, _device: torch.device, pool: Any) -> tuple[Step, Any]:
+    step()
+    tape = Tape()
     with tape:
-        buffer = step()
-
-    def replay() -> Tensor:
-        tape.replay()
-        return buffer
-
-    return result, replay
+        step()
+    return tape.replay, pool
 
 
 @pytest.fixture(params=["called again", "taped"])
@@ -81,40 +77,94 @@ def test_fixed_steps_give_what_eager_ones_do(
     monkeypatch.setattr(graphs, "COLUMNS", columns)
     eager, fixed = batches(decoder)
     # Nothing may come from what was never written.
-    fixed.cache.keys[:, :, :, fixed.cache.length :] = torch.nan
-    fixed.cache.values[:, :, :, fixed.cache.length :] = torch.nan
+    for slot, length in enumerate(fixed.lengths):
+        fixed.cache.keys[:, slot, :, length:] = 1e6
+        fixed.cache.values[:, slot, :, length:] = 1e6
     steps = FixedSteps(decoder)
     for tokens in FED:
-        eager.feed(decoder, torch.tensor(tokens))
-        fixed.feed(decoder, torch.tensor(tokens), steps)
+        eager.feed(torch.tensor(tokens))
+        fixed.feed(torch.tensor(tokens), steps)
         torch.testing.assert_close(fixed.logits_BV, eager.logits_BV, atol=1e-5, rtol=1e-5)
-        assert fixed.cache.length == eager.cache.length
-    length = fixed.cache.length
-    torch.testing.assert_close(fixed.cache.keys[:, :, :, :length], eager.cache.keys[:, :, :, :length])
-    # Columns 5 to 11 were written: each of its own, in lots that end before 8 and 12, or all in one.
-    assert steps.num_recordings == {1: 7, 4: 2, 64: 1}[columns]
+        assert fixed.lengths == eager.lengths
+    for slot, length in enumerate(fixed.lengths):
+        torch.testing.assert_close(fixed.cache.keys[:, slot, :, :length], eager.cache.keys[:, slot, :, :length])
+    # Up to 6 to 12 columns were read: 6, 7, 8, 10 and 12 after rounding; 8 and 12; or all 17 at once.
+    assert steps.num_recordings == {1: 5, 4: 2, 64: 1}[columns]
 
 
 @pytest.mark.usefixtures("_recorder")
-def test_rows_that_leave_and_enter_are_recorded_anew(llama: LanguageModel) -> None:
+@pytest.mark.parametrize(("rows", "num_recordings"), [(1, 3), (8, 1)])
+def test_rows_that_leave_and_enter_are_not_recorded_again(
+    llama: LanguageModel, rows: int, num_recordings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "ROWS", rows)
     eager, fixed = batches(llama)
     steps = FixedSteps(llama)
 
     def feed(tokens: list[int]) -> None:
-        eager.feed(llama, torch.tensor(tokens))
-        fixed.feed(llama, torch.tensor(tokens), steps)
+        eager.feed(torch.tensor(tokens))
+        fixed.feed(torch.tensor(tokens), steps)
         torch.testing.assert_close(fixed.logits_BV, eager.logits_BV, atol=1e-5, rtol=1e-5)
 
-    feed([3, 1, 4, 1])
-    for batch in (eager, fixed):
-        batch.keep(torch.tensor([3, 1]))
-    feed([5, 9])
-    feed([2, 6])
-    entering = [Batch.start(llama, [7], [[8, 8, 2]], 12) for _ in range(2)]
-    eager, fixed = eager.join(entering[0], 12), fixed.join(entering[1], 12)
-    feed([5, 3, 5])
-    feed([8, 9, 7])
-    assert steps.num_recordings == 3
+    for _ in range(2):
+        feed([3, 1, 4, 1])
+        for batch in (eager, fixed):
+            batch.keep([3, 1])
+        feed([5, 9])
+        feed([2, 6])
+        for batch in (eager, fixed):
+            batch.admit([7], [[8, 8, 2]])
+        feed([5, 3, 5])
+        feed([8, 9, 7])
+        for batch in (eager, fixed):
+            batch.admit([8], [[1]])
+    assert steps.num_recordings == num_recordings  # of 4, 2 and 3 rows, or of 4, which is all slots
+
+
+def test_sizes_are_few_and_at_most_a_quarter_more_than_needed() -> None:
+    sizes = [rounded_up(count, 64, 4096) for count in range(1, 4097)]
+    assert all(count <= size <= max(count + 63, 1.25 * count) for count, size in enumerate(sizes, start=1))
+    assert sorted(set(sizes)) == [
+        64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096
+    ]  # fmt: skip
+    assert rounded_up(5, 8, 6) == 6
+
+
+def test_a_gpu_runs_as_many_rows_as_its_memory_holds() -> None:
+    """Llama-3-8B: 128 KiB per token in bf16, so 1.125 GiB for 9,216; logits take 2.5 MB per row, prompts 1.5 GiB."""
+    shape = ModelConfig(
+        vocab_size=128256, max_position_embeddings=16384, hidden_size=4096, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
+    )  # fmt: skip
+    rows = [rows_in(free << 30, shape, 2, 128, 9216) for free in (200, 120, 60, 12, 1)]
+    assert rows == [128, 88, 40, 8, 1]
+    assert rows_in(120 << 30, shape, 2, 128, 2048) == 128
+
+
+@pytest.mark.usefixtures("_recorder")
+def test_steps_that_are_kept_are_not_recorded_again(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the next call of `generate`, and not for other weights in the same place."""
+    monkeypatch.setattr(graphs, "COLUMNS", 8)
+    model = copy.deepcopy(llama)
+    steps = FixedSteps(model)
+    options: dict[str, Any] = {"max_new_tokens": 14, "end_id": 3, "choice": Choice(), "max_rows": 5}
+    recorded = []
+    for seed in range(3):
+        model.head.weight.mul_(1.1)
+        seeds = range(12 * seed, 12 * seed + 12)
+        found = generate(model, PROMPTS * 3, seeds=seeds, steps=steps, **options)
+        assert found.responses == generate(model, PROMPTS * 3, seeds=seeds, steps="eager", **options).responses
+        recorded.append(steps.num_recordings)
+    assert recorded[2] == recorded[1]
+    cache = steps.cache_for(5, 8)
+    assert steps.cache_for(4, 22) is cache
+    assert steps.cache_for(6, 22) is not cache
+    steps.forget()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "rows_that_fit", lambda *_: 2)
+        assert steps.cache_for(6, 22).num_slots == 2
+        assert steps.cache_for(6, 22).num_slots == 2
+    assert len(generate(model, PROMPTS, seeds=range(4), steps=steps, **options).responses) == 4
 
 
 def sample(model: LanguageModel, steps: StepKind, max_rows: int) -> Generated:
@@ -138,47 +188,20 @@ def test_generation_in_fixed_steps_gives_the_same_samples(
     assert len({len(response) for response in fixed.responses}) > 2  # rows have left at different steps
 
 
-@pytest.mark.usefixtures("_recorder")
-@pytest.mark.parametrize("steps", ["eager", "fixed"])
-def test_a_batch_that_is_over_keeps_no_cache(
-    llama: LanguageModel, steps: StepKind, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One row at a time, so that each batch begins when the one before is over: there is room for one cache."""
-    caches: list[weakref.ref[Tensor]] = []
-    empty = KVCache.empty
-
-    def watched(*arguments: Any, **named: Any) -> KVCache:
-        assert not any(cache() is not None for cache in caches)
-        made = empty(*arguments, **named)
-        caches.append(weakref.ref(made.keys))
-        return made
-
-    monkeypatch.setattr(KVCache, "empty", watched)
-    sample(llama, steps, max_rows=1)
-    assert len(caches) == 12
-
-
-def test_a_replay_reads_the_recorded_buffers(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_reads_the_recorded_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A value of Python's that a step depended on would be that of the recording for ever: the tape shows it does."""
     monkeypatch.setattr(graphs, "record", taped)
-    position, buffer = [1], torch.zeros(4)
+    position, buffer, result = [1], torch.zeros(4), torch.zeros(4)
 
-    def deaf() -> Tensor:
-        return buffer + position[0]
+    def deaf() -> None:
+        result.copy_(buffer + position[0])
 
-    result, replay = graphs.record(deaf, torch.device("cpu"))
+    replay, _ = graphs.record(deaf, torch.device("cpu"), None)
+    assert result.tolist() == [1] * 4
     buffer.fill_(10)
     position[0] = 5
-    assert result.tolist() == [1] * 4
-    assert replay().tolist() == [11] * 4
-    _, batch = batches(llama)
-    steps = FixedSteps(llama)
-    outputs = []
-    for tokens in FED[:4]:
-        batch.feed(llama, torch.tensor(tokens), steps)
-        outputs.append(batch.logits_BV.data_ptr())
-    assert len(set(outputs[1:])) == 1
-    assert steps.num_recordings == 1
+    replay()
+    assert result.tolist() == [11] * 4
 
 
 def test_steps_are_chosen_by_device_and_kind_of_model(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:

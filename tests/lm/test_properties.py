@@ -147,7 +147,7 @@ def test_a_cache_changes_nothing(kind: str, tokens: list[int], data: st.DataObje
     for step, token in enumerate(tokens[first:], start=first):
         expected = logits_alone(model, tokens[:step], sources and sources[1])[-1]
         torch.testing.assert_close(batch.logits_BV[1], expected, **CLOSE)
-        batch.feed(model, torch.tensor([3, token, 3]))
+        batch.feed(torch.tensor([3, token, 3]))
 
 
 @pytest.mark.parametrize("kind", WRITERS)
