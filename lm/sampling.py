@@ -79,34 +79,29 @@ def _softmax(logits_BV: Tensor, temperature: float) -> Tensor:
 
 def _invert(weights_BV: Tensor, probabilities_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens at which the running sum of the weights passes the uniform share of their total, and ln of their
-    probabilities. The sum runs over strides and then inside one, in double precision, as in kernels.cpp's `sample`:
-    over the whole vocabulary a GPU's scan in fp32 rounds so much that its result may fall.
+    probabilities.
+
+    Sums are of whole units of 2^-40. In whatever order a GPU's scan adds them, they rise at tokens that have a unit and
+    nowhere else, so that no other token is drawn; a scan in fp32 rounds so much that its result may even fall.
     """
-    V = weights_BV.shape[-1]
-    padded_BV = F.pad(weights_BV, (0, -V % STRIDE)) if V % STRIDE else weights_BV
+    units_BV = (weights_BV * 2.0**40).long()
+    padded_BV = F.pad(units_BV, (0, -units_BV.shape[1] % STRIDE))
     strides_BSJ = padded_BV.unflatten(-1, (-1, STRIDE))
-    sums_BS = strides_BSJ.sum(dim=-1, dtype=torch.float64)
-    stride_B1, rest_B1 = _first_beyond(sums_BS, uniforms_B[:, None] * sums_BS.sum(dim=-1, keepdim=True))
-    within_BJ = strides_BSJ.gather(1, stride_B1[:, :, None].expand(-1, -1, STRIDE))[:, 0].double()
-    tokens_B1 = (STRIDE * stride_B1 + _first_beyond(within_BJ, rest_B1)[0]).clamp(max=V - 1)
+    sums_BS = strides_BSJ.sum(dim=-1)
+    running_BS = sums_BS.cumsum(dim=-1)
+    threshold_B1 = (uniforms_B[:, None].double() * running_BS[:, -1:]).long()
+    stride_B1 = _first_above(running_BS, threshold_B1)
+    before_B1 = running_BS.gather(-1, stride_B1) - sums_BS.gather(-1, stride_B1)
+    within_BJ = strides_BSJ.gather(1, stride_B1[:, :, None].expand(-1, -1, STRIDE))[:, 0]
+    place_B1 = _first_above(within_BJ.cumsum(dim=-1), threshold_B1 - before_B1)
+    tokens_B1 = (STRIDE * stride_B1 + place_B1).clamp(max=weights_BV.shape[1] - 1)
     # The logarithm of the softmax saves a second pass over the vocabulary.
     return tokens_B1[:, 0], probabilities_BV.gather(-1, tokens_B1)[:, 0].log()
 
 
-def _first_beyond(weights_BN: Tensor, thresholds_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """The first place where the running sum exceeds the threshold, and what is left of it there: [B, 1] each.
-
-    A place of weight 0 is never taken, however a parallel scan rounds and however close the threshold is to the total.
-    Where weights are NaN the place means nothing, but exists.
-    """
-    running_BN = weights_BN.cumsum(dim=-1)
-    rising_BN = running_BN.masked_fill(weights_BN <= 0, -float("inf")).cummax(dim=-1).values
-    total_B1 = rising_BN[:, -1:]
-    below_total_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
-    places_B1 = torch.searchsorted(rising_BN, torch.minimum(thresholds_B1, below_total_B1), right=True)
-    places_B1 = places_B1.clamp(max=weights_BN.shape[-1] - 1)
-    before_B1 = running_BN.gather(-1, places_B1) - weights_BN.gather(-1, places_B1)
-    return places_B1, (thresholds_B1 - before_B1).clamp(min=0)
+def _first_above(running_BN: Tensor, threshold_B1: Tensor) -> Tensor:
+    """The first place where the running sum exceeds the threshold; the last one where none does, as with NaN."""
+    return torch.searchsorted(running_BN, threshold_B1, right=True).clamp(max=running_BN.shape[1] - 1)
 
 
 def _only(values_BV: Tensor, kept_BK: Tensor) -> Tensor:

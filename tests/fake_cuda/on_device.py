@@ -6,8 +6,12 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from lm.attention import attention_mask
+from lm.generation import generate
+from lm.graphs import FixedSteps
 from lm.native import operators  # noqa: F401  (registers the CPU's operators)
+from lm.sampling import Choice
 from tests.fake_cuda import attention, kernels, runtime
+from tests.gpu.models import SHAPES, pair, prompts
 
 CUDA = torch.device("cuda")
 
@@ -97,3 +101,33 @@ def test_varlen_attention_is_that_of_each_sequence() -> None:
         assert torch.allclose(part.grad.float(), row.grad[0].transpose(0, 1), atol=0.05)
     with pytest.raises(RuntimeError, match="fp16 and bf16"):
         varlen_attn(q.float(), k.float(), v.float(), starts, starts, 5, 5, enable_gqa=True)
+
+
+# --- generation ------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_step_of_generation_launches_and_waits_for() -> None:
+    """24 responses of 40 tokens in three lots of 8 rows, once the steps are recorded."""
+    _, model = pair(SHAPES["llama"], torch.bfloat16)
+    steps = FixedSteps(model)
+
+    def run(max_new_tokens: int) -> kernels.Counts:
+        with kernels.counted() as counts:
+            generate(
+                model, prompts(24, 30), max_new_tokens=max_new_tokens, end_id=-1, choice=Choice(), seeds=range(24),
+                max_rows=8, steps=steps,
+            )  # fmt: skip
+        return counts
+
+    run(40)
+    captures = runtime.CUDAGraph.num_captures
+    longer, shorter = run(40), run(32)
+    assert runtime.CUDAGraph.num_captures == captures
+    assert longer.attention == {"varlen": 3 * 2}  # each lot of prompts is read in one pass of two layers
+    # Tokens and log-probs of 8 steps at a time are copied back, and nothing else is waited for.
+    assert {what for what, _ in longer.syncs} == {"copy to the CPU"}
+    assert (longer.num_syncs, shorter.num_syncs) == (3 * 2 * 5, 3 * 2 * 4)
+    assert longer.uploads.total() == shorter.uploads.total() <= 3 * 12
+    per_step = (longer.num_kernels - shorter.num_kernels) / (3 * 8)
+    # Beside the replay, which counts as none: what draws a token, and what brings it into the recorded buffers.
+    assert per_step <= 36, longer.kernels
