@@ -15,4 +15,8 @@ WAITING = {
     "GOMP_SPINCOUNT": "10000",
 }
 
-WORKER_ENVIRONMENT = ALLOCATOR | WAITING
+# Widths differ from one micro-batch to the next. PyTorch's allocator then keeps blocks of many sizes, which serve no
+# other; segments that grow serve all of them. It has no effect without a GPU.
+GPU_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+WORKER_ENVIRONMENT = ALLOCATOR | WAITING | GPU_ALLOCATOR

@@ -3,6 +3,7 @@
 import os
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -11,19 +12,18 @@ from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, Ini
 from training.compiled import drop_stale_lock
 from training.config import EngineConfig
 from training.internals import is_accelerate_initialised, update_deepspeed_config
-from training.zero import deepspeed_config
 
 
-def make_accelerator(config: EngineConfig, max_grad_norm: float, micro_batch: int, world_size: int) -> Accelerator:
-    """This rank's `Accelerator`, in a process group of `world_size` ranks."""
-    accelerator = _make_accelerator(config, max_grad_norm, micro_batch)
+def make_accelerator(config: EngineConfig, deepspeed: dict[str, Any], world_size: int) -> Accelerator:
+    """This rank's `Accelerator`, in a process group of `world_size` ranks; `deepspeed` are settings from ZeRO-1 up."""
+    accelerator = _make_accelerator(config, deepspeed)
     # Accelerate falls back to worlds of one rank, or drops DeepSpeed, without a message.
     found = accelerator.num_processes
     assert found == world_size, f"the process group has {found} ranks where {world_size} were started"
     return accelerator
 
 
-def _make_accelerator(config: EngineConfig, max_grad_norm: float, micro_batch: int) -> Accelerator:
+def _make_accelerator(config: EngineConfig, deepspeed: dict[str, Any]) -> Accelerator:
     on_cpu = not torch.cuda.is_available()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = str(config.zero_stage > 0).lower()
     if on_cpu:
@@ -38,12 +38,11 @@ def _make_accelerator(config: EngineConfig, max_grad_norm: float, micro_batch: i
         return Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[*handlers, ddp])
     if on_cpu:
         drop_stale_lock()
-    settings = deepspeed_config(config, max_grad_norm, micro_batch)
     if is_accelerate_initialised():  # the first engine of this process brought the plugin, with its own settings
         accelerator = Accelerator(kwargs_handlers=handlers)
-        update_deepspeed_config(accelerator, settings)
+        update_deepspeed_config(accelerator, deepspeed)
         return accelerator
-    plugin = DeepSpeedPlugin(hf_ds_config=settings)
+    plugin = DeepSpeedPlugin(hf_ds_config=deepspeed)
     return Accelerator(mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers)
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lm.linear import cache_weight_casts
-from lm.model import checkpoint_activations, freeze_all_but_last
+from lm.model import checkpoint_activations, count_parameters, freeze_all_but_last
 from lm.progress import note_progress
-from lm.source import ModelSource, load
+from lm.source import ModelSource, load, on_meta
 from training.accelerator import make_accelerator
 from training.config import EngineConfig, OptimizerConfig
 from training.failures import RunError
@@ -61,13 +61,17 @@ class Engine(Generic[AnyModule]):
     ) -> None:
         self.config, self.optimizer_config = config, optimizer
         optimizer.check_sharding(config)
-        self._accelerator = make_accelerator(config, optimizer.max_grad_norm, micro_batch, world_size)
+        num_parameters = count_parameters([on_meta(source.build)])
+        settings = deepspeed_config(config, optimizer.max_grad_norm, micro_batch, num_parameters)
+        self._accelerator = make_accelerator(config, settings, world_size)
         self.rank, self.world_size = self._accelerator.process_index, world_size
         self.device = self._accelerator.device
         if config.zero_stage == 3:
-            model = build_sharded(source, deepspeed_config(config, optimizer.max_grad_norm, micro_batch))
+            model = build_sharded(source, settings)
         else:
-            model = load(source)
+            # DeepSpeed rounds the weights in any case, and takes its fp32 copies from the rounded ones.
+            is_rounded = config.zero_stage > 0 and config.resolved_precision() == "bf16"
+            model = load(source, self.device, torch.bfloat16 if is_rounded else torch.float32)
         if optimizer.trained_layers is not None:
             freeze_all_but_last(model, optimizer.trained_layers)
         if config.checkpoint_activations:
@@ -95,7 +99,6 @@ class Engine(Generic[AnyModule]):
         Accelerate would convert the model's outputs, such as logits, to fp32 and wrap a single rank too. That costs
         copies of logits and gradients that no loss here needs.
         """
-        model.to(self.device)
         if self.config.resolved_precision() == "bf16":
             model.forward = torch.autocast(self.device.type, torch.bfloat16)(model.forward)
         if self.world_size == 1:

@@ -12,12 +12,15 @@ from training.internals import shard_zero3, shard_zero12, write_back_zero3, writ
 from training.state import ParamShard
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
+REDUCE_BUCKET = 500_000_000  # gradients reduced at once, at most; DeepSpeed allocates a buffer of that many numbers
 OFFLOADED = {"optimizer": "optimizer", "parameters": "param"}  # Heed's names and those of DeepSpeed's config
 
 
-def deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: int) -> dict[str, Any]:
-    """DeepSpeed's own config, derived from Heed's."""
-    pins = torch.cuda.is_available()
+def deepspeed_config(
+    config: EngineConfig, max_grad_norm: float, micro_batch: int, num_parameters: int
+) -> dict[str, Any]:
+    """DeepSpeed's own config, derived from Heed's, for a model of `num_parameters`."""
+    on_gpu = torch.cuda.is_available()
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": 1,  # `Engine.accumulate` marks the boundaries itself
@@ -28,7 +31,9 @@ def deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: in
         "zero_optimization": {
             "stage": config.zero_stage,
             "stage3_gather_16bit_weights_on_model_save": config.zero_stage == 3,
-            **{f"offload_{OFFLOADED[name]}": {"device": "cpu", "pin_memory": pins} for name in config.offload},
+            **({"overlap_comm": True} if on_gpu else {}),  # gradients are reduced while the next ones are computed
+            "reduce_bucket_size": min(REDUCE_BUCKET, num_parameters),
+            **{f"offload_{OFFLOADED[name]}": {"device": "cpu", "pin_memory": on_gpu} for name in config.offload},
         },
         "steps_per_print": 1_000_000_000,
     }

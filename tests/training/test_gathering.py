@@ -32,14 +32,19 @@ CASES = [(stage, precision) for stage in range(4) for precision in ("fp32", "bf1
 
 
 class CountedSource(RandomInit[LanguageModel]):
-    """Counts the tensors that are read of it."""
+    """Counts the tensors that are read of it, and the bytes that their reader then holds."""
 
     num_read = 0
+    num_bytes = 0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        live = LiveBytes()
+        before = live.now
         for pair in super().tensors():
             CountedSource.num_read += 1
             yield pair
+            del pair
+            CountedSource.num_bytes = live.now - before
 
 
 def start_engine(zero_stage: int, precision: str, trained_layers: int | None = None) -> Engine[LanguageModel]:
@@ -92,15 +97,15 @@ def rank_program(folder: Path) -> None:
     for stage, precision in CASES:
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         engine = start_engine(stage, precision)
+        loaded = CountedSource.num_bytes
         try:
             step(engine)
             check_weights_are_the_rounded_masters(engine, dtype)
             check_files_and_average(engine)
             average = MovingAverage(engine, 0.75)
             held = sum(shard.length for shard in average.shards.values())
-            found[f"{stage}-{precision}"] = {
-                "error": "", "held": held, "growth": peak_of_streaming(engine, dtype, live) / dtype.itemsize
-            }  # fmt: skip
+            growth = peak_of_streaming(engine, dtype, live) / dtype.itemsize
+            found[f"{stage}-{precision}"] = {"error": "", "loaded": loaded, "held": held, "growth": growth}
         except Exception:
             found[f"{stage}-{precision}"] = {"error": traceback.format_exc()}
         engine.close()
@@ -134,6 +139,7 @@ def test_gathered_weights_and_averages_of_shards(ranks: list[dict[str, Any]], st
         case = rank[f"{stage}-{precision}"]
         assert not case["error"], case["error"]
         # No second copy: at most the one taken before, the next one, and the buffers that gloo fills it from.
+        assert case["loaded"] < (2.2 if stage in (1, 2) and precision == "bf16" else 4.2) * sum(sizes)
         assert case["growth"] <= 5 * max(sizes) < 0.4 * sum(sizes)
     assert sum(rank[f"{stage}-{precision}"]["held"] for rank in ranks) == sum(sizes)
 
