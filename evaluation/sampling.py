@@ -129,6 +129,7 @@ class Sampler:
         """Release the models."""
         for name in ("_policy", "_reference", "_reward_model"):
             self.__dict__.pop(name, None)
+        torch.cuda.empty_cache()  # for what other processes and libraries allocate; without a GPU it does nothing
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

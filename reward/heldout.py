@@ -51,8 +51,8 @@ def final_scores(
 
     known: dict[str, list[float]] = {}
     for place in range(len(shift)):
-        own = [comparison for comparison in trained_on if comparison.objective == place]
-        known |= shifted_scores(own[: config.num_calibration])
+        own = (comparison for comparison in trained_on if comparison.objective == place)
+        known |= shifted_scores(list(islice(own, config.num_calibration)))
     return FinalScores(shift, shifted_scores(heldout), known)
 
 

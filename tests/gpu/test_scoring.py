@@ -73,6 +73,20 @@ def test_a_policy_is_sampled_and_measured_on_the_gpu(folder: Path) -> None:
     assert [s.response for s in unmeasured] == [s.response for s in samples[3:]]
 
 
+def test_a_closed_sampler_holds_nothing(folder: Path) -> None:
+    asked = [Prompt(prompt_id="p", messages=({"role": "user", "content": "dog"},), kind="")]
+    spec = SamplingSpec(
+        folder / "policy", 3, 12, 1.0, 5, "bf16", reference=str(folder / "policy"), reward=str(folder / "reward")
+    )
+    held = []
+    for _ in range(3):
+        sampler = Sampler(spec)
+        sampler.sample(asked)
+        sampler.close()
+        held.append(torch.cuda.memory_allocated())
+    assert held[2] <= held[0] + 2**16, f"bytes held after each: {held}"
+
+
 def test_log_probs_have_logits_in_fp32_for_a_chunk_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bf16 model differs from the fp32 model of the same rounded weights by its hidden states alone."""
     source = RandomInit(partial(LanguageModel, shape()), seed=0)
