@@ -1,5 +1,8 @@
 """What Heed does on a GPU, counted: kernels, host syncs, uploads and bytes. Run by test_fake_cuda.py."""
 
+from collections import Counter
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +14,9 @@ from lm.graphs import FixedSteps
 from lm.native import operators  # noqa: F401  (registers the CPU's operators)
 from lm.sampling import Choice
 from tests.fake_cuda import attention, kernels, runtime
-from tests.gpu.models import SHAPES, pair, prompts
+from tests.gpu.models import SHAPES, pair, prompts, tokens
+from training.objectives import CausalLMObjective, PackedObjective
+from training.packing import pack
 
 CUDA = torch.device("cuda")
 
@@ -101,6 +106,35 @@ def test_varlen_attention_is_that_of_each_sequence() -> None:
         assert torch.allclose(part.grad.float(), row.grad[0].transpose(0, 1), atol=0.05)
     with pytest.raises(RuntimeError, match="fp16 and bf16"):
         varlen_attn(q.float(), k.float(), v.float(), starts, starts, 5, 5, enable_gqa=True)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attention_is_never_left_to_cudnn_or_to_the_equation(name: str, dtype: torch.dtype) -> None:
+    """Training on packed and on plain rows with gradients, reading prompts, and steps."""
+    config = SHAPES[name]
+    model = pair(config, dtype)[1]
+    rows = pack([([5] * length, [True] * length) for length in (7, 12, 9)], 24, 0)
+    layers = config.num_hidden_layers
+    with kernels.counted() as packed:
+        PackedObjective(rows).loss(model, np.arange(len(rows)), CUDA)[0].backward()
+    with kernels.counted() as plain:
+        CausalLMObjective(tokens(2, 25)).loss(model, np.arange(2), CUDA)[0].backward()
+    with kernels.counted() as sampled:
+        generate(
+            model, prompts(4, 9), max_new_tokens=3, end_id=-1, choice=Choice(), seeds=range(4), steps="eager"
+        )  # fmt: skip
+    if dtype == torch.float32:
+        assert packed.attention == plain.attention == {"efficient": layers}
+        assert sampled.attention == {"efficient": 3 * layers}
+        return
+    windowed = sum(config.window(layer) > 0 for layer in range(layers))
+    assert packed.attention == {"varlen": layers, "varlen backward": layers}
+    assert plain.attention == Counter({"flash": layers - windowed}) + Counter(
+        {"varlen": windowed, "varlen backward": windowed}
+    )
+    assert sampled.attention == {"varlen": layers, "efficient": 2 * layers}
+    assert not [where for _, where in packed.syncs if "gpu_attention" in where]  # segments are on the CPU
 
 
 # --- generation ------------------------------------------------------------------------------------------------------
