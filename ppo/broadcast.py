@@ -36,7 +36,7 @@ class WeightBroadcast:
             self._group = dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
 
     def send(self, weights: Mapping[str, Tensor], checksum: int) -> None:
-        """Send the weights; returns when the receivers have all of them."""
+        """Send some weights. On a GPU this returns when the transfer is queued; later work on them waits for it."""
         assert self.rank == SENDER, f"rank {self.rank} sends; rank {SENDER} was expected"
         self._exchange(weights)
         self._exchange({"checksum": torch.tensor([checksum], device=self.device)})

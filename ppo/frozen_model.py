@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lm.attention import Attention
 from lm.mlp import MLP
+from lm.progress import note_progress
 from lm.source import ModelSource, on_meta
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -73,17 +74,13 @@ class ShardedModel(Generic[AnyModule]):
             layer.register_forward_hook(lambda _module, _args, _out, bundle=bundle: bundle.drop(), always_call=True)
         by_name = {name: bundle for bundle in self.bundles for name in bundle.weights}
         for name, tensor in source.tensors():
+            note_progress()
             by_name.pop(name).keep(name, tensor)
         assert not by_name, f"the source of a {type(self.module).__name__} has no {sorted(by_name)}"
 
     @property
     def bundles(self) -> list["_Bundle"]:
         return [self._rest, *self._layers]
-
-    @property
-    def host_bytes(self) -> int:
-        """What this rank keeps in CPU memory."""
-        return sum(bundle.share.nbytes for bundle in self.bundles)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
