@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-from training.compiled import drop_stale_lock
+from training.compiled import choose_extension_folder, drop_stale_lock
 from training.config import EngineConfig
 from training.internals import is_accelerate_initialised, update_deepspeed_config
 
@@ -37,6 +37,7 @@ def _make_accelerator(config: EngineConfig, deepspeed: dict[str, Any]) -> Accele
         ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
         return Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[*handlers, ddp])
     if on_cpu:
+        choose_extension_folder()
         drop_stale_lock()
     if is_accelerate_initialised():  # the first engine of this process brought the plugin, with its own settings
         accelerator = Accelerator(kwargs_handlers=handlers)

@@ -1,7 +1,12 @@
 """DeepSpeed compiles its CPU communication at its first use, under a lock that a kill leaves behind."""
 
+import hashlib
 import logging
+import os
 import time
+
+import torch
+from torch.utils.cpp_extension import get_default_build_root
 
 from training.internals import extension_folder
 
@@ -9,6 +14,15 @@ log = logging.getLogger(__name__)
 
 EXTENSION = "deepspeed_shm_comm"
 STALE_SECONDS = 900.0  # compiling takes a minute, a few on a busy machine
+
+
+def choose_extension_folder() -> None:
+    """Compile into a folder of this installation's own, unless TORCH_EXTENSIONS_DIR names one.
+
+    Compiler commands contain the installation's paths, so two of them on one machine would compile it in turns.
+    """
+    installed = hashlib.sha256(f"{torch.__file__} {torch.__version__}".encode()).hexdigest()[:8]
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(get_default_build_root(), f"heed-{installed}"))
 
 
 def drop_stale_lock() -> None:
