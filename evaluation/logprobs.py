@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.logprobs import token_logprobs
+from lm.logprobs import LOGITS_AT_ONCE, token_logprobs
 from lm.model import LanguageModel
 from lm.padding import batches_of, pad_right
 from lm.progress import note_progress
-
-LOGITS_AT_ONCE = {"cpu": 2**24, "cuda": 2**26}  # per model; a quarter of a GB in fp32 on a GPU
 
 
 @torch.inference_mode()

@@ -10,6 +10,8 @@ from lm.replaceable import Replaceable
 
 # fp32 numbers in memory at once: on a CPU as many as fit a core's cache, on a GPU enough to make launches negligible.
 PART_NUMBERS = {"cpu": 2**18, "cuda": 2**26}
+# Logits in memory at once where responses are measured without gradients: a quarter of a GB in fp32 on a GPU.
+LOGITS_AT_ONCE = {"cpu": 2**24, "cuda": 2**26}
 
 
 def token_logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float = 1.0) -> Tensor:

@@ -30,7 +30,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: FunctionCtx, gate_and_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_and_up)
         gate, up = gate_and_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

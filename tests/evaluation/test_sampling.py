@@ -13,6 +13,7 @@ from evaluation import logprobs
 from evaluation.logprobs import sequence_logprobs
 from evaluation.sampling import Sample, SamplingSpec, sample_policy
 from lm.config import ModelConfig
+from lm.logprobs import LOGITS_AT_ONCE
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.padding import batches_of
 from lm.tokenizer import Tokenizer
@@ -138,7 +139,7 @@ def loop_logprob(model: LanguageModel, query: list[int], response: list[int], te
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
 def test_sequence_logprobs_against_a_loop(folder: Path, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "batches_of", partial(batches_of, max_rows=3))  # several, the last one short
-    monkeypatch.setitem(logprobs.LOGITS_AT_ONCE, "cpu", 600)  # two positions
+    monkeypatch.setitem(LOGITS_AT_ONCE, "cpu", 600)  # two positions
     model = load_language_model(folder / "policy")
     generator = torch.Generator().manual_seed(0)
     draw = lambda n: torch.randint(5, 280, (n,), generator=generator).tolist()  # noqa: E731

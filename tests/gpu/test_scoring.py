@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from evaluation.logprobs import LOGITS_AT_ONCE, logits_function, predicting_states, sequence_logprobs
+from evaluation.logprobs import logits_function, predicting_states, sequence_logprobs
 from evaluation.sampling import Sampler, SamplingSpec
 from lm.inference import load_for_inference
+from lm.logprobs import LOGITS_AT_ONCE
 from lm.model import LanguageModel, ScalarModel
 from lm.source import RandomInit, load
 from lm.tokenizer import Tokenizer
