@@ -37,7 +37,7 @@ from training.config import EngineConfig, OptimizerConfig
 from training.data import DataConfig, read_conversations, read_texts
 from training.engine import Engine
 from training.objectives import CausalLMObjective, PackedObjective
-from training.packing import IntArray, Packed, PackedRows, Sampler, stream_rows
+from training.packing import IntArray, Packed, Sampler, stream_rows
 from training.tokens import SEQUENCES, Sequences, write_arrays
 
 WAIT_AIM, RATE_AIM = 0.02, 1.0
@@ -132,9 +132,9 @@ def fetchers() -> Iterator[tuple[str, Any, RandomInit[Any], Callable[[IntArray],
 
     stream = CausalLMObjective(rows_BT)
     yield "pretraining", stream, fresh(lambda: LanguageModel(shape)), lambda rows: stream.batch(rows, CPU)
-    segments_BT = np.broadcast_to(np.arange(97) // 33 + 1, rows_BT.shape).astype(np.int64)
-    numbers_BS = np.arange(3 * len(rows_BT)).reshape(-1, 3)
-    packed = PackedObjective(PackedRows(rows_BT.astype(np.int64), segments_BT, segments_BT > 1, numbers_BS))
+    all_rows = rows_BT.tolist()
+    thirds = ((row[at : at + 33], [at > 0] * len(row[at : at + 33])) for row in all_rows for at in (0, 33, 66))
+    packed = PackedObjective(Packed(Sequences.of(thirds), 97, pad_id=0))
     yield "SFT", packed, fresh(lambda: LanguageModel(shape)), lambda rows: packed.batch(rows, CPU)
     masked = MaskedObjective(rows_BT, words)
     yield "masked words", masked, fresh(lambda: MaskedLanguageModel(encoder)), lambda rows: masked.batch(rows, CPU)
