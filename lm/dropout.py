@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lm.replaceable import Replaceable
+from lm.upload import upload
 
 LEVELS = 1 << 16  # a column is dropped if its 16 bits are below rate · LEVELS
 GROUP = 4  # columns that share 64 bits
@@ -42,7 +43,7 @@ def sequence_keys(seed: int, numbers: NDArray[np.int64], device: torch.device) -
 
     A model takes them as [B, 1], one sequence per row, or as [B, T], one per token, for packed rows.
     """
-    return mix(seed + (torch.from_numpy(np.asarray(numbers, dtype=np.int64)).to(device) + 1) * GOLDEN)
+    return mix(seed + (upload(torch.from_numpy(np.asarray(numbers, dtype=np.int64)), device) + 1) * GOLDEN)
 
 
 def token_keys(keys_BT: Tensor, positions_BT: Tensor, part: int) -> Tensor:

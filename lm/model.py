@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lm.config import ModelConfig
 from lm.linear import Linear
 from lm.transformer import Transformer
+from lm.upload import at_positions
 
 SCORE = "score"  # the label of a model with one number per token
 
@@ -41,7 +42,7 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Logits [C, V] of the positions that `selected_BT` marks True, row by row; [B, T, V] where it is None."""
         hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT)
-        return self.head(hidden_BTD if selected_BT is None else hidden_BTD[selected_BT])
+        return self.head(hidden_BTD if selected_BT is None else at_positions(hidden_BTD, selected_BT))
 
 
 class ScalarModel(nn.Module):
@@ -72,7 +73,7 @@ class ScalarModel(nn.Module):
         Several labels are the last dimension of both.
         """
         hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT)
-        selected = hidden_BTD if selected_BT is None else hidden_BTD[selected_BT]
+        selected = hidden_BTD if selected_BT is None else at_positions(hidden_BTD, selected_BT)
         return self.score(selected).squeeze(-1).float() + self.bias
 
 

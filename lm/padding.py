@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm.upload import upload
+
 MAX_ROWS, MAX_TOKENS = 128, 2**15  # of one pass without gradients, padding included: 5 GB of an 8B model's activations
 
 
@@ -43,7 +45,7 @@ def pad_right(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = sequence
         segments[row, : len(sequence)] = 1
-    return torch.from_numpy(tokens).to(device), torch.from_numpy(segments).to(device)
+    return upload(torch.from_numpy(tokens), device), upload(torch.from_numpy(segments), device)
 
 
 def pad_left(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -52,8 +54,8 @@ def pad_left(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[
     padded = np.zeros((len(sequences), width), dtype=np.int64)
     for row, sequence in enumerate(sequences):
         padded[row, width - len(sequence) :] = sequence
-    first_real = torch.tensor([width - len(sequence) for sequence in sequences], device=device)
-    return torch.from_numpy(padded).to(device), first_real
+    first_real = torch.tensor([width - len(sequence) for sequence in sequences])
+    return upload(torch.from_numpy(padded), device), upload(first_real, device)
 
 
 def last_tokens(segments_BT: Tensor) -> Tensor:

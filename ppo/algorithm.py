@@ -103,7 +103,7 @@ def policy_loss(
     gain_BR = torch.minimum(ratio_BR * advantages_BR, clipped_BR * advantages_BR)
     with torch.no_grad():
         metrics = {
-            "clip_share": ((ratio_BR - 1).abs() > clip_range)[mask_BR].float().sum(),
+            "clip_share": (((ratio_BR - 1).abs() > clip_range) & mask_BR).float().sum(),
             "approx_kl": (ratio_BR - 1 - log_ratio_BR).sum(),
             "ratio_error": (ratio_BR - 1).abs().sum(),
         }

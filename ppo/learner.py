@@ -14,6 +14,7 @@ from cluster.remote import Handle, Pending
 from files.atomic import atomic_folder
 from lm.model import LanguageModel, ScalarModel
 from lm.progress import note_progress
+from lm.upload import upload
 from lm.weights import ModelFolder, save_model
 from ppo.algorithm import policy_loss, value_loss
 from ppo.average import MovingAverage
@@ -121,18 +122,16 @@ class Learner(Rank):
     @torch.no_grad()
     def policy_logprobs(self, rollout: Rollout) -> Tensor:
         with self.policy.cache_weight_casts():
-            return torch.cat([self._logprobs(self.policy.model, part).cpu() for part in self._parts(rollout)])
+            return torch.cat([self._logprobs(self.policy.model, part) for part in self._parts(rollout)]).cpu()
 
     @torch.no_grad()
     def values(self, rollout: Rollout) -> Tensor:
         with self.value.cache_weight_casts():
-            return torch.cat([self._values(part).cpu() for part in self._parts(rollout)])
+            return torch.cat([self._values(part) for part in self._parts(rollout)]).cpu()
 
     def _values(self, rollout: Rollout) -> Tensor:
         note_progress()
-        return rollout.spread(
-            self.value.model(rollout.tokens_BT.to(self.device), None, rollout.states_BT.to(self.device)).float()
-        )
+        return rollout.spread(self.value.model(upload(rollout.tokens_BT, self.device), None, rollout.states_BT).float())
 
     def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
         size = self.config.minibatch.micro_batch_size
@@ -152,9 +151,9 @@ class Learner(Rank):
         """The part's share of the whole minibatch's loss and metrics."""
         loss, sums = policy_loss(
             self._logprobs(self.policy.model, part.rollout),
-            part.logprobs_BR.to(self.device),
-            part.advantages_BR.to(self.device),
-            part.mask_BR.to(self.device),
+            upload(part.logprobs_BR, self.device),
+            upload(part.advantages_BR, self.device),
+            upload(part.mask_BR, self.device),
             self.config.clip_range,
         )
         shares = _shares({"policy_loss": loss, **sums}, whole.num_tokens)
@@ -181,9 +180,9 @@ class Learner(Rank):
         """The part's share of the whole minibatch's loss and metrics."""
         loss, sums = value_loss(
             self._values(part.rollout),
-            part.values_BR.to(self.device),
-            part.returns_BR.to(self.device),
-            part.mask_BR.to(self.device),
+            upload(part.values_BR, self.device),
+            upload(part.returns_BR, self.device),
+            upload(part.mask_BR, self.device),
             self.config.value_clip_range,
         )
         return loss / whole.num_tokens, _shares({"value_loss": loss, **sums}, whole.num_tokens)
@@ -270,7 +269,8 @@ def _shares(sums: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
 
 
 def _floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}
+    values: list[float] = torch.stack([*metrics.values()]).tolist()  # one wait for a GPU, not one per metric
+    return dict(zip(metrics, values, strict=True))
 
 
 def _total(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lm.logprobs import token_logprobs
 from lm.progress import note_progress
 from lm.tokenizer import Tokenizer
+from lm.upload import upload
 from ppo.broadcast import WeightBroadcast
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
@@ -32,8 +33,8 @@ class Rank:
     def _logprobs(self, model: nn.Module, rollout: Rollout) -> Tensor:
         """log π of the response tokens [B, R] at the sampling temperature."""
         note_progress()
-        logits_CV = model(rollout.tokens_BT.to(self.device), None, rollout.states_BT.to(self.device))
-        targets_C = rollout.response_BR[rollout.response_mask_BR].to(self.device)
+        logits_CV = model(upload(rollout.tokens_BT, self.device), None, rollout.states_BT)
+        targets_C = upload(rollout.response_BR[rollout.response_mask_BR], self.device)
         return rollout.spread(token_logprobs(logits_CV, targets_C, self.config.temperature))
 
     def on_gpu(self) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cluster.remote import Pending
 from lm.config import exact_div
+from lm.upload import spread
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,7 @@ class Rollout:
 
     def spread(self, flat_C: Tensor) -> Tensor:
         """[B, R] from one number per counted position, row by row; 0 elsewhere."""
-        mask_BR = self.response_mask_BR.to(flat_C.device)
-        return flat_C.new_zeros(mask_BR.shape).masked_scatter(mask_BR, flat_C)
+        return spread(flat_C, self.response_mask_BR)
 
     def rows(self, index: slice | Tensor) -> Self:
         """Select responses. Rows are cut to the longest of them; R stays."""

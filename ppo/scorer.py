@@ -125,15 +125,15 @@ class Scorer(Rank):
         room, too_long = judge.room_tokens, [len(row) for row in sequences if not judge.fits(row)]
         self._failure = f"it has {too_long[0]} tokens; the reward model reads {room}" if too_long else ""
         scores_BO = torch.full((len(sequences), len(network.labels)), math.nan)
+        found = []
         with self.network.in_use(), self._precision():
-            for start in range(
-                0, len(sequences), size
-            ):  # as many passes as on every other rank, which may share weights
+            # As many passes as on every other rank, which may share weights.
+            for start in range(0, len(sequences), size):
                 note_progress()
                 rows = fitting[start : start + size]
                 read = [sequences[row] for row in rows] or [[judge.tokenizer.end_id]]
-                found = scores_of(network, read_by(read, network.config.kind, self.device)).float().cpu()
-                scores_BO[rows] = found[: len(rows)]
+                found.append(scores_of(network, read_by(read, network.config.kind, self.device)).float()[: len(rows)])
+        scores_BO[fitting] = torch.cat(found).cpu()
         order = [network.labels.index(name) for name in self.config.objective_weights] or [0]
         return scores_BO[:, order]
 
@@ -146,7 +146,7 @@ class Scorer(Rank):
     @torch.no_grad()
     def reference_logprobs(self, rollout: Rollout) -> Tensor:
         with self.reference.in_use(), self._precision():
-            return torch.cat([self._logprobs(self.reference.module, part).cpu() for part in self._parts(rollout)])
+            return torch.cat([self._logprobs(self.reference.module, part) for part in self._parts(rollout)]).cpu()
 
 
 def _round_products(model: nn.Module) -> None:

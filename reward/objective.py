@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lm.dropout import sequence_keys
+from lm.upload import spread, upload
 from reward.comparisons import Comparison
 from reward.learner import RewardLearner
 from reward.loss import davidson_loss, ranking_loss, rating_loss
@@ -61,20 +62,20 @@ class RankingObjective:
         ]
         keys_N1 = sequence_keys(seed, np.array(numbers_N)[:, None], device)
         scores_NO, log_nu_O, scale_O = model(*read, sequence_keys_BT=keys_N1)
-        objective_N = torch.tensor([[c.objective] for c in chosen for _ in c.sequences], device=device)
-        scores_N = scores_NO.gather(1, objective_N).squeeze(1)
-        lengths = torch.tensor([len(c.sequences) for c in chosen], device=device)
-        real_BK = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
+        objective_N = torch.tensor([[c.objective] for c in chosen for _ in c.sequences])
+        scores_N = scores_NO.gather(1, upload(objective_N, device)).squeeze(1)
+        lengths = torch.tensor([len(c.sequences) for c in chosen])
+        real_BK = torch.arange(int(lengths.max())) < lengths[:, None]
         # Scores come flat, comparison after comparison, which is the order of the real entries in the padded table.
-        scores_BK = scores_N.new_zeros(real_BK.shape).masked_scatter(real_BK, scores_N)
+        scores_BK = spread(scores_N, real_BK)
         weighted = [
             (row, verdict, verdict.weight / len(c.verdicts)) for row, c in enumerate(chosen) for verdict in c.verdicts
         ]
         rows_J, verdicts_J, shares_J = zip(*weighted, strict=True)
-        share_J = torch.tensor(shares_J, device=device)
-        scores_JK, K = scores_BK[list(rows_J)], real_BK.shape[1]
-        ranks_JK = torch.tensor([[*v.ranks, *[0] * (K - len(v.ranks))] for v in verdicts_J], device=device)
-        objective_J = torch.tensor([chosen[row].objective for row in rows_J], device=device)
+        share_J = upload(torch.tensor(shares_J), device)
+        scores_JK, K = scores_BK[upload(torch.tensor(rows_J), device)], real_BK.shape[1]
+        ranks_JK = upload(torch.tensor([[*v.ranks, *[0] * (K - len(v.ranks))] for v in verdicts_J]), device)
+        objective_J = upload(torch.tensor([chosen[row].objective for row in rows_J]), device)
         if len(log_nu_O):
             loss_J, accuracy_J = davidson_loss(scores_JK, ranks_JK, log_nu_O[objective_J])
         else:
@@ -87,8 +88,8 @@ class RankingObjective:
         if self.rating_coef:
             ratings_JK = torch.tensor([[*v.ratings, *[torch.nan] * (K - len(v.ratings))] for v in verdicts_J])
             scale_J = scale_O.expand(len(verdicts_J), -1).gather(1, objective_J[:, None]).squeeze(1)
-            std_J1 = torch.tensor(self.rating_std, device=device)[objective_J, None]
-            error_J = rating_loss(scores_JK, ratings_JK.to(device) / std_J1, scale_J)
+            std_J1 = upload(torch.tensor(self.rating_std), device)[objective_J, None]
+            error_J = rating_loss(scores_JK, upload(ratings_JK, device) / std_J1, scale_J)
             metrics["rating_loss"] = (share_J * error_J).sum()
             loss = loss + self.rating_coef * metrics["rating_loss"]
         return loss, {name: metric.detach() for name, metric in metrics.items()}

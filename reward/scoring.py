@@ -21,6 +21,7 @@ from lm.padding import MAX_ROWS, batches_by_length, last_tokens, pad_right
 from lm.progress import note_progress
 from lm.source import ModelSource, on_meta
 from lm.tokenizer import Messages, Tokenizer
+from lm.upload import upload
 from lm.weights import ModelFolder, purpose_of
 from reward.comparisons import Comparison, encode_scored
 
@@ -52,11 +53,11 @@ def sequence_scores(network: nn.Module, sequences: Sequence[Sequence[int]], kind
 
 def read_by(sequences: Sequence[Sequence[int]], kind: str, device: torch.device) -> tuple[Tensor | None, ...]:
     """The inputs of a network of this kind for the sequences."""
-    tokens_BT, segments_BT = pad_right(sequences, device)
+    tokens_BT, segments_BT = pad_right(sequences, torch.device("cpu"))
     if kind == "encoder":
-        return tokens_BT, segments_BT
+        return upload(tokens_BT, device), upload(segments_BT, device)
     # Under causal attention with padding on the right, no real token attends to padding: no mask is needed.
-    return tokens_BT, None, last_tokens(segments_BT)
+    return upload(tokens_BT, device), None, last_tokens(segments_BT)
 
 
 def scores_of(network: nn.Module, read: Sequence[Tensor | None], sequence_keys_BT: Tensor | None = None) -> Tensor:

@@ -172,8 +172,8 @@ class Engine(Generic[AnyModule]):
         """Add a micro-batch's gradients. If any rank's loss is not finite, all ranks skip the step."""
         note_progress()
         self._loss_sum += share.detach()
-        if is_last and not self._is_finite_everywhere():
-            share = share * math.nan  # the gradient may still be finite, and DeepSpeed steps inside the backward
+        if is_last:  # the gradient may still be finite, and DeepSpeed steps inside the backward
+            share = share * self._one_or_nan()
         self._accelerator.backward(share * self.world_size)  # backends average over ranks; the factor undoes that
 
     def step(self) -> tuple[float, float]:
@@ -185,14 +185,15 @@ class Engine(Generic[AnyModule]):
         Raises:
             RunError: more steps in a row were skipped than `max_skipped_steps` allows.
         """
-        loss = float(self.sum_over_ranks(self._loss_sum.clone()))
+        loss_sum = self.sum_over_ranks(self._loss_sum.clone())
         self._loss_sum.zero_()
         if self.config.zero_stage > 0:  # DeepSpeed stepped in the last backward, with the learning rate set before it
-            norm = gradient_norm(self.model)
+            loss, norm = float(loss_sum), gradient_norm(self.model)
             self._count_skipped(loss, norm)
             return loss, norm
         parameters = self.module.parameters()
-        norm = float(self._accelerator.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm))
+        norm_tensor = self._accelerator.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm)
+        loss, norm = torch.stack([loss_sum.float(), norm_tensor.float()]).tolist()  # one wait for a GPU
         for optimizer in self._optimizers:
             if math.isfinite(norm):
                 optimizer.step()
@@ -211,9 +212,10 @@ class Engine(Generic[AnyModule]):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
 
-    def _is_finite_everywhere(self) -> bool:
-        """Whether every rank's loss is finite; a collective call."""
-        return not int(self.sum_over_ranks((~torch.isfinite(self._loss_sum)).float()))
+    def _one_or_nan(self) -> Tensor:
+        """1 where every rank's loss is finite, else NaN; a collective call, for which the CPU does not wait."""
+        num_others = self.sum_over_ranks((~torch.isfinite(self._loss_sum)).float())
+        return torch.where(num_others == 0, 1.0, math.nan)
 
     def _count_skipped(self, loss: float, norm: float) -> None:
         """Raises RunError after too many consecutive steps without a finite gradient."""

@@ -15,6 +15,7 @@ from lm.encoder_decoder import EncoderDecoder
 from lm.logprobs import token_logprobs
 from lm.model import LanguageModel
 from lm.padding import pad_right
+from lm.upload import upload
 from training.packing import IntArray, Packed, PackedRows
 
 
@@ -35,7 +36,7 @@ class CausalLMObjective:
 
     def batch(self, rows: IntArray, device: torch.device) -> Tensor:
         """Tokens [B, T]."""
-        return torch.from_numpy(self.rows_BT[rows].astype(np.int64)).to(device)
+        return upload(torch.from_numpy(self.rows_BT[rows].astype(np.int64)), device)
 
     def loss(
         self, model: LanguageModel, rows: IntArray, device: torch.device, seed: int = 0
@@ -60,23 +61,25 @@ class PackedObjective:
     def num_tokens(self, rows: IntArray) -> int:
         return self.rows.num_tokens(rows)
 
-    def batch(self, rows: IntArray, device: torch.device) -> tuple[Tensor, Tensor, Tensor, IntArray]:
-        """Tokens, segments and the loss mask (True = counted), [B, T] each; and the number of each token's sequence.
+    def batch(self, rows: IntArray, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, IntArray]:
+        """Tokens, segments and the loss mask (True = counted), [B, T] each; the counted tokens [C], without those of
+        the first column, which nothing predicts; and the number of each token's sequence.
 
-        Segments stay in the CPU's memory, where counting the sequences does not wait for a GPU.
+        Segments and mask stay in the CPU's memory, where counting does not wait for a GPU.
         """
         taken = self.rows.take(rows)
         parts = (taken.tokens, taken.segments, taken.counted)
         tokens_BT, segments_BT, counted_BT = (torch.from_numpy(part) for part in parts)
-        return tokens_BT.to(device), segments_BT, counted_BT.to(device), taken.sequence_of_tokens()
+        targets_C = upload(tokens_BT[:, 1:][counted_BT[:, 1:]], device)
+        return upload(tokens_BT, device), segments_BT, counted_BT, targets_C, taken.sequence_of_tokens()
 
     def loss(
         self, model: LanguageModel, rows: IntArray, device: torch.device, seed: int = 0
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        tokens_BT, segments_BT, counted_BT, numbers_BT = self.batch(rows, device)
+        tokens_BT, segments_BT, counted_BT, targets_C, numbers_BT = self.batch(rows, device)
         keys_BT = sequence_keys(seed, numbers_BT, device)
         logits_CV = model(tokens_BT[:, :-1], segments_BT[:, :-1], counted_BT[:, 1:], keys_BT[:, :-1])
-        return -token_logprobs(logits_CV, tokens_BT[:, 1:][counted_BT[:, 1:]]).sum(), {}
+        return -token_logprobs(logits_CV, targets_C).sum(), {}
 
 
 class PairsObjective:

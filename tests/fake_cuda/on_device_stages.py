@@ -5,30 +5,43 @@ A device that does not fit is an error anywhere in them. Steps have a stated num
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.speed.own import ppo_config
 from evaluation.sampling import SamplingSpec, sample_policy
 from lm.config import ModelConfig
+from lm.model import LanguageModel, ScalarModel
+from lm.source import RandomInit
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
 from ppo.roles import Roles
+from ppo.rollout import PolicyBatch, ValueBatch
 from pretrain.stage import PretrainConfig
 from pretrain.stage import train as pretrain
+from reward.comparisons import Comparison, Verdict
 from reward.config import RewardConfig
+from reward.learner import AuxiliaryParameters, LearnerSource
+from reward.objective import RankingObjective
 from reward.training import train as train_reward
 from sft.stage import SFTConfig
 from sft.stage import train as fine_tune
-from training.config import BatchConfig, EngineConfig
+from tests.fake_cuda import kernels
+from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import Prompt
+from training.engine import Engine
+from training.loop import LoopConfig, Objective, TrainingLoop
+from training.objectives import CausalLMObjective, PackedObjective
+from training.packing import pack
 from training.stage import StageContext
 
 ENGINE = EngineConfig(precision="bf16", trackers=())
@@ -165,3 +178,80 @@ def test_ppo_resumes_from_its_checkpoint(run: Path, tmp_path: Path) -> None:
     resumed.load(tmp_path / "step-000001")
     assert continued.step(1) == expected
     resumed.close()
+
+
+# --- what a step does ------------------------------------------------------------------------------------------------
+
+
+def comparisons(number: int) -> list[Comparison]:
+    rows = np.random.default_rng(0).integers(3, 300, (number, 3, 12)).tolist()
+    return [
+        Comparison(str(n), tuple(tuple(row[: 6 + 2 * k]) for k, row in enumerate(three)), (Verdict((1, 2, 3)),))
+        for n, three in enumerate(rows)
+    ]
+
+
+def stream() -> Objective[Any]:
+    return CausalLMObjective(np.random.default_rng(0).integers(3, 300, (8, 17), np.int32))
+
+
+def packed() -> Objective[Any]:
+    rows = np.random.default_rng(0).integers(3, 300, (24, 9)).tolist()
+    return PackedObjective(
+        pack([(row[: 3 + n % 6], [k > 0 for k in range(3 + n % 6)]) for n, row in enumerate(rows)], 16, 0)
+    )
+
+
+def rankings() -> Objective[Any]:
+    return RankingObjective(comparisons(8), "decoder")
+
+
+LANGUAGE = RandomInit(partial(LanguageModel, SHAPE), seed=0)
+REWARD = LearnerSource(RandomInit(lambda: ScalarModel(SHAPE), seed=0), AuxiliaryParameters())
+
+
+@pytest.mark.parametrize(
+    ("objective", "syncs", "num_kernels"), [(stream, 1, 600), (packed, 1, 630), (rankings, 2, 720)]
+)
+def test_a_training_step_waits_for_the_device_once(
+    objective: Any, syncs: int, num_kernels: int, tmp_path: Path
+) -> None:
+    """The step reads its loss and gradient norm; a reward model's also its accuracy. Micro-batches wait for nothing.
+
+    At most so many kernels for two layers and two micro-batches: each costs the CPU about 5 us.
+    """
+    source: Any = REWARD if objective is rankings else LANGUAGE
+    engine: Engine[Any] = Engine(source, OptimizerConfig(**OPTIMIZER), ENGINE, world_size=1, micro_batch=2)
+    config = LoopConfig("test", 0, 4, BatchConfig(batch_size=4, micro_batch_size=2), 100, 100)
+    loop = TrainingLoop(engine, config, objective(), objective(), tmp_path)
+    loop._step(0)
+    with kernels.counted() as counts:
+        loop._step(1)
+    engine.close()
+    assert counts.num_syncs == syncs, counts.syncs
+    assert counts.uploads.total() == 0, counts.uploads
+    assert counts.num_kernels <= num_kernels, counts.kernels
+
+
+def test_phases_of_ppo_wait_for_the_device_a_stated_number_of_times(run: Path) -> None:
+    """Scoring passes wait once, for their results; an update twice, for its gradient norm and its metrics."""
+    roles, controller = ppo(run)
+    rows = list(range(ROLLOUT))
+    rollout = roles.generators.start_sampling(rows, [controller.prompts[row] for row in rows], rows)()
+    ones_BR, mask_BR = torch.ones(ROLLOUT, RESPONSE), rollout.response_mask_BR
+    policy = PolicyBatch(rollout, ones_BR, ones_BR, mask_BR, int(mask_BR.sum()), torch.empty(0, dtype=torch.int64), 0)
+    value = ValueBatch(rollout, ones_BR, ones_BR, mask_BR, int(mask_BR.sum()))
+    phases: dict[str, tuple[int, Callable[[], object]]] = {
+        "scores": (1, lambda: roles.scorers.start_scores(rollout)()),
+        "reference log-probs": (1, lambda: roles.scorers.start_reference_logprobs(rollout)()),
+        "log-probs": (1, lambda: roles.learners.start_policy_logprobs(rollout)()),
+        "values": (1, lambda: roles.learners.start_values(rollout)()),
+        "policy update": (2, lambda: roles.learners.update_policy(policy, 1e-4, 0)),
+        "value update": (2, lambda: roles.learners.update_value(value, 1e-4, 0)),
+    }
+    for name, (syncs, work) in phases.items():
+        with kernels.counted() as counts:
+            work()
+        assert counts.num_syncs == syncs, (name, counts.syncs)
+        assert counts.uploads.total() == 0, (name, counts.uploads)
+    roles.close()
