@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.norms import compute_dtype
+from lm.upload import upload
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -58,7 +59,7 @@ def packed_mask(segments_BT: Tensor, device: torch.device, *, causal: bool) -> P
     begins_BT = torch.ones_like(segments_BT, dtype=torch.bool)
     begins_BT[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
     starts = F.pad(begins_BT.flatten().nonzero()[:, 0], (0, 1), value=segments_BT.numel())
-    return PackedMask(starts.to(torch.int32).to(device, non_blocking=True), T, causal)
+    return PackedMask(upload(starts.to(torch.int32), device), T, causal)
 
 
 def whole_rows(tokens_BT: Tensor, *, causal: bool, window: int = 0) -> PackedMask:

@@ -17,6 +17,7 @@ from lm.dropout import Dropout, token_keys
 from lm.gpu_attention import packed_mask, takes_packed_rows, whole_rows
 from lm.norms import compute_dtype, make_norm
 from lm.positions import Rotary, rotary_tables, sinusoids
+from lm.upload import upload
 
 ENCODES, DECODES, HEAD = 0, 1, 2  # parts of a model, whose dropout differs at equal positions
 
@@ -125,7 +126,7 @@ class Transformer(nn.Module):
             positions_BT = torch.arange(T, device=tokens_BT.device).expand(tokens_BT.shape)
             return self(tokens_BT, positions_BT, None, None, cross_cache, token_types_BT, sequence_keys_BT)
         mask = self.mask_of(segments_BT, tokens_BT.device)
-        positions_BT = segment_positions(segments_BT).to(tokens_BT.device, non_blocking=True)
+        positions_BT = upload(segment_positions(segments_BT), tokens_BT.device)
         return self(tokens_BT, positions_BT, mask, None, cross_cache, token_types_BT, sequence_keys_BT)
 
     def mask_of(self, segments_BT: Tensor, device: torch.device) -> Mask:

@@ -8,12 +8,13 @@ from torch import Tensor
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor in CPU memory, on the device.
+    """A tensor in CPU memory, on the device; one that is on the device already, as it is.
 
     It goes to a GPU from pinned memory: a copy from other memory begins when all that was queued before it is done, and
     the CPU waits for it.
     """
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+    is_copied = values.is_cpu and device.type == "cuda"
+    return values.pin_memory().to(device, non_blocking=True) if is_copied else values.to(device)
 
 
 def at_positions(values_BTD: Tensor, selected_BT: Tensor) -> Tensor:

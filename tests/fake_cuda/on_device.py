@@ -103,7 +103,8 @@ def test_varlen_attention_is_that_of_each_sequence() -> None:
     for part, row in zip((q, k, v), rows, strict=True):
         assert part.grad is not None
         assert row.grad is not None
-        assert torch.allclose(part.grad.float(), row.grad[0].transpose(0, 1), atol=0.05)
+        wanted = row.grad[0].transpose(0, 1)
+        assert float((part.grad.float() - wanted).norm() / wanted.norm()) < 0.02
     with pytest.raises(RuntimeError, match="fp16 and bf16"):
         varlen_attn(q.float(), k.float(), v.float(), starts, starts, 5, 5, enable_gqa=True)
 

@@ -32,10 +32,10 @@ from reward.comparisons import Comparison, Verdict
 from reward.config import RewardConfig
 from reward.learner import AuxiliaryParameters, LearnerSource
 from reward.objective import RankingObjective
-from reward.training import train as train_reward
 from sft.stage import SFTConfig
 from sft.stage import train as fine_tune
 from tests.fake_cuda import kernels
+from tests.token_files import pretrain_tokens, sft_tokens, train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import Prompt
 from training.engine import Engine
@@ -86,33 +86,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     Tokenizer.train([*TEXTS] * 3, 300, "chat").save(folder / "tokenizer")
     texts = write(folder / "texts.jsonl", [{"text": TEXTS[number % 3] * 4} for number in range(40)])
     talks = write(folder / "talks.jsonl", [{"messages": talk(number)} for number in range(16)])
-    pretrain(
-        context(folder / "pretrain"),
-        PretrainConfig.model_validate(
-            {"texts": [texts], "heldout": [texts], "seq_len": 16, "num_steps": 4, **TRAINING}
-        ),
-        SHAPE,
-        folder / "tokenizer",
-    )
-    fine_tune(
-        context(folder / "sft"),
-        SFTConfig.model_validate(
-            {"demonstrations": [talks], "heldout": [talks], "seq_len": 60, "num_epochs": 1, "dropout": 0.1, **TRAINING}
-        ),
-        folder / "pretrain" / "model",
-    )
+    setup: dict[str, Any] = {"texts": [texts], "heldout": [texts], "seq_len": 16, "num_steps": 4, **TRAINING}
+    config = PretrainConfig.model_validate(setup)
+    stage = context(folder / "pretrain")
+    data = pretrain_tokens(stage.folder, config, folder / "tokenizer")
+    pretrain(stage, config, SHAPE, folder / "tokenizer", data)
+    setup = {"demonstrations": [talks], "heldout": [talks], "seq_len": 60, "num_epochs": 1, "dropout": 0.1, **TRAINING}
+    sft, start = SFTConfig.model_validate(setup), folder / "pretrain" / "model"
+    stage = context(folder / "sft")
+    fine_tune(stage, sft, start, sft_tokens(stage.folder, sft, start))
     rankings = [
         {"task_id": f"t{number}", "prompt": talk(number)[:1], "responses": list(TEXTS), "ranks": [1, 2, 3],
          "labeler": "ann"} for number in range(16)
     ]  # fmt: skip
-    train_reward(
-        context(folder / "reward"),
-        RewardConfig.model_validate(
-            {"rankings": write(folder / "rankings.jsonl", rankings), "demonstrations": [talks], "num_epochs": 1,
-             "heldout_share": 0.25, "num_calibration": 8, **TRAINING}
-        ),
-        folder / "sft" / "model",
-    )  # fmt: skip
+    setup = {
+        "rankings": write(folder / "rankings.jsonl", rankings), "demonstrations": [talks], "num_epochs": 1,
+        "heldout_share": 0.25, "num_calibration": 8, **TRAINING,
+    }  # fmt: skip
+    train_reward(context(folder / "reward"), RewardConfig.model_validate(setup), folder / "sft" / "model")
     yield folder
     assert torch.cuda.memory_allocated() < 2**20, "a stage left tensors on the device"
 
