@@ -1,12 +1,13 @@
 // Counts the bytes that PyTorch holds in CPU memory, in a process that starts with this library in LD_PRELOAD.
 //
 // PyTorch's CPU allocator takes each tensor from posix_memalign with an alignment of 64 bytes (c10/core/impl/alloc_cpu.cpp)
-// and returns it to free. Hardly anything else asks for that alignment, so these calls are the tensors, whichever thread
-// makes them. A profiler of PyTorch's misses what other threads free.
+// and returns it to free. So these calls of its library are the tensors, whichever thread makes them. PyTorch's profiler
+// misses what other threads free.
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <dlfcn.h>
 #include <mutex>
 
@@ -51,6 +52,12 @@ void remove(uintptr_t address) {
     }
 }
 
+// Whether this is an address in PyTorch's library of allocators; oneDNN's scratchpads have the same alignment.
+bool is_allocator(void* caller) {
+    Dl_info found;
+    return dladdr(caller, &found) && found.dli_fname && std::strstr(found.dli_fname, "libc10.so");
+}
+
 }  // namespace
 
 extern "C" {
@@ -59,7 +66,7 @@ int posix_memalign(void** result, size_t alignment, size_t size) {
     using Function = int (*)(void**, size_t, size_t);
     static const Function original = reinterpret_cast<Function>(dlsym(RTLD_NEXT, "posix_memalign"));
     const int error = original(result, alignment, size);
-    if (!error && alignment == ALIGNMENT) add(reinterpret_cast<uintptr_t>(*result), size);
+    if (!error && alignment == ALIGNMENT && is_allocator(__builtin_return_address(0))) add(reinterpret_cast<uintptr_t>(*result), size);
     return error;
 }
 

@@ -65,19 +65,24 @@ def plan(
     gpu: Annotated[str, typer.Option(help="b200, h200, h100, a100, l40s, or cpu for this machine.")] = "cpu",
     nodes: Annotated[int, typer.Option(help="Nodes of the cluster; 0 uses as many as the job needs.", min=0)] = 0,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs per node.", min=1)] = 8,
+    node_memory: Annotated[
+        int, typer.Option(help="CPU memory of a node, or limit of a pod, in GiB; 0 does not check it.", min=0)
+    ] = 0,
     price: Annotated[float, typer.Option(help="Dollars per GPU-hour; -1 uses a rough built-in price.", min=-1)] = -1,
     share: Annotated[float, typer.Option(help="Expected share of the peak FLOP rate.", min=0.01, max=1)] = 0.4,
     rows: Annotated[
         int, typer.Option(help="Number of rows to assume for data that cannot be counted here.", min=1)
     ] = 100_000,
 ) -> None:
-    """Estimate a job without running it: batch sizes, memory per rank, time and cost, placement.
+    """Estimate a job without running it: batch sizes, memory per rank, time and cost, placement. If the job does not
+    fit, suggest changes.
 
     Exit code 1: the job does not fit.
     """
-    from jobs.plan_tables import show_plan
+    from jobs.plan_tables import Machines, show_plan
 
-    if not show_plan(out, job, override or [], gpu, nodes, gpus_per_node, price, share, rows):
+    machines = Machines(gpu, nodes, gpus_per_node, node_memory, price)
+    if not show_plan(out, job, override or [], machines, share, rows):
         raise typer.Exit(1)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.registry import Registry
+from lm.config import ModelConfig
 from lm.hub import model_directory
 from lm.weights import PRETRAINED, PURPOSES, config_from_hf, purpose_of, read_config
 
@@ -61,6 +62,14 @@ def _shape_of(init_from: str, *, opens_models: bool) -> dict[str, Any]:
     kind = read_config(folder, purpose_of(folder))[0].kind
     # A head for scores or labels is no start: the stage trains what such a shape is pretrained as.
     return read_config(folder, PURPOSES[PRETRAINED[kind]])[0].model_dump(mode="json")
+
+
+def known_shape(name: str) -> ModelConfig | None:
+    """The shape of a built-in name or of a model directory on this machine; None for any other."""
+    if Path(name).is_dir():
+        return read_config(Path(name), purpose_of(Path(name)))[0]
+    built_in = built_in_shape(name)
+    return None if built_in is None else ModelConfig.model_validate(built_in)
 
 
 def built_in_names() -> list[str]:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from jobs.job import JobConfig
+from jobs.model_shape import known_shape
 from jobs.registry import WORLD
 from planning.hardware import Hardware
 from planning.memory import Layout
@@ -11,14 +12,21 @@ from planning.times import Times
 from stages.planner import Planner, StagePlan
 from stages.sizes import Sizes, SourceSize
 
+# CUDA's context, NCCL's buffers and the gaps of an allocator are not counted; a tenth is what they commonly take.
+COMFORTABLE = 0.9
+
 
 @dataclass(frozen=True)
 class Setting:
-    """The hardware, the share of its peak that is reached, and the rows of a source that cannot be counted here."""
+    """The hardware, the share of its peak that is reached, and the rows of a source that cannot be counted here.
+    `node_bytes` is the CPU memory of a node of `gpus_per_node` GPUs; 0 = not known.
+    """
 
     hardware: Hardware
     share_of_peak: float
     assumed_rows: int
+    gpus_per_node: int = 8
+    node_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,8 +42,22 @@ class Plan:
         return hours * self.job.num_ranks * self.setting.hardware.dollars_per_hour
 
     @property
-    def fits_memory(self) -> bool:
-        return all(stage.memory.peak <= self.setting.hardware.memory_bytes for stage in self.stages)
+    def fits(self) -> bool:
+        """Whether every stage has the memory that it needs, and Heed all that it needs."""
+        return self.excess == 0 and not any(stage.missing for stage in self.stages)
+
+    @property
+    def excess(self) -> int:
+        """Bytes by which stages exceed the memory of a rank or node, added up."""
+        over = [stage.peak - self.setting.hardware.memory_bytes for stage in self.stages]
+        if self.setting.node_bytes:
+            over += [self.node_bytes(stage) - self.setting.node_bytes for stage in self.stages]
+        return sum(max(0, size) for size in over)
+
+    def node_bytes(self, stage: StagePlan) -> int:
+        """CPU memory that a stage takes of a node with GPUs: of the kind of rank that takes most."""
+        ranks = min(self.setting.gpus_per_node, self.layout.ranks)
+        return max(memory.host_bytes(ranks) for memory in stage.memory.values())
 
 
 def make_plan(job: JobConfig, setting: Setting) -> Plan:
@@ -62,7 +84,7 @@ def make_plan(job: JobConfig, setting: Setting) -> Plan:
     )
     times = Times(job.model, layout, setting.hardware, setting.share_of_peak)
     plans = [
-        stage.plan(Planner(stage.name, job, job.model, layout, sizes, times), job.section_of(stage))
+        stage.plan(Planner(stage.name, job, job.model, layout, sizes, times, known_shape), job.section_of(stage))
         for stage in job.stages
     ]
     return Plan(job, setting, layout, tuple(plans))

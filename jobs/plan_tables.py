@@ -1,7 +1,7 @@
 """A plan in words: tables for a terminal."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -9,46 +9,62 @@ from rich.markup import escape
 from rich.table import Table
 
 from jobs.job_file import load_job
-from jobs.plan import Plan, Setting, make_plan, places
+from jobs.plan import COMFORTABLE, Plan, Setting, make_plan, places
+from jobs.plan_advice import advice
 from planning.hardware import GIB, hardware
+from planning.memory import Memory
 from stages.planner import StagePlan
 
-# CUDA's context, NCCL's buffers and the gaps of an allocator are not counted; a tenth is what they commonly take.
-COMFORTABLE = 0.9
+
+@dataclass(frozen=True)
+class Machines:
+    """What the command is told of the machines: `num_nodes` 0 means as many as it takes, `node_gib` 0 does not check
+    the memory of a node, and a negative price is a built-in one.
+    """
+
+    gpu: str
+    num_nodes: int
+    gpus_per_node: int
+    node_gib: int
+    price: float
 
 
 def show_plan(
     out: Console,
     path: Path | None,
     overrides: Sequence[str],
-    gpu: str,
-    num_nodes: int,
-    gpus_per_node: int,
-    price: float,
+    machines: Machines,
     share_of_peak: float,
     assumed_rows: int,
 ) -> bool:
-    """Print the plan of a job file; whether it fits the hardware's memory.
+    """Print the plan of a job file, and changes with which it fits if it does not; whether it fits.
 
     Raises: ValueError for a job, a GPU or a number of nodes that will not do.
     """
     job = load_job(path, overrides, opens_models=False)
-    chosen = hardware(gpu, job.workers, job.engine.resolved_precision())
-    if price >= 0:
-        chosen = replace(chosen, dollars_per_hour=price)
-    nodes = places(num_nodes, gpus_per_node, job.num_ranks) if chosen.is_gpu else 1
-    plan = make_plan(job, Setting(chosen, share_of_peak, assumed_rows))
-    out.print(_heading(plan, nodes, gpus_per_node))
+    chosen = hardware(machines.gpu, job.workers, job.engine.resolved_precision())
+    if machines.price >= 0:
+        chosen = replace(chosen, dollars_per_hour=machines.price)
+    nodes = places(machines.num_nodes, machines.gpus_per_node, job.num_ranks) if chosen.is_gpu else 1
+    setting = Setting(chosen, share_of_peak, assumed_rows, machines.gpus_per_node, machines.node_gib * GIB)
+    plan = make_plan(job, setting)
+    out.print(_heading(plan, nodes, machines.gpus_per_node))
     for stage in plan.stages:
         out.print(f"\n[bold]{stage.name}[/]")
         out.print(_batch_table(stage))
-        out.print(_memory_table(stage, chosen.memory_bytes))
+        for kind, memory in stage.memory.items():
+            out.print(_memory_table(kind, memory, chosen.memory_bytes))
+        out.print(_host_line(stage, plan))
         for assumption in stage.assumptions:
             out.print(f"  [dim]{escape(assumption)}")
+        for missing in stage.missing:
+            out.print(f"  [bold red]missing:[/] {escape(missing)}. Memory is counted as if Heed had it")
     out.print()
     out.print(_summary(plan))
+    for line in advice(path, overrides, plan):
+        out.print(line)
     out.print(f"[dim]{_how(plan)}")
-    return plan.fits_memory
+    return plan.fits
 
 
 def _heading(plan: Plan, nodes: int, gpus_per_node: int) -> str:
@@ -68,10 +84,9 @@ def _batch_table(stage: StagePlan) -> Table:
     return table
 
 
-def _memory_table(stage: StagePlan, available: int) -> Table:
-    """What is held, then the phase that needs most beside it."""
-    memory = stage.memory
-    table = Table("  memory of a rank", "GiB", box=None, pad_edge=False)
+def _memory_table(kind: str, memory: Memory, available: int) -> Table:
+    """What is held, then what is added by the phase that needs most."""
+    table = Table(f"  memory of a {kind}", "GiB", box=None, pad_edge=False)
     table.columns[1].justify = "right"
     for name, size in memory.held.items():
         table.add_row(f"  {name}", _gib(size))
@@ -85,6 +100,17 @@ def _memory_table(stage: StagePlan, available: int) -> Table:
     if others:
         table.add_row(f"  [dim]other phases: {', '.join(others)}[/]", "")
     return table
+
+
+def _host_line(stage: StagePlan, plan: Plan) -> str:
+    """The memory of a node, with its parts per rank."""
+    size, available = plan.node_bytes(stage), plan.setting.node_bytes
+    if not size:
+        return ""
+    listed = [f"{name} {_gib(part)} per rank" for memory in stage.memory.values() for name, part in memory.host.items()]
+    once = [f"{name} {_gib(part)} once" for memory in stage.memory.values() for name, part in memory.host_once.items()]
+    fits = f" of {_gib(available)}: {verdict(size, available)}" if available else ""
+    return f"  CPU memory of a node {_gib(size)} GiB{fits} [dim]({', '.join(listed + once)})[/]"
 
 
 def verdict(peak: int, available: int) -> str:

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 
 from lm.config import ModelConfig
 
-# Per logit at a counted position: log-softmax keeps 4 bytes, and its backward holds two more fp32 tables.
-LOGIT_BYTES = 12
-
 
 @dataclass(frozen=True)
 class Pass:
@@ -53,6 +50,29 @@ def ends_bytes(config: ModelConfig, of: Pass) -> int:
     kept += _dropout(of)
     kept += _norm(config, of) if config.norm_place == "pre" else 0
     return of.num_tokens * (kept + config.hidden_size * of.compute_bytes)
+
+
+def gradient_bytes(config: ModelConfig, of: Pass) -> int:
+    """Bytes that the backward of a block needs beyond what forwards kept, at most: in the MLP its activation's
+    gradients, or in attention a table of the weights' gradients and one of the scores', when what the MLP and the last
+    norm kept is free again.
+    """
+    inner = config.intermediate_size * of.compute_bytes
+    mlp = 2 * inner - config.hidden_size * of.compute_bytes if config.mlp == "swiglu" else inner
+    tables = 0 if of.is_fused or of.is_tiled else 2 * _weights(config, of)
+    after = _branch(config, of) + _mlp(config, of) + _norm(config, of) + config.hidden_size * of.compute_bytes
+    return of.num_tokens * max(mlp, tables - after)
+
+
+def forward_bytes(config: ModelConfig, of: Pass) -> int:
+    """Bytes of a pass without gradients, which keeps nothing but the residual stream, at its largest: in attention or
+    in the MLP.
+    """
+    N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, of.compute_bytes
+    around = 2 * of.stream_bytes * config.hidden_size + c * config.hidden_size
+    attention = 2 * c * (N + 2 * G) * H + c * N * H + (0 if of.is_fused or of.is_tiled else 2 * _weights(config, of))
+    mlp = c * config.intermediate_size * (3 if config.mlp == "swiglu" else 2)
+    return of.num_tokens * (around + max(attention, mlp))
 
 
 def _branch(config: ModelConfig, of: Pass) -> int:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from lm.config import ModelConfig
 from lm.inspection import cache_bytes_per_token, flops_per_source_token, flops_per_token
 from planning.hardware import Hardware
-from planning.memory import GENERATION_ROWS, Counts, Layout
+from planning.memory import Counts, Layout
+from planning.sampling import GENERATION_ROWS
 
 
 @dataclass(frozen=True)

@@ -1,54 +1,103 @@
-"""What `heed plan` counts of PPO: memory of a rank with all roles, and the time of an iteration."""
+"""What `heed plan` counts of PPO: memory of its ranks, and the time of an iteration."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 
-from planning.memory import Counts, count, forward_pass, ppo_memory
+from lm.config import ModelConfig
+from planning.memory import Memory, count, forward_pass
+from planning.ppo import PPOModels, PPOWork, generator, learner, ppo_memory, scorer
 from ppo.config import PPOConfig
 from pretrain.stage import STAGE as PRETRAIN
-from stages.planner import Planner, StagePlan
+from reward.stage import STAGE as REWARD
+from stages.planner import RANK, Planner, StagePlan
+
+MOST_GENERATOR_RANKS = 64
 
 
 def plan(planner: Planner, config: PPOConfig) -> StagePlan:
     """Estimate an iteration: sampling, the passes that measure, and the updates."""
-    layout, batch = planner.layout, config.minibatch
-    if config.reward_from:
-        planner.sizes.assume(f"{config.reward_from} is taken to have the policy's shape")
-    if config.external_reward:
-        planner.sizes.assume(
-            "the reward comes from a function or an endpoint; a reward model's time and memory are counted anyway"
-        )
+    layout, batch, models = planner.layout, config.minibatch, _models(planner, config)
     seq_len = planner.sizes.conversation_tokens(config.max_new_tokens)
     planner.sizes.assume("every response is as long as it may be")
-    policy = count(planner.model, config.policy_optimizer)
-    value = count(planner.model, config.value_optimizer, num_scores=1)
-    reward = count(planner.model, config.value_optimizer, num_scores=max(1, len(config.objective_weights)))
-    rollout_rows = config.rollout_batch_size // layout.ranks
-    micro_batches = batch.num_micro_batches(layout.ranks)
-    # Pretraining rows ride along with each micro-batch of responses.
-    ptx, ptx_tokens = math.ceil(config.ptx_rows / layout.ranks / micro_batches), _ptx_tokens(planner, config)
-    of = forward_pass(planner.model, layout, batch.micro_batch_size + ptx, max(seq_len, ptx_tokens))
-    counted = batch.micro_batch_size * config.max_new_tokens + ptx * ptx_tokens
-    logits = counted * planner.model.vocab_size
-    memory = ppo_memory(planner.model, policy, value, reward, layout, of, logits, rollout_rows, micro_batches)
+    work = _work(planner, config, models, seq_len)
+    memory, missing = _memory(planner, config, models, work)
     numbers = {
         "rollout_batch_size": config.rollout_batch_size,
         "batch_size": batch.batch_size,
         "micro_batch_size": batch.micro_batch_size,
         "ranks": layout.ranks,
-        "micro-batches per rank and update": micro_batches,
+        "micro-batches per rank and update": work.num_micro_batches,
         "updates per iteration": config.updates_per_iteration,
         "iterations": config.num_iterations,
         "updates": config.num_iterations * config.updates_per_iteration,
         "responses": config.num_iterations * config.rollout_batch_size,
         "tokens per iteration": config.rollout_batch_size * seq_len,
     }
-    learning = planner.times.compute_seconds(_flops(planner, config, policy, value, seq_len))
+    learning = planner.times.compute_seconds(_flops(planner, config, models, seq_len))
     if config.placement == "disaggregated":
-        planner.sizes.assume("memory is that of a rank with all roles; the scorers' work is counted as the learners'")
-        rollout_rows = config.rollout_batch_size // config.num_generators
-    sampling = planner.times.sampling_seconds(policy.total, rollout_rows, seq_len, config.max_new_tokens)
+        planner.sizes.assume("the scorers' work is counted as the learners'")
+    sampling = planner.times.sampling_seconds(
+        models.policy_counts.total, work.rollout_rows, seq_len, config.max_new_tokens
+    )
     seconds = max(learning, sampling) if config.max_staleness else learning + sampling
-    return planner.planned("responses", numbers, memory, config.num_iterations, seconds)
+    return planner.planned("responses", numbers, memory, config.num_iterations, seconds, missing)
+
+
+def _models(planner: Planner, config: PPOConfig) -> PPOModels:
+    """The reward model's shape is that of `reward_from`, or of what the reward stage starts from."""
+    critic = _critic(planner, config)
+    num_objectives = max(1, len(config.objective_weights))
+    return PPOModels(
+        planner.model,
+        critic,
+        count(planner.model, config.policy_optimizer),
+        count(critic, config.value_optimizer, num_scores=1),
+        None if config.external_reward else count(critic, config.value_optimizer, num_scores=num_objectives),
+    )
+
+
+def _critic(planner: Planner, config: PPOConfig) -> ModelConfig:
+    if config.external_reward:
+        return planner.model
+    reward = planner.job.section(REWARD)
+    return planner.shape(config.reward_from or (reward.init_from if reward is not None else ""))
+
+
+def _work(planner: Planner, config: PPOConfig, models: PPOModels, seq_len: int) -> PPOWork:
+    """Pretraining rows ride along with each micro-batch of responses."""
+    layout, rows = planner.layout, config.minibatch.micro_batch_size
+    micro_batches = config.minibatch.num_micro_batches(layout.ranks)
+    ptx, ptx_tokens = math.ceil(config.ptx_rows / layout.ranks / micro_batches), _ptx_tokens(planner, config)
+    num_generators = config.num_generators if config.placement == "disaggregated" else layout.ranks
+    return PPOWork(
+        forward_pass(models.policy, layout, rows + ptx, max(seq_len, ptx_tokens)),
+        forward_pass(models.critic, layout, rows, seq_len),
+        (rows * config.max_new_tokens + ptx * ptx_tokens) * models.policy.vocab_size,
+        config.rollout_batch_size // num_generators,
+        config.max_new_tokens,
+        micro_batches,
+        config.memory,
+        has_average=config.ema_decay > 0,
+    )
+
+
+def _memory(
+    planner: Planner, config: PPOConfig, models: PPOModels, work: PPOWork
+) -> tuple[Mapping[str, Memory], tuple[str, ...]]:
+    """Memory by kind of rank, and what is missing. A policy too large for one GPU needs a generator over several."""
+    available = planner.times.hardware.memory_bytes
+    weights, ranks = planner.layout.compute_bytes * models.policy_counts.total, 1
+    while planner.layout.is_gpu and weights / ranks > available / 2 and ranks < MOST_GENERATOR_RANKS:
+        ranks *= 2
+    missing: tuple[str, ...] = ()
+    if weights > available:
+        work = replace(work, generator_ranks=ranks)
+        missing = (f"a generator over {ranks} GPUs (tensor parallel): one GPU does not hold the policy's weights",)
+    if config.placement == "colocated":
+        return {RANK: ppo_memory(models, planner.layout, work)}, missing
+    roles = {"learner": learner, "generator": generator, "scorer": scorer}
+    return {name: role(models, planner.layout, work).memory() for name, role in roles.items()}, missing
 
 
 def _ptx_tokens(planner: Planner, config: PPOConfig) -> int:
@@ -56,15 +105,17 @@ def _ptx_tokens(planner: Planner, config: PPOConfig) -> int:
     return pretraining.seq_len if config.ptx_rows and pretraining is not None else 0
 
 
-def _flops(planner: Planner, config: PPOConfig, policy: Counts, value: Counts, seq_len: int) -> float:
+def _flops(planner: Planner, config: PPOConfig, models: PPOModels, seq_len: int) -> float:
     """An iteration without sampling: one pass each of policy, reference, value function and reward model, then the
     epochs' updates of policy and value function, and the pretraining rows. Heads read the responses alone.
     """
     tokens = config.rollout_batch_size * seq_len
-    share = config.max_new_tokens / seq_len
-    body, with_head = planner.times.forward_flops(seq_len, 0.0), planner.times.forward_flops(seq_len, share)
-    looking = 2 * with_head + 2 * body
-    learning = config.num_epochs * (planner.times.passes(policy) * with_head + planner.times.passes(value) * body)
+    times, critic = planner.times, replace(planner.times, model=models.critic)
+    with_head = times.forward_flops(seq_len, config.max_new_tokens / seq_len)
+    body = critic.forward_flops(seq_len, 0.0)
+    looking = 2 * with_head + (1 if models.reward_counts is None else 2) * body
+    updates = times.passes(models.policy_counts) * with_head + critic.passes(models.value_counts) * body
     ptx_tokens = _ptx_tokens(planner, config)
-    ptx_flops = planner.times.passes(policy) * planner.times.forward_flops(ptx_tokens or 1, 1.0)
-    return tokens * (looking + learning) + config.ptx_rows * config.updates_per_iteration * ptx_tokens * ptx_flops
+    ptx_flops = times.passes(models.policy_counts) * times.forward_flops(ptx_tokens or 1, 1.0)
+    ptx = config.ptx_rows * config.updates_per_iteration * ptx_tokens * ptx_flops
+    return tokens * (looking + config.num_epochs * updates) + ptx

@@ -81,8 +81,6 @@ def tokenize(run: StageRun, config: RewardConfig, tokenizer: Tokenizer, found: F
 
 def plan(planner: Planner, config: RewardConfig) -> StagePlan:
     sizes = planner.sizes
-    if config.init_from:
-        sizes.assume(f"{config.init_from} is taken to have the policy's shape")
     num_tasks, num_responses = _num_tasks(planner, config.rankings), _responses_per_task(planner, config.rankings)
     steps = max(1, round(config.num_epochs * num_tasks * (1 - config.heldout_share) / config.batch.batch_size))
     sizes.assume("one ranking per task; rankings of one task are one comparison")
@@ -94,6 +92,7 @@ def plan(planner: Planner, config: RewardConfig) -> StagePlan:
         0,
         rows_per_unit=num_responses,
         num_scores=len(config.labels),
+        init_from=config.init_from,
     )
 
 

@@ -1,46 +1,47 @@
 """What a stage has at hand to say what it will take: batches, memory per rank and time, before anything runs.
 
 Nothing of a model is allocated. Batches are exact; what depends on data that is not here yet is an upper bound or an
-assumption, and each of those is reported (stages/sizes.py). Memory is the count of planning/memory.py, time that of
-planning/times.py.
+assumption, and each of those is reported (stages/sizes.py). Memory and time are counted by the package
+`planning`.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from lm.config import ModelConfig
-from planning.memory import (
-    GENERATION_ROWS,
-    Layout,
-    Memory,
-    count,
-    forward_pass,
-    sampling_phase,
-    training_memory,
-)
+from planning.memory import Layout, Memory, count, forward_pass
+from planning.sampling import GENERATION_ROWS, sampling_phase
 from planning.times import Times
+from planning.training import training_memory
 from stages.run import JobView
 from stages.sampling import PROMPTS_AT_ONCE
 from stages.sizes import Sizes
 from training.config import OptimizerConfig, TrainingConfig
 
+RANK = "rank"  # the kind of all ranks where they are alike
 _ANY_OPTIMIZER = OptimizerConfig(learning_rate=1.0, schedule="constant")
 
 
 @dataclass(frozen=True)
 class StagePlan:
     """One stage in numbers. `batch` holds numbers by name. A step is one step of the optimizer, one iteration of PPO,
-    or the whole of a stage that only samples.
+    or the whole of a stage that only samples. `memory` is that of a rank, or by kind of rank where they differ.
     """
 
     name: str
     unit: str
     batch: Mapping[str, int]
-    memory: Memory
+    memory: Mapping[str, Memory]
     num_steps: int
     seconds_per_step: float
     assumptions: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the rank that needs most."""
+        return max(memory.peak for memory in self.memory.values())
 
     @property
     def seconds(self) -> float:
@@ -57,6 +58,14 @@ class Planner:
     layout: Layout
     sizes: Sizes
     times: Times
+    shape_of: Callable[[str], ModelConfig | None] = lambda _: None
+
+    def shape(self, name: str) -> ModelConfig:
+        """The shape of the model directory or hub id that a stage starts from, the policy's for ""."""
+        found = self.shape_of(name) if name else self.model
+        if found is None:
+            self.sizes.assume(f"{name} is taken to have the policy's shape")
+        return found or self.model
 
     def training(
         self,
@@ -69,19 +78,21 @@ class Planner:
         rows_per_unit: int = 1,
         num_scores: int = 0,
         is_packed: bool = False,
+        init_from: str = "",
     ) -> StagePlan:
-        """Plan a stage that trains one model of the policy's shape.
+        """Plan a stage that trains one model, of the policy's shape or that of `init_from`.
 
         `num_logits` are held at once by one rank; each unit of the batch has `rows_per_unit` rows.
         """
-        batch, layout = config.batch, self.layout
+        batch, layout, model = config.batch, self.layout, self.shape(init_from)
+        times = replace(self.times, model=model)
         micro_batches = batch.num_micro_batches(layout.ranks)
-        counts = count(self.model, config.optimizer, num_scores=num_scores)
+        counts = count(model, config.optimizer, num_scores=num_scores)
         rows = batch.micro_batch_size * rows_per_unit
-        of = forward_pass(self.model, layout, rows, seq_len, is_packed=is_packed, dropout=config.dropout)
-        memory = training_memory(self.model, counts, layout, of, num_logits, micro_batches)
+        of = forward_pass(model, layout, rows, seq_len, is_packed=is_packed, dropout=config.dropout)
+        memory = training_memory(model, counts, layout, of, num_logits, micro_batches)
         tokens = batch.batch_size * rows_per_unit * seq_len
-        flops = tokens * self.times.forward_flops(seq_len, 0.0 if num_scores else 1.0) * self.times.passes(counts)
+        flops = tokens * times.forward_flops(seq_len, 0.0 if num_scores else 1.0) * times.passes(counts)
         numbers = {
             "batch_size": batch.batch_size,
             "micro_batch_size": batch.micro_batch_size,
@@ -94,7 +105,7 @@ class Planner:
             numbers["heads, one per objective"] = num_scores
         if rows_per_unit > 1:
             numbers["responses per comparison"] = rows_per_unit
-        return self.planned(unit, numbers, memory, num_steps, self.times.compute_seconds(flops))
+        return self.planned(unit, numbers, {RANK: memory}, num_steps, times.compute_seconds(flops))
 
     def sampling(
         self,
@@ -113,7 +124,9 @@ class Planner:
         total = count(self.model, _ANY_OPTIMIZER).total
         rows = min(GENERATION_ROWS, PROMPTS_AT_ONCE * at_once)
         c = self.layout.compute_bytes
-        phases = {"generate": sampling_phase(self.model, self.layout, total, rows, seq_len)}
+        phases = {
+            "generate": sampling_phase(self.model, self.layout, total, rows, seq_len - response_tokens, response_tokens)
+        }
         if measured_by:
             logits = GENERATION_ROWS * response_tokens * self.model.vocab_size
             held = {name: width * total for name, width in measured_by.items()}
@@ -121,15 +134,21 @@ class Planner:
         numbers = {"prompts": num_prompts, "responses per prompt": responses_per_prompt, "ranks": self.layout.ranks}
         per_rank = math.ceil(num_prompts * responses_per_prompt / self.layout.ranks)
         seconds = self.times.sampling_seconds(total, per_rank, seq_len, response_tokens)
-        return self.planned("responses", numbers, Memory({"weights": c * total}, phases), 1, seconds)
+        return self.planned("responses", numbers, {RANK: Memory({"weights": c * total}, phases)}, 1, seconds)
 
     def unknown(self) -> StagePlan:
         """Plan a stage that does not say what it takes."""
         self.sizes.assume("this stage does not say what it takes; its memory and time are not counted")
-        return self.planned("–", {"ranks": self.layout.ranks}, Memory({}, {"unknown": {}}), 0, 0.0)
+        return self.planned("–", {"ranks": self.layout.ranks}, {RANK: Memory({}, {"unknown": {}})}, 0, 0.0)
 
     def planned(
-        self, unit: str, numbers: Mapping[str, int], memory: Memory, num_steps: int, seconds_per_step: float
+        self,
+        unit: str,
+        numbers: Mapping[str, int],
+        memory: Mapping[str, Memory],
+        num_steps: int,
+        seconds_per_step: float,
+        missing: tuple[str, ...] = (),
     ) -> StagePlan:
-        """The plan of this stage, with everything that was assumed on the way."""
-        return StagePlan(self.name, unit, numbers, memory, num_steps, seconds_per_step, self.sizes.taken())
+        """The plan of this stage, with everything that was assumed on the way, and what Heed lacks to run it."""
+        return StagePlan(self.name, unit, numbers, memory, num_steps, seconds_per_step, self.sizes.taken(), missing)

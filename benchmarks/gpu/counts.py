@@ -3,7 +3,10 @@
 from benchmarks.gpu.rows import Generation, Iteration, Pretraining
 from lm.config import ModelConfig
 from lm.inspection import cache_bytes_per_token, flops_per_token
-from planning.memory import Layout, count, forward_pass, ppo_memory, sampling_phase, training_memory
+from planning.memory import Layout, count, forward_pass
+from planning.ppo import PPOModels, PPOWork, ppo_memory
+from planning.sampling import sampling_phase
+from planning.training import training_memory
 from training.config import OptimizerConfig
 
 BF16_BYTES = 2
@@ -35,9 +38,8 @@ def planned_bytes(sizes: Pretraining | Generation | Iteration) -> int:
     if isinstance(sizes, Pretraining):
         return _planned_pretraining(sizes)
     if isinstance(sizes, Generation):
-        tokens = sizes.prompt_tokens + sizes.response_tokens
-        total = count(sizes.model, OPTIMIZER).total
-        return BF16_BYTES * total + sum(sampling_phase(sizes.model, LAYOUT, total, sizes.batch, tokens).values())
+        total, tokens = count(sizes.model, OPTIMIZER).total, (sizes.prompt_tokens, sizes.response_tokens)
+        return BF16_BYTES * total + sum(sampling_phase(sizes.model, LAYOUT, total, sizes.batch, *tokens).values())
     return _planned_iteration(sizes)
 
 
@@ -50,7 +52,9 @@ def _planned_pretraining(sizes: Pretraining) -> int:
 
 def _planned_iteration(sizes: Iteration) -> int:
     policy, value = count(sizes.model, OPTIMIZER), count(sizes.critic, OPTIMIZER, num_scores=1)
-    of = forward_pass(sizes.model, LAYOUT, sizes.micro_batch, sizes.prompt_tokens + sizes.response_tokens)
+    tokens = sizes.prompt_tokens + sizes.response_tokens
+    passes = [forward_pass(model, LAYOUT, sizes.micro_batch, tokens) for model in (sizes.model, sizes.critic)]
     num_logits = sizes.micro_batch * sizes.response_tokens * sizes.model.vocab_size
     micro_batches = sizes.minibatch // sizes.micro_batch
-    return ppo_memory(sizes.model, policy, value, value, LAYOUT, of, num_logits, sizes.rollout, micro_batches).peak
+    work = PPOWork(passes[0], passes[1], num_logits, sizes.rollout, sizes.response_tokens, micro_batches)
+    return ppo_memory(PPOModels(sizes.model, sizes.critic, policy, value, value), LAYOUT, work).peak

@@ -34,6 +34,7 @@ from ppo.roles import Roles
 from ppo.stage import STAGE as PPO
 from pretrain.stage import STAGE as PRETRAIN
 from sft.stage import STAGE as SFT
+from stages.planner import RANK
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
 from training.objectives import CausalLMObjective
@@ -63,7 +64,7 @@ def planned(job: JobConfig, stage: str) -> Memory:
     """Of the hardware only that it is no GPU matters."""
     hardware = Hardware("cpu", GIB, 1e12, 1e10, 0.0, is_gpu=False)
     plan = make_plan(job, Setting(hardware, share_of_peak=0.4, assumed_rows=1000))
-    return next(found.memory for found in plan.stages if found.name == stage)
+    return next(found.memory[RANK] for found in plan.stages if found.name == stage)
 
 
 def write_parents(job: JobConfig, folder: Path) -> None:

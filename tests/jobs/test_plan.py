@@ -15,8 +15,12 @@ from heed.commands.inspect import read_shape
 from jobs.job_file import load_job
 from jobs.pipeline import run_job
 from jobs.plan import Plan, Setting, make_plan, places
+from lm.activations import block_bytes
+from lm.config import ModelConfig
 from planning.hardware import GIB, GPUS, hardware
-from planning.memory import Layout, activation_bytes, count, forward_pass, ppo_memory, states, training_memory
+from planning.memory import Layout, Memory, count, forward_pass
+from planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
+from planning.training import activation_bytes, states, training_memory
 from training.config import OptimizerConfig
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +45,7 @@ def test_every_shipped_job_has_a_plan(path: Path) -> None:
     assert tuple(stage.name for stage in plan.stages) == plan.job.stage_names
     for stage in plan.stages:
         assert stage.seconds > 0
-        assert stage.memory.peak > 0
+        assert stage.peak > 0
 
 
 @pytest.mark.parametrize("path", CLUSTER_JOBS, ids=lambda path: path.stem)
@@ -53,7 +57,8 @@ def test_a_cluster_job_fits_the_gpu_that_it_names(path: Path) -> None:
     assert plan.job.name == path.stem
     assert int(re.search(r"(\d+)gpus?$", path.stem)[1]) == plan.job.workers  # type: ignore[index]
     for stage in plan.stages:
-        assert stage.memory.peak < 0.95 * plan.setting.hardware.memory_bytes, stage.name
+        assert stage.peak < 0.95 * plan.setting.hardware.memory_bytes, stage.name
+    assert plan.fits == ("PPO does not run yet" not in text)
 
 
 def test_batches_by_hand() -> None:
@@ -149,8 +154,10 @@ def test_more_micro_batches_keep_gradients_beside_activations() -> None:
         one, two = (training_memory(config, counts, layout, of, 10**8, number).peak for number in (1, 2))
         return two - one
 
-    assert growth(ranks=1) == 4 * counts.total
-    assert growth(ranks=2) == 0  # they lie in DDP's buckets throughout
+    head = 4 * 50257 * 768  # its gradient is whole before it is added
+    assert 4 * counts.total <= growth(ranks=1) <= 4 * counts.total + head
+    # DDP's buckets take only those of the last one.
+    assert growth(ranks=2) == growth(ranks=1)
 
 
 def test_what_is_offloaded_or_computed_again_is_not_held() -> None:
@@ -167,25 +174,49 @@ def test_what_is_offloaded_or_computed_again_is_not_held() -> None:
     again = Layout(8, 3, is_bf16=True, is_gpu=True, recomputes=True)
     of = forward_pass(config, again, 8, 1024)
     few, many = (activation_bytes(config, of, counts, layout) for layout in (again, plain))
-    # Inputs of twelve blocks, and what one block keeps.
+    # Inputs of twelve blocks; the rest of one comes back when its backward begins.
     least = 12 * 8 * 1024 * 768 * 2
-    assert least < few < least + many / 8
+    assert least < few < least + many / 20
+    backward = {
+        layout: training_memory(config, counts, layout, of, 0, 1).phases["backward"] for layout in (again, plain)
+    }
+    one, other = (backward[layout]["logits, or a block's backward"] for layout in (again, plain))
+    assert one - other == block_bytes(config, of) - 8 * 1024 * 768 * 2
+
+
+def colocated(config: ModelConfig, layout: Layout, mode: Mode = "fast") -> Memory:
+    """A rank of PPO with small batches."""
+    policy, value = count(config, ADAMW), count(config, ADAMW, num_scores=1)
+    of = forward_pass(config, layout, 1, 64)
+    work = PPOWork(of, of, num_logits=0, rollout_rows=1, response_tokens=32, num_micro_batches=1, mode=mode)
+    return ppo_memory(PPOModels(config, config, policy, value, value), layout, work)
 
 
 def test_a_colocated_worker_holds_every_role() -> None:
-    """ZeRO-3 in bf16 on eight ranks: an eighth of two models' 16 bytes a parameter, reference, reward model and
-    generator in bf16, an fp32 average; at the sync fp32 weights and a bf16 copy.
+    """ZeRO-3 in bf16 on eight ranks: an eighth of two models' 16 bytes per parameter and of an fp32 average; reference,
+    reward model and generator in bf16. Each mode of `ppo.memory` takes some of it off the device.
     """
     config = read_shape(ROOT / "configs" / "models" / "gpt3-13b.toml").model_copy(update={"tie_word_embeddings": False})
     layout = Layout(8, 3, is_bf16=True, is_gpu=True)
     policy, value = count(config, ADAMW), count(config, ADAMW, num_scores=1)
-    of = forward_pass(config, layout, 1, 64)
+    memory = colocated(config, layout)
     P, V = policy.total, value.total
-    memory = ppo_memory(config, policy, value, value, layout, of, num_logits=0, rollout_rows=1, num_micro_batches=1)
     assert config.vocab_size * config.hidden_size - config.hidden_size == P - V
-    by_hand = 16 * (P + V) / 8 + 2 * 500_000_000 * 2 + (2 + 2 + 4) * P + 2 * V + (4 + 2) * P
-    assert memory.peak_phase == "sync"
-    assert memory.peak == pytest.approx(by_hand, rel=1e-6)
+    learning = 16 * (P + V) / 8 + 2 * 500_000_000 * 2
+    assert sum(memory.held.values()) == pytest.approx(learning + 4 * P / 8 + 2 * P + 2 * P + 2 * V, rel=1e-6)
+    balanced, small = (colocated(config, layout, mode) for mode in ("balanced", "small"))
+    assert sum(balanced.held.values()) == pytest.approx(learning, rel=1e-6)
+    assert balanced.phases["generate"]["generator"] == balanced.phases["sync"]["generator"] == 2 * P
+    assert balanced.phases["score by the reference"]["reference"] == 2 * P
+    assert sum(balanced.host.values()) - sum(memory.host.values()) == pytest.approx((4 + 2) * P / 8 + 2 * V / 8)
+    assert sum(small.held.values()) == pytest.approx(learning - 12 * (P + V) / 8, rel=1e-6)
+    assert small.phases["policy backward"]["value: moments"] == 8 * V // 8
+    assert not {"policy: moments", "value: moments"} & set(small.phases["generate"])
+    D, M = config.hidden_size, config.intermediate_size
+    assert small.phases["score by the reference"]["one of its layers"] == 2 * (2 * D * M + M + D)
+    # Embedding, head, positions, and weights and biases of two norms per layer and a last one.
+    outside = (2 * 50257 + 2048 + 4 * 40 + 2) * D
+    assert small.phases["score by the reference"]["reference outside its layers"] == 2 * outside
 
 
 def test_frozen_models_beside_autocast_keep_their_matrices_in_bf16() -> None:
@@ -193,8 +224,7 @@ def test_frozen_models_beside_autocast_keep_their_matrices_in_bf16() -> None:
     config = read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml").model_copy(update={"tie_word_embeddings": True})
     layout = Layout(1, 0, is_bf16=True, is_gpu=True)
     policy, value = count(config, ADAMW), count(config, ADAMW, num_scores=1)
-    of = forward_pass(config, layout, 1, 64)
-    held = ppo_memory(config, policy, value, value, layout, of, num_logits=0, rollout_rows=1, num_micro_batches=1).held
+    held = colocated(config, layout).held
     matrices = 12 * (4 * 768**2 + 2 * 768 * 3072)
     assert held["reference"] == 4 * policy.total - 2 * matrices
     assert held["reward model"] == 4 * value.total - 2 * (matrices + 768)
@@ -250,13 +280,14 @@ def test_hardware() -> None:
 def test_the_command_prints_tables_and_says_what_does_not_fit() -> None:
     runner = CliRunner()
     path = str(JOBS / "cluster" / "hh-8b-8gpus.toml")
-    fits = runner.invoke(app, ["plan", path, "--gpu", "b200"])
+    fits = runner.invoke(app, ["plan", path, "--gpu", "h100"])
     assert fits.exit_code == 0, fits.output
-    for words in ("8 workers on 1 nodes x 8 b200, ZeRO 3, bf16", "rollout_batch_size", "moving average", "dollars"):
+    for words in ("8 workers on 1 nodes x 8 h100, ZeRO 3, bf16", "rollout_batch_size", "moving average", "dollars"):
         assert words in fits.output
-    refused = runner.invoke(app, ["plan", path, "--gpu", "h100"])
+    refused = runner.invoke(app, ["plan", path, "--gpu", "l40s"])
     assert refused.exit_code == 1
     assert "does not fit" in refused.output
+    assert "fits with" in refused.output
 
 
 def test_a_shape_that_is_written_out_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,141 @@
+"""What a rank holds that trains a model, part by part.
+
+P parameters of which p are trained, N ranks, c bytes of a number in a product, w of a weight (4, but 2 under ZeRO in
+bf16: without ZeRO autocast keeps fp32 weights). The split by ZeRO stage is Rajbhandari et al. (arXiv 1910.02054,
+section 3); what this code and DeepSpeed hold in addition was measured (docs/plan.md).
+"""
+
+from lm.activations import Pass, block_bytes, ends_bytes, gradient_bytes
+from lm.config import ModelConfig
+from lm.logprobs import PART_NUMBERS
+from planning.memory import Counts, Layout, Memory
+
+# DeepSpeed's defaults, in numbers (deepspeed/runtime/zero/config.py); training/engine.py leaves them as they are.
+REDUCE_BUCKET = 500_000_000
+PREFETCH_BUCKET = 50_000_000
+MAX_LIVE = 1_000_000_000
+
+
+def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layout) -> int:
+    """What one micro-batch keeps for its backward; frozen blocks in front keep nothing. Autocast keeps bf16 copies of
+    all weights that multiply.
+    """
+    in_decoder = min(counts.trained_layers, config.num_hidden_layers)
+    cross_attention = config.kind == "encoder-decoder"
+    casts = 2 * counts.linear if layout.is_autocast else 0
+    if layout.recomputes:  # the input of every trained block
+        inputs = counts.trained_layers * of.num_tokens * config.hidden_size * of.stream_bytes
+        return inputs + ends_bytes(config, of) + casts
+    kept = in_decoder * block_bytes(config, of, cross_attention=cross_attention) + ends_bytes(config, of)
+    if counts.trained_layers > in_decoder:
+        kept += (counts.trained_layers - in_decoder) * block_bytes(config, of) + ends_bytes(config, of)
+    return kept + casts
+
+
+def logit_bytes(num_logits: int, layout: Layout, *, with_gradient: bool) -> int:
+    """The logits at counted positions and their gradient, each in the type of a product, and on a GPU the fp32 numbers
+    that `lm.logprobs` computes from some positions at a time: a copy unless they are fp32 already, and the softmax.
+    """
+    part = min(num_logits, PART_NUMBERS["cuda"]) if layout.is_gpu else 0
+    held = num_logits * layout.compute_bytes * (2 if with_gradient else 1)
+    return held + 4 * part * (2 if layout.is_bf16 else 1)
+
+
+def _backward_of_block(config: ModelConfig, of: Pass, layout: Layout) -> int:
+    """What the backward of a block adds; if blocks are computed again, all that it keeps except its input."""
+    if not layout.recomputes:
+        return gradient_bytes(config, of)
+    kept = block_bytes(config, of, cross_attention=config.kind == "encoder-decoder")
+    return gradient_bytes(config, of) + kept - of.num_tokens * config.hidden_size * of.stream_bytes
+
+
+def states(counts: Counts, layout: Layout) -> dict[str, int]:
+    """What a model under training holds between steps: weights, fp32 masters, AdamW's two moments (Muon's one), the
+    buffers that gradients are summed in, and on a CPU the copy of this rank's part that a checkpoint is written from.
+
+    Without ZeRO several ranks hold the gradients in DDP's buckets, which stay between steps.
+    """
+    p, N, w = counts.trained, layout.ranks, layout.weight_bytes
+    copy = {} if layout.is_gpu else {"copy for checkpoints": checkpoint_copy(counts, layout)}
+    if layout.zero_stage == 0:
+        buckets = {"gradients in DDP's buckets": 4 * p} if N > 1 else {}
+        return {"weights": 4 * counts.total, "moments": _moments(counts), **buckets, **copy}
+    held = {"weights": w * counts.total, "fp32 masters": 4 * p // N, "moments": 8 * p // N}
+    if layout.zero_stage == 3:
+        held |= {"weights": w * counts.total // N, "gradients": w * p // N}
+        held["reduce bucket"] = w * layout.bucket(REDUCE_BUCKET, p)
+    return {part: size for part, size in (held | copy).items() if part not in _moved_parts(layout)}
+
+
+def host_states(counts: Counts, layout: Layout) -> dict[str, int]:
+    """What a model under training takes of the node's memory next to a GPU: what is offloaded, and the copy that a
+    checkpoint is written from.
+    """
+    if not layout.is_gpu:
+        return {}
+    on_device = Layout(layout.ranks, layout.zero_stage, layout.is_bf16, is_gpu=True)
+    moved = {part: size for part, size in states(counts, on_device).items() if part in _moved_parts(layout)}
+    return {**moved, "copy for checkpoints": checkpoint_copy(counts, layout)}
+
+
+def checkpoint_copy(counts: Counts, layout: Layout) -> int:
+    """This rank's part of fp32 weights and moments."""
+    return (4 * counts.trained + _moments(counts)) // layout.ranks
+
+
+def _moments(counts: Counts) -> int:
+    return 8 * (counts.trained - counts.by_muon) + 4 * counts.by_muon
+
+
+def _moved_parts(layout: Layout) -> set[str]:
+    moved = {"fp32 masters", "moments", "gradients"} if layout.is_offloaded("optimizer") else set[str]()
+    return moved | ({"weights"} if layout.is_offloaded("parameters") else set())
+
+
+def training_phases(
+    config: ModelConfig, counts: Counts, layout: Layout, of: Pass, num_logits: int, num_micro_batches: int
+) -> dict[str, dict[str, int]]:
+    """What a training step adds to `states`, by phase. `num_logits`: counted positions times vocabulary, or scores.
+
+    The backward needs most near its start, when all activations are there: with the logits and their gradient, or with
+    that and the gradient of the head's weights, or with the gradients inside the last block. Gradients of earlier
+    micro-batches lie next to both.
+    """
+    p, N, w, stage = counts.trained, layout.ranks, layout.weight_bytes, layout.zero_stage
+    # Gradients that grow during the backward; ZeRO-3's are among the states, and DDP's buckets take only those of the
+    # last micro-batch.
+    share = {0: p, 1: p, 2: p // N, 3: 0}[stage]
+    before = {"gradients": w * share} if num_micro_batches > 1 and share else {}
+    head = layout.compute_bytes * num_logits + (w * counts.largest_trained if before and num_logits else 0)
+    turn = {
+        "activations": activation_bytes(config, of, counts, layout),
+        "logits, or a block's backward": max(
+            logit_bytes(num_logits, layout, with_gradient=True), head, _backward_of_block(config, of, layout)
+        ),
+    }
+    gathered = (MAX_LIVE, PREFETCH_BUCKET) if stage == 3 else ()
+    live = {"gathered weights": w * sum(min(size, counts.total) for size in gathered)} if gathered else {}
+    phases = {"backward": {**turn, **live, **before}}
+    bucket = layout.bucket(REDUCE_BUCKET, p)
+    if stage == 0:
+        phases["step"] = {"gradients": 4 * p if N == 1 else 0}
+    elif stage == 1:
+        phases["reduce"] = {"gradients": w * p, "reduce bucket": w * bucket}
+        phases["step"] = {"gradients": w * p, "fp32 gradients": 4 * p // N}
+    elif stage == 2:
+        # The bucket is reduced by way of a copy; what this rank owns of it is kept.
+        rest = w * max(0, p - bucket) // N
+        phases["reduce"] = {**before, "reduce bucket": 2 * w * bucket, "gradients of this rank": rest}
+        phases["step"] = {"gradients": w * p // N, "fp32 gradients": 4 * p // N}
+    else:
+        phases["step"] = {"fp32 gradients": 4 * min(p // N, MAX_LIVE)}
+    return phases
+
+
+def training_memory(
+    config: ModelConfig, counts: Counts, layout: Layout, of: Pass, num_logits: int, num_micro_batches: int
+) -> Memory:
+    """A stage that trains one model. Rank 0 gathers the weights in its node's memory to save them."""
+    phases = training_phases(config, counts, layout, of, num_logits, num_micro_batches)
+    host_once = {"fp32 weights to be saved": 4 * counts.total} if layout.is_gpu else {}
+    return Memory(states(counts, layout), phases, host_states(counts, layout), host_once)
