@@ -63,8 +63,8 @@ def preflight(run: StageRun, config: CompareConfig) -> None:
 def plan(planner: Planner, config: CompareConfig) -> StagePlan:
     pool = max(config.best_of, config.num_samples)
     per_prompt = pool + config.num_samples * (1 + ("pretrain" in planner.job.stage_names))
-    # The reference that samples are measured against; reward models of this stage stay in fp32.
-    measured_by = {"reference": planner.layout.compute_bytes, "reward model": 4}
+    # Reward models of this stage are bf16 on a GPU, else fp32 (`lm.inference`).
+    measured_by = {"reference": planner.layout.compute_bytes, "reward model": 2 if planner.layout.is_gpu else 4}
     return planner.sampling(
         planner.sizes.num_rows(config.prompts),
         per_prompt,

@@ -4,9 +4,12 @@ from lm.activations import forward_bytes
 from lm.config import ModelConfig
 from lm.graphs import PROMPT_TOKENS
 from lm.inspection import cache_bytes_per_token
+from lm.logprobs import LOGITS_AT_ONCE
+from lm.padding import MAX_ROWS, MAX_TOKENS
 from planning.memory import Layout, forward_pass
 
 GENERATION_ROWS = 128  # lm.generation.generate's max_rows
+LOGIT_BYTES = 12  # per measured logit: fp32, divided by the temperature, and the exponentials of their sum
 
 
 def sampling_phase(
@@ -28,3 +31,14 @@ def sampling_phase(
     if layout.is_bf16 and not layout.is_gpu:
         held["weights as the CPU reads them"] = 2 * num_parameters
     return held
+
+
+def measuring_phase(config: ModelConfig, layout: Layout, seq_len: int, response_tokens: int) -> dict[str, int]:
+    """Log-probs and scores of samples by passes without gradients: a pass over as many rows as `lm.padding` allows, the
+    logits of some positions at a time, and on a GPU the head's matrix in fp32.
+    """
+    rows = max(1, min(MAX_ROWS, MAX_TOKENS // seq_len))
+    logits = min(rows * response_tokens * config.vocab_size, LOGITS_AT_ONCE["cuda" if layout.is_gpu else "cpu"])
+    head = 4 * config.vocab_size * config.hidden_size if layout.is_gpu else 0
+    a_pass = forward_bytes(config, forward_pass(config, layout, rows, seq_len))
+    return {"a pass, or logits": max(a_pass, LOGIT_BYTES * logits), "head in fp32": head}

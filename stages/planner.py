@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from lm.config import ModelConfig
 from planning.memory import Layout, Memory, count, forward_pass
-from planning.sampling import GENERATION_ROWS, sampling_phase
+from planning.sampling import GENERATION_ROWS, measuring_phase, sampling_phase
 from planning.times import Times
 from planning.training import training_memory
 from stages.run import JobView
@@ -128,9 +128,9 @@ class Planner:
             "generate": sampling_phase(self.model, self.layout, total, rows, seq_len - response_tokens, response_tokens)
         }
         if measured_by:
-            logits = GENERATION_ROWS * response_tokens * self.model.vocab_size
             held = {name: width * total for name, width in measured_by.items()}
-            phases["measure"] = {**held, "logits": (c + 8) * logits}
+            phases["generate"] |= held  # a worker keeps them from one part of the prompts to the next
+            phases["measure"] = {**held, **measuring_phase(self.model, self.layout, seq_len, response_tokens)}
         numbers = {"prompts": num_prompts, "responses per prompt": responses_per_prompt, "ranks": self.layout.ranks}
         per_rank = math.ceil(num_prompts * responses_per_prompt / self.layout.ranks)
         seconds = self.times.sampling_seconds(total, per_rank, seq_len, response_tokens)
