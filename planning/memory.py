@@ -44,10 +44,6 @@ class Layout:
     def is_autocast(self) -> bool:
         return self.is_bf16 and not self.zero_stage
 
-    def bucket(self, size: int, numbers: int) -> int:
-        """Numbers of a buffer of `size` that `numbers` pass through: on a CPU pages never written take no memory."""
-        return size if self.is_gpu else min(size, numbers)
-
 
 @dataclass(frozen=True)
 class Counts:

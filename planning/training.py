@@ -10,7 +10,8 @@ from lm.config import ModelConfig
 from lm.logprobs import PART_NUMBERS
 from planning.memory import Counts, Layout, Memory
 
-# DeepSpeed's defaults, in numbers (deepspeed/runtime/zero/config.py); training/engine.py leaves them as they are.
+# In numbers: at most that of training/zero.py, whose import takes seconds; and DeepSpeed's defaults
+# (deepspeed/runtime/zero/config.py), which training/zero.py leaves as they are.
 REDUCE_BUCKET = 500_000_000
 PREFETCH_BUCKET = 50_000_000
 MAX_LIVE = 1_000_000_000
@@ -63,7 +64,7 @@ def states(counts: Counts, layout: Layout) -> dict[str, int]:
     held = {"weights": w * counts.total, "fp32 masters": 4 * p // N, "moments": 8 * p // N}
     if layout.zero_stage == 3:
         held |= {"weights": w * counts.total // N, "gradients": w * p // N}
-        held["reduce bucket"] = w * layout.bucket(REDUCE_BUCKET, p)
+        held["reduce bucket"] = w * min(REDUCE_BUCKET, counts.total)
     return {part: size for part, size in (held | copy).items() if part not in _moved_parts(layout)}
 
 
@@ -116,16 +117,17 @@ def training_phases(
     gathered = (MAX_LIVE, PREFETCH_BUCKET) if stage == 3 else ()
     live = {"gathered weights": w * sum(min(size, counts.total) for size in gathered)} if gathered else {}
     phases = {"backward": {**turn, **live, **before}}
-    bucket = layout.bucket(REDUCE_BUCKET, p)
+    bucket = min(REDUCE_BUCKET, counts.total)
+    buffers = 2 if layout.is_gpu else 1  # one is filled while the other is reduced
     if stage == 0:
         phases["step"] = {"gradients": 4 * p if N == 1 else 0}
     elif stage == 1:
-        phases["reduce"] = {"gradients": w * p, "reduce bucket": w * bucket}
+        phases["reduce"] = {"gradients": w * p, "reduce bucket": buffers * w * bucket}
         phases["step"] = {"gradients": w * p, "fp32 gradients": 4 * p // N}
     elif stage == 2:
         # The bucket is reduced by way of a copy; what this rank owns of it is kept.
         rest = w * max(0, p - bucket) // N
-        phases["reduce"] = {**before, "reduce bucket": 2 * w * bucket, "gradients of this rank": rest}
+        phases["reduce"] = {**before, "reduce bucket": (buffers + 1) * w * bucket, "gradients of this rank": rest}
         phases["step"] = {"gradients": w * p // N, "fp32 gradients": 4 * p // N}
     else:
         phases["step"] = {"fp32 gradients": 4 * min(p // N, MAX_LIVE)}
