@@ -114,11 +114,15 @@ def training_phases(
             logit_bytes(num_logits, layout, with_gradient=True), head, _backward_of_block(config, of, layout)
         ),
     }
-    gathered = (MAX_LIVE, PREFETCH_BUCKET) if stage == 3 else ()
-    live = {"gathered weights": w * sum(min(size, counts.total) for size in gathered)} if gathered else {}
-    phases = {"backward": {**turn, **live, **before}}
     bucket = min(REDUCE_BUCKET, counts.total)
     buffers = 2 if layout.is_gpu else 1  # one is filled while the other is reduced
+    live = {"reduce bucket": buffers * w * bucket} if stage in (1, 2) else {}
+    if stage == 3:
+        live = {
+            "gathered weights": w * min(MAX_LIVE + PREFETCH_BUCKET, counts.total),
+            "gradients being reduced": w * min(bucket, p) // N,
+        }
+    phases = {"backward": {**turn, **live, **before}}
     if stage == 0:
         phases["step"] = {"gradients": 4 * p if N == 1 else 0}
     elif stage == 1:
