@@ -22,6 +22,7 @@ from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
 from planning.hardware import GPUS
+from stages.planner import RANK
 from training.metrics import read_metrics
 
 JOBS = Path(__file__).parents[2] / "configs" / "jobs"
@@ -187,6 +188,7 @@ def test_the_plan_counts_the_heads() -> None:
     assert three["reward"].batch["heads, one per objective"] == 3
     assert "heads, one per objective" not in one["reward"].batch
     width = 32
-    more = sum(three["reward"].memory.held.values()) - sum(one["reward"].memory.held.values())
+    held = {name: (one[name].memory[RANK].held, three[name].memory[RANK].held) for name in ("reward", "ppo")}
+    more = sum(held["reward"][1].values()) - sum(held["reward"][0].values())
     assert more == 2 * width * (4 + 8)  # weights, two moments
-    assert three["ppo"].memory.held["reward model"] - one["ppo"].memory.held["reward model"] == 2 * width * 4
+    assert held["ppo"][1]["reward model"] - held["ppo"][0]["reward model"] == 2 * width * 4
