@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.serving import serving
 
 pytest_plugins = ["tests.databases"]
 
@@ -279,12 +280,8 @@ def chat_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     for name in [name for name in os.environ if name.startswith("HEED_API_KEY")]:
         monkeypatch.delenv(name)
-    with ChatServer() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with serving(ChatServer()) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 class Outline(HTMLParser):

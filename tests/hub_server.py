@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
+from tests.serving import serving
 
 NAME = "owner/tiny"
 COMMIT, LATER = "a1" * 20, "b2" * 20
@@ -78,13 +79,6 @@ def serve(model: Path) -> Iterator[Hub]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    hub = Hub(f"http://127.0.0.1:{server.server_port}")
-    try:
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
+        hub = Hub(f"http://127.0.0.1:{server.server_port}")
         yield hub
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

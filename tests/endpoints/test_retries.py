@@ -13,6 +13,7 @@ import pytest
 
 from endpoints import retries
 from endpoints.retries import post_json
+from tests.serving import serving
 
 FIRST_PAUSE_SECONDS = 0.05
 
@@ -58,12 +59,8 @@ class Handler(BaseHTTPRequestHandler):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", FIRST_PAUSE_SECONDS)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with serving(Server()) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def post(server: Server, num_retries: int, **more: Any) -> httpx.Response:

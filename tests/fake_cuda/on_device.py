@@ -164,5 +164,5 @@ def test_what_a_step_of_generation_launches_and_waits_for() -> None:
     assert (longer.num_syncs, shorter.num_syncs) == (3 * 2 * 5, 3 * 2 * 4)
     assert longer.uploads.total() == shorter.uploads.total() <= 3 * 12
     per_step = (longer.num_kernels - shorter.num_kernels) / (3 * 8)
-    # Beside the replay, which counts as none: what draws a token, and what brings it into the recorded buffers.
+    # The replay counts as none; these draw a token and copy it into the recorded buffers.
     assert per_step <= 36, longer.kernels

@@ -16,18 +16,10 @@ from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
 from ppo.roles import Roles
 from tests.gpu.models import prompts, shape
+from tests.ppo.phases import PHASES
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 
-PHASES = {
-    "generate": "sample",
-    "scores": "score",
-    "reference_logprobs": "reference",
-    "policy_logprobs": "measure",
-    "values": "measure",
-    "update_policy": "learn",
-    "update_value": "learn",
-}
 MODES = ("fast", "balanced", "small")
 
 

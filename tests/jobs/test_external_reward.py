@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +18,7 @@ from jobs.job_file import load_job
 from jobs.pipeline import run_job
 from jobs.submission import named_paths
 from reward.external import RewardFunction
+from tests.serving import serving
 from training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -96,12 +96,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    with Endpoint(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with serving(Endpoint(("127.0.0.1", 0), Handler)) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def ppo_job(tmp_path: Path, model_folder: Path, **changes: Any) -> Path:

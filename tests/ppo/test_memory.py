@@ -17,18 +17,9 @@ from ppo.controller import PPOController
 from ppo.frozen_model import ShardedModel
 from ppo.initial_models import InitialModels
 from tests.ppo.one_rank import OneRank
+from tests.ppo.phases import PHASES
 from training.config import EngineConfig
 from training.packing import stream_rows
-
-PHASES = {
-    "generate": "sample",
-    "scores": "score",
-    "reference_logprobs": "reference",
-    "policy_logprobs": "measure",
-    "values": "measure",
-    "update_policy": "learn",
-    "update_value": "learn",
-}
 
 
 def _nbytes(model: nn.Module) -> int:

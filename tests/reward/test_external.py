@@ -15,6 +15,7 @@ import pytest
 
 from endpoints import retries
 from reward.external import RemoteReward, RewardFunction, Scored, score_in_parts
+from tests.serving import serving
 
 ASKED = [[{"role": "user", "content": text}] for text in ("one?", "two?", "three?")]
 TEXTS = ["a", "bb", "ccc"]
@@ -214,12 +215,8 @@ class Handler(BaseHTTPRequestHandler):
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.02)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with Endpoint() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with serving(Endpoint()) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 GOOD = b'{"scores": [1, 2.5, null]}'
@@ -305,13 +302,9 @@ class ParallelHandler(BaseHTTPRequestHandler):
 def test_an_endpoint_has_several_requests_at_once_and_scores_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     texts = ["a" * length for length in (3, 1, 4, 1, 5, 9, 2, 6)]
-    with Parallel() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with serving(Parallel()) as server:
         reward = RemoteReward(f"http://127.0.0.1:{server.server_port}/score", 20.0, 0, num_parallel=2)
         found = score_in_parts(reward, [ASKED[0]] * len(texts), texts, size=2)
-        server.shutdown()
-        thread.join()
     assert found == [Scored(float(len(text))) for text in texts]
 
 
