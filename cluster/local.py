@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
+
 from cluster.network import Network
+from cluster.ports import free_port
 
 MARK = "HEED_LOCAL_CLUSTER"
 HEAD = "head"
@@ -47,7 +49,7 @@ class LocalCluster:
         self._auth_mode = os.environ.get("RAY_AUTH_MODE", "disabled" if "ray" in sys.modules else "token")
         if self._auth_mode == "token":
             _ensure_token()
-        self._port, self._nodes = 6379 if network else _free_port(), dict[str, _Node]()
+        self._port, self._nodes = 6379 if network else free_port(), dict[str, _Node]()
         self.nodes = tuple(host_names(num_nodes)[1:])
         try:
             self._start(HEAD, ["--head", f"--port={self._port}", "--num-cpus=0", "--include-dashboard=false"])
@@ -142,7 +144,7 @@ class LocalCluster:
 
     def _start(self, name: str, options: Sequence[str]) -> None:
         # On one host the nodes' agents would ask for one port.
-        port = 52365 if self.network else _free_port()
+        port = 52365 if self.network else free_port()
         command = [
             *RAY, "start", "--block", f"--temp-dir={self.folder / name}", *options,
              f"--node-ip-address={self._address_of(name)}", f"--object-store-memory={STORE_BYTES}",
@@ -206,12 +208,18 @@ def is_alive(pid: int) -> bool:
 
 
 def _kill_all(mark: str) -> None:
-    """Send SIGKILL to every process with that mark, and to those that they start meanwhile."""
-    end = time.monotonic() + START_SECONDS
-    while found := [pid for pid in _processes() if _is_marked(pid, mark) and is_alive(pid)]:
-        assert time.monotonic() < end, f"processes {found} do not die"
-        for pid in found:
-            kill_process(pid)
+    """Send SIGKILL to every process with that mark, and to those that they start meanwhile, until all have ended."""
+    end, dying = time.monotonic() + START_SECONDS, set[psutil.Process]()
+    # A process that is on its way out has lost its environment, and with it the mark, but not yet its sockets.
+    while dying := {
+        process
+        for process in psutil.process_iter()
+        if (process in dying or _is_marked(process.pid, mark)) and is_alive(process.pid)
+    }:
+        assert time.monotonic() < end, f"processes {sorted(process.pid for process in dying)} do not die"
+        for process in dying:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         time.sleep(0.02)
 
 
@@ -232,9 +240,3 @@ def _is_marked(pid: int, mark: str) -> bool:
 
 def _processes() -> list[int]:
     return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -2,8 +2,6 @@
 
 import math
 import os
-import random
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,7 @@ from typing import Any
 import ray
 
 from cluster.heartbeat import send_beats
-
-# Below the ports that systems use for outgoing connections (32768 and up), so that none of those takes the port in the
-# minutes until the first process group binds it; above those that Ray uses for its own workers (10002 to 19999).
-RENDEZVOUS_PORTS = range(20_000, 32_000)
-PORT_TRIES = 100
+from cluster.ports import free_port
 
 
 class _Worker:
@@ -118,15 +112,3 @@ def interface_of(address: str) -> str:
         if any(found.address == address for found in addresses):
             return str(name)
     return ""
-
-
-def free_port() -> int:
-    """A port of this machine on which nobody listens. Raises OSError where none is found."""
-    for port in random.sample(RENDEZVOUS_PORTS, PORT_TRIES):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:  # somebody listens there
-                continue
-            return port
-    raise OSError(f"{PORT_TRIES} ports between {RENDEZVOUS_PORTS[0]} and {RENDEZVOUS_PORTS[-1]} are all taken")

@@ -5,7 +5,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from cluster.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 DEBUG_JOB = ROOT / "configs" / "jobs" / "debug.toml"
@@ -187,12 +188,11 @@ class RayHead:
         return {"HEED_ADDRESS": self.address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
 
 
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+def distinct_ports(count: int) -> list[int]:
+    ports = set[int]()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)
 
 
 def wait_for_answer(head: RayHead, process: subprocess.Popen[bytes], log: Path, seconds: float = 240.0) -> None:
@@ -220,7 +220,7 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
         (stale / package / "__init__.py").write_text("raise ImportError('code that was not shipped')\n")
     token, log = folder / "token", folder / "head.log"
     token.write_text(secrets.token_hex(16))
-    port, dashboard, agent, client = free_ports(4)
+    port, dashboard, agent, client = distinct_ports(4)
     head = RayHead(f"http://127.0.0.1:{dashboard}", token)
     mark = f"head-{os.getpid()}"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ACCELERATE_"))}
