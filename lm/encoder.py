@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lm.config import ModelConfig
 from lm.dropout import Dropout, token_keys
-from lm.linear import Linear
+from lm.linear import Fp32Linear, Linear
 from lm.logprobs import token_logprobs
 from lm.mlp import ACTIVATIONS
 from lm.norms import make_norm
@@ -85,7 +85,7 @@ class SequenceClassifier(EncoderModel):
         self.labels = tuple(labels)
         self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
         self.dropout = Dropout(dropout)
-        self.classifier = nn.Linear(config.hidden_size, len(self.labels))
+        self.classifier = Fp32Linear(config.hidden_size, len(self.labels))
 
     def forward(
         self,
@@ -98,7 +98,7 @@ class SequenceClassifier(EncoderModel):
         hidden_BTD = self.hidden(tokens_BT, segments_BT, token_types_BT, sequence_keys_BT)
         pooled_BD = self.pooler(hidden_BTD[:, 0]).tanh()
         first = None if sequence_keys_BT is None else _head_keys(sequence_keys_BT, tokens_BT[:, :1])[:, 0]
-        return self.classifier(self.dropout(pooled_BD, first, 0)).float()
+        return self.classifier(self.dropout(pooled_BD, first, 0))
 
 
 class TokenClassifier(EncoderModel):

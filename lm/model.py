@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lm.config import ModelConfig
-from lm.linear import Linear
+from lm.linear import Fp32Linear, Linear
 from lm.transformer import Transformer
 from lm.upload import at_positions
 
@@ -56,7 +56,7 @@ class ScalarModel(nn.Module):
         super().__init__()
         self.config, self.labels = config, tuple(labels)
         self.decoder = Transformer(config, dropout)
-        self.score = nn.Linear(config.hidden_size, len(self.labels), bias=False)
+        self.score = Fp32Linear(config.hidden_size, len(self.labels), bias=False)
         # Not a parameter: it is set once after training, so that demonstrations score 0 on average.
         self.register_buffer("bias", torch.zeros(len(self.labels) if len(self.labels) > 1 else ()))
         self.bias: Tensor
@@ -68,13 +68,13 @@ class ScalarModel(nn.Module):
         selected_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
-        """Scores [C] of the positions that `selected_BT` marks True, row by row; [B, T] where it is None.
+        """Scores [C] in fp32 of the positions that `selected_BT` marks True, row by row; [B, T] where it is None.
 
         Several labels are the last dimension of both.
         """
         hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT)
         selected = hidden_BTD if selected_BT is None else at_positions(hidden_BTD, selected_BT)
-        return self.score(selected).squeeze(-1).float() + self.bias
+        return self.score(selected).squeeze(-1) + self.bias
 
 
 def init_weights(model: nn.Module, seed: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster.remote import Handle, Pending
+from lm.linear import Fp32Linear
 from lm.model import LanguageModel
 from lm.progress import note_progress
 from lm.source import ModelSource, load
@@ -98,7 +99,8 @@ class Scorer(Rank):
         return ShardedModel(source, self._set_types, self.device, limit, by_layer=self.config.memory == "small")
 
     def _set_types(self, model: nn.Module) -> None:
-        model.to(torch.float32 if self._autocast else self._compute_dtype)
+        for parameter in model.parameters():  # a score's bias, a buffer, stays in fp32
+            parameter.data = parameter.data.to(torch.float32 if self._autocast else self._compute_dtype)
         if self._autocast:
             _round_products(model)
 
@@ -151,9 +153,10 @@ class Scorer(Rank):
 
 def _round_products(model: nn.Module) -> None:
     """Keep in bf16 what autocast would round at every use, which gives the same bits: the matrices of products, except
-    an embedding's table that a head shares.
+    an embedding's table that a head shares, and heads that compute in fp32.
     """
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
-        if isinstance(module, nn.Linear) and id(module.weight) not in tables:
+        is_rounded = isinstance(module, nn.Linear) and not isinstance(module, Fp32Linear)
+        if is_rounded and id(module.weight) not in tables:
             module.to(torch.bfloat16)

@@ -50,6 +50,26 @@ def test_rms_norm_and_its_gradients_equal_autograd_of_the_formula() -> None:
     torch.testing.assert_close(norm.weight.grad.double(), wide_weight.grad, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=str)
+def test_scores_in_bf16_are_told_apart(tiny_config: ModelConfig, weights: torch.dtype) -> None:
+    """The head's product is in fp32: bf16 has 32 numbers from 4 to 8, and would make scores there equal."""
+    model = ScalarModel(tiny_config)
+    init_weights(model, 0)
+    model.bias.fill_(6.0)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(weights)
+    tokens_BT = torch.randint(0, tiny_config.vocab_size, (8, 16), generator=torch.Generator().manual_seed(0))
+    heard = []
+    model.score.register_forward_pre_hook(lambda _, args: heard.append(args[0]))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=weights == torch.float32):
+        scores_BT = model(tokens_BT)
+    expected_BT = (heard[0].double() @ model.score.weight.double().T)[..., 0] + 6.0
+    assert heard[0].dtype == torch.bfloat16
+    assert scores_BT.dtype == torch.float32
+    torch.testing.assert_close(scores_BT.double(), expected_BT, atol=1e-5, rtol=0)
+    assert len(set(scores_BT.flatten().tolist())) > 120 > len(set(scores_BT.bfloat16().flatten().tolist()))
+
+
 def test_rms_norm_gradients_equal_finite_differences() -> None:
     # The norm computes in fp32, so the differences need a wide step.
     generator = torch.Generator().manual_seed(1)

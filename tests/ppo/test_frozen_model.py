@@ -11,7 +11,12 @@ from lm.config import ModelConfig
 from lm.encoder import SequenceClassifier
 from lm.model import LanguageModel, ScalarModel
 from lm.source import ModelSource, RandomInit, load
+from lm.weights import ModelFolder
+from ppo.config import PPOConfig
 from ppo.frozen_model import ShardedModel
+from ppo.initial_models import InitialModels
+from ppo.scorer import Scorer
+from training.config import EngineConfig
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 CPU = torch.device("cpu")
@@ -50,6 +55,27 @@ def test_a_model_in_shards_gives_the_bits_of_the_whole_one(name: str, by_layer: 
             with sharded.in_use():
                 assert torch.equal(sharded.module(tokens_BT), expected)
     assert all(tensor.is_meta for tensor in held(sharded.module).values())
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_bf16_rounds_weights_as_the_learner_does_and_no_bias_of_a_score(
+    zero_stage: int, models: InitialModels, ppo_config: Callable[..., PPOConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autocast rounds products alone; under ZeRO all weights are bf16. A bias of 6.01 would become 6.0."""
+    engine = EngineConfig.model_validate({"precision": "bf16", "zero_stage": zero_stage})
+    given = ModelFolder.tensors
+    monkeypatch.setattr(
+        ModelFolder, "tensors", lambda self: ((n, t + 5.76 if n == "bias" else t) for n, t in given(self))
+    )
+    for memory in ("fast", "small"):
+        network = Scorer(ppo_config(memory=memory), engine, models).network
+        with network.in_use():
+            tensors = held(network.module)
+        rounded, score = tensors["decoder.blocks.0.mlp.up.weight"], tensors["score.weight"]
+        assert rounded.dtype == torch.bfloat16
+        assert score.dtype == (torch.float32 if zero_stage == 0 else torch.bfloat16)
+        assert tensors["bias"].dtype == torch.float32
+        assert float(tensors["bias"]) == pytest.approx(6.01, abs=1e-6)
 
 
 def _fail(_module: nn.Module, _args: object) -> None:
