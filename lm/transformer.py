@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+import lm.gpu_norms
 import lm.native.install  # noqa: F401 - puts the CPU's kernels in place
 from lm.attention import Mask, attention_mask, with_window
 from lm.block import Block, BlockInputs, PostNormBlock, run_blocks

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,9 @@ CUDA = torch.device("cuda", 0)
 READS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "bincount"})
 # No kernel is launched for these.
 VIEWS = frozenset({"unfold", "view_as_real", "view_as_complex", "is_pinned", "_has_compatible_shallow_copy_type"})
+
+# Operations with a kernel on a GPU, which the CPU's build of PyTorch composes of others.
+FUSED = ("_fused_rms_norm", "silu_backward", "silu_backward.grad_input")
 
 # Operations that the CPU has no kernel for, by name.
 OWN: dict[str, Callable[..., Any]] = {}
@@ -139,7 +143,7 @@ def run(operation: Any, *args: Any, **kwargs: Any) -> Any:
     originals = {id(views[id(value)]): value for value in flat if on_device(value)}
     host_args, host_kwargs = tree_unflatten(host, spec)
     shapes = {key: view.shape for key, view in views.items()}
-    if short in OWN:
+    if "flash_attention" in short:
         note_attention("varlen" if "backward" not in short else "varlen backward")
     operation = OWN.get(short, operation)
     result = operation(*host_args, **host_kwargs)
@@ -241,6 +245,16 @@ def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return target
 
 
+def rms_norm_backward(
+    gradient: Tensor, x: Tensor, _shape: list[int], rstd: Tensor, weight: Tensor, _mask: list[bool]
+) -> tuple[Tensor, Tensor]:
+    """`aten::_fused_rms_norm_backward`: dx = (g·w - n · mean(g·w·n)) / rms(x) and dw = Σ g·n with n = x / rms(x)."""
+    normed, wide = x.float() * rstd.float(), gradient.float()
+    scaled = wide * weight.float()
+    x_gradient = (scaled - normed * (scaled * normed).mean(dim=-1, keepdim=True)) * rstd.float()
+    return x_gradient.to(x.dtype), (wide * normed).flatten(0, -2).sum(dim=0).to(weight.dtype)
+
+
 _libraries: list[Any] = []
 
 
@@ -249,4 +263,8 @@ def register() -> None:
     everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     everything.fallback(run, "CUDA")
     aten.impl("copy_", copy, "CUDA")
+    for name in FUSED:
+        packet, _, overload = name.partition(".")
+        aten.impl(name, partial(run, getattr(getattr(torch.ops.aten, packet), overload or "default")), "CUDA")
+    OWN["_fused_rms_norm_backward"] = rms_norm_backward
     _libraries.extend([everything, aten])

@@ -1,6 +1,8 @@
 """What Heed does on a GPU, counted: kernels, host syncs, uploads and bytes. Run by test_fake_cuda.py."""
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from torch.nn.attention.varlen import varlen_attn
 from lm.attention import attention_mask
 from lm.generation import generate
 from lm.graphs import FixedSteps
+from lm.mlp import swiglu
 from lm.native import operators  # noqa: F401  (registers the CPU's operators)
+from lm.norms import rms_norm
 from lm.sampling import Choice
 from tests.fake_cuda import attention, kernels, runtime
 from tests.gpu.models import SHAPES, pair, prompts, tokens
@@ -136,6 +140,50 @@ def test_attention_is_never_left_to_cudnn_or_to_the_equation(name: str, dtype: t
     )
     assert sampled.attention == {"varlen": layers, "efficient": 2 * layers}
     assert not [where for _, where in packed.syncs if "gpu_attention" in where]  # segments are on the CPU
+
+
+# --- norms and SwiGLU ------------------------------------------------------------------------------------------------
+
+
+def counted_pass(
+    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, *, autocast: bool = False
+) -> tuple[tuple[int, int], ...]:
+    """(operations, bytes per number of the result) of a pass and of its gradient."""
+    gradient_of = x.detach().requires_grad_()
+    with kernels.counted() as forward, torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        y = function(gradient_of)
+    gradient = torch.ones_like(y)
+    with kernels.counted() as backward:
+        y.backward(gradient)
+    return tuple((counts.num_kernels, counts.bytes_moved // y.numel()) for counts in (forward, backward))
+
+
+@pytest.mark.parametrize(
+    ("stream", "expected", "written_out"),
+    [(torch.bfloat16, ((1, 4), (1, 6)), ((9, 32), (13, 74))), (torch.float32, ((2, 14), (2, 18)), ((8, 26), (9, 62)))],
+    ids=str,
+)
+def test_a_norm_is_one_pass(
+    stream: torch.dtype, expected: tuple[tuple[int, int], ...], written_out: tuple[tuple[int, int], ...]
+) -> None:
+    """The fused kernel against the formula in PyTorch's operations: with ZeRO's bf16 stream, and under autocast."""
+    x = torch.randn(64, 512, device=CUDA, dtype=stream)
+    weight = torch.rand(512, device=CUDA, dtype=stream).requires_grad_()
+    results = []
+    for norm, counts in ((rms_norm, expected), (rms_norm.plain, written_out)):
+        run = partial(norm, weight_D=weight, eps=1e-5, dtype=torch.bfloat16)
+        assert counted_pass(run, x, autocast=stream == torch.float32) == counts
+        assert weight.grad is not None
+        results.append((run(x).float(), weight.grad.float()))
+        weight.grad = None
+    for found, wanted in zip(*results, strict=True):
+        assert float((found - wanted).detach().norm() / wanted.detach().norm()) < 0.01
+
+
+def test_swiglu_puts_nothing_together() -> None:
+    """Four passes over memory for its gradient, into the result itself: 22 bytes per number, of 10 at least."""
+    x = torch.randn(64, 1024, device=CUDA, dtype=torch.bfloat16)
+    assert counted_pass(swiglu, x) == ((2, 10), (4, 22))
 
 
 # --- generation ------------------------------------------------------------------------------------------------------
