@@ -4,11 +4,13 @@
 // and returns it to free. So these calls of its library are the tensors, whichever thread makes them. PyTorch's profiler
 // misses what other threads free.
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <dlfcn.h>
+#include <link.h>
 #include <mutex>
 
 extern "C" void __libc_free(void*);
@@ -52,10 +54,29 @@ void remove(uintptr_t address) {
     }
 }
 
-// Whether this is an address in PyTorch's library of allocators; oneDNN's scratchpads have the same alignment.
+// The addresses of PyTorch's library of allocators; 0 to 0 until it is loaded.
+struct Range {
+    std::atomic<uintptr_t> begin{0}, end{0};
+} allocators;
+
+int find_allocators(dl_phdr_info* library, size_t, void*) {
+    if (!std::strstr(library->dlpi_name, "libc10.so")) return 0;
+    uintptr_t end = library->dlpi_addr;
+    for (int part = 0; part < library->dlpi_phnum; ++part) {
+        const auto& header = library->dlpi_phdr[part];
+        if (header.p_type == PT_LOAD) end = std::max<uintptr_t>(end, library->dlpi_addr + header.p_vaddr + header.p_memsz);
+    }
+    allocators.begin = library->dlpi_addr;
+    allocators.end = end;
+    return 1;
+}
+
+// Whether this is an address in it; oneDNN's scratchpads, from another library, have the same alignment. dladdr would
+// look through all symbols of the caller's library at every call.
 bool is_allocator(void* caller) {
-    Dl_info found;
-    return dladdr(caller, &found) && found.dli_fname && std::strstr(found.dli_fname, "libc10.so");
+    if (!allocators.end) dl_iterate_phdr(find_allocators, nullptr);
+    const auto address = reinterpret_cast<uintptr_t>(caller);
+    return allocators.begin <= address && address < allocators.end;
 }
 
 }  // namespace
