@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lm.config import ModelConfig
 from lm.dropout import Dropout, token_keys
+from lm.head import Head
 from lm.linear import Fp32Linear, Linear
 from lm.logprobs import token_logprobs
 from lm.mlp import ACTIVATIONS
@@ -49,7 +50,7 @@ class MaskedLanguageModel(EncoderModel):
         self.transform = Linear(config.hidden_size, config.hidden_size)
         self.transform_norm = make_norm(config, config.hidden_size)
         self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[config.mlp]
-        self.head = Linear(config.hidden_size, config.vocab_size)
+        self.head = Head(config.hidden_size, config.vocab_size)
         self.tie()
 
     def tie(self) -> None:

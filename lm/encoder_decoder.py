@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lm.cache import CrossAttentionCache
 from lm.config import ModelConfig
-from lm.linear import Linear
+from lm.head import Head
 from lm.transformer import Transformer
 
 
@@ -21,7 +21,7 @@ class EncoderDecoder(nn.Module):
         self.config = config
         self.encoder = Transformer(config, dropout, causal=False)
         self.decoder = Transformer(config, dropout, cross_attention=True, embedding=self.encoder.embedding)
-        self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
 
     def tie(self) -> None:

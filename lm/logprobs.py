@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens. Shape letters: C positions, V vocabulary."""
+"""Log-probabilities of given tokens. Shape letters: C positions, V vocabulary, P padded vocabulary."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lm.head import padded_rows
 from lm.replaceable import Replaceable
 
 # fp32 numbers in memory at once: on a CPU as many as fit a core's cache, on a GPU enough to make launches negligible.
@@ -26,35 +27,41 @@ def token_logprobs(logits_CV: Tensor, tokens_C: Tensor, temperature: float = 1.0
 @Replaceable
 def logprobs_of_rows(logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> Tensor:
     """`token_logprobs` of [C, V] and [C]."""
-    return _TokenLogprobs.apply(logits_CV, tokens_C, temperature)  # type: ignore[no-untyped-call]
+    logits_CP = padded_rows(logits_CV)
+    return _TokenLogprobs.apply(logits_CP, logits_CV.shape[1], tokens_C, temperature)  # type: ignore[no-untyped-call]
 
 
 class _TokenLogprobs(torch.autograd.Function):
     """l_t - ln Σ_v exp(l_v), l = logits / temperature, whose gradient is (1[v = t] - softmax(l)_v) / temperature.
 
     Written out so that fp32 numbers over the vocabulary exist for some positions at a time: whole, they would be the
-    largest tensors of a small model's step, and each pass over them would go through memory.
+    largest tensors of a small model's step, and each pass over them would go through memory. Columns from `num_tokens`
+    on are a head's padding (`lm.head`), with a gradient of 0.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_CV: Tensor, tokens_C: Tensor, temperature: float) -> Tensor:
-        ctx.temperature = temperature
+    def forward(ctx: Any, logits_CP: Tensor, num_tokens: int, tokens_C: Tensor, temperature: float) -> Tensor:
+        ctx.temperature, ctx.num_tokens = temperature, num_tokens
+        logits_CV = logits_CP[:, :num_tokens]
         totals_C = torch.empty(len(tokens_C), device=logits_CV.device)
         for part in _parts(logits_CV):
             totals_C[part] = _scaled(logits_CV[part], temperature).logsumexp(dim=-1)
         chosen_C = _scaled(logits_CV.gather(-1, tokens_C[:, None])[:, 0], temperature)
-        ctx.save_for_backward(logits_CV, tokens_C, totals_C)
+        ctx.save_for_backward(logits_CP, tokens_C, totals_C)
         return chosen_C - totals_C
 
     @staticmethod
-    def backward(ctx: Any, gradient_C: Tensor) -> tuple[Tensor, None, None]:
-        logits_CV, tokens_C, totals_C = ctx.saved_tensors
+    def backward(ctx: Any, gradient_C: Tensor) -> tuple[Tensor, None, None, None]:
+        logits_CP, tokens_C, totals_C = ctx.saved_tensors
         scale_C1 = gradient_C[:, None] / ctx.temperature
-        result_CV = torch.empty_like(logits_CV)
+        result_CP = torch.empty_like(logits_CP)
+        if result_CP.shape[1] > ctx.num_tokens:
+            result_CP[:, ctx.num_tokens :] = 0
+        logits_CV, result_CV = logits_CP[:, : ctx.num_tokens], result_CP[:, : ctx.num_tokens]
         for part in _parts(logits_CV):
             softmax = (_scaled(logits_CV[part], ctx.temperature) - totals_C[part, None]).exp_()
             result_CV[part] = softmax.mul_(-scale_C1[part]).scatter_add_(-1, tokens_C[part, None], scale_C1[part])
-        return result_CV, None, None
+        return result_CP, None, None, None
 
 
 def _parts(logits_CV: Tensor) -> Iterator[slice]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lm.config import ModelConfig
-from lm.linear import Fp32Linear, Linear
+from lm.head import Head
+from lm.linear import Fp32Linear
 from lm.transformer import Transformer
 from lm.upload import at_positions
 
@@ -25,7 +26,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.decoder = Transformer(config, dropout)
-        self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
 
     def tie(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster.remote import Handle, Pending
+from lm.head import align_heads
 from lm.linear import Fp32Linear
 from lm.model import LanguageModel
 from lm.progress import note_progress
@@ -99,10 +100,12 @@ class Scorer(Rank):
         return ShardedModel(source, self._set_types, self.device, limit, by_layer=self.config.memory == "small")
 
     def _set_types(self, model: nn.Module) -> None:
+        """Make its passes round as the learner's do."""
         for parameter in model.parameters():  # a score's bias, a buffer, stays in fp32
             parameter.data = parameter.data.to(torch.float32 if self._autocast else self._compute_dtype)
         if self._autocast:
             _round_products(model)
+        align_heads(model, self.device)
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lm.head import align_heads
 from lm.linear import cache_weight_casts
 from lm.model import checkpoint_activations, count_parameters, freeze_all_but_last
 from lm.progress import note_progress
@@ -76,6 +77,7 @@ class Engine(Generic[AnyModule]):
             freeze_all_but_last(model, optimizer.trained_layers)
         if config.checkpoint_activations:
             checkpoint_activations(model)
+        align_heads(model, self.device)
         self._source, self.module = source, model
         optimizers = make_optimizers(model, optimizer, self.device)
         self.model: Any

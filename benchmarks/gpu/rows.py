@@ -62,12 +62,9 @@ class Row:
 
 
 def gpt(
-    width: int, num_layers: int, num_heads: int, max_position_embeddings: int, vocab_size: int = 50_304
+    width: int, num_layers: int, num_heads: int, max_position_embeddings: int, vocab_size: int = 50_257
 ) -> ModelConfig:
-    """Returns the block of GPT-2 and GPT-3, with every layer dense.
-
-    The vocabulary is GPT-2's 50,257, padded to a multiple of 128, so that the head's rows are aligned.
-    """
+    """Returns the block of GPT-2 and GPT-3, with every layer dense, and GPT-2's vocabulary."""
     return ModelConfig(
         vocab_size=vocab_size,
         max_position_embeddings=max_position_embeddings,

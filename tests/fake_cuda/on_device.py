@@ -13,12 +13,13 @@ from torch.nn.attention.varlen import varlen_attn
 from lm.attention import attention_mask
 from lm.generation import generate
 from lm.graphs import FixedSteps
+from lm.head import align_heads
 from lm.mlp import swiglu
 from lm.native import operators  # noqa: F401  (registers the CPU's operators)
 from lm.norms import rms_norm
 from lm.sampling import Choice
 from tests.fake_cuda import attention, kernels, runtime
-from tests.gpu.models import SHAPES, pair, prompts, tokens
+from tests.gpu.models import SHAPES, pair, prompts, shape, tokens
 from training.objectives import CausalLMObjective, PackedObjective
 from training.packing import pack
 
@@ -184,6 +185,21 @@ def test_swiglu_puts_nothing_together() -> None:
     """Four passes over memory for its gradient, into the result itself: 22 bytes per number, of 10 at least."""
     x = torch.randn(64, 1024, device=CUDA, dtype=torch.bfloat16)
     assert counted_pass(swiglu, x) == ((2, 10), (4, 22))
+
+
+def test_a_vocabulary_that_is_padded_costs_next_to_nothing() -> None:
+    """Next to one of 512 tokens: the weight is copied into padded rows, and two ends are set to 0."""
+    objective, found = CausalLMObjective(tokens(4, 65) % 500), []
+    for vocab_size in (500, 512):
+        model = pair(shape(vocab_size=vocab_size), torch.bfloat16)[1]
+        align_heads(model, CUDA)
+        with kernels.counted() as counts:
+            objective.loss(model, np.arange(4), CUDA)[0].backward()
+        found.append(counts)
+    padded, fitting = found
+    assert padded.kernels - fitting.kernels == {"copy_": 1, "fill_": 2}
+    num_logits, num_weights = 4 * 64 * 512, 512 * 128
+    assert padded.bytes_moved - fitting.bytes_moved < 2 * (2 * num_weights) + 0.1 * 2 * num_logits
 
 
 # --- generation ------------------------------------------------------------------------------------------------------
