@@ -1,6 +1,7 @@
 """Fixtures shared by several packages' tests: a tiny shape, a tiny tokenizer, a tiny model on disk, a label store."""
 
 import atexit
+import gc
 import json
 import os
 import re
@@ -49,6 +50,12 @@ TEXTS = (
     "Über den Wolken muss die Freiheit wohl grenzenlos sein. 山高月小。",
     "The fox and the dog and the bird went over the bush and slept in the hand.",
 )
+
+
+def pytest_collection_finish() -> None:
+    """What the imports of all tests have made stays: collections of garbage need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """The process group, and Accelerate's view of it: with its DeepSpeed plugin from ZeRO-1 up."""
 
+import functools
+import gc
 import os
 import socket
 from datetime import timedelta
@@ -20,7 +22,16 @@ def make_accelerator(config: EngineConfig, deepspeed: dict[str, Any], world_size
     # Accelerate falls back to worlds of one rank, or drops DeepSpeed, without a message.
     found = accelerator.num_processes
     assert found == world_size, f"the process group has {found} ranks where {world_size} were started"
+    _freeze_imports()
     return accelerator
+
+
+@functools.cache
+def _freeze_imports() -> None:
+    """Spare the garbage collector, once per process, what imports have made: each engine that closes makes it look at
+    everything, which takes a second.
+    """
+    gc.freeze()
 
 
 def _make_accelerator(config: EngineConfig, deepspeed: dict[str, Any]) -> Accelerator:

@@ -6,7 +6,6 @@ import os
 import time
 
 import torch
-from torch.utils.cpp_extension import get_default_build_root
 
 from training.internals import extension_folder
 
@@ -21,6 +20,8 @@ def choose_extension_folder() -> None:
 
     Compiler commands contain the installation's paths, so two of them on one machine would compile it in turns.
     """
+    from torch.utils.cpp_extension import get_default_build_root  # imports setuptools, for a second
+
     installed = hashlib.sha256(f"{torch.__file__} {torch.__version__}".encode()).hexdigest()[:8]
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(get_default_build_root(), f"heed-{installed}"))
 

@@ -1,6 +1,5 @@
 """A tiny world for PPO: an SFT policy, a reward model and a pretraining stream, all with random weights."""
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +18,6 @@ from training.config import BatchConfig, OptimizerConfig
 from training.data import DataConfig
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "red", "bird", "fly", "over", "green", "hills"]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _few_objects_to_collect() -> None:
-    """Closing an engine collects garbage; without this it looks at every object of every import, for a second."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")

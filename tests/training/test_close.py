@@ -55,8 +55,6 @@ def rank_program(folder: Path) -> None:
     found: dict[int, list[float]] = {}
     for zero_stage in range(4):
         start_engine(zero_stage).close()  # what libraries allocate at their first use is not the engine's
-        gc.collect()
-        gc.freeze()  # the objects of imports need no more looking at
         base = live_bytes()
         other = start_engine(zero_stage)
         open_bytes = (live_bytes() - base) / num_parameters
