@@ -37,6 +37,11 @@ class EngineConfig(Config):
         default=False,
         description="Keep only each block's input and compute the rest again in the backward pass (arXiv 1604.06174).",
     )
+    deterministic: bool = Field(
+        default=False,
+        description="Train on GPUs by kernels that give the same bits every time, to compare runs bit by bit; slower."
+        " CPUs always do (docs/reliability.md).",
+    )
     collective_timeout_seconds: float = Field(
         default=1800.0, gt=0, description="How long a rank waits for the others in a collective, in seconds."
     )

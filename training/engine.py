@@ -21,6 +21,7 @@ from lm.progress import note_progress
 from lm.source import ModelSource, load, on_meta
 from training.accelerator import make_accelerator
 from training.config import EngineConfig, OptimizerConfig
+from training.determinism import deterministic_kernels
 from training.failures import RunError
 from training.gathering import Gatherer, whole_zero3_weight
 from training.internals import (
@@ -139,7 +140,7 @@ class Engine(Generic[AnyModule]):
         """
         self.offload.bring_back()  # DeepSpeed steps in the last backward
         sums: dict[str, Tensor] = {}
-        with self.cache_weight_casts():
+        with deterministic_kernels(self.config.deterministic), self.cache_weight_casts():
             for number, micro_batch in enumerate(micro_batches):
                 is_last = number == len(micro_batches) - 1
                 with self._gradients_reduced(is_last):
@@ -194,12 +195,13 @@ class Engine(Generic[AnyModule]):
             self._count_skipped(loss, norm)
             return loss, norm
         parameters = self.module.parameters()
-        norm_tensor = self._accelerator.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm)
-        loss, norm = torch.stack([loss_sum.float(), norm_tensor.float()]).tolist()  # one wait for a GPU
-        for optimizer in self._optimizers:
-            if math.isfinite(norm):
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        with deterministic_kernels(self.config.deterministic):
+            norm_tensor = self._accelerator.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm)
+            loss, norm = torch.stack([loss_sum.float(), norm_tensor.float()]).tolist()  # one wait for a GPU
+            for optimizer in self._optimizers:
+                if math.isfinite(norm):
+                    optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
         self._count_skipped(loss, norm)
         return loss, norm
 

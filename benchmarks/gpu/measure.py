@@ -79,7 +79,8 @@ def measure_pretraining(row: Row, sizes: Pretraining, device: torch.device, fold
     tokens = np.random.default_rng(0).integers(0, sizes.model.vocab_size, (4 * rows, sizes.seq_len + 1), np.int32)
     objective = CausalLMObjective(tokens)
     source = RandomInit(partial(LanguageModel, sizes.model), seed=0)
-    engine: Engine[Any] = Engine(source, OPTIMIZER, ENGINE, world_size=1, micro_batch=sizes.micro_batch)
+    engine_config = ENGINE.model_copy(update=dict.fromkeys(sizes.options, True))
+    engine: Engine[Any] = Engine(source, OPTIMIZER, engine_config, world_size=1, micro_batch=sizes.micro_batch)
     batch = BatchConfig(batch_size=rows, micro_batch_size=sizes.micro_batch)
     never = task.num_steps + 1
     config = LoopConfig("gpu", 0, task.num_steps + 1, batch, save_every_steps=never, evaluate_every_steps=never)

@@ -10,12 +10,13 @@ Kind = Literal["pretrain", "generate", "ppo"]
 
 @dataclass(frozen=True)
 class Pretraining:
-    """A step is `num_micro_batches` micro-batches of `micro_batch` rows."""
+    """A step is `num_micro_batches` micro-batches of `micro_batch` rows. `options` are the engine's."""
 
     model: ModelConfig
     micro_batch: int
     num_micro_batches: int
     seq_len: int
+    options: tuple[str, ...] = ()
 
     @property
     def tokens_per_step(self) -> int:
@@ -86,10 +87,16 @@ SMALL = gpt(768, 12, 12, 1024)  # GPT-2, 124M
 MEDIUM = gpt(1024, 24, 16, 2048)  # GPT-3's 350M
 LARGE = gpt(2048, 24, 16, 2048)  # GPT-3's 1.3B
 
-# Together they take about six minutes on an H100, by estimate; the limits allow for a machine that is slow or stuck.
+
+def _small(*options: str) -> Pretraining:
+    return Pretraining(SMALL, 32, 8, 1024, options)
+
+
+# Together they take about seven minutes on an H100, by estimate; the limits allow for a machine that is slow or stuck.
 ROWS = (
-    Row("pretraining, 124M", "pretrain", Pretraining(SMALL, 32, 8, 1024), 3, 8, 90, 0.5),
+    Row("pretraining, 124M", "pretrain", _small(), 3, 8, 90, 0.5),
     Row("pretraining, 1.3B", "pretrain", Pretraining(LARGE, 4, 8, 2048), 2, 5, 120, 0.5),
+    Row("pretraining, 124M, deterministic", "pretrain", _small("deterministic"), 3, 8, 90, 0),
     Row("generation, 124M, 256 sequences", "generate", Generation(SMALL, 256, 128, 256), 1, 3, 75, 0.6),
     Row("generation, 1.3B, 256 sequences", "generate", Generation(LARGE, 256, 128, 256), 1, 3, 120, 0.6),
     Row("PPO, 1.3B policy, 350M critic", "ppo", Iteration(LARGE, MEDIUM, 512, 128, 16, 128, 128), 1, 2, 240, 0),
@@ -99,6 +106,7 @@ _TINY, _TINY_CRITIC = gpt(32, 2, 2, 48, 512), gpt(16, 2, 2, 48, 512)
 # The same kinds at sizes that take seconds on a CPU: for tests, since the results mean nothing.
 TINY_ROWS = (
     Row("pretraining, tiny", "pretrain", Pretraining(_TINY, 2, 2, 24), 1, 2, 120, 0.5),
+    Row("pretraining, tiny, deterministic", "pretrain", Pretraining(_TINY, 2, 2, 24, ("deterministic",)), 1, 2, 120, 0),
     Row("generation, tiny", "generate", Generation(_TINY, 4, 8, 12), 1, 2, 120, 0.6),
     Row("PPO, tiny", "ppo", Iteration(_TINY, _TINY_CRITIC, 8, 4, 2, 8, 8), 1, 2, 120, 0),
 )

@@ -85,6 +85,31 @@ def test_two_runs_are_alike() -> None:
     assert np.array(runs[0]) == pytest.approx(np.array(runs[1]), rel=1e-3)
 
 
+def test_two_deterministic_runs_are_the_same(tmp_path: Path) -> None:
+    """Bit for bit: losses, gradient norms and weights, also of a run that a checkpoint interrupts."""
+
+    def weights_of(engine: Engine[LanguageModel]) -> dict[str, torch.Tensor]:
+        return {name: weight.detach().cpu().clone() for name, weight in engine.module.named_parameters()}
+
+    modes = []
+    engine = start("bf16", deterministic=True)
+    engine.module.register_forward_pre_hook(lambda *_: modes.append(torch.are_deterministic_algorithms_enabled()))
+    first = take_steps(engine, range(2))
+    with engine.checkpoint_writer() as writer:
+        writer.save(tmp_path, 2, {"model": engine.state()})
+    first, weights = [*first, *take_steps(engine, range(2, 3))], weights_of(engine)
+    engine.close()
+    assert set(modes) == {True}
+    assert not torch.are_deterministic_algorithms_enabled()
+    resumed = start("bf16", deterministic=True)
+    second = take_steps(resumed, range(2))
+    resumed.load(tmp_path / "step-000002" / "model")
+    second += take_steps(resumed, range(2, 3))
+    assert second == first
+    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(resumed).items())
+    resumed.close()
+
+
 def test_a_checkpoint_has_the_same_bits(tmp_path: Path) -> None:
     """Weights, moments and steps come back from its files, and the next step's loss is the same."""
     engine = start("bf16")
