@@ -3,8 +3,10 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.utils.deterministic
 
 
 @contextmanager
@@ -20,11 +22,12 @@ def deterministic_kernels(is_on: bool) -> Iterator[None]:
         return
     # Read at the first product of the process; without it PyTorch refuses products here.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    was_on, filled = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    was_on, was_filled = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over every new tensor, and none is read unset
+    settings.fill_uninitialized_memory = False  # a pass over every new tensor, and none is read unset
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(was_on)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        settings.fill_uninitialized_memory = was_filled

@@ -96,10 +96,10 @@ def _small(*options: str) -> Pretraining:
 ROWS = (
     Row("pretraining, 124M", "pretrain", _small(), 3, 8, 90, 0.5),
     Row("pretraining, 1.3B", "pretrain", Pretraining(LARGE, 4, 8, 2048), 2, 5, 120, 0.5),
-    Row("pretraining, 124M, deterministic", "pretrain", _small("deterministic"), 3, 8, 90, 0),
     Row("generation, 124M, 256 sequences", "generate", Generation(SMALL, 256, 128, 256), 1, 3, 75, 0.6),
     Row("generation, 1.3B, 256 sequences", "generate", Generation(LARGE, 256, 128, 256), 1, 3, 120, 0.6),
     Row("PPO, 1.3B policy, 350M critic", "ppo", Iteration(LARGE, MEDIUM, 512, 128, 16, 128, 128), 1, 2, 240, 0),
+    Row("pretraining, 124M, deterministic", "pretrain", _small("deterministic"), 3, 8, 90, 0),
 )
 
 _TINY, _TINY_CRITIC = gpt(32, 2, 2, 48, 512), gpt(16, 2, 2, 48, 512)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import ceiling, device
 from benchmarks.gpu.counts import decoded_bytes, planned_bytes, training_flops
 from benchmarks.gpu.measure import measure
-from benchmarks.gpu.rows import ROWS, TINY_ROWS, Generation, Row, gpt
+from benchmarks.gpu.rows import ROWS, TINY_ROWS, Generation, Pretraining, Row, gpt
 from benchmarks.gpu.table import markdown
 from planning.hardware import GPUS
 
@@ -93,7 +94,8 @@ def test_the_time_of_one_run_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_every_row_fits_an_h100_by_the_plan(row: Row) -> None:
     assert planned_bytes(row.sizes) < 0.9 * GPUS["h100"].memory_bytes
-    assert row.aim == {"pretrain": 0.5, "generate": 0.6, "ppo": 0}[row.kind]
+    has_aim = not (isinstance(row.sizes, Pretraining) and row.sizes.options)  # a row with options is to be compared
+    assert row.aim == ({"pretrain": 0.5, "generate": 0.6, "ppo": 0}[row.kind] if has_aim else 0)
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------
@@ -228,7 +230,7 @@ def test_a_failed_row_leaves_the_others_and_what_is_not_begun_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {"ceilings": {"machine": MACHINE, "rates": RATES}, ROWS[0].name: {"failed": "why"}}
-    clock = iter([0.0, 10.0, 99.0, 99.0, 99.0, 99.0])
+    clock = chain([0.0, 10.0], repeat(99.0))
     monkeypatch.setattr(program.time, "monotonic", lambda: next(clock))
     limits: list[float] = []
 
@@ -296,6 +298,7 @@ def test_the_table_has_shares_of_the_ceilings() -> None:
         "| generation, 1.3B, 256 sequences | failed: a/b | | 60% | |",
         "| PPO, 1.3B policy, 350M critic | 10.00 s: sampling 4.00, scoring 1.50, learning 3.25, weights 0.50, rest"
         " 0.75; 6,554 response tokens per second | | | 3.0 GiB, planned 4.0 |",
+        *(f"| {row.name} | not yet measured | | | |" for row in ROWS[5:]),
     ]
 
 
