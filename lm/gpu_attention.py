@@ -14,7 +14,9 @@ are new all the time.
 Shape letters: B batch, T query tokens, S key tokens, N heads, G key-value heads, H head dim, n sequences.
 """
 
+import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,15 +27,28 @@ from torch import Tensor
 from lm.norms import compute_dtype
 from lm.upload import upload
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # before torch 2.10
-    varlen_attn = None  # type: ignore[assignment]
-# 2.10 has `is_causal` instead of `window_size`; `enable_gqa` came later.
-
-VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn is not None else frozenset()
-
 torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@dataclass(frozen=True)
+class VarlenAttention:
+    """PyTorch's variable-length attention, and the names of its options."""
+
+    attend: Callable[..., Any]
+    options: frozenset[str]
+
+
+@functools.cache
+def varlen_attention() -> VarlenAttention | None:
+    """None before torch 2.10, which has `is_causal` instead of `window_size`; `enable_gqa` came later.
+
+    It is imported for the first rows on a GPU: it brings TorchDynamo, which takes a second or two of every process.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return VarlenAttention(varlen_attn, frozenset(inspect.signature(varlen_attn).parameters))
 
 
 @dataclass(frozen=True)
@@ -71,7 +86,10 @@ def whole_rows(tokens_BT: Tensor, *, causal: bool, window: int = 0) -> PackedMas
 
 def takes_packed_rows(x: Tensor, head_dim: int) -> bool:
     """Whether variable-length attention serves products with `x`: bf16 or fp16 on a GPU, in this version of PyTorch."""
-    return "window_size" in VARLEN_OPTIONS and is_on_gpu(x) and flash_takes(compute_dtype(x), head_dim)
+    if not (is_on_gpu(x) and flash_takes(compute_dtype(x), head_dim)):
+        return False
+    kernel = varlen_attention()
+    return kernel is not None and "window_size" in kernel.options
 
 
 def flash_takes(dtype: torch.dtype, head_dim: int) -> bool:
@@ -109,13 +127,15 @@ def attend_on_gpu(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Tensor |
 def _attend_packed(q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask: PackedMask) -> Tensor:
     B, N, T, _ = q_BNTH.shape
     G = k_BGTH.shape[1]
-    shared: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in VARLEN_OPTIONS else {}
+    kernel = varlen_attention()
+    assert kernel is not None, "takes_packed_rows said that there is one"
+    shared: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in kernel.options else {}
     if G != N and not shared:
         k_BGTH, v_BGTH = (part.repeat_interleave(N // G, dim=1) for part in (k_BGTH, v_BGTH))
     q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q_BNTH, k_BGTH, v_BGTH))
     # (left, right): how many tokens before and after its own a query sees; -1 = all.
     window = (mask.window - 1 if mask.window else -1, 0 if mask.causal else -1)
     longest = mask.longest
-    y = varlen_attn(q, k, v, mask.starts, mask.starts, longest, longest, window_size=window, **shared)
+    y = kernel.attend(q, k, v, mask.starts, mask.starts, longest, longest, window_size=window, **shared)
     assert isinstance(y, Tensor)
     return y.unflatten(0, (B, T)).transpose(1, 2)

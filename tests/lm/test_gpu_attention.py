@@ -16,7 +16,7 @@ from lm.batch import Batch
 from lm.config import ModelConfig
 from lm.encoder import EncoderModel
 from lm.encoder_decoder import EncoderDecoder
-from lm.gpu_attention import flash_takes, packed_mask, takes_packed_rows
+from lm.gpu_attention import VarlenAttention, flash_takes, packed_mask, takes_packed_rows
 from lm.graphs import FixedSteps
 from lm.model import LanguageModel, init_weights
 from tests.lm.conftest import DECODERS, small_decoder
@@ -50,8 +50,8 @@ def looped(
 
 
 @pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Call]]:
-    """From its call on, attention runs as on a GPU; returns the list of calls."""
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Call]]:
+    """From its call on, attention runs as on a GPU, by a version of PyTorch with these options; returns the calls."""
     calls: list[Call] = []
 
     def varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -65,10 +65,11 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Call]]:
         assert "enable_gqa" not in flags or mask is None, "no kernel has both"
         return sdpa(q, k, v, mask, **options)
 
-    def start() -> list[Call]:
+    def start(options: frozenset[str] = frozenset({"window_size", "enable_gqa"})) -> list[Call]:
         for module in (attention, gpu_attention, graphs):
             monkeypatch.setattr(module, "is_on_gpu", lambda _: True)
-        monkeypatch.setattr(gpu_attention, "varlen_attn", varlen)
+        kernel = VarlenAttention(varlen, options)
+        monkeypatch.setattr(gpu_attention, "varlen_attention", lambda: kernel)
         monkeypatch.setattr(F, "scaled_dot_product_attention", fused)
         monkeypatch.setattr(gpu_attention, "flash_takes", lambda *_: True)  # the small models are in fp32
         return calls
@@ -195,13 +196,10 @@ def test_an_encoder_decoder(on_gpu: Callable[[], list[Call]]) -> None:
 
 
 @pytest.mark.parametrize("options", [frozenset({"is_causal"}), frozenset({"window_size"}), frozenset()])
-def test_versions_of_pytorch_without_an_option(
-    options: frozenset[str], on_gpu: Callable[[], list[Call]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_of_pytorch_without_an_option(options: frozenset[str], on_gpu: Callable[..., list[Call]]) -> None:
     decoder = small_decoder(DECODERS["mistral"])
     expected = decoder(TOKENS, SEGMENTS)
-    calls = on_gpu()
-    monkeypatch.setattr(gpu_attention, "VARLEN_OPTIONS", options)
+    calls = on_gpu(options)
     torch.testing.assert_close(decoder(TOKENS, SEGMENTS), expected, atol=1e-5, rtol=1e-5)
     N, _, H = heads(decoder.config)
     packed, masked = ("varlen", (12, N, H), (12, N, H)), ("fused", (2, N, 6, H), (2, N, 6, H))
