@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from intervals.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints, Share, Z
 from intervals.score import wilson
@@ -57,7 +57,7 @@ def clustered_shares(tally: Tally, num_groups: int) -> list[Share]:
         mean_G = np.bincount(group_C, right_C, num_groups) / compared_G
         squares_G = np.bincount(group_C, (right_C - mean_G[group_C] * compared_C) ** 2, num_groups)
         v_G = clusters_G / (clusters_G - 1) * squares_G / compared_G**2
-        t_G = stats.t.ppf((1 + LEVEL) / 2, np.maximum(clusters_G - 1, 1))
+        t_G = scipy.stats.t.ppf((1 + LEVEL) / 2, np.maximum(clusters_G - 1, 1))
         seen_G = np.where(v_G > 0, mean_G * (1 - mean_G) / v_G * (Z / t_G) ** 2, np.inf)
         bound_G = np.bincount(group_R, independent_R, num_groups)
         wrong_G = np.bincount(group_C, right_C < compared_C, num_groups)
@@ -85,5 +85,5 @@ def clustered_mean(value_R: Floats, cluster_R: Ints) -> Interval:
         return Interval(mean, math.nan, math.nan)
     residual_C = np.bincount(index_R, value_R - mean)
     variance = num_clusters / (num_clusters - 1) * float((residual_C**2).sum()) / len(value_R) ** 2
-    half = float(stats.t.ppf((1 + LEVEL) / 2, num_clusters - 1)) * math.sqrt(variance)
+    half = float(scipy.stats.t.ppf((1 + LEVEL) / 2, num_clusters - 1)) * math.sqrt(variance)
     return Interval(mean, mean - half, mean + half)

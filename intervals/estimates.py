@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
+import scipy  # its parts are imported where they are first used: scipy.stats takes most of a second
 
 LEVEL = 0.95
-Z = float(stats.norm.ppf((1 + LEVEL) / 2))
+Z = float(scipy.special.ndtri((1 + LEVEL) / 2))
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

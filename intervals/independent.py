@@ -3,7 +3,7 @@
 import math
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from intervals.estimates import LEVEL, UNKNOWN, Floats, Interval
 
@@ -17,7 +17,7 @@ def difference_of_means(earlier_R: Floats, later_R: Floats) -> Interval:
     if one + other == 0:
         return Interval(change, change, change)
     freedom = (one + other) ** 2 / (one**2 / (len(earlier_R) - 1) + other**2 / (len(later_R) - 1))
-    half = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * math.sqrt(one + other)
+    half = float(scipy.stats.t.ppf((1 + LEVEL) / 2, freedom)) * math.sqrt(one + other)
     return Interval(change, change - half, change + half)
 
 
@@ -32,7 +32,7 @@ def median_interval(value_R: Floats) -> Interval:
         return UNKNOWN
     ordered = np.sort(value_R)
     median = float(np.median(ordered))
-    k = int(stats.binom.ppf((1 - LEVEL) / 2, len(ordered), 0.5))
+    k = int(scipy.stats.binom.ppf((1 - LEVEL) / 2, len(ordered), 0.5))
     if k == 0:
         return Interval(median, math.nan, math.nan)
     return Interval(median, float(ordered[k - 1]), float(ordered[-k]))

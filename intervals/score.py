@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from scipy import optimize
+import scipy
 
 from intervals.estimates import Floats, Interval, Ints, Z
 
@@ -98,7 +98,7 @@ def variance_under(mu: float, value_X: Floats, times_X: Ints) -> float:
     elif slope(high) >= 0:
         tilt = high
     else:
-        tilt = float(optimize.brentq(slope, low, high, xtol=1e-10))
+        tilt = float(scipy.optimize.brentq(slope, low, high, xtol=1e-10))
     weight_X = times_X / (times_X.sum() * (1 + tilt * from_mu_X))
     missing = max(0.0, 1 - float(weight_X.sum()))
     unseen = 1.0 if tilt < 0 else 0.0
@@ -124,4 +124,4 @@ def _end(excess: Callable[[float], float], limit: float, mean: float) -> float:
     if excess(nearly) <= 0:
         return limit
     inside = mean + (limit - mean) * 1e-9
-    return float(optimize.brentq(excess, nearly, inside, xtol=1e-10)) if excess(inside) < 0 else mean
+    return float(scipy.optimize.brentq(excess, nearly, inside, xtol=1e-10)) if excess(inside) < 0 else mean

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
-from scipy.special import expit
+import scipy
 
 from intervals.clustered import Tally, clustered_mean, clustered_shares
 from intervals.estimates import LEVEL, UNKNOWN, Floats, Interval, Ints, Share
@@ -48,7 +47,7 @@ class ScoredPairs:
 
     @property
     def confidence_N(self) -> Floats:
-        return np.asarray(expit(np.abs(self.lead_N)))
+        return np.asarray(scipy.special.expit(np.abs(self.lead_N)))
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ def best_scale(pairs: ScoredPairs) -> Interval:
     lead_N = pairs.lead_N
 
     def slope(s: float) -> float:
-        return float((lead_N * expit(-s * lead_N)).sum())
+        return float((lead_N * scipy.special.expit(-s * lead_N)).sum())
 
     low, high = -LARGEST_SCALE, LARGEST_SCALE
     if not slope(low) > 0 > slope(high):
@@ -190,11 +189,11 @@ def best_scale(pairs: ScoredPairs) -> Interval:
         low, high = (middle, high) if slope(middle) > 0 else (low, middle)
     s = (low + high) / 2
     _, place_N = np.unique(pairs.prompt_N, return_inverse=True)
-    score_P = np.bincount(place_N, lead_N * expit(-s * lead_N))
-    information = float((lead_N**2 * expit(s * lead_N) * expit(-s * lead_N)).sum())
+    score_P = np.bincount(place_N, lead_N * scipy.special.expit(-s * lead_N))
+    information = float((lead_N**2 * scipy.special.expit(s * lead_N) * scipy.special.expit(-s * lead_N)).sum())
     num_prompts = len(score_P)
     if num_prompts < 2:
         return Interval(s, float("nan"), float("nan"))
     error = float(np.sqrt(num_prompts / (num_prompts - 1) * (score_P**2).sum())) / information
-    half = float(stats.t.ppf((1 + LEVEL) / 2, num_prompts - 1)) * error
+    half = float(scipy.stats.t.ppf((1 + LEVEL) / 2, num_prompts - 1)) * error
     return Interval(s, s - half, s + half)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from evaluation.best_of_n import best_of_n_expected, best_of_n_kl
 from intervals.clustered import clustered_mean
@@ -139,5 +139,7 @@ def expanded_level(num_prompts: int) -> float:
     Resampling P prompts underestimates the spread by √((P - 1)/P) and uses normal instead of Student quantiles; wider
     percentiles correct both (Hesterberg 2015, The American Statistician 69(4), "expanded percentile").
     """
-    tail = stats.norm.cdf(math.sqrt(num_prompts / (num_prompts - 1)) * stats.t.ppf((1 - LEVEL) / 2, num_prompts - 1))
+    tail = scipy.stats.norm.cdf(
+        math.sqrt(num_prompts / (num_prompts - 1)) * scipy.stats.t.ppf((1 - LEVEL) / 2, num_prompts - 1)
+    )
     return 1 - 2 * float(tail)

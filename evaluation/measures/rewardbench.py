@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from evaluation.measures.calibration import ScoredPairs
 from intervals.estimates import LEVEL, Floats, Interval
@@ -81,5 +81,5 @@ def _mean_and_variance(pairs: ScoredPairs, subset: str) -> tuple[float, float]:
 
 
 def _interval(mean: float, variance: float) -> Interval:
-    half = float(stats.norm.ppf((1 + LEVEL) / 2)) * float(np.sqrt(variance))
+    half = float(scipy.stats.norm.ppf((1 + LEVEL) / 2)) * float(np.sqrt(variance))
     return Interval(mean, max(0.0, mean - half), min(1.0, mean + half))

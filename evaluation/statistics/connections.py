@@ -2,8 +2,7 @@
 
 import numpy as np
 import numpy.typing as npt
-from scipy import sparse
-from scipy.sparse import csgraph
+import scipy
 
 from intervals.estimates import Ints
 
@@ -12,8 +11,8 @@ Truths = npt.NDArray[np.bool_]
 
 def islands_of(num_policies: int, a_V: Ints, b_V: Ints) -> tuple[tuple[int, ...], ...]:
     """The groups of policies that verdicts connect, each in ascending order, by their first policy."""
-    graph = sparse.coo_matrix((np.ones(len(a_V)), (a_V, b_V)), shape=(num_policies, num_policies))
-    _, island_P = csgraph.connected_components(graph, directed=False)
+    graph = scipy.sparse.coo_matrix((np.ones(len(a_V)), (a_V, b_V)), shape=(num_policies, num_policies))
+    _, island_P = scipy.sparse.csgraph.connected_components(graph, directed=False)
     _, first = np.unique(island_P, return_index=True)
     return tuple(tuple(np.flatnonzero(island_P == island_P[place]).tolist()) for place in sorted(first))
 

@@ -12,7 +12,7 @@ Shape letters: V verdicts, O outcomes (a preferred, b preferred), K coefficients
 import math
 
 import numpy as np
-from scipy import special, stats
+import scipy
 
 from evaluation.statistics import choice
 from evaluation.statistics.results import LengthControlled
@@ -56,8 +56,8 @@ def length_controlled(pair: Comparisons) -> LengthControlled:
         covariance_KK = covariance_KK + np.linalg.inv(bread_KK)
     if covariance_KK[0, 0] < choice.NO_SPREAD:
         return _unknown(len(prompts), "all prompts came out alike, so there is no spread to tell the fit's error from")
-    half_K = stats.t.ppf((1 + LEVEL) / 2, len(prompts) - 1) * np.sqrt(np.diag(covariance_KK))
-    mean, low, high = special.expit(beta_K[0] + half_K[0] * np.array([0.0, -1.0, 1.0])).tolist()
+    half_K = scipy.stats.t.ppf((1 + LEVEL) / 2, len(prompts) - 1) * np.sqrt(np.diag(covariance_KK))
+    mean, low, high = scipy.special.expit(beta_K[0] + half_K[0] * np.array([0.0, -1.0, 1.0])).tolist()
     effect, half = float(beta_K[1]), float(half_K[1])
     return LengthControlled(
         mean, low, high, Interval(effect, effect - half, effect + half), len(prompts), shrunk, reason=""

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-from scipy import special, stats
+import scipy
 
 from evaluation.statistics import choice
 from evaluation.statistics.connections import Truths, islands_of, reaches
@@ -189,7 +189,7 @@ def _beats(y_BVO: Floats, pairs: Ints, num_policies: int) -> Truths:
 def _of_two(y_CVO: Floats, anchors_P: Floats) -> tuple[Floats, Floats, Truths]:
     """The ends of both ratings [P] and whether either is surely better [P, P], from the interval of the share of
     wins."""
-    low, high = special.logit(decided_interval(y_CVO[:, 0, 0], y_CVO[:, 0, -1])).tolist()
+    low, high = scipy.special.logit(decided_interval(y_CVO[:, 0, 0], y_CVO[:, 0, -1])).tolist()
     own_first, own_second = float(anchors_P[1]), float(anchors_P[0])  # of θ_0 - θ_1; 0 for the anchor itself
     low_P = np.array([own_first * low if own_first else 0.0, -own_second * high if own_second else 0.0])
     high_P = np.array([own_first * high if own_first else 0.0, -own_second * low if own_second else 0.0])
@@ -203,7 +203,7 @@ def _halves(covariance_PP: Floats, from_anchor_PP: Floats, num_prompts: int) -> 
     is_anchor_P = np.abs(from_anchor_PP).max(axis=1) == 0
     if num_prompts == 1:
         return np.full(len(variance_P), math.nan)
-    half_P = stats.t.ppf((1 + LEVEL) / 2, num_prompts - 1) * np.sqrt(variance_P.clip(0))
+    half_P = scipy.stats.t.ppf((1 + LEVEL) / 2, num_prompts - 1) * np.sqrt(variance_P.clip(0))
     return np.where((variance_P > choice.NO_SPREAD) | is_anchor_P, half_P, math.nan)
 
 
@@ -220,7 +220,7 @@ def _surely_better(theta_P: Floats, covariance_PP: Floats, reached_PP: Truths, f
 @lru_cache
 def _tukey(num_policies: int, freedom: int) -> float:
     """The quantile of the largest of all standardised differences; scipy integrates it again at each call."""
-    return float(stats.studentized_range.ppf(LEVEL, num_policies, freedom)) / math.sqrt(2)
+    return float(scipy.stats.studentized_range.ppf(LEVEL, num_policies, freedom)) / math.sqrt(2)
 
 
 def _resampled(y_CVO: Floats, pairs: Ints, num_policies: int, F_VOK: Floats, seed: int) -> Floats:

@@ -8,7 +8,7 @@ Shape letters: P prompts, M pairs (hypotheses), D draws, N sums, K pluses, X dis
 import math
 
 import numpy as np
-from scipy import optimize, stats
+import scipy
 
 from evaluation.statistics.results import Power
 from evaluation.statistics.win_rates import counts_of
@@ -20,7 +20,7 @@ NUM_PERMUTATIONS = 10_000
 MAX_SUMS = 2**20  # that are enumerated: of 20 prompts, or of many more whose preferences take few values
 MAX_ENUMERATED = 1_000  # prompts: 2^-1000 is a number still
 
-_Z_ALPHA, _Z_BETA = float(stats.norm.ppf(1 - ALPHA / 2)), float(stats.norm.ppf(POWER))
+_Z_ALPHA, _Z_BETA = float(scipy.special.ndtri(1 - ALPHA / 2)), float(scipy.special.ndtri(POWER))
 _DRAWS_PER_CHUNK = 1_000
 _ROUNDING = 1e-9
 
@@ -33,7 +33,7 @@ def sign_test(x_P: Floats) -> float:
     """
     counts = counts_of(x_P)
     decided = counts.wins + counts.losses
-    return float(stats.binomtest(counts.wins, decided).pvalue) if decided else 1.0
+    return float(scipy.stats.binomtest(counts.wins, decided).pvalue) if decided else 1.0
 
 
 def sign_flip_test(x_P: Floats, *, seed: int) -> tuple[float, int]:
@@ -110,15 +110,15 @@ def _exact_detectable(d_P: Floats) -> float:
     edge = np.abs(sum_N)[order[min(first_kept, len(order) - 1)]]
     rejects_N = np.abs(sum_N) > edge + _ROUNDING
     # Whether the test rejects, given how many prompts went to the one policy; that number is binomial.
-    chance_K = stats.binom.pmf(np.arange(num + 1), num, 0.5)
+    chance_K = scipy.stats.binom.pmf(np.arange(num + 1), num, 0.5)
     rejects_K = np.bincount(num_plus_N[rejects_N], chance_N[rejects_N], num + 1) / chance_K
 
     def power_beyond(q: float) -> float:
-        return float(rejects_K @ stats.binom.pmf(np.arange(num + 1), num, q)) - POWER
+        return float(rejects_K @ scipy.stats.binom.pmf(np.arange(num + 1), num, q)) - POWER
 
     if power_beyond(1.0) < 0:
         return math.nan
-    return (2 * float(optimize.brentq(power_beyond, 0.5, 1.0)) - 1) * float(np.abs(d_P).mean())
+    return (2 * float(scipy.optimize.brentq(power_beyond, 0.5, 1.0)) - 1) * float(np.abs(d_P).mean())
 
 
 def _is_enumerable(d_P: Floats) -> bool:
@@ -133,6 +133,6 @@ def _all_sums(d_P: Floats) -> tuple[Floats, Floats, Ints]:
     for size, num in zip(*np.unique(np.abs(d_P).round(9), return_counts=True), strict=True):
         pluses = np.arange(num + 1)
         sum_N = np.add.outer(sum_N, size * (2 * pluses - num)).ravel()
-        chance_N = np.multiply.outer(chance_N, stats.binom.pmf(pluses, num, 0.5)).ravel()
+        chance_N = np.multiply.outer(chance_N, scipy.stats.binom.pmf(pluses, num, 0.5)).ravel()
         num_plus_N = np.add.outer(num_plus_N, pluses).ravel()
     return sum_N, chance_N, num_plus_N

@@ -9,7 +9,7 @@ Shape letters: V verdicts, P prompts (of this pair), L labelers, S resamples.
 import math
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from evaluation.statistics.results import Counts, WinRate
 from evaluation.verdicts import Comparisons
@@ -71,9 +71,9 @@ def expanded_level(num_clusters: int) -> float:
     """
     if num_clusters < 2:
         return LEVEL
-    t = stats.t.ppf((1 + LEVEL) / 2, num_clusters - 1) * math.sqrt(num_clusters / (num_clusters - 1))
+    t = scipy.stats.t.ppf((1 + LEVEL) / 2, num_clusters - 1) * math.sqrt(num_clusters / (num_clusters - 1))
     # From two clusters it rounds to 1; the ends are then the extremes of the resamples.
-    return min(1 - 2 * float(stats.norm.sf(t)), math.nextafter(1.0, 0.0))
+    return min(1 - 2 * float(scipy.stats.norm.sf(t)), math.nextafter(1.0, 0.0))
 
 
 def bootstrap_labelers(pair: Comparisons, *, seed: int) -> Interval:
@@ -123,7 +123,7 @@ def interval_over_labelers(pair: Comparisons) -> Interval:
     if v_P == 0 or num_prompts == 1:
         return Interval(mean, *score_interval(x_P))
     # Without a part that labelers add, this is the interval over prompts.
-    quantile = float(stats.t.ppf((1 + LEVEL) / 2, min(num_prompts, num_labelers) - 1)) if extra > 0 else Z
+    quantile = float(scipy.stats.t.ppf((1 + LEVEL) / 2, min(num_prompts, num_labelers) - 1)) if extra > 0 else Z
     return Interval(mean, *score_interval(x_P, quantile=quantile, inflation=1 + extra / v_P))
 
 

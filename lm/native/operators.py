@@ -33,9 +33,13 @@ def is_matrix_unit_available() -> bool:
     return has_matrix_unit()
 
 
-# Neither answer changes within a process, so a compiled graph need not ask.
-for _question in (is_available, is_matrix_unit_available):
-    torch.compiler.assume_constant_result(_question)
+def prepare_for_compile() -> None:
+    """To be called before `torch.compile`: neither answer changes within a process, so a compiled graph need not ask.
+
+    Not done at import, because it brings TorchDynamo, which takes a second or two of every process.
+    """
+    for question in (is_available, is_matrix_unit_available):
+        torch.compiler.assume_constant_result(question)
 
 
 def runs(*tensors: Tensor) -> bool:

@@ -16,6 +16,7 @@ from lm.logprobs import logprobs_of_rows, token_logprobs
 from lm.mlp import swiglu
 from lm.model import LanguageModel, init_weights
 from lm.native import build, decoder, kernels, operators
+from lm.native.operators import prepare_for_compile
 from lm.norms import rms_norm
 from lm.positions import rotary_tables
 from tests.lm.conftest import DECODERS
@@ -84,6 +85,7 @@ def test_the_compiled_model_is_the_model(name: str, backend: str) -> None:
     logits = model(TOKENS)
     expected = [logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))]
     torch.compiler.reset()
+    prepare_for_compile()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     logits = compiled(TOKENS)
     found = [logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))]
