@@ -1,7 +1,7 @@
-"""The safetensors files of a model directory, and their tensors under Heed's names."""
+"""The safetensors files of a model directory: written and read tensor by tensor, under Heed's names or the family's."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +9,10 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from files.atomic import remove_unfinished, sync, temporary_path, write_json
 from lm.config import ModelConfig
 from lm.families import Family, Stored
 from lm.progress import note_progress
@@ -26,6 +28,68 @@ _BODY = re.compile(r"^(transformer|bert)\.")
 _LEFT_OUT = re.compile("|".join((_COMPUTED, _COPIES, _OTHER_HEADS)))
 # BERT's published checkpoints name the norms' parameters as TensorFlow did.
 _OLD_NAMES = {"gamma": "weight", "beta": "bias"}
+
+
+def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
+    """Write tensors as they come: memory holds those of one file, which has at most `max_bytes` or a single tensor.
+
+    They are divided as `transformers` divides them: model.safetensors alone or, for more, numbered files and an index.
+    Until all of them are written and synced, the folder's earlier weights stay and no new file has its name.
+    """
+    remove_unfinished(folder)
+    try:
+        written, total_bytes = _write_files(folder, tensors, max_bytes)
+    except BaseException:
+        remove_unfinished(folder)  # on a full disk, a retry needs its space
+        raise
+    _give_names(folder, written, total_bytes)
+
+
+def _write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> tuple[list[list[str]], int]:
+    """Returns the names of the tensors in each file, and their bytes."""
+    written: list[list[str]] = []
+    total_bytes = num_bytes = 0
+    part: dict[str, Tensor] = {}
+
+    def write(content: dict[str, Tensor]) -> None:
+        path = _unfinished(folder, len(written))
+        save_file(content, path, metadata={"format": "pt"})
+        sync(path)
+        note_progress()
+        written.append([*content])
+
+    for name, tensor in tensors:
+        total_bytes += tensor.nbytes
+        if tensor.nbytes > max_bytes:  # a file of its own
+            write({name: tensor})
+            continue
+        if num_bytes + tensor.nbytes > max_bytes:
+            write(part)
+            part, num_bytes = {}, 0
+        part[name] = tensor
+        num_bytes += tensor.nbytes
+        del tensor  # before the next one is made
+    if part:
+        write(part)
+    return written, total_bytes
+
+
+def _give_names(folder: Path, written: Sequence[Sequence[str]], total_bytes: int) -> None:
+    """Turn unfinished files into the weights of the folder."""
+    for stale in folder.glob("model*.safetensors*"):  # a stale index would hide a new single file
+        stale.unlink()
+    if len(written) == 1:
+        _unfinished(folder, 0).rename(folder / WEIGHTS)
+        return
+    names = [f"model-{number + 1:05d}-of-{len(written):05d}.safetensors" for number in range(len(written))]
+    for number, name in enumerate(names):
+        _unfinished(folder, number).rename(folder / name)
+    places = {tensor: name for name, tensors in zip(names, written, strict=True) for tensor in tensors}
+    write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": places})
+
+
+def _unfinished(folder: Path, number: int) -> Path:
+    return temporary_path(folder / f"{number}.safetensors")
 
 
 class Checkpoint:

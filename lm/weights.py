@@ -6,25 +6,23 @@ several objectives has one label per objective, with its name); its bias, which 
 there and is kept in config.json as `score_bias`.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from pydantic import ValidationError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from files.atomic import write_json
 from lm.config import ModelConfig
 from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier
 from lm.encoder_decoder import EncoderDecoder
-from lm.families import FAMILIES, Family, expect, family_of
+from lm.families import FAMILIES, Family, Stored, expect, family_of
 from lm.model import SCORE, LanguageModel, ScalarModel, initial_weight
 from lm.source import load, on_meta
-from lm.tensor_files import INDEX, open_checkpoint
+from lm.tensor_files import open_checkpoint, write_tensors
 from lm.tokenizer import Tokenizer, read_json
 
 Weights = Mapping[str, Tensor]
@@ -62,36 +60,42 @@ PRETRAINED: dict[str, type[LanguageModel | MaskedLanguageModel | EncoderDecoder]
 }
 
 CONFIG = "config.json"
-MAX_SHARD = "5GB"
+MAX_FILE_BYTES = 5_000_000_000
 
 
 def save_model(
     folder: Path,
     model: Model,
-    weights: Weights,
+    weights: Weights | Iterable[tuple[str, Tensor]],
     tokenizer: Tokenizer,
-    max_shard: str = MAX_SHARD,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write `weights` (a state dict of `model`) and the tokenizer to `folder`.
+    """Write `weights` and the tokenizer to `folder`.
 
-    Weights larger than `max_shard` are split into files of at most that size, with an index.
+    `weights` are a state dict of `model`, or names and tensors one at a time, of which memory then holds one file's.
+    Weights of more than `max_file_bytes` are split into files of at most that size, with an index. Of `model`, only
+    the config and the names are read.
     """
     folder.mkdir(exist_ok=True)  # not its parents: a run folder that has disappeared must not be created again
     tokenizer.save(folder)
     config = config_to_hf(model, tokenizer)
-    if isinstance(model, ScalarModel):
-        config["score_bias"] = weights["bias"].tolist()
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tensors = dict(_to_stored(family_of(model.config, PURPOSES[type(model)]), model, weights))
-    for stale in folder.glob("model*.safetensors*"):  # a stale index would hide a new single file
-        stale.unlink()
-    shards = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard)
-    for filename, names in shards.filename_to_tensors.items():
-        part = {name: tensors[name] for name in names}
-        save_file(part, str(folder / filename), metadata={"format": "pt"})
-    if shards.is_sharded:
-        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    family = family_of(model.config, PURPOSES[type(model)])
+    missing = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+
+    def stored() -> Iterator[tuple[str, Tensor]]:
+        for ours, tensor in weights.items() if isinstance(weights, Mapping) else weights:
+            if ours not in missing:  # another name of a tied weight
+                continue
+            missing.remove(ours)
+            if isinstance(model, ScalarModel) and ours == "bias":
+                config["score_bias"] = tensor.tolist()
+            else:
+                yield from _to_stored(family.stored(model.config, ours), tensor.detach())
+            del tensor  # before the next one is made
+
+    write_tensors(folder, stored(), max_file_bytes)
+    assert not missing, f"no weights of {sorted(missing)} were given"
+    write_json(folder / CONFIG, config)
 
 
 def load_language_model(folder: Path, dropout: float = 0.0) -> LanguageModel:
@@ -230,15 +234,13 @@ def _score_bias(path: Path, raw: Mapping[str, Any], shape: torch.Size) -> Tensor
     return bias
 
 
-def _to_stored(family: Family, model: Model, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """The checkpoint's tensors and their names."""
-    for ours, _ in model.named_parameters():
-        place, tensor = family.stored(model.config, ours), weights[ours].detach()
-        sizes = [len(tensor) if rows is None else rows for rows in place.parts.values()]
-        for name, part in zip(place.parts, tensor.split(sizes), strict=True):
-            unused = part.new_zeros(place.rows_before, *part.shape[1:])
-            whole = torch.cat([unused, part]) if place.rows_before else part
-            yield name, (whole.T if place.transposed else whole).contiguous()
+def _to_stored(place: Stored, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint's tensors and their names for one of ours."""
+    sizes = [len(tensor) if rows is None else rows for rows in place.parts.values()]
+    for name, part in zip(place.parts, tensor.split(sizes), strict=True):
+        unused = part.new_zeros(place.rows_before, *part.shape[1:])
+        whole = torch.cat([unused, part]) if place.rows_before else part
+        yield name, (whole.T if place.transposed else whole).contiguous()
 
 
 def config_to_hf(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The moving average of the policy's weights, which one may export instead of the last weights."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,10 @@ class MovingAverage:
             average = self.shards[shard.name].storage
             average.lerp_(shard.view(shard.storage).to(average.device), 1 - self.decay)
 
-    def full_weights(self) -> dict[str, Tensor]:
-        """The whole state dict in fp32 on rank 0's CPU; {} on other ranks. A collective call."""
-        if not self.decay:
-            return self.engine.full_weights(on_main_alone=True)
+    def weights_for_file(self) -> Iterator[tuple[str, Tensor]]:
+        """As `Engine.weights_for_file`, of the averaged weights."""
         own = {name: shard.storage for name, shard in self.shards.items()}
-        return self.engine.gather_shards(own, on_main_alone=True)
+        return self.engine.weights_for_file(own if self.decay else None)
 
     def state(self) -> State:
         """This rank's part, for a checkpoint; not copied."""

@@ -244,7 +244,7 @@ class Learner(Rank):
         self.average.load(folder / "average")
 
     def keep_policy(self, folder: Path) -> None:
-        weights = self.policy.full_weights(on_main_alone=True)
+        weights = self.policy.weights_for_file()
         if self.policy.is_main:
             folder.parent.mkdir(exist_ok=True)
             with atomic_folder(folder) as temporary:
@@ -253,7 +253,7 @@ class Learner(Rank):
 
     def export_policy(self, folder: Path) -> None:
         for name, is_average in (("model", self.config.final_weights == "ema"), ("model_ema", True)):
-            weights = self.average.full_weights() if is_average else self.policy.full_weights(on_main_alone=True)
+            weights = self.average.weights_for_file() if is_average else self.policy.weights_for_file()
             if self.policy.is_main:
                 save_model(folder / name, self.policy.module, weights, self.tokenizer)
         self.policy.barrier()

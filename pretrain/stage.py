@@ -84,7 +84,7 @@ def train(
     unseen = make_objective(model_config, heldout, tokenizer, derive_seed(context.seed, "pretrain", "heldout"), 1)
     loop_config = LoopConfig.of("pretrain", context.seed, config.num_steps, config)
     metrics = TrainingLoop(engine, loop_config, training, unseen, context.folder).run()
-    weights = engine.full_weights(on_main_alone=True)
+    weights = engine.weights_for_file()
     if engine.is_main:
         save_model(context.model_folder, engine.module, weights, tokenizer)
         is_decoder = model_config.kind == "decoder"  # the others see later tokens, so their loss is not that of a text

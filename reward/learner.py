@@ -1,7 +1,7 @@
 """A reward model in training, with the few parameters that its losses learn in addition to the scores."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,17 +75,22 @@ class LearnerSource:
         return RewardLearner(self.network.build(), self.auxiliary)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.network.tensors():
-            yield NETWORK + name, tensor
         if self.auxiliary.log_nu:
             yield "nu", torch.zeros(len(self.auxiliary.log_nu))
         if self.auxiliary.rating_std:
             yield "rating", torch.zeros(len(self.auxiliary.rating_std))
+        for name, tensor in self.network.tensors():
+            yield NETWORK + name, tensor
 
 
-def network_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The reward model's weights among a learner's, under its own names."""
-    return {name.removeprefix(NETWORK): tensor for name, tensor in weights.items() if name.startswith(NETWORK)}
+def network_weights(weights: Iterable[tuple[str, Tensor]], others: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The reward model's weights among a learner's, under its own names; the rest goes into `others`."""
+    for name, tensor in weights:
+        if name.startswith(NETWORK):
+            yield name.removeprefix(NETWORK), tensor
+        else:
+            others[name] = tensor
+        del tensor  # before the next one is gathered
 
 
 def starting_log_nu(comparisons: Sequence[Comparison], objective: int) -> float:

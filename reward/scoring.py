@@ -6,7 +6,7 @@ Shape letters: B sequences, T tokens, O objectives.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -90,11 +90,14 @@ def task_scores(scores_BO: Tensor, comparisons: Sequence[Comparison]) -> dict[st
     return {c.task_id: [float(next(found)[c.objective]) for _ in c.sequences] for c in comparisons}
 
 
-def shifted(network: RewardNetwork, weights: Mapping[str, Tensor], by: Sequence[float]) -> dict[str, Tensor]:
+def shifted(
+    network: RewardNetwork, weights: Iterable[tuple[str, Tensor]], by: Sequence[float]
+) -> Iterator[tuple[str, Tensor]]:
     """A network's weights with a constant per head added to every score; no preference depends on it."""
-    name = "classifier.bias" if isinstance(network, SequenceClassifier) else "bias"
-    bias = weights[name].float()
-    return {**weights, name: bias + bias.new_tensor(by).reshape(bias.shape)}
+    bias = "classifier.bias" if isinstance(network, SequenceClassifier) else "bias"
+    for name, tensor in weights:
+        yield name, tensor + tensor.new_tensor(by).reshape(tensor.shape) if name == bias else tensor
+        del tensor  # before the next one is gathered
 
 
 def weights_by_label(model: str, labels: Sequence[str], weights: Mapping[str, float]) -> dict[str, float]:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from files.atomic import write_json
 from files.records import record_of
 from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
@@ -86,12 +88,13 @@ def train(context: StageContext, config: RewardConfig, start: Path, data: Prepar
     loop_config = LoopConfig.of("reward", context.seed, num_steps, config)
     TrainingLoop(engine, loop_config, objectives[0], objectives[1], context.folder).run()
     scores = final_scores(engine, tokenizer, config, trained_on, unseen)
-    tensors = engine.full_weights(on_main_alone=True)
+    weights, others = engine.weights_for_file(), dict[str, Tensor]()
     if engine.is_main:
         # Auxiliary parameters are not part of the model; they go to the results.
         network = on_meta(source.build)
-        save_model(context.model_folder, network, shifted(network, network_weights(tensors), scores.shift), tokenizer)
-        learned = [auxiliary.learned(tensors, shape.hidden_size, place) for place in range(len(split.objectives))]
+        shifted_weights = shifted(network, network_weights(weights, others), scores.shift)
+        save_model(context.model_folder, network, shifted_weights, tokenizer)
+        learned = [auxiliary.learned(others, shape.hidden_size, place) for place in range(len(split.objectives))]
         write_results(context, config, split, scores, learned)
         write_json(context.folder / WARNINGS, list(data.warnings))
     engine.barrier()

@@ -65,7 +65,7 @@ def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFold
     loop = TrainingLoop(engine, loop_config, training, heldout, context.folder)
     before = loop.evaluate()
     metrics = loop.run()
-    weights = engine.full_weights(on_main_alone=True)
+    weights = engine.weights_for_file()
     if engine.is_main:
         save_model(context.model_folder, engine.module, weights, tokenizer)
         context.write_results(

@@ -496,7 +496,8 @@ def descend(source: ModelSource[Any], mean: Callable[[Any], Tensor], max_grad_no
         losses.append(float(loss.detach()))
         norms.append(float(norm))
     assert min(norms) > max_grad_norm
-    return [*losses, float(mean(model).detach())], norms, model.state_dict()
+    weights = {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    return [*losses, float(mean(model).detach())], norms, weights
 
 
 PLAIN = [split for split in SPLITS if split.name != "ppo" and not split.name.endswith(DROPOUT)]

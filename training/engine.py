@@ -251,25 +251,34 @@ class Engine(Generic[AnyModule]):
         if keep:
             yield from ((name, buffer.detach().to(dtype)) for name, buffer in self.module.named_buffers())
 
-    def full_weights(self, *, on_main_alone: bool = False) -> dict[str, Tensor]:
-        """The whole state dict in fp32 on every rank's device; under ZeRO, a collective call.
-
-        With `on_main_alone`, ZeRO's weights go to rank 0's CPU memory, as a file needs them; other ranks get {}.
-        """
+    def full_weights(self) -> dict[str, Tensor]:
+        """All weights in fp32 on every rank's device, tied ones once; under ZeRO, a collective call."""
         if self.config.zero_stage == 0:
-            return {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
-        own = {shard.name: shard.view(shard.storage) for shard in self.shards()}
-        return self.gather_shards(own, on_main_alone=on_main_alone)
+            return {name: tensor.detach() for name, tensor in self._whole_tensors()}
+        return dict(self._gathered(self._own_weights(), on_main_alone=False))
 
-    def gather_shards(self, own: Mapping[str, Tensor], *, on_main_alone: bool) -> dict[str, Tensor]:
-        """The whole state dict in fp32, of whose trained weights ranks hold parts laid out as `shards` is.
+    def weights_for_file(self, own: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Rank 0's fp32 weights, one whole tensor at a time, tied ones once; every rank calls it.
 
-        `own` are this rank's numbers [length] by the name of the shard; a collective call. With `on_main_alone`, the
-        dict is in rank 0's CPU memory; other ranks get {}.
+        Rank 0 has to take them all: they are gathered as it takes them, into CPU memory if ranks hold shards. Other
+        ranks send their shards in this call, and get none. `own` are this rank's numbers [length] of other values of
+        the trained weights, by name and laid out as `shards` is.
         """
+        if self.config.zero_stage == 0 and own is None:
+            return iter([(name, tensor.detach()) for name, tensor in self._whole_tensors()] if self.is_main else [])
+        gathered = self._gathered(self._own_weights() if own is None else own, on_main_alone=True)
+        return gathered if self.is_main else iter([*gathered])
+
+    def _whole_tensors(self) -> list[tuple[str, Tensor]]:
+        return [*self.module.named_parameters(), *self.module.named_buffers()]
+
+    def _own_weights(self) -> dict[str, Tensor]:
+        return {shard.name: shard.view(shard.storage) for shard in self.shards()}
+
+    def _gathered(self, own: Mapping[str, Tensor], *, on_main_alone: bool) -> Iterator[tuple[str, Tensor]]:
         self._gatherer = self._gatherer or Gatherer(self.shards(), self.rank, self.device, self.gather)
         frozen = self._source.tensors() if self.config.zero_stage else self.module.named_parameters()
-        return self._gatherer.state_dict(self.module, own, frozen, on_main_alone=on_main_alone)
+        return self._gatherer.tensors(self.module, own, frozen, on_main_alone=on_main_alone)
 
     def offload_optimizer(self) -> None:
         """Send the optimizer's states, and under ZeRO the fp32 weights, to CPU memory until they are needed."""

@@ -1,7 +1,7 @@
 """Whole tensors from the shards that ranks hold, one tensor at a time: no rank needs room for two copies of a model."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,34 +53,34 @@ class Gatherer:
                 dist.broadcast(part, owner)
         return whole
 
-    def state_dict(
+    def tensors(
         self,
         module: nn.Module,
         own: Mapping[str, Tensor],
         originals: Iterable[tuple[str, Tensor]],
         *,
         on_main_alone: bool,
-    ) -> dict[str, Tensor]:
-        """All tensors of `module` by all their names, tied ones held once: trained weights from `own` shards, frozen
-        ones from `originals`, of which no rank holds fp32 shards. With `on_main_alone` on the CPU, and {} elsewhere.
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of `module` one at a time, tied ones once: trained weights from `own` shards, frozen ones
+        from `originals`, of which no rank holds fp32 shards. With `on_main_alone` on the CPU, and none elsewhere.
+
+        `originals` come in the order of `named_parameters`.
         """
         keep = self._rank == MAIN or not on_main_alone
         device = torch.device("cpu") if on_main_alone else self._device
-        parameters, whole = dict(module.named_parameters()), dict[str, Tensor]()
-        for name, parameter in parameters.items():
+        frozen = iter(originals)
+        for name, parameter in module.named_parameters():
+            found: Tensor | None = None
             if parameter.requires_grad:
                 found = self.whole(name, parameter, own.get(name), on_main_alone=on_main_alone)
-                if found is not None:
-                    whole[name] = found.to(device)
-        if not keep:
-            return {}
-        frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
-        if frozen:
-            whole |= {name: tensor.detach().to(device) for name, tensor in originals if name in frozen}
-        name_of = {id(parameter): name for name, parameter in parameters.items()}
-        buffers = {name: buffer.detach().to(device) for name, buffer in module.named_buffers()}
-        tied = module.named_parameters(remove_duplicate=False)
-        return buffers | {name: whole[name_of[id(parameter)]] for name, parameter in tied}
+            elif keep:
+                found = next(tensor for original, tensor in frozen if original == name).detach()
+            if found is not None:
+                found = found.to(device)
+                yield name, found
+            del found  # before the next one is gathered
+        if keep:
+            yield from ((name, buffer.detach().to(device)) for name, buffer in module.named_buffers())
 
 
 def _exchanged(operations: list[dist.P2POp]) -> None:

@@ -136,7 +136,7 @@ def test_large_weights_are_cut_into_shards_and_read_from_them(tmp_path: Path, to
     )
     model = LanguageModel(config)
     init_weights(model, 1)
-    save_model(tmp_path, model.eval(), model.state_dict(), tokenizer, max_shard="10KB")
+    save_model(tmp_path, model.eval(), model.state_dict(), tokenizer, max_file_bytes=10_000)
     shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(shards) >= 3
     assert torch.equal(load_language_model(tmp_path).eval()(TOKENS), model(TOKENS))

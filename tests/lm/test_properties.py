@@ -261,7 +261,7 @@ def test_what_is_written_comes_back(
     assert family_of(config, PURPOSES[head]).model_type != "heed" or not published
     model = random_model(config, head, **labels)
     with tempfile.TemporaryDirectory() as name:
-        save_model(Path(name), model, model.state_dict(), tokenizer, max_shard="2KB" if shards else "5GB")
+        save_model(Path(name), model, model.state_dict(), tokenizer, max_file_bytes=2_000 if shards else 10**9)
         assert len(list(Path(name).glob("*.safetensors"))) > 1 or not shards
         again = load_model(Path(name), head)
     assert again.config == model.config

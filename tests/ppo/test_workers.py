@@ -61,7 +61,7 @@ def weights_of(worker: OneRank) -> dict[str, Tensor]:
         "generator": worker.generator.policy,
     }
     found = {f"{part}.{name}": t.clone() for part, model in parts.items() for name, t in model.state_dict().items()}
-    return found | {f"average.{name}": tensor.clone() for name, tensor in worker.learner.average.full_weights().items()}
+    return found | {f"average.{name}": tensor.clone() for name, tensor in worker.learner.average.weights_for_file()}
 
 
 def sequences(rollout: Rollout) -> Iterator[tuple[int, int, list[int]]]:
@@ -128,7 +128,7 @@ def test_responses_that_fill_the_context_have_the_scores_that_a_judge_gives_them
 
 def test_the_average_of_tied_weights_is_held_once(start: Start, tmp_path: Path) -> None:
     worker = start()
-    average = worker.learner.average.full_weights()
+    average = dict(worker.learner.average.weights_for_file())
     assert average["head.weight"] is average["decoder.embedding.weight"]
     held = worker.learner.average.shards["decoder.embedding.weight"].storage
     assert held.data_ptr() != worker.learner.policy.module.head.weight.data_ptr()
@@ -353,7 +353,7 @@ def test_the_moving_average_by_hand(start: Start, models: InitialModels, prompts
         worker.roles.sync_weights()
         for name, weight in worker.learner.policy.module.state_dict().items():
             expected[name] = 0.75 * expected[name] + 0.25 * weight
-    averages = worker.learner.average.full_weights()
+    averages = dict(worker.learner.average.weights_for_file())
     assert averages.keys() == expected.keys()
     for name, average in averages.items():
         torch.testing.assert_close(average, expected[name], atol=1e-6, rtol=0)

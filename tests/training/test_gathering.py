@@ -19,6 +19,8 @@ from benchmarks.live_bytes import LiveBytes, environment
 from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import RandomInit
+from lm.tokenizer import Tokenizer
+from lm.weights import ModelFolder, save_model
 from ppo.average import MovingAverage
 from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
@@ -28,6 +30,7 @@ CONFIG = ModelConfig(
     num_key_value_heads=1, intermediate_size=127,
 )  # fmt: skip
 NUM_RANKS = 2
+FILE_BYTES = 200_000  # of the 1.8 million that the weights have
 CASES = [(stage, precision) for stage in range(4) for precision in ("fp32", "bf16")]
 
 
@@ -75,11 +78,12 @@ def check_files_and_average(engine: Engine[LanguageModel]) -> None:
     average = MovingAverage(engine, 0.75)
     step(engine)
     average.advance()
-    later, averaged = engine.full_weights(), average.full_weights()
+    later, averaged = engine.full_weights(), dict(average.weights_for_file())
     assert averaged.keys() == (everywhere.keys() if engine.is_main else set())
     for name, tensor in averaged.items():
         assert torch.equal(tensor, everywhere[name].lerp(later[name], 0.25)), name
-    on_main = engine.full_weights(on_main_alone=True)
+    on_main = dict(engine.weights_for_file())
+    assert on_main.keys() == averaged.keys()
     assert all(torch.equal(tensor, later[name]) for name, tensor in on_main.items())
 
 
@@ -89,6 +93,23 @@ def peak_of_streaming(engine: Engine[LanguageModel], dtype: torch.dtype, live: L
         for _ in engine.weights(dtype):
             pass
     return live.phases["weights"].growth
+
+
+def peak_of_saving(engine: Engine[LanguageModel], folder: Path, live: LiveBytes) -> int:
+    """Bytes of tensors beyond those of the engine while rank 0 writes the model in several files."""
+    tokenizer = Tokenizer.train(["words"], 270, "chat")
+    with live.phase("save"):
+        weights = engine.weights_for_file()
+        if engine.is_main:
+            save_model(folder, engine.module, weights, tokenizer, FILE_BYTES)
+        engine.barrier()
+    expected = engine.full_weights()
+    if engine.is_main:
+        assert len([*folder.glob("model-*-of-*.safetensors")]) > 5
+        saved = dict(ModelFolder(folder, LanguageModel).tensors())
+        assert saved.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.items())
+    return live.phases["save"].growth
 
 
 def rank_program(folder: Path) -> None:
@@ -105,7 +126,10 @@ def rank_program(folder: Path) -> None:
             average = MovingAverage(engine, 0.75)
             held = sum(shard.length for shard in average.shards.values())
             growth = peak_of_streaming(engine, dtype, live) / dtype.itemsize
-            found[f"{stage}-{precision}"] = {"error": "", "loaded": loaded, "held": held, "growth": growth}
+            saved = peak_of_saving(engine, folder / f"{stage}-{precision}", live)
+            found[f"{stage}-{precision}"] = {
+                "error": "", "loaded": loaded, "held": held, "growth": growth, "saved": saved,
+            }  # fmt: skip
         except Exception:
             found[f"{stage}-{precision}"] = {"error": traceback.format_exc()}
         engine.close()
@@ -141,6 +165,7 @@ def test_gathered_weights_and_averages_of_shards(ranks: list[dict[str, Any]], st
         # No second copy: at most the one taken before, the next one, and the buffers that gloo fills it from.
         assert case["loaded"] < (2.2 if stage in (1, 2) and precision == "bf16" else 4.2) * sum(sizes)
         assert case["growth"] <= 5 * max(sizes) < 0.4 * sum(sizes)
+        assert case["saved"] <= FILE_BYTES + 4 * 3 * max(sizes) < 0.4 * 4 * sum(sizes)
     assert sum(rank[f"{stage}-{precision}"]["held"] for rank in ranks) == sum(sizes)
 
 

@@ -56,7 +56,7 @@ def rank_program(folder: Path) -> None:
     weights = engine.full_weights()
     engine.close()
     model, whole = peak_growth(lambda: load(source))
-    same = all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    same = all(torch.equal(weights[name], tensor) for name, tensor in model.named_parameters())
     (folder / f"rank-{rank}.json").write_text(json.dumps({"sharded": sharded, "whole": whole, "same": same}))
     torch.distributed.destroy_process_group()
 
@@ -67,7 +67,7 @@ def figures(
 ) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("sharded")
     model = load(RandomInit(lambda: LanguageModel(CONFIG), seed=1))
-    save_model(folder / "model", model, model.state_dict(), tokenizer, max_shard="40MB")
+    save_model(folder / "model", model, model.state_dict(), tokenizer, max_file_bytes=40_000_000)
     # Freed memory goes back to the system at once, so that what is measured is what is held.
     start_two_ranks(__file__, folder, MALLOC_MMAP_THRESHOLD_="65536")
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
