@@ -4,7 +4,7 @@ A consumer stores each tensor and releases it, so that memory never holds a seco
 a rank that keeps a shard of each tensor.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -28,8 +28,17 @@ class ModelSource(Protocol[AnyModel_co]):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and fp32 value of every parameter (tied ones once, as `named_parameters` names them) and buffer.
 
+        They come in the order of `named_parameters` and `named_buffers`.
         Raises: ValueError for a file that does not fit, before the first tensor.
         """
+        ...
+
+
+class PartialSource(ModelSource[AnyModel_co], Protocol[AnyModel_co]):
+    """A source that need not be read whole."""
+
+    def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """As `ModelSource.tensors`; with `names` only those, and no others are read."""
         ...
 
 
@@ -40,11 +49,14 @@ class RandomInit(Generic[AnyModel]):
     build: Callable[[], AnyModel]
     seed: int
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         model = on_meta(self.build)
-        yield from initial_weights(model, self.seed)
+        for name, tensor in initial_weights(model, self.seed):  # each draw depends on those before it
+            if names is None or name in names:
+                yield name, tensor
         for name, buffer in model.named_buffers():
-            yield name, torch.zeros(buffer.shape)
+            if names is None or name in names:
+                yield name, torch.zeros(buffer.shape)
 
 
 def on_meta(build: Callable[[], AnyModel]) -> AnyModel:

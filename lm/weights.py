@@ -6,7 +6,7 @@ several objectives has one label per objective, with its name); its bias, which 
 there and is kept in config.json as `score_bias`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -144,14 +144,16 @@ class ModelFolder(Generic[AnyModel]):
         with open_checkpoint(self.folder, family, on_meta(self.build)):
             pass
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         _, family, raw = read_config(self.folder, PURPOSES[self.kind])
         model = on_meta(self.build)
         with open_checkpoint(self.folder, family, model) as checkpoint:
             for ours, parameter in model.named_parameters():
-                yield ours, checkpoint.read(ours, parameter.shape)
+                if names is None or ours in names:
+                    yield ours, checkpoint.read(ours, parameter.shape)
         for name, buffer in model.named_buffers():  # a score's bias is the only one
-            yield name, _score_bias(self.folder / CONFIG, raw, buffer.shape)
+            if names is None or name in names:
+                yield name, _score_bias(self.folder / CONFIG, raw, buffer.shape)
 
 
 @dataclass(frozen=True)

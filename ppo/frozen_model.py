@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lm.attention import Attention
 from lm.mlp import MLP
 from lm.progress import note_progress
-from lm.source import ModelSource, on_meta
+from lm.source import PartialSource, on_meta
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 AnyModule_co = TypeVar("AnyModule_co", bound=nn.Module, covariant=True)
@@ -50,14 +50,15 @@ class HeldModel(Generic[AnyModule]):
 class ShardedModel(Generic[AnyModule]):
     """A model of which each rank keeps a share in CPU memory. RANK and WORLD_SIZE name the ranks.
 
-    Each rank reads the source's tensors one at a time and keeps its part of their bytes, so none ever holds the whole
-    model in CPU memory. `set_types` sets the types of the weights of a model without values. With `by_layer`, attention
-    and MLP of each block are on the device only while they compute, else all weights are there while in use.
+    Each rank reads, one at a time, the tensors of which it keeps some bytes: together the ranks read the model once,
+    apart from tensors at the borders of their shares, and none ever holds the whole model in CPU memory. `set_types`
+    sets the types of the weights of a model without values. With `by_layer`, attention and MLP of each block are on the
+    device only while they compute, else all weights are there while in use.
     """
 
     def __init__(
         self,
-        source: ModelSource[AnyModule],
+        source: PartialSource[AnyModule],
         set_types: Callable[[nn.Module], object],
         device: torch.device,
         timeout_seconds: float,
@@ -72,8 +73,8 @@ class ShardedModel(Generic[AnyModule]):
         for layer, bundle in zip(layers.values(), self._layers, strict=True):
             layer.register_forward_pre_hook(lambda _module, _args, bundle=bundle: bundle.bring())
             layer.register_forward_hook(lambda _module, _args, _out, bundle=bundle: bundle.drop(), always_call=True)
-        by_name = {name: bundle for bundle in self.bundles for name in bundle.weights}
-        for name, tensor in source.tensors():
+        by_name = {name: bundle for bundle in self.bundles for name in bundle.own_weights()}
+        for name, tensor in source.tensors([*by_name]):
             note_progress()
             by_name.pop(name).keep(name, tensor)
         assert not by_name, f"the source of a {type(self.module).__name__} has no {sorted(by_name)}"
@@ -116,13 +117,21 @@ class _Bundle:
         size = _rounded_up(-(-num_bytes // self.num_ranks))
         self.share = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
+    def own_weights(self) -> list[str]:
+        """The weights of which this rank has a part."""
+        return [name for name in self.weights if self._own_bytes(name)]
+
     def keep(self, name: str, tensor: Tensor) -> None:
         """Keep this rank's part of a weight."""
-        weight, first = self.weights[name], self.rank * len(self.share)
+        weight, own, first = self.weights[name], self._own_bytes(name), self.rank * len(self.share)
         data = tensor.to(weight.placeholder.dtype).contiguous().reshape(-1).view(torch.uint8)
-        low, high = max(weight.start, first), min(weight.start + len(data), first + len(self.share))
-        if low < high:
-            self.share[low - first : high - first] = data[low - weight.start : high - weight.start]
+        self.share[own.start - first : own.stop - first] = data[own.start - weight.start : own.stop - weight.start]
+
+    def _own_bytes(self, name: str) -> range:
+        """The bytes of the bundle that are of this weight and in this rank's share."""
+        weight, first = self.weights[name], self.rank * len(self.share)
+        end = min(weight.start + weight.placeholder.nbytes, first + len(self.share))
+        return range(max(weight.start, first), end)
 
     def bring(self) -> None:
         """Gather the weights on the device; a collective call."""

@@ -17,7 +17,7 @@ from lm.head import align_heads
 from lm.linear import Fp32Linear
 from lm.model import LanguageModel
 from lm.progress import note_progress
-from lm.source import ModelSource, load
+from lm.source import PartialSource, load
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder
 from ppo.config import PPOConfig
@@ -89,7 +89,7 @@ class Scorer(Rank):
         """
         return self._compute_dtype == torch.bfloat16 and self.engine_config.zero_stage == 0
 
-    def _fixed(self, source: ModelSource[AnyModel]) -> FrozenModel[AnyModel]:
+    def _fixed(self, source: PartialSource[AnyModel]) -> FrozenModel[AnyModel]:
         if self.config.memory == "fast":
             whole = (torch.device("cpu"), torch.float32)  # autocast's products are rounded before they go to the device
             device, dtype = whole if self._autocast else (self.device, self._compute_dtype)

@@ -19,7 +19,7 @@ from lm.inference import load_for_inference
 from lm.model import ScalarModel
 from lm.padding import MAX_ROWS, batches_by_length, last_tokens, pad_right
 from lm.progress import note_progress
-from lm.source import ModelSource, on_meta
+from lm.source import PartialSource, on_meta
 from lm.tokenizer import Messages, Tokenizer
 from lm.upload import upload
 from lm.weights import ModelFolder, purpose_of
@@ -28,7 +28,7 @@ from reward.comparisons import Comparison, encode_scored
 RewardNetwork = ScalarModel | SequenceClassifier
 
 
-def network_folder(folder: Path, dropout: float = 0.0) -> ModelSource[RewardNetwork]:
+def network_folder(folder: Path, dropout: float = 0.0) -> PartialSource[RewardNetwork]:
     """A source of the reward model in a directory; nothing is read yet. Raises as for `lm.weights.purpose_of`."""
     if purpose_of(folder) == "sequence":
         return ModelFolder(folder, SequenceClassifier, dropout)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lm.source import ModelSource
@@ -12,6 +13,7 @@ from training.internals import shard_zero3, shard_zero12, write_back_zero3, writ
 from training.state import ParamShard
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
+READER = 0  # the rank that reads models for all
 REDUCE_BUCKET = 500_000_000  # gradients reduced at once, at most; DeepSpeed allocates a buffer of that many numbers
 OFFLOADED = {"optimizer": "optimizer", "parameters": "param"}  # Heed's names and those of DeepSpeed's config
 
@@ -41,17 +43,29 @@ def deepspeed_config(
 
 @torch.no_grad()
 def build_sharded(source: ModelSource[AnyModule], config: Mapping[str, Any]) -> AnyModule:
-    """Build a model in ZeRO-3's shards; a collective call. A rank holds its shards and one whole tensor at a time."""
+    """Build a model in ZeRO-3's shards; a collective call. A rank holds its shards and one whole tensor at a time.
+
+    Rank 0 alone reads the source, and all ranks get their shards from it.
+    """
     from deepspeed import zero
 
     with zero.Init(config_dict_or_path=dict(config)):
         model = source.build()
-    holders = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name, tensor in source.tensors():
-        holder = holders.pop(name)
-        with zero.GatheredParameters([holder], modifier_rank=0):
-            holder.copy_(tensor)
-    assert not holders, f"the source of a {type(model).__name__} has no {sorted(holders)}"
+    is_reader = dist.get_rank() == READER
+    tensors = source.tensors() if is_reader else iter(())
+    for name, parameter in model.named_parameters():
+        with zero.GatheredParameters([parameter], modifier_rank=READER):  # broadcasts what rank 0 has written
+            if is_reader:
+                found, tensor = next(tensors)
+                assert found == name, f"the source yields {found} where a {type(model).__name__} has {name}"
+                parameter.copy_(tensor)
+                del tensor  # before the next one is read
+    buffers = dict(model.named_buffers())
+    if buffers:
+        rest = [dict(tensors)]
+        dist.broadcast_object_list(rest, READER)
+        for name, buffer in buffers.items():
+            buffer.copy_(rest[0][name])
     return model
 
 

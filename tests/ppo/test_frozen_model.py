@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from lm.config import ModelConfig
 from lm.encoder import SequenceClassifier
 from lm.model import LanguageModel, ScalarModel
-from lm.source import ModelSource, RandomInit, load
-from lm.weights import ModelFolder
+from lm.source import PartialSource, RandomInit, load
+from lm.tensor_files import Checkpoint
+from lm.tokenizer import Tokenizer
+from lm.weights import ModelFolder, save_model
 from ppo.config import PPOConfig
 from ppo.frozen_model import ShardedModel
 from ppo.initial_models import InitialModels
@@ -35,7 +38,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def source_of(name: str) -> ModelSource[nn.Module]:
+def source_of(name: str) -> PartialSource[nn.Module]:
     return RandomInit(MODELS[name], seed=3)
 
 
@@ -65,7 +68,9 @@ def test_bf16_rounds_weights_as_the_learner_does_and_no_bias_of_a_score(
     engine = EngineConfig.model_validate({"precision": "bf16", "zero_stage": zero_stage})
     given = ModelFolder.tensors
     monkeypatch.setattr(
-        ModelFolder, "tensors", lambda self: ((n, t + 5.76 if n == "bias" else t) for n, t in given(self))
+        ModelFolder,
+        "tensors",
+        lambda self, names=None: ((n, t + 5.76 if n == "bias" else t) for n, t in given(self, names)),
     )
     for memory in ("fast", "small"):
         network = Scorer(ppo_config(memory=memory), engine, models).network
@@ -109,3 +114,36 @@ def test_ranks_hold_equal_parts_which_are_the_whole(by_layer: bool, monkeypatch:
         assert len({len(own[number]) for own in parts}) == 1
         assert torch.equal(gathered[: len(share)], share)
         assert not gathered[len(share) :].any()
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_together_the_ranks_read_the_files_about_once(
+    by_layer: bool, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = config(num_hidden_layers=8, tie_word_embeddings=False)
+    model = load(RandomInit(lambda: LanguageModel(shape), seed=3))
+    save_model(tmp_path, model, model.state_dict(), tokenizer)
+    num_read, read = 0, Checkpoint.tensor
+
+    def counted(checkpoint: Checkpoint, name: str) -> Tensor:
+        nonlocal num_read
+        num_read += (tensor := read(checkpoint, name)).nbytes
+        return tensor
+
+    monkeypatch.setattr(Checkpoint, "tensor", counted)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    shares = []
+    for rank in range(4):
+        monkeypatch.setenv("RANK", str(rank))
+        source = ModelFolder(tmp_path, LanguageModel)
+        sharded = ShardedModel(source, lambda _: None, CPU, 60.0, by_layer=by_layer)
+        shares.append([bundle.share for bundle in sharded.bundles])
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    # A tensor that two ranks share is read by both: 3 borders in the whole model, or 3 in each attention and MLP.
+    assert whole <= num_read < (3 if by_layer else 1.3) * whole
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    alone = ShardedModel(source, lambda _: None, CPU, 60.0, by_layer=by_layer)
+    for number, bundle in enumerate(alone.bundles):
+        together = torch.cat([share[number] for share in shares])
+        assert torch.equal(together[: len(bundle.share)], bundle.share)

@@ -1,4 +1,4 @@
-"""Under ZeRO-3 a directory's weights go to the shards one tensor at a time: no rank ever holds them all.
+"""Under ZeRO-3 a directory's weights go to the shards one tensor at a time, read by one rank: none holds them all.
 
 This file is also the ranks' program: `python test_sharded_loading.py FOLDER`.
 """
@@ -17,6 +17,7 @@ from benchmarks.speed.peak import peak_growth
 from lm.config import ModelConfig
 from lm.model import LanguageModel
 from lm.source import RandomInit, load
+from lm.tensor_files import Checkpoint
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, save_model
 from training.config import EngineConfig, OptimizerConfig
@@ -44,11 +45,19 @@ def rank_program(folder: Path) -> None:
     Engine(RandomInit(lambda: LanguageModel(small), 0), optimizer, config, world_size=2, micro_batch=1).close()
     from training import engine as engines
 
-    sharded, loading = None, engines.build_sharded
+    sharded, loading, num_read, read = None, engines.build_sharded, 0, Checkpoint.tensor
+
+    def counted(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+        nonlocal num_read
+        tensor = read(checkpoint, name)
+        num_read += tensor.nbytes
+        return tensor
 
     def watched(*arguments: Any) -> Any:
         nonlocal sharded
+        Checkpoint.tensor = counted  # type: ignore[method-assign]
         model, sharded = peak_growth(lambda: loading(*arguments))
+        Checkpoint.tensor = read  # type: ignore[method-assign]
         return model
 
     engines.build_sharded = watched  # type: ignore[assignment]
@@ -57,7 +66,8 @@ def rank_program(folder: Path) -> None:
     engine.close()
     model, whole = peak_growth(lambda: load(source))
     same = all(torch.equal(weights[name], tensor) for name, tensor in model.named_parameters())
-    (folder / f"rank-{rank}.json").write_text(json.dumps({"sharded": sharded, "whole": whole, "same": same}))
+    found = {"sharded": sharded, "whole": whole, "same": same, "num_read": num_read}
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 
@@ -80,6 +90,11 @@ def test_a_rank_holds_its_shards_and_one_tensor(figures: list[dict[str, Any]]) -
     for rank in figures:
         assert rank["whole"] > 0.95 * whole  # so the measure tells a whole copy when it sees one
         assert rank["sharded"] < whole / 2 + 4 * max(tensors) < 0.6 * whole
+
+
+def test_rank_0_alone_reads_the_files(figures: list[dict[str, Any]]) -> None:
+    whole = sum(tensor.nbytes for _, tensor in RandomInit(lambda: LanguageModel(CONFIG), 1).tensors())
+    assert [rank["num_read"] for rank in figures] == [whole, 0]
 
 
 def test_the_shards_hold_the_files_weights(figures: list[dict[str, Any]]) -> None:
