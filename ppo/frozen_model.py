@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lm.attention import Attention
 from lm.mlp import MLP
+from lm.pinned import host_bytes
 from lm.progress import note_progress
 from lm.source import PartialSource, on_meta
 
@@ -115,7 +116,7 @@ class _Bundle:
         self.weights, self.device = weights, device
         self.rank, self.num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         size = _rounded_up(-(-num_bytes // self.num_ranks))
-        self.share = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+        self.share = host_bytes(size, pinned=device.type == "cuda")
 
     def own_weights(self) -> list[str]:
         """The weights of which this rank has a part."""

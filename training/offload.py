@@ -6,6 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from lm.pinned import host_bytes
+
 
 class Offload:
     """Moves what lies behind tensors to CPU memory and back. Tensors and their views are the same objects afterwards.
@@ -50,7 +52,7 @@ class Offload:
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
     def _empty_host(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
+        return host_bytes(num_bytes, pinned=self.device.type == "cuda")
 
     def _finish_copies(self) -> None:
         if self.device.type == "cuda" and self._away:

@@ -9,7 +9,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,6 +17,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from lm.pinned import host_bytes
 from training.checkpoint import begin_checkpoint
 from training.checkpoint_part import CheckpointPart
 from training.failures import CheckpointError
@@ -24,6 +25,7 @@ from training.notices import say
 from training.state import ShardRange, State
 
 PROGRESS = "progress.json"
+ALIGNMENT = 64  # bytes; of each tensor in the memory that states are copied to
 RETRY_SECONDS = 20.0  # a folder may be unreachable for this long
 
 # Returns every rank's value, by rank; a collective call.
@@ -50,7 +52,7 @@ class CheckpointWriter:
     _num_failed: int = 0
     _cause: str = ""  # of the last failed checkpoint
     _waited: float = 0.0
-    _buffers: dict[str, Tensor] = field(default_factory=dict)
+    _arena: Tensor | None = None
     _part: CheckpointPart | None = None
 
     def __enter__(self) -> Self:
@@ -84,7 +86,7 @@ class CheckpointWriter:
             self._stop()
         started = time.monotonic()
         content = json.dumps({"step": step, **(progress or {})}) + "\n"
-        copies = {model: self._copy(model, state) for model, state in models.items()}
+        copies = self._copies(models)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         all_files = {PROGRESS: content.encode(), **(files or {})}
@@ -147,14 +149,24 @@ class CheckpointWriter:
             where = f"resumes from step {self.sound_step}"
         raise CheckpointError(f"{what}: {self._cause} and run the same command again, which {where}")
 
-    def _copy(self, model: str, state: State) -> State:
-        """Copy the state to CPU memory, into buffers that are reused; next to a GPU, they are pinned."""
-        copies = {}
-        for key, original in state.items():
-            buffer, values = self._buffers.get(f"{model}/{key}"), original.values
-            if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
-                buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=torch.cuda.is_available())
-                self._buffers[f"{model}/{key}"] = buffer
-            buffer.copy_(values, non_blocking=True)
-            copies[key] = ShardRange(original.offset, buffer)
+    def _copies(self, models: Mapping[str, State]) -> dict[str, State]:
+        """Copy all states to CPU memory: into one piece that every checkpoint uses, pinned where there is a GPU."""
+        num_bytes = sum(_aligned(held.values.nbytes) for state in models.values() for held in state.values())
+        if self._arena is None or len(self._arena) < num_bytes:
+            self._arena = None  # before there is another
+            self._arena = host_bytes(num_bytes, pinned=torch.cuda.is_available())
+        copies, start = dict[str, State](), 0
+        for model, state in models.items():
+            copied = dict[str, ShardRange]()
+            for key, original in state.items():
+                values, end = original.values, start + original.values.nbytes
+                buffer = self._arena[start:end].view(values.dtype).view(values.shape)
+                buffer.copy_(values, non_blocking=True)
+                copied[key] = ShardRange(original.offset, buffer)
+                start += _aligned(values.nbytes)
+            copies[model] = copied
         return copies
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -78,6 +78,27 @@ def test_training_goes_on_while_what_was_there_is_written(tmp_path: Path, held_u
     }
 
 
+def test_every_checkpoint_is_copied_into_the_same_memory(tmp_path: Path) -> None:
+    def state(step: int) -> State:
+        sizes = {"weight/a": 1000, "exp_avg/a": 1000, "step/a": 1, "weight/b": 37}
+        return {key: ShardRange(0, torch.full((size,), float(step))) for key, size in sizes.items()}
+
+    used = set()
+    with start() as writer:
+        for step in (1, 2, 3):
+            models = {"policy": state(step), "value": state(-step)}
+            writer.save(tmp_path, step, models)
+            assert writer._part is not None
+            for name, copied in writer._part.models.items():
+                assert all(torch.equal(copied[key].values, held.values) for key, held in models[name].items())
+                for held in copied.values():
+                    storage = held.values.untyped_storage()
+                    used.add((storage.data_ptr(), storage.nbytes()))
+    num_bytes = 2 * 4 * (1000 + 1000 + 1 + 37)
+    ((_, size),) = used
+    assert num_bytes <= size < num_bytes + 8 * 64
+
+
 def test_the_next_save_waits_for_the_one_before(tmp_path: Path, held_up: threading.Event) -> None:
     with start() as writer:
         writer.save(tmp_path, 1, part(1.0))
