@@ -1,6 +1,6 @@
 """Calls under way on the ranks of groups, and waiting for them while watching that the ranks live and make progress."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -25,6 +25,13 @@ class Calls(Generic[Result]):
 
     def __call__(self) -> list[Result]:
         return wait_all(self)[0]
+
+
+def stored_once(arguments: Sized) -> Any:
+    """Arguments for all ranks of a group, which Ray would pickle and store again for each of them: a reference to one
+    copy, from which Ray gives every rank the arguments themselves.
+    """
+    return ray.put(arguments) if len(arguments) else arguments
 
 
 def wait_all(*started: Calls[Result]) -> list[list[Result]]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar, TypeVarTuple
 
-from cluster.calls import Calls
+from cluster.calls import Calls, stored_once
 from cluster.config import ClusterConfig
 from cluster.connection import connect
 from cluster.failures import WorkerError
@@ -62,7 +62,8 @@ class WorkerGroup:
 
     def run(self, stage: str, function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> list[Result]:
         """`function(*args, **kwargs)` on every rank at once. Returns the results by rank."""
-        references = tuple(actor.run.remote(function, args, kwargs) for actor in self.ranks.actors)
+        sent = stored_once(args), stored_once(kwargs)
+        references = tuple(actor.run.remote(function, *sent) for actor in self.ranks.actors)
         return Calls[Result](self.ranks, stage, references)()
 
     def run_split(

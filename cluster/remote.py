@@ -97,9 +97,10 @@ class Remote(Handle[Kept]):
         cls, ranks: "Ranks", stage: str, factory: Callable[P, Kept], *args: P.args, **kwargs: P.kwargs
     ) -> "Remote[Kept]":
         key = f"{stage}/{next(_numbers)}"
-        references = tuple(actor.put.remote(key, factory, args, kwargs) for actor in ranks.actors)
-        from cluster.calls import Calls
+        from cluster.calls import Calls, stored_once
 
+        sent = stored_once(args), stored_once(kwargs)
+        references = tuple(actor.put.remote(key, factory, *sent) for actor in ranks.actors)
         Calls[None](ranks, stage, references)()
         return Remote(ranks, stage, key)
 

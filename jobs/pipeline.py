@@ -17,7 +17,7 @@ from cluster.code import send_by_value
 from cluster.connection import disconnect
 from cluster.failures import WorkerError
 from cluster.precision import resolve_precision
-from files.atomic import write_json
+from files.atomic import write_json, write_text
 from files.hashes import file_hash, folder_hash
 from files.lock import lock
 from files.python_names import file_of, load_function
@@ -224,7 +224,7 @@ def _open_folder(run: Run, stage: AnyStage, inputs: Inputs, forced: bool) -> Non
     folder.mkdir(exist_ok=True)
     write_json(folder / "inputs.json", {"fingerprint": inputs.fingerprint})
     config: dict[str, Any] = dict(inputs.config)
-    (folder / "config.toml").write_text(tomli_w.dumps({"seed": inputs.seed, **config}), encoding="utf-8")
+    write_text(folder / "config.toml", tomli_w.dumps({"seed": inputs.seed, **config}))
 
 
 def _put_aside(run: Run, folder: Path) -> None:
@@ -281,4 +281,4 @@ def _write_job(job: JobConfig, path: Path) -> None:
     """Write the resolved job, defaults included."""
     values = job.model_dump(mode="json", exclude_none=True)  # TOML has no null
     values["engine"]["precision"] = job.engine.resolved_precision()
-    path.write_text(tomli_w.dumps(values), encoding="utf-8")
+    write_text(path, tomli_w.dumps(values))

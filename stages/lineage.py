@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from files.atomic import write_json
-from files.hashes import file_hash, folder_hash
+from files.hashes import folder_hash, unchanged_hash
 
 PACKAGES = ("torch", "deepspeed", "accelerate", "ray", "transformers", "tokenizers", "datasets", "numpy")
 LINEAGE = "lineage.json"  # written last: a stage that has one is finished
@@ -50,7 +50,7 @@ def require_outputs(folder: Path, outputs: Sequence[str]) -> None:
 def outputs_hash(path: Path) -> str:
     """One hash over what later stages read of this one: a file or a folder; "" where it is missing."""
     if path.is_file():
-        return file_hash(path)
+        return unchanged_hash(path)
     return folder_hash(path) if path.is_dir() else ""
 
 
@@ -59,7 +59,7 @@ def path_hash(name: str) -> str:
     path = Path(name)
     if path.is_dir():
         return folder_hash(path)
-    return file_hash(path) if path.is_file() else hashlib.sha256(name.encode()).hexdigest()
+    return unchanged_hash(path) if path.is_file() else hashlib.sha256(name.encode()).hexdigest()
 
 
 def finished_with(folder: Path, output: str) -> tuple[str, str] | None:

@@ -75,6 +75,45 @@ def pair(opened: list[WorkerGroup]) -> WorkerGroup:
     return opened[-1]
 
 
+class Large:
+    """Counts how often it is pickled."""
+
+    num_pickled = 0
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def __reduce__(self) -> tuple[type["Large"], tuple[bytes]]:
+        Large.num_pickled += 1
+        return Large, (self.content,)
+
+
+class Holder:
+    def __init__(self, large: Large, *, again: Large) -> None:
+        self.sizes = len(large.content), len(again.content)
+
+    def held(self) -> tuple[int, int]:
+        return self.sizes
+
+    def close(self) -> None:
+        pass
+
+
+def size_of(large: Large) -> int:
+    return len(large.content)
+
+
+def test_what_all_ranks_get_is_pickled_and_stored_once(pair: WorkerGroup) -> None:
+    large = Large(bytes(3_000_000))
+    Large.num_pickled = 0
+    assert pair.run("stage", size_of, large) == [3_000_000] * 2
+    assert Large.num_pickled == 1
+    holders = pair.put("stage", Holder, large, again=large)
+    assert holders.call_all(Holder.held) == [(3_000_000, 3_000_000)] * 2
+    assert Large.num_pickled == 3
+    holders.close()
+
+
 def rank() -> int:
     return int(os.environ["RANK"])
 

@@ -1,8 +1,15 @@
 """Hashes of files and folders see names and contents, and nothing else."""
 
+import hashlib
+import os
+import time
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from files.hashes import file_hash, folder_hash, folder_hashes
+import pytest
+
+import files.hashes as hashes_module
+from files.hashes import file_hash, folder_hash, folder_hashes, unchanged_hash
 
 # echo -n abc | sha256sum
 SHA256_OF_ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
@@ -29,3 +36,34 @@ def test_folder_hash_sees_names_and_contents(tmp_path: Path) -> None:
         hashes.append(folder_hash(folder))
     assert len(set(hashes[:3])) == 3
     assert hashes[3] == hashes[0]
+
+
+def test_a_file_is_read_again_only_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_reads, read = 0, hashlib.file_digest
+
+    def counted(file: BinaryIO, digest: str) -> Any:
+        nonlocal num_reads
+        num_reads += 1
+        return read(file, digest)
+
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    monkeypatch.setattr(hashes_module, "SETTLED_SECONDS", 0.0)
+    path = tmp_path / "file"
+    path.write_text("abd")
+    assert unchanged_hash(path) != SHA256_OF_ABC
+    assert folder_hashes(tmp_path) == {"file": unchanged_hash(path)}
+    assert num_reads == 1
+    times = path.stat()
+    time.sleep(0.05)  # longer than a tick of the file system's clock
+    path.write_text("abc")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as one who hides a change would
+    assert unchanged_hash(path) == SHA256_OF_ABC
+    assert num_reads == 2
+
+
+def test_a_file_that_has_just_changed_is_read_each_time(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for content in ("abd", "abc", "abd", "abc"):  # all within one tick
+        path.write_text(content)
+        found = unchanged_hash(path)
+    assert found == SHA256_OF_ABC
