@@ -8,7 +8,7 @@ from lm.activations import Pass, forward_bytes
 from lm.config import ModelConfig
 from planning.memory import Counts, Layout, Memory
 from planning.sampling import GENERATION_ROWS, sampling_phase
-from planning.training import host_states, logit_bytes, states, training_phases
+from planning.training import host_states, logit_bytes, states, training_phases, weights_to_save
 
 Parts = Mapping[str, int]
 Mode = Literal["fast", "balanced", "small"]
@@ -80,7 +80,7 @@ def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
     (host if layout.is_gpu else held)["copy of the average for checkpoints"] = average
     chunk = CHUNK_BYTES + 2 * c * policy.largest_trained
     phases[SYNC] = {"weights on their way": min(chunk, c * policy.total) if layout.zero_stage == 3 else 0}
-    return Role(held, phases, host, {"fp32 weights to be saved": 4 * policy.total} if layout.is_gpu else {})
+    return Role(held, phases, host, weights_to_save(policy, layout))
 
 
 def generator(models: PPOModels, layout: Layout, work: PPOWork) -> Role:

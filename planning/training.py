@@ -8,6 +8,7 @@ section 3); what this code and DeepSpeed hold in addition was measured (docs/pla
 from lm.activations import Pass, block_bytes, ends_bytes, gradient_bytes
 from lm.config import ModelConfig
 from lm.logprobs import PART_NUMBERS
+from lm.weights import MAX_FILE_BYTES
 from planning.memory import Counts, Layout, Memory
 
 # In numbers: at most that of training/zero.py, whose import takes seconds; and DeepSpeed's defaults
@@ -141,7 +142,12 @@ def training_phases(
 def training_memory(
     config: ModelConfig, counts: Counts, layout: Layout, of: Pass, num_logits: int, num_micro_batches: int
 ) -> Memory:
-    """A stage that trains one model. Rank 0 gathers the weights in its node's memory to save them."""
+    """A stage that trains one model."""
     phases = training_phases(config, counts, layout, of, num_logits, num_micro_batches)
-    host_once = {"fp32 weights to be saved": 4 * counts.total} if layout.is_gpu else {}
-    return Memory(states(counts, layout), phases, host_states(counts, layout), host_once)
+    return Memory(states(counts, layout), phases, host_states(counts, layout), weights_to_save(counts, layout))
+
+
+def weights_to_save(counts: Counts, layout: Layout) -> dict[str, int]:
+    """Rank 0 gathers the weights of one file at a time in its node's memory; the next tensor does not fit the file."""
+    one_file = MAX_FILE_BYTES + 2 * 4 * counts.largest_trained
+    return {"fp32 weights to be saved": min(4 * counts.total, one_file)} if layout.is_gpu else {}
