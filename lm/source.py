@@ -4,7 +4,7 @@ A consumer stores each tensor and releases it, so that memory never holds a seco
 a rank that keeps a shard of each tensor.
 """
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -34,11 +34,14 @@ class ModelSource(Protocol[AnyModel_co]):
         ...
 
 
+Rows = Mapping[str, range]  # consecutive rows by name of a tensor; range(1) is the whole of a single number
+
+
 class PartialSource(ModelSource[AnyModel_co], Protocol[AnyModel_co]):
     """A source that need not be read whole."""
 
-    def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """As `ModelSource.tensors`; with `names` only those, and no others are read."""
+    def tensors(self, rows: Rows | None = None) -> Iterator[tuple[str, Tensor]]:
+        """As `ModelSource.tensors`; with `rows` only those, and no others are read."""
         ...
 
 
@@ -49,14 +52,19 @@ class RandomInit(Generic[AnyModel]):
     build: Callable[[], AnyModel]
     seed: int
 
-    def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, rows: Rows | None = None) -> Iterator[tuple[str, Tensor]]:
         model = on_meta(self.build)
         for name, tensor in initial_weights(model, self.seed):  # each draw depends on those before it
-            if names is None or name in names:
-                yield name, tensor
+            if rows is None or name in rows:
+                yield name, rows_of(tensor, rows[name] if rows else None)
         for name, buffer in model.named_buffers():
-            if names is None or name in names:
-                yield name, torch.zeros(buffer.shape)
+            if rows is None or name in rows:
+                yield name, rows_of(torch.zeros(buffer.shape), rows[name] if rows else None)
+
+
+def rows_of(tensor: Tensor, rows: range | None) -> Tensor:
+    """Some rows of a tensor, or all."""
+    return tensor if rows is None or not tensor.dim() else tensor[rows.start : rows.stop]
 
 
 def on_meta(build: Callable[[], AnyModel]) -> AnyModel:

@@ -134,6 +134,13 @@ class Checkpoint:
         tensor: Tensor = file.get_tensor(stored_name)
         return tensor
 
+    def part(self, name: str, first: int, end: int, dim: int) -> Tensor:
+        """A tensor from index `first` of dimension 0 or 1 on, up to `end`; no more is read."""
+        file, stored_name = self._holder[name]
+        found = file.get_slice(stored_name)
+        part: Tensor = found[:, first:end] if dim else found[first:end]
+        return part
+
 
 def _opened(path: Path) -> Any:
     """Raises: ValueError naming a file that is truncated or not safetensors; the library's error does not name it."""
@@ -166,16 +173,30 @@ class Reader:
     def holds(self, ours: str) -> bool:
         return self._holds(self._place(ours))
 
-    def read(self, ours: str, shape: Sequence[int]) -> Tensor:
-        """One tensor in fp32, assembled from its parts."""
+    def read(self, ours: str, shape: Sequence[int], rows: range | None = None) -> Tensor:
+        """One tensor of this shape in fp32, assembled from its parts, or some rows of it."""
         note_progress()
-        whole, start, place = torch.empty(*shape), 0, self._place(ours)
-        for name in place.parts:
+        rows, place, start = range(shape[0]) if rows is None else rows, self._place(ours), 0
+        found = torch.empty(len(rows), *shape[1:])
+        for name, num_rows in place.parts.items():
+            end = start + (shape[0] if num_rows is None else num_rows)
+            low, high = max(start, rows.start), min(end, rows.stop)
+            if low < high:
+                found[low - rows.start : high - rows.start] = self._rows(
+                    name, place, low - start, high - start, end - start
+                )
+            start = end
+        return found
+
+    def _rows(self, name: str, place: Stored, low: int, high: int, num_rows: int) -> Tensor:
+        """Rows of a part, which has `num_rows`."""
+        before = place.rows_before
+        is_all = (low, high) == (0, num_rows)
+        if is_all and not before:
             part = self._checkpoint.tensor(name)
-            part = (part.T if place.transposed else part)[place.rows_before :]
-            whole[start : start + len(part)] = part
-            start += len(part)
-        return whole
+        else:
+            part = self._checkpoint.part(name, before + low, before + high, int(place.transposed))
+        return part.T if place.transposed else part
 
     def _place(self, ours: str) -> Stored:
         place = self._family.stored(self._config, ours)

@@ -6,7 +6,7 @@ several objectives has one label per objective, with its name); its bias, which 
 there and is kept in config.json as `score_bias`.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -21,7 +21,7 @@ from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier, Sp
 from lm.encoder_decoder import EncoderDecoder
 from lm.families import FAMILIES, Family, Stored, expect, family_of
 from lm.model import SCORE, LanguageModel, ScalarModel, initial_weight
-from lm.source import load, on_meta
+from lm.source import Rows, load, on_meta, rows_of
 from lm.tensor_files import open_checkpoint, write_tensors
 from lm.tokenizer import Tokenizer, read_json
 
@@ -144,16 +144,16 @@ class ModelFolder(Generic[AnyModel]):
         with open_checkpoint(self.folder, family, on_meta(self.build)):
             pass
 
-    def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, rows: Rows | None = None) -> Iterator[tuple[str, Tensor]]:
         _, family, raw = read_config(self.folder, PURPOSES[self.kind])
         model = on_meta(self.build)
         with open_checkpoint(self.folder, family, model) as checkpoint:
             for ours, parameter in model.named_parameters():
-                if names is None or ours in names:
-                    yield ours, checkpoint.read(ours, parameter.shape)
+                if rows is None or ours in rows:
+                    yield ours, checkpoint.read(ours, parameter.shape, rows[ours] if rows else None)
         for name, buffer in model.named_buffers():  # a score's bias is the only one
-            if names is None or name in names:
-                yield name, _score_bias(self.folder / CONFIG, raw, buffer.shape)
+            if rows is None or name in rows:
+                yield name, rows_of(_score_bias(self.folder / CONFIG, raw, buffer.shape), rows[name] if rows else None)
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,10 @@ class HeldModel(Generic[AnyModule]):
 class ShardedModel(Generic[AnyModule]):
     """A model of which each rank keeps a share in CPU memory. RANK and WORLD_SIZE name the ranks.
 
-    Each rank reads, one at a time, the tensors of which it keeps some bytes: together the ranks read the model once,
-    apart from tensors at the borders of their shares, and none ever holds the whole model in CPU memory. `set_types`
-    sets the types of the weights of a model without values. With `by_layer`, attention and MLP of each block are on the
-    device only while they compute, else all weights are there while in use.
+    Each rank reads, tensor by tensor, the rows of which it keeps some bytes: together the ranks read the model once,
+    and none ever holds it whole in CPU memory. `set_types` sets the types of the weights of a model without values.
+    With `by_layer`, attention and MLP of each block are on the device only while they compute, else all weights are
+    there while in use.
     """
 
     def __init__(
@@ -74,11 +74,12 @@ class ShardedModel(Generic[AnyModule]):
         for layer, bundle in zip(layers.values(), self._layers, strict=True):
             layer.register_forward_pre_hook(lambda _module, _args, bundle=bundle: bundle.bring())
             layer.register_forward_hook(lambda _module, _args, _out, bundle=bundle: bundle.drop(), always_call=True)
-        by_name = {name: bundle for bundle in self.bundles for name in bundle.own_weights()}
-        for name, tensor in source.tensors([*by_name]):
+        by_name = {name: bundle for bundle in self.bundles for name in bundle.weights}
+        own = {name: rows for name, bundle in by_name.items() if (rows := bundle.own_rows(name))}
+        for name, tensor in source.tensors(own):
             note_progress()
-            by_name.pop(name).keep(name, tensor)
-        assert not by_name, f"the source of a {type(self.module).__name__} has no {sorted(by_name)}"
+            by_name[name].keep(name, tensor, own.pop(name))
+        assert not own, f"the source of a {type(self.module).__name__} has no {sorted(own)}"
 
     @property
     def bundles(self) -> list["_Bundle"]:
@@ -104,6 +105,10 @@ class _Weight:
     start: int
     places: list[tuple[nn.Module, str]] = field(default_factory=list)  # several for a tied weight
 
+    @property
+    def row_bytes(self) -> int:
+        return self.placeholder.nbytes // (len(self.placeholder) if self.placeholder.dim() else 1)
+
     def put(self, tensor: Tensor) -> None:
         for module, attribute in self.places:
             setattr(module, attribute, tensor)
@@ -118,15 +123,18 @@ class _Bundle:
         size = _rounded_up(-(-num_bytes // self.num_ranks))
         self.share = host_bytes(size, pinned=device.type == "cuda")
 
-    def own_weights(self) -> list[str]:
-        """The weights of which this rank has a part."""
-        return [name for name in self.weights if self._own_bytes(name)]
+    def own_rows(self, name: str) -> range:
+        """The rows of a weight of which this rank keeps some bytes."""
+        weight, own = self.weights[name], self._own_bytes(name)
+        size = weight.row_bytes
+        return range((own.start - weight.start) // size, -(-(own.stop - weight.start) // size)) if own else range(0)
 
-    def keep(self, name: str, tensor: Tensor) -> None:
-        """Keep this rank's part of a weight."""
+    def keep(self, name: str, tensor: Tensor, rows: range) -> None:
+        """Keep this rank's part of a weight, out of these rows of it."""
         weight, own, first = self.weights[name], self._own_bytes(name), self.rank * len(self.share)
         data = tensor.to(weight.placeholder.dtype).contiguous().reshape(-1).view(torch.uint8)
-        self.share[own.start - first : own.stop - first] = data[own.start - weight.start : own.stop - weight.start]
+        start = weight.start + rows.start * weight.row_bytes
+        self.share[own.start - first : own.stop - first] = data[own.start - start : own.stop - start]
 
     def _own_bytes(self, name: str) -> range:
         """The bytes of the bundle that are of this weight and in this rank's share."""
