@@ -103,7 +103,7 @@ def test_frozen_matrices_in_bf16_give_the_bits_that_autocast_gives(start: Start,
     )
     assert (linear.dtype, table.dtype) == (torch.bfloat16, torch.float32)
     assert worker.scorer.reference.module.head.weight is table  # tied: a product of it is rounded at each use
-    assert worker.scorer.judge.network.score.weight.dtype == torch.bfloat16
+    assert worker.scorer.judge.network.score.weight.dtype == torch.float32  # its scores are fp32 sums
     rollout = worker.sample(prompts, range(16))
     found = worker.scorer.reference_logprobs(rollout), worker.scores(rollout)
     worker.scorer.reference = HeldModel(load_language_model(worker.models.sft).eval())
