@@ -31,6 +31,11 @@ GOLDEN = _signed(0x9E3779B97F4A7C15)  # the counter's step, 2⁶⁴ / φ
 FIRST, SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
+def site_offset(site: int) -> int:
+    """What is added to a token's key at a place of the model. Offsets add up: of 2 and 3 sites, that of 5."""
+    return _signed(site * GOLDEN)
+
+
 def mix(z: Tensor) -> Tensor:
     """SplitMix64's finaliser, a bijection of 64 bits; PyTorch's `>>` extends the sign, which the masks remove."""
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * FIRST
@@ -70,7 +75,7 @@ class Dropout(nn.Module):
         if not self.is_active:
             return x
         assert keys is not None, "dropout draws its masks from the sequences' keys, and none were given"
-        site_keys = mix(keys + _signed(site * GOLDEN)).expand(x.shape[:-1]).contiguous()
+        site_keys = mix(keys + site_offset(site)).expand(x.shape[:-1]).contiguous()
         return drop(x, site_keys, self.threshold)
 
     def extra_repr(self) -> str:

@@ -35,6 +35,9 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (gate_and_up,) = ctx.saved_tensors
+        if torch.compiler.is_compiling():  # which fuses it, and takes no `out`
+            gate, up = gate_and_up.chunk(2, dim=-1)
+            return torch.cat([torch.ops.aten.silu_backward(gradient * up, gate), gradient * F.silu(gate)], dim=-1)
         result = torch.empty_like(gate_and_up)
         (gate, up), (of_gate, of_up) = gate_and_up.chunk(2, dim=-1), result.chunk(2, dim=-1)
         # Each half in place: nothing as large is allocated, and nothing is put together.

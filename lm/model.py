@@ -151,6 +151,12 @@ def checkpoint_activations(model: nn.Module) -> None:
         transformer.recomputes = True
 
 
+def compile_blocks(model: nn.Module) -> None:
+    """Passes over whole rows run blocks that `torch.compile` has compiled, at their first pass (`lm.compiled`)."""
+    for transformer in _transformers(model).values():
+        transformer.compiles = True
+
+
 TRANSFORMERS = ("encoder", "decoder")  # in the order of the forward pass
 
 

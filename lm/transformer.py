@@ -13,6 +13,7 @@ import lm.native.install  # noqa: F401 - puts the CPU's kernels in place
 from lm.attention import Mask, attention_mask, with_window
 from lm.block import Block, BlockInputs, PostNormBlock, run_blocks
 from lm.cache import CrossAttentionCache, PassCache
+from lm.compiled import run_compiled_blocks
 from lm.config import ModelConfig
 from lm.dropout import Dropout, token_keys
 from lm.gpu_attention import packed_mask, takes_packed_rows, whole_rows
@@ -41,7 +42,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.causal = config, causal
-        self.recomputes = False  # set by `checkpoint_activations`
+        self.recomputes = self.compiles = False  # set by `checkpoint_activations` and `compile_blocks`
         self.embedding = embedding or nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.positions == "learned"
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
@@ -80,7 +81,10 @@ class Transformer(nn.Module):
         masks = [by_window[self.config.window(layer)] for layer in range(len(self.blocks))]
         rotary = self.rotary(positions_BT, compute_dtype(x_BTD))
         inputs = BlockInputs(masks, rotary, cache, cross_cache, keys_BT)
-        return run_blocks(self.blocks, self.norm, x_BTD, inputs, self.recomputes and torch.is_grad_enabled())
+        recompute = self.recomputes and torch.is_grad_enabled()
+        if self.compiles and cache is None and cross_cache is None:
+            return self.norm(run_compiled_blocks(self.blocks, x_BTD, inputs, recompute=recompute))
+        return run_blocks(self.blocks, self.norm, x_BTD, inputs, recompute)
 
     def embed(
         self,

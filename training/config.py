@@ -37,6 +37,11 @@ class EngineConfig(Config):
         default=False,
         description="Keep only each block's input and compute the rest again in the backward pass (arXiv 1604.06174).",
     )
+    compile_blocks: bool = Field(
+        default=False,
+        description="Train by blocks that `torch.compile` has compiled, up to ZeRO 2: fewer kernels on GPUs, after"
+        " minutes of compilation. Meant for long runs there; not yet measured, and of no use on CPUs.",
+    )
     deterministic: bool = Field(
         default=False,
         description="Train on GPUs by kernels that give the same bits every time, to compare runs bit by bit; slower."
@@ -65,6 +70,15 @@ class EngineConfig(Config):
                 raise ValueError(
                     f"offload of {name!r} with zero_stage {self.zero_stage}; at least zero_stage {lowest} was expected"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_compilation(self) -> Self:
+        if self.compile_blocks and self.zero_stage == 3:
+            raise ValueError(
+                "compile_blocks with zero_stage 3, which gathers each layer's weights within a block;"
+                " zero_stage 0 to 2 was expected"
+            )
         return self
 
     def resolved_precision(self) -> Precision:

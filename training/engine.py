@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lm.head import align_heads
 from lm.linear import cache_weight_casts
-from lm.model import checkpoint_activations, count_parameters, freeze_all_but_last
+from lm.model import checkpoint_activations, compile_blocks, count_parameters, freeze_all_but_last
 from lm.progress import note_progress
 from lm.source import ModelSource, load, on_meta
 from training.accelerator import make_accelerator
@@ -78,6 +78,8 @@ class Engine(Generic[AnyModule]):
             freeze_all_but_last(model, optimizer.trained_layers)
         if config.checkpoint_activations:
             checkpoint_activations(model)
+        if config.compile_blocks:
+            compile_blocks(model)
         align_heads(model, self.device)
         self._source, self.module = source, model
         optimizers = make_optimizers(model, optimizer, self.device)

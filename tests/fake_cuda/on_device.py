@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from lm import compiled
 from lm.attention import attention_mask
 from lm.generation import generate
 from lm.graphs import FixedSteps
 from lm.head import align_heads
 from lm.mlp import swiglu
+from lm.model import compile_blocks
 from lm.native import operators  # noqa: F401  (registers the CPU's operators)
 from lm.norms import rms_norm
 from lm.sampling import Choice
@@ -200,6 +202,27 @@ def test_a_vocabulary_that_is_padded_costs_next_to_nothing() -> None:
     assert padded.kernels - fitting.kernels == {"copy_": 1, "fill_": 2}
     num_logits, num_weights = 4 * 64 * 512, 512 * 128
     assert padded.bytes_moved - fitting.bytes_moved < 2 * (2 * num_weights) + 0.1 * 2 * num_logits
+
+
+def test_compiled_blocks_of_packed_rows_are_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a block is left to Python: also variable-length attention and the fused norm are in the graph."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    torch._dynamo.utils.counters.clear()
+    rows = pack([([5] * length, [True] * length) for length in (7, 12, 9)], 24, 0)
+    losses = []
+    for is_compiled in (False, True):
+        model = pair(SHAPES["llama"], torch.bfloat16)[1]
+        if is_compiled:
+            compile_blocks(model)
+        with kernels.counted() as counts:
+            loss, _ = PackedObjective(rows).loss(model, np.arange(len(rows)), CUDA)
+            loss.backward()
+        losses.append(float(loss))
+        if is_compiled:
+            assert counts.attention == {"varlen": 2, "varlen backward": 2}
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 # --- generation ------------------------------------------------------------------------------------------------------

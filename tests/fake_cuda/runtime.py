@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,6 +132,8 @@ REPLACED: dict[str, Any] = {
     "ipc_collect": nothing,
     "manual_seed": nothing,
     "manual_seed_all": nothing,
+    "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+    "set_rng_state": nothing,
     "is_current_stream_capturing": kernels.is_capturing,
     "Stream": Stream,
     "Event": Event,
@@ -180,6 +183,7 @@ def install() -> None:
     kernels.register()
     attention.register()
     for name, value in REPLACED.items():
-        setattr(torch.cuda, name, value)
+        # A function for each name: `torch.compile` has a rule per function.
+        setattr(torch.cuda, name, value if isinstance(value, type) else partial(value))
     torch.UntypedStorage.resize_ = resize_storage  # type: ignore[method-assign]
     setattr(torch.distributed, "init_process_group", init_process_group)  # noqa: B010

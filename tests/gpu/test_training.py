@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from lm import compiled
 from lm.model import LanguageModel
 from lm.source import RandomInit, load
 from tests.gpu.models import CPU, distance, shape, tokens
@@ -146,3 +147,14 @@ def test_activation_checkpointing_gives_the_same_gradient() -> None:
         found.append(take_steps(engine, range(1))[0])
         engine.close()
     assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+def test_compiled_blocks_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_name().startswith("Fake"):
+        monkeypatch.setattr(compiled, "BACKEND", "aot_eager")  # there is no Triton for it
+    found = []
+    for is_on in (False, True):
+        engine = start("bf16", compile_blocks=is_on)
+        found.append(np.array(take_steps(engine, range(3))))
+        engine.close()
+    assert found[1] == pytest.approx(found[0], rel=0.03)

@@ -1,0 +1,78 @@
+"""Compiled blocks against the same blocks as they are: bits, gradients, and how often anything is compiled."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lm import compiled
+from lm.config import ModelConfig
+from lm.dropout import sequence_keys
+from lm.model import LanguageModel, checkpoint_activations, compile_blocks
+from lm.source import RandomInit, load
+from tests.gpu.models import CPU, SHAPES, tokens
+from training.config import EngineConfig
+
+
+class Counted:
+    """A compiler that takes the graph's operations as they are, and counts graphs."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
+        self.num_graphs += 1
+        found: Callable[..., Any] = torch._dynamo.lookup_backend("aot_eager")(graph, example_inputs)
+        return found
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
+    backend = Counted()
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield backend
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def passed(model: LanguageModel, length: int) -> dict[str, Tensor]:
+    """Logits and gradients of packed rows of two sequences."""
+    rows = tokens(2, length).astype(np.int64)
+    segments_BT = torch.ones(2, length, dtype=torch.int64)
+    segments_BT[:, length // 2 :] = 2
+    keys_BT = sequence_keys(1, np.arange(2)[:, None], CPU).expand(2, length)
+    logits = model(torch.from_numpy(rows), segments_BT, None, keys_BT)
+    model.zero_grad()
+    logits.square().sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach(), **gradients}
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout", "recompute", "num_graphs"),
+    [("llama", 0.1, False, 2), ("mistral", 0.0, True, 2), ("gpt2", 0.1, True, 2)],
+)
+def test_compiled_blocks_give_the_same_bits_from_few_graphs(
+    name: str, dropout: float, recompute: bool, num_graphs: int, counted: Counted
+) -> None:
+    """One graph for three blocks, also with dropout, and at most one more for all other lengths."""
+    config: ModelConfig = SHAPES[name].model_copy(update={"num_hidden_layers": 3})
+    plain, ours = (load(RandomInit(partial(LanguageModel, config, dropout), seed=0)).train() for _ in range(2))
+    compile_blocks(ours)
+    if recompute:
+        checkpoint_activations(ours)
+    for length in (32, 40, 48):
+        expected, found = passed(plain, length), passed(ours, length)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(value, expected[key]) for key, value in found.items())
+    assert 1 <= counted.num_graphs <= num_graphs
+
+
+def test_zero_3_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"zero_stage 0 to 2 was expected"):
+        EngineConfig(compile_blocks=True, zero_stage=3)
