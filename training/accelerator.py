@@ -22,12 +22,12 @@ def make_accelerator(config: EngineConfig, deepspeed: dict[str, Any], world_size
     # Accelerate falls back to worlds of one rank, or drops DeepSpeed, without a message.
     found = accelerator.num_processes
     assert found == world_size, f"the process group has {found} ranks where {world_size} were started"
-    _freeze_imports()
+    freeze_imports()
     return accelerator
 
 
 @functools.cache
-def _freeze_imports() -> None:
+def freeze_imports() -> None:
     """Spare the garbage collector, once per process, what imports have made: each engine that closes makes it look at
     everything, which takes a second.
     """
