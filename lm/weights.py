@@ -92,9 +92,9 @@ def save_model(
             else:
                 yield from _to_stored(family.stored(model.config, ours), tensor.detach())
             del tensor  # before the next one is made
+        assert not missing, f"no weights of {sorted(missing)} were given"
 
     write_tensors(folder, stored(), max_file_bytes)
-    assert not missing, f"no weights of {sorted(missing)} were given"
     write_json(folder / CONFIG, config)
 
 

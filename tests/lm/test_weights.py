@@ -1,6 +1,7 @@
 """The Hugging Face layout: same logits in transformers, both ways; errors that name what does not fit."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,25 @@ def test_tensors_that_do_not_fit_are_named_with_their_shapes(folder: Path) -> No
     assert "model.layers.0.self_attn.q_proj.bias: found, not expected" in words
     assert "model.norm.weight: expected [16], found [17]" in words
     assert str(folder / "model.safetensors") in words
+
+
+def test_weights_that_end_early_leave_the_model_that_was_there(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    folder = saved(tmp_path, LanguageModel(shape("swiglu", 2, tied=False)), tokenizer)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    other = LanguageModel(shape("swiglu", 2, tied=False))
+    weights = list(other.named_parameters())
+
+    def lost() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights[:-3]
+        raise RuntimeError("a rank was lost")
+
+    with pytest.raises(RuntimeError, match="a rank was lost"):
+        save_model(folder, other, lost(), tokenizer, max_file_bytes=4000)
+    with pytest.raises(AssertionError, match=r"no weights of \['decoder.norm.weight', 'head.weight'\] were given"):
+        save_model(folder, other, weights[:-2], tokenizer)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    save_model(folder, other, weights, tokenizer, max_file_bytes=4000)  # and a whole one replaces it
+    names = {path.name for path in folder.iterdir()}
+    assert "model.safetensors" not in names
+    again = load_language_model(folder)
+    assert all(torch.equal(tensor, again.get_parameter(name)) for name, tensor in weights)
