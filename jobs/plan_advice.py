@@ -9,16 +9,17 @@ from rich.markup import escape
 
 from jobs.job import JobConfig
 from jobs.job_file import load_job
-from jobs.plan import Plan, make_plan
+from jobs.plan import COMFORTABLE, Plan, make_plan
 from planning.hardware import GIB, GPUS
 
 MOST_WORKERS = 1024
+MODES = ("fast", "balanced", "small")  # of ppo.memory, the fastest first
 
 
 def advice(path: Path | None, overrides: Sequence[str], plan: Plan) -> list[str]:
-    """Lines for the user: none for a job that fits, else what makes it fit."""
+    """Lines for the user: what makes a job fit, and for one that fits which mode of `ppo.memory` suits it."""
     if plan.fits:
-        return []
+        return _mode_line(path, overrides, plan)
     lines = [f"{stage.name} needs {what}, which Heed does not have" for stage in plan.stages for what in stage.missing]
     if not plan.excess:
         return lines
@@ -30,6 +31,29 @@ def advice(path: Path | None, overrides: Sequence[str], plan: Plan) -> list[str]
     if larger:
         lines.append(f"[bold]fits as it is[/] on {larger} (--gpu {larger})")
     return lines or ["no setting makes it fit; a smaller model or more workers would"]
+
+
+def _mode_line(path: Path | None, overrides: Sequence[str], plan: Plan) -> list[str]:
+    """The fastest mode of `ppo.memory` that fits with room, on GPUs: on a CPU there is no other memory to go to."""
+    chosen = _mode(plan.job)
+    if not chosen or not plan.setting.hardware.is_gpu:
+        return []
+    available = plan.setting.hardware.memory_bytes
+    for mode in MODES:
+        tried = plan if mode == chosen else _replanned(path, [*overrides, f"ppo.memory={mode}"], plan)
+        if tried is None or tried.excess:
+            continue
+        peak = next(stage.peak for stage in tried.stages if stage.name == "ppo")
+        if peak <= COMFORTABLE * available:
+            what = f"{mode}, as it is," if mode == chosen else f"{mode} (--set ppo.memory={mode})"
+            room = f"ppo {peak / GIB:.1f} of {available / GIB:.0f} GiB"
+            return [f"[bold]ppo.memory[/]: {what} is the fastest mode that fits with room: {room}"]
+    return []
+
+
+def _mode(job: JobConfig) -> str:
+    """`ppo.memory`; "" without PPO."""
+    return str(getattr(job.section_of(job.stage("ppo")), "memory", "")) if "ppo" in job.stage_names else ""
 
 
 def changes_that_fit(path: Path | None, overrides: Sequence[str], plan: Plan) -> tuple[list[str], Plan] | None:
@@ -70,7 +94,7 @@ def _changes(plan: Plan) -> Iterator[str]:
     for stage in plan.stages:
         if stage.peak > available:
             yield from _smaller_micro_batch(job, stage.name)
-    mode = getattr(job.section_of(job.stage("ppo")), "memory", "") if "ppo" in job.stage_names else ""
+    mode = _mode(job)
     if mode == "fast":
         yield "ppo.memory=balanced"
     if not engine.checkpoint_activations:

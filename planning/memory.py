@@ -14,6 +14,11 @@ from lm.source import on_meta
 from lm.weights import PRETRAINED
 from training.config import OptimizerConfig
 
+# DeepSpeed's defaults for ZeRO-3 (deepspeed/runtime/zero/config.py): a tensor of at most so many numbers is gathered
+# once and stays whole, and at most so many numbers are gathered at a time.
+KEPT_WHOLE = 100_000
+MAX_LIVE = 1_000_000_000
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -48,7 +53,8 @@ class Layout:
 @dataclass(frozen=True)
 class Counts:
     """Parameters of a model under an optimizer: all, those in linear maps, trained, and trained by Muon; blocks that
-    are trained; parameters of the largest trained tensor, of the attention and MLP of a block, and of the larger.
+    are trained; parameters of the largest trained tensor, of the attention and MLP of a block, and of the larger; and
+    of all tensors that ZeRO-3 keeps whole.
     """
 
     total: int
@@ -59,6 +65,7 @@ class Counts:
     largest_trained: int
     block: int
     layer: int
+    kept_whole: int
 
 
 @dataclass(frozen=True)
@@ -114,18 +121,14 @@ def count(config: ModelConfig, optimizer: OptimizerConfig, *, num_scores: int = 
         largest_trained=max((p.numel() for p in trained.values()), default=0),
         block=sum(layers),
         layer=max(layers),
+        kept_whole=sum(p.numel() for p in named.values() if p.numel() <= KEPT_WHOLE),
     )
 
 
-def forward_pass(
-    config: ModelConfig, layout: Layout, rows: int, seq_len: int, *, is_packed: bool = False, dropout: float = 0.0
-) -> Pass:
+def forward_pass(layout: Layout, rows: int, seq_len: int, *, dropout: float = 0.0) -> Pass:
     """The pass of one micro-batch; without ZeRO autocast leaves the residual stream in fp32.
 
-    Packed rows, bands and encoders need a mask, which PyTorch's fused kernels do not take together with grouped keys.
+    On a GPU every kind of rows has a fused kernel (`lm.gpu_attention`).
     """
-    is_banded = any(0 < window < seq_len for window in config.sliding_window)
-    has_mask = is_packed or is_banded or config.kind != "decoder"
-    is_fused = layout.is_gpu and (not has_mask or config.num_key_value_heads == config.num_attention_heads)
     is_tiled = layout.is_bf16 and not layout.is_gpu and has_matrix_unit()  # as where this runs
-    return Pass(rows, seq_len, layout.compute_bytes, layout.weight_bytes, is_fused, dropout > 0, is_tiled)
+    return Pass(rows, seq_len, layout.compute_bytes, layout.weight_bytes, layout.is_gpu, dropout > 0, is_tiled)

@@ -7,13 +7,14 @@ from typing import Literal
 from lm.activations import Pass, forward_bytes
 from lm.config import ModelConfig
 from planning.memory import Counts, Layout, Memory
-from planning.sampling import GENERATION_ROWS, sampling_phase
+from planning.sampling import GENERATION_ROWS, rows_at_once, sampling_phase
 from planning.training import host_states, logit_bytes, states, training_phases, weights_to_save
 
 Parts = Mapping[str, int]
 Mode = Literal["fast", "balanced", "small"]
 
 CHUNK_BYTES = 1 << 28  # ppo.sent_weights: a chunk ends once it has so many
+SUMMED_AT_ONCE = 1 << 22  # likewise: numbers whose bits are summed at once, as 8 bytes each
 GENERATE, SYNC = "generate", "sync"  # phases in which a generator has weights
 
 
@@ -34,7 +35,7 @@ class PPOModels:
 class PPOWork:
     """One micro-batch of prompts with their responses as the policy and as the critic read it, its logits, and the
     responses that a rank samples per iteration, of so many tokens. `mode` is `ppo.memory`; `generator_ranks` share a
-    generator's weights.
+    generator's weights. `gpu_bytes` are the memory of a GPU, which limits the rows that are sampled at once; 0 = any.
     """
 
     policy_pass: Pass
@@ -46,6 +47,7 @@ class PPOWork:
     mode: Mode = "fast"
     generator_ranks: int = 1
     has_average: bool = True
+    gpu_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,19 +80,24 @@ def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
     average = 4 * policy.trained // layout.ranks if work.has_average else 0
     (held if work.mode == "fast" or not layout.is_gpu else host)["moving average"] = average
     (host if layout.is_gpu else held)["copy of the average for checkpoints"] = average
-    chunk = CHUNK_BYTES + 2 * c * policy.largest_trained
-    phases[SYNC] = {"weights on their way": min(chunk, c * policy.total) if layout.zero_stage == 3 else 0}
+    # Whole tensors that are gathered, or rounded for the generator; elsewhere they are the weights themselves.
+    is_copied = layout.zero_stage == 3 or layout.is_autocast
+    chunk = min(CHUNK_BYTES + 2 * c * policy.largest_trained, c * policy.total) if is_copied else 0
+    phases[SYNC] = {"weights on their way": chunk + 8 * min(SUMMED_AT_ONCE, policy.largest_trained)}
     return Role(held, phases, host, weights_to_save(policy, layout))
 
 
-def generator(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
-    """The policy's weights in the type of a product, and what sampling takes."""
+def generator(models: PPOModels, layout: Layout, work: PPOWork, beside: int = 0) -> Role:
+    """The policy's weights in the type of a product, and what sampling takes. Other roles hold `beside` bytes."""
     P, shared_by = models.policy_counts.total, work.generator_ranks
+    weights = layout.compute_bytes * P // shared_by
     rows = min(GENERATION_ROWS, work.rollout_rows * shared_by)
+    free = (work.gpu_bytes - beside - weights) * shared_by if work.gpu_bytes else 0
     prompt_tokens = work.policy_pass.seq_len - work.response_tokens
+    rows = rows_at_once(models.policy, layout, free, rows, work.policy_pass.seq_len)
     phase = sampling_phase(models.policy, layout, P, rows, prompt_tokens, work.response_tokens)
     phases = {GENERATE: {name: size // shared_by for name, size in phase.items()}}
-    return Role({"generator": layout.compute_bytes * P // shared_by}, phases)
+    return Role({"generator": weights}, phases)
 
 
 def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
@@ -105,7 +112,8 @@ def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
     held, host, phases = dict[str, int](), dict[str, int](), dict[str, Parts]()
     for name, (config, counts, in_fp32, of, more) in both.items():
         size = _frozen_bytes(counts.total, counts.linear - in_fp32, layout)
-        passes = {"a pass": max(forward_bytes(config, of), more)}
+        needed = max(forward_bytes(config, of), more)
+        passes = {"a pass": needed}
         if work.mode == "fast":
             held[name] = size
         elif layout.is_gpu:
@@ -113,7 +121,9 @@ def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
         else:
             held[f"share of the {name}"] = size // layout.ranks
         if work.mode == "balanced":
-            passes |= {name: size, "its share on the way": size // layout.ranks if layout.is_gpu else 0}
+            # Before the passes the ranks gather it: from a share on the device, or by gloo into a copy.
+            gathering = 0 if layout.ranks == 1 else size // layout.ranks if layout.is_gpu else size
+            passes = {"a pass, or a share": max(needed, gathering), name: size}
         elif work.mode == "small":
             outside = counts.total - config.num_hidden_layers * counts.block
             layer = _frozen_bytes(counts.layer, counts.layer, layout)
@@ -135,18 +145,28 @@ def _frozen_bytes(total: int, in_products: int, layout: Layout) -> int:
 
 def ppo_memory(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
     """A colocated rank, which has all roles."""
-    learning, sampling, scoring = (role(models, layout, work) for role in (learner, generator, scorer))
+    learning, scoring = learner(models, layout, work), scorer(models, layout, work)
+    beside = {**learning.held, **scoring.held}
+    is_away = work.mode == "small" and layout.is_gpu
+    sampling = generator(
+        models, layout, work, sum(size for part, size in beside.items() if not (is_away and _moves(part)))
+    )
     phases = {**learning.phases, **sampling.phases, **scoring.phases}
     held = {**learning.held, **sampling.held, **scoring.held}
     host = {**learning.host, **scoring.host}
     if work.mode != "fast":  # the generator has weights from when they are sent until it has sampled
         phases = _only_in(phases, {part: held.pop(part) for part in sampling.held}, (GENERATE, SYNC))
-    if work.mode == "small" and layout.is_gpu:  # from before sampling until the next update
-        away = {part: held.pop(part) for part in list(held) if part.endswith((": moments", ": fp32 masters"))}
-        host |= {f"{part}, while others work": size for part, size in away.items()}
+    if work.mode == "small":  # from before sampling until the next update
+        away = {part: held.pop(part) for part in list(held) if _moves(part)}
+        (host if layout.is_gpu else held).update({f"{part}, while others work": size for part, size in away.items()})
         others = (GENERATE, *scoring.phases)
         phases = _only_in(phases, away, tuple(name for name in phases if name not in others))
     return Memory(held, phases, host, learning.host_once)
+
+
+def _moves(part: str) -> bool:
+    """Whether "small" sends it to CPU memory."""
+    return part.endswith((": moments", ": fp32 masters"))
 
 
 def _only_in(phases: Mapping[str, Parts], parts: Parts, names: tuple[str, ...]) -> dict[str, Parts]:

@@ -9,13 +9,12 @@ from lm.activations import Pass, block_bytes, ends_bytes, gradient_bytes
 from lm.config import ModelConfig
 from lm.logprobs import PART_NUMBERS
 from lm.weights import MAX_FILE_BYTES
-from planning.memory import Counts, Layout, Memory
+from planning.memory import MAX_LIVE, Counts, Layout, Memory
 
 # In numbers: at most that of training/zero.py, whose import takes seconds; and DeepSpeed's defaults
 # (deepspeed/runtime/zero/config.py), which training/zero.py leaves as they are.
 REDUCE_BUCKET = 500_000_000
 PREFETCH_BUCKET = 50_000_000
-MAX_LIVE = 1_000_000_000
 
 
 def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layout) -> int:
@@ -66,6 +65,7 @@ def states(counts: Counts, layout: Layout) -> dict[str, int]:
     if layout.zero_stage == 3:
         held |= {"weights": w * counts.total // N, "gradients": w * p // N}
         held["reduce bucket"] = w * min(REDUCE_BUCKET, counts.total)
+        held["small weights, whole"] = w * counts.kept_whole
     return {part: size for part, size in (held | copy).items() if part not in _moved_parts(layout)}
 
 
@@ -120,7 +120,7 @@ def training_phases(
     live = {"reduce bucket": buffers * w * bucket} if stage in (1, 2) else {}
     if stage == 3:
         live = {
-            "gathered weights": w * min(MAX_LIVE + PREFETCH_BUCKET, counts.total),
+            "gathered weights": w * min(MAX_LIVE + PREFETCH_BUCKET, counts.total - counts.kept_whole),
             "gradients being reduced": w * min(bucket, p) // N,
         }
     phases = {"backward": {**turn, **live, **before}}

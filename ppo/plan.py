@@ -71,14 +71,15 @@ def _work(planner: Planner, config: PPOConfig, models: PPOModels, seq_len: int) 
     ptx, ptx_tokens = math.ceil(config.ptx_rows / layout.ranks / micro_batches), _ptx_tokens(planner, config)
     num_generators = config.num_generators if config.placement == "disaggregated" else layout.ranks
     return PPOWork(
-        forward_pass(models.policy, layout, rows + ptx, max(seq_len, ptx_tokens)),
-        forward_pass(models.critic, layout, rows, seq_len),
+        forward_pass(layout, rows + ptx, max(seq_len, ptx_tokens)),
+        forward_pass(layout, rows, seq_len),
         (rows * config.max_new_tokens + ptx * ptx_tokens) * models.policy.vocab_size,
         config.rollout_batch_size // num_generators,
         config.max_new_tokens,
         micro_batches,
         config.memory,
         has_average=config.ema_decay > 0,
+        gpu_bytes=planner.times.hardware.memory_bytes if layout.is_gpu else 0,
     )
 
 

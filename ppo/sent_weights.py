@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 CHUNK_BYTES = 1 << 28  # large enough that calls cost nothing, small beside any model that needs a GPU
+SUMMED_AT_ONCE = 1 << 22  # numbers; a sum takes 8 bytes for each
 
 Packed = tuple[str, NDArray[np.uint8], torch.dtype, tuple[int, ...]]  # name, bytes, type, shape
 
@@ -91,5 +92,9 @@ def require_same(checksum: int, weights: Mapping[str, Tensor]) -> None:
 def checksum_of(weights: Mapping[str, Tensor]) -> int:
     """Sum of the bit patterns of all weights."""
     integers = {2: torch.int16, 4: torch.int32}
-    sums = [t.contiguous().view(integers[t.element_size()]).sum(dtype=torch.int64) for t in weights.values()]
+    sums = [
+        part.view(integers[part.element_size()]).sum(dtype=torch.int64)
+        for tensor in weights.values()
+        for part in tensor.contiguous().view(-1).split(SUMMED_AT_ONCE)
+    ]
     return int(torch.stack(sums).sum())

@@ -195,7 +195,7 @@ def plan(planner: Planner, config: SFTConfig) -> StagePlan:
         planner.sizes.assume("at most: packing puts several conversations in a row, and not every token counts")
     steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
     logits = config.batch.micro_batch_size * tokens * planner.model.vocab_size
-    return planner.training("rows", config, steps, tokens, logits, is_packed=True)
+    return planner.training("rows", config, steps, tokens, logits)
 
 
 STAGE = Stage(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from lm.config import ModelConfig
 from planning.memory import Layout, Memory, count, forward_pass
-from planning.sampling import GENERATION_ROWS, measuring_phase, sampling_phase
+from planning.sampling import GENERATION_ROWS, measuring_phase, rows_at_once, sampling_phase, scoring_phase
 from planning.times import Times
 from planning.training import training_memory
 from stages.run import JobView
@@ -77,7 +77,6 @@ class Planner:
         *,
         rows_per_unit: int = 1,
         num_scores: int = 0,
-        is_packed: bool = False,
         init_from: str = "",
     ) -> StagePlan:
         """Plan a stage that trains one model, of the policy's shape or that of `init_from`.
@@ -89,8 +88,11 @@ class Planner:
         micro_batches = batch.num_micro_batches(layout.ranks)
         counts = count(model, config.optimizer, num_scores=num_scores)
         rows = batch.micro_batch_size * rows_per_unit
-        of = forward_pass(model, layout, rows, seq_len, is_packed=is_packed, dropout=config.dropout)
+        of = forward_pass(layout, rows, seq_len, dropout=config.dropout)
         memory = training_memory(model, counts, layout, of, num_logits, micro_batches)
+        if num_scores:  # the trained model's, of the held-out comparisons
+            scoring = scoring_phase(model, counts, layout, seq_len)
+            memory = replace(memory, phases={**memory.phases, "score held-out": scoring})
         tokens = batch.batch_size * rows_per_unit * seq_len
         flops = tokens * times.forward_flops(seq_len, 0.0 if num_scores else 1.0) * times.passes(counts)
         numbers = {
@@ -122,15 +124,16 @@ class Planner:
         """
         seq_len = self.sizes.conversation_tokens(response_tokens)
         total = count(self.model, _ANY_OPTIMIZER).total
-        rows = min(GENERATION_ROWS, PROMPTS_AT_ONCE * at_once)
-        c = self.layout.compute_bytes
+        c, model = self.layout.compute_bytes, self.model
+        held = {name: width * total for name, width in (measured_by or {}).items()}
+        free = self.times.hardware.memory_bytes - c * total - sum(held.values())
+        rows = rows_at_once(model, self.layout, free, min(GENERATION_ROWS, PROMPTS_AT_ONCE * at_once), seq_len)
         phases = {
-            "generate": sampling_phase(self.model, self.layout, total, rows, seq_len - response_tokens, response_tokens)
+            "generate": sampling_phase(model, self.layout, total, rows, seq_len - response_tokens, response_tokens)
         }
-        if measured_by:
-            held = {name: width * total for name, width in measured_by.items()}
+        if held:
             phases["generate"] |= held  # a worker keeps them from one part of the prompts to the next
-            phases["measure"] = {**held, **measuring_phase(self.model, self.layout, seq_len, response_tokens)}
+            phases["measure"] = {**held, **measuring_phase(model, self.layout, seq_len, response_tokens)}
         numbers = {"prompts": num_prompts, "responses per prompt": responses_per_prompt, "ranks": self.layout.ranks}
         per_rank = math.ceil(num_prompts * responses_per_prompt / self.layout.ranks)
         seconds = self.times.sampling_seconds(total, per_rank, seq_len, response_tokens)

@@ -45,7 +45,7 @@ def planned_bytes(sizes: Pretraining | Generation | Iteration) -> int:
 
 def _planned_pretraining(sizes: Pretraining) -> int:
     counts = count(sizes.model, OPTIMIZER)
-    of = forward_pass(sizes.model, LAYOUT, sizes.micro_batch, sizes.seq_len)
+    of = forward_pass(LAYOUT, sizes.micro_batch, sizes.seq_len)
     num_logits = sizes.micro_batch * sizes.seq_len * sizes.model.vocab_size
     return training_memory(sizes.model, counts, LAYOUT, of, num_logits, sizes.num_micro_batches).peak
 
@@ -53,8 +53,8 @@ def _planned_pretraining(sizes: Pretraining) -> int:
 def _planned_iteration(sizes: Iteration) -> int:
     policy, value = count(sizes.model, OPTIMIZER), count(sizes.critic, OPTIMIZER, num_scores=1)
     tokens = sizes.prompt_tokens + sizes.response_tokens
-    passes = [forward_pass(model, LAYOUT, sizes.micro_batch, tokens) for model in (sizes.model, sizes.critic)]
+    of = forward_pass(LAYOUT, sizes.micro_batch, tokens)
     num_logits = sizes.micro_batch * sizes.response_tokens * sizes.model.vocab_size
     micro_batches = sizes.minibatch // sizes.micro_batch
-    work = PPOWork(passes[0], passes[1], num_logits, sizes.rollout, sizes.response_tokens, micro_batches)
+    work = PPOWork(of, of, num_logits, sizes.rollout, sizes.response_tokens, micro_batches)
     return ppo_memory(PPOModels(sizes.model, sizes.critic, policy, value, value), LAYOUT, work).peak

@@ -145,8 +145,10 @@ def run(operation: Any, *args: Any, **kwargs: Any) -> Any:
     shapes = {key: view.shape for key, view in views.items()}
     if "flash_attention" in short:
         note_attention("varlen" if "backward" not in short else "varlen backward")
+    converted = _converted(short, flat, kwargs)
     operation = OWN.get(short, operation)
     result = operation(*host_args, **host_kwargs)
+    del converted
     for value in flat:  # what the CPU has made larger, such as an empty `out`
         if on_device(value) and (views[id(value)].shape != shapes[id(value)] or _is_apart(value, views[id(value)])):
             _grow(value, views[id(value)])
@@ -157,6 +159,14 @@ def run(operation: Any, *args: Any, **kwargs: Any) -> Any:
         held = [host_view(tensor) for tensor in made] if is_capturing() else []
         record(lambda: _again(operation, host_args, host_kwargs, originals, held))
     return results
+
+
+def _converted(short: str, values: list[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """The copy that PyTorch makes of numbers that are summed as another type, unless bf16 is summed as fp32."""
+    dtype = kwargs.get("dtype")
+    if short != "sum" or dtype in (None, values[0].dtype) or (dtype == torch.float32 and values[0].itemsize == 2):
+        return None
+    return torch.empty(values[0].shape, dtype=dtype, device=CUDA)
 
 
 def _numbers_as_tensors(operation: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -103,6 +103,8 @@ def test_gpt3_has_its_published_size() -> None:
     assert counts.total == pytest.approx(175e9, rel=0.01)
     # 16 bytes a parameter over 1,024 ranks, and DeepSpeed's bucket of half a billion bf16 numbers.
     held = states(counts, Layout(1024, 3, is_bf16=True, is_gpu=True))
+    # Two norms and all biases of each layer and the last norm, which ZeRO-3 keeps whole.
+    assert held.pop("small weights, whole") == 2 * (96 * (2 * 2 + 3 + 1 + 4 + 1) + 2) * 12288
     assert sum(held.values()) == pytest.approx(16 * counts.total / 1024 + 1e9, rel=1e-6)
 
 
@@ -115,7 +117,8 @@ def test_gpt3_has_its_published_size() -> None:
 def test_states_by_zero_stage(stage: int, bytes_per_parameter: float) -> None:
     counts = count(read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml"), ADAMW)
     held = states(counts, Layout(4, stage, is_bf16=True, is_gpu=True))
-    held.pop("reduce bucket", None)
+    for part in ("reduce bucket", "small weights, whole"):
+        held.pop(part, None)
     assert sum(held.values()) == pytest.approx(bytes_per_parameter * counts.total, rel=1e-6)
 
 
@@ -136,7 +139,7 @@ def test_muon_keeps_one_moment_and_frozen_layers_none() -> None:
     last = count(config, ADAMW.model_copy(update={"trained_layers": 2}))
     block = 4 * 768**2 + 2 * 768 * 3072 + 9 * 768 + 3072 + 4 * 768  # matrices, their biases, two norms
     assert last.trained == pytest.approx(2 * block, rel=1e-3)
-    of = forward_pass(config, layout, 8, 1024)
+    of = forward_pass(layout, 8, 1024)
     few, all_of_them = (
         training_memory(config, counts, layout, of, 0, 1).phases["backward"]["activations"]
         for counts in (last, count(config, ADAMW))
@@ -150,7 +153,7 @@ def test_more_micro_batches_keep_gradients_beside_activations() -> None:
 
     def growth(ranks: int) -> int:
         layout = Layout(ranks, 0, is_bf16=True, is_gpu=True)
-        of = forward_pass(config, layout, 8, 1024)
+        of = forward_pass(layout, 8, 1024)
         one, two = (training_memory(config, counts, layout, of, 10**8, number).peak for number in (1, 2))
         return two - one
 
@@ -172,7 +175,7 @@ def test_what_is_offloaded_or_computed_again_is_not_held() -> None:
     # There is nowhere else to go, and what checkpoints are written from lies there too.
     assert set(states(counts, on_cpu)) == set(states(counts, plain)) | {"copy for checkpoints"}
     again = Layout(8, 3, is_bf16=True, is_gpu=True, recomputes=True)
-    of = forward_pass(config, again, 8, 1024)
+    of = forward_pass(again, 8, 1024)
     few, many = (activation_bytes(config, of, counts, layout) for layout in (again, plain))
     # Inputs of twelve blocks; the rest of one comes back when its backward begins.
     least = 12 * 8 * 1024 * 768 * 2
@@ -187,7 +190,7 @@ def test_what_is_offloaded_or_computed_again_is_not_held() -> None:
 def colocated(config: ModelConfig, layout: Layout, mode: Mode = "fast") -> Memory:
     """A rank of PPO with small batches."""
     policy, value = count(config, ADAMW), count(config, ADAMW, num_scores=1)
-    of = forward_pass(config, layout, 1, 64)
+    of = forward_pass(layout, 1, 64)
     work = PPOWork(of, of, num_logits=0, rollout_rows=1, response_tokens=32, num_micro_batches=1, mode=mode)
     return ppo_memory(PPOModels(config, config, policy, value, value), layout, work)
 
@@ -202,7 +205,11 @@ def test_a_colocated_worker_holds_every_role() -> None:
     memory = colocated(config, layout)
     P, V = policy.total, value.total
     assert config.vocab_size * config.hidden_size - config.hidden_size == P - V
-    learning = 16 * (P + V) / 8 + 2 * 500_000_000 * 2
+    # Norms and biases, 13 widths of each layer, are whole everywhere, and so is the weight of a score.
+    kept_whole = (
+        2 * 2 * (40 * (10 * config.hidden_size + 3 * 40 * 128) + 2 * config.hidden_size) + 2 * config.hidden_size
+    )
+    learning = 16 * (P + V) / 8 + 2 * 500_000_000 * 2 + kept_whole
     assert sum(memory.held.values()) == pytest.approx(learning + 4 * P / 8 + 2 * P + 2 * P + 2 * V, rel=1e-6)
     balanced, small = (colocated(config, layout, mode) for mode in ("balanced", "small"))
     assert sum(balanced.held.values()) == pytest.approx(learning, rel=1e-6)

@@ -59,8 +59,36 @@ def test_smaller_micro_batches_come_before_anything_that_costs_more_time() -> No
     assert change.startswith("sft.batch.micro_batch_size=")
 
 
-def test_a_job_that_fits_needs_no_advice() -> None:
-    assert advice(CLUSTER / "hh-0.5b-8gpus.toml", (), plan_of("hh-0.5b-8gpus", "h100")) == []
+@pytest.mark.parametrize(("gpu", "best"), [("h100", "balanced"), ("b200", "fast")])
+def test_a_job_that_fits_is_told_the_fastest_mode_with_room(gpu: str, best: str) -> None:
+    name = "hh-8b-long-8gpus"
+    path, modes = CLUSTER / f"{name}.toml", ("fast", "balanced", "small")
+    peaks = {mode: peak(plan_of(name, gpu, f"ppo.memory={mode}"), "ppo") for mode in modes}
+    with_room = [mode for mode in modes if peaks[mode] <= 0.9 * GPUS[gpu].memory_bytes]
+    assert with_room[0] == best
+    for mode in with_room:
+        (line,) = advice(path, (f"ppo.memory={mode}",), plan_of(name, gpu, f"ppo.memory={mode}"))
+        assert f"{peaks[best] / GIB:.1f} of " in line
+        assert (f"--set ppo.memory={best}" in line) == (mode != best)
+
+
+def test_a_job_without_ppo_needs_no_advice_if_it_fits() -> None:
+    name = "gpt2-pretrain-8gpus"
+    assert advice(CLUSTER / f"{name}.toml", (), plan_of(name, "h100")) == []
+
+
+def test_generation_runs_the_rows_that_a_gpu_has_memory_for() -> None:
+    """On the smallest GPU that holds an 8B generator, sampling never exceeds its memory; a larger one runs all rows."""
+    caches = []
+    for gpu in ("l40s", "h200"):
+        plan = plan_of("hh-8b-long-8gpus", gpu, "ppo.placement=disaggregated", "ppo.num_generators=2")
+        stage = next(found for found in plan.stages if found.name == "ppo")
+        generator = stage.memory["generator"]
+        assert generator.peak < GPUS[gpu].memory_bytes
+        caches.append(generator.phases["generate"]["key-value cache"])
+    # 128 rows of 2,048 tokens: 32 layers of 8 heads of 128 dimensions, keys and values, in bf16.
+    assert caches[1] == 128 * 2048 * 32 * 2 * 8 * 128 * 2
+    assert caches[0] < caches[1]
 
 
 def test_a_reward_model_of_its_own_shape_is_counted_as_that() -> None:

@@ -14,8 +14,11 @@ from lm.tokenizer import Tokenizer
 from lm.weights import read_config, save_model
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels, ScoreScale, TokenStream
+from tests.training.conftest import start_two_ranks
 from training.config import BatchConfig, OptimizerConfig
 from training.data import DataConfig
+
+__all__ = ["start_two_ranks"]
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "red", "bird", "fly", "over", "green", "hills"]
 

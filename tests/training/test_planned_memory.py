@@ -83,7 +83,7 @@ def rank_program(folder: Path) -> None:
 def planned(zero_stage: int, precision: Precision, recomputes: bool) -> Memory:
     layout = Layout(2, zero_stage, is_bf16=precision == "bf16", is_gpu=False, recomputes=recomputes)
     tokens = CONFIG.max_position_embeddings - 1
-    of = forward_pass(CONFIG, layout, ROWS, tokens)
+    of = forward_pass(layout, ROWS, tokens)
     return training_memory(CONFIG, count(CONFIG, ADAMW), layout, of, ROWS * tokens * CONFIG.vocab_size, MICRO_BATCHES)
 
 

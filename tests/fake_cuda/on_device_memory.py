@@ -1,0 +1,194 @@
+"""Peaks of memory on the fake device, whose allocator counts as CUDA's does, against `heed plan`: PPO in every mode of
+`ppo.memory`, training steps, generation. Run by test_fake_cuda.py; `-s` prints docs/plan.md's figures.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lm.config import ModelConfig
+from lm.generation import generate
+from lm.graphs import FixedSteps
+from lm.model import LanguageModel, ScalarModel, init_weights
+from lm.sampling import Choice
+from lm.source import RandomInit
+from lm.tokenizer import Tokenizer
+from lm.weights import save_model
+from planning.memory import Layout, count, forward_pass
+from planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
+from planning.sampling import sampling_phase
+from planning.training import training_memory
+from ppo.config import PPOConfig
+from ppo.controller import PPOController
+from ppo.initial_models import InitialModels, ScoreScale
+from ppo.roles import Roles
+from training.config import BatchConfig, EngineConfig, OptimizerConfig, Precision
+from training.data import DataConfig
+from training.engine import Engine
+from training.objectives import CausalLMObjective, PackedObjective
+from training.packing import pack
+
+SHAPE = ModelConfig(
+    vocab_size=1024, max_position_embeddings=80, hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, intermediate_size=256,
+)  # fmt: skip
+ADAMW = OptimizerConfig(learning_rate=1e-4, schedule="constant")
+ROWS, MICRO_BATCH, MICRO_BATCHES, PROMPT, RESPONSE = 8, 4, 2, 16, 48
+TOLERANCE = 0.05
+MEGABYTE = 2**20
+PHASES = {  # by the method that is called
+    "generate": "generate", "scores": "score by the reward model", "reference_logprobs": "score by the reference",
+    "update_policy": "policy", "update_value": "value", "receive": "sync",
+}  # fmt: skip
+CUDA = torch.device("cuda")
+
+
+def layout(precision: Precision) -> Layout:
+    return Layout(1, 0, is_bf16=precision == "bf16", is_gpu=True)
+
+
+@contextmanager
+def peak(found: dict[str, int], name: str) -> Iterator[None]:
+    """The most bytes that are allocated meanwhile, in `found`."""
+    torch.cuda.reset_peak_memory_stats()
+    yield
+    found[name] = max(found.get(name, 0), torch.cuda.max_memory_allocated())
+
+
+def compare(kind: str, planned: dict[str, int], measured: dict[str, int]) -> None:
+    for name, found in measured.items():
+        cells = f"{planned[name] / MEGABYTE:,.2f} | {found / MEGABYTE:,.2f} | {planned[name] / found - 1:+.1%}"
+        print(f"\n| {kind} | {name} | {cells} |", end="")
+    assert {name: planned[name] for name in measured} == pytest.approx(measured, rel=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> InitialModels:
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = Tokenizer.train(["a cat sat on a mat and saw one red bird"] * 9, 300, "chat")
+    for name, model in {"sft": LanguageModel(SHAPE), "reward": ScalarModel(SHAPE)}.items():
+        init_weights(model, 1)
+        save_model(folder / name, model, model.state_dict(), tokenizer)
+    return InitialModels(folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), None)
+
+
+# --- PPO -------------------------------------------------------------------------------------------------------------
+
+
+def ppo_config(memory: Mode) -> PPOConfig:
+    return PPOConfig(
+        prompts=DataConfig(source="unread.jsonl"),
+        num_iterations=2,
+        rollout_batch_size=ROWS,
+        minibatch=BatchConfig(batch_size=MICRO_BATCHES * MICRO_BATCH, micro_batch_size=MICRO_BATCH),
+        num_epochs=2,
+        max_new_tokens=RESPONSE,
+        policy_optimizer=ADAMW,
+        value_optimizer=ADAMW,
+        memory=memory,
+        ema_decay=0.5,
+    )
+
+
+def watch(roles: Roles, found: dict[str, int]) -> None:
+    """Measure each phase from now on."""
+
+    def measured(phase: str, method: Callable[..., Any], *args: Any) -> Any:
+        with peak(found, phase):
+            return method(*args)
+
+    for role in (roles.learners, roles.generators, roles.scorers):
+        kept = role.ranks.kept  # type: ignore[attr-defined]
+        for name, phase in PHASES.items():
+            if hasattr(kept, name):
+                setattr(kept, name, partial(measured, phase, getattr(kept, name)))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("mode", ["fast", "balanced", "small"])
+def test_phases_of_ppo_peak_where_the_plan_says(mode: Mode, precision: Precision, models: InitialModels) -> None:
+    """The second of two iterations on one rank, once there are moments. What a phase needs of the CPU's memory is not
+    on the device.
+    """
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    engine, config = EngineConfig(precision=precision, trackers=()), ppo_config(mode)
+    roles = Roles.in_process(config, engine, models)
+    prompts = np.random.default_rng(1).integers(8, SHAPE.vocab_size, (ROWS, PROMPT)).tolist()
+    controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=0, seed=0)
+    controller.step(0)
+    found: dict[str, int] = {}
+    watch(roles, found)
+    controller.step(1)
+    roles.close()
+    policy, value = count(SHAPE, ADAMW), count(SHAPE, ADAMW, num_scores=1)
+    of = forward_pass(layout(precision), MICRO_BATCH, PROMPT + RESPONSE)
+    work = PPOWork(of, of, MICRO_BATCH * RESPONSE * SHAPE.vocab_size, ROWS, RESPONSE, MICRO_BATCHES, mode)
+    memory = ppo_memory(PPOModels(SHAPE, SHAPE, policy, value, value), layout(precision), work)
+    held = sum(memory.held.values())
+    planned = {name: held + sum(parts.values()) for name, parts in memory.phases.items()}
+    for role in ("policy", "value"):  # an update has several phases, one of which needs most
+        planned[role] = max(size for name, size in planned.items() if name.startswith(f"{role} "))
+    compare(f"PPO {mode} {precision}", planned, {name: size - before for name, size in found.items()})
+
+
+# --- training, generation, measuring ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", ["whole", "packed"])
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_training_steps_peak_where_the_plan_says(precision: Precision, recomputes: bool, rows: str) -> None:
+    gc.collect()
+    before, seq_len = torch.cuda.memory_allocated(), SHAPE.max_position_embeddings - 1
+    drawn = np.random.default_rng(0).integers(3, SHAPE.vocab_size, (MICRO_BATCH, seq_len + 1)).astype(np.int32)
+    parts = [part for row in drawn.tolist() for part in (row[:30], row[30:seq_len])]
+    objective: Any = CausalLMObjective(drawn)
+    if rows == "packed":
+        objective = PackedObjective(pack([(part, [True] * len(part)) for part in parts], seq_len, 0))
+    config = EngineConfig(precision=precision, checkpoint_activations=recomputes, trackers=())
+    engine: Engine[LanguageModel] = Engine(
+        RandomInit(lambda: LanguageModel(SHAPE), seed=0), ADAMW, config, world_size=1, micro_batch=MICRO_BATCH
+    )
+    found: dict[str, int] = {}
+    for _ in range(2):
+        with peak(found, "step"):
+            engine.accumulate(
+                [np.arange(MICRO_BATCH)] * MICRO_BATCHES,
+                lambda chosen: (objective.loss(engine.model, chosen, engine.device)[0] / 1000, {}),
+            )
+            engine.step()
+    engine.close()
+    plan = Layout(1, 0, is_bf16=precision == "bf16", is_gpu=True, recomputes=recomputes)
+    of = forward_pass(plan, MICRO_BATCH, seq_len)
+    num_logits = MICRO_BATCH * seq_len * SHAPE.vocab_size
+    memory = training_memory(SHAPE, count(SHAPE, ADAMW), plan, of, num_logits, MICRO_BATCHES)
+    kind = f"{rows} rows {precision}{', recomputed' * recomputes}"
+    compare(kind, {"step": memory.peak}, {"step": found["step"] - before})
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_generation_peaks_where_the_plan_says(precision: Precision) -> None:
+    model = LanguageModel(SHAPE)
+    init_weights(model, 1)
+    model.to(CUDA, torch.bfloat16 if precision == "bf16" else torch.float32)
+    prompts = np.random.default_rng(1).integers(8, SHAPE.vocab_size, (ROWS, PROMPT)).tolist()
+    before, found = torch.cuda.memory_allocated(), dict[str, int]()
+    with peak(found, "generate"):
+        generate(
+            model, prompts, max_new_tokens=RESPONSE, end_id=-1, choice=Choice(), seeds=range(ROWS),
+            steps=FixedSteps(model),
+        )  # fmt: skip
+    phase = sampling_phase(SHAPE, layout(precision), count(SHAPE, ADAMW).total, ROWS, PROMPT, RESPONSE)
+    held = sum(p.nbytes for p in model.parameters())
+    compare(
+        f"generation {precision}",
+        {"generate": held + sum(phase.values())},
+        {"generate": held + found["generate"] - before},
+    )

@@ -1,0 +1,143 @@
+"""PPO's memory as `heed plan` counts it, against the tensors of two CPU ranks in every phase and mode of `ppo.memory`.
+
+This file is also the ranks' program: `python test_planned_memory.py FOLDER`. docs/plan.md has its figures; run with
+`pytest tests/ppo/test_planned_memory.py -s` to see them.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.live_bytes import LiveBytes, environment
+from lm.config import ModelConfig
+from lm.model import LanguageModel, ScalarModel, init_weights
+from lm.tokenizer import Tokenizer
+from lm.weights import save_model
+from planning.memory import Layout, Memory, count, forward_pass
+from planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
+from ppo.config import PPOConfig
+from ppo.generator import Generator
+from ppo.initial_models import InitialModels, ScoreScale
+from ppo.learner import Learner
+from ppo.rollout import PolicyBatch, ValueBatch
+from ppo.scorer import Scorer
+from training.config import BatchConfig, EngineConfig, OptimizerConfig, Precision
+from training.data import DataConfig
+
+CONFIG = ModelConfig(
+    vocab_size=1024, max_position_embeddings=80, hidden_size=256, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, intermediate_size=512,
+)  # fmt: skip
+ADAMW = OptimizerConfig(learning_rate=1e-4, schedule="constant")
+NUM_RANKS, ROWS, MICRO_BATCH, MICRO_BATCHES, PROMPT, RESPONSE = 2, 8, 4, 2, 16, 48
+TOLERANCE = 0.03
+CASES: list[tuple[Mode, Any, Precision]] = [
+    ("fast", 0, "fp32"), ("balanced", 0, "bf16"), ("balanced", 3, "fp32"), ("small", 3, "bf16"),
+]  # fmt: skip
+MEGABYTE = 2**20
+
+
+def ppo_config(memory: Mode) -> PPOConfig:
+    return PPOConfig(
+        prompts=DataConfig(source="unread.jsonl"),
+        num_iterations=1,
+        rollout_batch_size=NUM_RANKS * ROWS,
+        minibatch=BatchConfig(batch_size=NUM_RANKS * MICRO_BATCHES * MICRO_BATCH, micro_batch_size=MICRO_BATCH),
+        max_new_tokens=RESPONSE,
+        policy_optimizer=ADAMW,
+        value_optimizer=ADAMW,
+        memory=memory,
+        ema_decay=0.5,
+    )
+
+
+def run(folder: Path, memory: Mode, zero_stage: Any, precision: Precision) -> dict[str, int]:
+    """Bytes of this rank's tensors at the peak of each phase of a second iteration, once a checkpoint is written."""
+    models = InitialModels(folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), None)
+    config, engine = ppo_config(memory), EngineConfig(precision=precision, zero_stage=zero_stage, trackers=())
+    live = LiveBytes()
+    before = live.now
+    scorer, generator = Scorer(config, engine, models), Generator(config, engine, models)
+    learner = Learner(config, engine, models, NUM_RANKS)
+    prompts = np.random.default_rng(learner.policy.rank).integers(8, CONFIG.vocab_size, (ROWS, PROMPT)).tolist()
+    for iteration in range(2):
+        if memory == "small":
+            learner.make_room()
+        with live.phase("generate"):
+            rollout = generator.generate(range(ROWS), prompts, range(ROWS))
+        with live.phase("score by the reward model"):
+            scorer.scores(rollout, ())
+        with live.phase("score by the reference"):
+            scorer.reference_logprobs(rollout)
+        learner.policy_logprobs(rollout)
+        learner.values(rollout)
+        part = rollout.rows(slice(0, MICRO_BATCHES * MICRO_BATCH))
+        ones_BR = torch.ones(len(part), RESPONSE)
+        mask_BR = part.response_mask_BR
+        num_tokens = NUM_RANKS * int(mask_BR.sum())
+        policy = PolicyBatch(part, ones_BR, ones_BR, mask_BR, num_tokens, torch.empty(0, dtype=torch.int64), 0)
+        value = ValueBatch(part, ones_BR, ones_BR, mask_BR, num_tokens)
+        for update in range(2):  # in the first one of "small", the value function's optimizer states are still away
+            with live.phase("policy"):
+                learner.update_policy(policy, 1e-4, 2 * iteration + update)
+            with live.phase("value"):
+                learner.update_value(value, 1e-4, 2 * iteration + update)
+        with live.phase("sync"):
+            generator.receive(learner.advance_and_send())
+        if iteration == 0:
+            learner.save(folder / "checkpoints", 1, {}, {})
+            learner.finish_saving()
+    learner.policy.barrier()
+    learner.close()
+    return {name: phase.peak - before for name, phase in live.phases.items()}
+
+
+def rank_program(folder: Path) -> None:
+    found = {str(case): run(folder, *case) for case in CASES}
+    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+def planned(memory: Mode, zero_stage: Any, precision: Precision) -> Memory:
+    layout = Layout(NUM_RANKS, zero_stage, is_bf16=precision == "bf16", is_gpu=False)
+    policy, value = count(CONFIG, ADAMW), count(CONFIG, ADAMW, num_scores=1)
+    of = forward_pass(layout, MICRO_BATCH, PROMPT + RESPONSE)
+    work = PPOWork(of, of, MICRO_BATCH * RESPONSE * CONFIG.vocab_size, ROWS, RESPONSE, MICRO_BATCHES, memory)
+    return ppo_memory(PPOModels(CONFIG, CONFIG, policy, value, value), layout, work)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[..., None]) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("planned")
+    tokenizer = Tokenizer.train(["a cat sat on a mat and saw one red bird"] * 9, 300, "chat")
+    for name, model in {"sft": LanguageModel(CONFIG), "reward": ScalarModel(CONFIG)}.items():
+        init_weights(model, 1)
+        save_model(folder / name, model, model.state_dict(), tokenizer)
+    start_two_ranks(__file__, folder, **environment(folder))
+    found: dict[str, Any] = json.loads((folder / "rank-0.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_phase_takes_what_the_plan_says(ranks: dict[str, Any], case: tuple[Mode, Any, Precision]) -> None:
+    memory, measured = planned(*case), ranks[str(case)]
+    held = sum(memory.held.values())
+    phases = {name: held + sum(parts.values()) for name, parts in memory.phases.items()}
+    for role in ("policy", "value"):  # an update has several phases, one of which needs most
+        phases[role] = max(size for name, size in phases.items() if name.startswith(f"{role} "))
+    for name, found in measured.items():
+        mode, zero_stage, precision = case
+        cells = f"{phases[name] / MEGABYTE:,.1f} | {found / MEGABYTE:,.1f} | {phases[name] / found - 1:+.1%}"
+        print(f"\n| {mode} | {zero_stage} | {precision} | {name} | {cells} |", end="")
+    assert {name: phases[name] for name in measured} == pytest.approx(measured, rel=TOLERANCE)
+
+
+if __name__ == "__main__":
+    rank_program(Path(sys.argv[1]))
