@@ -1,0 +1,94 @@
+"""The arithmetic of shares on 3, 8 and 64 ranks, one rank after another in this process: all ranks together hold every
+number once, of weights and moments without ZeRO, of what a checkpoint is written from, and of frozen models.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lm.config import ModelConfig
+from lm.model import LanguageModel
+from lm.source import RandomInit, load
+from ppo.frozen_model import ALIGNMENT, ShardedModel
+from training.state import STEP, WEIGHT, ParamShard, SavedState, state_of, whole_params, write_state
+
+# Sizes that few worlds divide: ranks get parts of unequal lengths, some of them empty.
+CONFIG = ModelConfig(
+    vocab_size=67, max_position_embeddings=8, hidden_size=12, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, intermediate_size=10,
+)  # fmt: skip
+SOURCE = RandomInit(lambda: LanguageModel(CONFIG), seed=3)
+WORLDS = [3, 8, 64]
+
+
+def trained() -> tuple[LanguageModel, list[ParamShard]]:
+    """A model after one step of AdamW, and its whole parameters with their moments."""
+    model = load(SOURCE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.tensor([[1, 2, 3]])).float().square().mean().backward()
+    optimizer.step()
+    return model, whole_params(model, [optimizer])
+
+
+def shares(whole: list[ParamShard], rank: int, world: int) -> list[ParamShard]:
+    return [shard.share(rank, world) for shard in whole]
+
+
+def values_of(whole: list[ParamShard]) -> Iterator[tuple[str, Tensor]]:
+    """Weights and moments, flat, by their keys in a checkpoint."""
+    for shard in whole:
+        yield f"{WEIGHT}/{shard.name}", shard.storage.detach().flatten()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            yield f"{kind}/{shard.name}", shard.optimizer_state[kind].flatten()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranks_write_every_number_once_and_others_read_them(world: int, tmp_path: Path) -> None:
+    _, whole = trained()
+    num_bytes, total = [], sum(shard.length for shard in whole)
+    for rank in range(world):
+        state = state_of(shares(whole, rank, world))
+        num_bytes.append(sum(part.values.nbytes for key, part in state.items() if not key.startswith(STEP)))
+        if state:
+            write_state(state, tmp_path / f"{rank:02d}.safetensors")
+    assert sum(num_bytes) == 12 * total
+    assert max(num_bytes) <= 12 * (total / world + len(whole))
+    saved = SavedState(tmp_path)
+    for key, expected in values_of(whole):
+        read = torch.full_like(expected, torch.nan)
+        saved.fill(key, 0, read)  # an error unless each number is there once
+        assert torch.equal(read, expected), key
+    for other in WORLDS:
+        fresh = load(SOURCE)
+        optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.01)
+        own = whole_params(fresh, [optimizer])
+        for rank in range(other):
+            for shard in shares(own, rank, other):
+                shard.restore(saved)
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(values_of(own), values_of(whole), strict=True))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_shares_of_a_frozen_model_are_its_bytes(world: int, by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank's after another, as they are gathered."""
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    held: list[list[Tensor]] = []
+    for rank in range(world):
+        monkeypatch.setenv("RANK", str(rank))
+        model = ShardedModel(SOURCE, lambda _: None, torch.device("cpu"), 1.0, by_layer=by_layer)
+        held.append([bundle.share for bundle in model.bundles])
+    expected = {name: tensor.detach() for name, tensor in load(SOURCE).named_parameters()}
+    for parts, bundle in zip(zip(*held, strict=True), model.bundles, strict=True):
+        assert len({len(part) for part in parts}) == 1
+        whole, num_bytes = torch.cat(parts), 0
+        for name, weight in bundle.weights.items():
+            tensor = expected.pop(name)
+            found = whole[weight.start : weight.start + tensor.nbytes].view(torch.float32).view(tensor.shape)
+            assert torch.equal(found, tensor), name
+            num_bytes += tensor.nbytes
+        assert len(parts[0]) <= num_bytes / world + (len(bundle.weights) / world + 1) * ALIGNMENT
+    assert not expected
