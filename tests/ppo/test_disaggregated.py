@@ -30,12 +30,13 @@ from training.packing import stream_rows
 
 ENGINE = EngineConfig(precision="fp32", trackers=())
 Trained = tuple[dict[str, Tensor], list[dict[str, float]]]
+Groups = tuple[WorkerGroup, WorkerGroup, WorkerGroup]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _room() -> Iterator[None]:
     """Ray may place more workers than this machine has cores."""
-    ray.init("local", num_cpus=6, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     disconnect()
 
@@ -101,19 +102,25 @@ def colocated(
         return train(roles, tmp_path_factory.mktemp("colocated"))
 
 
+@pytest.fixture(scope="module")
+def groups() -> Iterator[Groups]:
+    """Learners, generators and scorers of one rank each, for tests that leave them whole: starting takes long."""
+    with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
+        yield learners, generators, scorers
+
+
 @pytest.mark.parametrize("transport", ["object_store", "broadcast"])
 def test_groups_of_one_give_the_same_bits(
     colocated: Trained,
     config: PPOConfig,
     models: InitialModels,
     train: Callable[[Roles, Path], Trained],
+    groups: Groups,
     tmp_path: Path,
     transport: str,
 ) -> None:
     config = config.model_copy(update={"weight_transport": transport})
-    with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
-        roles = disaggregated(learners, generators, scorers, config, ENGINE, models)
-        weights, metrics = train(roles, tmp_path)
+    weights, metrics = train(disaggregated(*groups, config, ENGINE, models), tmp_path)
     expected, expected_metrics = colocated
     assert metrics == expected_metrics
     assert all({"score", "score/kind", "score/brief"} <= line.keys() for line in metrics)
@@ -174,7 +181,7 @@ def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(
 
 
 def _touch_after_values(path: Path) -> None:
-    """From now on learners of this process leave a file when they have computed values."""
+    """Learners of this process leave a file when they have computed values; no harm to other tests."""
     values = learner.Learner.values
 
     def touching(self: learner.Learner, rollout: Rollout) -> Tensor:
@@ -186,16 +193,16 @@ def _touch_after_values(path: Path) -> None:
 
 
 def test_learners_and_scorers_work_on_a_rollout_at_the_same_time(
-    config: PPOConfig, models: InitialModels, prompts: list[list[int]], tmp_path: Path
+    groups: Groups, config: PPOConfig, models: InitialModels, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     """The scorer waits until the learner's passes are done; were those started after the scores, both would wait."""
-    with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
-        roles = disaggregated(learners, generators, scorers, config, ENGINE, models)
-        controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=9, seed=5)
-        learners.run("patch", _touch_after_values, tmp_path / "values")
-        busy = scorers.ranks.actors[0].run.remote(_wait_for, (tmp_path / "values",), {})
-        assert controller.step(0)["kl_nats"] == 0.0
-        assert ray.get(busy)[0], "the learner's passes waited for the scorer"
+    learners, _, scorers = groups
+    roles = disaggregated(*groups, config, ENGINE, models)
+    controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=9, seed=5)
+    learners.run("patch", _touch_after_values, tmp_path / "values")
+    busy = scorers.ranks.actors[0].run.remote(_wait_for, (tmp_path / "values",), {})
+    assert controller.step(0)["kl_nats"] == 0.0
+    assert ray.get(busy)[0], "the learner's passes waited for the scorer"
 
 
 def test_a_generator_lost_in_a_broadcast_is_named_though_the_learner_waits_for_it(
