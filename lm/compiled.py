@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lm.block import BRANCHES, BlockInputs
 from lm.dropout import site_offset
+from lm.native.operators import prepare_for_compile
 
 BACKEND = "inductor"
 
@@ -33,6 +34,7 @@ def run_compiled_blocks(blocks: nn.ModuleList, x_BTD: Tensor, inputs: BlockInput
 
 @cache
 def _compiled(backend: str) -> Callable[[nn.Module, Tensor, BlockInputs], Tensor]:
+    prepare_for_compile()
     return torch.compile(_run_block, backend=backend)
 
 
