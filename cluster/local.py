@@ -128,11 +128,11 @@ class LocalCluster:
 
     def node_processes(self, name: str) -> list[int]:
         """Process ids of everything on a node: Ray's own, and the ranks."""
-        return [pid for pid in _processes() if _is_marked(pid, f"{MARK}={self.mark}/{name}\0")]
+        return [pid for pid in psutil.pids() if _is_marked(pid, f"{MARK}={self.mark}/{name}\0")]
 
     def worker_processes(self) -> list[int]:
         """Process ids of the ranks that run on it."""
-        return sorted(pid for pid in _processes() if _is_rank(pid) and _is_marked(pid, f"{MARK}={self.mark}/"))
+        return sorted(pid for pid in psutil.pids() if _is_rank(pid) and _is_marked(pid, f"{MARK}={self.mark}/"))
 
     def close(self) -> None:
         """End every process of the cluster and of its drivers, and remove its folder."""
@@ -236,7 +236,3 @@ def _is_marked(pid: int, mark: str) -> bool:
         return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False
-
-
-def _processes() -> list[int]:
-    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
