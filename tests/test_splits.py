@@ -9,7 +9,6 @@ starting is what takes long.
 import itertools
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cluster.ports import free_port
 from lm.config import ModelConfig
 from lm.encoder import MaskedLanguageModel, SequenceClassifier
 from lm.encoder_decoder import EncoderDecoder
@@ -452,9 +452,7 @@ def fork_groups(folder: Path) -> None:
     write_parents(folder)
     context = multiprocessing.get_context("fork")
     for num_ranks in (1, 2, 4):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         ranks = [context.Process(target=rank_program, args=(r, num_ranks, port, folder)) for r in range(num_ranks)]
         for process in ranks:
             process.start()

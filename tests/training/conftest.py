@@ -2,7 +2,6 @@
 
 import os
 import resource
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+
+from cluster.ports import free_port
 
 # DeepSpeed's first run on a machine compiles its shared-memory operator, which takes two minutes.
 LIMIT_SECONDS = 480
@@ -23,13 +24,10 @@ def start_two_ranks() -> StartRanks:
     """Runs `python PROGRAM FOLDER` as two ranks, or so many, to their end; a rank's output is in FOLDER/rank-N.log."""
 
     def start(program: str, folder: Path, num_ranks: int = 2, **variables: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         shared = {
             **os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            **variables,
+            "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()), **variables,
         }  # fmt: skip
         processes = []
         for rank in map(str, range(num_ranks)):
