@@ -3,8 +3,9 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-# Tests that start processes wait for them half of the time; a file's tests share what they started.
-PARALLEL := --numprocesses 2 --dist loadfile
+# Three processes on two cores, since tests that start processes often wait for them; a file's tests share what they
+# started. tests/conftest.py says which files go first.
+PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 CONSTRAINTS ?= constraints.txt
 
 # The first of these that is new enough and can make virtual environments is used; `make PYTHON=...` names another.
@@ -14,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	&& { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test bench check format reference pins clean clean-venv
+.PHONY: help venv demo test bench check format reference docs pins clean clean-venv
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -41,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## Run the whole chain on a laptop's CPU and write its report.
 	$(BIN)/heed run configs/jobs/demo.toml
 
-test: $(STAMP)  ## Run the tests, a file at a time in each of two processes.
+test: $(STAMP)  ## Run the tests, a file at a time in each of three processes.
 	$(BIN)/pytest $(PARALLEL)
 
 bench: $(STAMP)  ## Measure Heed beside its peers, which are installed into .bench/, and write benchmarks/README.md.
@@ -60,6 +61,10 @@ format: $(STAMP)  ## Format the code and apply the linter's safe fixes.
 
 reference: $(STAMP)  ## Rewrite docs/reference from the code.
 	$(BIN)/python -m heed.reference
+
+docs: $(STAMP)  ## Build the pages of docs/ as a site into site/; the search needs a server.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo 'built site/; to read it with its search: $(BIN)/python -m mkdocs serve'
 
 pins: $(STAMP)  ## Rewrite constraints.txt from what is installed in .venv, keeping its header.
 	@{ grep '^#' constraints.txt; $(BIN)/python -m pip freeze --all --exclude-editable --exclude pip \

@@ -64,7 +64,7 @@ class Watched(Engine[LanguageModel]):
 
 @dataclass(frozen=True)
 class Found:
-    """Seconds of a run, seconds of that waited for checkpoints, and the median seconds of a step."""
+    """Seconds of a run, seconds that it waited for checkpoints, and the median seconds per step."""
 
     total: float
     waited: float

@@ -38,7 +38,7 @@ STATISTICS: dict[str, tuple[Draw, tuple[int, ...]]] = {
 
 @dataclass(frozen=True)
 class Covered:
-    """How often intervals contained the truth, among those that were known, and their mean width where it is finite."""
+    """How often intervals contained the truth, among those with known ends, and their mean width if it is finite."""
 
     share: float
     num_known: int
@@ -91,7 +91,7 @@ def print_tests(num_worlds: int, seed: int) -> None:
     for num_prompts, verdicts in ((10, 0), (20, 0), (50, 0), (200, 0), (50, 3), (200, 3), (200, 1)):
         p_W = permutation_p_values(num_prompts, verdicts, num_worlds, seed)
         values = f"{verdicts} verdicts per prompt" if verdicts else "soft"
-        # With whole verdicts the p-values take few values and cannot be uniform.
+        # With verdicts of 0, ½ or 1, p takes only a few values and cannot be uniform.
         fit = f"{stats.kstest(p_W, 'uniform').pvalue:.2f}" if not verdicts else "(few values)"
         print(f"| {values} | {num_prompts} | {fit} | {100 * (p_W < 0.05).mean():.1f}% |", flush=True)
     print("\n| prompts | ties | power at the detectable difference |\n|---|---|---|")

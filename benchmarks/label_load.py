@@ -34,10 +34,10 @@ from preferences.store import LabelStore
 NUM_RESPONSES = 4
 RESPONSE = "A response of some length, as people get to read it. " * 8
 HIDDEN = re.compile(r'<input type="hidden" name="(\w+)" value="([^"]*)">')
-CONFIG = LabelingConfig()
+CONFIG = LabelingConfig(task_order="arrival")
 SERVER = (
     "import sys; from labeling.config import LabelingConfig; from labeling.serve import serve;"
-    " serve(sys.argv[1], LabelingConfig(), host='127.0.0.1', port=int(sys.argv[2]), announce=print)"
+    " serve(sys.argv[1], LabelingConfig(task_order='arrival'), host='127.0.0.1', port=int(sys.argv[2]), announce=print)"
 )
 
 

@@ -57,7 +57,7 @@ def is_covered(estimate: Interval | Share | Alpha, truth: float) -> bool:
 
 
 def untied(traits: Traits) -> float:
-    """The share of answers that are not ties."""
+    """Returns the share of answers that are not ties."""
     return 1 - (1 - traits.lazy) * traits.tie
 
 

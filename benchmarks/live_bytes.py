@@ -1,6 +1,6 @@
-"""Bytes of all tensors in a process's CPU memory, by phase of its work: exact, where the size of a process is not.
+"""Counts the bytes of all tensors in a process's CPU memory, by phase. It is exact, unlike the size of the process.
 
-The process has to start with `environment()` among its variables (live_bytes.cpp).
+The process must start with the variables of `environment()` (live_bytes.cpp).
 """
 
 import ctypes
@@ -28,9 +28,9 @@ class Phase:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Variables for a process whose tensors are counted; the counter is compiled into `folder`.
+    """Returns the variables for a process whose tensors are counted; compiles the counter into `folder`.
 
-    Raises: FileNotFoundError without a compiler, CalledProcessError if it fails.
+    Raises: FileNotFoundError if there is no compiler, CalledProcessError if it fails.
     """
     library = folder / "live_bytes.so"
     if not library.exists():
@@ -40,7 +40,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 class LiveBytes:
-    """Phases by name, in the order in which they ended; a phase that is repeated keeps its last figures.
+    """Records phases by name, in the order in which they ended; a repeated phase keeps its last figures.
 
     Raises: AttributeError in a process without the counter.
     """

@@ -73,8 +73,8 @@ MEAN_KL = 2.0
 
 
 def kl_coverage(*, num_worlds: int, num_prompts: int, num_samples: int, seed: int) -> dict[str, Covered]:
-    """k1 and full for responses whose prompts' KLs are Gamma, with mean 2 nats and standard deviation √2; k1 also has
-    the noise of the sampled tokens.
+    """Yields k1 and full for responses whose prompts' KLs are Gamma, with mean 2 nats and standard deviation √2; k1
+    also has the noise of the sampled tokens.
     """
 
     def intervals() -> Iterator[tuple[str, Interval, float]]:

@@ -1,21 +1,24 @@
 """Times the same PPO run on-policy and sampled one iteration ahead: `python -m benchmarks.overlap [PAIRS]`.
 
-Also seconds of the passes over a rollout that scorer and learner make at the same time, against one after another.
-One learner, one generator and one scorer, each on one thread; models with 2M random weights. Runs of both kinds
-alternate, for machines of varying speed.
+It also times the scorer's and the learner's passes over a rollout: at the same time, and one after another. There is
+one learner, one generator and one scorer, each on one thread, with models of 2M random weights. Runs of both kinds
+alternate, because a machine's speed may vary.
 """
 
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import ray
 import torch
+from torch import Tensor
 
 from cluster.connection import disconnect
 from cluster.group import WorkerGroup
+from cluster.remote import Pending
 from lm.config import ModelConfig
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
@@ -24,6 +27,7 @@ from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels, ScoreScale
 from ppo.roles import Roles
+from ppo.rollout import Rollout
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 
@@ -89,13 +93,14 @@ def timed_run(groups: list[WorkerGroup], models: InitialModels, max_staleness: i
 
 
 def timed_passes(roles: Roles, controller: PPOController) -> tuple[float, float]:
-    """Median seconds of scores, log-probs, reference log-probs and values of a rollout: in turn, and together."""
+    """Returns median seconds of a rollout's scores, log-probs, reference log-probs and values, in turn and together."""
     rows = list(range(len(PROMPTS)))
     rollout = roles.generators.start_sampling(rows, controller.prompts, rows)()
-    starts = (
+    whole = [torch.arange(len(rollout))]
+    starts: tuple[Callable[[Rollout], Pending[Tensor]], ...] = (
         roles.scorers.start_scores,
-        roles.learners.start_policy_logprobs,
-        roles.scorers.start_reference_logprobs,
+        lambda rollout: roles.learners.start_policy_logprobs(rollout, whole),
+        lambda rollout: roles.scorers.start_reference_logprobs(rollout, whole),
         roles.learners.start_values,
     )
     in_turn, together = list[float](), list[float]()
@@ -134,7 +139,7 @@ def ppo_config(max_staleness: int) -> PPOConfig:
 
 
 def make_parents(folder: Path) -> InitialModels:
-    """An SFT policy and a reward model with random weights."""
+    """Writes an SFT policy and a reward model with random weights."""
     tokenizer = Tokenizer.train(["one red bird saw the cat on the mat"] * 9, SHAPE.vocab_size, "chat")
     for name, model in (("sft", LanguageModel(SHAPE)), ("reward", ScalarModel(SHAPE))):
         init_weights(model, 0)

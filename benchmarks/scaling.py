@@ -1,10 +1,10 @@
-"""Measures two one-core workers against one, in tokens per second by stage, and the time to the first optimizer step.
+"""Compares two one-core workers with one: tokens per second by stage, and the time to the first optimizer step.
 
     python -m benchmarks.scaling [ROUNDS]
 
-It runs a shortened configs/jobs/demo.toml, all stages but the comparison: on one core with one worker, then on two with
-two. The work is the same, because results do not depend on the split. Rounds alternate, for machines of varying speed;
-the table has medians over rounds of medians over steps.
+It runs all stages of a shortened configs/jobs/demo.toml except the comparison, first on one core with one worker, then
+on two with two. The work is the same, because results do not depend on the split. Rounds alternate, because a machine's
+speed may vary; the table has medians over rounds of medians over steps.
 """
 
 import json
@@ -23,8 +23,8 @@ import tomli_w
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("pretrain", "sft", "reward", "ppo")
-WARMUP_SHARE = 0.25  # share of a stage's steps left out: caches fill, threads start
-# Long enough for a steady rate, short enough to be repeated.
+WARMUP_SHARE = 0.25  # share of a stage's steps left out, while caches fill and threads start
+# Long enough for a steady rate, and short enough to repeat.
 SHORTENED: dict[str, dict[str, Any]] = {
     "world": {"num_pretrain_texts": 3000, "num_collect_prompts": 400},
     "pretrain": {"num_steps": 80, "evaluate_every_steps": 1000, "save_every_steps": 1000},
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def shortened(path: Path) -> Path:
-    """The demo with fewer steps and without the comparison."""
+    """Returns the demo with fewer steps and without the comparison."""
     job = tomllib.loads((ROOT / "configs/jobs/demo.toml").read_text(encoding="utf-8"))
     for section, values in SHORTENED.items():
         job[section] |= values
@@ -64,7 +64,7 @@ def shortened(path: Path) -> Path:
 
 
 def run(job: Path, runs: Path, workers: int) -> dict[str, float]:
-    """Runs on as many cores as workers; returns tokens per second by stage, and `start`: seconds to the first step."""
+    """Runs on one core per worker; returns tokens per second by stage, and `start`: seconds to the first step."""
     command = [sys.executable, "-m", "heed", "run", str(job), "--set", f"workers={workers}", "--runs", str(runs)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     cores = sorted(os.sched_getaffinity(0))[:workers]

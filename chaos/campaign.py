@@ -51,8 +51,8 @@ def run_chaos(
 ) -> ChaosResult:
     """Runs the job undisturbed, then under faults of these kinds (default: all that this machine allows).
 
-    Raises: ValueError for a job that cannot run here, and for kinds that are unknown or impossible; RuntimeError if the
-    undisturbed run fails, or if a run never ends despite restarts.
+    Raises: ValueError for a job that cannot run here or ends too soon for faults, and for kinds that are unknown or
+    impossible; RuntimeError if the undisturbed run fails, or if a run never ends despite restarts.
     """
     impossible = _impossible_kinds()
     chosen = choose_kinds(kinds, impossible)
@@ -79,8 +79,9 @@ def run_chaos(
             campaign.run_round(schedule)
             num_empty = num_empty + 1 if len(schedule) == num_before else 0
             if num_empty == MAX_EMPTY_ROUNDS:
-                raise RuntimeError(
-                    f"{num_empty} runs in a row ended before a fault could be injected: stages are too short"
+                raise ValueError(
+                    f"{num_empty} runs of {job.name!r} in a row ended before a fault could be injected; a job whose"
+                    " stages take more steps was expected"
                 )
         chaos_seconds = time.monotonic() - begun
     unused = {kind: why for kind, why in impossible.items() if not kinds}

@@ -2,9 +2,13 @@
 
 import logging
 import os
+import signal
+import threading
+from types import FrameType
 
 import ray
 
+from cluster.environment import NO_SPARE_WORKERS
 from cluster.places import (
     Bundle,
     NoPlaceError,
@@ -15,6 +19,7 @@ from cluster.places import (
     require_machine,
     require_places,
 )
+from training.notices import say
 
 
 def connect(num_workers: int) -> None:
@@ -26,12 +31,28 @@ def connect(num_workers: int) -> None:
     if ray.is_initialized():
         return
     if os.environ.get("RAY_ADDRESS"):
+        say("joining the Ray cluster")
         ray.init(log_to_driver=False, logging_level=logging.WARNING)
-        return
+    else:
+        _start(num_workers)
+    if threading.current_thread() is threading.main_thread():
+        # After Ray, whose own handler prints a stack trace of C++ and leaves the job's status as it is.
+        signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    """Treats SIGTERM, by which Slurm, systemd, containers and `heed jobs stop` end a process, like Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+def _start(num_workers: int) -> None:
     require_cores(num_workers)
+    say("starting Ray")
     # A local cluster uses a token by default, and Ray warns about it at each start. The setting that silences the
     # warning works only before Ray is imported, when nobody knows yet which cluster is meant.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    for name, value in NO_SPARE_WORKERS.items():
+        os.environ.setdefault(name, value)
     # "local": a head that somebody started on this machine is not joined unless RAY_ADDRESS names it.
     ray.init(
         "local",

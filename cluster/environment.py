@@ -19,4 +19,7 @@ WAITING = {
 # other; segments that grow serve all of them. It has no effect without a GPU.
 GPU_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
+# Ray starts an idle worker per core in advance, without the environment above: no rank can use one.
+NO_SPARE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
+
 WORKER_ENVIRONMENT = ALLOCATOR | WAITING | GPU_ALLOCATOR

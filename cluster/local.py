@@ -20,8 +20,9 @@ from typing import Self
 
 import psutil
 
+from cluster.environment import NO_SPARE_WORKERS
 from cluster.network import Network
-from cluster.ports import free_port
+from endpoints.ports import free_port
 
 MARK = "HEED_LOCAL_CLUSTER"
 HEAD = "head"
@@ -52,7 +53,8 @@ class LocalCluster:
         self._port, self._nodes = 6379 if network else free_port(), dict[str, _Node]()
         self.nodes = tuple(host_names(num_nodes)[1:])
         try:
-            self._start(HEAD, ["--head", f"--port={self._port}", "--num-cpus=0", "--include-dashboard=false"])
+            head = ["--head", f"--port={self._port}", "--num-cpus=0", "--include-dashboard=false", "--no-monitor"]
+            self._start(HEAD, head)
             self.wait()
             self.fill()
             self.wait()
@@ -149,6 +151,7 @@ class LocalCluster:
             *RAY, "start", "--block", f"--temp-dir={self.folder / name}", *options,
              f"--node-ip-address={self._address_of(name)}", f"--object-store-memory={STORE_BYTES}",
             f"--dashboard-agent-listen-port={port}", "--disable-usage-stats",
+            "--include-log-monitor=false",
         ]  # fmt: skip
         placed = self.network.command(name, command) if self.network else command
         self._nodes[name] = _Node(placed, {**os.environ, **self._environment(name)}, self.folder / f"{name}.log")
@@ -162,6 +165,7 @@ class LocalCluster:
         return {
             MARK: f"{self.mark}/{name}",
             "RAY_AUTH_MODE": self._auth_mode,
+            **NO_SPARE_WORKERS,
         }
 
 

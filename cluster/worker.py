@@ -9,7 +9,8 @@ from typing import Any
 import ray
 
 from cluster.heartbeat import send_beats
-from cluster.ports import free_port
+from endpoints.ports import free_port
+from files.imports import imports_uncollected
 
 
 class _Worker:
@@ -25,10 +26,11 @@ class _Worker:
         if interface:
             # Otherwise gloo takes the address that this machine's own name resolves to: on Debian that is 127.0.1.1.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        import torch
+        with imports_uncollected():
+            import torch
 
-        from cluster import notices
-        from training.notices import speak_through
+            from cluster import notices
+            from training.notices import speak_through
 
         torch.set_num_threads(threads)
         speak_through(notices.send)

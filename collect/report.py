@@ -21,6 +21,7 @@ def report(stage: StageFolder) -> StageReport:
         ("Judgments", count(results.num_judgments)),
         ("Ties", percent(results.tie_share)),
         ("Labelers", ", ".join(label(name) for name in results.labelers)),
+        *((("Prompts read", str(results.overlong)),) if results.overlong else ()),
     )
     rows = [
         Measured(name, "muted", marker, share)

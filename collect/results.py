@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from intervals.estimates import Share
+from training.data import Overlong
 
 
 @dataclass(frozen=True)
@@ -20,3 +21,4 @@ class CollectResults:
     agreement: Share
     gold_accuracy: Share
     labelers: tuple[str, ...]
+    overlong: Overlong | None = None  # of the prompts

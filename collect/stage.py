@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field
@@ -19,12 +20,12 @@ from preferences.statistics.agreement import accuracy_against, pairwise_agreemen
 from preferences.store import LabelStore
 from stages.contract import Parent, Source, Stage
 from stages.planner import Planner, StagePlan
-from stages.prompts import require_room
+from stages.prompts import fitting_prompts
 from stages.run import StageRun
 from stages.sizes import SourceSize
 from stages.world import World, label_truth
 from training.config import Config
-from training.data import DataConfig, Prompt, read_prompts
+from training.data import DataConfig, OnOverlong, Prompt, overlong_field
 from training.seeds import derive_seed
 
 
@@ -32,6 +33,7 @@ class CollectConfig(Config):
     """Samples of the SFT policy that labelers rank."""
 
     prompts: DataConfig = Field(description="Prompts to sample responses to.")
+    on_overlong: OnOverlong = overlong_field()
     responses_per_prompt: int = Field(default=4, ge=2, le=MAX_RESPONSES, description="Responses per task.")
     max_new_tokens: int = Field(ge=1, description="Length limit of a response, in tokens.")
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature.")
@@ -142,7 +144,9 @@ def collect_results(
 
 def run_collect(run: StageRun, config: CollectConfig) -> None:
     """Sample, put to labelers, export. Labels stay in the job's store for good; a new SFT policy opens a new batch."""
-    prompts = read_prompts(config.prompts)
+    tokenizer = run.tokenizer_of("sft")
+    fitting = fitting_prompts(run, tokenizer, config.prompts, config.max_new_tokens, config.on_overlong)
+    prompts = fitting.prompts
     spec = SamplingSpec(
         policy=run.start("sft"),
         num_samples=config.responses_per_prompt,
@@ -156,19 +160,20 @@ def run_collect(run: StageRun, config: CollectConfig) -> None:
     with LabelStore(run.run_folder / "labels.sqlite") as store:
         others = [other for other in store.batches() if other != batch]
         taken = {stored.task.task_id for other in others for stored in store.tasks(other)}
-        tasks = make_tasks(batch, prompts, samples, "sft", taken=taken)
+        tasks = make_tasks(batch, prompts, samples, run.own("sft"), taken=taken)
         rankings = label(
-            store, run.world, tasks, config, batch=batch, seed=run.seed,
+            store, run.world, tasks, config, batch=batch, seed=run.job.seed,  # the same labelers in each round
             on_progress=lambda state: run.show(state.num_tasks - state.num_open, state.num_tasks, "labeled"),
         )  # fmt: skip
     write_rankings(run.folder / "rankings.jsonl", rankings)
     num_identical = len(prompts) - len(tasks)
-    run.write_results(collect_results(rankings, len(prompts), num_identical, run.world, config.responses_per_prompt))
+    results = collect_results(rankings, len(prompts), num_identical, run.world, config.responses_per_prompt)
+    run.write_results(replace(results, overlong=fitting.overlong or None))
 
 
 def preflight(run: StageRun, config: CollectConfig) -> None:
     """Check that every prompt leaves room for its responses."""
-    require_room(run, run.tokenizer_of("sft"), config.prompts, config.max_new_tokens)
+    fitting_prompts(run, run.tokenizer_of("sft"), config.prompts, config.max_new_tokens, config.on_overlong, run.tell)
 
 
 def plan(planner: Planner, config: CollectConfig) -> StagePlan:

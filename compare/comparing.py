@@ -5,7 +5,7 @@ asked again each time, because they may have judged more since.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,12 @@ from training.data import DataConfig, Prompt
 
 EXTERNAL = "external"  # the kind of policies and judges that a file of judgments names
 
-Progress = Callable[[str], OnProgress]  # of the step by this name
+Progress = Callable[[str], OnProgress]  # returns the progress callback of a named step
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What is compared: specs of policies and judges as given, prompts, and how all are asked."""
+    """What is compared: specs of policies and judges as given, prompts, and how they are sampled and judged."""
 
     policies: Sequence[str]
     prompts: DataConfig
@@ -57,26 +57,28 @@ class Compared:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The settings with what came of them. Without `has_verdicts` there is no folder yet: people alone judge, nobody
-    has so far, and what they are to judge is in their label store.
+    """The settings and their outcome.
+
+    Without `has_verdicts` there is no folder yet: the only judges are people, nobody has judged, and the tasks are in
+    their label store.
     """
 
     settings: Settings
     has_verdicts: bool
 
 
-def compare(compared: Compared, folder: Path, progress: Progress) -> Outcome:
-    """Compare in `folder`, or continue there.
+def compare(compared: Compared, folder: Path, progress: Progress, tell: Callable[[str], None]) -> Outcome:
+    """Compare in `folder`, or resume there. If a model's context is too short, all policies get the same lower limit.
 
-    Raises: ValueError for any input that is not as it should be, before anything is sampled; for a policy that does not
-    answer every prompt; for a judge that fails too often; where `folder` holds another comparison.
+    Raises: ValueError for any invalid input, before anything is sampled; for a policy that does not answer every
+    prompt; for a judge that fails too often; if `folder` holds another comparison.
     """
     if len(compared.policies) < 2:
         raise ValueError(f"{len(compared.policies)} policies; at least two to compare were expected")
     if not compared.judges:
         raise ValueError("--judge is missing; at least one judge was expected")
     prompts = read_compared_prompts(compared.prompts, compared.category)
-    policies = open_policies(compared, prompts)
+    policies = _fitted(open_policies(compared, prompts), compared.sampling, tell)
     judges = open_judges(compared.judges, compared.judging, prompts, len(policies))
     settings = _settings(compared, prompts, policies)
     max_failed_share = compared.judging.asking.max_failed_share
@@ -97,8 +99,10 @@ def compare(compared: Compared, folder: Path, progress: Progress) -> Outcome:
 
 
 def judge_again(folder: Path, judges: Sequence[Judge], max_failed_share: float, progress: Progress) -> Outcome:
-    """Let judges judge a finished comparison, without sampling. A judge's verdicts take the place of those that the
-    folder has of its name; one that is as it was, and failed on nothing, is not asked again, unless it is people.
+    """Let judges judge a finished comparison, without sampling.
+
+    A judge's verdicts replace those of the same name in the folder. A judge that has not changed and never failed is
+    not asked again, except people.
 
     Raises: ValueError for a judge that fails too often, and for a folder that holds no comparison.
     """
@@ -106,7 +110,7 @@ def judge_again(folder: Path, judges: Sequence[Judge], max_failed_share: float, 
     found = read_comparison(folder)
     by_judge: dict[str, list[Verdict]] = {entry["name"]: [] for entry in settings["judges"]}
     for verdict in found.verdicts:
-        if verdict.judge in by_judge:  # else a run ended between writing it and naming its judge
+        if verdict.judge in by_judge:  # otherwise a run ended between writing it and naming its judge
             by_judge[verdict.judge].append(verdict)
     entries = {entry["name"]: entry for entry in settings["judges"]}
     asked = [judge for judge in judges if _is_asked(judge, entries.get(judge.name, {}))]
@@ -121,9 +125,9 @@ def judge_again(folder: Path, judges: Sequence[Judge], max_failed_share: float, 
 
 
 def take_verdicts(spec: str, form: str, folder: Path, *, category: str, seed: int) -> tuple[Outcome, Report]:
-    """A comparison of external judgments, FILE or NAME=FILE; with warnings about the file's rows.
+    """A comparison of external judgments, FILE or NAME=FILE; returns warnings about the file's rows too.
 
-    Raises: those of `read_verdict_file`; ValueError where `folder` holds another comparison.
+    Raises: as `read_verdict_file` does; ValueError if `folder` holds another comparison.
     """
     ((judge, source),) = named_specs([spec], "file")
     found = read_verdict_file(source, form, judge=judge, category=category)
@@ -159,7 +163,7 @@ def take_verdicts(spec: str, form: str, folder: Path, *, category: str, seed: in
 
 
 def open_policies(compared: Compared, prompts: Sequence[Prompt]) -> list[Policy]:
-    """The policies of NAME=SPEC or SPEC. Raises: ValueError for an invalid one."""
+    """Returns the policies of NAME=SPEC or SPEC. Raises: ValueError for an invalid one."""
     policies: list[Policy] = []
     for name, spec in named_specs(compared.policies, "policy"):
         if spec.startswith(("http://", "https://")):
@@ -169,6 +173,19 @@ def open_policies(compared: Compared, prompts: Sequence[Prompt]) -> list[Policy]
         else:
             policies.append(LocalPolicy.open(name, spec, prompts, compared.sampling))
     return policies
+
+
+def _fitted(policies: Sequence[Policy], sampling: Sampling, tell: Callable[[str], None]) -> list[Policy]:
+    """Returns the policies with a limit on responses that fits next to the longest prompt in every model's context."""
+    room = min((one.room_tokens for one in policies if isinstance(one, LocalPolicy)), default=sampling.max_new_tokens)
+    if room >= sampling.max_new_tokens:
+        return list(policies)
+    tell(
+        f"--max-new-tokens {sampling.max_new_tokens} is reduced to {room}, which the longest prompt leaves of the"
+        " context"
+    )
+    reduced = replace(sampling, max_new_tokens=room)
+    return [replace(one, sampling=reduced) if isinstance(one, LocalPolicy | RemotePolicy) else one for one in policies]
 
 
 def _settings(compared: Compared, prompts: Sequence[Prompt], policies: Sequence[Policy]) -> Settings:
@@ -192,7 +209,7 @@ def _settings(compared: Compared, prompts: Sequence[Prompt], policies: Sequence[
 def _sample(
     policies: Sequence[Policy], prompts: Sequence[Prompt], aside: Path, progress: Progress
 ) -> dict[str, list[Response]]:
-    """Responses by policy; what was sampled before an interruption is read."""
+    """Returns responses by policy; what was sampled before an interruption is read."""
     responses: dict[str, list[Response]] = {}
     for policy in policies:
         path, found = sampled_before(aside, policy, prompts)
@@ -204,7 +221,7 @@ def _sample(
 
 
 def _is_asked(judge: Judge, known: Mapping[str, Any]) -> bool:
-    """Whether a judge has something to say that a folder's entry of its name does not hold."""
+    """Returns whether a judge can add verdicts to what a folder's entry with its name holds."""
     if known.get("kind") == EXTERNAL:
         raise ValueError(f"judge {judge.name!r} has the name of external judgments; NAME=SPEC gives it another")
     is_as_it_was = known.items() >= judge.describe().items() and not known["num_failed"]
@@ -218,14 +235,14 @@ def judged(
     max_failed_share: float,
     progress: Progress,
 ) -> tuple[dict[str, Any], list[Verdict]]:
-    """A judge's entry in the settings, and its verdicts. Raises: ValueError where too many of them failed.
+    """Returns a judge's entry in the settings, and its verdicts. Raises: ValueError if too many of them failed.
 
-    A judge that scores single responses compares every two samples; others the i-th of one policy with the i-th of the
-    other.
+    A judge that scores single responses compares every two samples; others compare the i-th of one policy with the i-th
+    of the other.
     """
     pairs = pairs_of(prompts, responses, max_pairs=MAX_PAIRS if isinstance(judge, ScoreJudge) else 0)
     verdicts = judge.judge(pairs, progress(f"judge {judge.name}"))
-    if isinstance(judge, PeopleJudge):  # that somebody skips a task is no fault
+    if isinstance(judge, PeopleJudge):  # a skipped task does not count as the judge's failure
         return judge.describe() | asdict(judge.put_tasks(pairs)) | _failed(verdicts), verdicts
     refuse_too_many_failures(verdicts, max_failed_share)
     return judge.describe() | _failed(verdicts), verdicts
@@ -236,7 +253,7 @@ def _failed(verdicts: Sequence[Verdict]) -> dict[str, int]:
 
 
 def counts_of(responses: Sequence[Response]) -> dict[str, int]:
-    """How many responses a policy gave, and how many are empty or cut off."""
+    """Counts a policy's responses, and those that are empty or cut off."""
     return {
         "num_responses": len(responses),
         "num_empty": sum(not response.text.strip() for response in responses),

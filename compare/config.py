@@ -1,15 +1,37 @@
-"""What a job says of its compare stage."""
+"""The config of a job's compare stage."""
 
 from pydantic import Field
 
 from training.config import Config
-from training.data import DataConfig
+from training.data import DataConfig, OnOverlong, overlong_field
 
 
 class CompareConfig(Config):
-    """Responses of each policy to the same prompts, judged by the world's gold judge."""
+    """Responses of each policy to the same prompts, judged as training never was: by the world's gold judge, a reward
+    model, a function, or people, whom the stage waits for.
+    """
 
     prompts: DataConfig = Field(description="Prompts that all policies answer.")
+    judge_from: str = Field(
+        default="", description="Model directory or hub id of a reward model that judges; empty = the world's judge."
+    )
+    judge_function: str = Field(
+        default="",
+        pattern=r"^(|[^:]+:[^:]+)$",
+        description='Python function that judges, "MODULE:FUNCTION" or "FILE.py:FUNCTION"; higher is better.',
+    )
+    judge_people: str = Field(
+        default="",
+        description="Label store whose labelers judge: a file, or a PostgreSQL URL without a password.",
+    )
+    num_labelers: int = Field(default=1, ge=1, description="Labelers per task of `judge_people`.")
+    judged_share: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Share of the tasks of `judge_people` that must have all their judgments; labelers skip some.",
+    )
+    on_overlong: OnOverlong = overlong_field()
     num_samples: int = Field(default=1, ge=1, description="Responses per prompt and policy.")
     best_of: int = Field(default=16, ge=2, description="Samples per prompt of the SFT policy, for best-of-n.")
     max_new_tokens: int = Field(ge=1, description="Length limit of a response, in tokens.")

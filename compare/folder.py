@@ -34,20 +34,21 @@ from training.data import Prompt
 
 SETTINGS, PROMPTS, MEASURES = "compare.json", "prompts.jsonl", "measures.json"
 RESPONSES, VERDICTS = "responses.parquet", "verdicts.parquet"
-BEST_OF_N = "best of n"  # the kind of policies that choose among another one's samples
+BEST_OF_N = "best of n"  # the kind of policies that choose among another policy's samples
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy")
 
 Settings = dict[str, Any]
 
 
 def versions() -> dict[str, str]:
-    """What computed the numbers."""
+    """Returns the versions of the code that computed the numbers."""
     return {"heed": code_version(), **{name: version(name) for name in PACKAGES}}
 
 
 @contextmanager
 def holding(folder: Path) -> Iterator[Path]:
-    """Keep other comparisons out of a folder; gives that of what is under way, which goes once `folder` is there."""
+    """Keep other comparisons out of a folder; yields the folder for unfinished work, which is removed once `folder`
+    exists."""
     aside = folder.with_name(f"{folder.name}.sampling")
     aside.mkdir(parents=True, exist_ok=True)
     with lock(aside, doing="comparing", other="--out"):
@@ -59,7 +60,7 @@ def holding(folder: Path) -> Iterator[Path]:
 
 
 def sampled_before(aside: Path, policy: Policy, prompts: Sequence[Prompt]) -> tuple[Path, list[Response]]:
-    """The file for a policy's responses, and what it holds already."""
+    """Returns the file for a policy's responses, and the responses that it already holds."""
     asked = [prompt.model_dump() for prompt in prompts]
     depends = json.dumps([policy.describe(), asked], sort_keys=True)
     path = aside / f"{hashlib.sha256(depends.encode()).hexdigest()[:24]}.parquet"
@@ -73,9 +74,9 @@ def write_comparison(
     responses: Sequence[Response],
     verdicts: Sequence[Verdict],
 ) -> None:
-    """A new folder, whole or absent. Raises: ValueError where it is there already."""
+    """Write a new folder, complete or not at all. Raises: ValueError if it already exists."""
     if folder.exists():
-        raise ValueError(f"{folder}: is there already; a new folder was expected (--out)")
+        raise ValueError(f"{folder}: already exists; a new folder was expected (--out)")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_folder(folder) as aside:
         write_files(aside, settings, prompts, responses, verdicts)
@@ -88,7 +89,7 @@ def write_files(
     responses: Sequence[Response],
     verdicts: Sequence[Verdict],
 ) -> None:
-    """The files of a comparison into a folder that is there, compare.json last."""
+    """Write a comparison's files into an existing folder, compare.json last."""
     write_rows(folder / RESPONSES, responses)
     lines = [json.dumps(_prompt_row(prompt), ensure_ascii=False) + "\n" for prompt in prompts]
     write_text(folder / PROMPTS, "".join(lines))
@@ -96,7 +97,7 @@ def write_files(
 
 
 def write_verdicts(folder: Path, settings: Settings, verdicts: Sequence[Verdict]) -> None:
-    """Settings and verdicts of a folder, the settings last: a judge that they name has all its verdicts there."""
+    """Write a folder's verdicts and then its settings, so that every judge named there has all its verdicts."""
     write_rows(folder / VERDICTS, verdicts)
     write_json(folder / SETTINGS, settings)
 
@@ -107,10 +108,10 @@ def _prompt_row(prompt: Prompt) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ComparisonFolder:
-    """A comparison as it was left, checked. `policies` and `judges` are names in the order of compare.json.
+    """A finished comparison, read and checked. `policies` and `judges` are names in the order of compare.json.
 
-    `settings` and `measures` are what compare.json and measures.json hold, numbers that are not finite as None;
-    `measures` is empty where there is no such file. `files` maps every file that was read to its SHA-256.
+    `settings` and `measures` are the contents of compare.json and measures.json, with None for numbers that are not
+    finite; `measures` is empty if there is no such file. `files` maps every file that was read to its SHA-256.
     """
 
     name: str
@@ -126,17 +127,17 @@ class ComparisonFolder:
 
     @property
     def by_policy(self) -> dict[str, list[Response]]:
-        """The responses of each policy."""
+        """Returns the responses of each policy."""
         return {name: [row for row in self.responses if row.policy == name] for name in self.policies}
 
 
 def is_comparison(folder: Path) -> bool:
-    """Whether a folder is a comparison's, rather than a run's."""
+    """Returns whether a folder holds a comparison, rather than a run."""
     return (folder / SETTINGS).is_file()
 
 
 def read_settings(folder: Path) -> Settings:
-    """compare.json. Raises: ValueError for a folder that holds no comparison."""
+    """Read compare.json. Raises: ValueError for a folder that holds no comparison."""
     path = folder / SETTINGS
     if not path.is_file():
         raise ValueError(f"{path}: no such file; the folder of a finished comparison was expected")
@@ -180,7 +181,7 @@ def read_comparison(folder: Path) -> ComparisonFolder:
 
 
 def _names(path: Path, settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
-    """The names in a list of names, or of objects with a name each."""
+    """Returns the names in a list of names, or of objects with a name each."""
     entries = list_field(str(path), settings, field)
     where = [f"{path}: {field}[{place}]" for place in range(len(entries))]
     names = [
@@ -193,7 +194,7 @@ def _names(path: Path, settings: Mapping[str, Any], field: str) -> tuple[str, ..
 
 
 def _judges(path: Path, settings: Mapping[str, Any], verdicts: Sequence[Verdict]) -> tuple[str, ...]:
-    """The judges whose verdicts there are, in the order of the settings, then by name."""
+    """Returns the judges that have verdicts, in the order of the settings, then by name."""
     listed = _names(path, settings, "judges") if "judges" in settings else ()
     found = {verdict.judge for verdict in verdicts}
     return (*(name for name in listed if name in found), *sorted(found - set(listed)))
@@ -204,7 +205,7 @@ def _prompts(path: Path) -> list[Prompt]:
     for where, row in read_source(str(path)):
         prompt_id = text_field(where, row, "prompt_id")
         if prompt_id in seen:
-            raise ValueError(f"{where}: prompt_id {prompt_id!r} is there twice")
+            raise ValueError(f"{where}: prompt_id {prompt_id!r} occurs twice")
         seen.add(prompt_id)
         messages = tuple(any_messages(where, row.get("messages"), "messages"))
         category = any_text(where, {"category": "", **row}, "category")
@@ -232,7 +233,7 @@ def _check_responses(path: Path, rows: Sequence[Response], policies: Sequence[st
         key = (row.policy, row.prompt_id, row.index)
         if key in seen:
             raise ValueError(
-                f"{where}: response {row.index} of {row.policy!r} to prompt {row.prompt_id!r} is there twice"
+                f"{where}: response {row.index} of {row.policy!r} to prompt {row.prompt_id!r} occurs twice"
             )
         seen.add(key)
 

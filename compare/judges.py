@@ -1,4 +1,4 @@
-"""A judge by its spec: people, a gold scorer, a language model, a reward endpoint, a function, a reward model."""
+"""Opens a judge by its spec: people, a gold scorer, a language model, a reward endpoint, a function, a reward model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ PEOPLE, GOLD = "people:", "gold:"
 
 @dataclass(frozen=True)
 class Asking:
-    """How endpoints are asked, policies and judges alike. `cache` is the file of answers."""
+    """How policies and judges behind endpoints are called. `cache` is the file of answers."""
 
     cache: Path
     concurrency: int
@@ -39,16 +39,16 @@ class Asking:
     max_failed_share: float
 
     def asker(self, name: str, spec: str) -> Asker:
-        """Raises: those of `Endpoint.of`."""
+        """Raises: as `Endpoint.of` does."""
         endpoint = Endpoint.of(spec, name, timeout_seconds=self.timeout_seconds, num_retries=self.num_retries)
         return Asker(endpoint, self.cache, self.concurrency, self.max_failed_share)
 
 
 @dataclass(frozen=True)
 class Judging:
-    """What judges are told: the template and answers' length of language models, the batch and number of labelers.
+    """Options of judges: a language model's template and answer length, the batch and number of labelers.
 
-    `open_world` finds the world that a gold judge names. Raises: ValueError where there is none.
+    `open_world` finds the world that a gold judge names. Raises: ValueError if there is none.
     """
 
     asking: Asking
@@ -61,7 +61,7 @@ class Judging:
 
 
 def open_judges(specs: Sequence[str], judging: Judging, prompts: Sequence[Prompt], num_policies: int) -> list[Judge]:
-    """The judges of NAME=SPEC or SPEC, ready to judge responses to these prompts.
+    """Returns the judges of NAME=SPEC or SPEC, ready to judge responses to these prompts.
 
     Raises: ValueError for an invalid one.
     """
@@ -76,16 +76,29 @@ def _open(name: str, spec: str, judging: Judging, prompts: Sequence[Prompt], num
     if spec.startswith(("http://", "https://")):
         return _language_model(name, spec, judging) if "#" in spec else _reward_endpoint(name, spec, judging)
     if ":" in spec and not Path(spec).is_dir():
-        function = RewardFunction(spec)
-        return ScoreJudge(name, "function", spec, function.score, {"sha256": file_hash(function.file)})
+        return function_judge(name, spec)
+    return reward_model_judge(name, spec)
+
+
+def function_judge(name: str, spec: str) -> ScoreJudge:
+    """Open a Python function, "MODULE:FUNCTION" or "FILE.py:FUNCTION". Raises: ValueError if there is none."""
+    function = RewardFunction(spec)
+    about = {"description": f"the function {spec}", "sha256": file_hash(function.file)}
+    return ScoreJudge(name, "function", spec, function.score, about)
+
+
+def reward_model_judge(name: str, spec: str) -> ScoreJudge:
+    """Open a reward model by directory or hub id; "#OBJECTIVE" selects one of its objectives. Raises: ValueError if
+    none."""
     source, _, objective = spec.partition("#")
     folder = model_directory(source)
     score = reward_model_score(folder, _weights(folder, objective) if objective else {})
-    return ScoreJudge(name, "reward model", spec, score, {"sha256": folder_hash(folder)})
+    about = {"description": f"the reward model {spec}", "sha256": folder_hash(folder)}
+    return ScoreJudge(name, "reward model", spec, score, about)
 
 
 def _weights(folder: Path, objective: str) -> dict[str, float]:
-    """One of a reward model's objectives counts. Raises: ValueError where it has no such objective."""
+    """Give one of a reward model's objectives all the weight. Raises: ValueError if it has no such objective."""
     labels = labels_of(folder)
     if objective not in labels:
         raise ValueError(f"{folder} has no objective {objective!r}; it has {', '.join(labels)}")
@@ -99,25 +112,34 @@ def _language_model(name: str, spec: str, judging: Judging) -> Judge:
 
 def _reward_endpoint(name: str, spec: str, judging: Judging) -> Judge:
     asking = judging.asking
-    asker = asking.asker(name, f"{spec}#none")  # refuses what is no URL, or holds a password
+    asker = asking.asker(name, f"{spec}#none")  # refuses invalid URLs and URLs with a password
     endpoint = RemoteReward(asker.endpoint.url, asking.timeout_seconds, asking.num_retries)
     return ScoreJudge(name, "reward endpoint", spec, endpoint.score)
 
 
-def _people(name: str, store_url: str, judging: Judging, num_policies: int) -> Judge:
+def _people(name: str, store_url: str, judging: Judging, num_policies: int) -> PeopleJudge:
+    if not store_url:
+        raise ValueError(f"judge {name!r}: {PEOPLE}STORE was expected, such as people:labels.sqlite")
+    return people_judge(
+        name, store_url, num_policies, batch=judging.batch, num_labelers=judging.num_labelers, seed=judging.seed
+    )
+
+
+def people_judge(
+    name: str, store_url: str, num_policies: int, *, batch: str, num_labelers: int, seed: int
+) -> PeopleJudge:
+    """Open a label store whose labelers judge. Raises: ValueError for too many policies or an invalid store."""
     if num_policies > MAX_RESPONSES:
         raise ValueError(
             f"judge {name!r}: {num_policies} policies; people rank at most {MAX_RESPONSES} responses at once"
         )
-    if not store_url:
-        raise ValueError(f"judge {name!r}: {PEOPLE}STORE was expected, such as people:labels.sqlite")
     with LabelStore(store_url):
-        pass  # what is wrong with it is told before anything is sampled
-    shown = PEOPLE + _without_password(store_url)
-    return PeopleJudge(name, shown, store_url, judging.batch, judging.num_labelers, judging.seed)
+        pass  # anything wrong with it is reported before sampling starts
+    return PeopleJudge(name, PEOPLE + without_password(store_url), store_url, batch, num_labelers, seed)
 
 
-def _without_password(store_url: str) -> str:
+def without_password(store_url: str) -> str:
+    """The URL with its password as "***"; a file's path as it is."""
     try:
         return make_url(store_url).render_as_string(hide_password=True)
     except ArgumentError:  # a file's path
@@ -132,13 +154,13 @@ def _gold(name: str, spec: str, judging: Judging, prompts: Sequence[Prompt]) -> 
     for prompt in prompts:
         try:
             world.gold_scores([prompt.messages[-1]["content"]], [""])
-        except ValueError as error:  # a prompt of another world
+        except ValueError as error:  # a prompt from another world
             raise ValueError(f"judge {name!r}: prompt {prompt.prompt_id!r}: {error}") from None
     return gold_judge(name, spec, world)
 
 
 def gold_judge(name: str, spec: str, world: World) -> ScoreJudge:
-    """A world's gold scorer."""
+    """Open a world's gold scorer."""
 
     def score(conversations: Sequence[Messages], responses: Sequence[str]) -> list[Scored]:
         asked = [messages[-1]["content"] for messages in conversations]

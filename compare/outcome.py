@@ -1,4 +1,4 @@
-"""What comes of a comparison's verdicts: the statistics, the report, a table for the terminal."""
+"""Turns a comparison's verdicts into statistics, the report, and a table for the terminal."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,15 @@ from files.records import as_json
 
 
 def conclude(folder: Path) -> dict[str, Any]:
-    """The one place where a comparison's statistics, measures and report are made, of its folder alone.
+    """Compute a comparison's statistics, measures and report from its folder alone; no other place does.
 
-    Returns what report.json holds.
+    Returns the contents of report.json.
     """
     settings = read_settings(folder)
     responses, verdicts = read_responses(folder / RESPONSES), read_verdicts(folder / VERDICTS)
     path = folder / MEASURES
-    measures = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}  # others may have left theirs
+    # Measures from elsewhere are kept.
+    measures = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if _share_prompts(responses):
         known = Known(
             best_of={found["name"]: found["n"] for found in settings["policies"] if found.get("kind") == BEST_OF_N},
@@ -35,7 +36,7 @@ def conclude(folder: Path) -> dict[str, Any]:
 
 
 def _share_prompts(responses: Sequence[Response]) -> bool:
-    """Whether all policies answer one prompt, at least, which they do unless judgments are external."""
+    """Returns whether all policies answer at least one common prompt, which only external judgments can lack."""
     by_policy: dict[str, set[str]] = {}
     for response in responses:
         by_policy.setdefault(response.policy, set()).add(response.prompt_id)
@@ -43,7 +44,8 @@ def _share_prompts(responses: Sequence[Response]) -> bool:
 
 
 def results_table(report: Mapping[str, Any]) -> Table:
-    """Every two policies by every judge, in the report's own numbers: the win rate of the first, and is it real?"""
+    """A table of every two policies by every judge, from the report's own numbers: the first one's win rate and the
+    verdict."""
     table = Table(box=None, pad_edge=False)
     for column in ("judge", "policies", "win rate (95%)", "p (Holm)", "prompts", ""):
         table.add_column(column, no_wrap=column not in ("judge", "policies", ""))
@@ -64,7 +66,7 @@ def results_table(report: Mapping[str, Any]) -> Table:
 
 
 def in_words(pair: Mapping[str, Any]) -> str:
-    """Which of the two is better; where that is not shown, the smallest win rate that would have been."""
+    """Says which of the two is better; if that is not shown, the smallest win rate that would have been shown."""
     if pair["different"]:
         return f"{pair['policy_a'] if pair['win_rate']['mean'] > 0.5 else pair['policy_b']} is better"
     detectable = pair["power"]["detectable"]
@@ -76,5 +78,5 @@ def in_words(pair: Mapping[str, Any]) -> str:
 
 
 def _share(value: float | None) -> str:
-    """A share in percent; None is what is not known."""
+    """Formats a share in percent; None is unknown."""
     return "?" if value is None else f"{value:.1%}"

@@ -1,17 +1,21 @@
-"""What the compare stage leaves in results.json: figures of each policy, and win rates of each two."""
+"""results.json of the compare stage: metrics of each policy, and win rates of every two."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from evaluation.measures.curves import BestOfN
+from evaluation.measures.reward_hacking import RewardHacking
 from intervals.estimates import Interval
+from training.data import Overlong
+
+GOLD = "gold"  # the kind of judge that a world has
 
 
 @dataclass(frozen=True)
 class PolicyResults:
     """Means over responses with 95% intervals over prompts. `by_kind` is the mean gold score by kind of prompt.
 
-    `kl_nats` is None where it was not measured, and for best-of-n, whose KL is known by its bound. `distinct_2` is
+    `kl_nats` is None if it was not measured, and for best-of-n, for which only a bound is known. `distinct_2` is
     measured on the same number of words of each policy.
     """
 
@@ -27,7 +31,7 @@ class PolicyResults:
 
 @dataclass(frozen=True)
 class WinRateResults:
-    """How often the first policy is preferred, ties counting half. `holm_p` is corrected for all pairs."""
+    """How often the first policy is preferred, with ties counting half. `holm_p` is corrected for all pairs."""
 
     mean: float
     low: float
@@ -38,17 +42,18 @@ class WinRateResults:
 
 @dataclass(frozen=True)
 class PairResults:
-    """What the judge says of two policies, called "first/second"."""
+    """The judge's results on two policies, keyed as "first/second"."""
 
     win_rate: WinRateResults
 
 
 @dataclass(frozen=True)
 class JudgeResults:
-    """Who judged, and what it measures."""
+    """Who judged, what it measures, and whether it is a world's gold scorer, a reward model or a function."""
 
     name: str
     description: str
+    kind: str = GOLD
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,10 @@ class SampledPrompt:
 
 @dataclass(frozen=True)
 class CompareResults:
-    """All of it. `best_of_n` are of the SFT policy's samples by the reward model. `training_kl_nats` and
-    `training_scores` are PPO's, iteration by iteration, from its metrics.
+    """All results.
+
+    `best_of_n` chooses among the SFT policy's samples by the reward model. `training_kl_nats` and `training_scores` are
+    PPO's, per iteration, from its metrics; `hacking` compares PPO with SFT.
     """
 
     judge: JudgeResults
@@ -86,3 +93,5 @@ class CompareResults:
     training_kl_nats: tuple[float, ...] = ()
     training_scores: tuple[float, ...] = ()
     samples: tuple[SampledPrompt, ...] = ()
+    hacking: RewardHacking | None = None
+    overlong: Overlong | None = None  # of the prompts

@@ -1,8 +1,9 @@
-"""The comparison of a run's policies on samples that are there already, by the world's gold judge.
+"""Compares a run's policies on existing samples, by a judge that scores or by people.
 
-It leaves the folder that `heed compare` leaves, computed by the same code, so `heed judge` and `heed report` take it.
+It writes the same folder as `heed compare`, with the same code, so `heed judge` and `heed report` can read it.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import nan
@@ -14,7 +15,7 @@ import numpy as np
 from compare.comparing import Progress, counts_of, judged
 from compare.config import CompareConfig
 from compare.folder import BEST_OF_N, MEASURES, Settings, versions, write_files
-from compare.judges import gold_judge
+from compare.judges import PEOPLE
 from compare.outcome import conclude
 from compare.results import (
     CompareResults,
@@ -25,25 +26,34 @@ from compare.results import (
     SampledText,
     WinRateResults,
 )
+from evaluation.judges.judge import pairs_of
+from evaluation.judges.people import PeopleJudge
+from evaluation.judges.scorers import ScoreJudge
 from evaluation.measures.curves import BestOfN, best_of_n_scores
-from evaluation.measures.policies import PolicyMeasures, Scores, response_scores
+from evaluation.measures.policies import PolicyMeasures, PolicyScores, Scores, response_scores
+from evaluation.measures.reward_hacking import RewardHacking, TrainingScore, measure_reward_hacking
 from evaluation.sampling import Sample
 from evaluation.statistics.results import JudgeSummary, Summary
 from evaluation.verdicts import Response
 from files.atomic import write_json
 from files.hashes import file_hash
 from files.records import as_json, record_of
-from intervals.estimates import Interval
-from stages.world import World
+from intervals.estimates import UNKNOWN, Interval
+from ppo.samples import TrainingSample
+from stages.contract import StageWaitsError
 from training.data import Prompt
+from training.seeds import derive_seed
 
 MAX_FAILED_SHARE = 0.1
+UNSCORED = PolicyScores(UNKNOWN, UNKNOWN, {})
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Samples by policy, in the order of the report. `pool` is the policy that best-of-n chooses from; `training` are
-    PPO's (KL, score), iteration by iteration.
+    """Samples by policy, in the order of the report.
+
+    `pool` is the policy that best-of-n chooses from, "" if nothing scores its samples; `training` is PPO's (KL, score)
+    per iteration, and `drawn` holds responses that it learned from.
     """
 
     prompts: Sequence[Prompt]
@@ -51,18 +61,19 @@ class Sampled:
     pool: str
     training: Sequence[tuple[float, float]]
     seed: int
+    drawn: Sequence[TrainingSample] = ()
 
 
 @dataclass(frozen=True)
 class _Measures:
-    """The part of measures.json that the results hold."""
+    """The part of measures.json that the results contain."""
 
     policies: Mapping[str, PolicyMeasures]
     best_of_n: tuple[BestOfN, ...]
 
 
 def best_of(samples: Sequence[Sample], n: int) -> list[Sample]:
-    """Of each prompt's first n samples the one that the reward model scores highest."""
+    """For each prompt, choose among the first n samples the one that the reward model scores highest."""
     by_prompt: dict[str, list[Sample]] = {}
     for sample in samples:
         by_prompt.setdefault(sample.prompt_id, []).append(sample)
@@ -77,26 +88,30 @@ def best_of_name(n: int) -> str:
 
 
 def compare_sampled(
-    folder: Path, config: CompareConfig, sampled: Sampled, world: World, progress: Progress
+    folder: Path, config: CompareConfig, sampled: Sampled, judge: ScoreJudge | PeopleJudge, progress: Progress
 ) -> CompareResults:
-    """Judge the samples, write the comparison's files and report into `folder`, which is there.
+    """Judge the samples, and write the comparison's files and report into `folder`, which exists.
 
     Raises:
         ValueError: a prompt has too few samples to choose from, or the judge fails too often.
+        StageWaitsError: people have not judged all tasks yet.
     """
     responses = _responses(sampled, config.best_of)
-    judge = gold_judge(world.judge_names[0], "gold:../job.toml", world)
+    if isinstance(judge, PeopleJudge):
+        responses = _asked(responses, config.num_samples)
+        _require_judgments(judge, sampled.prompts, responses, config.judged_share)
     entry, verdicts = judged(judge, sampled.prompts, responses, MAX_FAILED_SHARE, progress)
     settings = _settings(config, sampled, responses, entry)
     write_files(folder, settings, sampled.prompts, [row for own in responses.values() for row in own], verdicts)
-    scores = response_scores(verdicts)[judge.name]
-    write_json(folder / MEASURES, {"best_of_n": as_json(_best_of_n(sampled, responses, scores))})
+    scores = response_scores(verdicts).get(judge.name, {})  # of people, their ratings, if they gave any
+    best = () if isinstance(judge, PeopleJudge) else _best_of_n(sampled, responses, scores)
+    write_json(folder / MEASURES, {"best_of_n": as_json(best)})
     report = conclude(folder)
     summary = record_of(report["summary"], Summary, "report.json: summary")
     measures = record_of(report["measures"], _Measures, "report.json: measures")
     (by_gold,) = summary.judges
     return CompareResults(
-        judge=JudgeResults(judge.name, world.describe()),
+        judge=_described(judge),
         num_prompts=len(sampled.prompts),
         num_samples=config.num_samples,
         temperature=config.temperature,
@@ -106,17 +121,58 @@ def compare_sampled(
         training_kl_nats=tuple(kl for kl, _ in sampled.training),
         training_scores=tuple(score for _, score in sampled.training),
         samples=_shown(sampled.prompts[: config.num_shown], responses, scores),
+        hacking=None if isinstance(judge, PeopleJudge) else _hacking(sampled, responses, scores, judge),
     )
 
 
+def _asked(responses: Mapping[str, Sequence[Response]], num_samples: int) -> dict[str, list[Response]]:
+    """The first `num_samples` responses of each policy to each prompt: people do not see all that best-of-n was chosen
+    from.
+    """
+    found: dict[str, list[Response]] = {}
+    for name, own in responses.items():
+        num_seen: Counter[str] = Counter()
+        for row in own:
+            num_seen[row.prompt_id] += 1
+            if num_seen[row.prompt_id] <= num_samples:
+                found.setdefault(name, []).append(row)
+    return found
+
+
+def _require_judgments(
+    judge: PeopleJudge, prompts: Sequence[Prompt], responses: Mapping[str, Sequence[Response]], judged_share: float
+) -> None:
+    """Put the tasks into the label store. Raises: StageWaitsError while too few of them are judged."""
+    found = judge.put_tasks(pairs_of(prompts, responses))
+    if found.num_tasks - found.num_open < judged_share * found.num_tasks:
+        raise StageWaitsError(
+            f"compare waits for people: {found.num_open:,} of {found.num_tasks:,} tasks of batch {judge.batch!r} in"
+            f" {_store_of(judge)} have fewer than {judge.num_labelers} judgments. Once they are labeled (`heed label"
+            " serve`), the same command continues; to go on without tasks that everybody skips, set"
+            " compare.judged_share"
+        )
+
+
+def _store_of(judge: PeopleJudge) -> str:
+    return judge.spec.removeprefix(PEOPLE)
+
+
+def _described(judge: ScoreJudge | PeopleJudge) -> JudgeResults:
+    if isinstance(judge, PeopleJudge):
+        about = f"people, {judge.num_labelers} per task, by the labels in {_store_of(judge)}"
+        return JudgeResults(judge.name, about, "people")
+    return JudgeResults(judge.name, str(judge.details["description"]), judge.kind)
+
+
 def _responses(sampled: Sampled, n: int) -> dict[str, list[Response]]:
-    """By policy, best-of-n after the policy that it chooses from."""
+    """Yields responses by policy, best-of-n after the policy that it chooses from."""
     found: dict[str, list[Response]] = {}
     for name, samples in sampled.policies.items():
         found[name] = [_response(name, sample) for sample in samples]
         if name == sampled.pool:
             own, chosen = best_of_name(n), best_of(samples, n)
-            # The log-ratio of a chosen sample says nothing about the choosing policy; its KL is known by its bound.
+            # The log-ratio of a chosen sample says nothing about the choosing policy, whose KL is known only by its
+            # bound.
             found[own] = [replace(_response(own, sample), log_ratio=nan) for sample in chosen]
     return found
 
@@ -160,16 +216,18 @@ def _settings(
 
 
 def _best_of_n(sampled: Sampled, responses: Mapping[str, Sequence[Response]], gold: Scores) -> tuple[BestOfN, ...]:
-    """From the whole pool, which lies prompt after prompt."""
+    """Best-of-n scores from the whole pool, which is sorted by prompt; none without a pool."""
+    if not sampled.pool:
+        return ()
     pool = responses[sampled.pool]
-    gold_R = np.array([gold[row.policy, row.prompt_id, row.index] for row in pool])
+    gold_R = np.array([gold.get((row.policy, row.prompt_id, row.index), nan) for row in pool])
     proxy_R = np.array([row.proxy_score for row in pool])
     shape = (len(sampled.prompts), -1)
     return best_of_n_scores(gold_R.reshape(shape), proxy_R.reshape(shape))
 
 
 def _policy(found: PolicyMeasures, judge: str) -> PolicyResults:
-    gold, diversity = found.scores[judge], found.diversity
+    gold, diversity = found.scores.get(judge, UNSCORED), found.diversity
     assert diversity.tokens is not None, "a sampled response has a number of tokens"
     return PolicyResults(
         gold_score=gold.mean,
@@ -183,12 +241,32 @@ def _policy(found: PolicyMeasures, judge: str) -> PolicyResults:
     )
 
 
+def _hacking(
+    sampled: Sampled, responses: Mapping[str, Sequence[Response]], scores: Scores, judge: ScoreJudge
+) -> RewardHacking | None:
+    """PPO against SFT by both scores, and both scores of what PPO learned from, which the judge scores here; None
+    without PPO: other policies climb no score.
+    """
+    if "ppo" not in responses:
+        return None
+    drawn = sampled.drawn
+    found = judge.score([s.messages for s in drawn], [s.response for s in drawn]) if drawn else []
+    training = [
+        TrainingScore(sample.step, sample.prompt_id, sample.score, scored.score)
+        for sample, scored in zip(drawn, found, strict=True)
+    ]
+    categories = {prompt.prompt_id: prompt.kind for prompt in sampled.prompts}
+    return measure_reward_hacking(
+        responses["sft"], responses["ppo"], scores, categories, training, seed=derive_seed(sampled.seed, "hacking")
+    )
+
+
 def _known(found: Interval) -> Interval | None:
     return None if np.isnan(found.mean) else found
 
 
 def _pairs(judge: JudgeSummary) -> Iterator[tuple[str, PairResults]]:
-    """Each two policies from both sides."""
+    """Yields every two policies in both orders."""
     for pair in judge.pairs:
         rate, holm_p = pair.win_rate, pair.significance.holm_p
         one = WinRateResults(rate.mean, rate.low, rate.high, rate.num_prompts, holm_p)
@@ -200,7 +278,7 @@ def _pairs(judge: JudgeSummary) -> Iterator[tuple[str, PairResults]]:
 def _shown(
     prompts: Sequence[Prompt], responses: Mapping[str, Sequence[Response]], scores: Scores
 ) -> tuple[SampledPrompt, ...]:
-    """The first sample of every policy on each prompt, with gold and reward model scores."""
+    """Returns the first sample of every policy on each prompt, with gold and reward model scores."""
     firsts: dict[tuple[str, str], Response] = {}
     for row in (row for own in responses.values() for row in own):
         firsts.setdefault((row.policy, row.prompt_id), row)
@@ -216,4 +294,4 @@ def _shown(
 
 
 def _text(row: Response, scores: Scores) -> SampledText:
-    return SampledText(row.text, scores[row.policy, row.prompt_id, row.index], row.proxy_score)
+    return SampledText(row.text, scores.get((row.policy, row.prompt_id, row.index), nan), row.proxy_score)

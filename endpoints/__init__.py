@@ -1,1 +1,1 @@
-"""Calls to other people's HTTP servers, below every package that makes them."""
+"""Calls to other people's HTTP servers, and ports for servers of our own, below every package that needs either."""

@@ -23,7 +23,7 @@ OnProgress = Callable[[int, int], None]  # (done, total)
 
 
 class AnswerCache:
-    """Answers by request, in a SQLite file that several processes may share. Failures are not stored."""
+    """A cache of answers by request, in a SQLite file that several processes may share. Failures are not stored."""
 
     def __init__(self, path: Path) -> None:
         """Raises: ValueError if the file is not a SQLite database."""

@@ -1,7 +1,7 @@
 """Best-of-n: draw n responses, keep the one a proxy scores highest. The baseline that RL has to beat.
 
-From one pool of N samples a prompt, every n up to N is estimated at once, without drawing again.
-Legend: P prompt, N sample of the pool, n how many are drawn.
+One pool of N samples per prompt gives an estimate for every n up to N, without drawing again.
+Legend: P prompt, N sample of the pool, n number of samples drawn.
 """
 
 import math
@@ -14,10 +14,10 @@ Floats = npt.NDArray[np.float64]
 
 
 def best_of_n_kl(n: int) -> float:
-    """KL(best-of-n || base policy) in nats, at most: log n - (n - 1) / n.
+    """Returns an upper bound on KL(best-of-n || base policy), in nats: log n - (n - 1) / n.
 
-    An upper bound, near exact while n is small against the number of likely responses, and far too high beyond
-    (arXiv 2401.01879). Raises ValueError for n < 1.
+    It is nearly exact while n is small compared with the number of likely responses, and far too high beyond (arXiv
+    2401.01879). Raises: ValueError for n < 1.
     """
     if n < 1:
         raise ValueError(f"n is {n}; at least 1 was expected")
@@ -25,15 +25,15 @@ def best_of_n_kl(n: int) -> float:
 
 
 def best_of_n_expected(gold: npt.ArrayLike, proxy: npt.ArrayLike) -> Floats:
-    """The expected gold score of the sample that the proxy ranks best among n, for every n up to N.
+    """Returns the expected gold score of the sample that the proxy ranks best among n, for every n up to N.
 
-    `gold` and `proxy` are [prompts, N], higher is better. Result [prompts, N]: column n - 1 is the average over all
-    subsets of n of the prompt's N samples, an unbiased estimate for n fresh draws; the mean over rows estimates it
-    over prompts. Among samples tied for best by the proxy each is taken equally often.
+    `gold` and `proxy` are [prompts, N]; higher is better. Column n - 1 of the result [prompts, N] is the mean over all
+    subsets of n of a prompt's N samples, an unbiased estimate for n fresh draws; the mean over rows is the estimate
+    over prompts. Samples that tie for best by the proxy are chosen equally often.
 
     With i counting from 1 (worst by the proxy) to N, sample i is the best of C(i-1, n-1) of the C(N, n) subsets:
     expected_n = sum over i of C(i-1, n-1) / C(N, n) * gold_i (the estimator of pass@k and of arXiv 2112.09332, app. I).
-    Raises ValueError, naming the field, for other shapes or numbers that are not finite.
+    Raises: ValueError, naming the field, for other shapes and for numbers that are not finite.
     """
     gold_PN, proxy_PN = np.asarray(gold, dtype=np.float64), np.asarray(proxy, dtype=np.float64)
     if gold_PN.ndim != 2 or gold_PN.size == 0 or gold_PN.shape != proxy_PN.shape:
@@ -49,10 +49,10 @@ def best_of_n_expected(gold: npt.ArrayLike, proxy: npt.ArrayLike) -> Floats:
 
 
 def _average_ties(gold_PN: Floats, sorted_proxy_PN: Floats) -> Floats:
-    """Each sample's gold score replaced by the mean over the samples with its proxy score.
+    """Replaces each gold score by the mean over the samples with the same proxy score.
 
-    Exact: a tied group's chance to hold the best is the sum of its members' chances in any order, and by symmetry
-    each member is then taken equally often.
+    This is exact: the probability that a tied group contains the best is the sum of its members' probabilities in any
+    order, and by symmetry each member is then chosen equally often.
     """
     starts_PN = np.ones(gold_PN.shape, dtype=bool)  # True = first of its group; a row always starts one
     starts_PN[:, 1:] = sorted_proxy_PN[:, 1:] != sorted_proxy_PN[:, :-1]
@@ -62,7 +62,7 @@ def _average_ties(gold_PN: Floats, sorted_proxy_PN: Floats) -> Floats:
 
 
 def _chance_of_best(num_samples: int) -> Floats:
-    """Entry [n - 1, i - 1]: the chance C(i-1, n-1) / C(N, n) that sample i of N is the best of n drawn."""
+    """Returns in entry [n - 1, i - 1] the probability C(i-1, n-1) / C(N, n) that sample i of N is the best of n."""
     n = np.arange(1, num_samples + 1)[:, None]
     i = np.arange(1, num_samples + 1)[None, :]
     rest = np.maximum(i - n, 0)

@@ -14,7 +14,7 @@ import httpx
 from endpoints.retries import post_json
 from reward.external import SHOWN_CHARACTERS
 
-KEY = "HEED_API_KEY"  # environment variable; HEED_API_KEY_<NAME> takes precedence for the policy or judge called NAME
+KEY = "HEED_API_KEY"  # environment variable; HEED_API_KEY_<NAME> takes precedence for the policy or judge NAME
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def few_shot_context(examples: Sequence[Example], index: int, num_shots: int, se
 
 @dataclass(frozen=True)
 class FewShotRows:
-    """One value per example: 1 if the greedy answer equals the completion, else 0; -log p of the completion, nats; its
+    """Per example: 1 if the greedy answer equals the completion, otherwise 0; the completion's -log p in nats; its
     number of tokens.
     """
 

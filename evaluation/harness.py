@@ -177,7 +177,7 @@ def _cut(text: str, until: Sequence[str]) -> str:
 
 @torch.inference_mode()
 def score_pairs(model: LanguageModel, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-    """Returns per (context, continuation): log p of the continuation, nats, and whether greedy decoding would give it.
+    """Returns per (context, continuation) the continuation's log p in nats, and whether greedy decoding gives it.
 
     Vocabulary logits are held for one chunk of positions at a time.
     """

@@ -59,8 +59,8 @@ def position_chunks(states_CD: Tensor, vocab_size: int) -> list[slice]:
 def logits_function(model: LanguageModel) -> Callable[[Tensor], Tensor]:
     """Returns the map from hidden states [C, D] to logits [C, V].
 
-    On a GPU the product is in fp32 whatever the model's type: bf16 logits of 16 to 32 are 0.125 apart, which two close
-    policies turn into a KL of their own.
+    On a GPU the product is in fp32 whatever the model's dtype: bf16 logits between 16 and 32 are 0.125 apart, and that
+    rounding alone would give two close policies a KL.
     """
     weight = model.head.weight
     if weight.device.type == "cpu":

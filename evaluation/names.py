@@ -12,8 +12,8 @@ _SUFFIXES = (".gz", ".jsonl", ".json", ".parquet", ".toml")
 def named_specs(specs: Sequence[str], what: str) -> list[tuple[str, str]]:
     """Returns (name, spec) of each NAME=SPEC or SPEC, in order. `what` says in error messages what they are.
 
-    Without a name, a spec is called by its last informative part (`runs/demo/ppo/model` is ppo). If two would get the
-    same name, both use as many parts as tell them apart (demo/ppo and other/ppo).
+    The default name is the last informative part of the spec (ppo for `runs/demo/ppo/model`). If two would get the same
+    name, both use as many parts as it takes to tell them apart (demo/ppo and other/ppo).
     Raises: ValueError for a name given twice, and for identical specs.
     """
     split = [_split(spec) for spec in specs]

@@ -3,14 +3,15 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from reading.fields import names, optional_text, text_field
-from training.data import DataConfig, Prompt, messages_field, read_rows
+from reading.conversations import ConversationReader, turns_of
+from reading.fields import names, text_field
+from training.data import DataConfig, Prompt, read_rows
 
 CATEGORY_FIELDS = ("category", "kind", "dataset")  # names of the category in published prompt sets
 
 
 def read_compared_prompts(data: DataConfig, category_field: str = "") -> list[Prompt]:
-    """Reads prompts in the rows' order, from `messages`, `prompt`, or AlpacaEval's `instruction`.
+    """Reads prompts in the rows' order, in one of the formats of docs/data.md.
 
     If rows have no `prompt_id`, it is the row's number, from 0. A prompt's `kind` is the row's `category_field`, which
     every row must then have; if it is "", it is the first of `category`, `kind` and `dataset` that the row has.
@@ -19,9 +20,10 @@ def read_compared_prompts(data: DataConfig, category_field: str = "") -> list[Pr
     prompts: list[Prompt] = []
     ids: dict[str, str] = {}
     texts: dict[tuple[tuple[str, str], ...], str] = {}
+    reader = ConversationReader("prompt", data.format)
     for index, (where, row) in enumerate(read_rows(data)):
         prompt_id = id_of(where, row) if "prompt_id" in row else str(index)
-        messages = asked_of(where, row)
+        messages = reader.read(where, row)
         if prompt_id in ids:
             raise ValueError(f"{where}: prompt_id {prompt_id!r} is already used in {ids[prompt_id]}")
         if conversation_key(messages) in texts:
@@ -43,17 +45,11 @@ def id_of(where: str, row: Mapping[str, Any]) -> str:
 
 
 def asked_of(where: str, row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Returns a row's question as messages. AlpacaEval's `input` follows its instruction.
+    """Returns a row's question as messages.
 
     Raises: ValueError naming file, line and field.
     """
-    if "messages" not in row and "prompt" not in row and "instruction" in row:
-        given = optional_text(where, row, "input")
-        text = "\n\n".join([text_field(where, row, "instruction"), *([given] if given else [])])
-        return [{"role": "user", "content": text}]
-    if isinstance(row.get("prompt"), list) and "messages" not in row:
-        return messages_field(where, {"messages": row["prompt"]}, ends_with="user")
-    return messages_field(where, row, ends_with="user")
+    return turns_of(where, row, "prompt")
 
 
 def category_of(where: str, row: Mapping[str, Any], field: str) -> str:

@@ -16,7 +16,7 @@ from lm.inference import load_for_inference
 from lm.model import LanguageModel
 from lm.sampling import Choice
 from lm.tokenizer import Messages, Tokenizer
-from lm.weights import ModelFolder
+from lm.weights import ModelFolder, read_config
 from reward.external import ExternalReward, Scored, score_in_parts
 from reward.scoring import RewardModel
 from training.config import Precision
@@ -47,7 +47,7 @@ class SamplingSpec:
     template_of: str = ""
 
     def on_this_machine(self) -> Self:
-        """The same models in this machine's folders."""
+        """Returns these settings with model names replaced by this machine's folders."""
         reference, reward, template_of = (
             str(on_this_machine(Path(name))) if name else "" for name in (self.reference, self.reward, self.template_of)
         )
@@ -76,8 +76,9 @@ class Sample:
 
 
 class Sampler:
-    """A policy that stays in memory from one list of prompts to the next, and so do the models that measure its
-    samples; each is loaded when it is first needed.
+    """Keeps a policy, and the models that measure its samples, in memory from one list of prompts to the next.
+
+    Each model is loaded when first needed.
     """
 
     def __init__(self, spec: SamplingSpec) -> None:
@@ -177,6 +178,19 @@ class Sampler:
         return [Scored(s, f"the reward model reads {room} tokens" if math.isnan(s) else "") for s in scores]
 
 
+def length_that_fits(policies: Sequence[Path], prompts: Sequence[Prompt], max_new_tokens: int) -> int:
+    """Returns `max_new_tokens`, or fewer if the longest prompt leaves less room in a policy's context.
+
+    It is never below 1: a prompt that leaves no room at all is refused when it is sampled.
+    """
+    rooms = []
+    for policy in policies:
+        tokenizer, context = Tokenizer.load(policy), read_config(policy, "language")[0].max_position_embeddings
+        longest = max((len(tokenizer.encode_prompt(prompt.messages)) for prompt in prompts), default=0)
+        rooms.append(context - longest)
+    return max(1, min(max_new_tokens, *rooms))
+
+
 def sample_policy(spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]:
-    """As `Sampler.sample`, for one list of prompts."""
+    """Samples one list of prompts, as `Sampler.sample` does."""
     return Sampler(spec).sample(prompts)

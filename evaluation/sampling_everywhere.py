@@ -9,7 +9,7 @@ from training.data import Prompt
 
 
 def sample_everywhere(run: StageRun, phase: str, spec: SamplingSpec, prompts: Sequence[Prompt]) -> list[Sample]:
-    """`sample_policy` on all workers, each of which loads the policy once; the result does not depend on how many there
-    are.
+    """Runs `sample_policy` on all workers, each of which loads the policy once. The result does not depend on their
+    number.
     """
     return [Sample(**row) for row in sample_in_parts(run, phase, Sampler, spec, prompts)]

@@ -1,14 +1,19 @@
 """The entry point of `heed`, and its short commands; the longer ones are in heed/commands."""
 
 import logging
+import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
+from files.imports import imports_uncollected
 from heed.commands.chat import chat
 from heed.commands.compare import compare, judge_again
+from heed.commands.init import init
 from heed.commands.inspect import inspect_app
 from heed.commands.jobs import jobs_app, submit
 from heed.commands.label import label_app
@@ -20,19 +25,31 @@ app = typer.Typer(
     name="heed",
     help="From raw text to a policy that people prefer.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 out = Console(highlight=False)  # results; messages go to `console`, which is standard error
 
 
+TRAIN, LOOK, PEOPLE, RESEARCH = "Train", "Talk and compare", "Labels", "Measure and test"
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"heed {version('heed-rlhf')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _main() -> None:
+def _main(
+    _version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Heed takes a language model from raw text to a policy that people prefer."""
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def run(
     job: JobFile = None,
     override: Overrides = None,
@@ -45,30 +62,40 @@ def run(
 
     An interrupted run continues where it stopped.
     """
-    from jobs.pipeline import run_job
+    with console.status("reading the job"), imports_uncollected():  # the imports take seconds
+        from jobs.pipeline import run_job
 
-    run_job(read_job(job, override, workers, first, only), runs, first=first, only=only)
-
-
-app.command()(submit)
-app.command()(compare)
-app.command("judge")(judge_again)
-app.add_typer(jobs_app, name="jobs")
-app.add_typer(label_app, name="label")
-app.add_typer(measure_app, name="measure")
+        config = read_job(job, override, workers, first, only)
+    run_job(config, runs, first=first, only=only)
 
 
-@app.command()
+app.command(rich_help_panel=TRAIN)(init)
+app.command(rich_help_panel=TRAIN)(submit)
+app.command(rich_help_panel=LOOK)(compare)
+app.command("judge", rich_help_panel=LOOK)(judge_again)
+app.add_typer(jobs_app, name="jobs", rich_help_panel=TRAIN)
+app.add_typer(label_app, name="label", rich_help_panel=PEOPLE)
+app.add_typer(measure_app, name="measure", rich_help_panel=RESEARCH)
+
+
+@app.command(rich_help_panel=TRAIN)
 def plan(
     job: JobFile = None,
     override: Overrides = None,
     gpu: Annotated[str, typer.Option(help="b200, h200, h100, a100, l40s, or cpu for this machine.")] = "cpu",
-    nodes: Annotated[int, typer.Option(help="Nodes of the cluster; 0 uses as many as the job needs.", min=0)] = 0,
+    nodes: Annotated[
+        int, typer.Option(help="Nodes of the cluster (default: as many as the job needs).", min=0, show_default=False)
+    ] = 0,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs per node.", min=1)] = 8,
     node_memory: Annotated[
-        int, typer.Option(help="CPU memory of a node, or limit of a pod, in GiB; 0 does not check it.", min=0)
+        int,
+        typer.Option(
+            help="CPU memory of a node, or limit of a pod, in GiB (default: not checked).", min=0, show_default=False
+        ),
     ] = 0,
-    price: Annotated[float, typer.Option(help="Dollars per GPU-hour; -1 uses a rough built-in price.", min=-1)] = -1,
+    price: Annotated[
+        float, typer.Option(help="Dollars per GPU-hour (default: a rough built-in price).", min=-1, show_default=False)
+    ] = -1,
     share: Annotated[float, typer.Option(help="Expected share of the peak FLOP rate.", min=0.01, max=1)] = 0.4,
     rows: Annotated[
         int, typer.Option(help="Number of rows to assume for data that cannot be counted here.", min=1)
@@ -86,7 +113,7 @@ def plan(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def report(
     folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/demo, or of a comparison.")],
 ) -> None:
@@ -102,13 +129,24 @@ def report(
     console.print(str(folder / "report.html"))
 
 
-app.command()(chat)
+@app.command(rich_help_panel=TRAIN)
+def watch(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/demo; it may be on a shared disk.")],
+    port: Annotated[int, typer.Option(help="Port of the page on this machine; 0 chooses a free one.", min=0)] = 8200,
+) -> None:
+    """Serve a run's report while it runs: curves, samples, the current phase, time left, workers and their restarts."""
+    from jobs.watch import watch as serve
+
+    serve(folder, port=port, announce=typer.echo)
 
 
-@app.command("few-shot")
+app.command(rich_help_panel=LOOK)(chat)
+
+
+@app.command("few-shot", rich_help_panel=RESEARCH)
 def few_shot(
     model: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/pretrain/model.")],
-    examples: Annotated[str, typer.Argument(help='Rows of {"prompt", "completion"}: JSONL, Parquet or a hub id.')],
+    examples: Annotated[str, typer.Argument(help='Rows of {"prompt", "completion"}: JSONL, CSV, Parquet or a hub id.')],
     shots: Annotated[
         list[int] | None, typer.Option(min=0, help="Number of solved examples shown; may repeat (default: 0, 1, 4).")
     ] = None,
@@ -130,7 +168,7 @@ def few_shot(
     results_console().print(table)
 
 
-@app.command()
+@app.command(rich_help_panel=RESEARCH)
 def chaos(
     job: JobFile = None,
     faults: Annotated[int, typer.Option(min=1, help="Number of faults, injected one after another.")] = 10,
@@ -159,9 +197,11 @@ def chaos(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(rich_help_panel=RESEARCH)
 def study(
-    finding: Annotated[str, typer.Argument(help="over-optimisation, kl-penalty, ptx, equal-kl, labelers, or all.")],
+    finding: Annotated[
+        str, typer.Argument(help="A finding of docs/findings.md, all for the first five, or algorithms.")
+    ],
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds; at least 2 for any verdict.")] = 3,
     runs: Annotated[Path, typer.Option("--runs", help="Folder for run folders and findings.")] = Path("runs/study"),
     quick: Annotated[
@@ -180,16 +220,17 @@ def study(
         out.print(f"{one.finding.title}: [bold]{one.verdict}[/]")
 
 
-app.add_typer(inspect_app, name="inspect")
+app.add_typer(inspect_app, name="inspect", rich_help_panel=LOOK)
 
 
 def main() -> None:
     """Entry point. Mistakes of the user, and failures with a known cause, become one line without a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # each retry would be two lines; the last error says enough
     try:
         app()
     except ValueError as error:
-        console.print(f"[bold red]error:[/] {_escape(str(error))}")
+        console.print(f"[bold red]error:[/] {escape(str(error))}")
         raise SystemExit(2) from None
     except (RuntimeError, OSError) as error:
         from training.failures import in_one_line
@@ -197,11 +238,5 @@ def main() -> None:
         message = in_one_line(error)
         if not message:
             raise
-        console.print(f"[bold red]error:[/] {_escape(message)}")
+        console.print(f"[bold red]error:[/] {escape(message)}")
         raise SystemExit(1) from None
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

@@ -40,7 +40,7 @@ def bootstrap_ratio(
 
 
 def percentiles(values: Floats, level: float) -> tuple[float, float]:
-    """The percentile interval, which leaves out (1 - level)/2 of the resampled values on either side."""
+    """Returns the percentile interval, which leaves out (1 - level)/2 of the resampled values on either side."""
     low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 

@@ -1,4 +1,4 @@
-"""Intervals of shares and means whose rows come in clusters: a prompt with everything that was said about it.
+"""Intervals of shares and means whose rows come in clusters (a prompt with all answers about it).
 
 Shape letters: R rows, C clusters (the prompts of a group), G groups (labelers).
 """
@@ -33,16 +33,16 @@ class Tally:
 
 
 def clustered_shares(tally: Tally, num_groups: int) -> list[Share]:
-    """Each group's share, `right.sum() / compared.sum()`, with Wilson's interval for an effective number of pairs n*.
+    """Returns each group's share, `right.sum() / compared.sum()`, with Wilson's interval for n* effective pairs.
 
         n* = min(n_K·(1 + e/10), p(1 - p)/v · (z/t)²),   v = C/(C-1) · Σ_c (right_c - p·compared_c)² / (Σ_c compared_c)²
 
     v is the variance of a ratio over C independent prompts; t is Student's quantile with C - 1 degrees of freedom (Korn
-    & Graubard 1998, Survey Methodology 24(2)). With few errors v is too small, and with none it is 0; n_K then bounds
-    how much independent evidence the pairs of one ranking can hold. In random rankings the share of pairs ordered alike
+    & Graubard 1998, Survey Methodology 24(2)). With few errors v is too small, and with none it is 0, so n_K bounds how
+    much independent evidence the pairs of one ranking can hold. In random rankings the share of pairs ordered alike
     varies like Kendall's tau, as if (2K + 5)/9 times fewer pairs were independent coin tosses:
-    n_K = Σ_c 9·pairs_c/(2K_c + 5). The bound gives way to v as e grows, the number of prompts with an error (or with a
-    right answer, if those are fewer). The ten is our choice.
+    n_K = Σ_c 9·pairs_c/(2K_c + 5). The bound relaxes as e grows, the number of prompts with an error (or with a right
+    answer, if those are fewer), and v takes over. The 10 is our choice.
     """
     used = tally.compared_R > 0
     group_R = tally.group_R[used]
@@ -57,7 +57,7 @@ def clustered_shares(tally: Tally, num_groups: int) -> list[Share]:
         mean_G = np.bincount(group_C, right_C, num_groups) / compared_G
         squares_G = np.bincount(group_C, (right_C - mean_G[group_C] * compared_C) ** 2, num_groups)
         v_G = clusters_G / (clusters_G - 1) * squares_G / compared_G**2
-        t_G = scipy.stats.t.ppf((1 + LEVEL) / 2, np.maximum(clusters_G - 1, 1))
+        t_G = scipy.special.stdtrit(np.maximum(clusters_G - 1, 1), (1 + LEVEL) / 2)
         seen_G = np.where(v_G > 0, mean_G * (1 - mean_G) / v_G * (Z / t_G) ** 2, np.inf)
         bound_G = np.bincount(group_R, independent_R, num_groups)
         wrong_G = np.bincount(group_C, right_C < compared_C, num_groups)
@@ -75,7 +75,8 @@ def _cells(group_R: Ints, cluster_R: Ints) -> tuple[Ints, Ints]:
 
 
 def clustered_mean(value_R: Floats, cluster_R: Ints) -> Interval:
-    """The mean of all rows, with Student's interval over clusters: v as in `clustered_shares`, C - 1 degrees."""
+    """Returns the mean of all rows with Student's interval over clusters: v as in `clustered_shares`, C - 1 degrees of
+    freedom."""
     if len(value_R) == 0:
         return UNKNOWN
     mean = float(value_R.mean())
@@ -85,5 +86,5 @@ def clustered_mean(value_R: Floats, cluster_R: Ints) -> Interval:
         return Interval(mean, math.nan, math.nan)
     residual_C = np.bincount(index_R, value_R - mean)
     variance = num_clusters / (num_clusters - 1) * float((residual_C**2).sum()) / len(value_R) ** 2
-    half = float(scipy.stats.t.ppf((1 + LEVEL) / 2, num_clusters - 1)) * math.sqrt(variance)
+    half = float(scipy.special.stdtrit(num_clusters - 1, (1 + LEVEL) / 2)) * math.sqrt(variance)
     return Interval(mean, mean - half, mean + half)

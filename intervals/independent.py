@@ -9,7 +9,7 @@ from intervals.estimates import LEVEL, UNKNOWN, Floats, Interval
 
 
 def difference_of_means(earlier_R: Floats, later_R: Floats) -> Interval:
-    """mean(later) - mean(earlier), with Welch's interval (1947). Unknown if either side has fewer than two rows."""
+    """Returns mean(later) - mean(earlier) with Welch's interval (1947); unknown if a side has fewer than two rows."""
     if min(len(earlier_R), len(later_R)) < 2:
         return UNKNOWN
     change = float(later_R.mean() - earlier_R.mean())
@@ -17,15 +17,15 @@ def difference_of_means(earlier_R: Floats, later_R: Floats) -> Interval:
     if one + other == 0:
         return Interval(change, change, change)
     freedom = (one + other) ** 2 / (one**2 / (len(earlier_R) - 1) + other**2 / (len(later_R) - 1))
-    half = float(scipy.stats.t.ppf((1 + LEVEL) / 2, freedom)) * math.sqrt(one + other)
+    half = float(scipy.special.stdtrit(freedom, (1 + LEVEL) / 2)) * math.sqrt(one + other)
     return Interval(change, change - half, change + half)
 
 
 def median_interval(value_R: Floats) -> Interval:
-    """The median, between two order statistics: P(low <= median <= high) >= 95% for any distribution.
+    """Returns the median between two order statistics: P(low <= median <= high) >= 95% for any distribution.
 
     The number of values below the median is binomial(R, ½). low is the k-th smallest value and high the k-th largest,
-    for the largest k with P(fewer than k below) <= 2.5%. With five values or fewer there is no such k, and low and high
+    for the largest k with P(fewer than k below) <= 2.5%. With five values or fewer there is no such k, so low and high
     are NaN. Conover 1999, Practical Nonparametric Statistics, 3.2.
     """
     if len(value_R) == 0:

@@ -106,7 +106,7 @@ def variance_under(mu: float, value_X: Floats, times_X: Ints) -> float:
 
 
 def share_interval(value_C: Floats) -> Interval:
-    """The mean of prompts' values, each from 0 to 1, with its 95% score interval.
+    """Returns the mean of prompts' values, each from 0 to 1, with its 95% score interval.
 
     Unlike a bootstrap interval it has a width even if all prompts came out alike: 0 of 6 gives 0 (0 to .39), not
     0 (0 to 0).

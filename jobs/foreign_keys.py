@@ -16,10 +16,13 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "cliprange": ("clip_range",),
         "cliprange_value": ("value_clip_range",),
         "ddp_timeout": ("engine.collective_timeout_seconds",),
+        "epsilon": ("clip_range",),
+        "epsilon_high": ("clip_range_high",),
         "eval_steps": ("evaluate_every_steps",),
         "full_determinism": ("engine.deterministic",),
         "gradient_checkpointing": ("engine.checkpoint_activations",),
         "horizon": ("kl_horizon",),
+        "importance_sampling_level": ("ratio",),
         "init_kl_coef": ("kl_coef",),
         "lam": ("gae_lambda",),
         "lr_scheduler_type": ("schedule", "optimizer.schedule", "policy_optimizer.schedule"),
@@ -30,11 +33,13 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "max_steps": ("num_steps",),
         "mini_batch_size": ("minibatch.batch_size",),
         "model_name_or_path": ("init_from",),
+        "num_generations": ("samples_per_prompt",),
         "num_ppo_epochs": ("num_epochs",),
         "num_train_epochs": ("num_epochs",),
         "ppo_epochs": ("num_epochs",),
         "report_to": ("engine.trackers",),
         "response_length": ("max_new_tokens",),
+        "scale_rewards": ("advantage_scale",),
         "reward_model_path": ("reward_from",),
         "save_steps": ("save_every_steps", "save_every_iterations"),
         "save_total_limit": ("engine.keep_checkpoints",),
@@ -45,6 +50,7 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     _OPENRLHF: {
         "actor_learning_rate": ("policy_optimizer.learning_rate",),
+        "advantage_estimator": ("advantage",),
         "adam_betas": ("betas", "optimizer.betas", "policy_optimizer.betas"),
         "critic_learning_rate": ("value_optimizer.learning_rate",),
         "ema_beta": ("ema_decay",),
@@ -59,6 +65,7 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "max_epochs": ("num_epochs",),
         "max_len": ("seq_len",),
         "max_norm": ("max_grad_norm", "optimizer.max_grad_norm", "policy_optimizer.max_grad_norm"),
+        "n_samples_per_prompt": ("samples_per_prompt",),
         "micro_train_batch_size": ("minibatch.micro_batch_size", "batch.micro_batch_size"),
         "pretrain": ("init_from",),
         "prompt_data": ("prompts.source",),
@@ -70,7 +77,9 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "zero_stage": ("engine.zero_stage",),
     },
     _VERL: {
+        "adv_estimator": ("advantage",),
         "clip_ratio": ("clip_range",),
+        "clip_ratio_high": ("clip_range_high",),
         "cliprange_value": ("value_clip_range",),
         "enable_gradient_checkpointing": ("engine.checkpoint_activations",),
         "grad_clip": ("max_grad_norm", "optimizer.max_grad_norm", "policy_optimizer.max_grad_norm"),
@@ -80,7 +89,11 @@ COUNTERPARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "lr_warmup_steps": ("warmup_steps", "optimizer.warmup_steps", "policy_optimizer.warmup_steps"),
         "max_response_length": ("max_new_tokens",),
         "ppo_epochs": ("num_epochs",),
+        "loss_agg_mode": ("token_weight",),
+        "norm_adv_by_std_in_grpo": ("advantage_scale",),
+        "log_prob_max_token_len_per_gpu": ("minibatch.forward_tokens",),
         "ppo_micro_batch_size_per_gpu": ("minibatch.micro_batch_size",),
+        "ppo_max_token_len_per_gpu": ("minibatch.micro_batch_tokens",),
         "ppo_mini_batch_size": ("minibatch.batch_size",),
         "save_freq": ("save_every_iterations", "save_every_steps"),
         "test_freq": ("evaluate_every_steps",),
@@ -128,6 +141,11 @@ _GLOBAL_BATCHES = (
 )
 _PASTE = "a config.json is read whole where [model] has its model_type"
 
+_KL = (
+    'set `kl_in`: "reward" subtracts the log ratio (k1), "loss" adds half the square of a response\'s (k2). In a loss,'
+    " k1 has a mean gradient of 0, and k3 has another divergence's (docs/algorithms.md)"
+)
+
 # Keys without a counterpart, and what to do instead.
 ADVICE = {
     "adam_beta1": "set both as `betas = [beta1, beta2]` in the optimizer",
@@ -138,10 +156,11 @@ ADVICE = {
     "enable_ema": "set `ema_decay`; 0 = no moving average",
     "gradient_accumulation_steps": f"it is derived: batch_size / (ranks x micro_batch_size). {_GLOBAL_BATCHES}",
     "hidden_act": f"set `mlp`; {_PASTE}",
+    "kl_estimator": _KL,
+    "kl_loss_type": _KL,
     "lr_warmup_ratio": "warm-up is counted in steps: set `warmup_steps` in the optimizer",
     "lr_warmup_steps_ratio": "warm-up is counted in steps: set `warmup_steps` in the optimizer",
     "model_type": _PASTE,
-    "n_samples_per_prompt": "each prompt of a rollout gets one response",
     "num_episodes": "set `num_iterations`; an iteration samples `rollout_batch_size` responses",
     "num_mini_batches": "set `minibatch.batch_size`; the number follows from `rollout_batch_size`",
     "output_dir": "runs are written to the folder given by `heed run --runs`, under the job's name",
@@ -150,6 +169,8 @@ ADVICE = {
     "save_path": "runs are written to the folder given by `heed run --runs`, under the job's name",
     "total_episodes": "set `num_iterations`; an iteration samples `rollout_batch_size` responses",
     "total_epochs": "set `num_iterations`; an iteration samples `rollout_batch_size` responses",
+    "use_kl_in_reward": _KL,
+    "use_kl_loss": _KL,
     "vf_coef": "the value function has its own optimizer: set `value_optimizer`",
     "warmup_ratio": "warm-up is counted in steps: set `warmup_steps` in the optimizer",
 }

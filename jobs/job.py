@@ -1,15 +1,17 @@
 """A job: the sections of its stages, checked as a whole before anything runs."""
 
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, create_model, field_validator, model_validator
 
 from cluster.config import ClusterConfig
 from jobs.registry import BUILT_IN, WORLD, AnyStage, Registry
+from jobs.rounds import section_of_round, with_rounds
 from lm.config import ModelConfig
 from playground.reviews import ReviewsConfig, ReviewsWorld
 from playground.world import PlaygroundConfig, PlaygroundWorld
-from stages.contract import Parent, Stage
+from stages.contract import POLICIES, Parent, Stage
 from stages.run import sources_in
 from stages.world import World
 from training.config import BatchConfig, Config, EngineConfig, OptimizerConfig
@@ -36,7 +38,7 @@ class JobConfig(Config):
     as "collect:rankings". `model` is the policy's shape; where the first stage has `init_from`, it is that model's.
     """
 
-    registry: ClassVar[Registry] = Registry(())
+    known_stages: ClassVar[Registry] = Registry(())
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the job, and of its folder below the runs folder."
@@ -45,6 +47,11 @@ class JobConfig(Config):
     custom_stages: tuple[str, ...] = Field(
         default=(),
         description='Stages of your own, as "FILE.py:NAME" or "MODULE:NAME" (CONTRIBUTING.md, "Adding a stage").',
+    )
+    rounds: int = Field(
+        default=1,
+        ge=1,
+        description="How often the policy is sampled and trained, each time from the policy before (docs/jobs.md).",
     )
     seed: int = Field(default=0, ge=0, description="Seed that all randomness is derived from.")
     workers: int = Field(default=1, ge=1, description="Worker processes, one per GPU where there are GPUs.")
@@ -84,10 +91,31 @@ class JobConfig(Config):
             stage.check(self.section_of(stage), self)
         return self
 
+    @cached_property
+    def registry(self) -> Registry:
+        """The stages that the job may have, those of later rounds included, in the order in which they run."""
+        written = {stage.name: getattr(self, stage.name) for stage in self.known_stages}
+        values = {name: section.model_dump() for name, section in written.items() if section is not None}
+        return with_rounds(self.known_stages, self.rounds, values)
+
+    @cached_property
+    def later_sections(self) -> dict[str, Config]:
+        """The sections of later rounds' stages."""
+        later = [stage for stage in self.registry if stage.repeats]
+        return {stage.name: section_of_round(stage, getattr(self, stage.repeats)) for stage in later}
+
+    def part(self, name: str) -> Any:
+        """A section by its name, that of a later round's stage too; None where the job does not have it."""
+        return self.later_sections[name] if name in self.later_sections else getattr(self, name)
+
+    @property
+    def has_world(self) -> bool:
+        return self.world is not None
+
     @property
     def stages(self) -> tuple[AnyStage, ...]:
         """The stages that this job has, in order."""
-        return tuple(stage for stage in self.registry if getattr(self, stage.name) is not None)
+        return tuple(stage for stage in self.registry if self.part(stage.name) is not None)
 
     @property
     def stage_names(self) -> tuple[str, ...]:
@@ -99,7 +127,7 @@ class JobConfig(Config):
 
     def section(self, stage: Stage[AnyConfig]) -> AnyConfig | None:
         """The section of a stage; None where the job does not have that stage."""
-        section = getattr(self, stage.name)
+        section = self.part(stage.name)
         assert section is None or isinstance(section, stage.config), f"[{stage.name}] is {type(section)}"
         return section
 
@@ -118,6 +146,8 @@ class JobConfig(Config):
             for parent in stage.parents
             if parent.is_read(section, self.stage_names) and not self.substitute(name, parent.stage)
         }
+        if POLICIES in found:
+            found = found - {POLICIES} | {other.name for other in self.stages if other.policy_from}
         sources = {source.partition(":")[0] for source in sources_in(section.model_dump()) if ":" in source}
         found |= sources & set(self.registry.names)
         if stage.preparation is not None:
@@ -199,7 +229,7 @@ class JobConfig(Config):
     @property
     def extra_ranks(self) -> int:
         """Processes that stages have next to the job's workers."""
-        return sum(stage.extra_ranks(self.section_of(stage)) for stage in self.stages)
+        return sum(stage.extra_ranks(self.section_of(stage)) for stage in self.stages if stage.round == 1)
 
     def _check_batches(self) -> None:
         problem = self._batch_problem(self.workers)
@@ -255,7 +285,7 @@ def job_type(registry: Registry) -> type[JobConfig]:
     """The config of a job that may have these stages, a section for each; unknown keys are refused."""
     sections: dict[str, Any] = {stage.name: (stage.config | None, None) for stage in registry}
     made = create_model("JobConfig", __base__=JobConfig, **sections)
-    made.registry = registry
+    made.known_stages = registry
     return made
 
 

@@ -24,7 +24,7 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), *, opens_models: 
     for override in overrides:
         apply_override(values, override)
     config = _job_type(name, values)
-    take_shape(name, values, config.registry, opens_models=opens_models)
+    take_shape(name, values, config.known_stages, opens_models=opens_models)
     return validated(config, values, name)
 
 

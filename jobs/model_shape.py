@@ -28,7 +28,7 @@ def take_shape(name: str, values: dict[str, Any], registry: Registry, *, opens_m
     if not isinstance(init_from, str) or not init_from or (not opens_models and "model" in values):
         return
     try:
-        shape = _shape_of(init_from, opens_models=opens_models)
+        shape = shape_of(init_from, opens_models=opens_models)
     except ValueError as error:
         raise ValueError(f"{name}: {first}.init_from: {error}") from None
     written = values.get("model", {})
@@ -53,7 +53,7 @@ def _written(name: str, model: Any) -> Any:
     return model
 
 
-def _shape_of(init_from: str, *, opens_models: bool) -> dict[str, Any]:
+def shape_of(init_from: str, *, opens_models: bool) -> dict[str, Any]:
     """The shape that a stage has which starts from this folder or hub id."""
     built_in = None if opens_models or Path(init_from).is_dir() else built_in_shape(init_from)
     if built_in is not None:

@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,26 +12,27 @@ from typing import Any, TypeVar
 
 import tenacity
 import tomli_w
+from rich.markup import escape
 
 from cluster.code import send_by_value
 from cluster.connection import disconnect
 from cluster.failures import WorkerError
 from cluster.precision import resolve_precision
 from files.atomic import write_json, write_text
-from files.hashes import file_hash, folder_hash
+from files.hashes import file_hash
 from files.lock import lock
-from files.python_names import file_of, load_function
 from jobs.hub_models import hub_models
+from jobs.inputs import inputs_of, what_changed
 from jobs.job import JobConfig
 from jobs.preflight import check_data, refuse_missing
 from jobs.recovery import Workers, run_to_end
 from jobs.registry import PREPARED, WORLD, AnyStage
 from jobs.report import write_run_report
 from jobs.run import Run
+from jobs.status import StatusFile
 from jobs.storage import missing_in_one_line
-from lm.hub import model_directory
-from stages.contract import Preparation, Stage
-from stages.lineage import LINEAGE, Inputs, finished_with, outputs_hash, require_outputs, started_with, write_lineage
+from stages.contract import Preparation, Stage, StageWaitsError
+from stages.lineage import LINEAGE, Inputs, finished_with, require_outputs, started_with, write_lineage
 from stages.progress import console, follow, print_notice
 from stages.run import StageRun
 from stages.sampling import SAMPLES
@@ -49,7 +50,8 @@ FOLDER_SECONDS = 30.0  # for which a stage waits if its folder is missing
 def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> Path:
     """Run the stages that are not done, in order, and write the report. Returns the run folder.
 
-    `first` forces that stage and all after it; `only` runs one stage, if it must run, and no other.
+    `first` forces that stage and all after it; `only` runs one stage, if it must run, and no other. A stage that waits
+    for people ends the run, and a later run continues it.
     Raises: ValueError for what the user can mend, before any training where it can be known.
     """
     folder = runs / job.name
@@ -59,11 +61,26 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
     except OSError as error:
         raise ValueError(f"--runs {runs}: {folder} cannot be created: {error.strerror}") from None
     started = time.monotonic()
+    try:
+        _work(job, folder, first, only)
+    except StageWaitsError as waiting:
+        console.print(str(waiting), markup=False)
+    with missing_in_one_line(folder):
+        report = write_run_report(folder)
+    console.print(escape(report["verdict"]))
+    console.print(f"report: {folder / 'report.html'}  ({time.monotonic() - started:.0f} s)")
+    return folder
+
+
+def _work(job: JobConfig, folder: Path, first: str, only: str) -> None:
+    """Prepare the run's folder, its workers and data; run the stages."""
     with ExitStack() as closing:
         closing.enter_context(speaking_through(print_notice))
         closing.enter_context(missing_in_one_line(folder))
         closing.enter_context(lock(folder))
+        _say_what_will_run(job, folder, only)
         workers = Workers(job.world_sizes, folder, job.cluster, job.extra_ranks, hub_models(job))
+        status = closing.enter_context(StatusFile(folder, workers.num_ranks))
         if os.environ.get("RAY_ADDRESS"):
             closing.callback(disconnect)
         closing.callback(workers.close)
@@ -76,15 +93,31 @@ def run_job(job: JobConfig, runs: Path, *, first: str = "", only: str = "") -> P
         _write_job(job, folder / "job.toml")
         _prepare_world(run)
         _prepare_stages(run)
-        check_data(run)
-        _run_stages(run, workers, first, only)
-    with missing_in_one_line(folder):
-        write_run_report(folder)
-    console.print(f"report: {folder / 'report.html'}  ({time.monotonic() - started:.0f} s)")
-    return folder
+        with speaking_through(_unrepeated(print_notice)):
+            check_data(run)
+        _run_stages(run, workers, status, first, only)
 
 
-def _run_stages(run: Run, workers: Workers, first: str, only: str) -> None:
+def _say_what_will_run(job: JobConfig, folder: Path, only: str) -> None:
+    stages = only or ", ".join(job.stage_names)
+    ranks = "1 worker" if job.workers == 1 else f"{job.workers} workers"
+    console.print(f"{escape(job.name)}: {stages} on {ranks}; results in {escape(str(folder))}")
+    console.print("[dim]checking the data")
+
+
+def _unrepeated(speaker: Callable[[str], None]) -> Callable[[str], None]:
+    """Returns a speaker that says each line once: several stages may read the same source."""
+    said: set[str] = set()
+
+    def say_once(notice: str) -> None:
+        if notice not in said:
+            said.add(notice)
+            speaker(notice)
+
+    return say_once
+
+
+def _run_stages(run: Run, workers: Workers, status: StatusFile, first: str, only: str) -> None:
     forced = False
     for stage in run.job.stages:
         if only and stage.name != only:
@@ -93,7 +126,7 @@ def _run_stages(run: Run, workers: Workers, first: str, only: str) -> None:
         _require_parents(run, stage)
         if only:
             _say_stale_parents(run, stage)
-        inputs = _inputs(run, stage)
+        inputs = inputs_of(run, stage)
         folder = run.stage_folder(stage.name)
         finished = finished_with(folder, stage.output)
         if not forced and finished is not None and finished[0] == inputs.fingerprint:
@@ -103,9 +136,9 @@ def _run_stages(run: Run, workers: Workers, first: str, only: str) -> None:
         begun = time.monotonic()
         workers.take_back()
         try:
-            with follow(stage.name, folder) as progress:
+            with follow(stage.name, folder) as progress, status.stage(progress):
                 work = partial(_run_stage, run.of(stage.name, progress), stage, inputs, begun)
-                run_to_end(stage.name, folder, work, workers.abandon)
+                run_to_end(stage.name, folder, work, workers.abandon, status.restarted)
         except KeyboardInterrupt:
             console.print(f"{stage.name}: stopped{_last_step(folder)}; the same command continues")
             raise
@@ -170,49 +203,10 @@ def _say_stale_parents(run: Run, stage: AnyStage) -> None:
         finished = finished_with(run.stage_folder(parent.name), parent.output)
         grandparents = run.job.parents(parent.name)
         is_known = all(_is_finished(run, name) for name in grandparents)
-        if finished is not None and is_known and finished[0] != _inputs(run, parent).fingerprint:
-            console.print(f"{parent.name}: made from other settings than this job's; {stage.name} takes it as it is")
-
-
-def _inputs(run: Run, stage: AnyStage) -> Inputs:
-    """What the stage would be made from now, without how the work is split and logged, which changes no result."""
-    # The stage's config is kept as TOML, which has no null.
-    sections = {
-        name: getattr(run.job, name).model_dump(mode="json", exclude_none=True)
-        for name in (stage.name, *stage.sections)
-        if getattr(run.job, name) is not None
-    }
-    config = {name: _without(section, LAYOUT_KEYS | stage.layout_keys) for name, section in sections.items()}
-    config["precision"] = run.job.engine.resolved_precision()
-    parents = {parent: outputs_hash(run.output(parent)) for parent in run.job.parents(stage.name)}
-    return Inputs(stage.name, run.job.seed, config, parents, _data_hashes(run.of(stage.name), stage, config))
-
-
-# Keys of any stage that say how a batch is split, and how often the stage saves and evaluates.
-LAYOUT_KEYS = frozenset(("micro_batch_size", "save_every_steps", "save_every_iterations", "evaluate_every_steps"))
-
-
-def _without(value: Any, left_out: frozenset[str]) -> Any:
-    """A dumped config without some keys, at any depth."""
-    if isinstance(value, dict):
-        return {key: _without(item, left_out) for key, item in value.items() if key not in left_out}
-    return [_without(item, left_out) for item in value] if isinstance(value, list) else value
-
-
-def _data_hashes(run: StageRun, stage: AnyStage, config: Mapping[str, Any]) -> dict[str, str]:
-    """SHA-256 by name of what the config's sections read, of the model directories that the stage's own section names,
-    and of the files in which the functions that it names, and a stage that the job brings, are written.
-    """
-    found, section = run.source_hashes(dict(config)), config[stage.name]
-    for field in stage.model_fields:
-        if section.get(field):
-            found[section[field]] = folder_hash(model_directory(section[field]))
-    for field in stage.function_fields:
-        if section.get(field):
-            found[section[field]] = file_hash(file_of(load_function(section[field], field.replace("_", " "))))
-    if stage.module is not None:
-        found[f"stage {stage.name}"] = file_hash(Path(str(stage.module.__file__)))
-    return found
+        if finished is not None and is_known and finished[0] != inputs_of(run, parent).fingerprint:
+            console.print(
+                f"{parent.name}: made with other settings than this job's; {stage.name} uses it anyway (--only)"
+            )
 
 
 def _open_folder(run: Run, stage: AnyStage, inputs: Inputs, forced: bool) -> None:
@@ -220,20 +214,21 @@ def _open_folder(run: Run, stage: AnyStage, inputs: Inputs, forced: bool) -> Non
     folder = run.stage_folder(stage.name)
     interrupted = started_with(folder) == inputs.fingerprint and not (folder / LINEAGE).exists()
     if folder.exists() and (forced or not interrupted):
-        _put_aside(run, folder)
+        _put_aside(run, folder, "forced" if forced else what_changed(folder, inputs))
     folder.mkdir(exist_ok=True)
     write_json(folder / "inputs.json", {"fingerprint": inputs.fingerprint})
     config: dict[str, Any] = dict(inputs.config)
     write_text(folder / "config.toml", tomli_w.dumps({"seed": inputs.seed, **config}))
 
 
-def _put_aside(run: Run, folder: Path) -> None:
+def _put_aside(run: Run, folder: Path, reason: str = "changed") -> None:
     """Move a replaced stage to `replaced/`; nothing is deleted."""
     target = run.folder / "replaced"
     target.mkdir(exist_ok=True)
     number = 1 + sum(1 for _ in target.glob(f"{folder.name}-*"))
     folder.rename(target / f"{folder.name}-{number}")
-    console.print(f"{folder.name}: the earlier result is kept in {target / f'{folder.name}-{number}'}")
+    kept = target / f"{folder.name}-{number}"
+    console.print(f"{folder.name}: runs again ({reason}); the earlier result is kept in {kept}", markup=False)
 
 
 def _prepare_world(run: Run) -> None:

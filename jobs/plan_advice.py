@@ -11,6 +11,7 @@ from jobs.job import JobConfig
 from jobs.job_file import load_job
 from jobs.plan import COMFORTABLE, Plan, make_plan
 from planning.hardware import GIB, GPUS
+from training.config import BatchConfig
 
 MOST_WORKERS = 1024
 MODES = ("fast", "balanced", "small")  # of ppo.memory, the fastest first
@@ -45,7 +46,7 @@ def _mode_line(path: Path | None, overrides: Sequence[str], plan: Plan) -> list[
             continue
         peak = next(stage.peak for stage in tried.stages if stage.name == "ppo")
         if peak <= COMFORTABLE * available:
-            what = f"{mode}, as it is," if mode == chosen else f"{mode} (--set ppo.memory={mode})"
+            what = f"{mode}, as set," if mode == chosen else f"{mode} (--set ppo.memory={mode})"
             room = f"ppo {peak / GIB:.1f} of {available / GIB:.0f} GiB"
             return [f"[bold]ppo.memory[/]: {what} is the fastest mode that fits with room: {room}"]
     return []
@@ -114,9 +115,10 @@ def _changes(plan: Plan) -> Iterator[str]:
 def _smaller_micro_batch(job: JobConfig, name: str) -> Iterator[str]:
     section = job.section_of(job.stage(name))
     for field in ("batch", "minibatch"):
-        size = getattr(getattr(section, field, None), "micro_batch_size", 1)
-        if size > 1:
-            yield f"{name}.{field}.micro_batch_size={size // 2}"
+        batch = getattr(section, field, None)
+        for key, size in batch.given_size.items() if isinstance(batch, BatchConfig) else ():
+            if size > 1:
+                yield f"{name}.{field}.{key}={size // 2}"
 
 
 def _replanned(path: Path | None, overrides: Sequence[str], plan: Plan) -> Plan | None:

@@ -15,11 +15,15 @@ from planning.hardware import GIB, hardware
 from planning.memory import Memory
 from stages.planner import StagePlan
 
+MIB = 2**20
+
 
 @dataclass(frozen=True)
 class Machines:
-    """What the command is told of the machines: `num_nodes` 0 means as many as it takes, `node_gib` 0 does not check
-    the memory of a node, and a negative price is a built-in one.
+    """The machines that the command assumes.
+
+    `num_nodes` 0 means as many as the workers need, `node_gib` 0 does not check a node's memory, and a negative price
+    means the built-in one.
     """
 
     gpu: str
@@ -54,7 +58,8 @@ def show_plan(
         out.print(_batch_table(stage))
         for kind, memory in stage.memory.items():
             out.print(_memory_table(kind, memory, chosen.memory_bytes))
-        out.print(_host_line(stage, plan))
+        if host := _host_line(stage, plan):
+            out.print(host)
         for assumption in stage.assumptions:
             out.print(f"  [dim]{escape(assumption)}")
         for missing in stage.missing:
@@ -69,11 +74,15 @@ def show_plan(
 
 def _heading(plan: Plan, nodes: int, gpus_per_node: int) -> str:
     layout, chosen = plan.layout, plan.setting.hardware
-    where = f"{nodes} nodes x {gpus_per_node} {chosen.name}" if chosen.is_gpu else "this machine's CPU"
+    where = f"{_num(nodes, 'node')} x {gpus_per_node} {chosen.name}" if chosen.is_gpu else "this machine's CPU"
     return (
-        f"{plan.job.name}: {layout.ranks} workers on {where}, ZeRO {layout.zero_stage},"
+        f"{plan.job.name}: {_num(layout.ranks, 'worker')} on {where}, ZeRO {layout.zero_stage},"
         f" {'bf16' if layout.is_bf16 else 'fp32'}"
     )
+
+
+def _num(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _batch_table(stage: StagePlan) -> Table:
@@ -86,17 +95,18 @@ def _batch_table(stage: StagePlan) -> Table:
 
 def _memory_table(kind: str, memory: Memory, available: int) -> Table:
     """What is held, then what is added by the phase that needs most."""
-    table = Table(f"  memory of a {kind}", "GiB", box=None, pad_edge=False)
+    unit = "GiB" if memory.peak >= GIB else "MiB"
+    table = Table(f"  memory of a {kind}", unit, box=None, pad_edge=False)
     table.columns[1].justify = "right"
     for name, size in memory.held.items():
-        table.add_row(f"  {name}", _gib(size))
+        table.add_row(f"  {name}", _in(unit, size))
     for name, size in memory.phases[memory.peak_phase].items():
-        table.add_row(f"  + {name} [dim]({memory.peak_phase})[/]", _gib(size))
+        table.add_row(f"  + {name} [dim]({memory.peak_phase})[/]", _in(unit, size))
     others = [
-        f"{name} {_gib(sum(parts.values()))}" for name, parts in memory.phases.items() if name != memory.peak_phase
+        f"{name} {_in(unit, sum(parts.values()))}" for name, parts in memory.phases.items() if name != memory.peak_phase
     ]
-    table.add_row("  [bold]peak[/]", f"[bold]{_gib(memory.peak)}[/]")
-    table.add_row(f"  of {_gib(available)}", verdict(memory.peak, available))
+    table.add_row("  [bold]peak[/]", f"[bold]{_in(unit, memory.peak)}[/]")
+    table.add_row(f"  of {_size(available)}", verdict(memory.peak, available))
     if others:
         table.add_row(f"  [dim]other phases: {', '.join(others)}[/]", "")
     return table
@@ -107,21 +117,23 @@ def _host_line(stage: StagePlan, plan: Plan) -> str:
     size, available = plan.node_bytes(stage), plan.setting.node_bytes
     if not size:
         return ""
-    listed = [f"{name} {_gib(part)} per rank" for memory in stage.memory.values() for name, part in memory.host.items()]
-    once = [f"{name} {_gib(part)} once" for memory in stage.memory.values() for name, part in memory.host_once.items()]
-    fits = f" of {_gib(available)}: {verdict(size, available)}" if available else ""
-    return f"  CPU memory of a node {_gib(size)} GiB{fits} [dim]({', '.join(listed + once)})[/]"
+    listed = [
+        f"{name} {_size(part)} per rank" for memory in stage.memory.values() for name, part in memory.host.items()
+    ]
+    once = [f"{name} {_size(part)} once" for memory in stage.memory.values() for name, part in memory.host_once.items()]
+    fits = f" of {_size(available)}: {verdict(size, available)}" if available else ""
+    return f"  CPU memory of a node {_size(size)}{fits} [dim]({', '.join(listed + once)})[/]"
 
 
 def verdict(peak: int, available: int) -> str:
-    """In a word, whether so many bytes fit."""
+    """Returns whether `peak` bytes fit into `available`, in a word."""
     if peak > available:
         return "[bold red]does not fit[/]"
     return "[green]fits[/]" if peak <= COMFORTABLE * available else "[yellow]barely fits[/]"
 
 
 def _summary(plan: Plan) -> Table:
-    table = Table("stage", "steps", "a step", "in all", "dollars", box=None, pad_edge=False)
+    table = Table("stage", "steps", "per step", "total", "dollars", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     hourly = plan.job.num_ranks * plan.setting.hardware.dollars_per_hour
@@ -129,7 +141,7 @@ def _summary(plan: Plan) -> Table:
         dollars = f"{stage.seconds / 3600 * hourly:,.0f}"
         table.add_row(stage.name, f"{stage.num_steps:,}", _time(stage.seconds_per_step), _time(stage.seconds), dollars)
     total = sum(stage.seconds for stage in plan.stages)
-    table.add_row("all", "", "", _time(total), f"{plan.dollars:,.0f}")
+    table.add_row("total", "", "", _time(total), f"{plan.dollars:,.0f}")
     return table
 
 
@@ -138,8 +150,8 @@ def _how(plan: Plan) -> str:
     rate = "measured just now" if not chosen.is_gpu else "dense bf16 peak"
     return (
         f"Times and costs are estimates: floating-point operations over {share:.0%} of {_rate(chosen.flops / 1e12)}"
-        f" TFLOP/s a rank ({rate}); sampling reads weights and cache at {share:.0%} of"
-        f" {_rate(chosen.bytes_per_second / 1e9)} GB/s. ${chosen.dollars_per_hour:.2f} an hour and rank (--price)."
+        f" TFLOP/s per rank ({rate}); sampling reads weights and cache at {share:.0%} of"
+        f" {_rate(chosen.bytes_per_second / 1e9)} GB/s. ${chosen.dollars_per_hour:.2f} per hour and rank (--price)."
         " Loading, evaluation, checkpoints and waiting for the network are not counted. Memory leaves out what CUDA,"
         " NCCL and Python take for themselves."
     )
@@ -149,12 +161,17 @@ def _rate(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:,.2f}" if size >= GIB else f"{size / GIB:.3f}"
+def _size(size: int) -> str:
+    unit = "GiB" if size >= GIB else "MiB"
+    return f"{_in(unit, size)} {unit}"
+
+
+def _in(unit: str, size: int) -> str:
+    return f"{size / GIB:,.2f}" if unit == "GiB" else f"{size / MIB:,.1f}"
 
 
 def _time(seconds: float) -> str:
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:.3g} s"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.2g} ms"

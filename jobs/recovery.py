@@ -24,8 +24,9 @@ class Workers:
     """A job's workers, started when a stage first needs them and again after a loss.
 
     `sizes` are the numbers of workers that the job can run on, the largest first; the first one that the cluster has
-    room for is used. `num_beside` more ranks may run next to them. All ranks must see the run's `folder`. Machines
-    download `models`, the folders of hub models, before their ranks do anything else, for which no rank waits.
+    room for is used. Extra groups may have up to `num_extra_ranks` more ranks. All ranks must see the run's `folder`.
+    Machines download `models`, the folders of hub models, before their ranks do anything else; no rank waits for
+    another meanwhile.
     """
 
     def __init__(
@@ -33,24 +34,30 @@ class Workers:
         sizes: Sequence[int],
         folder: Path,
         config: ClusterConfig,
-        num_beside: int = 0,
+        num_extra_ranks: int = 0,
         models: Sequence[Path] = (),
     ) -> None:
-        self.sizes, self.folder, self.config, self.num_beside, self.models = sizes, folder, config, num_beside, models
+        self.sizes, self.folder, self.config, self.models = sizes, folder, config, models
+        self.num_extra_ranks = num_extra_ranks
         self._bundle: Bundle | None = None
         self._group: WorkerGroup | None = None
-        self._beside: dict[str, WorkerGroup] = {}
+        self._extra: dict[str, WorkerGroup] = {}
+
+    def num_ranks(self) -> dict[str, int]:
+        """Returns the number of ranks of each open group."""
+        groups = {"workers": self._group, **self._extra}
+        return {name: group.num_workers for name, group in groups.items() if group is not None and group.is_open}
 
     def __call__(self) -> WorkerGroup:
         if self._group is None or not self._group.is_open:
             self._group = self._placed(after_loss=self._group is not None)
         return self._group
 
-    def beside(self, name: str, size: int) -> WorkerGroup:
-        """Another group, for roles that have workers of their own."""
-        if name not in self._beside or not self._beside[name].is_open:
-            self._beside[name] = self._started(size, self.config, after_loss=name in self._beside)
-        return self._beside[name]
+    def extra_group(self, name: str, size: int) -> WorkerGroup:
+        """Returns a further group of workers, for roles that run on separate ranks."""
+        if name not in self._extra or not self._extra[name].is_open:
+            self._extra[name] = self._started(size, self.config, after_loss=name in self._extra)
+        return self._extra[name]
 
     def check(self) -> Bundle:
         """Check that the cluster, or this machine if there is none, could hold all of the job's ranks at once.
@@ -62,7 +69,7 @@ class Workers:
 
         Raises: ValueError stating what the job needs and what there is.
         """
-        self._bundle = require_room(self.sizes[-1] + self.num_beside, use_gpus=self.config.use_gpus)
+        self._bundle = require_room(self.sizes[-1] + self.num_extra_ranks, use_gpus=self.config.use_gpus)
         return self._bundle
 
     def take_back(self) -> None:
@@ -70,7 +77,7 @@ class Workers:
         if self._group is None or not self._group.is_open or self._group.num_workers == self.sizes[0]:
             return
         assert self._bundle is not None
-        if has_room(self.sizes[0] + self.num_beside, self._bundle):
+        if has_room(self.sizes[0] + self.num_extra_ranks, self._bundle):
             console.print(f"{self.sizes[0]} workers have a place again")
             self.abandon()
 
@@ -92,13 +99,13 @@ class Workers:
             require_shared(group, self.folder)
             fetch_models(group, self.models)
         except Exception:
-            group.close()  # nobody else knows this group, and its places would stay taken
+            group.close()  # no one else holds this group, so its places would stay taken
             raise
         return group
 
     def abandon(self) -> None:
         """End all groups: after one group lost a rank, the others would wait for it in vain."""
-        for group in (*self._beside.values(), *([self._group] if self._group is not None else [])):
+        for group in (*self._extra.values(), *([self._group] if self._group is not None else [])):
             group.close()
 
     def close(self) -> None:
@@ -108,9 +115,17 @@ class Workers:
             disconnect()
 
 
-def run_to_end(stage: str, folder: Path, work: Callable[[], None], abandon: Callable[[], None]) -> None:
-    """Call `work()`, again after each loss of a worker and each failure of the storage. `work` resumes from what it
-    finds in the stage's `folder`; `abandon` ends the workers that are left.
+def run_to_end(
+    stage: str,
+    folder: Path,
+    work: Callable[[], None],
+    abandon: Callable[[], None],
+    restarted: Callable[[str], None] = lambda _why: None,
+) -> None:
+    """Call `work()`, and call it again after each loss of a worker and each failure of the storage.
+
+    `work` resumes from what it finds in the stage's `folder`. `abandon` ends the remaining workers. `restarted` is
+    called each time with the reason.
 
     Raises: WorkerLostError after too many losses without progress; RunError if the storage stays away or fails too
     often without progress; all other exceptions unchanged.
@@ -133,6 +148,7 @@ def run_to_end(stage: str, folder: Path, work: Callable[[], None], abandon: Call
             if num_failures == MAX_LOSSES_IN_PLACE:
                 raise _given_up(stage, num_failures, found, error, trouble) from error
             first_line = trouble or str(error).split("\n")[0]
+            restarted(first_line)
             console.print(f"{first_line}\n{stage}: continues {_since(found)}", markup=False)
 
 
@@ -151,7 +167,7 @@ def _given_up(stage: str, number: int, found: list[str], error: Exception, troub
 
 
 def milestones(folder: Path) -> list[str]:
-    """What a stage has saved so far: its checkpoints, and the parts of its samples."""
+    """Returns what a stage has saved so far: its checkpoints and the parts of its samples."""
     found = [*folder.glob("checkpoints/step-*"), *folder.glob("samples/*/*.jsonl")]
     return sorted(str(path.relative_to(folder)) for path in found)
 

@@ -7,13 +7,15 @@ from typing import Any
 
 from collect.stage import STAGE as COLLECT
 from compare.stage import STAGE as COMPARE
+from dpo.stage import STAGE as DPO
 from files.python_names import load_module
 from ppo.stage import STAGE as PPO
 from pretrain.stage import STAGE as PRETRAIN
+from rejection.stage import STAGE as REJECTION
 from reports.parts import StageReporter
 from reward.stage import STAGE as REWARD
 from sft.stage import STAGE as SFT
-from stages.contract import Stage
+from stages.contract import POLICIES, Stage
 from stages.report import plain_reporter
 
 PREPARED = "data"  # the folder that a preparation writes, below one of its own name
@@ -60,7 +62,7 @@ class Registry:
         stages = list(self.stages)
         for stage in added:
             names = [other.name for other in stages]
-            parents = [parent.stage for parent in stage.parents]
+            parents = [parent.stage for parent in stage.parents if parent.stage != POLICIES]
             unknown = [parent for parent in parents if parent not in names]
             if unknown:
                 raise ValueError(f"stage {stage.name}: parent {unknown[0]!r} is no stage; known are {', '.join(names)}")
@@ -68,7 +70,7 @@ class Registry:
         return Registry(tuple(stages))
 
 
-BUILT_IN = Registry((PRETRAIN, SFT, COLLECT, REWARD, PPO, COMPARE))
+BUILT_IN = Registry((PRETRAIN, SFT, COLLECT, REWARD, REJECTION, DPO, PPO, COMPARE))
 
 
 def registry_with(custom_stages: Sequence[str]) -> Registry:

@@ -22,8 +22,8 @@ from reading.rows import LOADERS
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
     "lm", "reading", "intervals", "files", "endpoints", "training", "preferences", "playground", "reports",
-    "labeling", "cluster", "planning", "stages", "pretrain", "sft", "reward", "evaluation", "collect", "ppo",
-    "compare", "jobs", "studies", "chaos", "heed", "configs",
+    "labeling", "cluster", "planning", "stages", "pretrain", "sft", "reward", "evaluation", "collect", "dpo", "ppo",
+    "rejection", "compare", "jobs", "studies", "chaos", "heed", "configs",
 )  # fmt: skip
 SHIPPED_MIB = 100  # the head keeps shipped files in memory; larger ones belong in the shared folder
 
@@ -101,8 +101,8 @@ def named_paths(job: JobConfig) -> Iterator[tuple[str, str]]:
     for number, place in enumerate(job.custom_stages):
         if ".py:" in place:
             yield f"custom_stages.{number}", place.partition(":")[0]
-    models = {"source", *(field for stage in job.registry for field in stage.model_fields)}
-    functions = {field for stage in job.registry for field in stage.function_fields}
+    models = {"source", *(field for stage in job.known_stages for field in stage.model_fields)}
+    functions = {field for stage in job.known_stages for field in stage.function_fields}
     yield from _named_in(job.model_dump(), models, functions, "")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 BASE = "base"
+WITHOUT = "without"
 OWN_KEYS = ("name", "note")  # a job that inherits them would write into its base's run folder
 
 
@@ -25,13 +26,15 @@ def read_toml(source: Traversable, name: str) -> dict[str, Any]:
 def read_job_values(path: Path, inherited_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A job file's values on top of those of its `base`, a path relative to the file.
 
-    Tables are merged, anything else is replaced. A base's `name` and `note` are not inherited.
-    Raises: ValueError naming the file for a base that is missing or inherits from itself.
+    Tables are merged, anything else is replaced. A base's `name` and `note` are not inherited, nor are the dotted keys
+    listed as `without`.
+    Raises: ValueError naming the file for a base that is missing or inherits from itself, and for a key in `without`
+        that the base does not have.
     """
     values = read_toml(path, str(path))
     if BASE not in values:
         return values
-    base = values.pop(BASE)
+    base, without = values.pop(BASE), values.pop(WITHOUT, [])
     if not isinstance(base, str):
         raise ValueError(f"{path}: base is {base!r}; the path of a job file was expected")
     chain = (*inherited_by, path.resolve())
@@ -42,7 +45,21 @@ def read_job_values(path: Path, inherited_by: tuple[Path, ...] = ()) -> dict[str
         cycle = " -> ".join(found.name for found in (*chain[chain.index(parent.resolve()) :], parent))
         raise ValueError(f"{path}: base {base!r} inherits from itself: {cycle}")
     below = read_job_values(parent, chain)
+    if not isinstance(without, list):
+        raise ValueError(f"{path}: {WITHOUT} is {without!r}; a list of keys of the base was expected")
+    for key in without:
+        _remove(below, key, f"{path}: {WITHOUT} {key!r}: base {base!r}")
     return merged({key: value for key, value in below.items() if key not in OWN_KEYS}, values)
+
+
+def _remove(values: dict[str, Any], key: object, where: str) -> None:
+    *parents, leaf = str(key).split(".")
+    place: Any = values
+    for parent in parents:
+        place = place.get(parent) if isinstance(place, dict) else None
+    if not isinstance(place, dict) or leaf not in place:
+        raise ValueError(f"{where} has no such key; a key of the base was expected")
+    del place[leaf]
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

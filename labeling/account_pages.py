@@ -1,12 +1,14 @@
 """The pages for signing in and one-time links, and the lead's page of accounts and links."""
 
+import json
+
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
 from labeling.attempts import Attempts, TooManyTriesError, sign_in, use_link
 from labeling.security import MAX_SIGN_IN_BYTES
 from labeling.service import RefusedError
-from labeling.site import COOKIE, Posted, Site, fields_of, redirect
+from labeling.site import COOKIE, Posted, Site, download, fields_of, redirect
 from preferences.accounts import Account, State
 from preferences.invitations import Role
 
@@ -32,6 +34,9 @@ class AccountPages:
         post("/lead/invite")(self.invite)
         post("/lead/revoke")(self.revoke)
         post("/lead/state")(self.set_state)
+        get("/lead/person", response_class=HTMLResponse)(self.person)
+        post("/lead/person/data")(self.person_data)
+        post("/lead/person/erase")(self.erase)
 
     # ---- signing in and out ----
 
@@ -88,7 +93,7 @@ class AccountPages:
         return self._people_page(account, token)
 
     def _people_page(
-        self, account: Account, token: str, link: str = "", invited: str = "", wrong: str = ""
+        self, account: Account, token: str, link: str = "", invited: str = "", wrong: str = "", erased: str = ""
     ) -> Response:
         return self.site.page(
             "people",
@@ -98,9 +103,11 @@ class AccountPages:
             accounts=self.accounts.all(),
             links=self.accounts.links(),
             events=self.accounts.audit_log(),
+            pseudonyms=self.accounts.pseudonyms(),
             link=link,
             invited=invited,
             wrong=wrong,
+            erased=erased,
         )
 
     def invite(self, request: Request, posted: Posted) -> Response:
@@ -128,3 +135,33 @@ class AccountPages:
         state: State = "closed" if fields.text("state") == "closed" else "admitted"
         self.accounts.set_state(fields.text("name"), state, by=account.name)
         return redirect("/lead/people")
+
+    # ---- personal data ----
+
+    def person(self, request: Request) -> Response:
+        account, token = self.site.lead(request)
+        return self._person_page(account, token, request.query_params.get("name", ""))
+
+    def _person_page(self, account: Account, token: str, name: str, wrong: str = "") -> Response:
+        pseudonym = self.accounts.pseudonyms().get(name)
+        if pseudonym is None:
+            raise ValueError(f"name {name!a}: the store holds nothing under this name")
+        status = 422 if wrong else 200
+        return self.site.page("person", account, token, status, name=name, pseudonym=pseudonym, wrong=wrong)
+
+    def person_data(self, request: Request, posted: Posted) -> Response:
+        """Sends everything held about a person. It is a form's answer, because the audit log records it."""
+        account, _, fields = self.site.lead_form(request, posted)
+        name = fields.text("name")
+        held = self.accounts.held_about(name, by=account.name)
+        return download(json.dumps(held, indent=2) + "\n", f"{name}.json", "application/json")
+
+    def erase(self, request: Request, posted: Posted) -> Response:
+        account, token, fields = self.site.lead_form(request, posted)
+        name = fields.text("name")
+        if name == account.name:
+            raise RefusedError("you cannot erase yourself; another lead can")
+        if fields.text("typed").strip() != name:
+            return self._person_page(account, token, name, "Type the name exactly as it is shown.")
+        pseudonym = self.accounts.erase(name, by=account.name)
+        return self._people_page(account, token, erased=pseudonym)

@@ -13,12 +13,14 @@ from labeling.api_bodies import (
     ERRORS,
     AnswerBody,
     Credentials,
+    ErasureBody,
     ExportBody,
     Form,
     InvitationBody,
     MessageBody,
     NewTasks,
     NoTask,
+    RevealBody,
     RevocationBody,
     Session,
     SkipBody,
@@ -27,7 +29,7 @@ from labeling.api_bodies import (
     UndoBody,
 )
 from labeling.attempts import Attempts, sign_in
-from labeling.lead import LeadView
+from labeling.lead import LeadView, exported_what
 from labeling.security import MAX_SIGN_IN_BYTES, MAX_TASKS_BYTES
 from labeling.service import LabelingService, PresentedTask
 from preferences.accounts import Account, Accounts
@@ -38,6 +40,7 @@ from preferences.records import Answer, Message, Task
 CLIENT = "api"
 
 ExportFormat = Annotated[str, Field(json_schema_extra={"enum": [form.name for form in FORMATS.values() if form.write]})]
+Names = Annotated[bool, Query(description="Name the labelers; by default they have pseudonyms.")]
 Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 
 
@@ -55,6 +58,7 @@ class Api:
         post("/lease", summary="The next task")(self.lease)
         post("/answers", summary="Judge a task; for leads: adjudicate it", status_code=204)(self.answer)
         post("/skips", summary="Leave a task to other labelers", status_code=204)(self.skip)
+        post("/reveals", summary="Show a task that has a warning", status_code=204)(self.reveal)
         post("/undos", summary="Take an answer or a skip back", status_code=204)(self.undo)
         get("/history", summary="Your own last events")(self.history)
         get("/batches", summary="Progress of all batches (leads)")(self.batches)
@@ -67,6 +71,8 @@ class Api:
         get("/invitations", summary="One-time links that can still be used (leads)")(self.invitations)
         post("/invitations", summary="Make a one-time link, which voids an older one (leads)")(self.invite)
         post("/invitations/revoked", summary="Void the link of a name (leads)", status_code=204)(self.revoke)
+        get("/people/{name:path}", summary="Everything held about a person (leads)")(self.held_about)
+        post("/people/erased", summary="Erase a person, except for judgments (leads)")(self.erase)
         get("/audit-log", summary="Who changed accounts or exported labels (leads)")(self.audit_log)
         post("/accounts/state", summary="Admit somebody or close an account (leads)", status_code=204)(self.set_state)
 
@@ -133,6 +139,10 @@ class Api:
         account, token = self._signed_in(bearer)
         self.service.skip(account, token, body.form.task_form(), body.reason, CLIENT)
 
+    def reveal(self, body: RevealBody, bearer: Bearer) -> None:
+        account, token = self._signed_in(bearer)
+        self.service.reveal(account, token, body.form.task_form())
+
     def undo(self, body: UndoBody, bearer: Bearer) -> None:
         account, _ = self._signed_in(bearer)
         self.service.undo(account, body.task, body.revision, CLIENT)
@@ -164,6 +174,7 @@ class Api:
                 task.objective,
                 tuple(task.gold_ranks),
                 task.repeat_of,
+                warning=task.warning,
             )
             for task in body.tasks
         ]
@@ -174,21 +185,23 @@ class Api:
         account, token = self._lead(bearer)
         return self._as_body(self.service.reopened(account, task_id, token))
 
-    def judgments(self, batch: str, bearer: Bearer) -> list[dict[str, Any]]:
+    def judgments(self, batch: str, bearer: Bearer, *, names: Names = False) -> list[dict[str, Any]]:
         account, _ = self._lead(bearer)
         self._require_batch(batch)
-        self.accounts.log(account.name, "exported", f"{batch} (judgments)")
+        self.accounts.log(account.name, "exported", exported_what(batch, "judgments", with_names=names))
         tasks = {stored.task.task_id: stored.task for stored in self.service.store.tasks(batch)}
         return [
             {**asdict(judgment), "why_excluded": why_excluded(tasks[judgment.task_id])}
-            for judgment in self.service.store.judgments(batch)
+            for judgment in self.service.store.judgments(batch, with_names=names)
         ]
 
-    def export(self, batch: str, bearer: Bearer, form: Annotated[ExportFormat, Query(alias="format")]) -> ExportBody:
+    def export(
+        self, batch: str, bearer: Bearer, form: Annotated[ExportFormat, Query(alias="format")], *, names: Names = False
+    ) -> ExportBody:
         account, _ = self._lead(bearer)
         self._require_batch(batch)
-        found = self.lead.export(batch, form)
-        self.accounts.log(account.name, "exported", f"{batch} ({form})")
+        found = self.lead.export(batch, form, with_names=names)
+        self.accounts.log(account.name, "exported", exported_what(batch, form, with_names=names))
         return ExportBody(rows=found.rows, left_out=found.report.counts())
 
     def quality(self, batch: str, bearer: Bearer) -> Mapping[str, Any]:
@@ -202,7 +215,8 @@ class Api:
 
     def list_accounts(self, bearer: Bearer) -> list[dict[str, Any]]:
         self._lead(bearer)
-        return [asdict(account) for account in self.accounts.all()]
+        pseudonyms = self.accounts.pseudonyms()
+        return [{**asdict(account), "pseudonym": pseudonyms[account.name]} for account in self.accounts.all()]
 
     def invitations(self, bearer: Bearer) -> list[dict[str, Any]]:
         self._lead(bearer)
@@ -216,6 +230,18 @@ class Api:
     def revoke(self, body: RevocationBody, bearer: Bearer) -> None:
         account, _ = self._lead(bearer)
         self.accounts.revoke(body.name, by=account.name)
+
+    def held_about(self, name: str, bearer: Bearer) -> dict[str, Any]:
+        account, _ = self._lead(bearer)
+        if name not in self.accounts.pseudonyms():
+            raise HTTPException(404, f"the store holds nothing under the name {name!a}")
+        return self.accounts.held_about(name, by=account.name)
+
+    def erase(self, body: ErasureBody, bearer: Bearer) -> dict[str, str]:
+        account, _ = self._lead(bearer)
+        if body.name == account.name:
+            raise HTTPException(403, "you cannot erase yourself; another lead can")
+        return {"pseudonym": self.accounts.erase(body.name, by=account.name)}
 
     def audit_log(self, bearer: Bearer) -> list[dict[str, Any]]:
         self._lead(bearer)
@@ -231,6 +257,7 @@ class Api:
         shown, config = presented.lease.shown, self.service.config
         return TaskBody(
             form=Form(**asdict(presented.form)),
+            warning=shown.warning,
             prompt=[MessageBody.model_validate(asdict(message)) for message in shown.prompt],
             responses=list(shown.responses),
             asks_ratings=config.asks_ratings,

@@ -64,9 +64,14 @@ class MessageBody(Body):
 
 
 class TaskBody(BaseModel):
-    """A task to judge. Responses have no sources and are in the order to show them in."""
+    """A task to judge. Responses have no sources and are in the order to show them in.
+
+    Show a `warning` alone first. If the labeler wants to see the task, post the form to `/reveals`; time counts from
+    then.
+    """
 
     form: Form
+    warning: str
     prompt: list[MessageBody]
     responses: list[str]
     asks_ratings: bool
@@ -95,6 +100,10 @@ class SkipBody(Body):
     reason: Annotated[str, Field(min_length=1, max_length=MAX_NOTE_CHARACTERS, pattern="^[^\\x00]*$")]
 
 
+class RevealBody(Body):
+    form: Form
+
+
 class UndoBody(Body):
     """What to take back. `task` is the handle from `/history`; `revision` is one more than that of the event."""
 
@@ -110,6 +119,7 @@ class NewTask(Body):
     objective: Name = OVERALL
     gold_ranks: list[Rank] = []
     repeat_of: Text = ""
+    warning: Text = ""
     num_labelers: Annotated[int, Field(ge=1, le=1_000)] = 1
 
 
@@ -131,6 +141,10 @@ class InvitationBody(Body):
 
 
 class RevocationBody(Body):
+    name: Text
+
+
+class ErasureBody(Body):
     name: Text
 
 

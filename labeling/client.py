@@ -61,7 +61,7 @@ class LabelClient:
         if "waiting" in task:
             return str(task["waiting"])
         prompt = tuple(Message(**message) for message in task["prompt"])
-        result = self.labeler.judge(ShownTask(task["form"]["task"], prompt, tuple(task["responses"])))
+        result = self.labeler.judge(ShownTask(task["form"]["task"], prompt, tuple(task["responses"]), task["warning"]))
         if isinstance(result, Answer):
             body = {"ranks": result.ranks, "ratings": result.ratings, "flags": result.flags, "note": result.note}
             self._call("POST", "/answers", {"form": task["form"], **body})

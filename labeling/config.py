@@ -25,6 +25,13 @@ INSTRUCT_GPT_FLAGS = (
     "expresses an opinion",
     "expresses a moral judgment",
 )
+SKIP_REASONS = (
+    "I do not understand the prompt",
+    "It is not my field",
+    "The text is broken",
+    "It is too upsetting",
+)
+DECLINES = "I do not want to judge this"  # always among the reasons; with a content warning it takes one click
 INSTRUCTIONS = """\
 You will see what somebody wrote to an assistant, and several responses in random order.
 
@@ -125,10 +132,18 @@ class LabelingConfig(BaseModel):
     batches: tuple[str, ...] = Field(
         default=(), description="Batches in the order in which labelers get them; empty = all, in order of arrival."
     )
+    task_order: Literal["arrival", "random"] = Field(
+        default="random",
+        description="Order of a batch's tasks: drawn for each labeler, the same after a reload, or as they arrived.",
+    )
     flags: tuple[str, ...] = Field(
         default=INSTRUCT_GPT_FLAGS, description="What labelers can mark each response with; by default InstructGPT's."
     )
     asks_ratings: bool = Field(default=True, description="Whether labelers also rate each response from 1 to 7.")
+    skip_reasons: tuple[str, ...] = Field(
+        default=SKIP_REASONS,
+        description="Reasons for a skip to choose from. Labelers may also decline without one, or write their own.",
+    )
     text_view: Literal["formatted", "raw"] = Field(
         default="formatted",
         description="How texts are first shown: formatted as Markdown or as written. Labelers can switch.",
@@ -140,6 +155,11 @@ class LabelingConfig(BaseModel):
         default=None, description="Gold tasks that new labelers start with; absent = none."
     )
     server: ServerConfig = Field(default=ServerConfig(), description="Addresses, timeouts and limits of the server.")
+
+    @property
+    def all_skip_reasons(self) -> tuple[str, ...]:
+        """The reasons for a skip that labelers may choose."""
+        return tuple(dict.fromkeys((*self.skip_reasons, DECLINES)))
 
     @property
     def version(self) -> str:

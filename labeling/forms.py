@@ -53,6 +53,12 @@ def read_answer(fields: Fields, num_responses: int, config: LabelingConfig) -> t
     return Answer(tuple(ranks), 0, tuple(ratings), marked, note), []
 
 
+def read_reason(fields: Fields, config: LabelingConfig) -> str:
+    """Returns why a task is skipped: a reason that was chosen, the labeler's own words, or both; "" if neither."""
+    chosen, own = fields.text("chosen_reason"), fields.text("reason").strip()
+    return ": ".join(part for part in (chosen if chosen in config.all_skip_reasons else "", own) if part)
+
+
 def _read_each(fields: Fields, name: str, num_responses: int, lowest: int, highest: int, wrong: list[str]) -> list[int]:
     found = [fields.number(f"{name}_{place}") for place in range(num_responses)]
     missing = [LETTERS[place] for place, value in enumerate(found) if value is None]

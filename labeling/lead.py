@@ -1,4 +1,4 @@
-"""What a lead sees: batch counts, and a batch's statistics, cached until its next judgment."""
+"""What a lead sees: batch counts, and a batch's statistics, cached until its next judgment or an erasure."""
 
 import json
 import threading
@@ -17,21 +17,22 @@ from preferences.statistics.plots import labeler_shares, positions_plot, progres
 from preferences.statistics.summary import LabelReport, summary
 from preferences.store import LabelStore
 
-EXPORTS = ("heed", "rankings", "trl", "hh")
+EXPORTS = ("heed", "rankings", "consensus", "trl", "hh")
 EXAMPLES_PER_KIND = 5  # shown on the page for each kind of warning of an export; the report's file has all
 SHARES = {
     "agreement": "Agrees with others",
     "gold_accuracy": "Agrees with gold tasks",
     "shown_first": "Prefers what is shown first",
 }
+PAGE_SIZE = 100  # answers on a page
 SEED = 0  # for the intervals: the same judgments give the same page
 
 
 @dataclass(frozen=True)
 class Quality:
-    """A batch's statistics and its plots with their titles, as of its newest judgment."""
+    """A batch's statistics and its plots with their titles, as of its newest judgment and the last erasure."""
 
-    newest: int
+    as_of: tuple[int, int]
     report: LabelReport
     plots: list[tuple[str, Markup]]
 
@@ -87,29 +88,58 @@ class LeadView:
         report, plots = (found.report, found.plots) if found is not None and is_judged else (None, [])
         return {"batches": batches, "batch": chosen, "report": report, "plots": plots}
 
+    def answers(self, batch: str, labeler: str, kind: str, start: int) -> dict[str, Any]:
+        """Returns what the page of answers shows, newest first, from number `start` on."""
+        counts = self.store.batch_counts()
+        names = [one.name for one in counts]
+        chosen = batch if batch in names else next(iter(names), "")
+        found = (
+            self.store.events(chosen, labeler=labeler, kind=kind, start=start, limit=PAGE_SIZE + 1) if chosen else []
+        )
+        return {
+            "batches": names,
+            "batch": chosen,
+            "labelers": sorted({name for one in counts for name in one.by_labeler}),
+            "labeler": labeler,
+            "kinds": ("answer", "skip", "undo", "adjudication"),
+            "kind": kind,
+            "events": found[:PAGE_SIZE],
+            "has_more": len(found) > PAGE_SIZE,
+            "start": start,
+            "page_size": PAGE_SIZE,
+        }
+
     def _quality(self, batch: str) -> Quality:
         if batch not in self.store.batches():
             raise ValueError(f"batch {batch!r} is not in the store")
         with self._lock:
-            newest = self.store.newest_judgment(batch)
-            if batch not in self._known or self._known[batch].newest != newest:
+            as_of = (self.store.newest_judgment(batch), self.store.num_erased())
+            if batch not in self._known or self._known[batch].as_of != as_of:
                 tasks, judgments = self.store.tasks(batch), self.store.judgments(batch)
                 report = summary([stored.task for stored in tasks], judgments, seed=SEED)
                 num_wanted = sum(stored.num_labelers for stored in tasks)
-                self._known[batch] = Quality(newest, report, plots_of(judgments, num_wanted, report))
+                self._known[batch] = Quality(as_of, report, plots_of(judgments, num_wanted, report))
             return self._known[batch]
 
-    def export(self, batch: str, form: str) -> Exported:
-        """Returns a batch in a format. Raises: ValueError for an unknown batch or format."""
+    def export(self, batch: str, form: str, *, with_names: bool = False) -> Exported:
+        """Returns a batch in a format, with the labelers' pseudonyms or names.
+
+        Raises: ValueError for an unknown batch or format.
+        """
         write = format_to_write(form).write
         assert write is not None, f"{form} is not written"
         stored = self.store.tasks(batch)
         if not stored:
             raise ValueError(f"batch {batch!r} is not in the store")
         report = Report()
-        rows = list(write(stored, self.store.judgments(batch), report))
+        rows = list(write(stored, self.store.judgments(batch, with_names=with_names), report))
         report.num_rows = len(rows)
         return Exported(rows, report)
+
+
+def exported_what(batch: str, what: str, *, with_names: bool) -> str:
+    """Returns what the audit log says of an export."""
+    return f"{batch} ({what}{', with names' if with_names else ''})"
 
 
 def _as_lines(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -28,7 +28,7 @@ def serve(
 
     Raises: ValueError for an unusable or damaged database, and for an address that it cannot listen on.
     """
-    with _listening(host, port) as listener:
+    with listening(host, port) as listener:
         created = create_or_check(url_or_path)
         with LabelStore(url_or_path) as store:
             accounts = Accounts(url_or_path)
@@ -67,7 +67,7 @@ def server_settings(app: Any, config: ServerConfig) -> uvicorn.Config:
     )
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def listening(host: str, port: int) -> socket.socket:
     """Returns a listening socket. Raises: ValueError if it cannot listen there."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

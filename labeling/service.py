@@ -99,8 +99,17 @@ class LabelingService:
         lease, _ = self._sealed_lease(account, session, form)
         return PresentedTask(lease, form)
 
+    def reveal(self, account: Account, session: str, form: TaskForm) -> None:
+        """Stores that the labeler has seen the warning and asked for the task; its time counts from now.
+
+        Raises: RefusedError for a form that was not made for this session.
+        """
+        lease, _ = self._sealed_lease(account, session, form)
+        self.store.reveal(lease)
+
     def _lease(self, account: Account, batch: str) -> Lease | None:
-        return self.store.lease(account.name, seconds=self.config.lease_seconds, batch=batch)
+        is_random = self.config.task_order == "random"
+        return self.store.lease(account.name, seconds=self.config.lease_seconds, batch=batch, is_random=is_random)
 
     def _presented(self, lease: Lease, session: str) -> PresentedTask:
         """Adds the form. Time counts from when the task was leased, however often its page is reloaded."""

@@ -120,5 +120,11 @@ def fields_of(form: FormData) -> forms.Fields:
     return forms.Fields(single, several)
 
 
+def download(text: str, name: str, media_type: str) -> Response:
+    """Returns a text as a file of this name."""
+    headers = {"Content-Disposition": f"attachment; filename*=UTF-8''{quote(name, safe='')}"}
+    return Response(text, media_type=media_type, headers=headers)
+
+
 def redirect(path: str) -> Response:
     return RedirectResponse(path, 303)

@@ -8,6 +8,7 @@ from fastapi.responses import HTMLResponse
 from starlette.datastructures import FormData
 
 from labeling import forms
+from labeling.config import DECLINES
 from labeling.service import LabelingService, PresentedTask, RefusedError
 from labeling.site import COOKIE, Posted, SignInNeededError, Site, fields_of, redirect
 from labeling.unsaved import RETRY_SECONDS, STORE_AWAY, UnsavedForms, as_text, reason_of
@@ -51,6 +52,7 @@ class TaskPages:
         get("/task", response_class=HTMLResponse)(self.task)
         post("/task/answer")(self.answer)
         post("/task/skip")(self.skip)
+        post("/task/reveal")(self.reveal)
         get("/answers", response_class=HTMLResponse)(self.answers)
         post("/answers/undo")(self.undo)
         get("/lead/task", response_class=HTMLResponse)(self.adjudicate)
@@ -87,12 +89,19 @@ class TaskPages:
 
     def adjudicate(self, request: Request) -> Response:
         account, token = self.site.lead(request)
-        return self._fresh_page(
-            account, token, self.service.reopened(account, request.query_params.get("task", ""), token)
-        )
+        presented = self.service.reopened(account, request.query_params.get("task", ""), token)
+        if presented.lease.shown.warning and request.query_params.get("revealed", "") != "true":
+            return self._warning_page(account, token, presented)
+        return self._fresh_page(account, token, presented)
+
+    def _warning_page(self, account: Account, token: str, presented: PresentedTask, status: int = 200) -> Response:
+        """Shows a task's warning without its texts, and asks whether to go on."""
+        return self.site.page("warning", account, token, status, presented=presented, declines=DECLINES)
 
     def _fresh_page(self, account: Account, token: str, presented: PresentedTask) -> Response:
-        """Shows a task, filled in with what could not be stored of it before."""
+        """Shows a task, filled in with what could not be stored of it before; or its warning, until it is revealed."""
+        if account.role == "labeler" and presented.lease.is_hidden:
+            return self._warning_page(account, token, presented)
         unsaved = self.unsaved.put(token, account, presented)
         return self._task_page(account, token, presented, unsaved or EMPTY, is_unsaved=unsaved is not None)
 
@@ -108,6 +117,7 @@ class TaskPages:
         is_unsaved: bool = False,
     ) -> Response:
         is_away = status >= 500  # then this page must not query the store
+        is_lead = account.role == "lead"
         return self.site.page(
             "task",
             account,
@@ -120,9 +130,15 @@ class TaskPages:
             is_unsaved=is_unsaved,
             num_done=None if is_away else self.service.store.num_current_answers(account.name),
             ratings=range(forms.MIN_RATING, forms.MAX_RATING + 1),
+            events=() if is_away or not is_lead else self.service.store.events_on(presented.lease.task_id),
         )
 
     # ---- answers and skips ----
+
+    def reveal(self, request: Request, posted: Posted) -> Response:
+        account, token, fields = self.site.form(request, posted)
+        self.service.reveal(account, token, forms.task_form(fields))
+        return redirect("/task")
 
     def answer(self, request: Request, posted: Posted) -> Response:
         return self._saved(request, posted, self._answer)
@@ -134,6 +150,8 @@ class TaskPages:
         account, token, fields = self.site.form(request, posted)
         form = forms.task_form(fields)
         presented = self.service.shown_again(account, token, form)
+        if account.role == "labeler" and presented.lease.is_hidden:
+            return self._warning_page(account, token, presented, 422)
         answer, wrong = forms.read_answer(fields, len(presented.lease.order), self.config)
         if answer is None:
             return self._task_page(account, token, presented, fields, wrong)
@@ -143,9 +161,11 @@ class TaskPages:
 
     def _skip(self, request: Request, posted: FormData) -> Response:
         account, token, fields = self.site.form(request, posted)
-        form, reason = forms.task_form(fields), fields.text("reason").strip()
+        form, reason = forms.task_form(fields), forms.read_reason(fields, self.config)
         if not reason:
             presented = self.service.shown_again(account, token, form)
+            if presented.lease.is_hidden:
+                return self._warning_page(account, token, presented, 422)
             wrong = ["A skip needs a reason, so that the lead can help."]
             return self._task_page(account, token, presented, fields, wrong)
         self.service.skip(account, token, form, reason[: forms.MAX_NOTE_CHARACTERS], CLIENT)

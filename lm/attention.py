@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from lm.cache import CrossAttentionCache, PassCache
 from lm.config import ModelConfig
 from lm.gpu_attention import PackedMask, attend_on_gpu, is_on_gpu, whole_rows
+from lm.grouped_attention import GroupedMask, attend_in_groups
 from lm.linear import Linear
 from lm.norms import RMSNorm
 from lm.positions import Rotary, rotate
 from lm.replaceable import Replaceable
 
 # Who attends to whom: [B, T, S], True = may, or what is added to the scores; None = causal.
-Mask = Tensor | PackedMask | None
+Mask = Tensor | PackedMask | GroupedMask | None
 
 
 def attention_mask(segments_BT: Tensor, *, causal: bool = True) -> Tensor:
@@ -50,6 +51,8 @@ def with_window(mask: Mask, window: int, tokens_BT: Tensor, *, packs: bool) -> M
     T = tokens_BT.shape[1]
     if isinstance(mask, PackedMask):
         return replace(mask, window=window)
+    if isinstance(mask, GroupedMask):
+        return mask.with_masks(lambda own, L: sliding_window_mask(own, window, L, tokens_BT.device))
     if mask is None and packs and 0 < window < T:
         return whole_rows(tokens_BT, causal=True, window=window)
     return sliding_window_mask(mask, window, T, tokens_BT.device)
@@ -61,6 +64,8 @@ def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Mask) -> Tensor
     PyTorch's fused kernels serve GPUs, and single queries without gradients on a CPU. Elsewhere passes with and without
     gradients must round alike, since PPO divides the probabilities of one by those of the other.
     """
+    if isinstance(mask, GroupedMask):
+        return attend_in_groups(q_BNTH, k_BGSH, v_BGSH, mask, attend_written_out)
     if is_on_gpu(q_BNTH):
         return attend_on_gpu(q_BNTH, k_BGSH, v_BGSH, mask)
     assert not isinstance(mask, PackedMask), "only a GPU takes packed rows without a mask"

@@ -3,10 +3,10 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lm.encoder_decoder import EncoderDecoder
-from lm.generation import generate, prompts_and_sources
+from lm.generation import Stop, generate, never, prompts_and_sources
 from lm.model import LanguageModel
 from lm.sampling import Choice
 
@@ -16,10 +16,11 @@ Scorer = Callable[[Sequence[int], Sequence[Sequence[int]]], Sequence[float]]
 
 @dataclass(frozen=True)
 class Best:
-    """The preferred response to a prompt, with its score."""
+    """The preferred response to a prompt with its score, and the scores of all, in the order of the seeds."""
 
     response: list[int]
     score: float
+    scores: Sequence[float] = field(default=(), compare=False)
 
 
 def best_of(
@@ -31,10 +32,11 @@ def best_of(
     end_id: int,
     choice: Choice,
     seeds: Sequence[Sequence[int]],
+    stop: Stop = never,
 ) -> list[Best]:
     """Samples one response per seed of each prompt, and returns the one with the highest score; ties go to the first.
 
-    A decoder continues what is `asked`; an encoder-decoder reads it.
+    A decoder continues what is `asked`; an encoder-decoder reads it. `stop` is as for `generate`.
     Raises: ValueError as for `generate`, for a prompt without seeds, and unless each response has a finite score.
     """
     if len(seeds) != len(asked) or not all(seeds):
@@ -49,6 +51,7 @@ def best_of(
         end_id=end_id,
         choice=choice,
         seeds=[seed for own in seeds for seed in own],
+        stop=stop,
     )
     responses = iter(sampled.responses)
     pools = [list(itertools.islice(responses, len(own))) for own in seeds]
@@ -62,4 +65,4 @@ def _preferred(score: Scorer, prompt: Sequence[int], responses: Sequence[list[in
             f"the scores of {len(responses)} responses are {scores}; a finite number for each was expected"
         )
     place = max(range(len(scores)), key=lambda index: scores[index])  # max keeps the first of equals
-    return Best(responses[place], scores[place])
+    return Best(responses[place], scores[place], scores)

@@ -17,7 +17,9 @@ from lm.linear import Fp32Linear, Linear
 from lm.logprobs import token_logprobs
 from lm.mlp import ACTIVATIONS
 from lm.norms import make_norm
+from lm.padding import first_tokens
 from lm.transformer import HEAD, Transformer
+from lm.upload import at_positions
 
 
 class EncoderModel(nn.Module):
@@ -79,7 +81,7 @@ def _head_keys(sequence_keys_BT: Tensor, tokens_BT: Tensor) -> Tensor:
 
 
 class SequenceClassifier(EncoderModel):
-    """Logits of a sequence's labels, from its first token. As a reward model: scores, one label per objective."""
+    """Logits of each sequence's labels, from its first token. As a reward model: scores, one label per objective."""
 
     def __init__(self, config: ModelConfig, labels: Sequence[str], dropout: float = 0.0) -> None:
         super().__init__(config, dropout)
@@ -95,11 +97,15 @@ class SequenceClassifier(EncoderModel):
         token_types_BT: Tensor | None = None,
         sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
-        """Logits [B, K] in fp32."""
+        """Logits [sequences, K] in fp32, row by row; without segments each row is a sequence."""
         hidden_BTD = self.hidden(tokens_BT, segments_BT, token_types_BT, sequence_keys_BT)
-        pooled_BD = self.pooler(hidden_BTD[:, 0]).tanh()
-        first = None if sequence_keys_BT is None else _head_keys(sequence_keys_BT, tokens_BT[:, :1])[:, 0]
-        return self.classifier(self.dropout(pooled_BD, first, 0))
+        firsts_BT = first_tokens(torch.ones(tokens_BT.shape) if segments_BT is None else segments_BT)
+        pooled_CD = self.pooler(at_positions(hidden_BTD, firsts_BT)).tanh()
+        keys_C = None
+        if sequence_keys_BT is not None:
+            own_C1 = at_positions(sequence_keys_BT.expand(tokens_BT.shape)[..., None], firsts_BT)
+            keys_C = token_keys(own_C1[:, 0], torch.zeros_like(own_C1[:, 0]), HEAD)
+        return self.classifier(self.dropout(pooled_CD, keys_C, 0))
 
 
 class TokenClassifier(EncoderModel):

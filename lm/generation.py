@@ -214,8 +214,9 @@ def check_room(model: LanguageModel | EncoderDecoder, prompts: Sequence[Sequence
     for index, prompt in enumerate(prompts):
         if not 1 <= len(prompt) <= room:
             raise ValueError(
-                f"prompt {index} has {len(prompt)} tokens; 1 to {room} were expected: the context of"
-                f" {model.config.max_position_embeddings} tokens less {max_new_tokens} for the response"
+                f"prompt {index} has {len(prompt)} tokens; {f'1 to {room}' if room > 0 else 'none'} were expected:"
+                f" the context of {model.config.max_position_embeddings} tokens less {max_new_tokens} for the response"
+                " (max_new_tokens)"
             )
 
 

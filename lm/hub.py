@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.utils.tqdm import tqdm
 
+from endpoints.hub_errors import hub_reason
 from lm.progress import note_progress
 
 # Only safetensors weights: a pickled file can run arbitrary code.
@@ -20,7 +21,7 @@ _SNAPSHOT = re.compile(r"(?P<cache>.*)/models--(?P<owner>.+?)--(?P<name>.+)/snap
 def model_directory(name: str) -> Path:
     """The folder of a model, downloaded from the hub if needed.
 
-    Raises: ValueError saying why neither a folder nor the hub provides it; offline, with the hub client's message.
+    Raises: ValueError saying why neither a folder nor the hub provides it.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -59,9 +60,8 @@ def _downloaded(name: str, commit: str | None = None, cache: str | None = None) 
             snapshot_download(name, revision=commit, cache_dir=cache, allow_patterns=_WANTED, tqdm_class=_NotedBar)
         )
     except Exception as error:  # the hub's client raises many types; they mean the same to the user
-        reason = " ".join(str(error).split())
         raise ValueError(
-            f"{name!r} is neither a local folder nor a model that the hub provided: {type(error).__name__}: {reason}"
+            f"{name!r} is neither a local folder nor a model that the hub provided: {hub_reason(error)}"
         ) from error
 
 

@@ -6,10 +6,11 @@ a rank that keeps a shard of each tensor.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lm.model import initial_weights
 
@@ -67,9 +68,20 @@ def rows_of(tensor: Tensor, rows: range | None) -> Tensor:
     return tensor if rows is None or not tensor.dim() else tensor[rows.start : rows.stop]
 
 
+class _NoInit(TorchFunctionMode):
+    """Leaves out `torch.nn.init`, which on the meta device draws nothing and takes a second to import TorchDynamo."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 def on_meta(build: Callable[[], AnyModel]) -> AnyModel:
     """A model on the meta device: shapes without values."""
-    with torch.device("meta"):
+    with torch.device("meta"), _NoInit():
         return build()
 
 

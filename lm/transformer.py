@@ -16,7 +16,8 @@ from lm.cache import CrossAttentionCache, PassCache
 from lm.compiled import run_compiled_blocks
 from lm.config import ModelConfig
 from lm.dropout import Dropout, token_keys
-from lm.gpu_attention import packed_mask, takes_packed_rows, whole_rows
+from lm.gpu_attention import is_on_gpu, packed_mask, takes_packed_rows, whole_rows
+from lm.grouped_attention import grouped_mask
 from lm.norms import compute_dtype, make_norm
 from lm.positions import Rotary, rotary_tables, sinusoids
 from lm.upload import upload
@@ -136,8 +137,15 @@ class Transformer(nn.Module):
 
     def mask_of(self, segments_BT: Tensor, device: torch.device) -> Mask:
         """The mask of packed rows on `device`, where the segments need not be."""
+        # A GPU is not asked what is in its memory.
+        is_plain = segments_BT.is_cpu and one_per_row(segments_BT)
+        if is_plain and self.causal:
+            return None
         if self.packs_rows():
             return packed_mask(segments_BT, device, causal=self.causal)
+        # A graph would be compiled for each number of groups.
+        if not is_plain and not is_on_gpu(self.embedding.weight) and not self.compiles:
+            return grouped_mask(segments_BT, causal=self.causal)
         return attention_mask(segments_BT.to(device), causal=self.causal)
 
     def packs_rows(self) -> bool:
@@ -150,10 +158,16 @@ class Transformer(nn.Module):
         return CrossAttentionCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), real_BS)
 
 
+def one_per_row(segments_BT: Tensor) -> bool:
+    """Whether each row has one sequence, numbered 1, and padding on the right at most."""
+    return bool((segments_BT <= 1).all() and (segments_BT[:, 1:] <= segments_BT[:, :-1]).all())
+
+
 def segment_positions(segments_BT: Tensor) -> Tensor:
-    """Position of each token in its segment: (1, 1, 2, 2, 2, 0) gives (0, 1, 0, 1, 2, 0)."""
+    """Position of each token in its segment, and 0 at padding: (1, 1, 2, 2, 2, 0, 0) gives (0, 1, 0, 1, 2, 0, 0)."""
     T = segments_BT.shape[1]
     index_BT = torch.arange(T, device=segments_BT.device).expand(segments_BT.shape)
     starts_BT = torch.ones_like(segments_BT, dtype=torch.bool)
     starts_BT[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
-    return index_BT - torch.where(starts_BT, index_BT, 0).cummax(dim=1).values
+    positions_BT = index_BT - torch.where(starts_BT, index_BT, 0).cummax(dim=1).values
+    return positions_BT * (segments_BT > 0)  # a row may be wider than the context

@@ -11,9 +11,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Hardware:
-    """What one rank runs on. `flops` is the dense bf16 peak of the matrix units, a second; on a CPU what was measured.
+    """What one rank runs on. `flops` is the dense bf16 peak per second; on a CPU it is a measured rate.
 
-    `dollars_per_hour` is a round figure of what clouds ask for one, no quote; `--price` gives one's own.
+    `dollars_per_hour` is a round figure of what clouds charge for one, not a quote; `--price` replaces it.
     """
 
     name: str
@@ -24,8 +24,8 @@ class Hardware:
     is_gpu: bool = True
 
 
-# Peaks and bandwidths are those of NVIDIA's data sheets, dense, that is without sparsity (H200, H100 and A100 80 GB as
-# SXM modules, L40S; of the B200 an eighth of the DGX B200's). Memory is about what CUDA offers of the sheet's.
+# Peaks and bandwidths are from NVIDIA's data sheets, without sparsity (H200, H100 and A100 80 GB as SXM modules, L40S;
+# for the B200, an eighth of a DGX B200). Memory is about what CUDA makes available.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -39,7 +39,7 @@ GPUS = {
 
 
 def hardware(name: str, ranks: int, precision: str) -> Hardware:
-    """A GPU by its name, or "cpu": a rank's share of this machine, its rates measured in a second.
+    """Returns a GPU by its name; for "cpu", a rank's share of this machine, whose rates are measured in about a second.
 
     Raises: ValueError for a name that is not known.
     """
@@ -55,13 +55,13 @@ def hardware(name: str, ranks: int, precision: str) -> Hardware:
 
 
 def _product_rate(dtype: torch.dtype, size: int = 1024) -> float:
-    """Floating-point operations a second of square products on all cores; the best of a few."""
+    """Measures floating-point operations per second of square matrix products on all cores: the best of a few."""
     a, b = torch.randn(2, size, size).to(dtype)
     return 2 * size**3 / min(_seconds(lambda: a @ b) for _ in range(8))
 
 
 def _copy_rate(numbers: int = 16_000_000) -> float:
-    """Bytes read a second."""
+    """Measures how many bytes per second this machine reads."""
     source = torch.zeros(numbers)
     return 4 * numbers / min(_seconds(source.sum) for _ in range(5))
 

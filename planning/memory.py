@@ -1,4 +1,4 @@
-"""What memory is counted from: a model's parameters, how work is laid out; and what a rank holds, by part and phase."""
+"""The inputs of memory estimates (a model's parameter counts, the layout of the work), and their result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from lm.activations import Pass
 from lm.block import Block
 from lm.config import ModelConfig
 from lm.model import ScalarModel, freeze_all_but_last
-from lm.native.build import has_matrix_unit
+from lm.native.build import multiplies_bf16
 from lm.source import on_meta
 from lm.weights import PRETRAINED
 from training.config import OptimizerConfig
@@ -22,8 +22,10 @@ MAX_LIVE = 1_000_000_000
 
 @dataclass(frozen=True)
 class Layout:
-    """How the work is split and computed. `offload` is what lies in the CPU's memory beside a GPU, `recomputes` whether
-    backward passes compute blocks again.
+    """How the work is split and computed.
+
+    `offload` names the parts that a GPU keeps in CPU memory; with `recomputes` the backward pass computes each block's
+    activations again.
     """
 
     ranks: int
@@ -34,7 +36,7 @@ class Layout:
     recomputes: bool = False
 
     def is_offloaded(self, part: str) -> bool:
-        """On a machine without a GPU there is no other memory to go to."""
+        """Returns whether a part is in CPU memory. Without a GPU there is nowhere to offload to."""
         return self.is_gpu and part in self.offload
 
     @property
@@ -52,26 +54,24 @@ class Layout:
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters of a model under an optimizer: all, those in linear maps, trained, and trained by Muon; blocks that
-    are trained; parameters of the largest trained tensor, of the attention and MLP of a block, and of the larger; and
-    of all tensors that ZeRO-3 keeps whole.
-    """
+    """Parameter counts of a model with its optimizer."""
 
     total: int
-    linear: int
+    linear: int  # in linear layers
     trained: int
-    by_muon: int
-    trained_layers: int
-    largest_trained: int
-    block: int
-    layer: int
-    kept_whole: int
+    by_muon: int  # trained by Muon
+    trained_layers: int  # blocks, not parameters
+    largest_trained: int  # of the largest trained tensor
+    block: int  # of a block's attention and MLP
+    layer: int  # of the larger of these two
+    kept_whole: int  # of all tensors that ZeRO-3 does not shard
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank: what is `held` throughout, and what each phase adds; phases do not overlap. Next to a GPU,
-    `host` is what the rank takes of its node's memory, and `host_once` what the first rank takes in addition.
+    """Bytes that a rank needs: `held` throughout, and in addition during each phase. Phases do not overlap.
+
+    On GPUs, `host` is the node's CPU memory that each rank needs, and `host_once` what rank 0 needs in addition.
     """
 
     held: Mapping[str, int]
@@ -88,14 +88,16 @@ class Memory:
         return sum(self.held.values()) + sum(self.phases[self.peak_phase].values())
 
     def host_bytes(self, num_ranks: int) -> int:
-        """Memory of the node with the first rank and `num_ranks` ranks in total."""
+        """Returns the CPU memory of the node that holds rank 0 and `num_ranks` ranks in total."""
         return num_ranks * sum(self.host.values()) + sum(self.host_once.values())
 
 
 def count(config: ModelConfig, optimizer: OptimizerConfig, *, num_scores: int = 0) -> Counts:
-    """Counted on the meta device, frozen as the engine freezes. `num_scores` in place of the head; 0 leaves it.
+    """Counts parameters on the meta device, with the same layers frozen as in training.
 
-    Raises: ValueError for more trained layers than there are.
+    With `num_scores` the model has that many scores instead of a language-model head.
+
+    Raises: ValueError if `optimizer.trained_layers` exceeds the number of layers.
     """
     labels = [str(number) for number in range(num_scores)]
     is_scalar = labels and config.kind == "decoder"
@@ -126,9 +128,9 @@ def count(config: ModelConfig, optimizer: OptimizerConfig, *, num_scores: int = 
 
 
 def forward_pass(layout: Layout, rows: int, seq_len: int, *, dropout: float = 0.0) -> Pass:
-    """The pass of one micro-batch; without ZeRO autocast leaves the residual stream in fp32.
+    """Returns the pass of one micro-batch. Without ZeRO, autocast leaves the residual stream in fp32.
 
-    On a GPU every kind of rows has a fused kernel (`lm.gpu_attention`).
+    On a GPU, attention is fused for every layout of rows (`lm.gpu_attention`).
     """
-    is_tiled = layout.is_bf16 and not layout.is_gpu and has_matrix_unit()  # as where this runs
+    is_tiled = layout.is_bf16 and not layout.is_gpu and multiplies_bf16()  # assumes the same CPU as this one
     return Pass(rows, seq_len, layout.compute_bytes, layout.weight_bytes, layout.is_gpu, dropout > 0, is_tiled)

@@ -1,6 +1,6 @@
-"""What a rank holds that samples: the cache of keys and values, a step's logits, and the pass that reads prompts."""
+"""Memory for sampling: the key-value cache, one step's logits, and the prefill of prompts."""
 
-from lm.activations import forward_bytes
+from lm.activations import Pass, forward_bytes
 from lm.config import ModelConfig
 from lm.graphs import PROMPT_TOKENS, rows_in
 from lm.inspection import cache_bytes_per_token
@@ -9,22 +9,19 @@ from lm.padding import MAX_ROWS, MAX_TOKENS
 from planning.memory import MAX_LIVE, Counts, Layout, forward_pass
 
 GENERATION_ROWS = 128  # lm.generation.generate's max_rows
-LOGIT_BYTES = 12  # per measured logit: fp32, divided by the temperature, and the exponentials of their sum
+LOGIT_BYTES = 12  # per logit: fp32, divided by the temperature, and exponentiated for the normaliser
 
 
 def rows_at_once(config: ModelConfig, layout: Layout, free: int, rows: int, seq_len: int) -> int:
-    """How many of the rows generation runs at once with so many bytes free: on a GPU fewer, rather than fail."""
+    """Returns how many rows generation runs at once in `free` bytes. On a GPU it runs fewer instead of failing."""
     if not layout.is_gpu or free <= 0:
         return rows
     return rows_in(free, config, layout.compute_bytes, rows, seq_len)
 
 
-def scoring_phase(config: ModelConfig, counts: Counts, layout: Layout, seq_len: int) -> dict[str, int]:
-    """Scores by the model in training: a pass over as many rows as `lm.padding` allows; ZeRO-3 gathers the weights, and
-    autocast keeps its bf16 copies.
-    """
-    a_pass = forward_bytes(config, forward_pass(layout, rows_of_a_pass(seq_len), seq_len))
-    found = {"a pass": a_pass}
+def scoring_phase(config: ModelConfig, counts: Counts, layout: Layout, of: Pass) -> dict[str, int]:
+    """Returns the bytes for scoring with a model in training, with weights that ZeRO-3 gathers or autocast casts."""
+    found = {"a pass": forward_bytes(config, of)}
     if layout.zero_stage == 3:
         found["gathered weights"] = layout.weight_bytes * min(MAX_LIVE, counts.total - counts.kept_whole)
     if layout.is_autocast:
@@ -33,16 +30,18 @@ def scoring_phase(config: ModelConfig, counts: Counts, layout: Layout, seq_len: 
 
 
 def rows_of_a_pass(seq_len: int) -> int:
-    """Rows of a pass without gradients, as `lm.padding` makes batches of them."""
+    """Returns the rows of a pass without gradients, batched as in `lm.padding`."""
     return max(1, min(MAX_ROWS, MAX_TOKENS // seq_len))
 
 
 def sampling_phase(
     config: ModelConfig, layout: Layout, num_parameters: int, rows: int, prompt_tokens: int, response_tokens: int
 ) -> dict[str, int]:
-    """Generation of so many rows at once: the cache, which is allocated once; either the pass that reads prompts, on a
-    GPU some thousand tokens at a time and on a CPU all, or logits and fp32 probabilities to draw from; and on a CPU in
-    bf16 the weights once more, as its matrix unit reads them.
+    """Returns the bytes for generating `rows` responses at once.
+
+    The cache is allocated once. Prefill (on a GPU a few thousand tokens at a time, on a CPU all of them) and drawing
+    (logits and fp32 probabilities) do not overlap, so the larger counts. On a CPU in bf16 the weights are there a
+    second time, in the layout of its kernels.
     """
     c, prompts = layout.compute_bytes, rows
     if layout.is_gpu:
@@ -59,8 +58,10 @@ def sampling_phase(
 
 
 def measuring_phase(config: ModelConfig, layout: Layout, seq_len: int, response_tokens: int) -> dict[str, int]:
-    """Log-probs and scores of samples by passes without gradients: a pass over as many rows as `lm.padding` allows, the
-    logits of some positions at a time, and on a GPU the head's matrix in fp32.
+    """Returns the bytes for log-probs and scores of samples without gradients.
+
+    A pass has as many rows as `lm.padding` allows, logits are computed for some positions at a time, and on a GPU the
+    head's weights are in fp32.
     """
     rows = rows_of_a_pass(seq_len)
     logits = min(rows * response_tokens * config.vocab_size, LOGITS_AT_ONCE["cuda" if layout.is_gpu else "cpu"])

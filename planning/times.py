@@ -1,5 +1,5 @@
-"""Seconds of a stage: floating-point operations over a share of the hardware's peak, and for sampling the weights and
-the cache read once a token."""
+"""Estimates seconds: floating-point operations at a fraction of the hardware's peak; for sampling, also the bytes of
+weights and cache, which are read once per token."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from planning.sampling import GENERATION_ROWS
 
 @dataclass(frozen=True)
 class Times:
-    """Of one model on ranks of this hardware, which reach `share_of_peak`."""
+    """Times of one model on ranks of this hardware, which reach the fraction `share_of_peak` of its peak."""
 
     model: ModelConfig
     layout: Layout
@@ -21,8 +21,8 @@ class Times:
     share_of_peak: float
 
     def forward_flops(self, seq_len: int, head_share: float) -> float:
-        """Floating-point operations of a forward pass, a token on average; the head for that share of the tokens."""
-        # A causal token has half the row behind it on average; on a CPU the whole table is computed, as encoders do.
+        """Returns a forward pass's FLOPs per token; the head is computed for the fraction `head_share` of tokens."""
+        # A causal token attends to half the row on average. On a CPU all pairs are computed, as for encoders.
         is_half = self.model.kind == "decoder" and self.layout.is_gpu
         context = (seq_len + 1) // 2 if is_half else seq_len
         flops = float(flops_per_token(self.model, context))
@@ -32,15 +32,15 @@ class Times:
         return flops - (1 - head_share) * has_head * 2 * self.model.vocab_size * self.model.hidden_size
 
     def passes(self, counts: Counts) -> float:
-        """A training step in forward passes: the backward is two, less what leads to frozen blocks."""
+        """Returns a training step's cost in forward passes. A backward pass counts as two, without frozen blocks."""
         return 1 + 2 * counts.trained_layers / (self.model.num_hidden_layers + self.model.num_encoder_layers)
 
     def compute_seconds(self, flops: float) -> float:
-        """Shared out among all ranks."""
+        """Returns the seconds that all ranks together need for `flops`."""
         return flops / (self.layout.ranks * self.hardware.flops * self.share_of_peak)
 
     def sampling_seconds(self, parameters: int, rows: int, seq_len: int, response_tokens: int) -> float:
-        """One rank's: each token of each turn of rows reads all weights and the cache; prompts are computed at once."""
+        """Returns one rank's seconds. Each token of each batch of rows reads all weights and the cache."""
         hardware, c = self.hardware, self.layout.compute_bytes
         turns = math.ceil(rows / GENERATION_ROWS)
         cache = cache_bytes_per_token(self.model, c) * min(rows, GENERATION_ROWS) * seq_len

@@ -1,8 +1,8 @@
-"""What a rank holds that trains a model, part by part.
+"""Memory for training a model, part by part.
 
-P parameters of which p are trained, N ranks, c bytes of a number in a product, w of a weight (4, but 2 under ZeRO in
-bf16: without ZeRO autocast keeps fp32 weights). The split by ZeRO stage is Rajbhandari et al. (arXiv 1910.02054,
-section 3); what this code and DeepSpeed hold in addition was measured (docs/plan.md).
+P parameters, p of them trained; N ranks; c bytes per number in the compute dtype, w bytes per weight (4, or 2 with ZeRO
+in bf16; without ZeRO, autocast keeps fp32 weights). Which ZeRO stage shards what is from Rajbhandari et al. (arXiv
+1910.02054, section 3); what this code and DeepSpeed hold in addition was measured (docs/plan.md).
 """
 
 from lm.activations import Pass, block_bytes, ends_bytes, gradient_bytes
@@ -11,15 +11,16 @@ from lm.logprobs import PART_NUMBERS
 from lm.weights import MAX_FILE_BYTES
 from planning.memory import MAX_LIVE, Counts, Layout, Memory
 
-# In numbers: at most that of training/zero.py, whose import takes seconds; and DeepSpeed's defaults
-# (deepspeed/runtime/zero/config.py), which training/zero.py leaves as they are.
+# In elements: the largest bucket of training/zero.py (not imported here, since that takes seconds), and DeepSpeed's
+# default (deepspeed/runtime/zero/config.py), which training/zero.py does not change.
 REDUCE_BUCKET = 500_000_000
 PREFETCH_BUCKET = 50_000_000
 
 
 def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layout) -> int:
-    """What one micro-batch keeps for its backward; frozen blocks in front keep nothing. Autocast keeps bf16 copies of
-    all weights that multiply.
+    """Returns the bytes that one micro-batch keeps for its backward pass.
+
+    Frozen blocks before the first trained one keep nothing. Autocast keeps bf16 copies of all weights of linear layers.
     """
     in_decoder = min(counts.trained_layers, config.num_hidden_layers)
     cross_attention = config.kind == "encoder-decoder"
@@ -34,8 +35,9 @@ def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layo
 
 
 def logit_bytes(num_logits: int, layout: Layout, *, with_gradient: bool) -> int:
-    """The logits at counted positions and their gradient, each in the type of a product, and on a GPU the fp32 numbers
-    that `lm.logprobs` computes from some positions at a time: a copy unless they are fp32 already, and the softmax.
+    """Returns the bytes of the logits at counted positions and of their gradient, both in the compute dtype.
+
+    On a GPU, `lm.logprobs` adds an fp32 copy (unless they are fp32) and the softmax, for some positions at a time.
     """
     part = min(num_logits, PART_NUMBERS["cuda"]) if layout.is_gpu else 0
     held = num_logits * layout.compute_bytes * (2 if with_gradient else 1)
@@ -43,7 +45,8 @@ def logit_bytes(num_logits: int, layout: Layout, *, with_gradient: bool) -> int:
 
 
 def _backward_of_block(config: ModelConfig, of: Pass, layout: Layout) -> int:
-    """What the backward of a block adds; if blocks are computed again, all that it keeps except its input."""
+    """Returns the bytes that the backward pass of a block adds. If blocks are recomputed, that is all their activations
+    except the input."""
     if not layout.recomputes:
         return gradient_bytes(config, of)
     kept = block_bytes(config, of, cross_attention=config.kind == "encoder-decoder")
@@ -51,10 +54,10 @@ def _backward_of_block(config: ModelConfig, of: Pass, layout: Layout) -> int:
 
 
 def states(counts: Counts, layout: Layout) -> dict[str, int]:
-    """What a model under training holds between steps: weights, fp32 masters, AdamW's two moments (Muon's one), the
-    buffers that gradients are summed in, and on a CPU the copy of this rank's part that a checkpoint is written from.
+    """Returns the bytes held between steps: weights, fp32 masters, AdamW's two moments (Muon's one), gradient buffers,
+    and on a CPU the copy from which this rank's part of a checkpoint is written.
 
-    Without ZeRO several ranks hold the gradients in DDP's buckets, which stay between steps.
+    Without ZeRO, several ranks keep gradients in DDP's buckets between steps.
     """
     p, N, w = counts.trained, layout.ranks, layout.weight_bytes
     copy = {} if layout.is_gpu else {"copy for checkpoints": checkpoint_copy(counts, layout)}
@@ -70,8 +73,8 @@ def states(counts: Counts, layout: Layout) -> dict[str, int]:
 
 
 def host_states(counts: Counts, layout: Layout) -> dict[str, int]:
-    """What a model under training takes of the node's memory next to a GPU: what is offloaded, and the copy that a
-    checkpoint is written from.
+    """Returns the bytes of CPU memory that training on a GPU needs: what is offloaded, and the copy from which a
+    checkpoint is written.
     """
     if not layout.is_gpu:
         return {}
@@ -81,7 +84,7 @@ def host_states(counts: Counts, layout: Layout) -> dict[str, int]:
 
 
 def checkpoint_copy(counts: Counts, layout: Layout) -> int:
-    """This rank's part of fp32 weights and moments."""
+    """Returns the bytes of this rank's shard of fp32 weights and moments."""
     return (4 * counts.trained + _moments(counts)) // layout.ranks
 
 
@@ -97,14 +100,15 @@ def _moved_parts(layout: Layout) -> set[str]:
 def training_phases(
     config: ModelConfig, counts: Counts, layout: Layout, of: Pass, num_logits: int, num_micro_batches: int
 ) -> dict[str, dict[str, int]]:
-    """What a training step adds to `states`, by phase. `num_logits`: counted positions times vocabulary, or scores.
+    """Returns what a training step adds to `states`, by phase. `num_logits` is counted positions times vocabulary, or
+    the number of scores.
 
-    The backward needs most near its start, when all activations are there: with the logits and their gradient, or with
-    that and the gradient of the head's weights, or with the gradients inside the last block. Gradients of earlier
-    micro-batches lie next to both.
+    The backward pass peaks near its start, while all activations exist: together with the logits and their gradient,
+    or with the latter and the gradient of the head's weights, or with the gradients inside the last block. Gradients of
+    earlier micro-batches add to each of these.
     """
     p, N, w, stage = counts.trained, layout.ranks, layout.weight_bytes, layout.zero_stage
-    # Gradients that grow during the backward; ZeRO-3's are among the states, and DDP's buckets take only those of the
+    # Gradients that accumulate in the backward pass. ZeRO-3's are among the states; DDP's buckets get only those of the
     # last micro-batch.
     share = {0: p, 1: p, 2: p // N, 3: 0}[stage]
     before = {"gradients": w * share} if num_micro_batches > 1 and share else {}
@@ -130,7 +134,7 @@ def training_phases(
         phases["reduce"] = {"gradients": w * p, "reduce bucket": buffers * w * bucket}
         phases["step"] = {"gradients": w * p, "fp32 gradients": 4 * p // N}
     elif stage == 2:
-        # The bucket is reduced by way of a copy; what this rank owns of it is kept.
+        # The bucket is reduced through a copy; this rank keeps its own part.
         rest = w * max(0, p - bucket) // N
         phases["reduce"] = {**before, "reduce bucket": (buffers + 1) * w * bucket, "gradients of this rank": rest}
         phases["step"] = {"gradients": w * p // N, "fp32 gradients": 4 * p // N}
@@ -142,12 +146,12 @@ def training_phases(
 def training_memory(
     config: ModelConfig, counts: Counts, layout: Layout, of: Pass, num_logits: int, num_micro_batches: int
 ) -> Memory:
-    """A stage that trains one model."""
+    """Returns the memory of a stage that trains one model."""
     phases = training_phases(config, counts, layout, of, num_logits, num_micro_batches)
     return Memory(states(counts, layout), phases, host_states(counts, layout), weights_to_save(counts, layout))
 
 
 def weights_to_save(counts: Counts, layout: Layout) -> dict[str, int]:
-    """Rank 0 gathers the weights of one file at a time in its node's memory; the next tensor does not fit the file."""
+    """Returns the CPU memory in which rank 0 gathers the weights of one file, and the tensor that no longer fits it."""
     one_file = MAX_FILE_BYTES + 2 * 4 * counts.largest_trained
     return {"fp32 weights to be saved": min(4 * counts.total, one_file)} if layout.is_gpu else {}

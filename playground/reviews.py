@@ -1,10 +1,9 @@
 """The reviews world: real text, and judgments derived from human labels.
 
 A policy continues the first words of a sentence from a film review, and should make it favourable. Pretraining reads
-whole film reviews (Pang and Lee 2004) and some Python Enhancement Proposals, which are out of domain, for variety. SFT
-continues review sentences. The labelers follow a classifier fitted to the human labels of one half of a set of
-snippets (Pang and Lee 2005), and the final judge is a classifier fitted to the other half. A slice of the snippets that
-nothing else sees is written as pairs that people ordered.
+whole film reviews and, for variety, some other texts. SFT continues review sentences. The labelers follow a classifier
+fitted to the human labels of one half of a set of snippets, and the final judge is a classifier fitted to the other
+half. A slice of the snippets that nothing else sees is written as pairs that people ordered.
 
 A limitation: the snippets of both halves are in the SFT data (their text, never their labels), so the judge was fitted
 to sentences that the policy imitates. Only the unseen pairs are free of that.
@@ -27,7 +26,7 @@ from playground.reviews_text import (
     draw,
     read_labeled,
     read_texts,
-    require_file,
+    require_source,
     sentences_of,
     shuffled,
     split_sentences,
@@ -41,25 +40,26 @@ WordRange = tuple[Count, Count]  # both ends included
 
 
 class ReviewsConfig(BaseModel):
-    """The reviews world's files (relative to the current directory) and how much of them is used."""
+    """The reviews world's texts, which are hub ids or files (JSONL or Parquet, also .gz), and how much of them is used.
+
+    Labels are `label`, 1 for positive and 0 for negative, or `sentiment`, "positive" or "negative".
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    sentences: Path = Field(
-        description='JSONL file (also .gz) of {"text", "sentiment"}, one sentence or snippet per row.'
+    sentences: Path = Field(description="Hub id or file of labeled sentences or snippets: `text` and `label`.")
+    reviews: Path = Field(description="Hub id or file of labeled reviews: `text` and `label`.")
+    other_texts: Path | None = Field(
+        default=None, description="Hub id or file of other texts to pretrain on, with the field `text`; none if absent."
     )
-    reviews: Path = Field(
-        description='JSONL file (also .gz) of {"text", "sentiment"}, one review per row, a sentence per line of text.'
-    )
-    peps: Path = Field(description='JSONL file (also .gz) of {"text"}, one document per row.')
     num_collect_prompts: Count = Field(default=6000, description="Prompts of the collect stage.")
     num_ppo_prompts: Count = Field(default=3000, description="Prompts of PPO.")
     num_compare_prompts: Count = Field(default=400, description="Prompts of the compare stage.")
     num_human_pairs: Count = Field(default=500, description="Pairs with human labels that reward models are tested on.")
     max_demonstrations: Count = Field(default=30_000, description="Demonstrations for SFT, at most.")
     max_pretrain_texts: Count = Field(default=2000, description="Reviews to pretrain on, at most.")
-    peps_share: float = Field(
-        default=0.25, ge=0, lt=1, description="Fraction of the pretraining characters from `peps`, at most."
+    other_share: float = Field(
+        default=0.25, ge=0, lt=1, description="Fraction of the pretraining characters from `other_texts`, at most."
     )
     heldout_share: float = Field(default=0.05, gt=0, lt=1, description="Fraction of the reviews that is held out.")
     sentence_words: WordRange = Field(
@@ -95,8 +95,8 @@ class ReviewsWorld:
     """Text, prompts, labelers and a judge from film reviews. Files are read when first needed and then cached."""
 
     def __init__(self, config: ReviewsConfig) -> None:
-        for field in ("sentences", "reviews", "peps"):
-            require_file(getattr(config, field), field)
+        for field in ("sentences", "reviews", "other_texts"):
+            require_source(getattr(config, field), field)
         self.config = config
 
     @property
@@ -184,7 +184,7 @@ class ReviewsWorld:
         _write(folder / "demonstrations_heldout.jsonl", (self._demonstration(s, seed) for s in heldout))
 
         texts = [review.text for review in train_reviews[: config.max_pretrain_texts]]
-        texts += self._peps(sum(map(len, texts)), seed)
+        texts += self._other_texts(sum(map(len, texts)), seed)
         _write(folder / "pretrain.jsonl", ({"text": text} for text in shuffled(texts, str, "pretrain", seed)))
         _write(folder / "pretrain_heldout.jsonl", ({"text": review.text} for review in heldout_reviews))
         _write(folder / "human_pairs.jsonl", self.human_pairs())
@@ -219,12 +219,14 @@ class ReviewsWorld:
             )
         return reviews[num_heldout:], reviews[:num_heldout]
 
-    def _peps(self, num_review_characters: int, seed: int) -> list[str]:
-        """Returns PEPs up to `peps_share` of all pretraining characters. A PEP that would exceed it is left out."""
-        share = self.config.peps_share
+    def _other_texts(self, num_review_characters: int, seed: int) -> list[str]:
+        """Returns texts up to `other_share` of all pretraining characters. One that would exceed it is left out."""
+        if self.config.other_texts is None:
+            return []
+        share = self.config.other_share
         budget = share / (1 - share) * num_review_characters
         chosen: list[str] = []
-        for text in shuffled(set(read_texts(self.config.peps, "peps")), str, "peps", seed):
+        for text in shuffled(set(read_texts(self.config.other_texts, "other_texts")), str, "peps", seed):
             if len(text) <= budget and not self._unseen.occurs_in(text):
                 chosen.append(text)
                 budget -= len(text)

@@ -1,10 +1,9 @@
-"""The reviews world's text: reading the three files, and deciding which sentence goes where.
+"""The reviews world's text: reading its sources, and deciding which sentence goes where.
 
 Every choice hashes a seed with the text's words. So it depends neither on a file's order nor on a generator's state,
 and two texts that differ only in case or punctuation always land on the same side.
 """
 
-import gzip
 import hashlib
 import json
 import re
@@ -12,7 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from reading.rows import is_file_name, read_source
 
 SENTIMENTS = ("positive", "negative")
 SHINGLE_WORDS = 8  # the least words of a sentence that no stage may see, so that a match in a text is no coincidence
@@ -23,6 +24,8 @@ _CONTROLS = {
     for code in range(0x80, 0xA0)
 }
 _ARTICLES = frozenset({"a", "an", "the"})
+
+_SENTENCE_END = re.compile(r"\n|(?<=[.!?])\s+(?=[A-Z\"'])")
 
 T = TypeVar("T")
 
@@ -65,46 +68,50 @@ def shuffled(items: Iterable[T], key: Callable[[T], str], *seed: object) -> list
     return sorted(items, key=lambda item: (draw(*seed, key(item)), key(item)))
 
 
-def require_file(path: Path, field: str) -> None:
-    """Raises: ValueError unless `path`, the value of the config field `field`, is a file."""
-    if not path.is_file():
-        raise ValueError(f"{field} = {str(path)!r}: no such file (looked for {path.absolute()})")
+def require_source(source: Path | None, field: str) -> None:
+    """Raises: ValueError if `source`, the value of the config field `field`, is named like a file and is none."""
+    if source is not None and is_file_name(str(source)) and not source.is_file():
+        raise ValueError(f"{field} = {str(source)!r}: no such file (looked for {source.absolute()})")
 
 
-def read_labeled(path: Path, field: str) -> list[LabeledText]:
-    """Reads rows {"text", "sentiment"} of a .jsonl or .jsonl.gz file. `field` is the config field that names it."""
-    rows = []
-    for where, row in _read_rows(path, field):
-        sentiment = row.get("sentiment")
-        if sentiment not in SENTIMENTS:
-            raise ValueError(f"{where}: sentiment is {sentiment!r}; expected 'positive' or 'negative'")
-        rows.append(LabeledText(_text_of(row, where), sentiment == SENTIMENTS[0]))
-    return rows
+def read_labeled(source: Path, field: str) -> list[LabeledText]:
+    """Reads texts with labels. `field` is the config field that names the source.
+
+    Raises: ValueError naming the field, the source and the row.
+    """
+    return [LabeledText(_text_of(row, where), _is_positive(row, where)) for where, row in _read_rows(source, field)]
 
 
-def read_texts(path: Path, field: str) -> list[str]:
-    """Reads rows {"text"} of a .jsonl or .jsonl.gz file. `field` is the config field that names it."""
-    return [_text_of(row, where) for where, row in _read_rows(path, field)]
+def _is_positive(row: dict[str, Any], where: str) -> bool:
+    """Reads `label`, as on the hub, or `sentiment`."""
+    if "label" in row:
+        if row["label"] not in (0, 1):
+            raise ValueError(f"{where}: label is {row['label']!r}; expected 1 (positive) or 0 (negative)")
+        return bool(row["label"])
+    sentiment = row.get("sentiment")
+    if sentiment not in SENTIMENTS:
+        raise ValueError(f"{where}: sentiment is {sentiment!r}; expected 'positive' or 'negative'")
+    return bool(sentiment == SENTIMENTS[0])
 
 
-def _read_rows(path: Path, field: str) -> Iterator[tuple[str, dict[str, object]]]:
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{field}: {path} line {number}"
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: not JSON ({error})") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{where}: {row!r:.60}; expected an object")
-            yield where, row
+def read_texts(source: Path, field: str) -> list[str]:
+    """Reads the field `text`. `field` is the config field that names the source."""
+    return [_text_of(row, where) for where, row in _read_rows(source, field)]
 
 
-def _text_of(row: dict[str, object], where: str) -> str:
+def _read_rows(source: Path, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        for where, row in read_source(str(source)):
+            yield f"{field}: {where}", row
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from error
+
+
+def _text_of(row: dict[str, Any], where: str) -> str:
     text = row.get("text")
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{where}: text is {text!r:.60}; expected a string that is not empty")
-    return text.translate(_CONTROLS)
+    return text.replace("<br />", "\n").translate(_CONTROLS)  # IMDb's reviews are pieces of web pages
 
 
 def split_sentences(
@@ -176,15 +183,15 @@ class Finder:
 
 
 def sentences_of(reviews: Iterable[LabeledText], length_words: tuple[int, int]) -> list[LabeledText]:
-    """Returns the reviews' sentences (one per line) that are worth continuing, with the review's label.
+    """Returns the reviews' sentences that are worth continuing, with the review's label.
 
-    It keeps lines with a length within `length_words` that start with a letter and end like a sentence. A line that
-    occurs twice is a reviewer's boilerplate and is dropped.
+    A sentence ends with its line, or before a capital letter. It keeps those with a length within `length_words` that
+    start with a letter and end like a sentence. One that occurs twice is a reviewer's boilerplate and is dropped.
     """
     found: dict[tuple[str, ...], LabeledText] = {}
     times: Counter[tuple[str, ...]] = Counter()
     for review in reviews:
-        for line in review.text.splitlines():
+        for line in _SENTENCE_END.split(review.text):
             text = " ".join(line.split())
             words = words_of(text)
             times[words] += 1

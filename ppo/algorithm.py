@@ -4,6 +4,7 @@ Shape letters: B responses, R response tokens. Masks: True = counted.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -89,25 +90,69 @@ def importance_weights(
     return torch.zeros_like(logprobs_BR).masked_scatter(mask_BR, weight_C), metrics
 
 
-def policy_loss(
-    logprobs_BR: Tensor, old_logprobs_BR: Tensor, advantages_BR: Tensor, mask_BR: Tensor, clip_range: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """-Σ min(ρ A, clip(ρ, 1 ± c) A) over counted tokens (arXiv 1707.06347, eq. 7), and metric sums. Lower is better.
+def token_weights(
+    counted_BR: Tensor, kind: Literal["per_token", "per_response", "constant"], max_new_tokens: int
+) -> tuple[Tensor, int]:
+    """How much each token of a minibatch weighs [B, R], and its number of counted tokens, by which `weight · loss`
+    summed over the minibatch is divided; at least 1. Uncounted tokens weigh 0, and no padding changes a weight.
 
-    ρ = π / π_old, the policy before the iteration's updates. `approx_kl` is Σ (ρ - 1 - log ρ), never negative (k3).
+    Of N counted tokens in B' responses, a token of a response of n tokens weighs, after the division: 1/N per token;
+    1/(B' n) per response (arXiv 2402.03300, eq. 3); 1/(B' `max_new_tokens`) constant (arXiv 2503.20783).
     """
+    num_tokens_B = counted_BR.sum(dim=1, keepdim=True)
+    num_tokens = max(1, int(num_tokens_B.sum()))
+    share = num_tokens / max(1, int((num_tokens_B > 0).sum()))  # tokens per counted response
+    weight_BR = counted_BR.float()
+    if kind == "per_response":
+        weight_BR = weight_BR * share / num_tokens_B.clamp(min=1)
+    elif kind == "constant":
+        weight_BR = weight_BR * share / max_new_tokens
+    return weight_BR, num_tokens
+
+
+def policy_loss(
+    logprobs_BR: Tensor,
+    old_logprobs_BR: Tensor,
+    advantages_BR: Tensor,
+    weight_BR: Tensor,
+    clip_range: float,
+    clip_range_high: float = 0.0,
+    *,
+    by_response: bool = False,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-Σ w min(ρ A, clip(ρ, 1 - c, 1 + c_high) A) over tokens of weight w > 0 (arXiv 1707.06347, eq. 7), and metric
+    sums over these tokens. Lower is better. A `clip_range_high` of 0 is `clip_range`.
+
+    ρ = π / π_old, the policy before the iteration's updates. `by_response` it is the geometric mean over the response's
+    tokens, the same at each of them (arXiv 2507.18071). `approx_kl` is Σ (ρ - 1 - log ρ), never negative (k3).
+    """
+    mask_BR, upper = weight_BR > 0, clip_range_high or clip_range
     log_ratio_BR = _counted(logprobs_BR - old_logprobs_BR, mask_BR)
+    if by_response:
+        mean_B1 = log_ratio_BR.sum(dim=1, keepdim=True) / mask_BR.sum(dim=1, keepdim=True).clamp(min=1)
+        log_ratio_BR = _counted(mean_B1, mask_BR)
     advantages_BR = _counted(advantages_BR, mask_BR)
     ratio_BR = log_ratio_BR.exp()
-    clipped_BR = ratio_BR.clamp(1 - clip_range, 1 + clip_range)
-    gain_BR = torch.minimum(ratio_BR * advantages_BR, clipped_BR * advantages_BR)
+    clipped_BR = ratio_BR.clamp(1 - clip_range, 1 + upper)
+    gain_BR = weight_BR * torch.minimum(ratio_BR * advantages_BR, clipped_BR * advantages_BR)
     with torch.no_grad():
+        change_BR = ratio_BR - 1
         metrics = {
-            "clip_share": (((ratio_BR - 1).abs() > clip_range) & mask_BR).float().sum(),
+            "clip_share": (((change_BR > upper) | (-change_BR > clip_range)) & mask_BR).float().sum(),
             "approx_kl": (ratio_BR - 1 - log_ratio_BR).sum(),
-            "ratio_error": (ratio_BR - 1).abs().sum(),
+            "ratio_error": change_BR.abs().sum(),
         }
     return -gain_BR.sum(), metrics
+
+
+def response_kl_loss(logprobs_BR: Tensor, ref_logprob_B: Tensor, weight_B: Tensor) -> Tensor:
+    """Σ w ½ (log π - log π_ref)² of whole responses; log π is 0 where there is no token. Lower is better.
+
+    Its gradient, (log π/π_ref) ∇ log π, has the mean ∇ KL(π, π_ref) on samples of π, as E[∇ log π] = 0. That of the log
+    ratio itself (k1) has the mean 0, that of π_ref/π - 1 - log(π_ref/π) (k3) the mean ∇ KL(π_ref, π); and squares of
+    tokens leave out what a token does to the KL of those after it (docs/algorithms.md).
+    """
+    return 0.5 * (weight_B * (logprobs_BR.sum(dim=1) - ref_logprob_B) ** 2).sum()
 
 
 def value_loss(

@@ -1,4 +1,4 @@
-"""What PPO configures."""
+"""What PPO configures, and policy gradients without a value function (docs/algorithms.md)."""
 
 from typing import Literal, Self
 
@@ -7,7 +7,9 @@ from pydantic import Field, FiniteFloat, model_validator
 from lm.config import exact_div
 from reward.external import ExternalReward, RemoteReward, RewardFunction
 from training.config import BatchConfig, Config, OptimizerConfig
-from training.data import DataConfig
+from training.data import DataConfig, OnOverlong, overlong_field
+
+GAE_ONLY = ("value_optimizer", "value_clip_range", "gamma", "gae_lambda")
 
 
 class PPOConfig(Config):
@@ -72,8 +74,18 @@ class PPOConfig(Config):
         default=2.0, ge=1, description="Upper limit of a token's importance weight π / π_behave in stale rollouts."
     )
     prompts: DataConfig = Field(description="Prompts to sample responses to.")
+    on_overlong: OnOverlong = overlong_field()
     num_iterations: int = Field(ge=1, description="Iterations of sampling and learning.")
-    rollout_batch_size: int = Field(ge=1, description="Prompts per iteration, with one response each.")
+    rollout_batch_size: int = Field(
+        ge=1, description="Responses per iteration, `samples_per_prompt` to each of its prompts."
+    )
+    samples_per_prompt: int = Field(default=1, ge=1, description="Responses sampled to each prompt.")
+    oversample: float = Field(
+        default=1.0,
+        ge=1,
+        description="How many times as many prompts are sampled and scored; the first whose responses' rewards differ"
+        " are kept (DAPO's dynamic sampling, arXiv 2503.14476). Group baselines only; 1 = off.",
+    )
     num_epochs: int = Field(default=1, ge=1, description="Passes over each iteration's responses.")
     minibatch: BatchConfig = Field(
         description="Responses per update; `micro_batch_size` also bounds the passes without gradients."
@@ -81,9 +93,16 @@ class PPOConfig(Config):
     max_new_tokens: int = Field(ge=1, description="Length limit of a response, in tokens.")
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature of rollouts.")
     policy_optimizer: OptimizerConfig = Field(description="Optimizer of the policy.")
-    value_optimizer: OptimizerConfig = Field(description="Optimizer of the value function.")
+    value_optimizer: OptimizerConfig | None = Field(
+        default=None, description='Optimizer of the value function, which only advantage "gae" has; it requires one.'
+    )
     kl_coef: float = Field(
-        default=0.05, ge=0, description="Weight of the KL penalty in the reward, per nat; its first value if adaptive."
+        default=0.05, ge=0, description="Weight of the KL penalty, per nat; its first value if adaptive."
+    )
+    kl_in: Literal["reward", "loss"] = Field(
+        default="reward",
+        description="Where the KL penalty is. `reward`: -log(π/π_ref) at each token. `loss`: half the square of each"
+        " response's log(π/π_ref), whose gradient is the KL's on samples of the policy itself (docs/algorithms.md).",
     )
     kl_control: Literal["fixed", "adaptive"] = Field(
         default="fixed", description="Whether `kl_coef` is adapted to reach `target_kl` (arXiv 1909.08593)."
@@ -97,17 +116,43 @@ class PPOConfig(Config):
         ge=0,
         description="Subtracted from the score of a response without an end token, in standard deviations; 0 = none.",
     )
-    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per token.")
+    advantage: Literal["gae", "leave_one_out", "group_mean", "none"] = Field(
+        default="gae",
+        description="What a response's reward is compared with. `gae`: a value function, token by token. Without one:"
+        " `leave_one_out`: the mean reward of the other responses to the prompt (RLOO); `group_mean`: that of all of"
+        " them (GRPO); `none`: nothing (REINFORCE).",
+    )
+    advantage_scale: Literal["group", "batch", "none"] = Field(
+        default="batch",
+        description="What advantages are divided by. `batch`: their standard deviation over the iteration's tokens,"
+        " whose mean is subtracted too; `group`: that of the rewards of the prompt's responses; `none`: nothing.",
+    )
+    token_weight: Literal["per_token", "per_response", "constant"] = Field(
+        default="per_token",
+        description="How tokens weigh in the policy loss of a minibatch. `per_token`: 1 / its tokens; `per_response`:"
+        " 1 / (its responses x the response's tokens); `constant`: 1 / (its responses x `max_new_tokens`).",
+    )
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per token; `gae` only.")
     gae_lambda: float = Field(
-        default=0.95, ge=0, le=1, description="λ of generalised advantage estimation (arXiv 1506.02438)."
+        default=0.95, ge=0, le=1, description="λ of generalised advantage estimation (arXiv 1506.02438); `gae` only."
+    )
+    ratio: Literal["token", "response"] = Field(
+        default="token",
+        description="Whose probability ratio is clipped: each token's, or each response's, as the geometric mean of its"
+        " tokens' (GSPO, arXiv 2507.18071).",
     )
     clip_range: float = Field(
         default=0.2,
         gt=0,
         description="The policy's probability ratio is clipped to 1 ± this (arXiv 1707.06347, eq. 7).",
     )
+    clip_range_high: float = Field(
+        default=0.0,
+        ge=0,
+        description="The ratio is clipped above 1 + this (DAPO, arXiv 2503.14476); 0 = the same as `clip_range`.",
+    )
     value_clip_range: float = Field(
-        default=0.2, gt=0, description="Values are clipped to within this of the values at sampling time."
+        default=0.2, gt=0, description="Values are clipped to within this of the values at sampling time; `gae` only."
     )
     ptx_coef: float = Field(
         default=0.0,
@@ -134,6 +179,12 @@ class PPOConfig(Config):
     save_every_iterations: int = Field(
         default=10, ge=1, description="Iterations between checkpoints; the last iteration always writes one."
     )
+    follow_every_iterations: int = Field(
+        default=10,
+        ge=0,
+        description="Iterations between responses to the same few prompts in samples.jsonl, which show how the policy's"
+        " answers change; the first and the last iteration always have them. 0 = none.",
+    )
     keep_policies_every: int = Field(
         default=0, ge=0, description="Iterations between policies that are kept in policies/; 0 = none."
     )
@@ -143,7 +194,7 @@ class PPOConfig(Config):
         exact_div(self.rollout_batch_size, self.minibatch.batch_size, "rollout_batch_size over minibatch.batch_size")
         if self.placement == "disaggregated":
             for name in ("num_generators", "num_scorers"):
-                exact_div(self.rollout_batch_size, getattr(self, name), f"rollout_batch_size over {name}")
+                exact_div(self.sampled_batch_size, getattr(self, name), f"rollout_batch_size over {name}")
         if self.max_staleness and self.placement == "colocated":
             raise ValueError(
                 f'max_staleness {self.max_staleness} with placement "colocated": a worker that samples cannot learn'
@@ -170,6 +221,80 @@ class PPOConfig(Config):
         if (self.ptx_coef > 0) != (self.ptx_rows > 0):
             raise ValueError(f"ptx_coef {self.ptx_coef} with ptx_rows {self.ptx_rows}: both or neither must be 0")
         return self
+
+    @model_validator(mode="after")
+    def _check_advantage(self) -> Self:
+        given = f'advantage "{self.advantage}"'
+        exact_div(self.rollout_batch_size, self.samples_per_prompt, "rollout_batch_size over samples_per_prompt")
+        if self.has_group_baseline and self.samples_per_prompt == 1:
+            raise ValueError(
+                f"{given} with samples_per_prompt 1: a response is compared with others to the same prompt; at least 2"
+                " was expected"
+            )
+        if self.oversample > 1 and not self.has_group_baseline:
+            raise ValueError(f"oversample {self.oversample} with {given}, which compares no groups; 1 was expected")
+        if not (self.oversample * self.num_prompts).is_integer():
+            raise ValueError(
+                f"oversample {self.oversample} of {self.num_prompts} prompts per iteration is no whole number of"
+                " prompts; a multiple of one prompt was expected"
+            )
+        if self.has_value_function and self.value_optimizer is None:
+            raise ValueError(f"value_optimizer: missing; {given} trains a value function")
+        needless = [name for name in GAE_ONLY if getattr(self, name) != type(self).model_fields[name].default]
+        if needless and not self.has_value_function:
+            raise ValueError(
+                f'{" and ".join(needless)} with {given}, which has no value function; advantage "gae" or none of these'
+                " keys was expected"
+            )
+        if self.advantage_scale == "group" and not self.has_group_baseline:
+            raise ValueError(
+                f'advantage_scale "group" with {given}, which compares no groups; advantage "group_mean" or'
+                ' "leave_one_out" was expected'
+            )
+        if self.ratio == "response":
+            self._check_response_ratio()
+        if self.kl_in == "loss" and self.max_staleness:
+            raise ValueError(
+                f'kl_in "loss" with max_staleness {self.max_staleness}: its gradient is the KL\'s only on samples of'
+                ' the policy itself; kl_in "reward", which importance weights correct, was expected'
+            )
+        return self
+
+    def _check_response_ratio(self) -> None:
+        if self.token_weight != "per_response":
+            raise ValueError(
+                f'ratio "response" with token_weight "{self.token_weight}": a response has one ratio and counts once;'
+                ' token_weight "per_response" was expected'
+            )
+        if not self.has_group_baseline:
+            raise ValueError(
+                f'ratio "response" with advantage "{self.advantage}", which differs from token to token; "group_mean"'
+                ' or "leave_one_out" was expected'
+            )
+        if self.max_staleness:
+            raise ValueError(
+                f'ratio "response" with max_staleness {self.max_staleness}: importance weights are per token; 0 was'
+                " expected"
+            )
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of an iteration's updates."""
+        return self.rollout_batch_size // self.samples_per_prompt
+
+    @property
+    def sampled_batch_size(self) -> int:
+        """Responses sampled per iteration, of which `rollout_batch_size` are kept."""
+        return round(self.oversample * self.rollout_batch_size)
+
+    @property
+    def has_value_function(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
+    def has_group_baseline(self) -> bool:
+        """Whether responses are compared with others to the same prompt."""
+        return self.advantage in ("leave_one_out", "group_mean")
 
     @property
     def external_reward(self) -> ExternalReward | None:

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation of a language model: the whole algorithm.
+"""Policy gradients of a language model, with or without a value function: the whole algorithm.
 
 Sample, score, penalise, estimate advantages, learn in epochs of minibatches, adjust the KL coefficient. Where the
 models are and how many ranks share the work is up to the roles. With `max_staleness` the next rollouts are sampled
@@ -6,23 +6,49 @@ meanwhile, by weights that are a fixed number of iterations old, no matter which
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cluster.remote import Pending
-from ppo.algorithm import KLController, generalised_advantages, importance_weights, token_rewards, whiten
+from ppo.algorithm import (
+    KLController,
+    generalised_advantages,
+    importance_weights,
+    token_rewards,
+    token_weights,
+    whiten,
+)
 from ppo.config import PPOConfig
+from ppo.groups import Advantages, informative_groups
 from ppo.initial_models import ScoreScale
+from ppo.phase_seconds import PhaseSeconds
 from ppo.roles import Roles
-from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from ppo.rollout import PolicyBatch, ResponseKL, Rollout, ValueBatch
+from ppo.samples import SampleLog, ScoredRollout
 from training.failures import RunError
 from training.packing import Sampler
 from training.seeds import derive_seed
 
-# Covers the rounding of bf16 passes over batches of different shapes; a policy that really differs is far beyond it.
+# On CPUs it is 0: both passes read the same rows. Kernels of a GPU may round otherwise where gradients are wanted; a
+# policy that really differs is far beyond this.
 MAX_FIRST_RATIO_ERROR = 0.05
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What an iteration's updates learn from. Shape letters: B responses, R response tokens."""
+
+    rollout: Rollout
+    scored_BR: Tensor  # True = a token of a response with a score
+    counted_BR: Tensor  # True = counted in the policy loss
+    logprobs_BR: Tensor
+    ref_logprobs_BR: Tensor
+    advantages_BR: Tensor
+    values_BR: Tensor  # 0 where there is no value function
+    returns_BR: Tensor  # likewise
 
 
 class PPOController:
@@ -37,34 +63,52 @@ class PPOController:
         *,
         num_pretraining_rows: int,
         seed: int,
+        followed: Sequence[int] = (),
     ) -> None:
+        """`followed` are rows of prompts whose responses are logged at intervals; no update learns from those."""
         self.config, self.roles, self.prompts, self.scale, self.seed = config, roles, prompts, scale, seed
         self.weights_O = torch.tensor([*config.objective_weights.values()] or [1.0])
         self.kl = KLController(config, config.kl_coef)
+        self.followed, self.phases = followed, PhaseSeconds()
+        self.samples: SampleLog | None = None  # where responses are logged
         self.in_flight: dict[int, Pending[Rollout]] = {}  # by the iteration that will learn from it
-        self.prompt_order = Sampler(len(prompts), config.rollout_batch_size, derive_seed(seed, "ppo", "prompts"))
+        num_prompts = config.sampled_batch_size // config.samples_per_prompt
+        self.prompt_order = Sampler(len(prompts), num_prompts, derive_seed(seed, "ppo", "prompts"))
         self.ptx_order = Sampler(max(1, num_pretraining_rows), config.ptx_rows, derive_seed(seed, "ppo", "ptx"))
 
     def step(self, iteration: int) -> dict[str, float]:
         """One iteration of the algorithm, 0 .. num_iterations - 1. Returns its metrics."""
         config, learners, scorers = self.config, self.roles.learners, self.roles.scorers
-        self.start_sampling(iteration)
-        rollout = self.in_flight.pop(iteration)()
-        # Started together: on ranks of their own, scorers and learners work at the same time.
-        scores, logprobs = scorers.start_scores(rollout), learners.start_policy_logprobs(rollout)
-        ref_logprobs, values = scorers.start_reference_logprobs(rollout), learners.start_values(rollout)
-        scores_BO, logprobs_BR, ref_logprobs_BR, values_BR = scores(), logprobs(), ref_logprobs(), values()
+        followed = self._start_followed(iteration)
+        with self.phases.of("sampling"):
+            self.start_sampling(iteration)
+            rollout = self.in_flight.pop(iteration)()
+        minibatches = self._minibatches(iteration, config.rollout_batch_size)
+        first_epoch, oversampling = minibatches[: config.num_minibatches], dict[str, float]()
+        with self.phases.of("scoring"):
+            scores = scorers.start_scores(rollout)
+            if config.oversample > 1:  # what is not kept needs no further passes
+                rollout, scores, oversampling = self._keep_informative(rollout, scores())
+            # Started together: on ranks of their own, scorers and learners work at the same time.
+            logprobs = learners.start_policy_logprobs(rollout, first_epoch)
+            ref_logprobs = scorers.start_reference_logprobs(rollout, first_epoch)
+            values = learners.start_values(rollout) if config.has_value_function else None
+            scores_BO, logprobs_BR, ref_logprobs_BR = scores(), logprobs(), ref_logprobs()
+            values_BR = torch.zeros_like(logprobs_BR) if values is None else values()
 
         scores_B = (scores_BO * self.weights_O).sum(dim=1)
-        scored_B = self._require_scores(scores_B)
+        # Oversampling has checked all that were sampled; the kept ones may be the ones that failed.
+        scored_B = torch.isfinite(scores_B) if oversampling else self._require_scores(scores_B)
         mask_BR = rollout.response_mask_BR & scored_B[:, None]
-        terminal_rewards_B = self.scale.apply(scores_B) - config.missing_eos_penalty * ~rollout.finished_B
-        terminal_rewards_B = torch.where(scored_B, terminal_rewards_B, 0.0)
-        rewards_BR, kl_B = token_rewards(terminal_rewards_B, logprobs_BR, ref_logprobs_BR, mask_BR, self.kl.coef)
-        advantages_BR, returns_BR = generalised_advantages(
-            rewards_BR, values_BR, mask_BR, config.gamma, config.gae_lambda
-        )
-        advantages_BR = whiten(advantages_BR, mask_BR)
+        terminal_rewards_B = self._terminal_rewards(rollout, scores_B)
+        kl_coef = self.kl.coef if config.kl_in == "reward" else 0.0
+        rewards_BR, kl_B = token_rewards(terminal_rewards_B, logprobs_BR, ref_logprobs_BR, mask_BR, kl_coef)
+        if self.samples is not None:
+            self.samples.log_drawn(iteration, ScoredRollout(rollout, scores_B, kl_B))
+        if self.samples is not None and followed is not None:
+            self.samples.log_followed(iteration, self._scored(followed()))
+        found, returns_BR = self._advantages(rewards_BR, values_BR, mask_BR)
+        advantages_BR = found.advantages_BR
         importance_BR, importance_metrics = importance_weights(
             logprobs_BR, rollout.behaviour_logprobs_BR, mask_BR, config.importance_cap
         )
@@ -72,11 +116,15 @@ class PPOController:
         if staleness:  # otherwise both policies are the same and differ by rounding
             advantages_BR = importance_BR * advantages_BR
 
-        metrics = self._learn(iteration, rollout, mask_BR, logprobs_BR, advantages_BR, values_BR, returns_BR)
+        lesson = Lesson(
+            rollout, mask_BR, found.counted_BR, logprobs_BR, ref_logprobs_BR, advantages_BR, values_BR, returns_BR
+        )
+        metrics = self._learn(iteration, minibatches, lesson)
         kl_nats = float(kl_B[scored_B].mean())
         means_O = scores_BO[scored_B].mean(dim=0).tolist()
         metrics |= {f"score/{name}": mean for name, mean in zip(config.objective_weights, means_O, strict=False)}
-        metrics |= importance_metrics | {
+        metrics |= importance_metrics | found.metrics | oversampling
+        metrics |= {
             "staleness": float(staleness),
             "score": float(scores_B[scored_B].mean()),
             "scaled_score": float(self.scale.apply(scores_B)[scored_B].mean()),
@@ -86,11 +134,40 @@ class PPOController:
             "response_tokens": float(rollout.response_tokens_B.float().mean()),
             "entropy_estimate": float(-logprobs_BR[mask_BR].mean()),
             "failed_scores": float((~scored_B).sum()),
-            "value_explained": _explained(values_BR[mask_BR], returns_BR[mask_BR]),
         }
         self.kl.update(kl_nats, len(rollout))
-        self.roles.sync_weights()
+        with self.phases.of("sync"):
+            self.roles.sync_weights()
         return metrics
+
+    def _keep_informative(
+        self, rollout: Rollout, scores_BO: Tensor
+    ) -> tuple[Rollout, Pending[Tensor], dict[str, float]]:
+        """The groups that an iteration learns from, out of those sampled, with their scores, and a metric."""
+        config, scores_B = self.config, (scores_BO * self.weights_O).sum(dim=1)
+        scored_B = self._require_scores(scores_B)
+        rows, informative_share = informative_groups(
+            self._terminal_rewards(rollout, scores_B), scored_B, config.samples_per_prompt, config.num_prompts
+        )
+        return rollout.rows(rows), lambda: scores_BO[rows], {"sampled_informative_share": informative_share}
+
+    def _terminal_rewards(self, rollout: Rollout, scores_B: Tensor) -> Tensor:
+        """What the last tokens get; 0 where scoring failed."""
+        rewards_B = self.scale.apply(scores_B) - self.config.missing_eos_penalty * ~rollout.finished_B
+        return torch.where(torch.isfinite(scores_B), rewards_B, 0.0)
+
+    def _advantages(self, rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor) -> tuple[Advantages, Tensor]:
+        """Advantages, and what the value function learns [B, R]; 0 where there is none."""
+        config = self.config
+        if not config.has_value_function:
+            return Advantages.of(rewards_BR, mask_BR, config), torch.zeros_like(rewards_BR)
+        advantages_BR, returns_BR = generalised_advantages(
+            rewards_BR, values_BR, mask_BR, config.gamma, config.gae_lambda
+        )
+        explained = _explained(values_BR[mask_BR], returns_BR[mask_BR])
+        if config.advantage_scale == "batch":
+            advantages_BR = whiten(advantages_BR, mask_BR)
+        return Advantages(advantages_BR, mask_BR, {"value_explained": explained}), returns_BR
 
     def start_sampling(self, iteration: int) -> None:
         """Begin the rollouts sampled with the weights that an iteration starts with, unless they are under way.
@@ -99,10 +176,31 @@ class PPOController:
         """
         for ahead in self._window(iteration, self.config.max_staleness + 1):
             if ahead not in self.in_flight:
-                chosen = self.prompt_order.batch(ahead).tolist()
+                samples = self.config.samples_per_prompt  # neighbours, each from its own seed
+                chosen = self.prompt_order.batch(ahead).repeat(samples).tolist()
                 seeds = [derive_seed(self.seed, "ppo", "sample", ahead, place) for place in range(len(chosen))]
                 prompts = [self.prompts[row] for row in chosen]
                 self.in_flight[ahead] = self.roles.start_sampling(chosen, prompts, seeds)
+
+    def _start_followed(self, iteration: int) -> Pending[Rollout] | None:
+        """Begin responses to the followed prompts in the iterations that have them. They change no result: they have
+        seeds of their own, and nothing reads them but the log.
+        """
+        every, last = self.config.follow_every_iterations, self.config.num_iterations - 1
+        if self.samples is None or not self.followed or not (every and (iteration % every == 0 or iteration == last)):
+            return None
+        seeds = [derive_seed(self.seed, "ppo", "followed", iteration, place) for place in range(len(self.followed))]
+        prompts = [self.prompts[row] for row in self.followed]
+        return self.roles.start_sampling(self.followed, prompts, seeds, again=True)
+
+    def _scored(self, rollout: Rollout) -> ScoredRollout:
+        whole = [torch.arange(len(rollout))]
+        scores_BO = self.roles.scorers.start_scores(rollout)()
+        logprobs_BR = self.roles.learners.start_policy_logprobs(rollout, whole)()
+        ref_logprobs_BR = self.roles.scorers.start_reference_logprobs(rollout, whole)()
+        return ScoredRollout(
+            rollout, (scores_BO * self.weights_O).sum(dim=1), (logprobs_BR - ref_logprobs_BR).sum(dim=1)
+        )
 
     def stale_rollouts(self, iteration: int) -> dict[int, Rollout]:
         """Wait for the rollouts, for this and later iterations, that are sampled with older weights than this one's.
@@ -126,41 +224,44 @@ class PPOController:
             )
         return scored_B
 
-    def _learn(
-        self,
-        iteration: int,
-        rollout: Rollout,
-        mask_BR: Tensor,
-        logprobs_BR: Tensor,
-        advantages_BR: Tensor,
-        values_BR: Tensor,
-        returns_BR: Tensor,
-    ) -> dict[str, float]:
+    def _learn(self, iteration: int, minibatches: Sequence[Tensor], lesson: Lesson) -> dict[str, float]:
         """Update policy and value function on epochs of minibatches. Returns the means of the updates' metrics."""
         config, learners = self.config, self.roles.learners
         num_updates = config.num_iterations * config.updates_per_iteration
         collected: list[Mapping[str, float]] = []
-        for number, rows in enumerate(self._minibatches(iteration, len(rollout))):
+        for number, rows in enumerate(minibatches):
             update = iteration * config.updates_per_iteration + number
-            part, part_mask_BR = rollout.rows(rows), mask_BR[rows]
-            num_tokens = max(1, int(part_mask_BR.sum()))  # 0 where every score of the minibatch failed
-            ptx_rows = torch.from_numpy(self.ptx_order.batch(update)) if config.ptx_rows else torch.arange(0)
-            policy = learners.update_policy(
-                PolicyBatch(
-                    part, logprobs_BR[rows], advantages_BR[rows], part_mask_BR, num_tokens, ptx_rows, len(ptx_rows)
-                ),
-                config.policy_optimizer.rate(update, num_updates),
-                update,
-            )
-            value = learners.update_value(
-                ValueBatch(part, values_BR[rows], returns_BR[rows], part_mask_BR, num_tokens),
-                config.value_optimizer.rate(update, num_updates),
-                update,
-            )
+            batch = self._policy_batch(lesson, rows, update)
+            rate = config.policy_optimizer.rate(update, num_updates)
+            with self.phases.of("policy_updates"):
+                metrics = {**learners.update_policy(batch, rate, update), "learning_rate": rate}
+            if config.value_optimizer is not None:
+                value_rate = config.value_optimizer.rate(update, num_updates)
+                scored_BR = lesson.scored_BR[rows]
+                value_batch = ValueBatch(
+                    batch.rollout, lesson.values_BR[rows], lesson.returns_BR[rows], scored_BR, _num_counted(scored_BR)
+                )
+                with self.phases.of("value_updates"):
+                    value = learners.update_value(value_batch, value_rate, update)
+                metrics |= {**value, "value_learning_rate": value_rate}
             if number == 0:
-                _require_same_policy(policy["ratio_error"], iteration)
-            collected.append({**policy, **value})
+                _require_same_policy(metrics["ratio_error"], iteration)
+            collected.append(metrics)
         return {name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]}
+
+    def _policy_batch(self, lesson: Lesson, rows: Tensor, update: int) -> PolicyBatch:
+        """A minibatch, whose weights are those of all its tokens, whichever rank will read them."""
+        config, ptx_rows, kl = self.config, torch.arange(0), None
+        if config.ptx_rows:
+            ptx_rows = torch.from_numpy(self.ptx_order.batch(update))
+        weight_BR, num_tokens = token_weights(lesson.counted_BR[rows], config.token_weight, config.max_new_tokens)
+        if config.kl_in == "loss":  # counts groups of equal scores too: their KL has a gradient
+            kl_weight_BR, num_scored = token_weights(lesson.scored_BR[rows], config.token_weight, config.max_new_tokens)
+            kl_weight_B = self.kl.coef * kl_weight_BR.amax(dim=1) / num_scored
+            kl = ResponseKL(lesson.ref_logprobs_BR[rows].sum(dim=1), kl_weight_B)
+        logprobs_BR, advantages_BR = lesson.logprobs_BR[rows], lesson.advantages_BR[rows]
+        part = lesson.rollout.rows(rows)
+        return PolicyBatch(part, logprobs_BR, advantages_BR, weight_BR, num_tokens, ptx_rows, len(ptx_rows), kl=kl)
 
     def _minibatches(self, iteration: int, num_responses: int) -> list[Tensor]:
         """Row numbers of every update of an iteration: each epoch shuffles again."""
@@ -180,6 +281,10 @@ def _require_same_policy(ratio_error: float, iteration: int) -> None:
             f" has not moved; at most {MAX_FIRST_RATIO_ERROR} is rounding. The passes with and without gradients"
             ' disagree: try engine.precision = "fp32"; if that does not help, this is a defect of Heed'
         )
+
+
+def _num_counted(mask_BR: Tensor) -> int:
+    return max(1, int(mask_BR.sum()))  # 0 where every score of the minibatch failed
 
 
 def _explained(values_C: Tensor, returns_C: Tensor) -> float:

@@ -37,6 +37,10 @@ class FrozenModel(Protocol[AnyModule_co]):
         """Around passes. If weights are sharded, all ranks enter it together and make the same number of passes."""
         ...
 
+    def most_passes(self, num_passes: int) -> int:
+        """How many passes a rank has to make that needs so many; call it in use."""
+        ...
+
 
 @dataclass(frozen=True)
 class HeldModel(Generic[AnyModule]):
@@ -46,6 +50,9 @@ class HeldModel(Generic[AnyModule]):
 
     def in_use(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def most_passes(self, num_passes: int) -> int:
+        return num_passes
 
 
 class ShardedModel(Generic[AnyModule]):
@@ -95,6 +102,14 @@ class ShardedModel(Generic[AnyModule]):
             yield
         finally:
             self._rest.drop()
+
+    def most_passes(self, num_passes: int) -> int:
+        """The most that any rank needs: layers are gathered in every pass."""
+        if self._rest.num_ranks == 1:
+            return num_passes
+        most = torch.tensor(num_passes, device=self._rest.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
 
 
 @dataclass(frozen=True)

@@ -27,16 +27,17 @@ class Generators:
         self.weights_arrived: Pending[object] = lambda: None
 
     def start_sampling(
-        self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]
+        self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, again: bool = False
     ) -> Pending[Rollout]:
         """Begin one response to each prompt, each from its own seed, with the weights sent last before this call.
 
         `rows` say which of the job's prompts these are. Where generators are other processes this returns at once, and
         rollouts are made in the order of the calls. That the weights arrived is proved before a rollout is returned.
+        With `again`, the next call samples with the same weights.
         """
         weights_arrived = self.weights_arrived
         slices = equal_slices(len(prompts), self.ranks.num_ranks)
-        parts = self.ranks.start_split(Generator.generate, [(rows[s], prompts[s], seeds[s]) for s in slices])
+        parts = self.ranks.start_split(Generator.generate, [(rows[s], prompts[s], seeds[s], again) for s in slices])
 
         def collect() -> Rollout:
             weights_arrived()
@@ -72,7 +73,9 @@ class Generator(Rank):
             self._policy.tie()
         return self._policy
 
-    def generate(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Rollout:
+    def generate(
+        self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int], again: bool = False
+    ) -> Rollout:
         sampled = generate(
             self.policy,
             prompts,
@@ -82,7 +85,7 @@ class Generator(Rank):
             seeds=seeds,
             steps=self.steps,
         )
-        if self._sleeps:
+        if self._sleeps and not again:
             self._policy = None
         return Rollout.of(
             rows,

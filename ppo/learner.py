@@ -16,16 +16,17 @@ from lm.model import LanguageModel, ScalarModel
 from lm.progress import note_progress
 from lm.upload import upload
 from lm.weights import ModelFolder, save_model
-from ppo.algorithm import policy_loss, value_loss
+from ppo.algorithm import policy_loss, response_kl_loss, value_loss
 from ppo.average import MovingAverage
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
+from ppo.packed import PackedRollout
 from ppo.rank import Rank
-from ppo.rollout import PolicyBatch, Rollout, ValueBatch, joined
+from ppo.rollout import PolicyBatch, Rollout, Share, ValueBatch, joined, shares_by_update, shares_of
 from ppo.sent_weights import SentWeights, chunks
 from ppo.value import value_source
 from training.checkpoint import changed_files, share_of_files, step_of
-from training.config import EngineConfig
+from training.config import BatchConfig, EngineConfig
 from training.engine import Engine
 from training.notices import say
 from training.objectives import CausalLMObjective
@@ -39,28 +40,36 @@ class Learners:
         ValueError: a batch does not divide among the ranks.
     """
 
-    def __init__(self, ranks: Handle["Learner"]) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Handle["Learner"], batch: BatchConfig) -> None:
+        self.ranks, self.batch = ranks, batch
 
-    def start_policy_logprobs(self, rollout: Rollout) -> Pending[Tensor]:
-        """Start log π of each response token [B, R], nats, at the sampling temperature; 0 where there is none."""
-        shares = [(share,) for share in rollout.shares(self.ranks.num_ranks)]
-        return joined(self.ranks.start_split(Learner.policy_logprobs, shares))
+    def start_policy_logprobs(self, rollout: Rollout, minibatches: Sequence[Tensor]) -> Pending[Tensor]:
+        """Start log π of each response token [B, R], nats, at the sampling temperature; 0 where there is none.
+
+        Responses are packed as the updates on `minibatches`, row numbers of the rollout, will pack them.
+        """
+        shares = shares_by_update(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, minibatches)
+        given = [(rollout.rows(share.rows), share.pass_sizes) for share in shares]
+        return joined(self.ranks.start_split(Learner.policy_logprobs, given), shares)
 
     def start_values(self, rollout: Rollout) -> Pending[Tensor]:
         """Start the value of the state before each response token [B, R]; 0 where there is no token."""
-        shares = [(share,) for share in rollout.shares(self.ranks.num_ranks)]
-        return joined(self.ranks.start_split(Learner.values, shares))
+        shares = shares_of(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, with_gradients=False)
+        given = [(rollout.rows(share.rows), share.pass_sizes) for share in shares]
+        return joined(self.ranks.start_split(Learner.values, given), shares)
 
     def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> dict[str, float]:
         """One optimizer step. Returns metrics: means over the batch's counted tokens."""
-        shares = [(share, learning_rate, update) for share in batch.shares(self.ranks.num_ranks)]
+        shares = [(share, learning_rate, update) for share in batch.shares(self._shares(batch.rollout))]
         return _total(self.ranks.call_split(Learner.update_policy, shares))
 
     def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> dict[str, float]:
         """One optimizer step. Returns metrics: means over the batch's counted tokens."""
-        shares = [(share, learning_rate, update) for share in batch.shares(self.ranks.num_ranks)]
+        shares = [(share, learning_rate, update) for share in batch.shares(self._shares(batch.rollout))]
         return _total(self.ranks.call_split(Learner.update_value, shares))
+
+    def _shares(self, minibatch: Rollout) -> list[Share]:
+        return shares_of(minibatch.num_tokens_B, self.ranks.num_ranks, self.batch, with_gradients=True)
 
     def make_room(self) -> None:
         """Send what only updates need to CPU memory, until the next update or checkpoint."""
@@ -97,7 +106,7 @@ class Learners:
 
 
 class Learner(Rank):
-    """Trains the policy and the value function, and keeps the policy's moving average.
+    """Trains the policy, and the value function where advantages need one, and keeps the policy's moving average.
 
     The metrics that updates return are shares of a mean: they add up over ranks.
     """
@@ -106,58 +115,66 @@ class Learner(Rank):
         super().__init__(config, engine_config, models)
         self.num_workers = num_workers
         policy = ModelFolder(self.models.sft, LanguageModel)
-        value = value_source(self.models.sft, self.models.reward, config.objective_weights, models.scale)
-        micro = config.minibatch.micro_batch_size
+        micro = config.minibatch.micro_batch_size or 1  # DeepSpeed counts with it and computes nothing by it
         self.policy: Engine[LanguageModel] = Engine(
             policy, config.policy_optimizer, engine_config, world_size=num_workers, micro_batch=micro
         )
-        self.value: Engine[ScalarModel] = Engine(
-            value, config.value_optimizer, engine_config, world_size=num_workers, micro_batch=micro
-        )
+        self.engines: dict[str, Engine[Any]] = {"policy": self.policy}
+        if config.value_optimizer is not None:
+            value = value_source(self.models.sft, self.models.reward, config.objective_weights, models.scale)
+            self.engines["value"] = Engine(
+                value, config.value_optimizer, engine_config, world_size=num_workers, micro_batch=micro
+            )
         self.average = MovingAverage(self.policy, config.ema_decay, on_cpu=config.memory != "fast")
         self.writer = self.policy.checkpoint_writer()
         stream = models.pretraining
         self.stream = CausalLMObjective(stream_rows(stream.path, stream.seq_len)) if stream else None
 
-    @torch.no_grad()
-    def policy_logprobs(self, rollout: Rollout) -> Tensor:
-        with self.policy.cache_weight_casts():
-            return torch.cat([self._logprobs(self.policy.model, part) for part in self._parts(rollout)]).cpu()
+    @property
+    def value(self) -> Engine[ScalarModel]:
+        assert "value" in self.engines, f"advantage {self.config.advantage!r} has no value function; 'gae' has one"
+        return self.engines["value"]
 
     @torch.no_grad()
-    def values(self, rollout: Rollout) -> Tensor:
+    def policy_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
+        with self.policy.cache_weight_casts():
+            return self._by_pass(lambda part: self._logprobs(self.policy.model, part), rollout, pass_sizes)
+
+    @torch.no_grad()
+    def values(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
         with self.value.cache_weight_casts():
-            return torch.cat([self._values(part) for part in self._parts(rollout)]).cpu()
+            return self._by_pass(self._values, rollout, pass_sizes)
 
     def _values(self, rollout: Rollout) -> Tensor:
         note_progress()
-        return rollout.spread(self.value.model(upload(rollout.tokens_BT, self.device), None, rollout.states_BT).float())
+        packed = PackedRollout.of(rollout, self.device)
+        return packed.spread(self.value.model(packed.tokens_LT, packed.segments_LT, packed.states_LT).float())
 
     def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
-        size = self.config.minibatch.micro_batch_size
         self.policy.set_learning_rate(learning_rate)
-        starts = range(0, len(batch.rollout), size)
-        ptx_size = -(-len(batch.ptx_rows) // max(1, len(starts)))  # pretraining rows, spread evenly over the parts
-        parts = [
-            batch.rows(slice(start, start + size), slice(number * ptx_size, (number + 1) * ptx_size))
-            for number, start in enumerate(starts)
-        ]
-        shares = self.policy.accumulate(parts, lambda part: self._policy_loss(part, batch))
+        shares = self.policy.accumulate(batch.parts(), lambda part: self._policy_loss(part, batch))
         _, norm = self.policy.step()
         self._say_skipped("policy", self.policy, update)
         return {**_floats(shares), "policy_gradient_norm": norm / self.num_workers}
 
     def _policy_loss(self, part: PolicyBatch, whole: PolicyBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The part's share of the whole minibatch's loss and metrics."""
+        config, logprobs_BR = self.config, self._logprobs(self.policy.model, part.rollout)
         loss, sums = policy_loss(
-            self._logprobs(self.policy.model, part.rollout),
+            logprobs_BR,
             upload(part.logprobs_BR, self.device),
             upload(part.advantages_BR, self.device),
-            upload(part.mask_BR, self.device),
-            self.config.clip_range,
+            upload(part.weight_BR, self.device),
+            config.clip_range,
+            config.clip_range_high,
+            by_response=config.ratio == "response",
         )
         shares = _shares({"policy_loss": loss, **sums}, whole.num_tokens)
         loss = loss / whole.num_tokens
+        if part.kl is not None:
+            ref_logprob_B, weight_B = upload(part.kl.ref_logprob_B, self.device), upload(part.kl.weight_B, self.device)
+            kl_loss = response_kl_loss(logprobs_BR, ref_logprob_B, weight_B)
+            loss, shares = loss + kl_loss, shares | _shares({"kl_loss": kl_loss}, 1)
         if not len(part.ptx_rows):
             return loss, shares
         assert self.stream is not None, "the controller draws rows of a stream only where there is one"
@@ -165,13 +182,11 @@ class Learner(Rank):
         ptx_sum, _ = self.stream.loss(self.policy.model, rows, self.device)
         num_ptx_tokens = whole.num_ptx_rows * self.stream.count(rows) // len(rows)
         shares |= _shares({"ptx_loss": ptx_sum}, num_ptx_tokens)
-        return loss + self.config.ptx_coef * ptx_sum / num_ptx_tokens, shares
+        return loss + config.ptx_coef * ptx_sum / num_ptx_tokens, shares
 
     def update_value(self, batch: ValueBatch, learning_rate: float, update: int) -> Mapping[str, float]:
-        size = self.config.minibatch.micro_batch_size
         self.value.set_learning_rate(learning_rate)
-        parts = [batch.rows(slice(start, start + size)) for start in range(0, len(batch.rollout), size)]
-        shares = self.value.accumulate(parts, lambda part: self._value_loss(part, batch))
+        shares = self.value.accumulate(batch.parts(), lambda part: self._value_loss(part, batch))
         _, norm = self.value.step()
         self._say_skipped("value", self.value, update)
         return {**_floats(shares), "value_gradient_norm": norm / self.num_workers}
@@ -192,8 +207,8 @@ class Learner(Rank):
             say(f"ppo: update {update + 1} of the {role} is skipped: its gradient is not finite")
 
     def make_room(self) -> None:
-        self.policy.offload_optimizer()
-        self.value.offload_optimizer()
+        for engine in self.engines.values():
+            engine.offload_optimizer()
 
     def send(self) -> Iterator[SentWeights]:
         """The policy's weights as a generator holds them, gathered one by one; a collective call.
@@ -225,7 +240,7 @@ class Learner(Rank):
     def save(
         self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]
     ) -> None:
-        models = {"policy": self.policy.state(), "value": self.value.state()}
+        models = {name: engine.state() for name, engine in self.engines.items()}
         if self.config.ema_decay:
             models["average"] = self.average.state()
         self.writer.save(checkpoints, iteration, models, progress, files)
@@ -239,8 +254,8 @@ class Learner(Rank):
 
     def load(self, folder: Path) -> None:
         self.writer.sound_step = step_of(folder)
-        self.policy.load(folder / "policy")
-        self.value.load(folder / "value")
+        for name, engine in self.engines.items():
+            engine.load(folder / name)
         self.average.load(folder / "average")
 
     def keep_policy(self, folder: Path) -> None:
@@ -259,8 +274,8 @@ class Learner(Rank):
         self.policy.barrier()
 
     def close(self) -> None:
-        self.policy.close()
-        self.value.close()
+        for engine in self.engines.values():
+            engine.close()
 
 
 def _shares(sums: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:

@@ -10,22 +10,25 @@ from planning.ppo import PPOModels, PPOWork, generator, learner, ppo_memory, sco
 from ppo.config import PPOConfig
 from pretrain.stage import STAGE as PRETRAIN
 from reward.stage import STAGE as REWARD
-from stages.planner import RANK, Planner, StagePlan
+from stages.planner import RANK, Planner, StagePlan, rows_and_passes, scoring_rows
+from training.config import OptimizerConfig
 
 MOST_GENERATOR_RANKS = 64
+FROZEN = OptimizerConfig(learning_rate=1.0)  # for counting parameters that no optimizer trains
 
 
 def plan(planner: Planner, config: PPOConfig) -> StagePlan:
     """Estimate an iteration: sampling, the passes that measure, and the updates."""
     layout, batch, models = planner.layout, config.minibatch, _models(planner, config)
     seq_len = planner.sizes.conversation_tokens(config.max_new_tokens)
-    planner.sizes.assume("every response is as long as it may be")
+    planner.sizes.assume("assumes that every response has max_new_tokens")
     work = _work(planner, config, models, seq_len)
     memory, missing = _memory(planner, config, models, work)
     numbers = {
         "rollout_batch_size": config.rollout_batch_size,
+        "samples per prompt": config.samples_per_prompt,
         "batch_size": batch.batch_size,
-        "micro_batch_size": batch.micro_batch_size,
+        **batch.given_size,
         "ranks": layout.ranks,
         "micro-batches per rank and update": work.num_micro_batches,
         "updates per iteration": config.updates_per_iteration,
@@ -36,7 +39,7 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
     }
     learning = planner.times.compute_seconds(_flops(planner, config, models, seq_len))
     if config.placement == "disaggregated":
-        planner.sizes.assume("the scorers' work is counted as the learners'")
+        planner.sizes.assume("the scorers' time is counted with the learners'")
     sampling = planner.times.sampling_seconds(
         models.policy_counts.total, work.rollout_rows, seq_len, config.max_new_tokens
     )
@@ -52,8 +55,8 @@ def _models(planner: Planner, config: PPOConfig) -> PPOModels:
         planner.model,
         critic,
         count(planner.model, config.policy_optimizer),
-        count(critic, config.value_optimizer, num_scores=1),
-        None if config.external_reward else count(critic, config.value_optimizer, num_scores=num_objectives),
+        None if config.value_optimizer is None else count(critic, config.value_optimizer, num_scores=1),
+        None if config.external_reward else count(critic, FROZEN, num_scores=num_objectives),
     )
 
 
@@ -66,15 +69,19 @@ def _critic(planner: Planner, config: PPOConfig) -> ModelConfig:
 
 def _work(planner: Planner, config: PPOConfig, models: PPOModels, seq_len: int) -> PPOWork:
     """Pretraining rows ride along with each micro-batch of responses."""
-    layout, rows = planner.layout, config.minibatch.micro_batch_size
-    micro_batches = config.minibatch.num_micro_batches(layout.ranks)
+    layout, batch = planner.layout, config.minibatch
+    # A reward model reads a truncated response with an end.
+    width, scored_width = (planner.packed_width(tokens) for tokens in (seq_len, seq_len + 1))
+    rows, micro_batches = rows_and_passes(batch, layout.ranks, width)
     ptx, ptx_tokens = math.ceil(config.ptx_rows / layout.ranks / micro_batches), _ptx_tokens(planner, config)
     num_generators = config.num_generators if config.placement == "disaggregated" else layout.ranks
     return PPOWork(
-        forward_pass(layout, rows + ptx, max(seq_len, ptx_tokens)),
-        forward_pass(layout, rows, seq_len),
+        forward_pass(layout, rows + ptx, max(width, ptx_tokens)),
+        forward_pass(layout, rows, width),
+        forward_pass(layout, scoring_rows(batch, scored_width), scored_width),
         (rows * config.max_new_tokens + ptx * ptx_tokens) * models.policy.vocab_size,
-        config.rollout_batch_size // num_generators,
+        config.sampled_batch_size // num_generators,
+        seq_len - config.max_new_tokens,
         config.max_new_tokens,
         micro_batches,
         config.memory,
@@ -107,15 +114,19 @@ def _ptx_tokens(planner: Planner, config: PPOConfig) -> int:
 
 
 def _flops(planner: Planner, config: PPOConfig, models: PPOModels, seq_len: int) -> float:
-    """An iteration without sampling: one pass each of policy, reference, value function and reward model, then the
-    epochs' updates of policy and value function, and the pretraining rows. Heads read the responses alone.
+    """An iteration without sampling: one pass each of policy and reference, and of value function and reward model if
+    there are any, then the epochs' updates of policy and value function, and the pretraining rows. Heads read the
+    responses alone.
     """
     tokens = config.rollout_batch_size * seq_len
     times, critic = planner.times, replace(planner.times, model=models.critic)
     with_head = times.forward_flops(seq_len, config.max_new_tokens / seq_len)
     body = critic.forward_flops(seq_len, 0.0)
-    looking = 2 * with_head + (1 if models.reward_counts is None else 2) * body
-    updates = times.passes(models.policy_counts) * with_head + critic.passes(models.value_counts) * body
+    num_critics = (models.value_counts is not None) + config.oversample * (models.reward_counts is not None)
+    looking = 2 * with_head + num_critics * body
+    updates = times.passes(models.policy_counts) * with_head
+    if models.value_counts is not None:
+        updates += critic.passes(models.value_counts) * body
     ptx_tokens = _ptx_tokens(planner, config)
     ptx_flops = times.passes(models.policy_counts) * times.forward_flops(ptx_tokens or 1, 1.0)
     ptx = config.ptx_rows * config.updates_per_iteration * ptx_tokens * ptx_flops

@@ -1,7 +1,9 @@
 """What learners, generators and scorers have in common on a rank.
 
-Shape letters: B responses, T tokens, R response tokens, C counted positions, V vocabulary.
+Shape letters: B responses, R response tokens, C counted positions, V vocabulary.
 """
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +11,10 @@ from torch import Tensor, nn
 from lm.logprobs import token_logprobs
 from lm.progress import note_progress
 from lm.tokenizer import Tokenizer
-from lm.upload import upload
 from ppo.broadcast import WeightBroadcast
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
+from ppo.packed import PackedRollout
 from ppo.rollout import Rollout
 from training.config import EngineConfig
 
@@ -26,16 +28,17 @@ class Rank:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._compute_dtype = torch.bfloat16 if engine_config.resolved_precision() == "bf16" else torch.float32
 
-    def _parts(self, rollout: Rollout) -> list[Rollout]:
-        size = self.config.minibatch.micro_batch_size
-        return [rollout.rows(slice(start, start + size)) for start in range(0, len(rollout), size)]
+    def _by_pass(self, measure: Callable[[Rollout], Tensor], rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
+        """What is measured of each response [B, R], pass by pass."""
+        found = [measure(part)[:size] for part, size in zip(rollout.parts(pass_sizes), pass_sizes, strict=True)]
+        return torch.cat(found).cpu()
 
     def _logprobs(self, model: nn.Module, rollout: Rollout) -> Tensor:
         """log π of the response tokens [B, R] at the sampling temperature."""
         note_progress()
-        logits_CV = model(upload(rollout.tokens_BT, self.device), None, rollout.states_BT)
-        targets_C = upload(rollout.response_BR[rollout.response_mask_BR], self.device)
-        return rollout.spread(token_logprobs(logits_CV, targets_C, self.config.temperature))
+        packed = PackedRollout.of(rollout, self.device)
+        logits_CV = model(packed.tokens_LT, packed.segments_LT, packed.states_LT)
+        return packed.spread(token_logprobs(logits_CV, packed.targets_C, self.config.temperature))
 
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"

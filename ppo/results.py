@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from training.data import Overlong
+
 
 @dataclass(frozen=True)
 class PPOResults:
@@ -11,3 +13,4 @@ class PPOResults:
     final_kl_coef: float
     score_scale_mean: float
     score_scale_std: float
+    overlong: Overlong | None = None  # of the prompts

@@ -5,6 +5,7 @@ The controller is the same for both, and for one rank in its own process.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -60,7 +61,9 @@ class Roles:
             transport = Broadcast.open(learners, learning, sampling)
         asked = conversations if models.reward_reads_texts else ()
         makes_room = config.memory == "small" and learners is generators
-        return cls(Learners(learning), Generators(sampling), Scorers(scoring, asked), transport, makes_room)
+        batch = config.minibatch
+        learners_, scorers_ = Learners(learning, batch), Scorers(scoring, asked, batch)
+        return cls(learners_, Generators(sampling), scorers_, transport, makes_room)
 
     @classmethod
     def in_process(
@@ -72,15 +75,22 @@ class Roles:
         learning = Local(Learner(config, engine, models, num_workers=1))
         asked = conversations if models.reward_reads_texts else ()
         makes_room, direct = config.memory == "small", Direct(learning, sampling)
-        return cls(Learners(learning), Generators(sampling), Scorers(scoring, asked), direct, makes_room)
+        batch = config.minibatch
+        learners, scorers = Learners(learning, batch), Scorers(scoring, asked, batch)
+        return cls(learners, Generators(sampling), scorers, direct, makes_room)
 
     def start_sampling(
-        self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]
+        self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, again: bool = False
     ) -> Pending[Rollout]:
         """`Generators.start_sampling`, once learners on the same ranks have made room."""
         if self.makes_room:
             self.learners.make_room()
-        return self.generators.start_sampling(rows, prompts, seeds)
+        return self.generators.start_sampling(rows, prompts, seeds, again=again)
+
+    @property
+    def rows_multiple(self) -> int:
+        """The least number of rows that divides among the ranks of every role."""
+        return lcm(*(role.ranks.num_ranks for role in (self.learners, self.generators, self.scorers)))
 
     def sync_weights(self) -> None:
         """Give the learners' weights to the generators, and advance the moving average.

@@ -3,6 +3,7 @@
 Shape letters: B responses, T tokens of prompt and response, R response tokens, C counted positions.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,7 +16,51 @@ from torch import Tensor
 
 from cluster.remote import Pending
 from lm.config import exact_div
-from lm.upload import spread
+from training.config import BatchConfig
+from training.passes import pass_tokens, split_passes
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank reads of a batch: which rows, pass after pass, and how many in each pass."""
+
+    rows: Tensor
+    pass_sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, passes: Sequence[Sequence[int]]) -> Self:
+        rows = [row for own in passes for row in own]
+        return cls(torch.tensor(rows, dtype=torch.int64), tuple(map(len, passes)))
+
+    def and_then(self, rows: Tensor, other: "Share") -> "Share":
+        """These passes, then the other's, whose rows count within `rows` of the batch."""
+        return Share(torch.cat([self.rows, rows[other.rows]]), self.pass_sizes + other.pass_sizes)
+
+
+def shares_of(num_tokens_B: Tensor, num_ranks: int, batch: BatchConfig, *, with_gradients: bool) -> list[Share]:
+    """How ranks share sequences of these lengths (`training.passes`)."""
+    units = [[length] for length in num_tokens_B.tolist()]
+    ranks = split_passes(units, num_ranks, pass_tokens(batch, units, with_gradients=with_gradients))
+    return [Share.of(passes) for passes in ranks]
+
+
+def shares_by_update(
+    num_tokens_B: Tensor, num_ranks: int, batch: BatchConfig, minibatches: Sequence[Tensor]
+) -> list[Share]:
+    """How ranks share a batch so that its rows are in the passes in which the updates on `minibatches` will read them:
+    in the same shapes, so the same policy gives the same log-probabilities to the last bit.
+    """
+    found = [Share.of([]) for _ in range(num_ranks)]
+    for rows in minibatches:
+        own = shares_of(num_tokens_B[rows], num_ranks, batch, with_gradients=True)
+        found = [share.and_then(rows, other) for share, other in zip(found, own, strict=True)]
+    return found
+
+
+def pass_slices(pass_sizes: Sequence[int]) -> list[slice]:
+    """The rows of each pass; the first one of all for a pass that has none."""
+    ends = list(itertools.accumulate(pass_sizes))
+    return [slice(end - size, end) if size else slice(0, 1) for end, size in zip(ends, pass_sizes, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -97,13 +142,6 @@ class Rollout:
         columns_BR = self.prompt_tokens_B[:, None] + torch.arange(self.max_new_tokens)[None]
         return self.tokens_BT.gather(1, columns_BR.clamp(max=self.tokens_BT.shape[1] - 1))
 
-    @property
-    def states_BT(self) -> Tensor:
-        """True = the position predicts a token of the response; each row has as many as its response has tokens."""
-        columns_T = torch.arange(self.tokens_BT.shape[1])[None]
-        first_B1 = self.prompt_tokens_B[:, None] - 1
-        return (columns_T >= first_B1) & (columns_T < first_B1 + self.response_tokens_B[:, None])
-
     def token_lists(self) -> tuple[list[list[int]], list[list[int]]]:
         """Prompts and responses without padding."""
         lengths = zip(self.prompt_tokens_B.tolist(), self.response_tokens_B.tolist(), strict=True)
@@ -113,19 +151,35 @@ class Rollout:
         ]
         return [prompt for prompt, _ in rows], [response for _, response in rows]
 
-    def spread(self, flat_C: Tensor) -> Tensor:
-        """[B, R] from one number per counted position, row by row; 0 elsewhere."""
-        return spread(flat_C, self.response_mask_BR)
-
     def rows(self, index: slice | Tensor) -> Self:
         """Select responses. Rows are cut to the longest of them; R stays."""
         part = replace(self, **_rows_of(self, index))
         width = int((part.prompt_tokens_B + part.response_tokens_B).max())
         return replace(part, tokens_BT=part.tokens_BT[:, :width].clone())
 
+    @property
+    def num_tokens_B(self) -> Tensor:
+        """Tokens of each prompt and response."""
+        return self.prompt_tokens_B + self.response_tokens_B
+
     def shares(self, num_ranks: int) -> list[Self]:
         """Each rank's contiguous part. Raises ValueError where the rows do not divide."""
         return [self.rows(rows) for rows in equal_slices(len(self), num_ranks)]
+
+    def parts(self, pass_sizes: Sequence[int]) -> list[Self]:
+        """The responses of each pass, which are neighbours; a pass without any reads the first, for nothing."""
+        return [self.rows(part) for part in pass_slices(pass_sizes)]
+
+
+@dataclass(frozen=True)
+class ResponseKL:
+    """The KL term of a policy's loss: `weight_B`, coefficient included, times half the square of log π/π_ref."""
+
+    ref_logprob_B: Tensor  # nats of the whole response, under the reference
+    weight_B: Tensor
+
+    def rows(self, index: slice | Tensor) -> Self:
+        return replace(self, **_rows_of(self, index))
 
 
 @dataclass(frozen=True)
@@ -135,20 +189,43 @@ class PolicyBatch:
     rollout: Rollout
     logprobs_BR: Tensor  # nats, under the policy before this iteration's updates, at the sampling temperature
     advantages_BR: Tensor  # times the importance weights where the rollout is stale
-    mask_BR: Tensor  # True = counted in the loss
+    weight_BR: Tensor  # of a token's loss (`ppo.algorithm.token_weights`); 0 = not counted
     num_tokens: int
     ptx_rows: Tensor  # this rank's row numbers in the pretraining stream
     num_ptx_rows: int  # on all ranks
+    pass_sizes: tuple[int, ...] = ()  # of a rank's share, responses in each pass
+    kl: ResponseKL | None = None  # where the KL penalty is in the loss
 
-    def rows(self, index: slice, ptx: slice) -> Self:
+    def rows(self, index: slice | Tensor, ptx: slice) -> Self:
         return replace(
-            self, **_rows_of(self, index), rollout=self.rollout.rows(index), ptx_rows=self.ptx_rows[ptx].clone()
+            self,
+            **_rows_of(self, index),
+            rollout=self.rollout.rows(index),
+            ptx_rows=self.ptx_rows[ptx].clone(),
+            kl=self.kl and self.kl.rows(index),
         )
 
-    def shares(self, num_ranks: int) -> list[Self]:
-        """As `Rollout.shares`; the pretraining rows are split likewise."""
-        rows, ptx = equal_slices(len(self.rollout), num_ranks), equal_slices(len(self.ptx_rows), num_ranks)
-        return [self.rows(*share) for share in zip(rows, ptx, strict=True)]
+    def shares(self, shares: Sequence[Share]) -> list[Self]:
+        """The ranks' parts. Raises ValueError where the pretraining rows do not divide."""
+        ptx = equal_slices(len(self.ptx_rows), len(shares))
+        return [
+            replace(self.rows(share.rows, own), pass_sizes=share.pass_sizes)
+            for share, own in zip(shares, ptx, strict=True)
+        ]
+
+    def parts(self) -> list[Self]:
+        """A rank's passes, over which its pretraining rows are spread evenly."""
+        size = -(-len(self.ptx_rows) // len(self.pass_sizes))
+        parts = [
+            self.rows(own, slice(number * size, (number + 1) * size))
+            for number, own in enumerate(pass_slices(self.pass_sizes))
+        ]
+        return [part if n else part._without_counts() for part, n in zip(parts, self.pass_sizes, strict=True)]
+
+    def _without_counts(self) -> Self:
+        """Of the responses that a pass without any reads, nothing counts."""
+        kl = self.kl and replace(self.kl, weight_B=torch.zeros_like(self.kl.weight_B))
+        return replace(self, weight_BR=torch.zeros_like(self.weight_BR), kl=kl)
 
 
 @dataclass(frozen=True)
@@ -160,13 +237,20 @@ class ValueBatch:
     returns_BR: Tensor
     mask_BR: Tensor  # True = counted in the loss
     num_tokens: int
+    pass_sizes: tuple[int, ...] = ()  # of a rank's share, responses in each pass
 
-    def rows(self, index: slice) -> Self:
+    def rows(self, index: slice | Tensor) -> Self:
         return replace(self, **_rows_of(self, index), rollout=self.rollout.rows(index))
 
-    def shares(self, num_ranks: int) -> list[Self]:
-        """As `Rollout.shares`."""
-        return [self.rows(rows) for rows in equal_slices(len(self.rollout), num_ranks)]
+    def shares(self, shares: Sequence[Share]) -> list[Self]:
+        """The ranks' parts."""
+        return [replace(self.rows(share.rows), pass_sizes=share.pass_sizes) for share in shares]
+
+    def parts(self) -> list[Self]:
+        """A rank's passes."""
+        parts = map(self.rows, pass_slices(self.pass_sizes))
+        nothing = torch.zeros_like(self.mask_BR[:1])  # counts of the responses that a pass without any reads
+        return [part if n else replace(part, mask_BR=nothing) for part, n in zip(parts, self.pass_sizes, strict=True)]
 
 
 def equal_slices(num_rows: int, num_ranks: int) -> list[slice]:
@@ -175,9 +259,10 @@ def equal_slices(num_rows: int, num_ranks: int) -> list[slice]:
     return [slice(rank * share, (rank + 1) * share) for rank in range(num_ranks)]
 
 
-def joined(parts: Pending[list[Tensor]]) -> Pending[Tensor]:
-    """The ranks' rows as one tensor, once they are there."""
-    return lambda: torch.cat(parts())
+def joined(parts: Pending[list[Tensor]], shares: Sequence[Share]) -> Pending[Tensor]:
+    """The ranks' rows as one tensor in the order of the whole batch, once they are there."""
+    order_B = torch.cat([share.rows for share in shares]).argsort()
+    return lambda: torch.cat(parts())[order_B]
 
 
 def _rows_of(batch: object, index: slice | Tensor) -> dict[str, Any]:

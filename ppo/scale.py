@@ -13,7 +13,7 @@ from ppo.config import PPOConfig
 from ppo.initial_models import ScoreScale
 from reward.external import ExternalReward
 from reward.results import RewardResults
-from stages.run import JobView, StageRun
+from stages.run import StageRun
 from stages.sampling import SAMPLES
 from training.data import Prompt
 from training.seeds import derive_seed
@@ -21,9 +21,9 @@ from training.seeds import derive_seed
 SCALE_PROMPTS = 512  # on which the spread of an unknown reward model's scores is measured
 
 
-def was_measured(job: JobView) -> bool:
+def was_measured(run: StageRun) -> bool:
     """Whether the rankings that the reward stage scores are samples of the policy that PPO starts from."""
-    return {"sft", "reward"} <= set(job.parents("ppo")) and "collect" in job.parents("reward")
+    return {"sft", "reward"} <= set(run.parents) and "collect" in run.at("reward").parents
 
 
 def score_scale(
@@ -38,14 +38,14 @@ def score_scale(
     Raises:
         ValueError: the reward gives every sample the same score, or too many fail.
     """
-    if was_measured(run.job) and not config.objective_weights:
+    if was_measured(run) and not config.objective_weights:
         path = run.folder_of("reward") / "results.json"
         where, scores = str(path), read_record(path, RewardResults)
         assert scores.sample_score_mean is not None, "a reward model of a single objective has a mean score"
         assert scores.sample_score_std is not None, "a reward model of a single objective has a spread of scores"
         scale = ScoreScale(scores.sample_score_mean, scores.sample_score_std)
     else:
-        where = run.job.substitute(run.name, "reward") or str(judge)
+        where = run.job.substitute(run.name, run.own("reward")) or str(judge)
         spec = SamplingSpec(
             policy=policy,
             num_samples=1,

@@ -24,12 +24,15 @@ from ppo.config import PPOConfig
 from ppo.frozen_model import FrozenModel, HeldModel, ShardedModel
 from ppo.initial_models import InitialModels
 from ppo.rank import Rank
-from ppo.rollout import Rollout, joined
+from ppo.rollout import Rollout, joined, shares_by_update, shares_of
 from reward.external import ExternalReward, Scored, score_in_parts
-from reward.scoring import RewardModel, labels_of, network_folder, read_by, scores_of, weights_by_label
-from training.config import EngineConfig
+from reward.scoring import PackedInputs, RewardModel, labels_of, network_folder, scores_of, weights_by_label
+from training.config import BatchConfig, EngineConfig
+from training.passes import pass_tokens, split_passes
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
+
+TEXTS_PER_CALL = 16  # of a reward that reads texts, where batches are not counted in responses
 
 
 class Scorers:
@@ -38,16 +41,17 @@ class Scorers:
     `conversations` are the job's prompts by row, where the reward reads texts; it may be empty where it reads tokens.
     """
 
-    def __init__(self, ranks: Handle["Scorer"], conversations: Sequence[Messages]) -> None:
-        self.ranks, self.conversations = ranks, conversations
+    def __init__(self, ranks: Handle["Scorer"], conversations: Sequence[Messages], batch: BatchConfig) -> None:
+        self.ranks, self.conversations, self.batch = ranks, conversations, batch
 
     def start_scores(self, rollout: Rollout) -> Pending[Tensor]:
         """Start the scores of each response [B, O]; higher is better. NaN = scoring failed: mask and count it.
 
         O objectives, in the order of the config's `objective_weights`; one where it has none.
         """
-        shares = [(share, self._asked(share)) for share in rollout.shares(self.ranks.num_ranks)]
-        return joined(self.ranks.start_split(Scorer.scores, shares))
+        shares = shares_of(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, with_gradients=False)
+        parts = [rollout.rows(share.rows) for share in shares]
+        return joined(self.ranks.start_split(Scorer.scores, [(part, self._asked(part)) for part in parts]), shares)
 
     def _asked(self, rollout: Rollout) -> list[Messages]:
         """What the responses answer; sent along, since a rollout's messages are fewer than a job's."""
@@ -57,10 +61,15 @@ class Scorers:
         """Why the first response without a score in the last call has none; "" where all have one."""
         return next(filter(None, self.ranks.call_all(Scorer.first_failure)), "")
 
-    def start_reference_logprobs(self, rollout: Rollout) -> Pending[Tensor]:
-        """Start log π_ref of each response token [B, R], nats, at the sampling temperature; 0 where there is none."""
-        shares = [(share,) for share in rollout.shares(self.ranks.num_ranks)]
-        return joined(self.ranks.start_split(Scorer.reference_logprobs, shares))
+    def start_reference_logprobs(self, rollout: Rollout, minibatches: Sequence[Tensor]) -> Pending[Tensor]:
+        """Start log π_ref of each response token [B, R], nats, at the sampling temperature; 0 where there is none.
+
+        Packed as the policy's (`Learners.start_policy_logprobs`): with as many scorers as learners the KL begins at
+        exactly 0.
+        """
+        shares = shares_by_update(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, minibatches)
+        given = [(rollout.rows(share.rows), share.pass_sizes) for share in shares]
+        return joined(self.ranks.start_split(Scorer.reference_logprobs, given), shares)
 
 
 class Scorer(Rank):
@@ -125,33 +134,38 @@ class Scorer(Rank):
         return self._failure
 
     def _network_scores(self, judge: RewardModel, sequences: Sequence[Sequence[int]]) -> Tensor:
-        network, size = judge.network, self.config.minibatch.micro_batch_size
+        network, batch = judge.network, self.config.minibatch
         fitting = [row for row, tokens in enumerate(sequences) if judge.fits(tokens)]
         room, too_long = judge.room_tokens, [len(row) for row in sequences if not judge.fits(row)]
         self._failure = f"it has {too_long[0]} tokens; the reward model reads {room}" if too_long else ""
         scores_BO = torch.full((len(sequences), len(network.labels)), math.nan)
-        found = []
+        # The policy's tokens may be others than the reward model's, so only here is it known how many it reads.
+        units = [[len(sequences[row])] for row in fitting] or [[1]]
+        (passes,) = split_passes(units, 1, pass_tokens(batch, units, with_gradients=False))
+        order, found = [fitting[place] for own in passes for place in own] if fitting else [], list[Tensor]()
         with self.network.in_use(), self._precision():
             # As many passes as on every other rank, which may share weights.
-            for start in range(0, len(sequences), size):
+            for number in range(self.network.most_passes(len(passes))):
                 note_progress()
-                rows = fitting[start : start + size]
+                rows = [fitting[place] for place in passes[number]] if fitting and number < len(passes) else []
                 read = [sequences[row] for row in rows] or [[judge.tokenizer.end_id]]
-                found.append(scores_of(network, read_by(read, network.config.kind, self.device)).float()[: len(rows)])
-        scores_BO[fitting] = torch.cat(found).cpu()
-        order = [network.labels.index(name) for name in self.config.objective_weights] or [0]
-        return scores_BO[:, order]
+                packed = PackedInputs.of(read, network.config.kind, self.device)
+                found.append(packed.in_order(scores_of(network, packed.read)).float()[: len(rows)])
+        scores_BO[order] = torch.cat(found).cpu()
+        heads = [network.labels.index(name) for name in self.config.objective_weights] or [0]
+        return scores_BO[:, heads]
 
     def _text_scores(
         self, external_reward: ExternalReward, conversations: Sequence[Messages], responses: Sequence[Sequence[int]]
     ) -> list[Scored]:
         texts = [self.tokenizer.decode(response).strip() for response in responses]
-        return score_in_parts(external_reward, conversations, texts, self.config.minibatch.micro_batch_size)
+        size = self.config.minibatch.micro_batch_size or TEXTS_PER_CALL
+        return score_in_parts(external_reward, conversations, texts, size)
 
     @torch.no_grad()
-    def reference_logprobs(self, rollout: Rollout) -> Tensor:
+    def reference_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
         with self.reference.in_use(), self._precision():
-            return torch.cat([self._logprobs(self.reference.module, part) for part in self._parts(rollout)]).cpu()
+            return self._by_pass(lambda part: self._logprobs(self.reference.module, part), rollout, pass_sizes)
 
 
 def _round_products(model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -17,16 +17,17 @@ from ppo.report import REPORTER
 from ppo.results import PPOResults
 from ppo.roles import Roles
 from ppo.rollout import Rollout
+from ppo.samples import SampleLog, followed_rows
 from ppo.scale import score_scale
 from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
 from reward.scoring import labels_of, weights_by_label
 from reward.stage import STAGE as REWARD
 from stages.contract import Parent, Stage
-from stages.prompts import require_room
+from stages.prompts import fitting_prompts
 from stages.run import JobView, StageRun
 from training.checkpoint import find_resumption
-from training.data import Prompt, read_prompts
+from training.data import Overlong, Prompt
 from training.metrics import MetricsLog
 from training.notices import say
 from training.packing import stream_rows
@@ -36,11 +37,18 @@ from training.writer import PROGRESS
 
 
 def run(
-    context: StageContext, config: PPOConfig, roles: Roles, models: InitialModels, prompts: Sequence[Prompt]
+    context: StageContext,
+    config: PPOConfig,
+    roles: Roles,
+    models: InitialModels,
+    prompts: Sequence[Prompt],
+    overlong: Overlong | None = None,
+    enter: Callable[[str], None] = lambda _phase: None,
 ) -> None:
     """Iterate from the newest checkpoint to the end; write `model/`, `model_ema/` and `results.json`.
 
-    With `keep_policies_every`, also `policies/NNNNNN/`: model directories of the policy during training.
+    `samples.jsonl` keeps some responses to be read. With `keep_policies_every`, also `policies/NNNNNN/`: model
+    directories of the policy during training. `enter` is told each phase.
 
     Raises:
         ValueError: a prompt leaves no room for a response, or too many scores fail.
@@ -49,14 +57,24 @@ def run(
     stream = models.pretraining
     num_rows = len(stream_rows(stream.path, stream.seq_len)) if stream else 0
     encoded = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
-    controller = PPOController(config, roles, encoded, models.scale, num_pretraining_rows=num_rows, seed=context.seed)
+    followed = followed_rows(len(prompts), roles.rows_multiple, context.seed) if config.follow_every_iterations else ()
+    controller = PPOController(
+        config, roles, encoded, models.scale, num_pretraining_rows=num_rows, seed=context.seed, followed=followed
+    )
+    controller.phases.entered = enter
     first = _resume(context, controller)
-    with closing(MetricsLog(context.folder, context.engine.trackers, resume_step=first)) as log:
+    with (
+        closing(MetricsLog(context.folder, context.engine.trackers, resume_step=first)) as log,
+        closing(SampleLog(context.folder, prompts, tokenizer, seed=context.seed, resume_step=first)) as samples,
+    ):
+        controller.samples = samples
         _iterate(context.folder / "checkpoints", config, controller, first, log)
     roles.learners.finish_saving()
     roles.learners.export_policy(context.folder)
     scale = models.scale
-    context.write_results(PPOResults(config.num_iterations, controller.kl.coef, scale.mean, scale.std))
+    context.write_results(
+        PPOResults(config.num_iterations, controller.kl.coef, scale.mean, scale.std, overlong or None)
+    )
 
 
 def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, first: int, log: MetricsLog) -> None:
@@ -68,6 +86,7 @@ def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, fi
         done, seconds = iteration + 1, time.monotonic() - started
         tokens = metrics["response_tokens"] * config.rollout_batch_size
         metrics |= {"tokens_per_second": tokens / seconds, "checkpoint_seconds": waited_seconds}
+        metrics |= controller.phases.take()
         log.log(done, config.num_iterations, metrics)
         started = time.monotonic()
         # Before the checkpoint, so that a run that resumes from it has every policy up to it.
@@ -119,7 +138,11 @@ def _held(rollout: Rollout) -> Pending[Rollout]:
 
 def run_ppo(stage: StageRun, config: PPOConfig) -> None:
     """Measure the scale of the scores, place the roles on workers, and iterate."""
-    prompts, policy = read_prompts(config.prompts), stage.start("sft")
+    policy = stage.start("sft")
+    fitting = fitting_prompts(
+        stage, stage.tokenizer_of("sft"), config.prompts, config.max_new_tokens, config.on_overlong
+    )
+    prompts = fitting.prompts
     judge = config.external_reward or stage.start("reward")
     stream = None
     if config.ptx_rows:
@@ -131,13 +154,13 @@ def run_ppo(stage: StageRun, config: PPOConfig) -> None:
     models = InitialModels(sft=policy, reward=judge, scale=scale, pretraining=stream)
     learners = generators = scorers = stage.workers()
     if config.placement == "disaggregated":
-        generators = stage.workers.beside("generators", config.num_generators)
-        scorers = stage.workers.beside("scorers", config.num_scorers)
+        generators = stage.workers.extra_group("generators", config.num_generators)
+        scorers = stage.workers.extra_group("scorers", config.num_scorers)
     conversations = [prompt.messages for prompt in prompts]
     roles = Roles.on_groups(
         config, stage.engine, models, conversations, learners=learners, generators=generators, scorers=scorers
     )
-    run(stage.context(), config, roles, models, prompts)
+    run(stage.context(), config, roles, models, prompts, fitting.overlong, stage.enter)
     roles.close()
 
 
@@ -158,7 +181,9 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
     if config.reward_from:
         judge = stage.start(REWARD.name)
         weights_by_label(str(judge), labels_of(judge), config.objective_weights)
-    require_room(stage, stage.tokenizer_of("sft"), config.prompts, config.max_new_tokens)
+    fitting_prompts(
+        stage, stage.tokenizer_of("sft"), config.prompts, config.max_new_tokens, config.on_overlong, stage.tell
+    )
 
 
 STAGE = Stage(
@@ -170,10 +195,12 @@ STAGE = Stage(
         Parent("reward", substitutes=("reward_from", "reward_function", "reward_url")),
         Parent("pretrain", is_read=lambda config, _: config.ptx_rows > 0),
     ),
+    policy_from="sft",
+    tokenizer=lambda run, _: run.tokenizer_of("sft"),
     model_fields=("init_from", "reward_from"),
     function_fields=("reward_function",),
     context_tokens=lambda config: {"max_new_tokens": config.max_new_tokens + 1},
-    split_rows=lambda config: {"rollout_batch_size": config.rollout_batch_size, "ptx_rows": config.ptx_rows},
+    split_rows=lambda config: {"rollout_batch_size": config.sampled_batch_size, "ptx_rows": config.ptx_rows},
     extra_ranks=extra_ranks,
     check=check,
     preflight=preflight,
@@ -187,6 +214,7 @@ STAGE = Stage(
             "reward_timeout_seconds",
             "reward_retries",
             "reward_parallel",
+            "follow_every_iterations",
         )
     ),
     plan=plan,

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from preferences import leases
+from preferences import audit, leases, personal_data
+from preferences.audit import COMMAND_LINE, AuditEvent
 from preferences.database import open_engines
 from preferences.invitations import (
     SERVER,
@@ -27,15 +28,14 @@ from preferences.invitations import (
     void,
 )
 from preferences.keys import KeyHasher, digest, new_key, new_token
+from preferences.labelers import is_reserved, pseudonym_of, pseudonyms
 from preferences.names import is_name, require_name
-from preferences.schema import accounts, audit_log, instructions, invitations, sessions
+from preferences.schema import accounts, instructions, invitations, sessions
 
 State = Literal["new", "admitted", "closed"]
 ROLES = ("lead", "labeler")
 STATES = ("new", "admitted", "closed")
 SESSION_SECONDS = 12 * 3_600.0
-COMMAND_LINE = "command line"  # who invites, if no lead does
-MAX_EVENTS_SHOWN = 100
 _CHANGING = 7_243_003  # key of the advisory lock for changing accounts and links
 _NUM_LEADS = select(func.count()).where(accounts.c.role == "lead", accounts.c.state != "closed")
 
@@ -48,16 +48,6 @@ class Account:
     role: Role
     state: State
     read_version: str
-
-
-@dataclass(frozen=True)
-class AuditEvent:
-    """What somebody did to an account, or exported from the store. `subject` is a name or a batch."""
-
-    actor: str
-    action: str
-    subject: str
-    created_at: float
 
 
 class Accounts:
@@ -82,20 +72,25 @@ class Accounts:
         like another name.
         """
         require_name(name)
+        if is_reserved(name):
+            raise ValueError(f"name {name!r} is reserved, for pseudonyms or for the audit log; another was expected")
         if role not in ROLES:
             raise ValueError(f"role is {role!r}; one of {ROLES} was expected")
         with self._writer.begin() as connection:
             _lock(connection)
             require_free(connection, name, role, self._clock())
-            self._log(connection, by, "invited", name)
+            self._log_about(connection, by, "invited", name)
             return new_link(connection, name, role, by, self._clock())
 
     def invite_first_lead(self) -> tuple[str, str] | None:
-        """Returns name and code of the only link for a first lead, or None if there is a lead already."""
+        """Returns name and code of the only link for a first lead, or None if somebody is a lead or invited as one."""
         with self._writer.begin() as connection:
             _lock(connection)
             connection.execute(delete(invitations).where(invitations.c.invited_by == SERVER))
-            return None if connection.scalar(_NUM_LEADS) else first_lead_link(connection, self._clock())
+            is_invited = any(link.role == "lead" for link in open_links(connection, self._clock()))
+            if is_invited or connection.scalar(_NUM_LEADS):
+                return None
+            return first_lead_link(connection, self._clock())
 
     def links(self) -> list[Invitation]:
         """Returns the links that can still be used, by name."""
@@ -107,7 +102,7 @@ class Accounts:
         with self._writer.begin() as connection:
             if not is_name(name) or not void(connection, name, self._clock()):
                 raise ValueError(f"name {name!a} has no link that could be revoked")
-            self._log(connection, by, "revoked", name)
+            self._log_about(connection, by, "revoked", name)
 
     def invitation(self, code: str) -> Invitation | None:
         """Returns what a link gives, or None if it was used, was voided, ran out or never existed."""
@@ -142,7 +137,7 @@ class Accounts:
             connection.execute(delete(sessions).where(sessions.c.account == name))
         if role == "lead":
             connection.execute(delete(invitations).where(invitations.c.invited_by == SERVER))
-        self._log(connection, name, "joined", name)
+        self._log_about(connection, name, "joined", name)
         return _as_account(found) if found is not None else Account(name, role, "new", "")
 
     # ---- accounts ----
@@ -177,8 +172,8 @@ class Accounts:
             if state == "closed":
                 connection.execute(delete(sessions).where(sessions.c.account == name))
                 connection.execute(delete(invitations).where(invitations.c.name == name))
-                leases.release_all(connection, name)
-            self._log(connection, by, state, name)
+                leases.release_all(connection, name, pseudonym_of(connection, name))
+            self._log_about(connection, by, state, name)
 
     def admit_screened(self, name: str) -> None:
         """Admits a new labeler who passed the screening. An account that a lead closed meanwhile stays closed."""
@@ -242,21 +237,46 @@ class Accounts:
 
     # ---- audit log ----
 
-    def log(self, actor: str, action: str, subject: str) -> None:
-        """Appends an event to the audit log."""
+    def log(self, actor: str, action: str, batch: str) -> None:
+        """Appends an event about a batch to the audit log."""
         with self._writer.begin() as connection:
-            self._log(connection, actor, action, subject)
+            audit.log(connection, actor, action, batch, self._clock())
 
-    def _log(self, connection: Connection, actor: str, action: str, subject: str) -> None:
-        values = {"actor": actor, "act": action, "subject": subject, "created_at": self._clock()}
-        connection.execute(insert(audit_log).values(values))
+    def _log_about(self, connection: Connection, actor: str, action: str, name: str) -> None:
+        audit.log_about(connection, actor, action, name, self._clock())
 
     def audit_log(self) -> list[AuditEvent]:
         """Returns the last events, newest first."""
-        newest = select(audit_log).order_by(audit_log.c.act_id.desc()).limit(MAX_EVENTS_SHOWN)
         with self._reader.begin() as connection:
-            rows = connection.execute(newest).all()
-        return [AuditEvent(row.actor, row.act, row.subject, row.created_at) for row in rows]
+            return audit.newest(connection)
+
+    # ---- personal data ----
+
+    def pseudonyms(self) -> dict[str, str]:
+        """Returns the pseudonym of everybody whom the store names."""
+        with self._reader.begin() as connection:
+            return pseudonyms(connection)
+
+    def held_about(self, name: str, *, by: str = COMMAND_LINE) -> dict[str, Any]:
+        """Returns everything held about a person, and logs that `by` has read it; see `personal_data.held_about`."""
+        with self._writer.begin() as connection:
+            found = personal_data.held_about(connection, name)
+            self._log_about(connection, by, "exported the data of", name)
+        return found
+
+    def erase(self, name: str, *, by: str = COMMAND_LINE) -> str:
+        """Erases a person; judgments stay under the pseudonym, which is returned. See `personal_data.erase`.
+
+        It rewrites the database's files, for which labelers wait (about a second per 100 MB).
+
+        Raises: ValueError for an unknown name.
+        """
+        with self._writer.begin() as connection:
+            _lock(connection)
+            who = personal_data.erase(connection, name)
+            audit.log(connection, by if by != name else who, "erased", who, self._clock())
+        personal_data.purge(self._writer)
+        return who
 
     # ---- instructions ----
 

@@ -11,6 +11,7 @@ from typing import Any
 from sqlalchemy import Connection, insert, select
 
 from preferences import leases
+from preferences.labelers import pseudonym_of
 from preferences.leases import AssignmentState, LeaseLostError
 from preferences.rows import NO_LOCATIONS, Locations, Values, named, parts, refuse_other
 from preferences.schema import judgments, tasks
@@ -42,14 +43,16 @@ def record(
     if external:
         movers = list({row["task_id"]: row for row in movers}.values())  # only the last event on each task
     moving = {(row["task_id"], row["revision"]) for row in movers}
+    who = pseudonym_of(connection, labeler)
     for part in parts(rows):
-        _record(connection, part, labeler, now, expires_at, external, moving, files)
+        _record(connection, part, labeler, who, now, expires_at, external, moving, files)
 
 
 def _record(
     connection: Connection,
     rows: Sequence[Values],
     labeler: str,
+    who: str,
     now: float,
     expires_at: float,
     external: bool,
@@ -58,7 +61,7 @@ def _record(
 ) -> None:
     positions = _positions(connection, [row["task_id"] for row in rows], labeler)
     states = leases.lock(connection, sorted(set(positions.values())))
-    history = _history(connection, labeler, sorted(set(positions.values())))
+    history = _history(connection, who, sorted(set(positions.values())))
     new: list[Values] = []
     moves: dict[int, tuple[str, int]] = {}  # position -> (kind of the last event that moves it, assignment number)
     for row in rows:
@@ -72,7 +75,7 @@ def _record(
         if not external:
             _require_sequence(where, row["kind"], before)
         if (row["task_id"], row["revision"]) in moving and not _undoes_adjudication(row["kind"], before):
-            number = moves[position][1] if position in moves else _number(labeler, states[position], row["kind"], now)
+            number = moves[position][1] if position in moves else _number(who, states[position], row["kind"], now)
             if number is not None:
                 moves[position] = (row["kind"], number)
             elif external and row["kind"] == "answer":
@@ -82,14 +85,14 @@ def _record(
             elif row["kind"] != "skip" and not external:
                 raise LeaseLostError(f"{where}: the lease ran out and other labelers took the task's assignments")
         columns = {name: value for name, value in row.items() if name != "task_id"}
-        new.append(columns | {"task": position})
+        new.append(columns | {"task": position, "labeler": who})
         before.append(row)
     if new:
         connection.execute(insert(judgments), new)
         by_kind = {kind: [(p, number) for p, (k, number) in moves.items() if k == kind] for kind in MOVES}
-        leases.finish(connection, labeler, by_kind["answer"])
+        leases.finish(connection, who, by_kind["answer"])
         leases.release(connection, by_kind["skip"])
-        leases.grant(connection, labeler, by_kind["undo"], now, expires_at)
+        leases.grant(connection, who, by_kind["undo"], now, expires_at)
 
 
 def _positions(connection: Connection, task_ids: Sequence[str], labeler: str) -> dict[str, int]:
@@ -101,11 +104,11 @@ def _positions(connection: Connection, task_ids: Sequence[str], labeler: str) ->
     return found
 
 
-def _history(connection: Connection, labeler: str, positions: Sequence[int]) -> dict[int, list[Mapping[str, Any]]]:
+def _history(connection: Connection, who: str, positions: Sequence[int]) -> dict[int, list[Mapping[str, Any]]]:
     """Returns the labeler's events on each of these tasks so far, in order."""
     statement = (
         select(judgments)
-        .where(judgments.c.task.in_(positions), judgments.c.labeler == labeler)
+        .where(judgments.c.task.in_(positions), judgments.c.labeler == who)
         .order_by(judgments.c.task, judgments.c.revision)
     )
     found: dict[int, list[Mapping[str, Any]]] = {position: [] for position in positions}
@@ -126,8 +129,8 @@ def _require_sequence(where: str, kind: str, before: Sequence[Mapping[str, Any]]
         raise ValueError(f"{where}: already judged ({last}); take that back first")
 
 
-def _number(labeler: str, states: Sequence[AssignmentState], kind: str, now: float) -> int | None:
+def _number(who: str, states: Sequence[AssignmentState], kind: str, now: float) -> int | None:
     """Returns the labeler's own assignment of a task, else a free one (not for a skip), else None."""
-    own = [state.number for state in states if state.labeler == labeler]
+    own = [state.number for state in states if state.labeler == who]
     free = [state.number for state in states if state.is_free(now) and kind != "skip"]
     return next(iter([*own, *free]), None)

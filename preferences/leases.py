@@ -2,11 +2,12 @@
 
 A task has one assignment (a row of `places`) for each labeler that it wants. An assignment is free, leased or done. A
 lease that ran out stays with its labeler until another labeler takes the assignment. All functions run within the
-caller's transaction.
+caller's transaction; `who` is a labeler's pseudonym.
 """
 
 import hashlib
 import json
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -27,8 +28,9 @@ from sqlalchemy import (
 )
 
 from preferences.records import ShownTask
-from preferences.schema import assignments, judgments
+from preferences.schema import assignments, judgments, tasks
 
+NUM_DRAWS = 24  # tasks to try at random
 _LEASING = 7_243_002  # first half of the key of a labeler's advisory lock
 
 Assignment = tuple[int, int]  # a task's position, and the assignment's number within the task
@@ -44,7 +46,8 @@ class Lease:
     """One task reserved for one labeler. `order[i]` is the canonical index of the response shown at position i.
 
     `revision` is the number that the labeler's next judgment of the task will have. `handle` identifies the task to the
-    labeler without revealing its id. `given_at` is when this lease was first granted, or 0 without a live lease.
+    labeler without revealing its id. `given_at` is when this lease was first granted, or when the labeler revealed a
+    task with a warning, or 0 without a live lease.
     """
 
     shown: ShownTask
@@ -54,6 +57,12 @@ class Lease:
     revision: int = 0
     handle: str = ""
     given_at: float = 0.0  # seconds since the epoch
+    is_revealed: bool = False
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether the labeler has a warning before them, and has not asked to see the task."""
+        return bool(self.shown.warning) and not self.is_revealed
 
     @property
     def task_id(self) -> str:
@@ -104,10 +113,10 @@ def lock_labeler(connection: Connection, labeler: str) -> None:
         connection.execute(text("SET LOCAL enable_sort = off"))
 
 
-def live(connection: Connection, labeler: str, now: float, batch: str) -> list[Assignment]:
+def live(connection: Connection, who: str, now: float, batch: str) -> list[Assignment]:
     """Returns the labeler's live leases in the batch, in the tasks' order of arrival, and locks their rows."""
     mine = select(assignments.c.task, assignments.c.place).where(
-        assignments.c.labeler == labeler,
+        assignments.c.labeler == who,
         assignments.c.expires_at > now,
         ~assignments.c.is_done,
         assignments.c.batch == batch,
@@ -115,9 +124,30 @@ def live(connection: Connection, labeler: str, now: float, batch: str) -> list[A
     return [(row.task, row.place) for row in connection.execute(mine.order_by(assignments.c.task).with_for_update())]
 
 
+def drawn(connection: Connection, who: str, now: float, batch: str) -> list[int]:
+    """Draws positions of tasks for a labeler to try before others, with replacement. Returns those that are open.
+
+    What is drawn is a function of the labeler's pseudonym (which is random, so each store has an order of its own), the
+    batch and how many of its tasks they have judged. So a reload, a restart and a lease that ran out draw the same.
+    Late in a batch few that are drawn are open; then tasks come in order of arrival.
+    """
+    ends = select(func.min(tasks.c.position), func.max(tasks.c.position)).where(tasks.c.batch == batch)
+    first, last = connection.execute(ends).one()
+    if first is None:
+        return []
+    mine = (assignments.c.batch == batch, assignments.c.labeler == who, assignments.c.is_done)
+    num_done = connection.scalar(select(func.count()).where(*mine)) or 0
+    seed = hashlib.sha256(json.dumps(["task order", who, batch, num_done]).encode()).digest()
+    draws = [random.Random(seed + bytes([number])).randint(first, last) for number in range(NUM_DRAWS)]
+    # Unlocked: `lease_open` checks again, and a lock on all of them would keep others from taking any.
+    found = select(assignments.c.task).where(assignments.c.task.in_(draws), *_is_open(who, now, batch))
+    is_open = set(connection.scalars(found))
+    return [position for position in dict.fromkeys(draws) if position in is_open]
+
+
 def lease_open(
     connection: Connection,
-    labeler: str,
+    who: str,
     now: float,
     expires_at: float,
     *,
@@ -133,7 +163,7 @@ def lease_open(
     among = true() if positions is None else assignments.c.task.in_(positions)
     candidates = (
         select(assignments.c.task, assignments.c.place)
-        .where(assignments.c.batch == batch, _is_free(now), among, _is_new_to(labeler), _is_due_to(labeler))
+        .where(among, *_is_open(who, now, batch))
         .order_by(assignments.c.task, assignments.c.place)
         .with_for_update(skip_locked=True, of=assignments)  # PostgreSQL: skip what another request is taking
     )
@@ -144,14 +174,22 @@ def lease_open(
             first.setdefault(task, number)
         if not first:
             break
-        grant(connection, labeler, first.items(), now, expires_at)
+        grant(connection, who, first.items(), now, expires_at)
         leased += first.items()
     return sorted(leased)
 
 
-def grant(connection: Connection, labeler: str, chosen: Iterable[Assignment], now: float, expires_at: float) -> None:
+def grant(connection: Connection, who: str, chosen: Iterable[Assignment], now: float, expires_at: float) -> None:
     """Leases these assignments to the labeler, from now until `expires_at`."""
-    _update(connection, chosen, labeler=labeler, expires_at=expires_at, is_done=False, given_at=now)
+    _update(connection, chosen, labeler=who, expires_at=expires_at, is_done=False, given_at=now, is_revealed=False)
+
+
+def reveal(connection: Connection, who: str, position: int, now: float) -> None:
+    """Marks a task as revealed to the labeler who has leased it. Time counts from the first time."""
+    own = update(assignments).where(assignments.c.task == position, assignments.c.labeler == who)
+    connection.execute(
+        own.where(~assignments.c.is_done, ~assignments.c.is_revealed).values(is_revealed=True, given_at=now)
+    )
 
 
 def renew(connection: Connection, chosen: Iterable[Assignment], expires_at: float) -> None:
@@ -159,9 +197,9 @@ def renew(connection: Connection, chosen: Iterable[Assignment], expires_at: floa
     _update(connection, chosen, expires_at=expires_at)
 
 
-def finish(connection: Connection, labeler: str, chosen: Iterable[Assignment]) -> None:
+def finish(connection: Connection, who: str, chosen: Iterable[Assignment]) -> None:
     """Marks these assignments as judged by the labeler."""
-    _update(connection, chosen, labeler=labeler, expires_at=0.0, is_done=True)
+    _update(connection, chosen, labeler=who, expires_at=0.0, is_done=True)
 
 
 def release(connection: Connection, chosen: Iterable[Assignment]) -> None:
@@ -169,10 +207,10 @@ def release(connection: Connection, chosen: Iterable[Assignment]) -> None:
     _update(connection, chosen, labeler=None, expires_at=0.0, is_done=False, given_at=0.0)
 
 
-def release_all(connection: Connection, labeler: str) -> None:
+def release_all(connection: Connection, labeler: str, who: str) -> None:
     """Makes everything that the labeler has leased free for others. Finished assignments stay theirs."""
     lock_labeler(connection, labeler)
-    leased = update(assignments).where(assignments.c.labeler == labeler, ~assignments.c.is_done)
+    leased = update(assignments).where(assignments.c.labeler == who, ~assignments.c.is_done)
     connection.execute(leased.values(labeler=None, expires_at=0.0))
 
 
@@ -194,6 +232,10 @@ def _update(connection: Connection, chosen: Iterable[Assignment], **values: obje
         connection.execute(update(assignments).where(here).values(**values), rows)
 
 
+def _is_open(who: str, now: float, batch: str) -> tuple[ColumnElement[bool], ...]:
+    return (assignments.c.batch == batch, _is_free(now), _is_new_to(who), _is_due_to(who))
+
+
 def _is_free(now: float) -> ColumnElement[bool]:
     return and_(~assignments.c.is_done, or_(assignments.c.labeler.is_(None), assignments.c.expires_at <= now))
 
@@ -202,26 +244,26 @@ def _is_free(now: float) -> ColumnElement[bool]:
 # with the store. A count is taken per candidate, by index, and the first open candidate ends the search.
 
 
-def _is_new_to(labeler: str) -> ColumnElement[bool]:
+def _is_new_to(who: str) -> ColumnElement[bool]:
     """The labeler has no other assignment of the task, and their last judgment of it, if any, is not a skip."""
     other = assignments.alias("other")
     num_others = select(func.count()).where(
-        other.c.task == assignments.c.task, other.c.labeler == labeler, other.c.place != assignments.c.place
+        other.c.task == assignments.c.task, other.c.labeler == who, other.c.place != assignments.c.place
     )
     last_kind = (
         select(judgments.c.kind)
-        .where(judgments.c.task == assignments.c.task, judgments.c.labeler == labeler)
+        .where(judgments.c.task == assignments.c.task, judgments.c.labeler == who)
         .order_by(judgments.c.revision.desc())
         .limit(1)
     )
     return and_(_per_assignment(num_others) == 0, func.coalesce(_per_assignment(last_kind), "") != "skip")
 
 
-def _is_due_to(labeler: str) -> ColumnElement[bool]:
+def _is_due_to(who: str) -> ColumnElement[bool]:
     """The task repeats nothing, or the labeler has judged the task that it repeats."""
     original = assignments.alias("original")
     num_judged = select(func.count()).where(
-        original.c.task == assignments.c.original, original.c.labeler == labeler, original.c.is_done
+        original.c.task == assignments.c.original, original.c.labeler == who, original.c.is_done
     )
     return or_(assignments.c.original == 0, _per_assignment(num_judged) > 0)
 

@@ -32,7 +32,8 @@ class Task:
 
     `objective` is what labelers judge by ("helpful", ...). `gold_ranks` is the right answer of a gold task. `repeat_of`
     names the task that this one repeats for those who judged it. Both are hidden from labelers, as is `details`: where
-    the task comes from and how it was chosen, in JSON's types.
+    the task comes from and how it was chosen, in JSON's types. With a `warning` ("describes violence") labelers see
+    that first, and decide whether to see the task.
     """
 
     task_id: str
@@ -43,6 +44,7 @@ class Task:
     gold_ranks: tuple[int, ...] = ()
     repeat_of: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
+    warning: str = ""
 
     def __post_init__(self) -> None:
         if not self.task_id:
@@ -72,6 +74,7 @@ class ShownTask:
     task_id: str
     prompt: tuple[Message, ...]
     responses: tuple[str, ...]
+    warning: str = ""  # shown before the rest
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Subquery, and_, case, func, select, true
 
 from preferences.current import current_judgments, ranking_of, why_excluded
+from preferences.labelers import name_in
 from preferences.leases import Lease, display_order
 from preferences.records import Judgment, Message, Ranking, ShownTask, Task
 from preferences.rows import Values, as_judgment, as_task, messages, parts
@@ -45,11 +46,12 @@ class StoredTask:
 
 @dataclass(frozen=True)
 class PastEvent:
-    """An event of a labeler, with what they may know about its task: the handle and the prompt."""
+    """An event of a labeler, with what they may know about its task: the handle, the prompt and the warning."""
 
     judgment: Judgment
     handle: str
     prompt: tuple[Message, ...]
+    warning: str
 
 
 @dataclass(frozen=True)
@@ -89,41 +91,67 @@ def stored_tasks(connection: Connection, batch: str) -> list[StoredTask]:
     ]
 
 
-def judgments_of(connection: Connection, batch: str) -> list[Judgment]:
+def judgments_of(connection: Connection, batch: str, *, with_names: bool = True) -> list[Judgment]:
     """Returns every event on the batch's tasks, in the order in which they were stored."""
-    statement = _events().where(tasks.c.batch == batch).order_by(judgments.c.judgment_id)
+    statement = _events(with_names=with_names).where(tasks.c.batch == batch).order_by(judgments.c.judgment_id)
     return _as_judgments(connection.execute(statement).mappings())
 
 
-def history(connection: Connection, labeler: str, limit: int) -> list[PastEvent]:
-    """Returns the labeler's last events, newest first."""
-    statement = _events(tasks.c.handle, tasks.c.prompt).where(judgments.c.labeler == labeler)
+def events_on(connection: Connection, task_id: str) -> list[Judgment]:
+    """Returns every event on a task, in the order in which they were stored."""
+    statement = _events().where(tasks.c.task_id == task_id).order_by(judgments.c.judgment_id)
+    return _as_judgments(connection.execute(statement).mappings())
+
+
+def events(connection: Connection, batch: str, who: str, kind: str, start: int, limit: int | None) -> list[Judgment]:
+    """Returns events of a batch, newest first; "" = of all labelers (or of one, by their pseudonym), of every kind."""
+    statement = _events().where(tasks.c.batch == batch).order_by(judgments.c.judgment_id.desc())
+    if who:
+        statement = statement.where(judgments.c.labeler == who)
+    if kind:
+        statement = statement.where(judgments.c.kind == kind)
+    return _as_judgments(connection.execute(statement.offset(start).limit(limit)).mappings())
+
+
+def history(connection: Connection, who: str, limit: int) -> list[PastEvent]:
+    """Returns the last events of a labeler, given by their pseudonym, newest first."""
+    statement = _events(tasks.c.handle, tasks.c.prompt, tasks.c.warning).where(judgments.c.labeler == who)
     rows = connection.execute(statement.order_by(judgments.c.judgment_id.desc()).limit(limit)).mappings()
-    return [PastEvent(as_judgment(dict(row)), row["handle"], messages(row["prompt"])) for row in rows]
+    return [PastEvent(as_judgment(dict(row)), row["handle"], messages(row["prompt"]), row["warning"]) for row in rows]
 
 
-def num_current_answers(connection: Connection, labeler: str) -> int:
-    """Counts the labeler's current answers."""
-    done = select(func.count()).where(assignments.c.labeler == labeler, assignments.c.is_done)
+def num_current_answers(connection: Connection, who: str) -> int:
+    """Counts the current answers of a labeler, given by their pseudonym."""
+    done = select(func.count()).where(assignments.c.labeler == who, assignments.c.is_done)
     return connection.scalar(done) or 0
 
 
-def leases_of(connection: Connection, positions: Sequence[int], labeler: str, expires_at: float) -> list[Lease]:
-    """Returns the tasks at these positions as this labeler is shown them, in order of arrival."""
-    num_events = select(func.count()).where(judgments.c.task == tasks.c.position, judgments.c.labeler == labeler)
+def leases_of(
+    connection: Connection, positions: Sequence[int], labeler: str, who: str, expires_at: float
+) -> list[Lease]:
+    """Returns the tasks at these positions as this labeler is shown them, in order of arrival.
+
+    `who` is the labeler's pseudonym, or "" if they have none yet.
+    """
+    num_events = select(func.count()).where(judgments.c.task == tasks.c.position, judgments.c.labeler == who)
     revision = num_events.correlate(tasks).scalar_subquery()
     own = select(func.max(assignments.c.given_at)).where(
-        assignments.c.task == tasks.c.position, assignments.c.labeler == labeler, ~assignments.c.is_done
+        assignments.c.task == tasks.c.position, assignments.c.labeler == who, ~assignments.c.is_done
     )
     given_at = func.coalesce(own.correlate(tasks).scalar_subquery(), 0.0)
-    columns = (tasks.c.task_id, tasks.c.handle, tasks.c.prompt, tasks.c.responses)
-    wanted = select(*columns, revision.label("revision"), given_at.label("given_at"))
+    is_revealed = own.where(assignments.c.is_revealed).correlate(tasks).scalar_subquery().is_not(None)
+    columns = (tasks.c.task_id, tasks.c.handle, tasks.c.prompt, tasks.c.responses, tasks.c.warning)
+    lease = (revision.label("revision"), given_at.label("given_at"), is_revealed.label("is_revealed"))
+    wanted = select(*columns, *lease)
     found = []
     for part in parts(positions):
         for row in connection.execute(wanted.where(tasks.c.position.in_(part)).order_by(tasks.c.position)):
             order = display_order(row.task_id, labeler, len(row.responses))
-            shown = ShownTask(row.task_id, messages(row.prompt), tuple(row.responses[index] for index in order))
-            found.append(Lease(shown, labeler, order, expires_at, row.revision, row.handle, row.given_at))
+            responses = tuple(row.responses[index] for index in order)
+            shown = ShownTask(row.task_id, messages(row.prompt), responses, row.warning)
+            found.append(
+                Lease(shown, labeler, order, expires_at, row.revision, row.handle, row.given_at, row.is_revealed)
+            )
     return found
 
 
@@ -147,17 +175,17 @@ def coverage(connection: Connection, batch: str) -> list[Coverage]:
     """Returns who has judged each task of the batch, in order of arrival."""
     done = and_(assignments.c.task == tasks.c.position, assignments.c.is_done)
     statement = (
-        select(tasks.c.task_id, tasks.c.num_labelers, assignments.c.labeler)
+        select(tasks.c.task_id, tasks.c.num_labelers, name_in(assignments.c.labeler))
         .outerjoin(assignments, done)
         .where(tasks.c.batch == batch)
-        .order_by(tasks.c.position, assignments.c.labeler)
+        .order_by(tasks.c.position)
     )
     quotas: dict[str, int] = {}
     judged_by: dict[str, list[str]] = {}
     for task_id, num_labelers, labeler in connection.execute(statement):
         quotas[task_id] = num_labelers
         judged_by.setdefault(task_id, []).extend([] if labeler is None else [labeler])
-    return [Coverage(task_id, quota, tuple(judged_by[task_id])) for task_id, quota in quotas.items()]
+    return [Coverage(task_id, quota, tuple(sorted(judged_by[task_id]))) for task_id, quota in quotas.items()]
 
 
 def progress(connection: Connection, batch: str) -> Progress:
@@ -174,9 +202,12 @@ def batch_counts(connection: Connection, now: float) -> list[BatchCounts]:
     sums = [_num_open(by_task), *(func.sum(column) for column in (by_task.c.wanted, by_task.c.done, by_task.c.leased))]
     found = connection.execute(select(by_task.c.batch, func.count(), *sums).group_by(by_task.c.batch))
     numbers = {row[0]: (row[1], row[2], row[3], row[4], row[5]) for row in found}
-    who = select(assignments.c.batch, assignments.c.labeler, func.count()).where(assignments.c.is_done)
+    done = select(assignments.c.batch, assignments.c.labeler, func.count().label("number"))
+    counted = done.where(assignments.c.is_done).group_by(assignments.c.batch, assignments.c.labeler).subquery()
     by_labeler: dict[str, dict[str, int]] = {}
-    for batch, labeler, number in connection.execute(who.group_by(assignments.c.batch, assignments.c.labeler)):
+    for batch, labeler, number in connection.execute(
+        select(counted.c.batch, name_in(counted.c.labeler), counted.c.number)
+    ):
         by_labeler.setdefault(batch, {})[labeler] = number
     return [
         BatchCounts(name, *numbers[name], by_labeler=dict(sorted(by_labeler.get(name, {}).items())))
@@ -218,7 +249,7 @@ def content_hash(connection: Connection, batch: str) -> str:
 
     It covers each judged task's prompt, responses, sources and objective, and each current judgment's ranks, ratings,
     flags, note, order shown, labeler and instructions version. It leaves out how they got here: times, milliseconds,
-    client, order of arrival, and what was undone.
+    client, order of arrival, and what was undone. An erasure changes it, because it covers names and notes.
     """
     current = current_judgments(judgments_of(connection, batch))
     known = task_rows(connection, batch)
@@ -231,8 +262,11 @@ def content_hash(connection: Connection, batch: str) -> str:
     return digest.hexdigest()
 
 
-def _events(*more: ColumnElement[Any]) -> Select[Any]:
-    return select(tasks.c.task_id, judgments, *more).join(tasks, judgments.c.task == tasks.c.position)
+def _events(*more: ColumnElement[Any], with_names: bool = True) -> Select[Any]:
+    own = [column for column in judgments.c if column is not judgments.c.labeler]
+    labeler = name_in(judgments.c.labeler) if with_names else judgments.c.labeler
+    columns = (tasks.c.task_id, labeler.label("labeler"), *own, *more)
+    return select(*columns).join(tasks, judgments.c.task == tasks.c.position)
 
 
 def _as_judgments(rows: Iterable[RowMapping]) -> list[Judgment]:

@@ -11,7 +11,7 @@ from preferences.records import MAX_LABELERS, MAX_MILLISECONDS, Answer, Judgment
 
 ROLES = ("system", "user", "assistant")
 KINDS = ("answer", "skip", "undo", "adjudication")
-NAMES = ("task_id", "objective", "repeat_of")  # a task's text columns
+NAMES = ("task_id", "objective", "repeat_of", "warning")  # a task's text columns
 COMPARED = ("kind", "ranks", "ratings", "flags", "note")  # what two events with the same revision must agree on
 MAX_NAME_CHARACTERS = 500  # PostgreSQL's indexes take 2,704 bytes, and a character is four at most
 _VARIABLES_PER_STATEMENT = 5_000  # SQLite takes 32,766
@@ -193,6 +193,7 @@ def task_row(task: Task, batch: str, quota: int, locations: Locations = NO_LOCAT
         "gold_ranks": list(dense_ranks(task.gold_ranks)),
         "repeat_of": task.repeat_of,
         "details": dict(task.details),
+        "warning": task.warning,
     }
 
 
@@ -207,6 +208,7 @@ def as_task(row: Mapping[str, Any]) -> Task:
         gold_ranks=tuple(row["gold_ranks"]),
         repeat_of=row["repeat_of"],
         details=row["details"],
+        warning=row["warning"],
     )
 
 

@@ -4,6 +4,10 @@ tasks        one row per task, in order of arrival; the content never changes
 places       one row per assignment (a labeler that a task wants): free, leased or done; leases are stored only here
 judgments    one row per event of a labeler, append-only: triggers refuse UPDATE and DELETE
 people_acts  the audit log: one row per event on accounts or exports, append-only in the same way
+labelers     the name of each pseudonym; triggers refuse DELETE, and every UPDATE except an erasure
+
+A column `labeler` holds a pseudonym, and so do `actor` and `subject` of the audit log if they are people. Only an
+erasure may change a judgment: the trigger allows emptying the notes of an erased labeler, and nothing else.
 
 Tables and columns keep the names that older stores have: `assignments` is the table `places`, its column `place` the
 assignment's number, and `audit_log` is the table `people_acts`.
@@ -24,6 +28,7 @@ from sqlalchemy import (
     String,
     Table,
     UniqueConstraint,
+    false,
     text,
 )
 
@@ -49,6 +54,7 @@ tasks = Table(
     Column("gold_ranks", JSON, nullable=False),  # [] = not a gold task
     Column("repeat_of", String, nullable=False),  # "" = not a repeat
     Column("details", JSON, nullable=False),
+    Column("warning", String, nullable=False, server_default=""),  # "" = none
     # What labelers see instead of task_id, which may reveal what they must not know ("gold-7", "repeat of ...").
     Column("handle", String, nullable=False, default=new_handle),
     Index("tasks_by_handle", "handle", unique=True),
@@ -65,7 +71,9 @@ assignments = Table(
     Column("labeler", String),  # who has leased or finished it; NULL = nobody
     Column("expires_at", Float, nullable=False),  # end of the lease, seconds since the epoch
     Column("is_done", Boolean, nullable=False),
-    Column("given_at", Float, nullable=False),  # when this lease was granted, seconds since the epoch; 0 = no lease
+    # When this lease was granted or its task revealed, in seconds since the epoch; 0 = no lease.
+    Column("given_at", Float, nullable=False),
+    Column("is_revealed", Boolean, nullable=False, server_default=false()),  # of a task with a warning
     PrimaryKeyConstraint("task", "place"),
     Index(
         "places_open",
@@ -107,6 +115,14 @@ judgments = Table(
     Index("judgments_by_labeler", "labeler", "judgment_id"),
 )
 
+labelers = Table(
+    "labelers",
+    metadata,
+    Column("pseudonym", String, primary_key=True),  # random; or a labeler's name in imported data, if that is nobody's
+    Column("name", String, unique=True),  # NULL = erased, or never known
+    Column("is_erased", Boolean, nullable=False),
+)
+
 accounts = Table(
     "accounts",
     metadata,
@@ -141,8 +157,8 @@ audit_log = Table(
     metadata,
     Column("act_id", Integer, primary_key=True),
     Column("actor", String, nullable=False),
-    Column("act", String, nullable=False),  # invited, revoked, joined, closed, admitted, exported, read
-    Column("subject", String, nullable=False),  # a name or a batch
+    Column("act", String, nullable=False),  # invited, revoked, joined, closed, admitted, exported, erased, ...
+    Column("subject", String, nullable=False),  # a pseudonym or a batch
     Column("created_at", Float, nullable=False),
 )
 

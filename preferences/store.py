@@ -15,6 +15,7 @@ from sqlalchemy import select
 from preferences import events, importing, leases, results
 from preferences.database import open_engines
 from preferences.importing import Import, ImportRows, stored
+from preferences.labelers import known_pseudonym, num_erased, pseudonym_of
 from preferences.leases import Lease
 from preferences.records import Answer, Judgment, Ranking, Task
 from preferences.results import BatchCounts, Coverage, PastEvent, Progress, StoredTask
@@ -65,16 +66,19 @@ class LabelStore:
 
     # ---- leases ----
 
-    def lease(self, labeler: str, *, seconds: float, batch: str) -> Lease | None:
+    def lease(self, labeler: str, *, seconds: float, batch: str, is_random: bool = False) -> Lease | None:
         """Returns the task that `labeler` should judge next, leased for `seconds`, or None if none is open for them.
 
-        A live lease of the labeler is renewed and returned again, with the responses in the same order.
+        A live lease of the labeler is renewed and returned again, with the responses in the same order. With
+        `is_random` the next task is drawn for this labeler, otherwise tasks come in order of arrival.
         """
-        granted = self.lease_many(labeler, 1, seconds=seconds, batch=batch)
+        granted = self.lease_many(labeler, 1, seconds=seconds, batch=batch, is_random=is_random)
         return granted[0] if granted else None
 
-    def lease_many(self, labeler: str, num_tasks: int, *, seconds: float, batch: str) -> list[Lease]:
-        """Returns up to `num_tasks` leases: first the labeler's live ones, then new ones in order of arrival.
+    def lease_many(
+        self, labeler: str, num_tasks: int, *, seconds: float, batch: str, is_random: bool = False
+    ) -> list[Lease]:
+        """Returns up to `num_tasks` leases: first the labeler's live ones, then new ones in order of arrival, or drawn.
 
         A task is open for a labeler who has neither judged nor skipped it, while fewer labelers than it wants have
         judged it or hold a live lease. A repeat opens once the labeler has judged the task that it repeats.
@@ -85,12 +89,19 @@ class LabelStore:
         with self._writer.begin() as connection:
             now = self._clock()
             leases.lock_labeler(connection, labeler)
-            granted = leases.live(connection, labeler, now, batch)[:num_tasks]
+            who = pseudonym_of(connection, labeler)
+            granted = leases.live(connection, who, now, batch)[:num_tasks]
             leases.renew(connection, granted, now + seconds)
+            is_drawn = is_random and len(granted) < num_tasks
+            for position in leases.drawn(connection, who, now, batch) if is_drawn else ():
+                if len(granted) < num_tasks:
+                    granted += leases.lease_open(
+                        connection, who, now, now + seconds, batch=batch, limit=1, positions=[position]
+                    )
             if len(granted) < num_tasks:
                 limit = num_tasks - len(granted)
-                granted += leases.lease_open(connection, labeler, now, now + seconds, batch=batch, limit=limit)
-            return results.leases_of(connection, [task for task, _ in granted], labeler, now + seconds)
+                granted += leases.lease_open(connection, who, now, now + seconds, batch=batch, limit=limit)
+            return results.leases_of(connection, [task for task, _ in granted], labeler, who, now + seconds)
 
     def lease_these(self, labeler: str, task_ids: Sequence[str], *, seconds: float, batch: str) -> list[Lease]:
         """Leases those of the batch's `task_ids` that are open for the labeler or leased by them, in arrival order."""
@@ -98,13 +109,14 @@ class LabelStore:
         with self._writer.begin() as connection:
             now, until = self._clock(), self._clock() + seconds
             leases.lock_labeler(connection, labeler)
+            who = pseudonym_of(connection, labeler)
             wanted = {row["position"] for row in stored(connection, task_ids).values()}
-            granted = [one for one in leases.live(connection, labeler, now, batch) if one[0] in wanted]
+            granted = [one for one in leases.live(connection, who, now, batch) if one[0] in wanted]
             leases.renew(connection, granted, until)
             for part in parts(sorted(wanted)):
                 limit = len(part)
-                granted += leases.lease_open(connection, labeler, now, until, batch=batch, limit=limit, positions=part)
-            return results.leases_of(connection, [task for task, _ in granted], labeler, until)
+                granted += leases.lease_open(connection, who, now, until, batch=batch, limit=limit, positions=part)
+            return results.leases_of(connection, [task for task, _ in granted], labeler, who, until)
 
     # ---- what labelers do ----
 
@@ -140,6 +152,12 @@ class LabelStore:
         rows = [empty_row(lease, "skip", reason, milliseconds)]
         self._record(lease.labeler, rows, client, instructions_version)
 
+    def reveal(self, lease: Lease) -> None:
+        """Stores that the labeler has seen the warning and asked for the task. Time on it counts from now."""
+        with self._writer.begin() as connection:
+            position = stored(connection, [lease.task_id])[lease.task_id]["position"]
+            leases.reveal(connection, pseudonym_of(connection, lease.labeler), position, self._clock())
+
     def undo(self, lease: Lease, reason: str, *, client: str, instructions_version: str) -> None:
         """Takes the labeler's last event on a task back and leases the task to them again. The event stays stored.
 
@@ -166,7 +184,8 @@ class LabelStore:
             found = stored(connection, [task_id])
             if task_id not in found:
                 raise ValueError(f"task {task_id!r}: task_id is not in the store")
-            return results.leases_of(connection, [found[task_id]["position"]], labeler, self._clock())[0]
+            who = known_pseudonym(connection, labeler)
+            return results.leases_of(connection, [found[task_id]["position"]], labeler, who, self._clock())[0]
 
     def by_handle(self, labeler: str, handle: str) -> Lease:
         """Like `reopened`, but by the task's handle. Raises: ValueError for an unknown handle."""
@@ -174,7 +193,8 @@ class LabelStore:
             position = connection.scalar(select(tasks.c.position).where(tasks.c.handle == handle))
             if position is None:
                 raise ValueError("no task in the store has this handle")
-            return results.leases_of(connection, [position], labeler, self._clock())[0]
+            who = known_pseudonym(connection, labeler)
+            return results.leases_of(connection, [position], labeler, who, self._clock())[0]
 
     def with_history(self, labeler: str, handle: str) -> Lease | None:
         """Like `by_handle`, but returns None for a task that is unknown or that the labeler has no event on."""
@@ -182,18 +202,14 @@ class LabelStore:
             position = connection.scalar(select(tasks.c.position).where(tasks.c.handle == handle))
             if position is None:
                 return None
-            lease = results.leases_of(connection, [position], labeler, self._clock())[0]
+            who = known_pseudonym(connection, labeler)
+            lease = results.leases_of(connection, [position], labeler, who, self._clock())[0]
         return lease if lease.revision > 0 else None
 
     def _record(self, labeler: str, rows: Sequence[Values], client: str, instructions_version: str) -> None:
         with self._writer.begin() as connection:
             now = self._clock()
-            shared = {
-                "labeler": labeler,
-                "client": client,
-                "instructions_version": instructions_version,
-                "created_at": now,
-            }
+            shared = {"client": client, "instructions_version": instructions_version, "created_at": now}
             events.record(connection, [row | shared for row in rows], labeler, now, now + UNDO_SECONDS)
 
     def import_judgments(self, batch: str, judgments: Sequence[Judgment]) -> None:
@@ -235,10 +251,14 @@ class LabelStore:
         with self._reader.begin() as connection:
             return results.stored_tasks(connection, batch)
 
-    def judgments(self, batch: str) -> list[Judgment]:
-        """Returns every event on the batch's tasks, in the order in which they were stored."""
+    def judgments(self, batch: str, *, with_names: bool = True) -> list[Judgment]:
+        """Returns every event on the batch's tasks, in the order in which they were stored.
+
+        Without names each labeler has their pseudonym, which an erasure does not change. What leaves the store for
+        other files should have pseudonyms.
+        """
         with self._reader.begin() as connection:
-            return results.judgments_of(connection, batch)
+            return results.judgments_of(connection, batch, with_names=with_names)
 
     def rankings(self, batch: str) -> list[Ranking]:
         """Returns the training data: each labeler's current answer, or only the adjudication of an adjudicated task.
@@ -248,15 +268,26 @@ class LabelStore:
         with self._reader.begin() as connection:
             return results.rankings(connection, batch)
 
+    def events_on(self, task_id: str) -> list[Judgment]:
+        """Returns every event on a task, in the order in which they were stored."""
+        with self._reader.begin() as connection:
+            return results.events_on(connection, task_id)
+
+    def events(self, batch: str, *, labeler: str = "", kind: str = "", start: int, limit: int) -> list[Judgment]:
+        """Returns a batch's events, newest first, from number `start` on; of one labeler and one kind, if given."""
+        with self._reader.begin() as connection:
+            who = known_pseudonym(connection, labeler) if labeler else ""
+            return results.events(connection, batch, who, kind, start, limit) if who or not labeler else []
+
     def history(self, labeler: str, limit: int) -> list[PastEvent]:
         """Returns the labeler's last events, newest first."""
         with self._reader.begin() as connection:
-            return results.history(connection, labeler, limit)
+            return results.history(connection, known_pseudonym(connection, labeler), limit)
 
     def num_current_answers(self, labeler: str) -> int:
         """Counts the labeler's current answers, without adjudications."""
         with self._reader.begin() as connection:
-            return results.num_current_answers(connection, labeler)
+            return results.num_current_answers(connection, known_pseudonym(connection, labeler))
 
     def coverage(self, batch: str) -> list[Coverage]:
         """Returns who has judged each task of the batch, in order of arrival."""
@@ -277,6 +308,11 @@ class LabelStore:
         """Returns a number that grows with every judgment of the batch; 0 = none."""
         with self._reader.begin() as connection:
             return results.newest_judgment(connection, batch)
+
+    def num_erased(self) -> int:
+        """Returns the number of people who were erased: it grows when a name disappears from the judgments."""
+        with self._reader.begin() as connection:
+            return num_erased(connection)
 
     def content_hash(self, batch: str) -> str:
         """Returns a SHA-256 over what was judged and how; see `results.content_hash`."""

@@ -33,7 +33,7 @@ from stages.planner import Planner, StagePlan
 from stages.run import StageRun
 from stages.tokens import token_folder
 from training.config import InitConfig, TrainingConfig
-from training.data import DataConfig, read_texts
+from training.data import TextConfig, read_texts
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import CausalLMObjective
 from training.packing import stream_rows
@@ -48,8 +48,8 @@ class PretrainConfig(InitConfig, TrainingConfig):
     With `init_from`, pretraining continues from that model's weights, shape and vocabulary.
     """
 
-    texts: tuple[DataConfig, ...] = Field(min_length=1, description="Texts to learn from.")
-    heldout: tuple[DataConfig, ...] = Field(min_length=1, description="Texts to evaluate on.")
+    texts: tuple[TextConfig, ...] = Field(min_length=1, description="Texts to learn from.")
+    heldout: tuple[TextConfig, ...] = Field(min_length=1, description="Texts to evaluate on.")
     tokenizer_texts: int = Field(
         default=100_000, ge=1, description="The tokenizer is trained on the first this many texts."
     )
@@ -139,13 +139,13 @@ def prepare_tokenizer(config: PretrainConfig, model: ModelConfig, folder: Path) 
         Tokenizer.train(sample, model.vocab_size, "plain", has_mask=True).save(folder)
 
 
-def stream_parts(tokenizer: Tokenizer, sources: Sequence[DataConfig], first_row: int) -> Iterator[Part]:
+def stream_parts(tokenizer: Tokenizer, sources: Sequence[TextConfig], first_row: int) -> Iterator[Part]:
     """The texts from a row on as one stream of tokens, an end token after each text."""
     for chunk in chunks(itertools.islice(read_texts(sources), first_row, None)):
         yield Part(len(chunk), {"tokens": _joined(tokenizer.encode_plain(chunk), tokenizer.end_id)})
 
 
-def heldout_parts(tokenizer: Tokenizer, sources: Sequence[DataConfig], first_row: int) -> Iterator[Part]:
+def heldout_parts(tokenizer: Tokenizer, sources: Sequence[TextConfig], first_row: int) -> Iterator[Part]:
     """`stream_parts`, with the number of bytes that each token stands for; an end token stands for none."""
     for chunk in chunks(itertools.islice(read_texts(sources), first_row, None)):
         tokens = _joined(tokenizer.encode_plain(chunk), tokenizer.end_id)

@@ -159,11 +159,36 @@ def checked_messages(where: str, messages: Any, field: str, *, ends_with: str) -
 
 
 def any_messages(where: str, messages: Any, field: str) -> list[dict[str, str]]:
-    """Returns the turns in `field`: at least one, with known roles. Their texts may be empty."""
-    if not isinstance(messages, list) or not messages:
+    """Returns the turns in `field`: at least one, with known roles. Their texts may be empty.
+
+    A `developer` is the system, as OpenAI calls it now. Content may be text, or OpenAI's list of parts, all of them
+    texts, which are joined.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"{where}: field {field!r} is {type(messages).__name__}; a non-empty list was expected")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or message.get("role") not in ("system", "user", "assistant"):
-            raise ValueError(f"{where}: field '{field}[{index}].role': system, user or assistant was expected")
-        any_text(f"{where}: {field}[{index}]", message, "content")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    return [_message(where, message, f"{field}[{index}]") for index, message in enumerate(messages)]
+
+
+def _message(where: str, message: Any, field: str) -> dict[str, str]:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role not in ("system", "developer", "user", "assistant"):
+        found = f" is {shown(role)};" if role is not None else ":"
+        raise ValueError(f"{where}: field '{field}.role'{found} system, user or assistant was expected")
+    for call in ("tool_calls", "function_call"):
+        if message.get(call):
+            raise ValueError(f"{where}: field '{field}.{call}' holds a tool call; Heed trains on text alone")
+    return {"role": "system" if role == "developer" else role, "content": _content(f"{where}: {field}", message)}
+
+
+def _content(where: str, message: Mapping[str, Any]) -> str:
+    """Returns a message's text, or OpenAI's text parts joined."""
+    if not isinstance(message.get("content"), list | tuple):
+        return any_text(where, message, "content")
+    texts = []
+    for index, part in enumerate(objects_field(where, message, "content")):
+        if part.get("type") != "text":
+            raise ValueError(
+                f"{where}: content[{index}] is a part of type {shown(part.get('type'))}; only text parts are read"
+            )
+        texts.append(any_text(f"{where}: content[{index}]", part, "text"))
+    return "".join(texts)

@@ -1,16 +1,18 @@
 """Streaming the rows of a file, a folder or a hub id, each with its location for error messages.
 
-It reads JSONL, JSON (a list of objects), Parquet and plain text, each also as .gz, folders that `datasets` saved or can
-load, and hub ids.
+It reads JSONL, JSON (a list of objects), CSV, Parquet and plain text, each also as .gz, folders that `datasets` saved
+or can load, and hub ids.
 """
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from endpoints.hub_errors import hub_reason
 from reading.lines import read_jsonl, read_list, starts_a_list
+from reading.tables import read_csv
 
-LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text"}
+LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".md": "text"}
 SAVED = ("dataset_dict.json", "state.json")  # files in a folder that `datasets` saved
 
 Row = dict[str, Any]
@@ -32,6 +34,11 @@ def read_source(source: str, *, split: str = "train", subset: str = "", max_rows
         yield row
 
 
+def is_file_name(source: str) -> bool:
+    """Whether a source is named like a file that can be read, and not like a folder or a hub id."""
+    return Path(source.removesuffix(".gz")).suffix in LOADERS
+
+
 def _all_rows(source: str, split: str, subset: str) -> Rows:
     path = Path(source)
     kind = LOADERS.get(Path(source.removesuffix(".gz")).suffix, "")
@@ -41,6 +48,8 @@ def _all_rows(source: str, split: str, subset: str) -> Rows:
         yield from _objects(read_list(path))
     elif kind == "json":
         yield from _objects(read_jsonl(path))
+    elif kind == "csv":
+        yield from read_csv(path)
     elif kind or not path.is_file():
         yield from _numbered(source, _load_files(kind, path) if kind else _load(source, split, subset))
     else:
@@ -71,10 +80,9 @@ def _load(source: str, split: str, subset: str) -> Any:
             return found[split] if isinstance(found, datasets.DatasetDict) else found
         return datasets.load_dataset(source, subset or None, split=split, streaming=True)
     except Exception as error:  # the hub's clients raise many kinds of errors, which mean the same to the user
-        offline = " (HF_HUB_OFFLINE is set, so the hub was not asked)" if datasets.config.HF_HUB_OFFLINE else ""
         raise ValueError(
             f"source {source!r} is neither a local file nor a dataset that the hub provided"
-            f" (split {split!r}){offline}: {type(error).__name__}: {error}"
+            f" (split {split!r}): {hub_reason(error)}"
         ) from error
 
 

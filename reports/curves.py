@@ -14,6 +14,7 @@ from reports.text import count, duration, number, percent
 
 CURVE_SIZE = {"width": 340, "height": 200}
 MAX_POINTS = 600  # more would only make the page heavier
+SMALL = 0.01  # below it a number is shown by significant digits
 FEW_POINTS = 30  # up to which a curve's points are shown
 
 
@@ -60,9 +61,10 @@ def stage_block(
     return Columns((Facts(tuple(all_facts), in_a_row), *figures), "grid")
 
 
-def metric_figures(stage: StageFolder, panels: Sequence[Panel], x_label: str = "step") -> list[Figure]:
-    """The curves of a stage, without those that its metrics lack."""
-    figures = [_curves(panel, stage, f"{stage.name}-{place}", x_label) for place, panel in enumerate(panels)]
+def metric_figures(stage: StageFolder, panels: Sequence[Panel], x_label: str = "step", group: str = "") -> list[Figure]:
+    """The curves of a stage, without those that its metrics lack. Each group of them on a page has its own name."""
+    prefix = "-".join(name for name in (stage.name, group) if name)
+    figures = [_curves(panel, stage, f"{prefix}-{place}", x_label) for place, panel in enumerate(panels)]
     return [figure for figure in figures if figure is not None]
 
 
@@ -87,7 +89,7 @@ def _curves(panel: Panel, stage: StageFolder, name: str, x_label: str) -> Figure
     drawn = [(series, xs, ys) for series, xs, ys in drawn if len(xs) > 0]
     if not drawn:
         return None
-    show = percent if panel.is_share else number
+    show = percent if panel.is_share else _significant
 
     def paint(axes: Any) -> None:
         for series, xs, ys in drawn:
@@ -110,10 +112,19 @@ def _curves(panel: Panel, stage: StageFolder, name: str, x_label: str) -> Figure
     return Figure(panel.title, panel.unit, keys, svg)
 
 
+def _significant(value: float) -> str:
+    """A number with two decimals, or with two significant digits where that would leave nothing of it."""
+    value = float(value)
+    return number(value) if value == 0 or abs(value) >= SMALL else f"{value:.2g}".replace("-", "\u2212")
+
+
 def _curve(axes: Any, series: Series, xs: Floats, ys: Floats) -> None:
     colour = tone(series.tone)
     if series.is_sparse or len(xs) < FEW_POINTS:
         axes.plot(xs, ys, "o-", color=colour, markersize=4 if len(xs) < 40 else 0, linewidth=1.6)
+        return
+    if np.ptp(ys) == 0:  # a running mean would differ by rounding, and the axis would show nothing else
+        axes.plot(xs, ys, color=colour)
         return
     axes.plot(xs, ys, color=colour, linewidth=0.8, alpha=0.35)
     axes.plot(xs, running_mean(ys, max(3, len(xs) // 20)), color=colour)

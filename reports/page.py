@@ -1,4 +1,6 @@
-"""A page of typed parts, as HTML. It stands alone: nothing is loaded, and its one script only filters samples."""
+"""A page of typed parts, as HTML. It stands alone: nothing is loaded, and its script only searches samples. A live page
+(`heed watch`) also fetches what has changed.
+"""
 
 import base64
 import hashlib
@@ -10,13 +12,14 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
+from reports.live import Live, Now
 from reports.parts import Answer, Block, Columns, Details, Headline, Part, Section
 from reports.samples import Samples
 from reports.styles import PolicyStyle
 from reports.text import clean_text
 
 HERE = Path(__file__).parent
-SCRIPT = HERE / "samples.js"
+SCRIPT, LIVE_SCRIPT = HERE / "samples.js", HERE / "live.js"
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Page:
-    """A report. Without `steps` its contents are listed by section. `styles` are those of all policies on it."""
+    """A report. `steps` lead through a run. `styles` are those of all policies on it."""
 
     kicker: str
     title: str
@@ -44,15 +47,22 @@ class Page:
     warnings: tuple[str, ...] = ()
     headlines: tuple[Headline, ...] = ()
     steps: tuple[Step, ...] = ()
+    live: Live | None = None
+
+    @property
+    def contents(self) -> tuple[tuple[str, str], ...]:
+        """Anchor and title of every section."""
+        return tuple((section.anchor, section.title) for section in self.sections)
 
 
 def render(page: Page) -> str:
     """The page as HTML: the same page gives the same bytes."""
-    is_filtered = any(isinstance(part, Samples) and part.is_filtered for part in _parts(page))
-    script = SCRIPT.read_text(encoding="utf-8") if is_filtered else ""
-    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    template = _environment().get_template("page.html.jinja")
-    return clean_text(template.render(page=page, script=Markup(script), script_hash=script_hash))
+    has_samples = page.live is not None or any(isinstance(part, Samples) for part in _parts(page))
+    paths = (*((SCRIPT,) if has_samples else ()), *((LIVE_SCRIPT,) if page.live is not None else ()))
+    scripts = [path.read_text(encoding="utf-8") for path in paths]
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    template = environment().get_template("page.html.jinja")
+    return clean_text(template.render(page=page, scripts=[Markup(script) for script in scripts], hashes=hashes))
 
 
 def _parts(page: Page) -> Iterable[Part]:
@@ -64,8 +74,13 @@ def _parts(page: Page) -> Iterable[Part]:
             waiting += part.parts
 
 
+def render_now(now: Now) -> str:
+    """What a run is doing now, as HTML."""
+    return clean_text(environment().get_template("now.html.jinja").render(now=now))
+
+
 @cache
-def _environment() -> jinja2.Environment:
+def environment() -> jinja2.Environment:
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,

@@ -6,10 +6,12 @@ says what it shows (`reports.parts.StageReporter`); those that have not run are 
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from files.atomic import write_text
+from reports.live import Live
 from reports.page import Page, Step, render
 from reports.parts import (
     Answer,
@@ -43,10 +45,20 @@ def write_report(run_folder: Path, reporters: Reporters) -> dict[str, Any]:
         ValueError: a file in the run directory is absent or malformed; the message names it (and the line).
     """
     run = read_run(run_folder, reporters)
-    reports = {stage.name: _report_of(stage, reporters[stage.name]) for stage in run.shown}
+    reports = _reports(run, reporters)
     page, report = render(_page(run, reporters, reports)), _json(run, reports)
     write_pages(run_folder, page, report)
     return report
+
+
+def live_report(run_folder: Path, reporters: Reporters, live: Live) -> str:
+    """The same page, as HTML, with what the run is doing now at its top. Raises: as `write_report` does."""
+    run = read_run(run_folder, reporters)
+    return render(replace(_page(run, reporters, _reports(run, reporters)), live=live))
+
+
+def _reports(run: Run, reporters: Reporters) -> Reports:
+    return {stage.name: _report_of(stage, reporters[stage.name]) for stage in run.shown}
 
 
 def write_pages(folder: Path, page: str, report: Mapping[str, Any]) -> None:
@@ -136,7 +148,7 @@ def _sources(run: Run, reports: Reports) -> dict[str, dict[str, str]]:
 
 
 def _page(run: Run, reporters: Reporters, reports: Reports) -> Page:
-    on_their_own = tuple(section for report in reports.values() for section in report.sections)
+    on_their_own = tuple(section for report in reversed(list(reports.values())) for section in report.sections)
     headlines = headlines_of(reports)
     workers = run.job.get("workers")
     return Page(
@@ -149,12 +161,20 @@ def _page(run: Run, reporters: Reporters, reports: Reports) -> Page:
         ),
         answer=answer_of(reports),
         sections=(*on_their_own, _loop(run, reporters, reports), _origins(run, headlines)),
-        skip_to=(on_their_own[0].anchor, "the comparison") if on_their_own else ("loop", "the stages"),
+        skip_to=_skip_to(on_their_own),
         styles=tuple(style for report in reports.values() for style in report.styles),
         caution=str(run.job.get("note") or ""),
         headlines=headlines,
         steps=tuple(_step(stage, reports[stage.name]) for stage in run.shown),
     )
+
+
+def _skip_to(sections: tuple[Section, ...]) -> tuple[str, str]:
+    """Anchor and name of what comes after the head of the page."""
+    if not sections:
+        return "loop", "the stages"
+    title = sections[0].title
+    return sections[0].anchor, title[0].lower() + title[1:]
 
 
 def _step(stage: StageFolder, report: StageReport) -> Step:

@@ -61,14 +61,17 @@ def _read_stage(name: str, run_folder: Path, files: dict[str, str]) -> StageFold
     for part in ("results", "lineage"):
         path = folder / f"{part}.json"
         objects[part] = parse_object(_read_text(path, run_folder, files), str(path)) if path.is_file() else {}
-    metrics = []
-    path = folder / "metrics.jsonl"
-    if path.is_file():
-        text = _read_text(path, run_folder, files)
-        # A line without its end was cut off by a kill, or is being written now.
-        lines = text[: text.rfind("\n") + 1].split("\n")
-        metrics = [parse_object(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
-    return StageFolder(name, folder, objects["results"], metrics, objects["lineage"])
+    metrics, samples = (_read_lines(folder / f"{part}.jsonl", run_folder, files) for part in ("metrics", "samples"))
+    return StageFolder(name, folder, objects["results"], metrics, objects["lineage"], samples)
+
+
+def _read_lines(path: Path, run_folder: Path, files: dict[str, str]) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    text = _read_text(path, run_folder, files)
+    # A line without its end was cut off by a kill, or is being written now.
+    lines = text[: text.rfind("\n") + 1].split("\n")
+    return [parse_object(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _read_text(path: Path, run_folder: Path, files: dict[str, str]) -> str:

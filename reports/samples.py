@@ -1,7 +1,7 @@
 """Samples side by side: prompts with the responses to them, and what judges say of them.
 
-All of it is HTML that reads without JavaScript; the page's script (samples.js) hides what a filter leaves out and shows
-a page at a time.
+All of it is HTML that reads without JavaScript; the page's script (samples.js) searches it, hides what a filter leaves
+out, and shows a page at a time.
 """
 
 from collections.abc import Sequence
@@ -67,6 +67,7 @@ class ShownPrompt:
     messages: tuple[tuple[str, Folded], ...]
     responses: tuple[tuple[PolicyStyle, tuple[ShownResponse, ...]], ...]
     is_open: bool
+    note: str = ""  # stands in the summary line
     verdicts: tuple[ShownVerdict, ...] = ()
     chips: tuple[Chip, ...] = ()
     category_place: int = 0
@@ -76,11 +77,10 @@ class ShownPrompt:
 
 @dataclass(frozen=True)
 class Samples:
-    """The prompts that the page holds, and the choices of its filters. At most one on a page."""
+    """The prompts that the page holds, and the choices of its filters."""
 
     prompts: tuple[ShownPrompt, ...]
     num_prompts: int
-    is_filtered: bool = False
     policies: tuple[PolicyStyle, ...] = ()
     pairs: tuple[tuple[int, int], ...] = ()
     judges: tuple[str, ...] = ()

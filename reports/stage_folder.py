@@ -1,4 +1,4 @@
-"""What a stage left in its folder: results, metrics and lineage."""
+"""What a stage left in its folder: results, metrics, samples and lineage."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ class StageFolder:
     raw_results: Mapping[str, Any]
     metrics: Sequence[Mapping[str, Any]]
     lineage: Mapping[str, Any]
+    samples: Sequence[Mapping[str, Any]] = ()  # of samples.jsonl: responses that are kept to be read
 
     def results(self, kind: type[AnyResults]) -> AnyResults | None:
         """The stage's results.json as a dataclass; None until it is finished.
@@ -29,6 +30,11 @@ class StageFolder:
         if not self.raw_results:
             return None
         return record_of(self.raw_results, kind, str(self.path / "results.json"))
+
+    def samples_as(self, kind: type[AnyResults]) -> list[AnyResults]:
+        """The lines of samples.jsonl as dataclasses. Raises: as `results` does."""
+        where = self.path / "samples.jsonl"
+        return [record_of(line, kind, f"{where}:{place}") for place, line in enumerate(self.samples, 1)]
 
     @property
     def status(self) -> str:

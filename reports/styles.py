@@ -10,6 +10,8 @@ from reports.text import label
 KNOWN_POLICIES = {
     "pretrained": ("Pretrained", "pretrained", "o"),
     "sft": ("SFT", "sft", "s"),
+    "rejection": ("Rejection sampling", "other-2", "P"),
+    "dpo": ("DPO", "other-1", "v"),
     "ppo": ("PPO", "ppo", "^"),
 }
 # For policies of other names, after those that the known ones leave free.

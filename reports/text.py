@@ -44,7 +44,7 @@ def number(value: Any, digits: int = 2) -> str:
     """A number with a true minus sign and thousands set apart; a dash where there is none."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return UNKNOWN
-    text = f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
+    text = f"{value:,}" if isinstance(value, int) else f"{value:z,.{digits}f}"  # z: a rounded zero has no minus
     return text.replace("-", "\u2212")
 
 

@@ -6,16 +6,18 @@ higher is better; and "objective", what the labeler judged by (default: "overall
 (docs/labels.md).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from pydantic import Field, field_validator
 
 from lm.tokenizer import Messages, Tokenizer
 from preferences.records import Message, Ranking
-from training.data import DataConfig, read_rows
-from training.tokens import chunks
+from reading.conversations import AUTO
+from training.data import OnOverlong, SourceConfig, read_rows, untold
+from training.tokens import FITS, SKIPPED, TRUNCATED, chunks
 
 if TYPE_CHECKING:
     from preferences.formats.merging import Found
@@ -38,32 +40,42 @@ class Comparison:
     sequences: tuple[Sequence[int], ...]
     verdicts: tuple[Verdict, ...]
     objective: int = 0  # what its labelers judged by: an index into the model's objectives
+    response_tokens: tuple[int, ...] = ()  # of each sequence, its last ones, the end token included
 
 
-class RankingsConfig(DataConfig):
+class RankingsConfig(SourceConfig):
     """Where rankings come from, and their format."""
 
-    format: str = Field(default="rankings", description="Format of the rows, one of those in docs/labels.md.")
+    format: str = Field(
+        default=AUTO,
+        description="Format of the rows, one of those in docs/labels.md; `auto` recognises it by the rows' fields.",
+    )
 
     @field_validator("format")
     @classmethod
     def _is_known(cls, name: str) -> str:
         from preferences.formats.registry import format_to_read  # needs SQLAlchemy, which a bare GPU machine lacks
 
-        return format_to_read(name).name
+        return name if name == AUTO else format_to_read(name).name
 
 
-def read_judgments(data: RankingsConfig) -> "Found":
+def read_judgments(data: RankingsConfig, tell: Callable[[str], None] = untold) -> "Found":
     """Tasks, judgments, warnings about rows, and what is held back from training.
 
-    Raises: ValueError naming file, line and field.
+    `tell` gets a line on how many comparisons of which format there are. Raises: ValueError naming file, line, field.
     """
     from preferences.formats.merging import collect_all, report_excluded
-    from preferences.formats.registry import format_to_read
+    from preferences.formats.registry import read_as
 
-    found = collect_all(format_to_read(data.format), read_rows(data))
+    rows = read_rows(data)
+    first = next(rows, None)
+    if first is None:
+        raise ValueError(f"{data.source}: no rankings; at least one was expected")
+    form, rows = read_as(data.format, chain([first], rows))
+    found = collect_all(form, rows)
     if not found.judgments:
         raise ValueError(f"{data.source}: no rankings; at least one was expected")
+    tell(f"{data.source}: {len(found.tasks):,} comparisons, {form.description}")
     report_excluded(found)
     if not found.rankings:
         counts = ", ".join(f"{count:,} x {kind}" for kind, count in found.report.counts().items())
@@ -81,11 +93,26 @@ def encode_scored(tokenizer: Tokenizer, messages: Messages) -> tuple[int, ...]:
 
     A policy's samples end there, so text that a template adds after it is left out.
     """
-    return _scored(*tokenizer.encode_conversation(messages))
+    return tuple(_scored(*tokenizer.encode_conversation(messages)).tokens)
 
 
-def _scored(tokens: Sequence[int], is_response: Sequence[bool]) -> tuple[int, ...]:
-    return tuple(tokens[: len(tokens) - is_response[::-1].index(True)])
+@dataclass(frozen=True)
+class Encoded:
+    """A conversation up to the end token of its last response, whose tokens are the last `response_tokens`."""
+
+    tokens: Sequence[int]
+    response_tokens: int
+
+    def cut(self, num_tokens: int) -> "Encoded":
+        """The first so many tokens."""
+        num_cut = max(0, len(self.tokens) - num_tokens)
+        return Encoded(self.tokens[:num_tokens], max(0, self.response_tokens - num_cut))
+
+
+def _scored(tokens: Sequence[int], is_response: Sequence[bool]) -> Encoded:
+    end = len(tokens) - is_response[::-1].index(True)
+    length = next((back for back in range(end) if not is_response[end - 1 - back]), end)
+    return Encoded(tuple(tokens[:end]), length)
 
 
 def encode_response(tokenizer: Tokenizer, prompt: Sequence[Message], response: str) -> tuple[int, ...]:
@@ -107,6 +134,7 @@ def encode_rankings(
     rankings: Sequence[Ranking],
     max_tokens: int,
     *,
+    section: str = "reward",
     objectives: Sequence[str] = (),
     weights: LabelerWeights | None = None,
 ) -> list[Comparison]:
@@ -118,11 +146,8 @@ def encode_rankings(
     the same prompt and responses.
     """
     found = list[Comparison]()
-    for judged, encoded in encode_tasks(tokenizer, rankings_by_task(rankings), max_tokens):
-        found += [
-            comparison_of(sequences, task, objectives, weights or {})
-            for task, sequences in zip(judged, encoded, strict=True)
-        ]
+    for task, sequences in encode_tasks(tokenizer, rankings_by_task(rankings), max_tokens, section):
+        found.append(comparison_of(sequences, task, objectives, weights or {}))
     return found
 
 
@@ -145,33 +170,62 @@ def rankings_by_task(rankings: Sequence[Ranking]) -> list[list[Ranking]]:
     return list(by_task.values())
 
 
-EncodedTasks = tuple[list[list[Ranking]], list[tuple[tuple[int, ...], ...]]]  # tasks, and each one's sequences
+EncodedTask = tuple[list[Ranking], tuple[Encoded, ...]]  # a task's rankings, and its responses with their prompt
 
 
-def encode_tasks(tokenizer: Tokenizer, tasks: Sequence[list[Ranking]], max_tokens: int) -> Iterator[EncodedTasks]:
-    """The tasks in chunks, each with the tokens of its responses. Each response is encoded once, for all its labelers.
+def encode_tasks(
+    tokenizer: Tokenizer, tasks: Sequence[list[Ranking]], max_tokens: int, section: str
+) -> Iterator[EncodedTask]:
+    """The tasks with the tokens of their responses. Each response is encoded once, for all its labelers.
 
-    Raises: ValueError naming the task whose conversation is longer than `max_tokens`.
+    Raises: ValueError naming the task whose conversation is longer than `max_tokens`, and the stage's `section`.
     """
+    for task, sequences in encode_unchecked(tokenizer, tasks):
+        longest = max(len(sequence.tokens) for sequence in sequences)
+        if longest > max_tokens:
+            raise ValueError(
+                f"task {task[0].task_id!r}: prompt and response have {longest} tokens; the model's context holds"
+                f' {max_tokens} ({section}.on_overlong = "skip" or "truncate" accepts longer ones)'
+            )
+        yield task, sequences
+
+
+def encode_unchecked(tokenizer: Tokenizer, tasks: Sequence[list[Ranking]]) -> Iterator[EncodedTask]:
+    """`encode_tasks` for tasks of any length."""
     for judged in chunks(tasks):
         conversations = [_answered(task[0].prompt, response) for task in judged for response in task[0].responses]
         encoded = iter(tokenizer.encode_conversations(conversations))
-        found = [tuple(_scored(*next(encoded)) for _ in task[0].responses) for task in judged]
-        for task, sequences in zip(judged, found, strict=True):
-            longest = max(len(sequence) for sequence in sequences)
-            if longest > max_tokens:
-                raise ValueError(
-                    f"task {task[0].task_id!r}: prompt and response have {longest} tokens; the model's context holds"
-                    f" {max_tokens}"
-                )
-        yield judged, found
+        for task in judged:
+            yield task, tuple(_scored(*next(encoded)) for _ in task[0].responses)
+
+
+def fit_tasks(
+    tokenizer: Tokenizer, tasks: Sequence[list[Ranking]], max_tokens: int, on_overlong: OnOverlong, section: str
+) -> Iterator[tuple[tuple[Encoded, ...], int]]:
+    """The sequences of each task, and whether they were cut or left out; none are left of a task that is skipped.
+
+    A task is also skipped if cutting makes different responses the same, as it does where the prompt is too long.
+    Raises: ValueError as `encode_tasks`, if `on_overlong` refuses.
+    """
+    if on_overlong == "refuse":
+        yield from ((sequences, FITS) for _, sequences in encode_tasks(tokenizer, tasks, max_tokens, section))
+        return
+    for _, sequences in encode_unchecked(tokenizer, tasks):
+        cut = tuple(sequence.cut(max_tokens) for sequence in sequences)
+        if cut == sequences:
+            yield sequences, FITS
+        elif on_overlong == "skip" or len(set(cut)) < len(set(sequences)):
+            yield (), SKIPPED
+        else:
+            yield cut, TRUNCATED
 
 
 def comparison_of(
-    sequences: tuple[Sequence[int], ...], judged: Sequence[Ranking], objectives: Sequence[str], weights: LabelerWeights
+    sequences: Sequence[Encoded], judged: Sequence[Ranking], objectives: Sequence[str], weights: LabelerWeights
 ) -> Comparison:
     """The comparison of a task, given its responses' tokens and its rankings."""
     task = judged[0]
     verdicts = [Verdict(r.ranks, r.ratings, weights.get((r.objective, r.labeler), 1.0)) for r in judged]
     objective = objectives.index(task.objective) if objectives else 0
-    return Comparison(task.task_id, sequences, tuple(verdicts), objective)
+    tokens, response_tokens = zip(*((of.tokens, of.response_tokens) for of in sequences), strict=True)
+    return Comparison(task.task_id, tokens, tuple(verdicts), objective, response_tokens)

@@ -1,6 +1,6 @@
-"""What the reward model's stage configures."""
+"""What stages that learn from rankings configure, and what the reward model's stage adds."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -8,28 +8,25 @@ from lm.model import SCORE
 from reward.comparisons import RankingsConfig
 from reward.learner import Ties
 from training.config import InitConfig, TrainingConfig
-from training.data import DataConfig
+from training.data import DataConfig, OnOverlong, overlong_field
 
 
-class RewardConfig(InitConfig, TrainingConfig):
-    """`batch.batch_size` counts comparisons: one prompt's K responses and all rankings that labelers gave them.
+class ComparisonsConfig(InitConfig, TrainingConfig):
+    """What the reward model and DPO share: rankings of K responses, and how they become a loss.
 
-    `init_from` may name a language model, a reward model, or an encoder.
+    `batch.batch_size` counts comparisons: one prompt's K responses and all rankings that labelers gave them.
     """
+
+    packs_sequences = True
+    section: ClassVar[str]  # of the job file, for messages
+    objectives_key: ClassVar[str]  # the field that names objectives
 
     chat_template: str = Field(
         default="",
         description="`chat`, `plain`, or a Jinja template, for a model without one; empty = the model's own.",
     )
     rankings: RankingsConfig = Field(description="Rankings to learn from.")
-    demonstrations: tuple[DataConfig, ...] = Field(
-        min_length=1, description="Conversations whose mean score becomes 0."
-    )
-    objectives: tuple[str, ...] = Field(
-        default=(),
-        description="Objectives to learn where the rankings have several: each gets a head of its own on the shared"
-        " trunk, trained on its own rankings; empty = the only one.",
-    )
+    on_overlong: OnOverlong = overlong_field()
     heldout_share: float = Field(
         default=0.1, gt=0, lt=1, description="Fraction of the prompts whose rankings are held out."
     )
@@ -38,15 +35,37 @@ class RewardConfig(InitConfig, TrainingConfig):
         default="soft",
         description="`soft` counts a tie as half a win; `davidson` as an outcome with its own probability.",
     )
-    rating_coef: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of the loss of the ratings that labelers gave, relative to the ranking loss; 0 = none.",
-    )
     labeler_weights: Literal["equal", "reliability"] = Field(
         default="equal",
         description="`reliability` weights each labeler's rankings by how often other labelers agree with them, counted"
         " on training rankings only.",
+    )
+
+    @property
+    def named_objectives(self) -> tuple[str, ...]:
+        """The objectives whose rankings are learned; () = the only one that the rankings have."""
+        raise NotImplementedError
+
+
+class RewardConfig(ComparisonsConfig):
+    """`init_from` may name a language model, a reward model, or an encoder."""
+
+    section = "reward"
+    objectives_key = "reward.objectives"
+
+    demonstrations: tuple[DataConfig, ...] = Field(
+        default=(),
+        description="Conversations whose mean score becomes 0; empty = the best responses of the rankings.",
+    )
+    objectives: tuple[str, ...] = Field(
+        default=(),
+        description="Objectives to learn where the rankings have several: each gets a head of its own on the shared"
+        " trunk, trained on its own rankings; empty = the only one.",
+    )
+    rating_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the loss of the ratings that labelers gave, relative to the ranking loss; 0 = none.",
     )
     num_calibration: int = Field(
         default=512,
@@ -60,6 +79,10 @@ class RewardConfig(InitConfig, TrainingConfig):
         if len(set(names)) < len(names) or not all(names):
             raise ValueError(f"objectives is {list(names)}; names that differ were expected")
         return names
+
+    @property
+    def named_objectives(self) -> tuple[str, ...]:
+        return self.objectives
 
     @property
     def labels(self) -> tuple[str, ...]:

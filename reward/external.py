@@ -13,6 +13,7 @@ from files.python_names import explain, file_of, load_function
 from lm.progress import note_progress
 from lm.tokenizer import Messages
 from reading.fields import shown
+from training.notices import printing_aloud
 
 # Gets prompts (each a list of messages) and responses (texts); returns a number per response, None for a failure.
 ScoringFunction = Callable[[list[list[dict[str, str]]], list[str]], Sequence[float | None]]
@@ -44,8 +45,9 @@ class RewardFunction:
         prompts = [[dict(message) for message in messages] for messages in conversations]
         function = self.function
         try:
-            returned = function(prompts, list(responses))
-            values = list(returned) if isinstance(returned, Iterable) else returned
+            with printing_aloud(self.name):
+                returned = function(prompts, list(responses))
+                values = list(returned) if isinstance(returned, Iterable) else returned
         except Exception as error:  # user code
             if len(responses) > 1:
                 alone = zip(conversations, responses, strict=True)

@@ -3,7 +3,6 @@
 Shape letters: B sequences, O objectives.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -11,15 +10,16 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from lm.padding import MAX_ROWS, batches_by_length
+from lm.padding import MAX_TOKENS
 from lm.progress import note_progress
 from lm.tokenizer import Tokenizer
-from reward.comparisons import Comparison, encode_scored
+from reward.calibration import best_responses, calibration_sequences
+from reward.comparisons import Comparison
 from reward.config import RewardConfig
 from reward.learner import RewardLearner
-from reward.scoring import read_by, sequences_of, task_scores
-from training.data import read_conversations
+from reward.scoring import PackedInputs, sequences_of, task_scores
 from training.engine import Engine
+from training.passes import split_passes
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,15 @@ def final_scores(
     trained_on: Sequence[Comparison],
     heldout: Sequence[Comparison],
 ) -> FinalScores:
-    """Score the first `num_calibration` demonstrations, all held-out comparisons, and of each objective the first
-    `num_calibration` that were trained on; a collective call.
+    """Score the first `num_calibration` demonstrations, or best responses; all held-out comparisons; and of each
+    objective the first `num_calibration` that were trained on. A collective call.
     """
-    conversations = islice(read_conversations(config.demonstrations), config.num_calibration)
-    demonstrations = [encode_scored(tokenizer, messages) for _, messages in conversations]
-    scores_BO = scores_on_all_ranks(engine, demonstrations)
+    context = engine.module.network.config.max_position_embeddings
+    if config.demonstrations:
+        best: Sequence[Sequence[int]] = calibration_sequences(config, tokenizer, context)
+    else:
+        best = best_responses(trained_on, config.num_calibration)
+    scores_BO = scores_on_all_ranks(engine, best)
     shift = [-sum(of_head) / len(of_head) for of_head in scores_BO.T.tolist()]
 
     def shifted_scores(comparisons: Sequence[Comparison]) -> dict[str, list[float]]:
@@ -58,23 +61,18 @@ def final_scores(
 
 @torch.no_grad()
 def scores_on_all_ranks(engine: Engine[RewardLearner], sequences: Sequence[Sequence[int]]) -> Tensor:
-    """Scores [B, O] of the sequences, in order, on every rank's CPU; a collective call.
-
-    Batches of like length are dealt to the ranks in turn, so a round takes all ranks about as long.
-    """
+    """Scores [B, O] of the sequences, in order, on every rank's CPU; a collective call."""
     engine.model.eval()
     network = engine.module.network
-    batches = batches_by_length(sequences, min(MAX_ROWS, math.ceil(len(sequences) / engine.world_size)))
     scores_BO = torch.zeros(len(sequences), len(network.labels), device=engine.device)
+    passes = split_passes([[len(sequence)] for sequence in sequences], engine.world_size, MAX_TOKENS)[engine.rank]
     with engine.cache_weight_casts():
-        # ZeRO-3 gathers weights in every pass, so all ranks run the same number of passes: a rank without a batch
-        # repeats the last one and does not count it.
-        for first in range(0, len(batches), engine.world_size):
+        # ZeRO-3 gathers weights in every pass, so all ranks run the same number of passes: one without sequences reads
+        # the first and does not count it.
+        for rows in passes if sequences else ():
             note_progress()
-            place = first + engine.rank
-            batch = batches[min(place, len(batches) - 1)]
-            read = read_by([sequences[row] for row in batch], network.config.kind, engine.device)
-            found_BO, _, _ = engine.model(*read)
-            if place < len(batches):
-                scores_BO[batch] = found_BO.to(scores_BO)
+            packed = PackedInputs.of([sequences[row] for row in rows or [0]], network.config.kind, engine.device)
+            found_BO, _, _ = engine.model(*packed.read)
+            if rows:
+                scores_BO[rows] = packed.in_order(found_BO).to(scores_BO)
     return engine.sum_over_ranks(scores_BO).cpu()

@@ -18,10 +18,10 @@ def ranking_loss(scores_BK: Tensor, ranks_BK: Tensor) -> tuple[Tensor, Tensor]:
     accuracy = share of the untied pairs that the scores order like the ranks; ½ where all are tied.
     A comparison of one response has no pairs, and a loss of 0.
     """
-    difference_BP, ahead_BP, real_BP = _pairs(scores_BK, ranks_BK)
+    difference_BP, ahead_BP, real_BP = pairs_of(scores_BK, ranks_BK)
     target_BP = (ahead_BP + 1) / 2
     loss_BP = F.binary_cross_entropy_with_logits(difference_BP, target_BP.to(difference_BP.dtype), reduction="none")
-    return _mean(loss_BP, real_BP), _accuracy(difference_BP, ahead_BP, real_BP)
+    return mean_over_pairs(loss_BP, real_BP), accuracy_of(difference_BP, ahead_BP, real_BP)
 
 
 def davidson_loss(scores_BK: Tensor, ranks_BK: Tensor, log_nu_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,9 +33,9 @@ def davidson_loss(scores_BK: Tensor, ranks_BK: Tensor, log_nu_B: Tensor) -> tupl
     without Z: it pulls equals together as this does, and says nothing of how often they tie.
     loss = -1/C(K,2) · Σ_{i<j} log P(what was seen), nats.
     """
-    difference_BP, ahead_BP, real_BP = _pairs(scores_BK, ranks_BK)
+    difference_BP, ahead_BP, real_BP = pairs_of(scores_BK, ranks_BK)
     loss_BP = -davidson_log_likelihood(difference_BP, ahead_BP, log_nu_B[:, None])
-    return _mean(loss_BP, real_BP), _accuracy(difference_BP, ahead_BP, real_BP)
+    return mean_over_pairs(loss_BP, real_BP), accuracy_of(difference_BP, ahead_BP, real_BP)
 
 
 def davidson_log_likelihood(difference_P: Tensor, ahead_P: Tensor, log_nu: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _centred(values_BK: Tensor, real_BK: Tensor) -> Tensor:
     return torch.where(real_BK, held_BK - mean_B1, 0.0)
 
 
-def _pairs(scores_BK: Tensor, ranks_BK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def pairs_of(scores_BK: Tensor, ranks_BK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of every pair i < j of places [B, P]: s_i - s_j, the sign of i's lead (0 = a tie), and True = no padding."""
     K = scores_BK.shape[1]
     first, second = torch.triu_indices(K, K, offset=1, device=scores_BK.device)
@@ -78,12 +78,12 @@ def _pairs(scores_BK: Tensor, ranks_BK: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return difference_BP, ahead_BP, real_BP
 
 
-def _mean(loss_BP: Tensor, real_BP: Tensor) -> Tensor:
+def mean_over_pairs(loss_BP: Tensor, real_BP: Tensor) -> Tensor:
     """Over each comparison's pairs; 0 where it has none."""
     return (loss_BP * real_BP).sum(dim=1) / real_BP.sum(dim=1).clamp(min=1)
 
 
-def _accuracy(difference_BP: Tensor, ahead_BP: Tensor, real_BP: Tensor) -> Tensor:
+def accuracy_of(difference_BP: Tensor, ahead_BP: Tensor, real_BP: Tensor) -> Tensor:
     untied_BP = real_BP & (ahead_BP != 0)
     right_BP = untied_BP & (difference_BP.sign() == ahead_BP)
     num_untied_B = untied_BP.sum(dim=1)

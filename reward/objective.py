@@ -15,13 +15,38 @@ from lm.upload import spread, upload
 from reward.comparisons import Comparison
 from reward.learner import RewardLearner
 from reward.loss import davidson_loss, ranking_loss, rating_loss
-from reward.scoring import read_by
+from reward.scoring import PackedInputs
+from training.config import BatchConfig
 from training.packing import IntArray
+from training.passes import pass_tokens, split_passes
 
 MAX_RESPONSES = 1 << 20  # to one prompt; numbers of sequences are spaced by it
 
 
-class RankingObjective:
+class ComparisonObjective:
+    """What objectives over comparisons share: batches count comparisons, and passes hold whole ones."""
+
+    comparisons: Sequence[Comparison]
+
+    def __len__(self) -> int:
+        return len(self.comparisons)
+
+    def count(self, rows: IntArray) -> int:
+        return len(rows)
+
+    def num_tokens(self, rows: IntArray) -> int:
+        return sum(len(sequence) for row in rows for sequence in self.comparisons[row].sequences)
+
+    def rank_passes(
+        self, rows: IntArray, batch: BatchConfig, num_ranks: int, *, with_gradients: bool
+    ) -> list[list[IntArray]]:
+        """The comparisons of each pass of each rank, by the tokens of their responses."""
+        units = [[len(sequence) for sequence in self.comparisons[row].sequences] for row in rows]
+        ranks = split_passes(units, num_ranks, pass_tokens(batch, units, with_gradients=with_gradients))
+        return [[rows[places] for places in passes] for passes in ranks]
+
+
+class RankingObjective(ComparisonObjective):
     """The loss summed over comparisons, each the weighted mean over its labelers; batches count comparisons.
 
     A comparison reads and trains only the head of its own objective. All comparisons weigh the same, so the shared
@@ -42,26 +67,18 @@ class RankingObjective:
         self.comparisons, self.kind, self.objectives = comparisons, kind, objectives if len(objectives) > 1 else ()
         self.rating_coef, self.rating_std = rating_coef, [std or 1.0 for std in rating_std]
 
-    def __len__(self) -> int:
-        return len(self.comparisons)
-
-    def count(self, rows: IntArray) -> int:
-        return len(rows)
-
-    def num_tokens(self, rows: IntArray) -> int:
-        return sum(len(sequence) for row in rows for sequence in self.comparisons[row].sequences)
-
     def loss(
         self, model: RewardLearner, rows: IntArray, device: torch.device, seed: int = 0
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         chosen = [self.comparisons[row] for row in rows]
-        read = read_by([s for c in chosen for s in c.sequences], self.kind, device)
+        packed = PackedInputs.of([s for c in chosen for s in c.sequences], self.kind, device)
         # A comparison's row and the place in it name a sequence, whatever else is in the batch.
         numbers_N = [
             row * MAX_RESPONSES + k for row, c in zip(rows, chosen, strict=True) for k in range(len(c.sequences))
         ]
-        keys_N1 = sequence_keys(seed, np.array(numbers_N)[:, None], device)
-        scores_NO, log_nu_O, scale_O = model(*read, sequence_keys_BT=keys_N1)
+        keys_BT = sequence_keys(seed, np.array(numbers_N)[packed.sequence_BT], device)
+        scores, log_nu_O, scale_O = model(*packed.read, sequence_keys_BT=keys_BT)
+        scores_NO = packed.in_order(scores)
         objective_N = torch.tensor([[c.objective] for c in chosen for _ in c.sequences])
         scores_N = scores_NO.gather(1, upload(objective_N, device)).squeeze(1)
         lengths = torch.tensor([len(c.sequences) for c in chosen])

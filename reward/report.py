@@ -52,6 +52,8 @@ def _facts(results: RewardResults) -> list[tuple[str, str]]:
         ("Held-out pairs", count(results.heldout_pairs)),
         ("Held-out accuracy", percent(results.heldout_accuracy)),
     ]
+    if results.overlong:
+        found.append(("Comparisons read", str(results.overlong)))
     if results.ties is not None:
         found.append(("Log-likelihood of wins and ties, nats per pair", number(results.ties.heldout_log_likelihood, 4)))
     if results.ratings is not None:

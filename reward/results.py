@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from intervals.estimates import Share
+from training.data import Overlong
 
 
 @dataclass(frozen=True)
@@ -74,3 +75,4 @@ class RewardResults:
     objectives: Mapping[str, ObjectiveResults] = field(default_factory=dict)
     gold_accuracy: Share | None = None
     human_pairs_accuracy: Share | None = None
+    overlong: Overlong | None = None  # of the comparisons

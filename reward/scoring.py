@@ -17,13 +17,16 @@ from torch import Tensor, nn
 from lm.encoder import SequenceClassifier
 from lm.inference import load_for_inference
 from lm.model import ScalarModel
-from lm.padding import MAX_ROWS, batches_by_length, last_tokens, pad_right
+from lm.padding import MAX_TOKENS, last_tokens, pad_right
 from lm.progress import note_progress
 from lm.source import PartialSource, on_meta
 from lm.tokenizer import Messages, Tokenizer
 from lm.upload import upload
 from lm.weights import ModelFolder, purpose_of
 from reward.comparisons import Comparison, encode_scored
+from training.packing import IntArray
+from training.passes import packed_rows, split_passes
+from training.tokens import Sequences
 
 RewardNetwork = ScalarModel | SequenceClassifier
 
@@ -46,34 +49,57 @@ def labels_of(folder: Path) -> tuple[str, ...]:
     return on_meta(network_folder(folder).build).labels
 
 
-def sequence_scores(network: nn.Module, sequences: Sequence[Sequence[int]], kind: str) -> Tensor:
-    """Scores [B, O]; higher is better. Gradients flow. `kind` is the network's: "decoder" or "encoder"."""
-    return scores_of(network, read_by(sequences, kind, next(network.parameters()).device))
-
-
 def read_by(sequences: Sequence[Sequence[int]], kind: str, device: torch.device) -> tuple[Tensor | None, ...]:
-    """The inputs of a network of this kind for the sequences."""
-    tokens_BT, segments_BT = pad_right(sequences, torch.device("cpu"))
-    if kind == "encoder":
-        return upload(tokens_BT, device), upload(segments_BT, device)
-    # Under causal attention with padding on the right, no real token attends to padding: no mask is needed.
-    return upload(tokens_BT, device), None, last_tokens(segments_BT)
+    """The inputs of a network of this kind for the sequences, one per row."""
+    return _inputs(*pad_right(sequences, torch.device("cpu")), kind, device)
+
+
+def _inputs(tokens_BT: Tensor, segments_BT: Tensor, kind: str, device: torch.device) -> tuple[Tensor | None, ...]:
+    """Of rows in the CPU's memory. Masks stay there, where counting does not wait for a GPU."""
+    inputs = upload(tokens_BT, device), segments_BT
+    return inputs if kind == "encoder" else (*inputs, last_tokens(segments_BT))
+
+
+@dataclass(frozen=True)
+class PackedInputs:
+    """Sequences packed into few rows: the network's inputs, each sequence's place among its scores, and the place in
+    `sequences` that each token [B, T] belongs to, any at padding.
+    """
+
+    read: tuple[Tensor | None, ...]
+    places_N: Tensor
+    sequence_BT: IntArray
+
+    @classmethod
+    def of(cls, sequences: Sequence[Sequence[int]], kind: str, device: torch.device) -> Self:
+        rows = packed_rows(Sequences.of((tokens, [False] * len(tokens)) for tokens in sequences), device)
+        read = _inputs(torch.from_numpy(rows.tokens), torch.from_numpy(rows.segments), kind, device)
+        places_N = torch.from_numpy(rows.numbers[rows.numbers >= 0]).argsort()
+        return cls(read, upload(places_N, device), rows.sequence_of_tokens())
+
+    def in_order(self, scores_NO: Tensor) -> Tensor:
+        """The scores of these inputs, in the order of the sequences."""
+        return scores_NO.index_select(0, self.places_N)
 
 
 def scores_of(network: nn.Module, read: Sequence[Tensor | None], sequence_keys_BT: Tensor | None = None) -> Tensor:
-    """Scores [B, O] of what `read_by` gives; the sequences' keys [B, 1] are for dropout (`lm.dropout`)."""
+    """Scores [sequences, O] of what `read_by` and `PackedInputs` give; keys [B, 1] or [B, T] are for dropout
+    (`lm.dropout`).
+    """
     scores: Tensor = network(*read, sequence_keys_BT=sequence_keys_BT)
     return scores if scores.dim() == 2 else scores[:, None]
 
 
 @torch.inference_mode()
-def head_scores(network: RewardNetwork, sequences: Sequence[Sequence[int]], batch_size: int = MAX_ROWS) -> Tensor:
-    """Scores [B, O] of any number of sequences, in order. Batches are sorted by length to minimise padding."""
+def head_scores(network: RewardNetwork, sequences: Sequence[Sequence[int]], max_tokens: int = MAX_TOKENS) -> Tensor:
+    """Scores [B, O] of any number of sequences, in order, by passes of at most `max_tokens` tokens."""
+    device = next(network.parameters()).device
     scores_BO = torch.zeros(len(sequences), len(network.labels))
-    for batch in batches_by_length(sequences, batch_size):
+    (passes,) = split_passes([[len(sequence)] for sequence in sequences], 1, max_tokens)
+    for rows in filter(None, passes):
         note_progress()
-        found = sequence_scores(network, [sequences[place] for place in batch], network.config.kind)
-        scores_BO[batch] = found.to(scores_BO)
+        packed = PackedInputs.of([sequences[row] for row in rows], network.config.kind, device)
+        scores_BO[rows] = packed.in_order(scores_of(network, packed.read)).to(scores_BO)
     return scores_BO
 
 
@@ -110,8 +136,8 @@ def weights_by_label(model: str, labels: Sequence[str], weights: Mapping[str, fl
         wanted = f"a weight for each of {', '.join(several)} was" if several else "no weights were"
         raise ValueError(
             f"{model}: a reward model of {'the objectives ' + ', '.join(several) if several else 'one objective'};"
-            f" weights are given for {', '.join(weights) or 'none'}; {wanted} expected (ppo.objective_weights in a job,"
-            " --weight or FOLDER#OBJECTIVE on the command line)"
+            f" weights are given for {', '.join(weights) or 'none'}; {wanted} expected (objective_weights of [ppo] or"
+            " [rejection] in a job, --weight or FOLDER#OBJECTIVE on the command line)"
         )
     for name, weight in weights.items():
         if not math.isfinite(weight):

@@ -7,6 +7,7 @@ responses with the model that was trained, in the precision of training.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,21 @@ from lm.model import SCORE, LanguageModel, ScalarModel
 from lm.source import ModelSource, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import WithNewHead, purpose_of, save_model
-from preferences.statistics.reliability import labeler_reliability, labeler_weights
-from reward.comparisons import Comparison, LabelerWeights
+from reward.comparisons import Comparison
 from reward.config import RewardConfig
 from reward.heldout import FinalScores, final_scores
 from reward.learner import AuxiliaryParameters, LearnerSource, network_weights, spread_of_ratings, starting_log_nu
 from reward.metrics import joined_metrics, labeler_metrics, objective_metrics, rating_metrics
 from reward.objective import RankingObjective
-from reward.prepared import PreparedRankings, Split
+from reward.prepared import WARNINGS, PreparedRankings, Split, weights_of_labelers
 from reward.results import RewardResults
 from reward.scoring import RewardNetwork, network_folder, shifted
+from training.data import Overlong
 from training.loop import LoopConfig, TrainingLoop
 from training.seeds import derive_seed
 from training.stage import StageContext, build_engine
+from training.tokens import read_overlong
 
-WARNINGS = "warnings.json"  # what was odd about rows of the rankings, and what was done
 HELDOUT_SCORES = "heldout_scores.json"  # {task_id: scores of its responses, in the order of the rankings file}
 
 
@@ -95,22 +96,10 @@ def train(context: StageContext, config: RewardConfig, start: Path, data: Prepar
         shifted_weights = shifted(network, network_weights(weights, others), scores.shift)
         save_model(context.model_folder, network, shifted_weights, tokenizer)
         learned = [auxiliary.learned(others, shape.hidden_size, place) for place in range(len(split.objectives))]
-        write_results(context, config, split, scores, learned)
+        write_results(context, config, split, scores, learned, read_overlong(data.folder))
         write_json(context.folder / WARNINGS, list(data.warnings))
     engine.barrier()
     engine.close()
-
-
-def weights_of_labelers(split: Split, config: RewardConfig) -> LabelerWeights:
-    """The weight of each labeler's rankings by objective; a labeler who is not listed has weight 1."""
-    if config.labeler_weights == "equal":
-        return {}
-    found: dict[tuple[str, str], float] = {}
-    for objective in split.objectives:
-        train, _ = split.of(objective)
-        weights = labeler_weights(train, labeler_reliability(train))
-        found |= {(objective, name): weight for name, weight in weights.items()}
-    return found
 
 
 def auxiliary_parameters(config: RewardConfig, split: Split, comparisons: Sequence[Comparison]) -> AuxiliaryParameters:
@@ -135,6 +124,7 @@ def write_results(
     split: Split,
     scores: FinalScores,
     learned: Sequence[Mapping[str, float]],
+    overlong: Overlong,
 ) -> None:
     """Measure the model by its scores of the rankings; `learned` has the auxiliary values of each head."""
     write_json(context.folder / HELDOUT_SCORES, scores.heldout)
@@ -152,4 +142,4 @@ def write_results(
         metrics[objective] = found
     several = len(metrics) > 1
     results = joined_metrics(metrics, split.heldout, scores.heldout) if several else next(iter(metrics.values()))
-    context.write_results(record_of(results, RewardResults, "results.json"))
+    context.write_results(replace(record_of(results, RewardResults, "results.json"), overlong=overlong or None))

@@ -29,8 +29,9 @@ def measure_reward_model(run: StageRun, config: RewardConfig) -> RewardResults:
     ordered as a noiseless labeler would, and `human_pairs_accuracy` where it has pairs that people ordered.
     """
     folder, world = run.folder, run.world
-    heldout = split_of(read_judgments(config.rankings).rankings, config, run.seed).heldout
     scores = json.loads((folder / HELDOUT_SCORES).read_text(encoding="utf-8"))
+    split = split_of(read_judgments(config.rankings).rankings, config, run.seed)
+    heldout = [ranking for ranking in split.heldout if ranking.task_id in scores]  # the others were too long
     truth = label_truth(heldout, world)
     unique = {ranking.task_id: ranking for ranking in heldout}
     by_truth = [Ranking(task, r.prompt, r.responses, _ranks_of(truth[task]), "noiseless") for task, r in unique.items()]

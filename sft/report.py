@@ -16,13 +16,15 @@ def report(stage: StageFolder) -> StageReport:
     if results is None:
         return StageReport((stage_block(stage, (), figures),))
     loss, before = results.heldout_loss, number(results.heldout_loss_before)
-    facts = (
+    facts = [
         ("Packed rows", count(results.num_rows)),
         ("Steps", count(results.num_steps)),
         ("Held-out loss before", before),
         ("Held-out loss after", number(loss)),
         ("Packing efficiency", percent(results.packing_efficiency)),
-    )
+    ]
+    if results.overlong:
+        facts.append(("Demonstrations", str(results.overlong)))
     detail = f"nats per token, {before} before"
     return StageReport(
         (stage_block(stage, facts, figures),),

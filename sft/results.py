@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from training.data import Overlong
+
 
 @dataclass(frozen=True)
 class SFTResults:
@@ -12,3 +14,4 @@ class SFTResults:
     num_steps: int
     num_rows: int
     packing_efficiency: float
+    overlong: Overlong | None = None  # of the demonstrations

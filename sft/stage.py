@@ -5,8 +5,7 @@ to each other, so packing only changes the speed. An encoder-decoder reads every
 writes that response (sequence to sequence); its pairs are not packed.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from pydantic import Field
 from lm.encoder_decoder import EncoderDecoder
 from lm.model import LanguageModel
 from lm.source import ModelSource
-from lm.tokenizer import Messages, Tokenizer
+from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, purpose_of, save_model
+from sft.demonstrations import Limit, Rows, demonstration_parts, split_pair
 from sft.report import REPORTER
 from sft.results import SFTResults
 from stages.contract import Parent, Stage
@@ -26,19 +26,24 @@ from stages.planner import Planner, StagePlan
 from stages.run import StageRun
 from stages.tokens import token_folder
 from training.config import InitConfig, TrainingConfig
-from training.data import DataConfig, read_conversations
+from training.data import DataConfig, OnOverlong, overlong_field, untold
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import PackedObjective, PairsObjective
 from training.packing import Packed
 from training.stage import StageContext, build_engine
-from training.tokens import SEQUENCES, Part, Sequences, TokenFolders, chunks, sequence_arrays
+from training.tokens import CHECKED_SEQUENCES, Sequences, TokenFolders, read_overlong
 
 
 class SFTConfig(InitConfig, TrainingConfig):
     """`batch.batch_size` counts packed rows of `seq_len` tokens; for an encoder-decoder it counts conversations."""
 
     demonstrations: tuple[DataConfig, ...] = Field(min_length=1, description="Conversations to learn from.")
-    heldout: tuple[DataConfig, ...] = Field(min_length=1, description="Conversations to evaluate on.")
+    heldout: tuple[DataConfig, ...] = Field(
+        default=(), description="Conversations to evaluate on; empty = a part of the demonstrations, `heldout_share`."
+    )
+    heldout_share: float = Field(
+        default=0.05, gt=0, le=0.5, description="Fraction of the demonstrations that is held out if `heldout` is empty."
+    )
     chat_template: str = Field(
         default="",
         description="`chat`, `continuation`, `plain`, or a Jinja template; empty = the initial model's own.",
@@ -46,6 +51,7 @@ class SFTConfig(InitConfig, TrainingConfig):
     seq_len: int = Field(
         ge=2, description="Tokens per packed row; for an encoder-decoder the limit of source and of response each."
     )
+    on_overlong: OnOverlong = overlong_field()
     num_epochs: float = Field(default=1.0, gt=0, description="Passes over the demonstrations.")
 
 
@@ -57,7 +63,10 @@ def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFold
     source: ModelSource[LanguageModel | EncoderDecoder] = ModelFolder(start, kind, config.dropout)
     training, heldout = (
         make_objective(kind is EncoderDecoder, tokenizer, sources, folder, config.seq_len)
-        for sources, folder in ((config.demonstrations, data.training), (config.heldout, data.heldout))
+        for sources, folder in (
+            (config.demonstrations, data.training),
+            (config.heldout or config.demonstrations, data.heldout),
+        )
     )
     num_steps = max(1, round(config.num_epochs * len(training) / config.batch.batch_size))
     engine = build_engine(context, source, config)
@@ -75,6 +84,7 @@ def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFold
                 num_steps=num_steps,
                 num_rows=len(training),
                 packing_efficiency=packing_efficiency(training, config.seq_len),
+                overlong=read_overlong(data.training) or None,
             )
         )
     engine.barrier()
@@ -114,48 +124,19 @@ def tokenize(run: StageRun, config: SFTConfig, tokenizer: Tokenizer) -> TokenFol
     """Tokenize the conversations, unless that is done. Raises: ValueError as for `encode_demonstrations`."""
     has_source = run.model.kind == "encoder-decoder"
 
-    def folder(name: str, sources: Sequence[DataConfig]) -> Path:
-        parts = partial(demonstration_parts, has_source, tokenizer, sources, config.seq_len)
-        settings = {"has_source": has_source, "seq_len": config.seq_len}
-        return token_folder(run, name, tokenizer, sources, SEQUENCES, parts, **settings)
+    every = 0 if config.heldout else round(1 / config.heldout_share)
 
-    return TokenFolders(folder("demonstrations", config.demonstrations), folder("heldout", config.heldout))
+    def folder(name: str, sources: Sequence[DataConfig], rows: Rows) -> Path:
+        limit = Limit(has_source, config.seq_len, config.on_overlong)
+        tell = untold if every and rows.is_heldout else run.tell  # once per source
+        parts = partial(demonstration_parts, tokenizer, sources, limit, rows=rows, tell=tell)
+        settings = vars(limit) | {"rows": f"{rows}"}
+        return token_folder(run, name, tokenizer, sources, CHECKED_SEQUENCES, parts, **settings)
 
-
-def demonstration_parts(
-    has_source: bool, tokenizer: Tokenizer, sources: Sequence[DataConfig], seq_len: int, first_row: int
-) -> Iterator[Part]:
-    """The conversations from a row on. Raises: ValueError as for `encode_demonstrations`."""
-    for chunk in chunks(itertools.islice(read_conversations(sources), first_row, None)):
-        yield Part(len(chunk), sequence_arrays(encode_demonstrations(has_source, tokenizer, chunk, seq_len)))
-
-
-def encode_demonstrations(
-    has_source: bool, tokenizer: Tokenizer, conversations: Sequence[tuple[str, Messages]], seq_len: int
-) -> Iterator[tuple[list[int], list[bool]]]:
-    """Tokens of each (where, messages), and which of them are the assistant's.
-
-    Raises: ValueError naming file and line of a conversation that has no response or is too long or, with
-    `has_source`, has nothing before its last response.
-    """
-    encoded = tokenizer.encode_conversations([messages for _, messages in conversations])
-    for (where, _), (tokens, is_response) in zip(conversations, encoded, strict=True):
-        if not any(is_response):
-            raise ValueError(f"{where}: sft.chat_template {tokenizer.chat_template!r} shows no assistant's response")
-        parts = split_pair(tokens, is_response) if has_source else (tokens,)
-        if not parts[0]:
-            raise ValueError(f"{where}: nothing comes before the response; a source to read was expected")
-        if max(map(len, parts)) > seq_len:
-            what, lengths = "source and target have" if has_source else "the conversation has", map(len, parts)
-            raise ValueError(f"{where}: {what} {' and '.join(map(str, lengths))} tokens; sft.seq_len allows {seq_len}")
-        yield tokens, is_response
-
-
-def split_pair(tokens: Sequence[int], is_response: Sequence[bool]) -> tuple[Sequence[int], Sequence[int]]:
-    """What comes before the last response, and that response with its end token."""
-    end = len(tokens) - is_response[::-1].index(True)
-    length = next((back for back in range(end) if not is_response[end - 1 - back]), end)
-    return tokens[: end - length], tokens[end - length : end]
+    return TokenFolders(
+        folder("demonstrations", config.demonstrations, Rows(every)),
+        folder("heldout", config.heldout or config.demonstrations, Rows(every, is_heldout=True)),
+    )
 
 
 def packing_efficiency(objective: Objective[Any], seq_len: int) -> float:
@@ -184,7 +165,10 @@ def load_tokenizer(run: StageRun, config: SFTConfig) -> Tokenizer:
 
 def preflight(run: StageRun, config: SFTConfig) -> None:
     """Read and tokenize every demonstration. Raises: ValueError naming file, line and field."""
-    tokenize(run, config, load_tokenizer(run, config))
+    folders = tokenize(run, config, load_tokenizer(run, config))
+    for name, folder in (("demonstrations", folders.training), ("heldout", folders.heldout)):
+        if overlong := read_overlong(folder):
+            run.tell(f"sft, {name}: {overlong} (sft.seq_len is {config.seq_len})")
 
 
 def plan(planner: Planner, config: SFTConfig) -> StagePlan:
@@ -192,7 +176,7 @@ def plan(planner: Planner, config: SFTConfig) -> StagePlan:
     is_decoder = planner.model.kind == "decoder"
     tokens = config.seq_len - is_decoder
     if is_decoder:
-        planner.sizes.assume("at most: packing puts several conversations in a row, and not every token counts")
+        planner.sizes.assume("tokens per step is an upper bound: packed rows have room left, and prompts do not count")
     steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
     logits = config.batch.micro_batch_size * tokens * planner.model.vocab_size
     return planner.training("rows", config, steps, tokens, logits)

@@ -34,6 +34,16 @@ class Parent(Generic[AnyConfig]):
     own_shape: bool = False
 
 
+class StageWaitsError(Exception):
+    """A stage cannot go on before people have acted. What it has made is kept, and the same command continues it.
+
+    The message says what it waits for, and what people do.
+    """
+
+
+POLICIES = "every policy"  # as a parent: all stages before this one whose model is a policy to compare
+
+
 @dataclass(frozen=True)
 class Source(Generic[AnyConfig]):
     """A file of a stage that later stages may read as data: `source = "STAGE:NAME"` names it and makes it a parent.
@@ -73,12 +83,14 @@ class Stage(Generic[AnyConfig]):
     # What it reads.
     parents: tuple[Parent[AnyConfig], ...] = ()
     sections: tuple[str, ...] = ()  # other sections that its result depends on, which the job must have
+    optional_sections: tuple[str, ...] = ()  # others that its result depends on if the job has them
     preparation: Preparation[AnyConfig] | None = None
     model_fields: tuple[str, ...] = ("init_from",)  # fields that name a model directory or a hub id
     function_fields: tuple[str, ...] = ()  # fields that name a Python function
 
     # What it leaves. `results.json` is always among it.
     output: str = "model"  # the file or folder that later stages read; its hash is part of their inputs
+    policy_from: str = ""  # the parent that its policy starts from and is compared with; "" = it leaves none to compare
     also_required: tuple[str, ...] = ()  # further files without which it has not finished
     sources: Mapping[str, Source[AnyConfig]] = field(default_factory=dict)
     tokenizer: Callable[[StageRun, AnyConfig], Tokenizer] | None = None  # of the model it will leave, before it runs
@@ -96,6 +108,11 @@ class Stage(Generic[AnyConfig]):
     plan: Callable[[Planner, AnyConfig], StagePlan] = lambda planner, _config: planner.unknown()
     conversation_tokens: Callable[[AnyConfig], int] | None = None  # bound on the conversations it teaches
     report: StageReporter | None = None  # what the run's page shows; None: the numbers of results.json
+
+    # Set for a stage of a later round (jobs/rounds.py).
+    repeats: str = ""  # the stage of the first round, whose section it has
+    round: int = 1
+    reads: Mapping[str, str] = field(default_factory=dict)  # what it reads for a stage that the first round reads
 
     module: ModuleType | None = None  # of a stage that a job file brings; its file's hash is part of the inputs
 

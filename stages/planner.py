@@ -10,14 +10,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from lm.config import ModelConfig
+from lm.padding import MAX_TOKENS
 from planning.memory import Layout, Memory, count, forward_pass
-from planning.sampling import GENERATION_ROWS, measuring_phase, rows_at_once, sampling_phase, scoring_phase
+from planning.sampling import (
+    GENERATION_ROWS,
+    measuring_phase,
+    rows_at_once,
+    sampling_phase,
+    scoring_phase,
+)
 from planning.times import Times
 from planning.training import training_memory
 from stages.run import JobView
 from stages.sampling import PROMPTS_AT_ONCE
 from stages.sizes import Sizes
-from training.config import OptimizerConfig, TrainingConfig
+from training.config import BatchConfig, OptimizerConfig, TrainingConfig
+from training.passes import bucket
 
 RANK = "rank"  # the kind of all ranks where they are alike
 _ANY_OPTIMIZER = OptimizerConfig(learning_rate=1.0, schedule="constant")
@@ -48,6 +56,21 @@ class StagePlan:
         return self.num_steps * self.seconds_per_step
 
 
+def rows_and_passes(batch: BatchConfig, num_ranks: int, width: int, rows_per_unit: int = 1) -> tuple[int, int]:
+    """Rows of a pass of one rank, and passes per rank and step, if all rows are this wide."""
+    if batch.micro_batch_size:
+        return batch.micro_batch_size * rows_per_unit, batch.num_micro_batches(num_ranks)
+    units = max(1, batch.micro_batch_tokens // (rows_per_unit * width))
+    return units * rows_per_unit, math.ceil(batch.num_micro_batches(num_ranks) / units)
+
+
+def scoring_rows(batch: BatchConfig, width: int, rows_per_unit: int = 1) -> int:
+    """Rows of a pass without gradients whose log-probabilities no update compares with its own."""
+    tokens = batch.forward_tokens or batch.micro_batch_tokens
+    units = max(1, tokens // (rows_per_unit * width)) if tokens else batch.micro_batch_size
+    return units * rows_per_unit
+
+
 @dataclass(frozen=True)
 class Planner:
     """Plans one stage of a job: the policy's shape, how work is laid out, how much data there is, how fast it runs."""
@@ -64,8 +87,12 @@ class Planner:
         """The shape of the model directory or hub id that a stage starts from, the policy's for ""."""
         found = self.shape_of(name) if name else self.model
         if found is None:
-            self.sizes.assume(f"{name} is taken to have the policy's shape")
+            self.sizes.assume(f"assumes that {name} has the policy's shape")
         return found or self.model
+
+    def packed_width(self, num_tokens: int) -> int:
+        """Tokens of a row that holds a sequence of so many, padding included, as `training.passes` packs it."""
+        return bucket(num_tokens) if self.layout.is_gpu else num_tokens
 
     def training(
         self,
@@ -85,19 +112,23 @@ class Planner:
         """
         batch, layout, model = config.batch, self.layout, self.shape(init_from)
         times = replace(self.times, model=model)
-        micro_batches = batch.num_micro_batches(layout.ranks)
+        width = self.packed_width(seq_len) if config.packs_sequences else seq_len
+        rows, micro_batches = rows_and_passes(batch, layout.ranks, width, rows_per_unit)
         counts = count(model, config.optimizer, num_scores=num_scores)
-        rows = batch.micro_batch_size * rows_per_unit
-        of = forward_pass(layout, rows, seq_len, dropout=config.dropout)
+        of = forward_pass(layout, rows, width, dropout=config.dropout)
         memory = training_memory(model, counts, layout, of, num_logits, micro_batches)
         if num_scores:  # the trained model's, of the held-out comparisons
-            scoring = scoring_phase(model, counts, layout, seq_len)
-            memory = replace(memory, phases={**memory.phases, "score held-out": scoring})
+            passes = {
+                "evaluate": forward_pass(layout, scoring_rows(batch, width, rows_per_unit), width),
+                "score held-out": forward_pass(layout, max(1, MAX_TOKENS // width), width),
+            }
+            scoring = {name: scoring_phase(model, counts, layout, of) for name, of in passes.items()}
+            memory = replace(memory, phases={**memory.phases, **scoring})
         tokens = batch.batch_size * rows_per_unit * seq_len
         flops = tokens * times.forward_flops(seq_len, 0.0 if num_scores else 1.0) * times.passes(counts)
         numbers = {
             "batch_size": batch.batch_size,
-            "micro_batch_size": batch.micro_batch_size,
+            **batch.given_size,
             "ranks": layout.ranks,
             "micro-batches per rank and step": micro_batches,
             "steps": num_steps,
@@ -141,7 +172,7 @@ class Planner:
 
     def unknown(self) -> StagePlan:
         """Plan a stage that does not say what it takes."""
-        self.sizes.assume("this stage does not say what it takes; its memory and time are not counted")
+        self.sizes.assume("this stage gives no estimate; its memory and time are not counted")
         return self.planned("–", {"ranks": self.layout.ranks}, {RANK: Memory({}, {"unknown": {}})}, 0, 0.0)
 
     def planned(

@@ -43,6 +43,7 @@ class StageProgress:
 
     def __init__(self, stage: str) -> None:
         self.stage = stage
+        self.phase, self.done, self.total = "", 0, 0
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._last_line = time.monotonic()
@@ -52,8 +53,9 @@ class StageProgress:
                 BarColumn(),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[metrics]}"),
+                TextColumn("elapsed"),
                 TimeElapsedColumn(),
-                TextColumn("left"),
+                TextColumn("remaining"),
                 TimeRemainingColumn(),
                 console=console,
                 transient=True,
@@ -62,6 +64,7 @@ class StageProgress:
 
     def update(self, done: int, total: int, metrics: str = "") -> None:
         """Report that `done` of `total` units are done, and the newest metrics in words."""
+        self.done, self.total = done, total
         if self._bar is not None:
             if self._task is None:
                 self._task = self._bar.add_task(self.stage, total=total, metrics="")

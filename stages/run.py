@@ -15,6 +15,8 @@ from stages.lineage import path_hash
 from stages.progress import StageProgress
 from stages.world import World
 from training.config import Config, EngineConfig
+from training.notices import say
+from training.seeds import derive_seed
 from training.stage import StageContext
 
 if TYPE_CHECKING:
@@ -41,6 +43,10 @@ class JobView(Protocol):
         """The shape of the policy, where the job knows it."""
 
     @property
+    def has_world(self) -> bool:
+        """Whether the job names a world."""
+
+    @property
     def stage_names(self) -> tuple[str, ...]:
         """The stages of the job, in order."""
 
@@ -62,8 +68,8 @@ class StageWorkers(Protocol):
 
     def __call__(self) -> WorkerGroup: ...
 
-    def beside(self, name: str, size: int) -> WorkerGroup:
-        """Another group of workers, for roles that have ranks of their own."""
+    def extra_group(self, name: str, size: int) -> WorkerGroup:
+        """A further group of workers, for roles that run on separate ranks."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,9 @@ class StageRun:
 
     @property
     def seed(self) -> int:
-        return self.job.seed
+        """The job's seed; later rounds draw from seeds of their own."""
+        number = self.job.stage(self.name).round
+        return self.job.seed if number == 1 else derive_seed(self.job.seed, "round", number)
 
     @property
     def engine(self) -> EngineConfig:
@@ -103,30 +111,35 @@ class StageRun:
 
     @property
     def parents(self) -> tuple[str, ...]:
-        """The stages and preparations whose outputs this stage reads."""
-        return self.job.parents(self.name)
+        """The stages and preparations whose outputs this stage reads, by the names that the first round has."""
+        first = {own: name for name, own in self.job.stage(self.name).reads.items()}
+        return tuple(first.get(parent, parent) for parent in self.job.parents(self.name))
+
+    def own(self, stage: str) -> str:
+        """The name of the stage that this one reads for `stage`: another than that in a later round."""
+        return self.job.stage(self.name).reads.get(stage, stage)
 
     def at(self, stage: str) -> "StageRun":
         """The same run, seen by another of its stages."""
-        return replace(self, name=stage)
+        return replace(self, name=self.own(stage))
 
     def folder_of(self, stage: str) -> Path:
-        return self.run_folder / stage
+        return self.run_folder / self.own(stage)
 
     def model_of(self, stage: str) -> Path:
         """The model directory that a stage of this run leaves."""
-        return self.run_folder / stage / "model"
+        return self.folder_of(stage) / "model"
 
     def start(self, parent: str) -> Path:
         """The model that this stage takes from a parent, or that its section names in the parent's place."""
-        named = self.job.substitute(self.name, parent)
+        named = self.job.substitute(self.name, self.own(parent))
         return model_directory(named) if named else self.model_of(parent)
 
     def tokenizer_of(self, parent: str) -> Tokenizer:
         """The tokenizer of the model that `start` gives, known before the parent has run."""
-        if self.job.substitute(self.name, parent):
+        if self.job.substitute(self.name, self.own(parent)):
             return Tokenizer.load(self.start(parent))
-        stage, run = self.job.stage(parent), self.at(parent)
+        stage, run = self.job.stage(self.own(parent)), self.at(parent)
         config = self.job.section(stage)
         assert config is not None, f"{self.name} reads {parent}, which the job does not have"
         if stage.tokenizer is None:
@@ -134,7 +147,7 @@ class StageRun:
         return stage.tokenizer(run, run.resolve(config))
 
     def context(self) -> StageContext:
-        """What each rank is told of the stage."""
+        """What each rank knows about the stage."""
         return StageContext(self.folder, self.seed, self.workers().num_workers, self.engine)
 
     def on_ranks(self, work: Callable[[StageContext, Unpack[Args]], Result], *args: *Args) -> list[Result]:
@@ -144,10 +157,20 @@ class StageRun:
         """
         return self.workers().run(self.name, _with_own_folders, work, self.context(), args)
 
+    def tell(self, line: str) -> None:
+        """Report what was read of a source, which the line begins with, unless the run itself wrote that source."""
+        if not line.startswith(f"{self.run_folder}/"):
+            say(line)
+
     def show(self, done: int, total: int, what: str) -> None:
         """Show progress: so many of so many."""
         if self.progress is not None:
             self.progress.update(done, total, what)
+
+    def enter(self, phase: str) -> None:
+        """Show what the stage is doing now, such as "sampling"."""
+        if self.progress is not None:
+            self.progress.phase = phase
 
     def write_results(self, results: "DataclassInstance | Mapping[str, Any]") -> None:
         """Write results.json, the numbers that the report shows; `files.records.read_record` reads them back."""
@@ -155,7 +178,7 @@ class StageRun:
 
     def resolve(self, config: AnyConfig) -> AnyConfig:
         """Return the config with the paths of sources such as "world:NAME" in place of their names."""
-        return type(config).model_validate(_replace_sources(config.model_dump(), self.path_of))
+        return type(config).model_validate(with_sources(config.model_dump(), self.path_of))
 
     def path_of(self, source: str) -> str:
         """The file that "world:NAME" or "STAGE:NAME" stands for; any other source is returned as it is."""
@@ -165,7 +188,7 @@ class StageRun:
         if prefix == "world":
             return str(self.run_folder / "world" / "data" / f"{name}.jsonl")
         if prefix in self.job.stage_names and name in self.job.stage(prefix).sources:
-            return str(self.folder_of(prefix) / self.job.stage(prefix).sources[name].file)
+            return str(self.run_folder / prefix / self.job.stage(prefix).sources[name].file)
         return source
 
     def source_hashes(self, value: Any) -> dict[str, str]:
@@ -180,14 +203,15 @@ def _with_own_folders(
     return work(context, *own)
 
 
-def _replace_sources(value: Any, path_of: Callable[[str], str]) -> Any:
+def with_sources(value: Any, path_of: Callable[[str], str]) -> Any:
+    """A dumped config with every `source` replaced."""
     if isinstance(value, dict):
         return {
-            key: path_of(item) if key == "source" and isinstance(item, str) else _replace_sources(item, path_of)
+            key: path_of(item) if key == "source" and isinstance(item, str) else with_sources(item, path_of)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_replace_sources(item, path_of) for item in value]
+        return [with_sources(item, path_of) for item in value]
     return value
 
 

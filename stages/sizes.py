@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.data import DataConfig, read_rows
+from training.data import SourceConfig, read_rows
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Sizes:
         said, self.assumptions = tuple(dict.fromkeys(self.assumptions)), []
         return said
 
-    def num_rows(self, data: DataConfig) -> int:
+    def num_rows(self, data: SourceConfig) -> int:
         """Rows of a source: counted where the file is here, known from the job, or assumed."""
         limit = data.max_rows or math.inf
         written, named = self.stage_size(data.source), self.world_rows(data.source)
@@ -58,12 +58,12 @@ class Sizes:
             return sum(1 for _ in read_rows(data))
         if data.max_rows:
             return data.max_rows
-        self.assume(f"{data.source} is taken to have {self.assumed_rows:,} rows (--rows)")
+        self.assume(f"assumes that {data.source} has {self.assumed_rows:,} rows (--rows)")
         return self.assumed_rows
 
     def conversation_tokens(self, response_tokens: int = 0) -> int:
         """The most that a prompt and its response take: the context, or the longest conversation that was taught."""
         if not self.longest:
             return self.max_position_embeddings
-        self.assume(f"a prompt and its response have at most {self.longest} tokens, as the conversations taught do")
+        self.assume(f"assumes at most {self.longest} tokens per prompt and response, as in SFT")
         return max(min(self.max_position_embeddings, self.longest), response_tokens + 1)

@@ -12,11 +12,11 @@ from pathlib import Path
 from lm.tokenizer import Tokenizer
 from stages.lineage import path_hash
 from stages.run import StageRun
-from training.data import DataConfig
+from training.data import SourceConfig
 from training.tokens import Part, write_arrays
 
 TOKENS = "tokens"
-FORMAT = 1  # of the files; another one makes them again
+FORMAT = 3  # of the files; another one makes them again
 KEY_DIGITS = 16
 
 Parts = Callable[[int], Iterator[Part]]  # from a number of a row on
@@ -26,7 +26,7 @@ def token_folder(
     run: StageRun,
     name: str,
     tokenizer: Tokenizer,
-    sources: Sequence[DataConfig],
+    sources: Sequence[SourceConfig],
     arrays: Sequence[str],
     parts: Parts,
     **settings: int | str,

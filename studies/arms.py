@@ -24,7 +24,6 @@ import tomli_w
 from collect.stage import write_rankings
 from jobs.job import JobConfig
 from jobs.job_file import load_job
-from jobs.registry import BUILT_IN
 from ppo.config import PPOConfig
 from ppo.stage import STAGE as PPO
 from preferences.records import Ranking
@@ -33,13 +32,16 @@ from reward.stage import STAGE as REWARD
 
 KL_COEFS = {"kl-low": 0.02, "kl-high": 0.1}
 LABELERS_PER_TASK = (1, 2, 4)
+STAGES = ("pretrain", "sft", "collect", "reward", "ppo", "compare")  # the arms' stages, and where policies are measured
 FEW_SHARE = 1 / 6
 FEW_EPOCHS = 2  # relative to the other arms, so that few comparisons still train the head
 
 
 @dataclass(frozen=True)
 class Arm:
-    """The study's job with these stages and `changes` by dotted key. `after` lists the arms that it reads."""
+    """The study's job with these stages and `changes` by dotted key (None: without it). `after` lists the arms that it
+    reads; the last one has the reward model that scores a policy's samples.
+    """
 
     name: str
     stages: tuple[str, ...]
@@ -53,8 +55,10 @@ def arms_of(job: JobConfig, folder: Path) -> dict[str, Arm]:
     Raises: ValueError for a job that lacks a section.
     """
     model, reward, ppo = job.model, job.section(REWARD), job.section(PPO)
-    if model is None or reward is None or ppo is None or job.world is None or job.stage_names != BUILT_IN.names:
-        raise ValueError(f"job {job.name!r}: a study needs [world], [model] and a section of every stage")
+    missing = [name for name in STAGES if name not in job.stage_names]
+    if model is None or reward is None or ppo is None or job.world is None or missing:
+        needed = ", ".join(f"[{name}]" for name in ("world", "model", *STAGES))
+        raise ValueError(f"job {job.name!r}: a study needs {needed}")
     epochs = reward.num_epochs
     small = {
         "model.num_hidden_layers": max(1, model.num_hidden_layers // 4),
@@ -139,7 +143,10 @@ def arm_job(job: JobConfig, arm: Arm, folder: Path) -> JobConfig:
         place = made
         for parent in parents:
             place = place[parent]
-        place[leaf] = value
+        if value is None:
+            place.pop(leaf, None)
+        else:
+            place[leaf] = value
     made["name"] = arm.name
     if arm.name != "base":
         made = _from_files(made, folder / "base" / "world" / "data")

@@ -24,22 +24,52 @@ def rise_and_fall(curve: Curve, *, seed: int) -> tuple[Interval, Interval]:
     reference) and the other half scores it, and vice versa; the mean of both is free of that bias.
     Raises: ValueError for fewer than two prompts.
     """
-    gains_PK = (curve.gold_KP - curve.start_gold_P).T[:, np.argsort(curve.d_K, kind="stable")]
-    gains_PK = np.concatenate([np.zeros((len(gains_PK), 1)), gains_PK], axis=1)  # the reference itself first
-    if len(gains_PK) < 2:
-        raise ValueError(f"{len(gains_PK)} prompts; at least two were expected, for two halves")
-    halves = (gains_PK[::2], gains_PK[1::2])
-    means = [half.mean(axis=0)[None] for half in halves]
-    resampled = [
-        resampled_sums(half, seed=seed + number, num_resamples=NUM_RESAMPLES) / len(half)
-        for number, half in enumerate(halves)
-    ]
+    gains_PK = _gains(curve)
+    means, resampled = _halves(gains_PK, seed)
     level = expanded_level(len(gains_PK))
     (rise, fall), (rises_S, falls_S) = _crossed(*means), _crossed(*resampled)
     return (
         Interval(float(rise[0]), *percentiles(rises_S, level)),
         Interval(float(fall[0]), *percentiles(falls_S, level)),
     )
+
+
+def best_difference(one: Curve, other: Curve, *, seed: int) -> Interval:
+    """Returns the gold gain of one curve's best policy minus that of the other's, paired by prompt.
+
+    As in `rise_and_fall`, one half of the prompts selects both policies and the other half scores them, and vice versa.
+    Raises: ValueError for fewer than two prompts.
+    """
+    gains = [_gains(curve) for curve in (one, other)]
+    width = gains[0].shape[1]
+
+    def lead(halves: list[Floats]) -> Floats:
+        first, second = (
+            _crossed(halves[0][:, columns], halves[1][:, columns])[0] for columns in (slice(width), slice(width, None))
+        )
+        return first - second
+
+    means, resampled = _halves(np.concatenate(gains, axis=1), seed)
+    return Interval(float(lead(means)[0]), *percentiles(lead(resampled), expanded_level(len(gains[0]))))
+
+
+def _gains(curve: Curve) -> Floats:
+    """Returns [P, K]: each policy's gold above the reference's, nearest policy first, after the reference itself."""
+    gains_PK = (curve.gold_KP - curve.start_gold_P).T[:, np.argsort(curve.d_K, kind="stable")]
+    return np.concatenate([np.zeros((len(gains_PK), 1)), gains_PK], axis=1)
+
+
+def _halves(values_PK: Floats, seed: int) -> tuple[list[Floats], list[Floats]]:
+    """Returns the means [1, K] of every second prompt and of the others, and their resampled means [S, K]."""
+    if len(values_PK) < 2:
+        raise ValueError(f"{len(values_PK)} prompts; at least two were expected, for two halves")
+    halves = (values_PK[::2], values_PK[1::2])
+    means = [half.mean(axis=0)[None] for half in halves]
+    resampled = [
+        resampled_sums(half, seed=seed + number, num_resamples=NUM_RESAMPLES) / len(half)
+        for number, half in enumerate(halves)
+    ]
+    return means, resampled
 
 
 def _crossed(one_SK: Floats, other_SK: Floats) -> tuple[Floats, Floats]:

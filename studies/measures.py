@@ -28,6 +28,7 @@ from lm.inference import load_for_inference
 from lm.model import LanguageModel
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
+from ppo.stage import STAGE as PPO
 from preferences.splits import split_rankings
 from reward.comparisons import encode_response
 from reward.scoring import RewardModel
@@ -35,9 +36,10 @@ from reward.stage import STAGE as REWARD
 from stages.lineage import LINEAGE
 from stages.progress import console
 from stages.world import World, label_truth
-from studies.arms import arms_of, collected
+from studies.algorithm_arms import every_arm
+from studies.arms import collected
 from studies.over_optimisation import kept_policies
-from training.data import DataConfig, Prompt, read_prompts, read_texts
+from training.data import DataConfig, Prompt, TextConfig, read_prompts, read_texts
 from training.seeds import derive_seed
 
 REFERENCE = "base/sft"
@@ -68,12 +70,14 @@ class SeedMeasures:
         return best_of_n_curve(pool["gold_PN"], self._proxy_of_pool(judge))
 
     def rl(self, arm: str) -> Curve:
-        """Returns the policies that a PPO arm kept, in training order; the proxy is the reward model it optimised."""
-        judge = arms_of(self.job, self.folder)[arm].after[-1]
-        policies = kept_policies(self.folder / arm / "ppo")
+        """Returns the policies that an arm left: of PPO those that it kept, in training order, of another stage the
+        last. The proxy is the reward model that the arm optimised, or that was trained on its rankings.
+        """
+        judge, stage = every_arm(self.job, self.folder)[arm].after[-1], self._stage(arm)
+        policies = self._policies(arm)
         found = self._kept(
             f"{arm}.npz",
-            [REFERENCE, f"{judge}/reward", f"{arm}/ppo"],
+            [REFERENCE, f"{judge}/reward", f"{arm}/{stage}"],
             lambda: self._along(arm, policies, self.folder / judge / "reward" / "model"),
         )
         return Curve(
@@ -84,11 +88,33 @@ class SeedMeasures:
             start_proxy_P=self._proxy_of_pool(judge).mean(axis=1),
         )
 
+    def tokens(self, arm: str) -> Floats:
+        """Returns the mean number of tokens of the responses of an arm's last policy [P]."""
+
+        def make() -> dict[str, Floats]:
+            drawn = self._draw(Policy.load(list(self._policies(arm).values())[-1]), self._num_samples)
+            lengths = np.array([len(response) for response in drawn.responses], dtype=np.float64)
+            return {"tokens_P": lengths.reshape(-1, drawn.num_samples).mean(axis=1)}
+
+        return self._kept(f"tokens-{arm}.npz", [f"{arm}/{self._stage(arm)}"], make)["tokens_P"]
+
+    def _stage(self, arm: str) -> str:
+        return every_arm(self.job, self.folder)[arm].stages[-1]
+
+    def _policies(self, arm: str) -> dict[str, Path]:
+        stage = self._stage(arm)
+        folder = self.folder / arm / stage
+        return kept_policies(folder) if stage == PPO.name else {stage: folder / "model"}
+
+    @property
+    def _num_samples(self) -> int:
+        return self.job.section_of(COMPARE).num_samples
+
     def bits(self, stage: str) -> tuple[Floats, Floats]:
         """Returns bits and bytes [D] of each held-out pretraining text, by a stage's language model."""
 
         def make() -> dict[str, Floats]:
-            sources = [DataConfig(source=str(self._world_file("pretrain_heldout")))]
+            sources = [TextConfig(source=str(self._world_file("pretrain_heldout")))]
             model = self.folder / stage / "model"
             bits_D, bytes_D = bits_and_bytes(
                 load_for_inference(ModelFolder(model, LanguageModel)), Tokenizer.load(model), list(read_texts(sources))
@@ -157,7 +183,7 @@ class SeedMeasures:
         for name, folder in policies.items():
             console.print(f"[dim]{self.folder.name}: sampling {arm}, {name}")
             policy = Policy.load(folder)
-            drawn = self._draw(policy, self.job.section_of(COMPARE).num_samples)
+            drawn = self._draw(policy, self._num_samples)
             kls = response_kls(policy.model, reference.model, drawn.queries, drawn.responses, drawn.temperature)
             proxy = judge.score(policy.tokenizer, drawn.conversations, drawn.queries, drawn.responses)
             gold = self.gold(drawn.conversations, drawn.texts)

@@ -16,6 +16,8 @@ from ppo.stage import kept_policy
 from reward.external import RewardFunction
 from training.data import DataConfig, read_prompts
 
+MIN_POLICIES = 3  # fewer determine no curve
+
 
 def measure_run(
     folder: Path,
@@ -40,6 +42,12 @@ def measure_run(
         raise ValueError(f"{folder / 'job.toml'}: the job has no [ppo]")
     if config.external_reward is not None:
         raise ValueError(f"{folder / 'job.toml'}: the reward is not a model; a reward model was expected as proxy")
+    policies = kept_policies(folder / PPO.name)
+    if len(policies) < MIN_POLICIES:
+        raise ValueError(
+            f"{folder}: {len(policies)} of PPO's policies are kept; at least {MIN_POLICIES} are needed for a fit: set"
+            f" ppo.keep_policies_every (it is {config.keep_policies_every}) and run PPO again"
+        )
     run = Run(job, folder, job.open_world(), Workers(job.world_sizes, folder, job.cluster)).of(PPO.name)
     if prompts:
         source = DataConfig(source=prompts)
@@ -57,7 +65,7 @@ def measure_run(
         seed=seed,
     )
     return over_optimisation(
-        kept_policies(run.folder),
+        policies,
         run.start("sft"),
         run.start("reward"),
         _function(gold) if gold else gold_of_texts(run.world.gold_scores),

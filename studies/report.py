@@ -19,6 +19,8 @@ from studies.findings import Curves, Found
 from studies.verdicts import Claim
 
 LINE_TONES = ("ppo", "sft", "other-1")
+TONES_OF_MANY = ("best-of-n", "ppo", "sft", "other-1", "other-2", "other-3", "pretrained", "muted")
+MANY = 7  # curves, of which none may share its tone with another kind of curve
 INTERVALS = (
     "Each seed's number has a 95% bootstrap interval over its held-out prompts (texts, tasks). The mean has a 95%"
     " Student's interval over seeds, and only that one decides, by the rules in `studies/verdicts.py`."
@@ -92,6 +94,7 @@ def draw_curves(name: str, title: str, by_seed: Sequence[Curves]) -> str:
 
     def paint(axes: Any) -> None:
         for curves in by_seed:
+            tones = LINE_TONES if len(curves) < MANY else TONES_OF_MANY
             for place, (label, curve) in enumerate(curves.items()):
                 ordered = sorted(points(curve), key=lambda point: point.d)
                 axes.plot(
@@ -101,7 +104,7 @@ def draw_curves(name: str, title: str, by_seed: Sequence[Curves]) -> str:
                     marker="o",
                     markersize=2.5,
                     linewidth=1.2,
-                    color=tone(LINE_TONES[place % len(LINE_TONES)]),
+                    color=tone(tones[place % len(tones)]),
                     label=label if curves is by_seed[0] else None,
                 )
         axes.axhline(0, color=tone("muted"), linewidth=0.8)

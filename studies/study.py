@@ -21,7 +21,9 @@ from jobs.job_file import load_job
 from jobs.pipeline import run_job
 from ppo.stage import STAGE as PPO
 from stages.progress import console
-from studies.arms import LABELERS_PER_TASK, arm_job, arms_of, with_those_before, write_cuts
+from studies.algorithm_arms import every_arm
+from studies.algorithms import ALGORITHMS
+from studies.arms import LABELERS_PER_TASK, arm_job, with_those_before, write_cuts
 from studies.findings import FINDINGS, Finding, Found
 from studies.measures import SeedMeasures
 from studies.report import write_findings
@@ -33,15 +35,15 @@ QUICK = ("compare.best_of=8", "ppo.keep_policies_every=1")
 def run_study(wanted: str, job_file: Path, runs: Path, *, num_seeds: int, overrides: Sequence[str] = ()) -> list[Found]:
     """Runs unfinished arms, measures them, and writes findings.json, findings.md and figures into `runs`.
 
-    `wanted` names a finding, or "all". Seeds 0, 1, ... replace the job's. Raises: ValueError for an unknown finding or
-    an invalid job, before anything runs.
+    `wanted` names a finding, "all" for the first five, or "algorithms" for those that compare algorithms. Seeds 0,
+    1, ... replace the job's. Raises: ValueError for an unknown finding or an invalid job, before anything runs.
     """
     findings = _named(wanted)
     seeds = [
         (runs / f"seed-{seed}", load_job(job_file, [*overrides, f"seed={seed}"], opens_models=False))
         for seed in range(num_seeds)
     ]
-    arms = {folder: arms_of(job, folder) for folder, job in seeds}
+    arms = {folder: every_arm(job, folder) for folder, job in seeds}
     _check(seeds[0][1])
     names = [name for finding in findings for name in finding.arms]
     measures: list[SeedMeasures] = []
@@ -61,7 +63,7 @@ def run_study(wanted: str, job_file: Path, runs: Path, *, num_seeds: int, overri
 
 def _check(job: JobConfig) -> None:
     """Raises: ValueError for a job with too few labelers, or with too few policies per curve for a fit."""
-    compare, ppo = job.section_of(COMPARE), job.section_of(PPO)  # arms_of refuses jobs without them
+    compare, ppo = job.section_of(COMPARE), job.section_of(PPO)  # every_arm refuses jobs without them
     world = job.open_world()
     assert world is not None
     num_labelers = len(world.labelers(job.seed))
@@ -78,8 +80,10 @@ def _check(job: JobConfig) -> None:
 
 
 def _named(wanted: str) -> list[Finding]:
-    chosen = [finding for finding in FINDINGS if wanted in (finding.name, "all")]
-    if not chosen:
-        names = ", ".join(finding.name for finding in FINDINGS)
-        raise ValueError(f"finding {wanted!r}: one of {names}, or all, was expected")
-    return chosen
+    groups = {"all": FINDINGS, "algorithms": ALGORITHMS}
+    if wanted in groups:
+        return list(groups[wanted])
+    known = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS)}
+    if wanted not in known:
+        raise ValueError(f"finding {wanted!r}: one of {', '.join(known)}, or all, or algorithms, was expected")
+    return [known[wanted]]

@@ -28,6 +28,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No test checks a certificate, and reading all of a machine's takes each HTTP client 30 ms.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 if Path("/dev/nvidia0").exists():
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are for CPUs; tests/gpu has its own command
 
@@ -52,8 +55,40 @@ TEXTS = (
 )
 
 
+gc.disable()  # while tests are imported
+
+
+# The files that take longest, first: a long one that starts last would leave the other processes without work.
+LONGEST = [
+    "chaos/test_chaos.py", "jobs/test_kill.py", "ppo/test_disaggregated.py", "cluster/test_two_hosts.py",
+    "test_tutorials.py", "test_splits.py", "labeling/test_attacks.py", "cluster/test_hangs.py", "jobs/test_ahead.py",
+    "labeling/test_kills.py", "jobs/test_recovery.py", "jobs/test_custom_stage.py", "jobs/test_rounds.py",
+    "jobs/test_resuming.py", "fake_cuda/test_fake_cuda.py", "cluster/test_group.py", "labeling/test_browser.py",
+    "jobs/test_external_reward.py", "studies/test_study.py", "jobs/test_submit.py", "jobs/test_fewer_workers.py",
+    "cluster/test_local.py", "jobs/test_returning_nodes.py", "jobs/test_objectives.py", "jobs/test_pipeline.py",
+    "labeling/test_team_tutorial.py", "training/test_planned_memory.py", "jobs/test_stage_jobs.py",
+    "studies/test_study_algorithms.py", "ppo/test_memory_ranks.py",
+]  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    place = {here / name: number for number, name in enumerate(LONGEST)}
+    assert all(path.exists() for path in place), [str(path) for path in place if not path.exists()]
+    items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
+
+
 def pytest_collection_finish() -> None:
     """What the imports of all tests have made stays: collections of garbage need not look at it again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_a_file_leaves_is_not_looked_at_again() -> Iterator[None]:
+    """Engines collect garbage when they close, which takes seconds among all that thousands of tests have left."""
+    yield
     gc.collect()
     gc.freeze()
 
@@ -188,8 +223,9 @@ def new_store(sqlite_tables: Path, tmp_path: Path) -> "Iterator[Callable[[], Lab
 @pytest.fixture(scope="module")
 def browser() -> "Iterator[Browser]":
     """Headless Chromium; tests are skipped if none is installed."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=60_000)  # on a busy machine a page may take more than the usual 5 s
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None:
         pytest.skip("no browser: chromium, chromium-browser or google-chrome on the PATH was expected")

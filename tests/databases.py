@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:  # most tests need no database, and the libraries take a second to load
+    from sqlalchemy import Engine
+
     from benchmarks.postgres_server import PostgresServer
 
 
@@ -42,6 +44,22 @@ def new_database(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[],
     source = request.getfixturevalue("sqlite_tables")
     paths = (tmp_path / f"labels{number}.db" for number in range(1_000))
     return lambda: f"sqlite:///{shutil.copy(source, next(paths))}"
+
+
+@pytest.fixture
+def open_at(monkeypatch: pytest.MonkeyPatch) -> "Callable[[str, str], tuple[Engine, Engine]]":
+    """Opens a store as an older version of Heed left it: with the tables of an earlier revision."""
+    from alembic import command
+
+    from preferences.database import open_engines
+
+    def open_older(url: str, revision: str) -> "tuple[Engine, Engine]":
+        upgrade = command.upgrade
+        with monkeypatch.context() as older:
+            older.setattr(command, "upgrade", lambda config, _: upgrade(config, revision))
+            return open_engines(url)
+
+    return open_older
 
 
 @pytest.fixture(scope="session")

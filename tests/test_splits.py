@@ -22,7 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cluster.ports import free_port
+from dpo.config import DPOConfig
+from dpo.learner import PolicySource
+from dpo.objective import PreferenceObjective
+from endpoints.ports import free_port
 from lm.config import ModelConfig
 from lm.encoder import MaskedLanguageModel, SequenceClassifier
 from lm.encoder_decoder import EncoderDecoder
@@ -30,11 +33,12 @@ from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.source import ModelSource, RandomInit, load
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, save_model
+from ppo.algorithm import token_weights
 from ppo.config import PPOConfig
 from ppo.generator import Generator
 from ppo.initial_models import InitialModels, ScoreScale, TokenStream
 from ppo.learner import Learner
-from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from ppo.rollout import PolicyBatch, ResponseKL, Rollout, ValueBatch, shares_by_update, shares_of
 from ppo.scorer import Scorer
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective
 from reward.comparisons import Comparison, Verdict
@@ -113,6 +117,11 @@ COMPARISONS = [  # two of eight are of the second objective
     )
 ]
 LOG_NU, RATING_STD, RATING_COEF = (-0.7, 0.4), (1.7, 0.9), 0.6
+PREFERENCES = [
+    replace(c, objective=0, response_tokens=tuple(len(sequence) // 2 for sequence in c.sequences)) for c in COMPARISONS
+]
+BETA, SFT_COEF = 0.3, 0.2
+REFERENCE = [drawn.normal(-30, 4, len(c.sequences)).astype(np.float32) for c in PREFERENCES]
 
 
 def stream_sum(model: nn.Module) -> Tensor:
@@ -178,6 +187,28 @@ def davidson_sum(learner: nn.Module) -> Tensor:
             for k, rating in enumerate(verdict.ratings):
                 above = (rating - sum(verdict.ratings) / K) / RATING_STD[head]
                 losses.append(RATING_COEF * share * (above - scale * (scores[k] - sum_of(scores) / K)) ** 2 / 2 / K)
+    return sum_of(losses)
+
+
+def preference_sum(learner: nn.Module) -> Tensor:
+    """Davidson's chances of implicit rewards, and the SFT loss per token of the best responses."""
+    losses, nu = [], (LOG_NU[0] + 16 * learner.nu[0]).exp()  # type: ignore[index, operator]
+    for comparison, reference in zip(PREFERENCES, REFERENCE, strict=True):
+        logprobs = []
+        for sequence, num in zip(comparison.sequences, comparison.response_tokens, strict=True):
+            logits_TV, ids = learner.network(torch.tensor([sequence]))[0], torch.tensor(sequence)  # type: ignore[operator]
+            logprobs.append(-next_tokens_loss(logits_TV[-num - 1 : -1], ids[-num:]))
+        K, rewards = len(logprobs), [BETA * (own - float(ref)) for own, ref in zip(logprobs, reference, strict=True)]
+        for verdict in comparison.verdicts:
+            share = verdict.weight / len(comparison.verdicts)
+            for i, j in itertools.combinations(range(K), 2):
+                half = (rewards[i] - rewards[j]) / 2
+                worth = half.exp(), (-half).exp(), nu
+                won = 2 if verdict.ranks[i] == verdict.ranks[j] else int(verdict.ranks[i] > verdict.ranks[j])
+                losses.append(-share * (worth[won] / sum_of(worth)).log() / (K * (K - 1) / 2))
+            best = [k for k in range(K) if verdict.ranks[k] == 1]
+            per_token = [logprobs[k] / comparison.response_tokens[k] for k in best]
+            losses.append(-SFT_COEF * share * sum_of(per_token) / len(best))
     return sum_of(losses)
 
 
@@ -258,6 +289,19 @@ DROPPING: dict[str, ModelSource[Any]] = {
     ),
 }
 CASES |= {name + DROPOUT: replace(CASES[name], source=source) for name, source in DROPPING.items()}
+DPO = Case(
+    PolicySource(LANGUAGE, LOG_NU[0]),
+    PreferenceObjective(
+        PREFERENCES,
+        REFERENCE,
+        DPOConfig.model_validate(
+            {"rankings": {"source": "unread"}, "beta": BETA, "sft_coef": SFT_COEF, "ties": "davidson"}
+        ),
+    ),
+    lambda model: preference_sum(model) / NUM_ROWS,
+)
+DPO_DROPPING = PolicySource(RandomInit(lambda: LanguageModel(DECODER, 0.1), 1), LOG_NU[0])
+CASES |= {"dpo": DPO, "dpo" + DROPOUT: replace(DPO, source=DPO_DROPPING)}
 
 
 # --- PPO: a rollout with unequal responses, of which some failed to be scored -----------------------------------------
@@ -272,16 +316,32 @@ PTX_ROWS = torch.tensor([5, 0, 3, 6])
 TEMPERATURE, CLIP, VALUE_CLIP, PTX_COEF = 0.7, 0.2, 0.5, 0.3
 NUM_RESPONSE_TOKENS = 5 + 1 + 4 + 1 + 3
 MAX_POLICY_NORM, MAX_VALUE_NORM = 0.4, 0.15
+KL_COEF, CLIP_HIGH, REF_LOGPROBS_B = 0.1, 0.3, torch.tensor([-30.0, -5, -36, -13, -20, -37, -6, -18])
+# PPO, and without a value function: the other weights of tokens, with the KL in the loss and both ratios.
+WITHOUT_VALUES = {"advantage": "group_mean", "samples_per_prompt": 2, "kl_in": "loss", "clip_range_high": CLIP_HIGH}
+PPO_MODES: dict[str, dict[str, Any]] = {
+    "ppo": {"value_optimizer": sgd(MAX_VALUE_NORM), "value_clip_range": VALUE_CLIP},
+    "ppo-response": {**WITHOUT_VALUES, "token_weight": "per_response", "ratio": "response"},
+    "ppo-constant": {**WITHOUT_VALUES, "token_weight": "constant"},
+}
 
 
-def ppo_config(micro_batch: int) -> PPOConfig:
+def ppo_config(mode: str, batch: BatchConfig) -> PPOConfig:
     return PPOConfig(
         prompts=DataConfig(source="unread.jsonl"), num_iterations=1, rollout_batch_size=NUM_ROWS, num_epochs=1,
-        minibatch=BatchConfig(batch_size=NUM_ROWS, micro_batch_size=micro_batch), max_new_tokens=6,
-        temperature=TEMPERATURE, policy_optimizer=sgd(MAX_POLICY_NORM), value_optimizer=sgd(MAX_VALUE_NORM),
-        kl_coef=0.1, missing_eos_penalty=1.0, clip_range=CLIP, value_clip_range=VALUE_CLIP, ptx_coef=PTX_COEF,
-        ptx_rows=4, ema_decay=0.5, save_every_iterations=1,
+        minibatch=batch, max_new_tokens=6, temperature=TEMPERATURE, policy_optimizer=sgd(MAX_POLICY_NORM),
+        kl_coef=KL_COEF, missing_eos_penalty=1.0, clip_range=CLIP, ptx_coef=PTX_COEF, ptx_rows=4, ema_decay=0.5,
+        save_every_iterations=1, **PPO_MODES[mode],
     )  # fmt: skip
+
+
+def policy_batch(config: PPOConfig) -> PolicyBatch:
+    """The whole minibatch, weighted as the controller does."""
+    weight_BR, num_tokens = token_weights(SCORED_BR, config.token_weight, config.max_new_tokens)
+    kl_weight_B = KL_COEF * weight_BR.amax(dim=1) / num_tokens
+    kl = ResponseKL(REF_LOGPROBS_B, kl_weight_B) if config.kl_in == "loss" else None
+    advantages_BR = ADVANTAGES_BR[:, :1].expand(-1, 6) if config.ratio == "response" else ADVANTAGES_BR
+    return PolicyBatch(ROLLOUT, OLD_LOGPROBS_BR, advantages_BR, weight_BR, num_tokens, PTX_ROWS, len(PTX_ROWS), kl=kl)
 
 
 def write_parents(folder: Path) -> None:
@@ -302,9 +362,33 @@ def policy_mean(model: nn.Module) -> Tensor:
                 logprob = F.log_softmax(logits_TV[len(prompt) - 1 + t] / TEMPERATURE, dim=-1)[token]
                 ratio, advantage = (logprob - OLD_LOGPROBS_BR[row, t]).exp(), ADVANTAGES_BR[row, t]
                 losses.append(-torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage))
+    return sum_of(losses) / NUM_RESPONSE_TOKENS + PTX_COEF * ptx_mean(model)
+
+
+def ptx_mean(model: nn.Module) -> Tensor:
     rows = torch.from_numpy(STREAM).long()[PTX_ROWS]
-    ptx = sum_of(next_tokens_loss(model(row[None, :-1])[0], row[1:]) for row in rows) / (len(rows) * 8)
-    return sum_of(losses) / NUM_RESPONSE_TOKENS + PTX_COEF * ptx
+    return sum_of(next_tokens_loss(model(row[None, :-1])[0], row[1:]) for row in rows) / (len(rows) * 8)
+
+
+def mean_without_values(model: nn.Module, mode: str) -> Tensor:
+    """The mean over the scored responses of each one's loss and of half its squared log ratio to the reference."""
+    losses, num_scored = [], int(SCORED_BR.any(dim=1).sum())
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        if not SCORED_BR[row, 0]:
+            continue
+        logits_TV = model(torch.tensor([[*prompt, *response]]))[0] / TEMPERATURE
+        logprobs = [F.log_softmax(logits_TV[len(prompt) - 1 + t], dim=-1)[token] for t, token in enumerate(response)]
+        changes = [new - OLD_LOGPROBS_BR[row, t] for t, new in enumerate(logprobs)]
+        divisor = len(response) if mode == "ppo-response" else 6
+        if mode == "ppo-response":
+            changes = [sum_of(changes) / len(response)] * len(response)
+        for t, change in enumerate(changes):
+            ratio, advantage = change.exp(), ADVANTAGES_BR[row, 0 if mode == "ppo-response" else t]
+            gain = torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP_HIGH) * advantage)
+            losses.append(-gain / divisor / num_scored)
+        log_ratio = sum_of(logprobs) - REF_LOGPROBS_B[row]
+        losses.append(KL_COEF * log_ratio**2 / 2 / divisor / num_scored)
+    return sum_of(losses) + PTX_COEF * ptx_mean(model)
 
 
 def value_mean(model: nn.Module) -> Tensor:
@@ -343,10 +427,21 @@ OFFLOADS: list[list[tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
+def batch_of(split: Split, num_rows: int) -> BatchConfig:
+    """Where sequences differ in length, four ranks count a pass in tokens; some then have fewer passes to fill."""
+    if split.num_ranks == 4 and (split.name in PPO_MODES or any(name in split.name for name in ("ranking", "dpo"))):
+        return BatchConfig(batch_size=num_rows, micro_batch_tokens=20 * split.micro_batch, forward_tokens=50)
+    return BatchConfig(batch_size=num_rows, micro_batch_size=split.micro_batch)
+
+
+# New ones come last, so that the others keep their splits.
+NAMES = [*(name for name in CASES if not name.startswith("dpo")), "ppo", "dpo", "dpo" + DROPOUT]
+
+
 def draw_splits() -> list[Split]:
     """The whole batch on one rank, and for 1, 2 and 4 ranks other splits; a stage meets every ZeRO stage once."""
     generator, splits = np.random.default_rng(6), []
-    for place, name in enumerate([*CASES, "ppo"]):
+    for place, name in enumerate(NAMES):
         num_rows = 16 if name.startswith("unpacked") else NUM_ROWS
         splits.append(Split(name, 1, num_rows, EngineConfig(precision="fp32", trackers=())))
         zero_stages = np.roll(range(4), place - 1).tolist()
@@ -361,7 +456,13 @@ def draw_splits() -> list[Split]:
                 "collective_timeout_seconds": 240.0,  # what the others wait for a rank that failed
             }
             splits.append(Split(name, num_ranks, int(generator.choice(micros)), EngineConfig.model_validate(values)))
-    return splits
+    # What differs from PPO is in the batch, so two splits of it suffice.
+    others = [mode for mode in PPO_MODES if mode != "ppo"]
+    return splits + [
+        replace(split, name=mode)
+        for mode, kept in zip(others, (slice(1, None, 3), slice(2, None, 2)), strict=True)
+        for split in [split for split in splits if split.name == "ppo"][kept]
+    ]
 
 
 SPLITS = draw_splits()
@@ -380,7 +481,7 @@ def train(split: Split, folder: Path) -> dict[str, Any]:
         world_size=split.num_ranks,
         micro_batch=split.micro_batch,
     )
-    batch = BatchConfig(batch_size=num_rows, micro_batch_size=split.micro_batch)
+    batch = batch_of(split, num_rows)
     config = LoopConfig("split", 5, NUM_STEPS, batch, save_every_steps=9, evaluate_every_steps=9)
     loop = TrainingLoop(engine, config, case.objective, case.objective, folder / str(split))
     heldout = loop.run()["loss"]
@@ -393,36 +494,38 @@ def train(split: Split, folder: Path) -> dict[str, Any]:
 
 
 def train_ppo(split: Split, folder: Path, rank: int) -> dict[str, Any]:
-    """Two updates of the policy and of the value function, each rank with its contiguous share of the minibatch."""
+    """Two updates of the policy and of the value function, each rank with its share of the minibatch."""
     models = InitialModels(
         folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), TokenStream(folder / "train.bin", 9)
     )
-    config = ppo_config(split.micro_batch)
+    config = ppo_config(split.name, batch_of(split, NUM_ROWS))
     scorer, generator = Scorer(config, split.engine, models), Generator(config, split.engine, models)
     learner = Learner(config, split.engine, models, split.num_ranks)
-    mine, ptx = (slice(rank * n // split.num_ranks, (rank + 1) * n // split.num_ranks) for n in (NUM_ROWS, 4))
-    policy = PolicyBatch(
-        ROLLOUT, OLD_LOGPROBS_BR, ADVANTAGES_BR, SCORED_BR, NUM_RESPONSE_TOKENS, PTX_ROWS, len(PTX_ROWS)
-    ).rows(mine, ptx)
-    value = ValueBatch(ROLLOUT, OLD_VALUES_BR, RETURNS_BR, SCORED_BR, NUM_RESPONSE_TOKENS).rows(mine)
-    mine_alone = ROLLOUT.rows(mine)
+    lengths_B, everything = ROLLOUT.num_tokens_B, [torch.arange(NUM_ROWS)]
+    shares = shares_of(lengths_B, split.num_ranks, config.minibatch, with_gradients=True)
+    policy = policy_batch(config).shares(shares)[rank]
+    value = ValueBatch(ROLLOUT, OLD_VALUES_BR, RETURNS_BR, SCORED_BR, NUM_RESPONSE_TOKENS).shares(shares)[rank]
+    mine = shares_by_update(lengths_B, split.num_ranks, config.minibatch, everything)[rank]
+    mine_alone, prompts = ROLLOUT.rows(mine.rows), [PROMPTS[row] for row in mine.rows.tolist()]
     passes = {
-        "generate": lambda: generator.generate(range(NUM_ROWS)[mine], PROMPTS[mine], range(len(mine_alone))),
+        "generate": lambda: generator.generate(mine.rows.tolist(), prompts, range(len(prompts))),
         "scores": lambda: scorer.scores(mine_alone, []),
-        "reference_logprobs": lambda: scorer.reference_logprobs(mine_alone),
-        "policy_logprobs": lambda: learner.policy_logprobs(mine_alone),
+        "reference_logprobs": lambda: scorer.reference_logprobs(mine_alone, mine.pass_sizes),
+        "policy_logprobs": lambda: learner.policy_logprobs(mine_alone, mine.pass_sizes),
     }
     collectives = {name: num_collectives(run) for name, run in passes.items()}
-    shares = []
+    metrics = []
     for update in range(NUM_STEPS):
-        shares.append(dict(learner.update_policy(policy, 1e6, update)) | dict(learner.update_value(value, 1e6, update)))
+        metrics.append(dict(learner.update_policy(policy, 1e6, update)))
+        if config.has_value_function:
+            metrics[-1] |= learner.update_value(value, 1e6, update)
     weights = {
         f"{role}/{name}": weight.clone()
-        for role, engine in (("policy", learner.policy), ("value", learner.value))
+        for role, engine in learner.engines.items()
         for name, weight in engine.full_weights().items()
     }
     learner.close()
-    return {"shares": shares, "weights": weights, "collectives": collectives}
+    return {"shares": metrics, "weights": weights, "collectives": collectives}
 
 
 def num_collectives(run: Callable[[], object]) -> int:
@@ -441,7 +544,7 @@ def rank_program(rank: int, num_ranks: int, port: int, folder: Path) -> None:
     # Accelerate goes from plain ranks to DeepSpeed within a process, but not back.
     for split in sorted(SPLITS, key=lambda split: split.engine.zero_stage):
         if split.num_ranks == num_ranks:
-            found = train_ppo(split, folder, rank) if split.name == "ppo" else train(split, folder)
+            found = train_ppo(split, folder, rank) if split.name in PPO_MODES else train(split, folder)
             torch.save(found, folder / f"{split}-rank-{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -498,7 +601,7 @@ def descend(source: ModelSource[Any], mean: Callable[[Any], Tensor], max_grad_no
     return [*losses, float(mean(model).detach())], norms, weights
 
 
-PLAIN = [split for split in SPLITS if split.name != "ppo" and not split.name.endswith(DROPOUT)]
+PLAIN = [split for split in SPLITS if split.name not in PPO_MODES and not split.name.endswith(DROPOUT)]
 
 
 @pytest.mark.parametrize("split", PLAIN, ids=str)
@@ -569,6 +672,20 @@ def test_a_split_changes_no_update_of_ppo(folder: Path, split: Split) -> None:
     }
     for rank in ranks:
         assert_same_weights(rank["weights"], expected)
+
+
+@pytest.mark.parametrize("split", [s for s in SPLITS if s.name in PPO_MODES and s.name != "ppo"], ids=str)
+def test_a_split_changes_no_update_without_a_value_function(folder: Path, split: Split) -> None:
+    norm = MAX_POLICY_NORM
+    policy = descend(ModelFolder(folder / "sft", LanguageModel), lambda m: mean_without_values(m, split.name), norm)
+    ranks = [torch.load(folder / f"{split}-rank-{rank}.pt") for rank in range(split.num_ranks)]
+    for step in range(NUM_STEPS):
+        figures = {name: sum(rank["shares"][step][name] for rank in ranks) for name in ranks[0]["shares"][step]}
+        assert figures["policy_gradient_norm"] == pytest.approx(policy[1][step], rel=1e-5)
+        total = figures["policy_loss"] + figures["kl_loss"] + PTX_COEF * figures["ptx_loss"]
+        assert total == pytest.approx(policy[0][step], rel=1e-5)
+    for rank in ranks:
+        assert_same_weights(rank["weights"], {f"policy/{name}": weight for name, weight in policy[2].items()})
 
 
 @pytest.mark.parametrize("split", [split for split in SPLITS if split.name == "ppo"], ids=str)

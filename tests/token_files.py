@@ -4,16 +4,21 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+from dpo import training as dpo
+from dpo.config import DPOConfig
+from lm.model import LanguageModel
 from lm.source import on_meta
 from lm.tokenizer import Tokenizer
+from lm.weights import ModelFolder
 from pretrain.stage import PretrainConfig, heldout_parts, stream_parts
 from reward import training as reward
 from reward.comparisons import read_judgments
-from reward.config import RewardConfig
+from reward.config import ComparisonsConfig, RewardConfig
 from reward.prepared import PreparedRankings, ranking_parts
-from sft.stage import SFTConfig, demonstration_parts
+from sft.demonstrations import Limit, demonstration_parts
+from sft.stage import SFTConfig
 from training.stage import StageContext
-from training.tokens import SEQUENCES, TokenFolders, write_arrays
+from training.tokens import CHECKED_SEQUENCES, TokenFolders, write_arrays
 
 
 def pretrain_tokens(folder: Path, config: PretrainConfig, tokenizer: Path) -> TokenFolders:
@@ -29,8 +34,8 @@ def sft_tokens(folder: Path, config: SFTConfig, start: Path, *, has_source: bool
     tokenizer = Tokenizer.load(start).with_template(config.chat_template)
     found = TokenFolders(folder / "train-tokens", folder / "heldout-tokens")
     for path, sources in ((found.training, config.demonstrations), (found.heldout, config.heldout)):
-        parts = partial(demonstration_parts, has_source, tokenizer, sources, config.seq_len)
-        write_arrays(path, SEQUENCES, parts)
+        limit = Limit(has_source, config.seq_len, config.on_overlong)
+        write_arrays(path, CHECKED_SEQUENCES, partial(demonstration_parts, tokenizer, sources, limit))
     return found
 
 
@@ -38,9 +43,25 @@ def train_reward(context: StageContext, config: RewardConfig, start: Path) -> No
     """What the driver and this rank do to train a reward model."""
     tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token).with_template(config.chat_template)
     network = on_meta(reward.network_source(start, 0.0, 0, config.labels).build)
+    data = _prepared(context, config, tokenizer, network.config.max_position_embeddings)
+    reward.train(context, config, start, data)
+
+
+def train_dpo(context: StageContext, config: DPOConfig, start: Path) -> None:
+    """What the driver and this rank do to train a policy by DPO."""
+    tokenizer = Tokenizer.load(start, end=config.end_token, pad=config.pad_token).with_template(config.chat_template)
+    shape = on_meta(ModelFolder(start, LanguageModel).build).config
+    data = _prepared(context, config, tokenizer, shape.max_position_embeddings)
+    context.folder.mkdir(exist_ok=True)
+    dpo.train(context, config, start, data)
+
+
+def _prepared(
+    context: StageContext, config: ComparisonsConfig, tokenizer: Tokenizer, max_tokens: int
+) -> PreparedRankings:
     context.folder.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=context.folder.parent)) / "tokens"
     found = read_judgments(config.rankings)
-    parts = partial(ranking_parts, tokenizer, found, network.config.max_position_embeddings)
-    write_arrays(folder, SEQUENCES, parts)
-    reward.train(context, config, start, PreparedRankings.of(found, config, context.seed, folder))
+    parts = partial(ranking_parts, tokenizer, found, max_tokens, config.on_overlong, config.section)
+    write_arrays(folder, CHECKED_SEQUENCES, parts)
+    return PreparedRankings.of(found, config, context.seed, folder)

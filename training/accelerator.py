@@ -3,7 +3,6 @@
 import functools
 import gc
 import os
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
+from endpoints.ports import free_port
 from training.compiled import choose_extension_folder, drop_stale_lock
 from training.config import EngineConfig
 from training.internals import is_accelerate_initialised, update_deepspeed_config
@@ -62,7 +62,5 @@ def _name_the_only_rank() -> None:
     """If no launcher named ranks, this process is a world of one."""
     if "RANK" in os.environ:
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", **address)

@@ -142,9 +142,9 @@ def choose_sound(checkpoints: Path, stage: str, newest_first: Sequence[Manifest]
             return Resumption(step_of(manifest.folder), manifest.folder.name, damaged)
         damaged[manifest.folder.name] = damage
     if damaged:
-        told = "; ".join(f"{name}: {damage}" for name, damage in damaged.items())
+        causes = "; ".join(f"{name}: {damage}" for name, damage in damaged.items())
         raise ValueError(
-            f"{checkpoints}: every checkpoint of {stage} is damaged ({told}); restore one, or run again with"
+            f"{checkpoints}: every checkpoint of {stage} is damaged ({causes}); restore one, or run again with"
             f" --from {stage}, which starts the stage from step 0"
         )
     return Resumption(0, "", {})

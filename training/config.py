@@ -1,7 +1,7 @@
 """What every trained stage configures: precision, sharding, optimisation, batch sizes."""
 
 import math
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -139,25 +139,65 @@ class OptimizerConfig(Config):
 
 
 class BatchConfig(Config):
-    """A batch and how it is split. Gradient accumulation steps follow: batch_size / (ranks x micro_batch_size)."""
+    """A batch and how it is split.
+
+    Rows of one length: gradient accumulation steps follow, batch_size / (ranks x micro_batch_size). Sequences of
+    different lengths (the reward model, PPO): they are packed into rows, as many passes as that takes, the same number
+    on every rank and of about as many tokens.
+    """
 
     batch_size: int = Field(ge=1, description="Global batch size over all ranks, in the stage's unit.")
     micro_batch_size: int = Field(
-        ge=1, description="What one rank holds in one forward and backward pass, in the stage's unit."
+        default=0,
+        ge=0,
+        description="What one rank holds in one forward and backward pass, in the stage's unit; where sequences are"
+        " packed, room for this many of the batch's longest. Either this or `micro_batch_tokens` is given.",
+    )
+    micro_batch_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Tokens that one rank holds in one forward and backward pass, padding included; reward model and"
+        " PPO only.",
+    )
+    forward_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="The same for passes without gradients, except those whose log-probabilities are compared with an"
+        " update's; 0 = as many as with gradients.",
     )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        exact_div(self.batch_size, self.micro_batch_size, "batch_size over micro_batch_size")
+        if bool(self.micro_batch_size) == bool(self.micro_batch_tokens):
+            raise ValueError(
+                f"micro_batch_size {self.micro_batch_size} and micro_batch_tokens {self.micro_batch_tokens}: one of"
+                " them was expected"
+            )
+        if self.micro_batch_size:
+            exact_div(self.batch_size, self.micro_batch_size, "batch_size over micro_batch_size")
         return self
 
+    @property
+    def given_size(self) -> dict[str, int]:
+        """The size of a pass, by the name of the key that gives it."""
+        name = "micro_batch_size" if self.micro_batch_size else "micro_batch_tokens"
+        return {name: getattr(self, name)}
+
     def num_micro_batches(self, num_ranks: int) -> int:
-        """Micro-batches per rank and step. Raises: ValueError unless the division is exact."""
+        """Micro-batches per rank and step, of rows of one length; at most that many if sequences are packed.
+
+        With `micro_batch_tokens` it is the number of sequences per rank. Raises: ValueError unless the division is
+        exact.
+        """
+        if not self.micro_batch_size:
+            return exact_div(self.batch_size, num_ranks, "batch_size over ranks")
         return exact_div(self.batch_size, num_ranks * self.micro_batch_size, "batch_size over ranks x micro_batch_size")
 
 
 class TrainingConfig(Config):
     """What pretraining, SFT and the reward model share. `batch.batch_size` counts rows of the stage's own kind."""
+
+    packs_sequences: ClassVar[bool] = False  # or trains on rows of one length
 
     batch: BatchConfig = Field(description="Batch sizes.")
     optimizer: OptimizerConfig = Field(description="Optimizer and learning rate.")
@@ -168,6 +208,13 @@ class TrainingConfig(Config):
     evaluate_every_steps: int = Field(
         default=500, ge=1, description="Steps between held-out evaluations; the last step always ends with one."
     )
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> Self:
+        for name in ("micro_batch_tokens", "forward_tokens"):
+            if getattr(self.batch, name) and not self.packs_sequences:
+                raise ValueError(f"batch.{name}: this stage's rows have one length; micro_batch_size was expected")
+        return self
 
 
 class InitConfig(Config):

@@ -1,17 +1,21 @@
 """Texts, conversations and prompts from files and the Hugging Face hub, with errors that name the row."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from lm.progress import note_progress
-from reading.fields import checked_messages, name_field, text_field
+from reading.conversations import AUTO, NAMES, TEXT_ROLE, ConversationReader, Turns
+from reading.fields import name_field, text_field
 from reading.rows import Rows, read_source
 from training.config import Config
 
+OnOverlong = Literal["refuse", "skip", "truncate"]
 
-class DataConfig(Config):
+
+class SourceConfig(Config):
     """Where rows come from. A plain-text file gives one row per paragraph (separated by blank lines)."""
 
     source: str = Field(
@@ -20,40 +24,64 @@ class DataConfig(Config):
     )
     split: str = Field(default="train", description="Split of a folder or hub data set.")
     subset: str = Field(default="", description="Subset (configuration) of a hub data set; empty = the default one.")
-    field: str = Field(default="text", description="Field that holds the text of a row.")
     max_rows: int = Field(default=0, ge=0, description="Rows to read at most; 0 = all.")
 
 
-def read_rows(data: DataConfig) -> Rows:
+class TextConfig(SourceConfig):
+    """Where texts come from."""
+
+    field: str = Field(default="text", description="Field that holds the text of a row.")
+
+
+class DataConfig(SourceConfig):
+    """Where conversations or prompts come from; docs/data.md shows the formats."""
+
+    format: str = Field(
+        default=AUTO,
+        description=f"Format of the rows, one of {', '.join(NAMES)}; `auto` recognises it by the rows' fields.",
+    )
+
+    @field_validator("format")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if name not in NAMES:
+            raise ValueError(f"format is {name!r}; one of {', '.join(NAMES)} was expected")
+        return name
+
+
+def overlong_field() -> OnOverlong:
+    """The field of a stage that says what happens to rows that are too long."""
+    found: OnOverlong = Field(
+        default="refuse",
+        description="What happens to rows that are too long: `refuse` stops before training, `skip` leaves them out,"
+        " `truncate` cuts them (docs/data.md).",
+    )
+    return found
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """How many rows were longer than a limit, and what became of them."""
+
+    num_rows: int = 0
+    num_truncated: int = 0
+    num_skipped: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.num_truncated or self.num_skipped)
+
+    def __str__(self) -> str:
+        long = self.num_truncated + self.num_skipped
+        counts = ((self.num_truncated, "truncated"), (self.num_skipped, "skipped"))
+        return f"{long:,} of {self.num_rows:,} too long: " + ", ".join(f"{n:,} {what}" for n, what in counts if n)
+
+
+def read_rows(data: SourceConfig) -> Rows:
     """Stream (where, row); `where` names file and row for error messages. Hub data sets are never loaded whole."""
     return read_source(data.source, split=data.split, subset=data.subset, max_rows=data.max_rows)
 
 
-def messages_field(where: str, row: Mapping[str, Any], *, ends_with: str) -> list[dict[str, str]]:
-    """The `messages` of a row (TRL's conversational form), checked; the last must come from `ends_with`.
-
-    `{"prompt": ..., "completion": ...}` rows of two strings are read as a user's turn and the assistant's.
-
-    Raises:
-        ValueError: the row has another form; the message names file, line and field.
-    """
-    if "messages" not in row and "prompt" in row:
-        turns = [{"role": "user", "content": text_field(where, row, "prompt")}]
-        if ends_with == "assistant":
-            turns.append({"role": "assistant", "content": text_field(where, row, "completion")})
-        return turns
-    turns = checked_messages(where, row.get("messages"), "messages", ends_with=ends_with)
-    for index, message in enumerate(row["messages"]):
-        # OpenAI's fine-tuning files can exclude answers from the loss. Heed must not train on those without a word.
-        if message.get("weight", 1) != 1:
-            raise ValueError(
-                f"{where}: field 'messages[{index}].weight' is {message['weight']!r}; SFT learns every answer of the"
-                " assistant alike, so 1 or no weight was expected"
-            )
-    return turns
-
-
-def read_texts(sources: Sequence[DataConfig]) -> Iterator[str]:
+def read_texts(sources: Sequence[TextConfig]) -> Iterator[str]:
     """The texts of all sources, in order."""
     for data in sources:
         for where, row in read_rows(data):
@@ -61,12 +89,27 @@ def read_texts(sources: Sequence[DataConfig]) -> Iterator[str]:
             yield text_field(where, row, data.field)
 
 
-def read_conversations(sources: Sequence[DataConfig]) -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """(where, messages) of demonstrations, each ending with the assistant's response."""
+def untold(_line: str) -> None:
+    """Takes lines about what was read that nobody wants to see."""
+
+
+def read_conversations(
+    sources: Sequence[DataConfig], tell: Callable[[str], None] = untold, *, takes_texts: bool = False
+) -> Iterator[tuple[str, Turns]]:
+    """(where, turns) of demonstrations, each ending with the assistant's response.
+
+    With `takes_texts`, a plain text is a single turn of TEXT_ROLE; otherwise it is refused. After each source, `tell`
+    gets a line on how many conversations of which format it has.
+    """
     for data in sources:
+        reader = ConversationReader("demonstration", data.format)
         for where, row in read_rows(data):
             note_progress()
-            yield where, messages_field(where, row, ends_with="assistant")
+            turns = reader.read(where, row)
+            if turns[0]["role"] == TEXT_ROLE and not takes_texts:
+                raise ValueError(f"{where}: field 'text' holds a plain text; a prompt and a response were expected")
+            yield where, turns
+        tell(reader.summary(data.source))
 
 
 class Prompt(Config):
@@ -77,21 +120,23 @@ class Prompt(Config):
     kind: str
 
 
-def read_prompts(data: DataConfig) -> list[Prompt]:
-    """Prompts, each ending with a user's turn.
+def read_prompts(data: DataConfig, tell: Callable[[str], None] = untold) -> list[Prompt]:
+    """Prompts, each ending with a user's turn. `tell` gets a line on how many of which format there are.
 
     Raises:
         ValueError: a prompt has another form, an id occurs twice, or there are no prompts; the message names the line.
     """
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
+    reader = ConversationReader("prompt", data.format)
     for index, (where, row) in enumerate(read_rows(data)):
         prompt_id = name_field(where, row, "prompt_id") or str(index)
         if prompt_id in seen:
             raise ValueError(f"{where}: prompt_id {prompt_id!r} is already that of {seen[prompt_id]}")
         seen[prompt_id] = where
-        messages = messages_field(where, row, ends_with="user")
-        prompts.append(Prompt(prompt_id=prompt_id, messages=tuple(messages), kind=name_field(where, row, "kind")))
+        messages = tuple(reader.read(where, row))
+        prompts.append(Prompt(prompt_id=prompt_id, messages=messages, kind=name_field(where, row, "kind")))
     if not prompts:
         raise ValueError(f"{data.source}: no prompts; at least one was expected")
+    tell(reader.summary(data.source))
     return prompts

@@ -32,6 +32,8 @@ from training.internals import (
     reset_accelerate,
     set_collective_timeout,
     set_gradient_sync,
+    step_without_dynamo,
+    without_dynamo,
 )
 from training.offload import Offload
 from training.optimizers import make_optimizers
@@ -82,13 +84,15 @@ class Engine(Generic[AnyModule]):
             compile_blocks(model)
         align_heads(model, self.device)
         self._source, self.module = source, model
+        step_without_dynamo(config.zero_stage)
         optimizers = make_optimizers(model, optimizer, self.device)
         self.model: Any
-        if config.zero_stage == 0:
-            self.model = self._replicated(model)
-            self._optimizers = [self._accelerator.prepare_optimizer(held) for held in optimizers]
-        else:
-            self.model, *self._optimizers = self._accelerator.prepare(model, *optimizers)
+        with without_dynamo():
+            if config.zero_stage == 0:
+                self.model = self._replicated(model)
+                self._optimizers = [self._accelerator.prepare_optimizer(held) for held in optimizers]
+            else:
+                self.model, *self._optimizers = self._accelerator.prepare(model, *optimizers)
         is_deepspeed = is_deepspeed_engine(self.model)
         assert is_deepspeed == (config.zero_stage > 0), f"ZeRO {config.zero_stage} gave a {type(self.model).__name__}"
         if is_deepspeed:  # it creates a process group of its own, with PyTorch's default time limit
@@ -198,7 +202,7 @@ class Engine(Generic[AnyModule]):
             return loss, norm
         parameters = self.module.parameters()
         with deterministic_kernels(self.config.deterministic):
-            norm_tensor = self._accelerator.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm)
+            norm_tensor = nn.utils.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm)
             loss, norm = torch.stack([loss_sum.float(), norm_tensor.float()]).tolist()  # one wait for a GPU
             for optimizer in self._optimizers:
                 if math.isfinite(norm):

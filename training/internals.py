@@ -5,14 +5,22 @@ per function, which names the attribute that a new release removed or changed. d
 versions.
 """
 
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
 from torch.utils import cpp_extension
 
 from training.state import ParamShard
@@ -45,6 +53,56 @@ def do_not_broadcast_buffers(model: nn.Module) -> None:
     """Keep DDP from sending rank 0's buffers to all ranks with every forward pass."""
     names = [name for name, _ in model.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+
+
+@contextmanager
+def without_dynamo() -> Iterator[None]:
+    """Wrap a model for training without importing TorchDynamo, which takes each process a second or two.
+
+    PyTorch and DeepSpeed ask it for settings, and to keep functions out of graphs that it traces; Heed compiles blocks
+    only (`engine.compile_blocks`), for which it is imported beforehand. DeepSpeed also imports a Muon of its own, which
+    compiles a function at once and which Heed never uses. With a GPU, PyTorch stays as it is: jobs there take hours.
+    """
+    if "torch._dynamo" in sys.modules or torch.cuda.is_available():
+        yield
+        return
+
+    def as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
+        return as_it_is if function is None else function
+
+    ddp_settings = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")  # PyTorch's default
+    compiler, torch_itself = vars(torch.compiler), vars(torch)
+    disable, compile_ = compiler["disable"], torch_itself["compile"]
+    compiler["disable"] = torch_itself["compile"] = as_it_is
+    torch_itself["_dynamo"] = SimpleNamespace(utils=ddp_settings)
+    try:
+        yield
+    finally:
+        compiler["disable"], torch_itself["compile"] = disable, compile_
+        del torch_itself["_dynamo"]
+
+
+def step_without_dynamo(zero_stage: int) -> None:
+    """Let optimizers, DDP and, at stage 3, ZeRO's hooks run as they are: each would import TorchDynamo at its first
+    call, only to be left out of its graphs. With a GPU, they stay as they are.
+    """
+    if torch.cuda.is_available():
+        return
+    _run_as_it_is(Optimizer, DistributedDataParallel)
+    setattr(AdamW, "step", torch.no_grad()(inspect.unwrap(AdamW.step)))  # noqa: B010 - mypy lets nobody assign a method
+    if zero_stage == 3:
+        from deepspeed.runtime.zero import partitioned_param_coordinator
+
+        _run_as_it_is(partitioned_param_coordinator, partitioned_param_coordinator.PartitionedParameterCoordinator)
+
+
+def _run_as_it_is(*owners: Any) -> None:
+    excluded: Any = _disable_dynamo(_run_as_it_is)
+    for function in [value for owner in owners for value in vars(owner).values()]:
+        while (wrapped := getattr(function, "__wrapped__", None)) is not None:
+            if getattr(function, "__code__", None) is excluded.__code__:
+                wrapped.__dynamo_disable = wrapped
+            function = wrapped
 
 
 def extension_folder(name: str) -> Path:

@@ -4,9 +4,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -59,6 +58,17 @@ class Objective(Protocol[Model_contra]):
         ...
 
 
+@runtime_checkable
+class RaggedObjective(Protocol):
+    """An objective whose rows differ in length: it says which of them a pass reads."""
+
+    def rank_passes(
+        self, rows: IntArray, batch: BatchConfig, num_ranks: int, *, with_gradients: bool
+    ) -> list[list[IntArray]]:
+        """The rows of each pass of each rank; as many passes on every rank, of which some may be empty."""
+        ...
+
+
 @dataclass(frozen=True)
 class LoopConfig:
     """How long to train, and how often to save and evaluate."""
@@ -87,7 +97,8 @@ class TrainingLoop(Generic[AnyModule]):
         folder: Path,
     ) -> None:
         self.engine, self.config, self.training, self.heldout, self.folder = engine, config, training, heldout, folder
-        self.num_micro_batches = config.batch.num_micro_batches(engine.world_size)
+        config.batch.num_micro_batches(engine.world_size)  # refuses what does not divide
+        self._heldout_passes: list[IntArray] = []  # of this rank, the same in every evaluation
         self.sampler = Sampler(len(training), config.batch.batch_size, derive_seed(config.seed, config.stage, "order"))
 
     def run(self) -> dict[str, float]:
@@ -115,22 +126,20 @@ class TrainingLoop(Generic[AnyModule]):
 
     def _step(self, step: int) -> dict[str, float]:
         started = time.monotonic()
-        engine, batch = self.engine, self.config.batch
+        engine = self.engine
         rate = engine.optimizer_config.rate(step, self.config.num_steps)
         engine.set_learning_rate(rate)
         engine.model.train()
         seed = derive_seed(self.config.seed, self.config.stage, "dropout", step)
         rows = self.sampler.batch(step)
         count = self.training.count(rows)
-        per_rank = self.num_micro_batches * batch.micro_batch_size
-        mine = rows[engine.rank * per_rank : (engine.rank + 1) * per_rank]
-        micro_batches = np.split(mine, self.num_micro_batches)
+        micro_batches = _passes(self.training, rows, self.config.batch, engine.world_size, with_gradients=True)
 
-        def loss(rows: IntArray) -> LossAndMetrics:
-            loss_sum, metrics = self.training.loss(engine.model, rows, engine.device, seed)
+        def loss(mine: IntArray) -> LossAndMetrics:
+            loss_sum, metrics = self._loss_of(self.training, mine, rows, seed)
             return loss_sum / count, metrics
 
-        sums = engine.accumulate(micro_batches, loss)
+        sums = engine.accumulate(micro_batches[engine.rank], loss)
         loss_mean, norm = engine.step()
         seconds = time.monotonic() - started
         if engine.has_skipped and engine.is_main:
@@ -156,20 +165,32 @@ class TrainingLoop(Generic[AnyModule]):
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Means over all held-out rows, which are split among the ranks."""
-        engine, batch = self.engine, self.config.batch.micro_batch_size
+        engine = self.engine
         engine.model.eval()
         everything = torch.arange(len(self.heldout)).numpy()
         count = self.heldout.count(everything)
         sums: dict[str, Tensor] = {}
-        # ZeRO-3 gathers weights in every pass, so all ranks run the same number of passes: a rank that has run out of
-        # rows repeats the first one and does not count it.
-        for start in range(0, len(everything), batch * engine.world_size):
+        if not self._heldout_passes:
+            passes = _passes(self.heldout, everything, self.config.batch, engine.world_size, with_gradients=False)
+            self._heldout_passes = passes[engine.rank]
+        for mine in self._heldout_passes:
             note_progress()
-            mine = everything[start + engine.rank * batch : start + (engine.rank + 1) * batch]
-            loss, extra = self.heldout.loss(engine.model, mine if len(mine) else everything[:1], engine.device)
+            loss, extra = self._loss_of(self.heldout, mine, everything, seed=0)
             for name, value in {"loss": loss, **extra}.items():
-                sums[name] = sums.get(name, torch.zeros_like(value)) + (value if len(mine) else 0 * value)
+                sums[name] = sums.get(name, torch.zeros_like(value)) + value
         return self._means(sums, count)
+
+    def _loss_of(self, objective: Objective[AnyModule], mine: IntArray, rows: IntArray, seed: int) -> LossAndMetrics:
+        """Loss and metrics of a pass over `mine` of the `rows`.
+
+        ZeRO-3 gathers weights in every pass, so all ranks run the same number of passes: a rank that has run out of
+        rows repeats the first one and does not count it.
+        """
+        engine = self.engine
+        loss, metrics = objective.loss(engine.model, mine if len(mine) else rows[:1], engine.device, seed)
+        if len(mine):
+            return loss, metrics
+        return 0 * loss, {name: 0 * value for name, value in metrics.items()}
 
     @property
     def checkpoints(self) -> Path:
@@ -200,3 +221,21 @@ class TrainingLoop(Generic[AnyModule]):
         """Like `changed_files`, with the files split among the ranks; a collective call."""
         mine = share_of_files(sha256, self.engine.rank, self.engine.world_size)
         return [name for names in self.engine.gather(changed_files(folder, mine)) for name in names]
+
+
+def _passes(
+    objective: Objective[Any], rows: IntArray, batch: BatchConfig, num_ranks: int, *, with_gradients: bool
+) -> list[list[IntArray]]:
+    """The rows of each pass of each rank: what the objective says, or slices of `micro_batch_size` rows.
+
+    With gradients a rank has consecutive slices. Without, slices are dealt in turn, and the last may be shorter.
+    """
+    if isinstance(objective, RaggedObjective):
+        return objective.rank_passes(rows, batch, num_ranks, with_gradients=with_gradients)
+    size = batch.micro_batch_size
+    slices = [rows[start : start + size] for start in range(0, len(rows), size)]
+    if with_gradients:
+        per_rank = len(slices) // num_ranks
+        return [slices[rank * per_rank : (rank + 1) * per_rank] for rank in range(num_ranks)]
+    slices += [rows[:0]] * (-len(slices) % num_ranks)
+    return [slices[rank::num_ranks] for rank in range(num_ranks)]

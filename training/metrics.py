@@ -19,34 +19,24 @@ from training.notices import say
 TENSORBOARD_FLUSH_SECONDS = 10  # a kill costs TensorBoard at most this much; metrics.jsonl has every step
 
 
-class MetricsLog:
-    """The append-only log of a stage. On resume, lines past the resumed step are removed and written again.
+class StepLines:
+    """An append-only JSONL file; each line has the `step` it belongs to. On resume, lines past the resumed step are
+    removed and written again.
 
     A write that fails, for example on a full disk, does not stop training: lines wait in memory until one succeeds.
     The run's folder must exist: if it has disappeared, it must not be created again.
     """
 
-    def __init__(self, folder: Path, trackers: Sequence[str], *, resume_step: int) -> None:
-        folder.mkdir(exist_ok=True)
-        PartialState()  # trackers ask it whether this process is rank 0
-        self.path = folder / "metrics.jsonl"
-        kept = [line for line in read_metrics(self.path) if line["step"] <= resume_step]
-        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._file = self.path.open("ab", buffering=0)
-        self._whole_bytes = self.path.stat().st_size  # what follows them is part of a line that failed
+    def __init__(self, path: Path, *, resume_step: int) -> None:
+        self.path = path
+        kept = [line for line in read_metrics(path) if line["step"] <= resume_step]
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._file = path.open("ab", buffering=0)
+        self._whole_bytes = path.stat().st_size  # what follows them is part of a line that failed
         self._waiting: list[tuple[int, bytes]] = []  # step and line
-        self._trackers = {name: _make_tracker(name, folder) for name in trackers}
-        self._folder = folder
-        self._started = time.monotonic()
 
-    def log(self, step: int, num_steps: int, values: Mapping[str, float]) -> None:
-        """Write the metrics of a finished step (1 .. num_steps); those that are not finite are left out."""
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        self._write({"step": step, "num_steps": num_steps, **finite, "seconds": time.monotonic() - self._started})
-        for name in self._trackers:
-            self._track(name, step, finite)
-
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append a line, after those that are still waiting."""
         self._waiting.append((line["step"], f"{json.dumps(line)}\n".encode()))
         try:
             self._write_waiting()
@@ -68,6 +58,35 @@ class MetricsLog:
             self._whole_bytes += len(line)
             del self._waiting[0]
 
+    def close(self) -> None:
+        """Write what is still waiting; lines that cannot be written are reported as lost."""
+        try:
+            self._write_waiting()
+        except OSError as error:
+            steps = [step for step, _ in self._waiting]
+            say(f"{self.path}: {cause_of(error)}; the lines of steps {steps[0]} to {steps[-1]} are lost")
+        self._file.close()
+
+
+class MetricsLog:
+    """The metrics of a stage, in metrics.jsonl (`StepLines`) and in the trackers."""
+
+    def __init__(self, folder: Path, trackers: Sequence[str], *, resume_step: int) -> None:
+        folder.mkdir(exist_ok=True)
+        PartialState()  # trackers ask it whether this process is rank 0
+        self.path = folder / "metrics.jsonl"
+        self._lines = StepLines(self.path, resume_step=resume_step)
+        self._trackers = {name: _make_tracker(name, folder) for name in trackers}
+        self._folder = folder
+        self._started = time.monotonic()
+
+    def log(self, step: int, num_steps: int, values: Mapping[str, float]) -> None:
+        """Write the metrics of a finished step (1 .. num_steps); those that are not finite are left out."""
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        self._lines.write({"step": step, "num_steps": num_steps, **finite, "seconds": time.monotonic() - self._started})
+        for name in self._trackers:
+            self._track(name, step, finite)
+
     def _track(self, name: str, step: int, values: Mapping[str, float]) -> None:
         """Pass metrics on. A tracker that fails is started again at the next step, and the user is told."""
         try:
@@ -81,12 +100,7 @@ class MetricsLog:
             self._trackers[name] = None
 
     def close(self) -> None:
-        try:
-            self._write_waiting()
-        except OSError as error:
-            steps = [step for step, _ in self._waiting]
-            say(f"{self.path}: {cause_of(error)}; the lines of steps {steps[0]} to {steps[-1]} are lost")
-        self._file.close()
+        self._lines.close()
         for name, tracker in self._trackers.items():
             try:
                 if tracker is not None:

@@ -4,9 +4,10 @@ Nobody reads a worker's log, so the process that starts a worker says where its 
 other process they are log messages.
 """
 
+import io
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 log = logging.getLogger(__name__)
 
@@ -35,3 +36,21 @@ def speaking_through(speaker: Speaker) -> Iterator[None]:
         yield
     finally:
         _speakers.remove(speaker)
+
+
+@contextmanager
+def printing_aloud(who: str) -> Iterator[None]:
+    """What a user's code prints reaches the user, line by line after `who`: nobody reads a worker's standard output.
+
+    In a process that has no speaker it is printed as usual.
+    """
+    if not _speakers:
+        yield
+        return
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            yield
+    finally:
+        for line in printed.getvalue().splitlines():
+            say(f"{who}: {line}")

@@ -52,6 +52,11 @@ class PackedRows:
         """These rows."""
         return PackedRows(self.tokens[rows], self.segments[rows], self.counted[rows], self.numbers[rows])
 
+    def cut(self, num_tokens: int) -> "PackedRows":
+        """The first tokens of each row; what is left out must be padding."""
+        first = np.s_[:, :num_tokens]
+        return PackedRows(self.tokens[first], self.segments[first], self.counted[first], self.numbers)
+
 
 class Packed:
     """Rows of packed sequences, laid out only where they are asked for: the sequences may be in a mapped file.
@@ -65,7 +70,7 @@ class Packed:
 
     def __init__(self, sequences: Sequences, seq_len: int, pad_id: int) -> None:
         self.sequences, self.seq_len, self.pad_id = sequences, seq_len, pad_id
-        rows = _best_fit(sequences.lengths.tolist(), seq_len)
+        rows = best_fit(sequences.lengths.tolist(), seq_len)
         sizes = np.array([len(row) for row in rows], dtype=np.int64)
         self._ends: IntArray = np.cumsum(sizes)
         self._members = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64, count=len(sequences))
@@ -110,8 +115,8 @@ def pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], seq_len: int
     return packed.take(np.arange(len(packed)))
 
 
-def _best_fit(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
-    """The numbers of the sequences in each row."""
+def best_fit(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
+    """The numbers of the sequences in each row, longest first. Raises: as `Packed`."""
     for index, length in enumerate(lengths):
         if length > seq_len:
             raise ValueError(f"sequence {index} has {length} tokens; at most {seq_len} fit a row")

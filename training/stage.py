@@ -39,5 +39,5 @@ class StageContext:
 
 def build_engine(context: StageContext, source: ModelSource[AnyModule], config: TrainingConfig) -> Engine[AnyModule]:
     """Build this rank's engine for a stage that trains one model."""
-    micro_batch = config.batch.micro_batch_size
+    micro_batch = config.batch.micro_batch_size or 1  # DeepSpeed counts with it and computes nothing by it
     return Engine(source, config.optimizer, context.engine, world_size=context.num_workers, micro_batch=micro_batch)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from files.atomic import commit_folder, sync, temporary_path, write_json
 from lm.progress import note_progress
+from training.data import Overlong
 from training.notices import say
 
 Item = TypeVar("Item")
@@ -35,6 +36,7 @@ TYPES = {
     "lengths": np.int32,  # of each sequence, tokens
     "num_counted": np.int32,  # of each sequence, without its first token, which nothing predicts
     "num_bytes": np.int32,  # of text that each token stands for
+    "overlong": np.uint8,  # of each row: FITS, TRUNCATED or SKIPPED
 }
 
 
@@ -162,6 +164,14 @@ class Sequences:
 
 
 SEQUENCES = ("tokens", "counted", "lengths", "num_counted")  # the arrays of a folder of sequences
+CHECKED_SEQUENCES = (*SEQUENCES, "overlong")  # and what became of each row that was too long
+FITS, TRUNCATED, SKIPPED = range(3)
+
+
+def read_overlong(folder: Path) -> Overlong:
+    """What became of the rows of CHECKED_SEQUENCES that were too long."""
+    fates = read_array(folder, "overlong")
+    return Overlong(len(fates), int(np.sum(fates == TRUNCATED)), int(np.sum(fates == SKIPPED)))
 
 
 def sequence_arrays(sequences: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> dict[str, NDArray[Any]]:

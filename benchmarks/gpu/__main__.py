@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "gpu" / "results.json"
 README = ROOT / "benchmarks" / "README.md"
 MEASURE = "benchmarks.gpu.measure"
-CEILING_SECONDS = 120.0  # at most
+CEILING_SECONDS = 120.0  # the most that a run may take
 SHORTEST_SECONDS = 20.0  # with less time left, no row is started
 
 

@@ -1,8 +1,7 @@
-"""What Heed's configs use of pydantic, for a machine without it: a lent GPU often has torch and little else.
+"""The parts of pydantic that Heed's configs use, for machines without it: a rented GPU often has little besides torch.
 
-Fields get their defaults, Heed's own validators run, and unknown or missing fields are refused. Types and ranges are
-not checked: whoever needs that installs pydantic. Only `benchmarks.gpu` and `tests/gpu` use this, and only if pydantic
-is not installed.
+Fields get their defaults, Heed's own validators run, and unknown or missing fields are errors. Types and ranges are not
+checked; install pydantic for that. Only `benchmarks.gpu` and `tests/gpu` use this, and only if pydantic is missing.
 """
 
 import copy
@@ -18,14 +17,14 @@ REQUIRED: Any = object()
 
 
 class ValidationError(ValueError):
-    """A config that is refused."""
+    """An invalid config."""
 
     def errors(self) -> list[dict[str, Any]]:
         return [{"loc": (), "msg": str(self)}]
 
 
 class FieldInfo:
-    """A field's default; nothing else of `Field(...)` counts here."""
+    """A field's default; everything else in `Field(...)` is ignored here."""
 
     def __init__(self, default: Any = REQUIRED, default_factory: Callable[[], Any] | None = None, **_: Any) -> None:
         self.default, self.default_factory = default, default_factory
@@ -38,14 +37,14 @@ class FieldInfo:
 
 
 class Info:
-    """What a field's validator is told: the fields before it."""
+    """What a field's validator receives: the fields before it."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
 
 
 class Validator:
-    """A method that checks a field, or the whole config where `fields` is empty."""
+    """A method that checks a field, or the whole config if `fields` is empty."""
 
     def __init__(self, method: Any, fields: tuple[str, ...], mode: str) -> None:
         self.function = method.__func__ if isinstance(method, classmethod) else method
@@ -136,7 +135,7 @@ class BaseModel:
 
 
 def as_type(annotation: Any, value: Any) -> Any:
-    """The value with lists as tuples and mappings as configs where the field's type says so."""
+    """Returns the value with lists turned into tuples and mappings into configs where the field's type asks for it."""
     kinds = (annotation, *typing.get_args(annotation))
     if isinstance(value, list) and any(kind is tuple or typing.get_origin(kind) is tuple for kind in kinds):
         return tuple(value)
@@ -154,7 +153,7 @@ def _plain(value: Any, mode: str) -> Any:
 
 
 def stand_in() -> types.ModuleType:
-    """This file's names as a module called pydantic."""
+    """Returns a module named pydantic that contains this file's names."""
     module: Any = types.ModuleType("pydantic")
     module.BaseModel, module.ValidationError, module.ValidationInfo = BaseModel, ValidationError, Info
     module.Field, module.ConfigDict, module.FiniteFloat = FieldInfo, dict, float
@@ -163,6 +162,6 @@ def stand_in() -> types.ModuleType:
 
 
 def install() -> None:
-    """Serve `import pydantic` from here if it is not installed."""
+    """Makes `import pydantic` use this file if pydantic is not installed."""
     if sys.modules.get("pydantic") is None and importlib.util.find_spec("pydantic") is None:
         sys.modules["pydantic"] = stand_in()

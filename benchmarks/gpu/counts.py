@@ -8,6 +8,7 @@ from planning.ppo import PPOModels, PPOWork, ppo_memory
 from planning.sampling import sampling_phase
 from planning.training import training_memory
 from training.config import OptimizerConfig
+from training.passes import bucket
 
 BF16_BYTES = 2
 LAYOUT = Layout(ranks=1, zero_stage=0, is_bf16=True, is_gpu=True)
@@ -53,8 +54,8 @@ def _planned_pretraining(sizes: Pretraining) -> int:
 def _planned_iteration(sizes: Iteration) -> int:
     policy, value = count(sizes.model, OPTIMIZER), count(sizes.critic, OPTIMIZER, num_scores=1)
     tokens = sizes.prompt_tokens + sizes.response_tokens
-    of = forward_pass(LAYOUT, sizes.micro_batch, tokens)
+    of = forward_pass(LAYOUT, sizes.micro_batch, bucket(tokens))
     num_logits = sizes.micro_batch * sizes.response_tokens * sizes.model.vocab_size
     micro_batches = sizes.minibatch // sizes.micro_batch
-    work = PPOWork(of, of, num_logits, sizes.rollout, sizes.response_tokens, micro_batches)
+    work = PPOWork(of, of, of, num_logits, sizes.rollout, sizes.prompt_tokens, sizes.response_tokens, micro_batches)
     return ppo_memory(PPOModels(sizes.model, sizes.critic, policy, value, value), LAYOUT, work).peak

@@ -153,7 +153,9 @@ def measure_iteration(row: Row, sizes: Iteration, device: torch.device, folder: 
     scorer = Phased(Scorer(config, ENGINE, models), device, seconds)
     generator = Phased(Generator(config, ENGINE, models), device, seconds)
     learner = Phased(Learner(config, ENGINE, models, num_workers=1), device, seconds)
-    roles = Roles(Learners(learner), Generators(generator), Scorers(scorer, ()), Direct(learner, generator))
+    roles = Roles(
+        Learners(learner, minibatch), Generators(generator), Scorers(scorer, (), minibatch), Direct(learner, generator)
+    )
     prompts = draw_prompts(sizes.rollout, sizes.prompt_tokens, sizes.model.vocab_size)
     controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=0, seed=0)
     tokens, started = 0.0, now(device)

@@ -1,1 +1,1 @@
-"""Heed and its peers side by side on the same model, data, batch and precision: `python -m benchmarks.speed`."""
+"""Compares Heed with its peers on the same model, data, batch and precision: `python -m benchmarks.speed`."""

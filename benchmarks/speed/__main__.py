@@ -1,7 +1,7 @@
-"""The speed benchmarks, a command each: `python -m benchmarks.speed COMMAND --help`; without one, `peers`.
+"""The speed benchmarks, one per command: `python -m benchmarks.speed COMMAND --help`. The default is `peers`.
 
-`peers` compares Heed with others; the rest measures Heed alone, each in a process of its own with the environment that
-Heed gives its workers, and writes its figures to JSON and its table into benchmarks/README.md.
+`peers` compares Heed with others. The other commands measure Heed alone, each in a separate process with the
+environment of Heed's workers, and write their figures to JSON and their tables into benchmarks/README.md.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from benchmarks.speed.machine import describe
 from benchmarks.speed.process import run
 from benchmarks.speed.table import README, write_between_markers
 
-# Each module measures where it is the program, given the clock and the rounds, and has `markdown(found)`. By command,
-# how many rounds keep it to minutes; memory hardly differs from one to the next.
+# The number of rounds per command that takes a few minutes; memory hardly differs between rounds. Each module measures
+# when run as a program, with the clock and the number of rounds as arguments, and has `markdown(found)`.
 COMMANDS = {"overhead": 5, "input": 5, "growth": 3, "memory": 1}
 
 
@@ -33,7 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(name: str, arguments: Sequence[str]) -> None:
-    """Run one command: figures to JSON, the table between its markers. Errors: RuntimeError with its last words."""
+    """Runs one command; writes its figures to JSON and its table between its markers.
+
+    Raises: RuntimeError with the last line of a measuring process that failed.
+    """
     module = import_module(f"benchmarks.speed.{name}")
     options = parse(name, str(module.__doc__), arguments)
     seconds = "cpu_seconds" if options.loaded else "seconds"
@@ -51,8 +54,8 @@ def measure(name: str, arguments: Sequence[str]) -> None:
 
 def parse(name: str, description: str, arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.speed {name}", description=description)
-    parser.add_argument("--rounds", type=int, default=COMMANDS[name], help="how often everything is measured")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the measuring process")
+    parser.add_argument("--rounds", type=int, default=COMMANDS[name], help="number of times to measure everything")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of the measuring process")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "speed" / f"{name}.json")
     parser.add_argument("--loaded", action="store_true", help=peers.LOADED)
     return parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""What the hardware allows: rates of matrix products at the model's own shapes, and of memory.
+"""The hardware's limits: rates of matrix products at the model's own shapes, and of memory.
 
 Shape letters: M rows of the product (tokens), N columns out, K columns in.
 """
@@ -18,12 +18,12 @@ from lm.prepacked import PrepackedLinear, gains
 from lm.weights import load_language_model
 
 Product = tuple[str, int, int, int]  # "forward", "input" or "weight" (its two gradients), M, N, K
-SHORTEST_SECONDS = 0.1  # of a measurement
+SHORTEST_SECONDS = 0.1  # per measurement
 MEMORY_BYTES = 2**28  # far beyond the caches of most machines
 
 
 class Products:
-    """The matrix products of a model's passes, counted."""
+    """Counts the matrix products of a model's passes."""
 
     def __init__(self, task: Task) -> None:
         linears = {
@@ -36,7 +36,7 @@ class Products:
         self.inner = [(m.out_features, m.in_features) for name, m in linears.items() if name != "head"]
 
     def of_row(self) -> Counter[Product]:
-        """Those of one step. SFT counts two thirds of its tokens; nothing is padding."""
+        """Returns the products of one step. SFT's loss counts two thirds of the tokens; nothing is padding."""
         task = self.task
         if task.kind == "generate":
             return self._generation()
@@ -76,7 +76,7 @@ class Products:
 
 
 def seconds_of(product: Product, dtype: torch.dtype, clock: Callable[[], float]) -> float:
-    """Seconds of one product; of a forward one the faster of plain and laid-out weights."""
+    """Returns the seconds of one product; for a forward product, the faster of plain and prepacked weights."""
     way, M, N, K = product
     x_MK, weight_NK, gradient_MN = (torch.randn(shape).to(dtype) for shape in ((M, K), (N, K), (M, N)))
     if way == "input":
@@ -92,7 +92,7 @@ def seconds_of(product: Product, dtype: torch.dtype, clock: Callable[[], float])
 
 
 def _mean_seconds(run: Callable[[], Tensor], clock: Callable[[], float]) -> float:
-    """Over as many runs as fill the shortest measurement."""
+    """Returns the mean over as many runs as fill the shortest measurement."""
     run()
     begun, count = clock(), 0
     while clock() - begun < SHORTEST_SECONDS:
@@ -102,7 +102,7 @@ def _mean_seconds(run: Callable[[], Tensor], clock: Callable[[], float]) -> floa
 
 
 def bytes_per_second(clock: Callable[[], float]) -> float:
-    """Of a copy, what is read and what is written."""
+    """Returns the bytes per second of a copy, read and written."""
     source = torch.ones(MEMORY_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -119,7 +119,7 @@ def main() -> None:
     tasks = {name: Task(**values) for name, values in json.loads(sys.argv[2]).items()}
     products = {name: Products(task).of_row() for name, task in tasks.items()}
     distinct = sorted(set().union(*products.values()))
-    # Inference mode, else autograd would be asked for each.
+    # Inference mode, so that no product goes through autograd.
     with torch.inference_mode():
         bf16 = {product: seconds_of(product, torch.bfloat16, clock) for product in distinct}
         largest = max(products.values(), key=lambda counts: sum(M * N * K * n for (_, M, N, K), n in counts.items()))

@@ -1,4 +1,4 @@
-"""The peers' virtual environments, made once in a cache folder, with the exact versions of requirements-*.txt."""
+"""Creates the peers' virtual environments once, in a cache folder, with the exact versions of requirements-*.txt."""
 
 import os
 import subprocess
@@ -7,18 +7,18 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-STAMP = "requirements.txt"  # in an environment: what was installed into it, written last
+STAMP = "requirements.txt"  # file in an environment that lists what was installed into it; written last
 
 
 class NotInstalledError(Exception):
-    """A peer cannot be had here; the message is pip's last word."""
+    """A peer cannot be installed here; the message is pip's last line."""
 
 
 def python_of(name: str, cache: Path) -> Path:
-    """The interpreter of the environment called `name`, made if it is missing or its requirements have changed.
+    """Returns the interpreter of environment `name`, which is created if it is missing or its requirements changed.
 
-    torch is the version in constraints.txt, installed by itself with what it needs; all else comes without what it asks
-    for, since the requirements name everything. Errors: NotInstalledError.
+    torch, in the version of constraints.txt, is installed first, with its dependencies. Everything else is installed
+    without dependencies, because the requirements list all of them. Raises: NotInstalledError.
     """
     requirements = HERE / f"requirements-{name}.txt"
     return install(requirements, torch_pin(), cache / name)

@@ -1,8 +1,8 @@
-"""How seconds grow with batch, length and model size: `python -m benchmarks.speed growth`.
+"""Measures how seconds grow with batch, length and model size: `python -m benchmarks.speed growth`.
 
-A training step (bf16 where the CPU has matrix units, AdamW, Heed's engine) and generation, each against one of the
-three while the other two stay. Seconds grow as size to the power of an exponent, which is fitted on log axes; 1 is
-proportional, less is a cost that does not grow along. The plot goes to docs/growth.svg.
+It times a training step (bf16 if the CPU has matrix units, AdamW, Heed's engine) and generation, varying one of the
+three while the other two stay fixed. Seconds grow as size to the power of an exponent, which is fitted on log axes: 1
+means proportional, and less means that part of the cost does not grow. The plot goes to docs/growth.svg.
 """
 
 import json
@@ -40,7 +40,7 @@ ADAMW = OptimizerConfig(learning_rate=1e-4, schedule="constant")
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: rows of so many tokens (of a response, in generation) by a model of this shape."""
+    """One measurement: the number of rows, their tokens (for generation, of the response), and the model's shape."""
 
     width: int
     num_layers: int
@@ -58,7 +58,7 @@ class Point:
         )  # fmt: skip
 
 
-# Of each size its width and layers: 1.2M, 3.3M, 10M, 29M, 98M and 315M parameters, the head tied.
+# Hidden size and layers per model size: 1.2M, 3.3M, 10M, 29M, 98M and 315M parameters, with a tied head.
 SIZES = ((96, 4), (192, 4), (320, 6), (512, 8), (768, 13), (1024, 24))
 MIDDLE = (320, 6)
 SWEEPS: dict[str, dict[str, list[Point]]] = {
@@ -76,7 +76,7 @@ SWEEPS: dict[str, dict[str, list[Point]]] = {
 
 
 def training_step(point: Point, rounds: int, clock: Callable[[], float]) -> list[float]:
-    """Seconds of each of `rounds` steps after a first one."""
+    """Returns the seconds of each of `rounds` steps, after a first step that is not counted."""
     engine = Engine(
         RandomInit(lambda: LanguageModel(point.shape), seed=0), ADAMW, EngineConfig(trackers=()),
         world_size=1, micro_batch=point.batch,
@@ -95,7 +95,7 @@ def training_step(point: Point, rounds: int, clock: Callable[[], float]) -> list
 
 
 def generation(point: Point, rounds: int, clock: Callable[[], float]) -> list[float]:
-    """Seconds of each of `rounds` batches of responses after a first one."""
+    """Returns the seconds of each of `rounds` batches of responses, after a first batch that is not counted."""
     dtype = torch.bfloat16 if EngineConfig().resolved_precision() == "bf16" else torch.float32
     model = load(RandomInit(lambda: LanguageModel(point.shape), seed=0)).to(dtype).eval()
     prompts = np.random.default_rng(0).integers(8, VOCAB_SIZE, (point.batch, PROMPT_TOKENS)).tolist()
@@ -123,17 +123,17 @@ WORKS = {"training step": training_step, "generation": generation}
 
 
 def size_of(axis: str, point: Point) -> int:
-    """What a sweep varies, as a number."""
+    """Returns the number that a sweep varies."""
     if axis == "parameters":
         return count_parameters([on_meta(lambda: LanguageModel(point.shape))])
     return point.batch if axis == "rows" else point.tokens
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> dict[str, float]:
-    """The exponent b of seconds = a · size^b by least squares on logarithms, with Student's interval over the points.
+    """Returns the exponent b of seconds = a · size^b by least squares on logarithms, with Student's interval.
 
-    The interval is as wide as the points lie off a straight line, which is bending more often than noise.
-    Errors: ValueError for fewer than three points.
+    Its width reflects how far the points lie from a straight line, which is more often curvature than noise.
+    Raises: ValueError for fewer than three points.
     """
     if len(sizes) < 3:
         raise ValueError(f"{len(sizes)} points; at least 3 were expected")
@@ -159,7 +159,7 @@ def sweep(work: str, axis: str, points: Sequence[Point], rounds: int, clock: Cal
 
 
 def upper_half(sizes: Sequence[float], seconds: Sequence[float]) -> dict[str, float]:
-    """The fit of the larger half, at least three points: where what does not grow weighs least."""
+    """Returns the fit of the larger half (at least three points), where costs that do not grow weigh least."""
     start = min(len(sizes) // 2, len(sizes) - 3)
     return fit(sizes[start:], seconds[start:])
 
@@ -174,7 +174,7 @@ def measure(seconds: str, rounds: int) -> dict[str, Any]:
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """The exponents with their intervals; draws the plot beside."""
+    """Returns the exponents with their intervals as Markdown, and draws the plot."""
     PLOT.parent.mkdir(exist_ok=True)
     draw(found["works"]).savefig(PLOT, metadata={"Date": None})
     lines = [
@@ -205,7 +205,7 @@ def _short(number: float) -> str:
 
 
 def draw(works: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """A panel for each sweep: every run, and the fitted line."""
+    """Draws one panel per sweep with every run and the fitted line."""
     columns = max(map(len, works.values()))
     figure = Figure(figsize=(3.2 * columns, 2.6 * len(works)), layout="constrained")
     panels = figure.subplots(len(works), columns, squeeze=False)

@@ -1,8 +1,8 @@
-"""Data on its way to the model: `python -m benchmarks.speed input`.
+"""Measures the input pipeline: `python -m benchmarks.speed input`.
 
-From files to what training reads, beside the `tokenizers` library's own `encode_batch` of the same texts in memory: the
-demo's pretraining texts to a stream on disk, and its demonstrations to packed rows. Then what part of a step the
-training loop spends on choosing its rows and making tensors of them, which it does between steps.
+First, the conversion of files to what training reads (the demo's pretraining texts to a stream on disk, and its
+demonstrations to packed rows), compared with the `tokenizers` library's own `encode_batch` of the same texts in memory.
+Second, the share of a step that the training loop spends between steps on choosing rows and making tensors of them.
 """
 
 import json
@@ -32,17 +32,17 @@ from lm.tokenizer import Tokenizer
 from playground.world import PlaygroundConfig, PlaygroundWorld
 from pretrain.corruption import DenoisingObjective, HiddenWords, MaskedObjective
 from pretrain.stage import stream_parts
-from sft.stage import demonstration_parts
+from sft.demonstrations import Limit, demonstration_parts
 from training.config import EngineConfig, OptimizerConfig
-from training.data import DataConfig, read_conversations, read_texts
+from training.data import DataConfig, TextConfig, read_conversations, read_texts
 from training.engine import Engine
 from training.objectives import CausalLMObjective, PackedObjective
 from training.packing import IntArray, Packed, Sampler, stream_rows
-from training.tokens import SEQUENCES, Sequences, write_arrays
+from training.tokens import CHECKED_SEQUENCES, Sequences, write_arrays
 
 WAIT_AIM, RATE_AIM = 0.02, 1.0
-VOCAB_SIZES = (800, 8192)  # the demo's, and one more common
-NUM_STEPS = 20  # of a round
+VOCAB_SIZES = (800, 8192)  # the demo's, and a more common size
+NUM_STEPS = 20  # per round
 BATCH_SIZE = 16
 ADAMW = OptimizerConfig(learning_rate=1e-4, schedule="constant")
 CPU = torch.device("cpu")
@@ -61,20 +61,20 @@ def repeat(work: Callable[[int], None], num_steps: int) -> None:
         work(step)
 
 
-def write_world(folder: Path, num_texts: int) -> tuple[DataConfig, DataConfig]:
-    """Files of texts and of demonstrations in the playground's English."""
+def write_world(folder: Path, num_texts: int) -> tuple[TextConfig, DataConfig]:
+    """Writes texts and demonstrations in the playground's English; returns their configs."""
     world = PlaygroundConfig(num_pretrain_texts=num_texts, num_demonstrations=num_texts)
     PlaygroundWorld(world).write_data(folder, seed=0)
-    return DataConfig(source=str(folder / "pretrain.jsonl")), DataConfig(source=str(folder / "demonstrations.jsonl"))
+    return TextConfig(source=str(folder / "pretrain.jsonl")), DataConfig(source=str(folder / "demonstrations.jsonl"))
 
 
 # --- from files to rows ---------------------------------------------------------------------------------------------
 
 
 def conversions(
-    folder: Path, texts: DataConfig, demonstrations: DataConfig, tokenizer: Tokenizer, seq_len: int
+    folder: Path, texts: TextConfig, demonstrations: DataConfig, tokenizer: Tokenizer, seq_len: int
 ) -> Iterator[tuple[str, Callable[[], int], Callable[[], int]]]:
-    """By name, Heed's way and the library's alone; each returns its number of tokens."""
+    """Yields (name, Heed's conversion, the library's encoding alone). Both functions return their number of tokens."""
     tokenizer.save(folder / "tokenizer")
     library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
 
@@ -88,8 +88,8 @@ def conversions(
 
     def to_rows() -> int:
         shutil.rmtree(folder / "rows", ignore_errors=True)
-        parts = partial(demonstration_parts, False, tokenizer, (demonstrations,), seq_len)
-        write_arrays(folder / "rows", SEQUENCES, parts)
+        parts = partial(demonstration_parts, tokenizer, (demonstrations,), Limit(False, seq_len))
+        write_arrays(folder / "rows", CHECKED_SEQUENCES, parts)
         packed = Packed(Sequences.read(folder / "rows"), seq_len, tokenizer.pad_id)
         return packed.num_tokens(np.arange(len(packed)))
 
@@ -100,7 +100,7 @@ def conversions(
 
 
 def convert(folder: Path, num_texts: int, vocab_sizes: tuple[int, ...], rounds: int, clock: Clock) -> dict[str, Any]:
-    """Tokens and seconds of each round, of both in turns, by row."""
+    """Returns tokens and seconds per row and round; the two functions alternate."""
     texts, demonstrations = write_world(folder, num_texts)
     found: dict[str, Any] = {}
     for vocab_size in vocab_sizes:
@@ -113,11 +113,11 @@ def convert(folder: Path, num_texts: int, vocab_sizes: tuple[int, ...], rounds: 
     return found
 
 
-# --- what a step waits ----------------------------------------------------------------------------------------------
+# --- waiting for data -----------------------------------------------------------------------------------------------
 
 
 def fetchers() -> Iterator[tuple[str, Any, RandomInit[Any], Callable[[IntArray], Any]]]:
-    """Of each kind of training: its objective, its model at the demo's size, and how rows become tensors."""
+    """Yields per kind of training its objective, its model at the demo's size, and how rows become tensors."""
     job = load_job(None)
     shape = job.model
     assert shape is not None
@@ -148,7 +148,7 @@ def fetchers() -> Iterator[tuple[str, Any, RandomInit[Any], Callable[[IntArray],
 
 
 def wait(rounds: int, num_steps: int, clock: Clock) -> dict[str, Any]:
-    """Seconds a step of fetching alone and of all of a step, fetching included, by row and round."""
+    """Returns seconds per step, by row and round: of fetching alone, and of the whole step including fetching."""
     found: dict[str, Any] = {}
     for name, objective, source, fetch in fetchers():
         engine = Engine(source, ADAMW, EngineConfig(trackers=()), world_size=1, micro_batch=BATCH_SIZE)
@@ -187,11 +187,11 @@ def measure(seconds: str, rounds: int) -> dict[str, Any]:
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """Rates are medians over rounds; ratios are of neighbours, the median with the lowest and the highest."""
+    """Rates are medians over rounds. Ratios are of adjacent runs: the median with the lowest and the highest."""
     lines = [
         *taken_on(found, found["rounds"]),
         "",
-        f"| from files | Heed, tokens a second | `encode_batch` alone | Heed / alone, aim {RATE_AIM} |",
+        f"| from files | Heed, tokens per second | `encode_batch` alone | Heed / alone, aim {RATE_AIM} |",
         "|---|---|---|---|",
     ]
     for name, row in found["convert"].items():
@@ -201,7 +201,7 @@ def markdown(found: Mapping[str, Any]) -> str:
         lines.append(f"| {name} | {ours:,.0f} | {alone:,.0f} | {spread(ratios, '.2f')} |")
     lines += [
         "",
-        f"| the demo's size, {BATCH_SIZE} rows of 97 | a step, ms | its data, ms | share, aim below {WAIT_AIM:.0%} |",
+        f"| the demo's size, {BATCH_SIZE} rows of 97 | step, ms | its data, ms | share, aim below {WAIT_AIM:.0%} |",
         "|---|---|---|---|",
     ]
     for name, runs in found["wait"].items():

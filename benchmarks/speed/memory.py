@@ -1,9 +1,9 @@
-"""Memory of a stage's process beside what `heed plan` says: `python -m benchmarks.speed memory`.
+"""Compares the memory of a stage's process with the estimate of `heed plan`: `python -m benchmarks.speed memory`.
 
-Pretraining (a few steps and a checkpoint) and colocated PPO (an iteration and a checkpoint) on one CPU rank at ZeRO 0,
-each in a process of its own. Measured is by how much the process's private memory grew at its highest, once with an
-allocator that gives back at once what is freed, so that what is held is seen, and once with the workers' own, which
-keeps pages. docs/plan.md has other ZeRO stages, of training alone.
+It runs pretraining (a few steps and a checkpoint) and colocated PPO (an iteration and a checkpoint) on one CPU rank at
+ZeRO 0, each in a separate process, and measures the peak growth of the process's private memory: once with an allocator
+that returns freed memory immediately, which shows what is actually held, and once with the workers' allocator, which
+keeps pages. docs/plan.md has other ZeRO stages, for training only.
 """
 
 import json
@@ -39,14 +39,14 @@ from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
 from training.objectives import CausalLMObjective
 
-# A model that outweighs what libraries take, in the demo's job; 29M parameters.
+# The demo's job with a model large enough to outweigh the libraries' memory: 29M parameters.
 SHAPE = (
     "model.vocab_size=8192", "model.max_position_embeddings=256", "model.hidden_size=512",
     "model.num_hidden_layers=8", "model.num_attention_heads=8",
     "model.num_key_value_heads=8", "model.intermediate_size=2048",
 )  # fmt: skip
 ALONE = ("workers=1", "ppo.ptx_rows=0", "ppo.ptx_coef=0.0", "ppo.num_epochs=1", "ppo.ema_decay=0.9")
-# What is measured has few activations, which the plan counts from above, and much that is held.
+# Small batches: the plan's estimate for activations is an upper bound, so they should be a small part of the total.
 BATCHES = (
     "pretrain.batch={batch_size=8, micro_batch_size=4}", "pretrain.seq_len=128", "sft.seq_len=128",
     "ppo.rollout_batch_size=16", "ppo.minibatch={batch_size=16, micro_batch_size=4}", "ppo.max_new_tokens=64",
@@ -61,14 +61,14 @@ def job_of(precision: str, overrides: Sequence[str]) -> JobConfig:
 
 
 def planned(job: JobConfig, stage: str) -> Memory:
-    """Of the hardware only that it is no GPU matters."""
+    """The only property of the hardware that matters here is that it has no GPU."""
     hardware = Hardware("cpu", GIB, 1e12, 1e10, 0.0, is_gpu=False)
     plan = make_plan(job, Setting(hardware, share_of_peak=0.4, assumed_rows=1000))
     return next(found.memory[RANK] for found in plan.stages if found.name == stage)
 
 
 def write_parents(job: JobConfig, folder: Path) -> None:
-    """Models and data of the job's shape and lengths, with random weights."""
+    """Writes models and data with the job's shape and lengths; weights are random."""
     assert job.model is not None
     ppo, sft = job.section_of(PPO), job.section_of(SFT)
     response, rows = ppo.max_new_tokens, ppo.rollout_batch_size
@@ -76,7 +76,7 @@ def write_parents(job: JobConfig, folder: Path) -> None:
 
 
 def pretrain(job: JobConfig, folder: Path) -> None:
-    """Steps of the stage's loop, a checkpoint before the last."""
+    """Runs steps of the stage's loop, with a checkpoint before the last step."""
     import numpy as np
 
     config, shape = job.section_of(PRETRAIN), job.model
@@ -92,7 +92,7 @@ def pretrain(job: JobConfig, folder: Path) -> None:
 
 
 def ppo(job: JobConfig, folder: Path) -> None:
-    """One worker with all roles: an iteration, a checkpoint, and another iteration while it is written."""
+    """Runs one worker with all roles: an iteration, a checkpoint, and another iteration while that is written."""
     config = job.section_of(PPO)
     models = InitialModels(folder / "policy", folder / "reward", ScoreScale(0.0, 1.0), None)
     roles = Roles.in_process(config, job.engine, models)
@@ -110,14 +110,14 @@ STAGES: dict[str, Callable[[JobConfig, Path], None]] = {"pretrain": pretrain, "p
 
 
 def measure_case(case: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Bytes: the plan's parts and peak, by how much this process grew, and its whole resident set at its highest."""
+    """Returns bytes: the plan's parts and peak, the growth of this process, and its peak resident set size."""
     stage, precision = case.split()
     job = job_of(precision, overrides)
     small = job_of(precision, [*overrides, "model.hidden_size=16", "model.num_hidden_layers=1",
     "model.num_attention_heads=2",
                                "model.num_key_value_heads=2", "model.intermediate_size=16",
                                "model.vocab_size=300"])  # fmt: skip
-    for warming in (small, job):  # what libraries take when they are first used is not the model's
+    for warming in (small, job):  # the first run absorbs the memory that libraries allocate on first use
         with tempfile.TemporaryDirectory() as folder:
             write_parents(warming, Path(folder))
             _, grown = peak_growth(partial(STAGES[stage], warming, Path(folder)))
@@ -132,7 +132,10 @@ def measure_case(case: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """By case and allocator, a process each. Errors: RuntimeError with the last words of one that failed."""
+    """Measures each case with each allocator, each in its own process.
+
+    Raises: RuntimeError with the last line of a process that failed.
+    """
     found: dict[str, Any] = {}
     for case in CASES:
         found[case] = {name: [] for name in ALLOCATORS}
@@ -146,7 +149,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """MiB; medians over rounds."""
+    """Returns the table, in MiB; medians over rounds."""
     lines = [
         *taken_on(found, found["rounds"]),
         "",

@@ -1,7 +1,8 @@
-"""What Heed's loop takes beside a bare one in PyTorch, at the demo's size: `python -m benchmarks.speed overhead`.
+"""Compares Heed's loop with a bare PyTorch loop at the demo's size: `python -m benchmarks.speed overhead`.
 
-Both take turns in one process, a step each, over the same rows with the same model, loss and optimizer; Heed's steps
-are those of its training loop with its log and TensorBoard, ZeRO 0. A worker's share of the demo's batch is a step.
+The two alternate in one process, one step each, over the same rows with the same model, loss and optimizer. Heed's
+steps are those of its training loop, with its log and TensorBoard, at ZeRO 0. A step has one worker's share of the
+demo's batch.
 """
 
 import json
@@ -36,16 +37,16 @@ from training.packing import IntArray, pack
 from training.seeds import derive_seed
 
 AIM = 0.9
-WARMUP_STEPS, TIMED_STEPS = 10, 40  # of a round's pairs; both loops warm up in the first round alone
+WARMUP_STEPS, TIMED_STEPS = 10, 40  # steps of each loop per round; both loops warm up in the first round only
 NUM_ROWS = 512
 
 
-STAGE = "overhead"  # of which both loops' seeds are
+STAGE = "overhead"  # both loops derive their seeds from it
 
 
 @dataclass(frozen=True)
 class Work:
-    """What both loops do: rows of a model of this shape, a micro-batch a step."""
+    """The work of both loops: rows for a model of this shape, one micro-batch per step."""
 
     shape: ModelConfig
     optimizer: OptimizerConfig
@@ -60,7 +61,7 @@ class Work:
 
 @dataclass
 class BareLoop:
-    """The shortest loop that trains the same: loss, backward, clip, step."""
+    """The shortest equivalent training loop: loss, backward, clip, step."""
 
     work: Work
     num_steps: int
@@ -90,8 +91,9 @@ class BareLoop:
 
 @dataclass
 class Turns:
-    """An objective that takes the bare loop's step as Heed's begins, and times both: the loop counts a step's rows
-    once, before all else of a step but the choice of rows.
+    """An objective that runs the bare loop's step when Heed's step begins, and times both.
+
+    It relies on Heed's loop calling `count` once per step, before everything except the choice of rows.
     """
 
     work: Work
@@ -125,7 +127,7 @@ class Turns:
 
 
 def take_turns(work: Work, num_steps: int, clock: Callable[[], float], folder: Path) -> tuple[Turns, dict[str, Tensor]]:
-    """The seconds of `num_steps` steps of each loop, and Heed's weights after one more, whose end is not timed."""
+    """Returns the seconds of `num_steps` steps of each loop, and Heed's weights after one more, untimed step."""
     turns = Turns(work, BareLoop(work, num_steps + 1), clock)
     engine = Engine(work.source(), work.optimizer, work.engine, world_size=1, micro_batch=work.batch_size)
     batch = BatchConfig(batch_size=work.batch_size, micro_batch_size=work.batch_size)
@@ -138,7 +140,7 @@ def take_turns(work: Work, num_steps: int, clock: Callable[[], float], folder: P
 
 
 def works() -> Iterator[tuple[str, Work]]:
-    """The demo's pretraining, with its own optimizer and with AdamW, and its SFT; rows of random tokens."""
+    """Yields the demo's pretraining, with its own optimizer and with AdamW, and its SFT, on rows of random tokens."""
     job = load_job(None)
     pretrain, sft, shape = job.section_of(PRETRAIN), job.section_of(SFT), job.model
     assert shape is not None
@@ -155,7 +157,7 @@ def works() -> Iterator[tuple[str, Work]]:
 
 
 def measure(seconds: str, rounds: int) -> dict[str, Any]:
-    """Seconds and tokens of each round's steps, by row."""
+    """Returns seconds and tokens of the steps, by row and round."""
     clock = time.process_time if seconds == "cpu_seconds" else time.perf_counter
     found: dict[str, Any] = {}
     for name, work in works():
@@ -174,11 +176,11 @@ def measure(seconds: str, rounds: int) -> dict[str, Any]:
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """Tokens a second of both, and Heed's over the bare loop's: the median over rounds, lowest to highest."""
+    """Tokens per second of both, and Heed's divided by the bare loop's: the median over rounds, lowest to highest."""
     lines = [
         *taken_on(found, found["rounds"]),
         "",
-        f"| the demo's model | Heed, ms a step | bare PyTorch | Heed, tokens a second | Heed / bare, aim {AIM} |",
+        f"| the demo's model | Heed, ms per step | bare PyTorch | Heed, tokens per second | Heed / bare, aim {AIM} |",
         "|---|---|---|---|---|",
     ]
     for name, runs in found["rows"].items():

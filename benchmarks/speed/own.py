@@ -1,4 +1,4 @@
-"""Heed's measurements, each through what its stages run."""
+"""Heed's own measurements, each through the code that its stages run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def measure_generation(task: Task, clock: Clock) -> str:
 
 @dataclass
 class Timed:
-    """An objective that tells the clock of every step: the loop counts a step's rows once, as it begins."""
+    """An objective that ticks the clock at every step: the loop calls `count` once per step, at its beginning."""
 
     objective: Objective[Any]
     clock: Clock
@@ -82,7 +82,7 @@ class Timed:
 def train(
     task: Task, clock: Clock, source: ModelSource[Any], objective: Objective[Any], amount: Callable[[IntArray], float]
 ) -> str:
-    """Steps of the stages' own loop, with its log; the last one is begun and not timed."""
+    """Runs steps of the stages' own loop, with its log; the last one is started but not timed."""
     engine: Engine[Any] = Engine(source, OPTIMIZER, ENGINE, world_size=1, micro_batch=task.batch)
     batch = BatchConfig(batch_size=task.batch, micro_batch_size=task.batch)
     never = task.num_steps + 1
@@ -96,7 +96,7 @@ def train(
 
 @dataclass(frozen=True)
 class OneRow:
-    """The first row of an objective: the loop ends with a look at held-out rows, which is no part of the work."""
+    """The first row of an objective: keeps the loop's final evaluation, which is not measured, short."""
 
     objective: Objective[Any]
 
@@ -140,7 +140,7 @@ def measure_reward(task: Task, clock: Clock) -> str:
 
 
 def ppo_config(num_iterations: int, rollout_batch_size: int, minibatch: BatchConfig, response_tokens: int) -> PPOConfig:
-    """One epoch with a KL penalty and nothing beside it, no checkpoint on the way; prompts are handed over."""
+    """One epoch with a KL penalty and no other extras, without checkpoints; the prompts are passed in."""
     return PPOConfig(
         prompts=DataConfig(source="unread"),
         num_iterations=num_iterations,
@@ -160,7 +160,7 @@ def ppo_config(num_iterations: int, rollout_batch_size: int, minibatch: BatchCon
 
 
 def measure_ppo(task: Task, clock: Clock) -> str:
-    """Iterations of one worker that has all roles, in this process: policy, value function, reference, reward model."""
+    """Runs iterations of one worker with all roles in this process: policy, value function, reference, reward model."""
     models = InitialModels(task.path / "policy", task.path / "reward", ScoreScale(0.0, 1.0), None)
     batch = BatchConfig(batch_size=task.batch, micro_batch_size=task.micro_batch)
     config = ppo_config(task.num_steps, task.batch, batch, task.response_tokens)

@@ -1,4 +1,4 @@
-"""How much memory a process takes at most."""
+"""Measures the peak memory of a process."""
 
 import threading
 from collections.abc import Callable
@@ -10,13 +10,13 @@ WATCH_SECONDS = 0.001
 
 
 def private_bytes() -> int:
-    """Memory of this process alone: pages of a mapped file, which the system may drop, are not in it."""
+    """Returns this process's private memory, without pages of mapped files, which the system may drop."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("RssAnon:")[1].split()[0])
 
 
 def peak_growth(work: Callable[[], Result]) -> tuple[Result, int]:
-    """What the work returns, and by how many bytes this process grew at most while it ran."""
+    """Returns the result of `work`, and the peak growth of this process in bytes while it ran."""
     before, over = private_bytes(), threading.Event()
     seen = [before]
 

@@ -1,4 +1,4 @@
-"""transformers' `generate`, and a training step of its model with PyTorch's AdamW."""
+"""Measures transformers' `generate`, and a training step of its model with PyTorch's AdamW."""
 
 import torch
 import transformers

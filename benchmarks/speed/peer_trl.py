@@ -1,6 +1,6 @@
-"""TRL's PPOTrainer, RewardTrainer and SFTTrainer.
+"""Measures TRL's PPOTrainer, RewardTrainer and SFTTrainer.
 
-Gradient checkpointing, which TRL turns on by default, is off: it would cost time and nothing here lacks memory.
+Gradient checkpointing, which TRL turns on by default, is off: it would cost time, and memory is not short here.
 """
 
 from itertools import combinations
@@ -34,7 +34,7 @@ class Ticks(TrainerCallback):
 
 
 def arguments(task: Task) -> dict[str, Any]:
-    """What all trainers are told."""
+    """The arguments that all trainers share."""
     return {
         "output_dir": str(task.path / f"trl-{task.kind}"),
         "use_cpu": True,
@@ -87,7 +87,7 @@ def measure_sft(task: Task, clock: Clock) -> str:
 
 
 def measure_reward(task: Task, clock: Clock) -> str:
-    """A comparison of K responses as its K(K - 1)/2 pairs; a step has all pairs of its comparisons."""
+    """Turns comparisons of K responses into their K(K - 1)/2 pairs; a step has all pairs of its comparisons."""
     comparisons = task.read("comparisons")
     pairs = [
         {"chosen_ids": better, "rejected_ids": worse}
@@ -111,7 +111,7 @@ def measure_reward(task: Task, clock: Clock) -> str:
 
 
 def measure_ppo(task: Task, clock: Clock) -> str:
-    """All four models in bf16, weights too: fp32 weights would sample in fp32, which takes longer."""
+    """All four models are in bf16, including weights: fp32 weights would sample in fp32, which is slower."""
     dtype = torch.bfloat16
     trainer = PPOTrainer(
         args=PPOConfig(

@@ -1,11 +1,11 @@
-"""vLLM's CPU build, eager."""
+"""Measures vLLM's CPU build, in eager mode."""
 
 import os
 
 from benchmarks.speed.protocol import Clock, Measure, Task, main
 
 os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its engine in this process, without a second one to talk to
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run its engine in this process instead of a second one
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",

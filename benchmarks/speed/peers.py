@@ -1,4 +1,4 @@
-"""Heed and its peers in turns: `python -m benchmarks.speed peers --help`."""
+"""Measures Heed and its peers in alternation: `python -m benchmarks.speed peers --help`."""
 
 import argparse
 import json
@@ -19,8 +19,9 @@ from benchmarks.speed.table import README, markdown, write_between_markers
 from benchmarks.speed.work import SHAPE, Sizes, write_work
 from cluster.environment import ALLOCATOR, WORKER_ENVIRONMENT
 
-LOADED = "other processes want the cores: compare seconds that were computed, not those by the clock"
-RESULTS = ROOT / "benchmarks" / "speed" / "results.json"
+LOADED = "other processes use the same cores: compare CPU seconds instead of wall time"
+# One file per kind of CPU: their ratios have little to do with each other.
+RESULTS = [ROOT / "benchmarks" / "speed" / f"{unit}-amx.json" for unit in ("with", "without")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -45,23 +46,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 found["rows"][row.name]["runs"].append(runs)
                 print(json.dumps({row.name: runs}), file=sys.stderr, flush=True)
                 options.results.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    write_between_markers(README, "table", markdown(found))
+    write_between_markers(README, "table", tables())
     print(markdown(found))
+
+
+def tables() -> str:
+    """The table of each stored file."""
+    return "\n\n".join(markdown(json.loads(path.read_text(encoding="utf-8"))) for path in RESULTS if path.exists())
+
+
+def results_file() -> Path:
+    """The file for CPUs of this kind."""
+    return RESULTS[0] if describe()["amx_bf16"] else RESULTS[1]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed peers", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="how often every contender takes its turn")
+    parser.add_argument("--rounds", type=int, default=5, help="number of times that every contender is measured")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each process")
-    parser.add_argument("--rows", action="append", help="only rows whose names begin so; may be given again")
-    parser.add_argument("--cache", type=Path, default=ROOT / ".bench", help="where the peers' environments are kept")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the figures, from which the table is made")
+    parser.add_argument("--rows", action="append", help="only rows whose names begin with this; can be repeated")
+    parser.add_argument("--cache", type=Path, default=ROOT / ".bench", help="folder of the peers' environments")
+    parser.add_argument(
+        "--results", type=Path, default=results_file(), help="file of figures, from which a table is made"
+    )
     parser.add_argument("--loaded", action="store_true", help=LOADED)
     return parser.parse_args(arguments)
 
 
 def interpreters(rows: Sequence[Row], cache: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """Of every peer's environment its interpreter, or why there is none."""
+    """Returns per peer's environment its interpreter, or why there is none."""
     pythons: dict[str, Path] = {}
     missing: dict[str, str] = {}
     for name in sorted({peer.environment for row in rows for peer in row.peers}):
@@ -73,7 +86,7 @@ def interpreters(rows: Sequence[Row], cache: Path) -> tuple[dict[str, Path], dic
 
 
 def one_round(row: Row, task: Task, pythons: Mapping[str, Path], threads: int, *, reverse: bool) -> dict[str, Any]:
-    """One run of every contender that is here, in turns; every other round in the opposite order."""
+    """Runs every installed contender once; every other round is in the opposite order."""
     contenders = [(HEED, OWN_MODULE, Path(sys.executable))]
     contenders += [
         (peer.name, peer.module, pythons[peer.environment]) for peer in row.peers if peer.environment in pythons
@@ -86,7 +99,7 @@ def one_round(row: Row, task: Task, pythons: Mapping[str, Path], threads: int, *
 
 
 def measure_ceiling(tasks: Mapping[str, Task], seconds: str, threads: int) -> dict[str, Any]:
-    """Errors: RuntimeError with the last words of a process that failed."""
+    """Raises: RuntimeError with the last line of a process that failed."""
     given = json.dumps({name: asdict(task) for name, task in tasks.items()})
     found = run([sys.executable, "-m", "benchmarks.speed.ceiling", seconds, given], threads)
     if "failed" in found:

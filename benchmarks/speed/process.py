@@ -1,5 +1,7 @@
-"""Measuring processes. Heed's have the environment that it gives its workers; a peer's have the same allocator, and
-threads that wait as OpenMP lets them wait by itself, spinning, which is up to 40% faster for them on a quiet machine.
+"""Runs measuring processes.
+
+Heed's processes have the environment of its workers. A peer's have the same allocator, but OpenMP's default wait policy
+(spinning), which makes them up to 40% faster on a quiet machine.
 """
 
 import json
@@ -11,7 +13,7 @@ from typing import Any
 from benchmarks.speed.environments import ROOT
 from cluster.environment import WORKER_ENVIRONMENT
 
-TIMEOUT_SECONDS = 1800.0  # of a measuring process
+TIMEOUT_SECONDS = 1800.0  # per measuring process
 
 
 def run(
@@ -21,9 +23,9 @@ def run(
     *,
     given: Mapping[str, str] = WORKER_ENVIRONMENT,
 ) -> dict[str, Any]:
-    """The JSON that a process printed as its last line, or {"failed": its last words}.
+    """Returns the JSON that a process printed as its last line, or {"failed": its last error line}.
 
-    `given` replaces the workers' environment, and `variables` come on top of it.
+    `given` replaces the workers' environment; `variables` are added to it.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in WORKER_ENVIRONMENT}
     environment = inherited | dict(given)

@@ -1,4 +1,4 @@
-"""What a measuring process is given and prints. Every peer's environment imports it: standard library only."""
+"""The input and output of a measuring process. All peers' environments import this: standard library only."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ class Task:
     """One measurement. `folder` holds the models and data that `work.write_work` wrote.
 
     `batch` counts sequences (generate, train), prompts (ppo), comparisons of K responses (reward), packed rows (sft);
-    `micro_batch` is what a PPO update holds at once. Rows of train and sft have `seq_len` tokens.
+    `micro_batch` is the size of a PPO micro-batch. Rows of train and sft have `seq_len` tokens.
     """
 
     kind: str
@@ -41,10 +41,10 @@ class Task:
 
 
 class Clock:
-    """Ends of steps, and the work done in each. Warm-up counts from the start of the process.
+    """Records when steps end, and the work done in each. Warm-up counts from the start of the process.
 
-    Beside seconds by the clock it takes those that all threads of this process computed: they say more where other
-    processes want the same cores, and nothing where threads wait by spinning.
+    In addition to wall time it records the CPU seconds of all threads of this process. These are more meaningful if
+    other processes use the same cores, and meaningless if threads wait by spinning.
     """
 
     def __init__(self, task: Task) -> None:
@@ -54,14 +54,14 @@ class Clock:
         self.amounts: list[float] = []
 
     def tick(self, amount: float) -> None:
-        """A step has ended that did so much work: tokens, or comparisons."""
+        """Records the end of a step that did this amount of work, in tokens or comparisons."""
         self.ends.append(time.perf_counter())
         self.computed.append(time.process_time())
         self.amounts.append(amount)
 
     def result(self, library: str) -> dict[str, float | str]:
-        """What the process prints. `library` is what was measured, with its version."""
-        assert len(self.ends) == self.task.num_steps, f"{len(self.ends)} steps where {self.task.num_steps} were asked"
+        """Returns what the process prints. `library` is the measured library with its version."""
+        assert len(self.ends) == self.task.num_steps, f"{len(self.ends)} steps instead of {self.task.num_steps}"
         last_warm = self.task.warmup_steps - 1
         return {
             "work": sum(self.amounts[last_warm + 1 :]),
@@ -76,7 +76,7 @@ Measure = Callable[[Task, Clock], str]  # does the steps, ticks after each; retu
 
 
 def main(kinds: Mapping[str, Measure]) -> None:
-    """A measuring process: reads its task from the command line and prints one JSON line, the last of its output."""
+    """Runs a measuring process: reads its task from the command line; its last line of output is JSON."""
     task = Task(**json.loads(sys.argv[1]))
     clock = Clock(task)
     library = kinds[task.kind](task, clock)
@@ -84,5 +84,5 @@ def main(kinds: Mapping[str, Measure]) -> None:
 
 
 def command(python: str, module: str, task: Task) -> list[str]:
-    """How the driver starts a measuring process."""
+    """Returns the command with which the driver starts a measuring process."""
     return [python, "-m", module, json.dumps(asdict(task))]

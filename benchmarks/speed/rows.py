@@ -1,4 +1,4 @@
-"""What is measured: the rows of the table, who takes part in each, and how much each process does."""
+"""The rows of the table, who takes part in each, and how much work each process does."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ OWN_MODULE = "benchmarks.speed.own"
 
 @dataclass(frozen=True)
 class Peer:
-    """Who Heed is compared with: a measuring module and the environment that it runs in."""
+    """A library to compare with: a measuring module, and the environment that it runs in."""
 
     name: str
     module: str
@@ -25,7 +25,7 @@ VLLM = Peer("vLLM", "benchmarks.speed.peer_vllm", "vllm")
 
 @dataclass(frozen=True)
 class Row:
-    """`batch` is of `Task`; `aims` are the ratios wished for, in the order of the peers."""
+    """`batch` is as in `Task`; `aims` are the target ratios, in the order of the peers."""
 
     name: str
     kind: str

@@ -1,4 +1,4 @@
-"""The figures as a table in Markdown."""
+"""Formats the figures as a Markdown table."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ README = ROOT / "benchmarks" / "README.md"
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """What was measured, on what, and Heed's rate over every peer's: the median over rounds, lowest to highest."""
+    """Returns what was measured, on which machine, and Heed's rate over each peer's: median, lowest to highest."""
     ceiling = found["ceiling"]
     rounds = max(len(row["runs"]) for row in found["rows"].values())
     lines = [
@@ -20,7 +20,8 @@ def markdown(found: Mapping[str, Any]) -> str:
         f"Matrix products at the model's own shapes: {ceiling['bf16_flops'] / 1e12:.2f} TFLOP/s in bf16,"
         f" {ceiling['fp32_flops'] / 1e12:.2f} in fp32; memory {ceiling['bytes_per_second'] / 1e9:.1f} GB/s.",
         "",
-        "| work | peer | Heed, a second | peer, a second | Heed / peer | aim | of the ceiling | warm-up: Heed, peer |",
+        "| work | peer | Heed per second | peer per second | Heed / peer | aim | of the ceiling | warm-up: Heed, peer"
+        " |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in found["rows"].items():
@@ -30,7 +31,7 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 
 def taken_on(found: Mapping[str, Any], rounds: int) -> list[str]:
-    """The machine and the clock, as the first lines above a table."""
+    """Returns the machine and the clock, as the first lines above a table."""
     machine = found["machine"]
     matrix_units = "with" if machine["amx_bf16"] else "without"
     lines = [
@@ -69,7 +70,7 @@ def _line(name: str, row: Mapping[str, Any], peer: Mapping[str, Any], aim: float
 
 
 def rate(run: Mapping[str, Any], seconds: str) -> float:
-    """Work a second, by the clock or computed."""
+    """Returns work per second, of wall time or CPU time."""
     return float(run["work"] / run[seconds])
 
 
@@ -82,15 +83,15 @@ def _middle(runs: list[Mapping[str, Any]], seconds: str) -> float:
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """The median, with the lowest and the highest."""
+    """Returns the median, with the lowest and the highest."""
     return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def write_between_markers(path: Path, name: str, text: str) -> None:
-    """Put `text` where the table of this name was. Errors: ValueError for a file without its two markers."""
+    """Replaces the table of this name by `text`. Raises: ValueError for a file without its two markers."""
     opening, closing = f"<!-- {name} begins -->", f"<!-- {name} ends -->"
     before, begin, rest = path.read_text(encoding="utf-8").partition(opening)
     _, end, after = rest.partition(closing)
     if not (begin and end):
-        raise ValueError(f"{path}: {opening!r} and {closing!r} were expected, the table goes between them")
+        raise ValueError(f"{path}: {opening!r} and {closing!r} were expected; the table goes between them")
     path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The work that all contenders share: one model, its reward model, and data drawn from a seed."""
+"""The work of all contenders: one model, its reward model, and data drawn from a seed."""
 
 import json
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ SHAPE = ModelConfig(
     intermediate_size=1408,
 )  # 30M parameters, the head tied to the embedding
 FIRST_WORD = 256  # tokens below are bytes and special tokens, which no drawn text contains
-NUM_RESPONSES = 4  # of a comparison
+NUM_RESPONSES = 4  # per comparison
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Lengths in tokens, and how many examples are drawn; a step takes some of them."""
+    """Lengths in tokens, and numbers of examples, of which a step uses some."""
 
     prompt_tokens: int = 32
     response_tokens: int = 64
@@ -38,11 +38,11 @@ class Sizes:
 
 
 def write_work(folder: Path, shape: ModelConfig, sizes: Sizes) -> None:
-    """`policy/` and `reward/`, random weights as Hugging Face directories, and the data as lists of token ids.
+    """Writes `policy/` and `reward/` (random weights as Hugging Face directories) and data as lists of token ids.
 
-    prompts.json: all of one length. rows.json: full rows. comparisons.json: K sequences, best first, responses of a
-    quarter to all of their length. conversations.json: a sequence and its prompt's length; log-normal lengths, half of
-    them below a quarter of a row, which is how instruction data is spread.
+    prompts.json: prompts of equal length. rows.json: full rows. comparisons.json: K sequences, best first, with
+    responses of a quarter to all of the maximum length. conversations.json: a sequence and its prompt's length; lengths
+    are log-normal, half of them below a quarter of a row, similar to instruction data.
     """
     rng = np.random.default_rng(0)
     tokenizer = _tokenizer(rng, shape.vocab_size)
@@ -70,7 +70,7 @@ def write_work(folder: Path, shape: ModelConfig, sizes: Sizes) -> None:
 
 
 def _tokenizer(rng: np.random.Generator, vocab_size: int) -> Tokenizer:
-    """A full vocabulary of drawn words: nothing of the text matters but that it has so many pieces."""
+    """Trains a full vocabulary on random words; the only thing that matters is its size."""
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
     words = ("".join(rng.choice(letters, 6)) for _ in range(2 * vocab_size))
     return Tokenizer.train([" ".join(words)] * 2, vocab_size, "chat")

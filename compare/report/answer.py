@@ -1,4 +1,4 @@
-"""A comparison in words: the answer, as strong as the evidence and no stronger."""
+"""Describes a comparison in words: the answer claims exactly as much as the evidence supports."""
 
 import math
 from collections.abc import Mapping
@@ -14,27 +14,27 @@ Tone = Literal["better", "worse", "unclear"]
 
 
 def often(pair: PairSummary, styles: Styles) -> str:
-    """How often the pair's first policy is preferred, as a clause; neither is named where neither is ahead."""
+    """A clause with how often the pair's first policy is preferred; if neither is ahead, neither is named."""
     if is_even(pair):
         return "every verdict is a tie" if all_tied(pair) else "each of the two is preferred half of the time"
     return f"{styles[pair.policy_a].title} is preferred {percent(pair.win_rate.mean)} of the time"
 
 
 def is_even(pair: PairSummary) -> bool:
-    """Whether a win rate is one half, but for rounding."""
+    """Returns whether a win rate is one half, up to rounding."""
     return math.isclose(pair.win_rate.mean, 0.5, rel_tol=0, abs_tol=1e-9)
 
 
 def all_tied(pair: PairSummary) -> bool:
-    """Whether no verdict prefers either policy."""
+    """Returns whether no verdict prefers either policy."""
     return pair.verdicts.wins == pair.verdicts.losses == 0
 
 
 def answer_of(summary: Summary, styles: Styles) -> Answer:
-    """The answer by the first judge, and how far the others bear it out. Pairs have the policy ahead first."""
+    """The answer by the first judge, and whether the others agree. Pairs have the policy ahead first."""
     judges = [judge for judge in summary.judges if judge.num_verdicts]
     if not judges:
-        return Answer("unclear", "Nothing can be said: there is no verdict that did not fail.", ())
+        return Answer("unclear", "There is no result: no verdict succeeded.", ())
     first, *others = judges
     if len(summary.policies) == 2:
         tone, text = _of_two(first.pairs[0], first.judge, styles)
@@ -50,7 +50,7 @@ def answer_of(summary: Summary, styles: Styles) -> Answer:
 
 
 def evidence(pair: PairSummary) -> str:
-    """The evidence in brackets behind a claim on two policies."""
+    """The evidence, in brackets after a claim about two policies."""
     rate = pair.win_rate
     return (
         f"95% interval {share_ends(rate.low, rate.high)}, ties counting half; {p_value(pair.significance.holm_p)};"
@@ -69,11 +69,11 @@ def _of_two(pair: PairSummary, judge: str, styles: Styles) -> tuple[Tone, str]:
 
 
 def _limits(pair: PairSummary) -> list[str]:
-    """What the prompts could have shown where they show no difference; and whether test and interval disagree."""
+    """What the prompts could have shown if they show no difference; and whether test and interval disagree."""
     excludes_half = pair.win_rate.low > 0.5 or pair.win_rate.high < 0.5
     if pair.different:
-        return [] if excludes_half else ["A close call: the test finds a difference, the interval includes 50%."]
-    found = ["A close call: the interval leaves out 50%, the test finds no difference."] if excludes_half else []
+        return [] if excludes_half else ["A close call: the test finds a difference, but the interval includes 50%."]
+    found = ["A close call: the interval excludes 50%, but the test finds no difference."] if excludes_half else []
     return [*found, detectable(pair)]
 
 
@@ -84,17 +84,16 @@ def detectable(pair: PairSummary) -> str:
         decided = pair.prompts.wins + pair.prompts.losses
         if decided == pair.win_rate.num_prompts:
             return f"With {prompts} no difference could have been shown."
-        are = "is" if decided == 1 else "are"
-        ties = f"of which {number(decided)} {are} no tie" if decided else "every one a tie"
+        ties = f"only {number(decided)} of them without a tie" if decided else "all of them ties"
         return f"With {prompts}, {ties}, no difference could have been shown."
     return (
-        f"With {prompts} only a win rate {points(pair.power.detectable)} points or more from 50% would have been"
-        " seen in 4 of 5 such studies."
+        f"With {prompts}, 4 of 5 such studies would only detect a win rate {points(pair.power.detectable)} points or"
+        " more from 50%."
     )
 
 
 def _other_judge(judge: JudgeSummary, first: PairSummary, styles: Styles) -> str:
-    """What another judge says of the same two policies."""
+    """Another judge's result on the same two policies."""
     pair = judge.pairs[0]
     said = f"{often(pair, styles)} ({evidence(pair)})"
     if not pair.different:
@@ -104,7 +103,7 @@ def _other_judge(judge: JudgeSummary, first: PairSummary, styles: Styles) -> str
 
 
 def _lead(judge: JudgeSummary, styles: Styles) -> list[str]:
-    """How often the policy rated highest is preferred to the next, where a judge has verdicts on the two."""
+    """How often the highest-rated policy is preferred to the next, if a judge has verdicts on the two."""
     top = {rating.policy for rating in by_rating(judge.ratings[0])[:2]}
     found = [pair for pair in judge.pairs if {pair.policy_a, pair.policy_b} == top]
     return [_lead_in_words(pair, styles) for pair in found]
@@ -118,22 +117,22 @@ def _lead_in_words(pair: PairSummary, styles: Styles) -> str:
 
 
 def _pairs_shown(judge: JudgeSummary) -> str:
-    """How many pairs differ, and what could have been shown of the others."""
+    """How many pairs differ, and what could have been shown about the others."""
     shown = sum(pair.different for pair in judge.pairs)
     least = [pair.power.detectable for pair in judge.pairs if not pair.different]
     if not least:
         return f"All {count_of(shown, 'pair')} differ after Holm's correction."
     text = f"Of {count_of(len(judge.pairs), 'pair')} {shown} differ{'s' if shown == 1 else ''} after Holm's correction"
     if any(math.isnan(value) for value in least):
-        return f"{text}; of others there are too few prompts to show any difference."
+        return f"{text}; other pairs have too few prompts to show any difference."
     return (
-        f"{text}; of the {'other' if len(least) == 1 else 'others'} a win rate {points(max(least))} points or more from"
-        " 50% would have been seen in 4 of 5 such studies."
+        f"{text}; for the {'other' if len(least) == 1 else 'others'}, 4 of 5 such studies would detect a win rate"
+        f" {points(max(least))} points or more from 50%."
     )
 
 
 def _of_many(judge: JudgeSummary, num_policies: int, styles: Styles) -> tuple[Tone, str]:
-    """The ranking by the first ratings of a judge, as far as its rank ranges go."""
+    """The ranking by a judge's first ratings, as far as its rank ranges settle it."""
     ratings = judge.ratings[0]
     if len(ratings.islands) > 1:
         return "unclear", f"There is no ranking of all policies by the judge {judge.judge}: {islands(ratings, styles)}."
@@ -156,18 +155,18 @@ def _of_many(judge: JudgeSummary, num_policies: int, styles: Styles) -> tuple[To
 
 
 def by_rating(ratings: Ratings) -> list[Rating]:
-    """Best first; equal ratings in the comparison's order."""
+    """Best first; equal ratings keep the comparison's order."""
     return sorted(ratings.policies, key=lambda rating: -rating.value)
 
 
 def rank_range(rating: Rating) -> str:
-    """ "rank 1", or "rank 1 to 3"."""
+    """Formats "rank 1", or "rank 1 to 3"."""
     if rating.best_rank == rating.worst_rank:
         return f"rank {rating.best_rank}"
     return f"rank {rating.best_rank} to {rating.worst_rank}"
 
 
 def islands(ratings: Ratings, styles: Styles) -> str:
-    """Which groups of policies no verdict connects."""
+    """Names the groups of policies that no verdict connects."""
     first, *rest = [listed([styles[name].title for name in group]) for group in ratings.islands]
     return f"no verdict connects {first} with {' or with '.join(rest)}"

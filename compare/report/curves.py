@@ -1,8 +1,8 @@
 """The charts of measures.json: over-optimisation, and a reward model's reliability.
 
-Over-optimisation is gold and proxy score of policies at growing distance from the reference, with the fitted curves:
-`over_optimisation`, an evaluation.measures.checkpoints.OverOptimisation. Reliability is how often a reward model is
-right by how sure it is: `reward_model`, an evaluation.measures.reward_model.RewardMeasures.
+Over-optimisation plots gold and proxy score of policies at growing distance from the reference, with the fitted curves:
+`over_optimisation`, an evaluation.measures.checkpoints.OverOptimisation. Reliability plots a reward model's accuracy
+against its confidence: `reward_model`, an evaluation.measures.reward_model.RewardMeasures.
 """
 
 from collections.abc import Mapping
@@ -23,14 +23,13 @@ from reports.text import ends_of, number, percent
 
 Kind = Literal["rl", "best_of_n"]
 STYLES: Mapping[Kind, tuple[str, str, str]] = {"rl": ("RL", "ppo", "^"), "best_of_n": ("best-of-n", "best-of-n", "D")}
-NUM_PLACES = 120  # of a drawn curve
+NUM_PLACES = 120  # points of a drawn curve
 
 
 def curve_parts(measures: Mapping[str, Any]) -> tuple[Part, ...]:
-    """Gold and proxy score against KL, RL and best-of-n in each; reliability; where to stop, and where the optimum is.
+    """Gold and proxy score against KL, with RL and best-of-n in each; reliability; where to stop, and the optimum.
 
-    Raises:
-        ValueError: what is drawn is not as `heed measure` writes it; the message names the field.
+    Raises: ValueError naming the field if a measure is not as `heed measure` writes it.
     """
     figures, notes = [], []
     if measures.get("over_optimisation"):
@@ -87,7 +86,7 @@ def _series(
 
 
 def reliability_figures(model: RewardMeasures) -> list[Figure]:
-    """Accuracy in bins of confidence, on the diagonal where the model is as sure as it should be."""
+    """Accuracy in bins of confidence; a calibrated model is on the diagonal."""
     bins = [one for one in model.calibration.bins if isfinite(one.accuracy.mean) and isfinite(one.confidence)]
     ceiling = model.ceiling.mean
     if not bins:

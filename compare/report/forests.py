@@ -17,7 +17,7 @@ UNBOUNDED = {
 
 
 def stack_of(counts: Counts, ahead: str, behind: str, title: str) -> Stack | None:
-    """Wins, ties and losses of `ahead`; None where there are none of any."""
+    """Returns wins, ties and losses of `ahead`; None if there are none."""
     total = counts.wins + counts.ties + counts.losses
     if not total:
         return None
@@ -34,20 +34,20 @@ def _share(rate: WinRate) -> tuple[float, float, float]:
 
 
 def win_row(pair: PairSummary, styles: Styles) -> ForestRow:
-    """The win rate of a pair's first policy, and its prompts won, tied and lost."""
+    """A row with the win rate of a pair's first policy, and its prompts won, tied and lost."""
     a, b = styles[pair.policy_a], styles[pair.policy_b]
     stack = stack_of(pair.prompts, a.title, b.title, "Prompts")
     return share_row((a, b), _share(pair.win_rate), stack=stack, unknown="no verdict stands")
 
 
 def category_row(found: CategoryWinRate) -> ForestRow:
-    """The win rate of a pair's first policy in one category."""
+    """A row with the win rate of a pair's first policy in one category."""
     cells = (p_value(found.holm_p), number(found.win_rate.num_prompts))
     return share_row((found.category or "(no category)",), _share(found.win_rate), cells)
 
 
 def length_row(pair: PairSummary, styles: Styles) -> ForestRow:
-    """The win rate of a pair as it is, and, hollow, the one at equal length."""
+    """Rows with a pair's plain win rate and, hollow, the one at equal length."""
     fitted, heads = pair.length_controlled, (styles[pair.policy_a], styles[pair.policy_b])
     if math.isnan(fitted.mean):
         return share_row(heads, _share(pair.win_rate), (UNKNOWN,), note=fitted.reason)
@@ -58,7 +58,7 @@ def length_row(pair: PairSummary, styles: Styles) -> ForestRow:
 
 
 def agreement_row(head: str, found: Agreement) -> ForestRow:
-    """How far two judges, or the labelers of one, agree."""
+    """A row with the agreement of two judges, or of one judge's labelers."""
     share, alpha = found.share, found.alpha
     ends = "" if math.isnan(alpha.low) else f" ({number(float(alpha.low))} to {number(float(alpha.high))})"
     cells = (number(float(alpha.value)) + ends, number(share.num_pairs))
@@ -68,7 +68,7 @@ def agreement_row(head: str, found: Agreement) -> ForestRow:
 def rating_rows(
     ratings: Ratings, styles: Styles
 ) -> tuple[tuple[ForestRow, ...], tuple[tuple[float, str], ...], float | None]:
-    """A row for each policy, best first; the axis's ticks; where 0 stands on it."""
+    """Returns a row per policy, best first; the axis's ticks; and the position of 0."""
     ordered = by_rating(ratings)
     ends = [value for r in ordered for value in (r.value, r.low, r.high) if math.isfinite(value)]
     low, high, ticks = axis(min(ends), max(ends))
@@ -102,7 +102,7 @@ def rating_rows(
 
 
 def rating_text(value: float, digits: int = 2) -> str:
-    """A rating in log-odds, infinite ends included."""
+    """A rating in log-odds, with possibly infinite ends."""
     if math.isinf(value):
         return "∞" if value > 0 else "\u2212∞"
     return number(float(value), digits) if abs(value) >= 0.5 * 10**-digits else number(0.0, digits)

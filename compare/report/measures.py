@@ -1,8 +1,8 @@
-"""The measures of a comparison as tables: whatever measures.json holds is shown, nothing is picked.
+"""The measures of a comparison as tables: everything in measures.json is shown.
 
     policies            {policy: evaluation.measures.policies.PolicyMeasures}: a table with a column per policy
     tax                 evaluation.measures.tax.Tax: likewise
-    anything else       figures by their place, a list of objects as a table of its own; curves.py draws
+    anything else       figures by their place, a list of objects as a separate table; curves.py draws
                         `over_optimisation` and `reward_model`
 
 A figure is a number, a text, or {mean, low, high}; objects nest.
@@ -18,7 +18,7 @@ from intervals.estimates import Interval
 from reports.parts import Cell, Details, Row, Table
 from reports.text import UNKNOWN, number
 
-# What places in PolicyMeasures are called; others are called as they are.
+# Labels of places in PolicyMeasures; other places are their own labels.
 TITLES = {
     "kl_nats": "KL to the reference, nats",
     "kl_bound_nats": "KL of best-of-n at most, nats",
@@ -44,11 +44,11 @@ TITLES = {
     "diversity.empty": "empty responses",
 }
 FROM_FILE = "From measures.json."
-SMALL = 0.01  # below it a number is shown by significant digits
+SMALL = 0.01  # a smaller number is shown by significant digits
 
 
 def measure_tables(measures: Mapping[str, Any], styles: Styles) -> list[Details]:
-    """All tables: that of policies first, then the rest in the file's order."""
+    """Returns all tables: policies first, then the rest in the file's order."""
     tables = []
     policies = measures.get("policies")
     if isinstance(policies, Mapping) and policies:
@@ -71,7 +71,7 @@ def measure_tables(measures: Mapping[str, Any], styles: Styles) -> list[Details]
 def _table(
     title: str, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, is_open: bool = False
 ) -> Details:
-    """A folded table of texts; the first cell of a row is its head."""
+    """A folded table of texts; the first cell of a row is its header."""
     found = tuple(Row((head,), tuple(Cell(text) for text in texts)) for head, *texts in rows)
     return Details(title, (Table(caption, tuple(columns), found, title=title),), is_open)
 
@@ -80,7 +80,7 @@ def _policy_table(policies: Mapping[str, Any], styles: Styles) -> Details:
     found = {name: dict(figures(value)) for name, value in policies.items()}
     places = list(dict.fromkeys(place for own in found.values() for place in own))
     known = [place for place in places if any(own.get(place, UNKNOWN) != UNKNOWN for own in found.values())]
-    # Lengths in tokens are one place where nobody counted them, and two where somebody did.
+    # Lengths in tokens are one place if they were not counted, and two if they were.
     unknown = [place for place in places if place not in known and not any(k.startswith(f"{place}.") for k in known)]
     titles = (styles[name].title if name in styles else name for name in found)
     rows = [(_title(place), *(own.get(place, UNKNOWN) for own in found.values())) for place in known]
@@ -91,7 +91,7 @@ def _policy_table(policies: Mapping[str, Any], styles: Styles) -> Details:
 
 
 def _tax_table(tax: Tax, styles: Styles) -> Details:
-    """Every policy's quality as a language model, and below it how far it is above that of the one before."""
+    """Each policy's quality as a language model, and below it the difference from the policy before alignment."""
     measured = [("bits per byte", tax.bits_per_byte)]
     for task in tax.tasks:
         name = f"{task.task}, {number(task.num_shots)} shots"
@@ -113,7 +113,7 @@ def _tax_table(tax: Tax, styles: Styles) -> Details:
 
 
 def _tables(name: str, value: Any) -> list[Details]:
-    """One table of single figures, and one of every list of objects within."""
+    """Returns one table of single figures, and one for every list of objects in them."""
     rows = figures(value)
     tables = [_table(_title(name), FROM_FILE, ("Measure", "Value"), _titled(rows))] if rows else []
     return tables + [
@@ -133,8 +133,10 @@ def _list_table(title: str, entries: Sequence[Mapping[str, Any]]) -> Details:
 
 
 def figures(value: Any, place: str = "") -> list[tuple[str, str]]:
-    """(place, text) of every figure within a value, lists of objects left out. A figure is {mean, low, high}; what has
-    a figure called "mean" is none."""
+    """Yields (place, text) of every figure in a value, except lists of objects.
+
+    A figure is {mean, low, high}; an object with a figure named "mean" is not one.
+    """
     if isinstance(value, Mapping):
         found = []
         rest = value
@@ -152,7 +154,7 @@ def figures(value: Any, place: str = "") -> list[tuple[str, str]]:
 
 
 def _lists(value: Any, place: str = "") -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """(place, entries) of every list of objects within a value."""
+    """Yields (place, entries) of every list of objects in a value."""
     if _is_list_of_objects(value):
         return [(place, value)]
     if not isinstance(value, Mapping):
@@ -165,7 +167,8 @@ def _is_list_of_objects(value: Any) -> bool:
 
 
 def _figure(value: Mapping[str, Any]) -> str:
-    """With its interval, unless that has no width: prompts that all came out alike say nothing of precision."""
+    """Formats a figure with its interval, unless that has no width: prompts that all came out alike say nothing
+    about precision."""
     low, high = value.get("low"), value.get("high")
     ends = "" if low is None or high is None or low == high else f" ({_number(low)} to {_number(high)})"
     return _number(value["mean"]) + ends

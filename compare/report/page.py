@@ -1,6 +1,6 @@
-"""The report of a comparison: report.json with every number and its rows, and report.html to look at.
+"""The report of a comparison: report.json with every number and its rows, and report.html for reading.
 
-Both are functions of the comparison's folder alone, so the same folder gives the same report, byte for byte.
+Both depend only on the comparison's folder, so the same folder gives the same report, byte for byte.
 """
 
 import json
@@ -30,10 +30,10 @@ from reports.text import clean_json, number
 
 
 def write_comparison_report(folder: Path) -> dict[str, Any]:
-    """Write report.json and report.html into a comparison's folder. Returns what report.json holds.
+    """Write report.json and report.html into a comparison's folder. Returns the contents of report.json.
 
-    Raises:
-        ValueError: a file in the folder is absent, malformed, or contradicts another; the message names it and the row.
+    Raises: ValueError if a file in the folder is absent, malformed, or contradicts another; the message names it and
+    the row.
     """
     page, report = render(read_comparison(folder))
     write_pages(folder, page, report)
@@ -43,7 +43,8 @@ def write_comparison_report(folder: Path) -> dict[str, Any]:
 def render(
     comparison: ComparisonFolder, *, max_prompts: int = MAX_PROMPTS, max_characters: int = MAX_CHARACTERS
 ) -> tuple[str, dict[str, Any]]:
-    """The page, and what report.json holds. The bounds are on the prompts and characters of the sample browser."""
+    """Returns the page, and the contents of report.json. The limits apply to the prompts and characters of the
+    sample browser."""
     summary = as_shown(summary_of(comparison), comparison.judges)
     styles = styles_of(comparison.policies)
     sources = sources_of(comparison, summary)
@@ -67,7 +68,7 @@ def render(
 
 
 def summary_of(comparison: ComparisonFolder) -> Summary:
-    """All that its verdicts say. Raises: ValueError for verdicts that contradict each other."""
+    """Computes all statistics of the folder's verdicts. Raises: ValueError for verdicts that contradict each other."""
     try:
         return summarise(comparison.verdicts, comparison.policies, seed=comparison.seed)
     except ValueError as error:
@@ -142,7 +143,7 @@ def _report(
 
 
 def flat(value: Any, path: str = "") -> list[tuple[str, str]]:
-    """Settings as (dotted path, text), an entry per line."""
+    """Returns settings as (dotted path, text), one entry per line."""
     if isinstance(value, dict | list) and value:
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         return [line for key, entry in entries for line in flat(entry, f"{path}.{key}" if path else str(key))]

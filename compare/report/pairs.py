@@ -1,4 +1,4 @@
-"""Pairs of policies as the report shows them: the one ahead first, and a table of tests."""
+"""Pairs of policies as the report shows them, the one ahead first; and a table of tests."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,8 @@ from reports.text import count_of, number, p_value, percent, points, share_ends
 
 
 def as_shown(summary: Summary, judges: Sequence[str]) -> Summary:
-    """The same summary with judges in this order, and every pair turned so that policy_a is preferred more often."""
+    """Returns the same summary with judges in this order, and every pair oriented so that policy_a is preferred more
+    often."""
     ordered = sorted(summary.judges, key=lambda judge: judges.index(judge.judge))
     return replace(summary, judges=tuple(_ahead_first(judge) for judge in ordered))
 
@@ -30,7 +31,7 @@ def _ahead_first(judge: JudgeSummary) -> JudgeSummary:
 
 
 def turned(pair: PairSummary) -> PairSummary:
-    """The pair from the other policy's side. Tests, power, position and flips are the same from both."""
+    """Returns the pair from the other policy's side. Tests, power, position and flips are the same from both sides."""
     return replace(
         pair,
         policy_a=pair.policy_b,
@@ -59,7 +60,8 @@ def _turned_counts(counts: Counts) -> Counts:
 
 
 def _turned_length(found: LengthControlled) -> LengthControlled:
-    """The coefficient of the length difference keeps its sign: the difference and the outcome both turn."""
+    """The coefficient of the length difference keeps its sign, because the difference and the outcome are both
+    reversed."""
     return replace(found, mean=1 - found.mean, low=1 - found.high, high=1 - found.low)
 
 
@@ -74,7 +76,7 @@ PAIR_COLUMNS = (
 
 
 def tests_table(judge: JudgeSummary, place: int, policies: Sequence[str], styles: Styles) -> Table:
-    """A row of tests for each pair; the numbers of prompts filter the samples."""
+    """A table with a row of tests per pair; the numbers of prompts filter the samples."""
     rows = tuple(_row(pair, place, policies, styles) for pair in judge.pairs)
     caption = (
         'Prompts won, tied and lost, and tests of "preferred equally often"; a number leads to its prompts. Permutation'
@@ -113,7 +115,7 @@ def _row(pair: PairSummary, judge: int, policies: Sequence[str], styles: Styles)
 
 
 def _bootstrap(found: Interval) -> str:
-    """Prompts that came out alike are alike in every resample, which is no precision."""
+    """Prompts that came out alike are alike in every resample, which says nothing about precision."""
     return "no spread" if found.low == found.high else share_ends(found.low, found.high)
 
 
@@ -122,6 +124,6 @@ def _p(p: float) -> str:
 
 
 def _needed(pair: PairSummary) -> str:
-    """How many prompts the observed difference needs, where it was not shown."""
+    """The number of prompts that would show the observed difference, if it was not shown."""
     needed = pair.power.num_prompts_needed
     return "" if pair.different or needed is None else f"needs {number(needed)} prompts"

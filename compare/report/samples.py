@@ -1,7 +1,7 @@
-"""The sample browser of a comparison: prompts with their responses side by side and what judges say of them.
+"""The sample browser of a comparison: prompts with their responses next to each other and the judges' verdicts.
 
-A report holds at most MAX_PROMPTS prompts and MAX_CHARACTERS of their texts, taken evenly from all in the order of
-prompts.jsonl; it says how many of how many, and the files have the rest.
+A report holds at most MAX_PROMPTS prompts and MAX_CHARACTERS of their texts, taken at even intervals in the order of
+prompts.jsonl. It says how many of how many it shows; the files have the rest.
 """
 
 import math
@@ -30,14 +30,14 @@ from training.data import Prompt
 
 MAX_PROMPTS = 1_000
 MAX_CHARACTERS = 6_000_000
-MAX_LISTED = 4  # verdicts of one labeler on the same two policies; more are counted
+MAX_LISTED = 4  # verdicts of one labeler on the same two policies; more are summarised
 NUM_OPEN = 2
 
 
 def samples_of(
     folder: ComparisonFolder, styles: Styles, *, max_prompts: int = MAX_PROMPTS, max_characters: int = MAX_CHARACTERS
 ) -> Samples:
-    """The sample browser's contents, from the folder alone."""
+    """Builds the sample browser's contents from the folder alone."""
     responses, verdicts = defaultdict(list), defaultdict(list)
     for response in folder.responses:
         responses[response.prompt_id].append(response)
@@ -54,7 +54,6 @@ def samples_of(
     return Samples(
         prompts=shown,
         num_prompts=len(folder.prompts),
-        is_filtered=True,
         policies=tuple(styles[name] for name in folder.policies),
         pairs=tuple(sorted((first, second) for first, second in pairs)),
         judges=folder.judges,
@@ -104,7 +103,7 @@ class _Builder:
         )
 
     def _verdicts(self, verdicts: Sequence[Verdict]) -> list[ShownVerdict]:
-        """Each verdict in words; where a labeler has many on the same two policies, what they come to."""
+        """Describes each verdict; if a labeler has many on the same two policies, summarises them."""
         groups: dict[tuple[int, int, int, str], list[Verdict]] = defaultdict(list)
         for row in verdicts:
             a, b = sorted((self.place[row.policy_a], self.place[row.policy_b]))
@@ -146,7 +145,7 @@ class _Builder:
         return ShownVerdict(row.judge, row.labeler, kind, winner, "; ".join(parts))
 
     def _outcomes(self, verdicts: Sequence[Verdict]) -> tuple[tuple[Chip, ...], str]:
-        """Chips and filter words: what each judge's verdicts on each pair come to, by their mean."""
+        """Returns chips and filter words: each judge's result on each pair, by the mean of its verdicts."""
         by_pair: dict[tuple[int, int, int], list[Verdict]] = defaultdict(list)
         for row in verdicts:
             a, b = sorted((self.place[row.policy_a], self.place[row.policy_b]))
@@ -166,7 +165,7 @@ class _Builder:
         return tuple(self._chip(judge, won[judge]) for judge in sorted(won)), " ".join(sorted(set(words)))
 
     def _chip(self, judge: int, winners: Sequence[int | None]) -> Chip:
-        """The winner of most pairs; a tie where none has more than the next."""
+        """Returns the winner of most pairs; a tie if no policy has more than the next."""
         name = self.folder.judges[judge]
         if not winners:
             return Chip(name, "failed", None)
@@ -178,9 +177,9 @@ class _Builder:
 
 @dataclass(frozen=True)
 class _Counted:
-    """What verdicts on the same two policies come to, from the first one's side."""
+    """Summarises verdicts on the same two policies from the first one's side."""
 
-    mean: float  # NaN where all failed
+    mean: float  # NaN if all failed
     num_first: int
     num_second: int
     num_ties: int
@@ -195,7 +194,7 @@ class _Counted:
 
     @property
     def outcome(self) -> tuple[Outcome, int | None]:
-        """won, tied or failed, and whether the first (0) or the second (1) won."""
+        """Returns won, tied or failed, and whether the first (0) or the second (1) won."""
         if math.isnan(self.mean):
             return "failed", None
         return ("tied", None) if abs(self.mean - 0.5) < 1e-9 else ("won", int(self.mean < 0.5))
@@ -205,7 +204,7 @@ Scores = dict[tuple[str, int], list[tuple[str, float]]]
 
 
 def _scores(verdicts: Sequence[Verdict]) -> Scores:
-    """What judges that score single responses gave each of them: (judge, score) by policy and sample."""
+    """Returns the scores by judges that score single responses: (judge, score) by policy and sample."""
     found: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
     for row in verdicts:
         if not (math.isnan(row.score_a) or math.isnan(row.score_b)):
@@ -224,7 +223,8 @@ def _about(row: Response, scores: Scores) -> str:
 
 
 def verdicts_disagree(verdicts: Sequence[Verdict]) -> bool:
-    """Whether two verdicts on the same two responses prefer different ones, be it of two judges, labelers or orders."""
+    """Returns whether two verdicts on the same two responses prefer different ones, across judges, labelers or
+    orders."""
     preferred: dict[tuple[tuple[str, int], ...], set[tuple[str, int]]] = defaultdict(set)
     for row in verdicts:
         if not row.failure and row.preference_a != 0.5:

@@ -1,4 +1,4 @@
-"""The sections of a comparison's page: each judge, agreement and failures. Every figure says which rows it is of."""
+"""The sections of a comparison's page: each judge, agreement and failures. Every figure names its rows."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,18 +17,18 @@ MAX_OPEN_CATEGORIES = 3
 
 
 class Sections:
-    """Builds the sections of what verdicts say."""
+    """Builds sections from the statistics of verdicts."""
 
     def __init__(self, summary: Summary, styles: Styles, sources: Mapping[str, Source]) -> None:
         self.summary, self.styles, self.sources = summary, styles, sources
 
     def all(self) -> tuple[Section, ...]:
-        """Those of judges in order, then agreement and failures where there are any."""
+        """Returns the judges' sections in order, then agreement and failures if there are any."""
         judges = [self._judge(place, judge) for place, judge in enumerate(self.summary.judges)]
         return (*judges, *self._agreement(), *self._failures())
 
     def _rows_of(self, field: str) -> str:
-        """The rows that a field of report.json is computed from, in a line."""
+        """Describes, in one line, the rows from which a field of report.json is computed."""
         return source_text(self.sources[field], self.styles)
 
     def _judge(self, place: int, judge: JudgeSummary) -> Section:
@@ -47,7 +47,7 @@ class Sections:
         tests = (
             tests_table(judge, place, self.summary.policies, self.styles)
             if judge.pairs
-            else Note("No pair has a verdict that stands.", "absent")
+            else Note("No pair has a successful verdict.", "absent")
         )
         ratings = [self._ratings(f"{path}.ratings.{number_of}", found) for number_of, found in enumerate(judge.ratings)]
         shown = tuple(found for found in ratings if isinstance(found, Forest))
@@ -75,9 +75,12 @@ class Sections:
             return Note(f"No {model} ratings: {ratings.reason}.", "absent")
         rows, ticks, zero = rating_rows(ratings, self.styles)
         anchor = f"from {self.styles[ratings.anchor].title}" if ratings.anchor else "from the policies' mean"
-        caption = f"Log-odds {anchor}, higher is better; 95% intervals over prompts. Ranks are those left open at once."
+        caption = (
+            f"Log-odds {anchor}, higher is better; 95% intervals over prompts. Ranks are those that all intervals"
+            " together allow."
+        )
         if not math.isnan(ratings.tie):
-            caption += f" Davidson's log ν, how readily it ties, is {number(float(ratings.tie))}."
+            caption += f" Davidson's log ν, the tendency to tie, is {number(float(ratings.tie))}."
         if ratings.shrunk:
             caption += f" Fitted with a prior: {ratings.reason}." if ratings.reason else " Fitted with a prior."
         name, rows_from = path.replace(".", "-"), self._rows_of(path)
@@ -86,8 +89,8 @@ class Sections:
         )
 
     def _order(self, place: int, judge: JudgeSummary) -> list[Forest]:
-        """Position bias and, of what was judged in both orders, flips. A judge that scores each response alone sees no
-        order."""
+        """Position bias, and flips among responses judged in both orders. A judge that scores each response
+        separately sees no order."""
         path = f"summary.judges.{place}.position_bias"
         num_rows = self.sources[path].num_rows
         if not num_rows:
@@ -105,8 +108,8 @@ class Sections:
                 )
             ]
         caption = (
-            "Without position bias the response shown first is preferred half of the time; a judge that reads with care"
-            " changes no verdict when the order is turned."
+            "Without position bias, the response shown first is preferred half of the time. A careful judge changes no"
+            " verdict when the order is swapped."
         )
         heads = ("Of verdicts", "Share")
         return [self._shares(f"order-{place}", "The order shown", caption, heads, rows, path, "Verdicts")]
@@ -117,8 +120,8 @@ class Sections:
             return Note(f"No win rate at equal length: {reasons.pop()}.", "absent")
         rows = [length_row(pair, self.styles) for pair in judge.pairs if not math.isnan(pair.win_rate.mean)]
         caption = (
-            "The win rate as judged next to, hollow, the one that a fit gives for responses of equal length; its"
-            " interval holds the fit's error."
+            "The plain win rate and, as a hollow marker, the fitted one at equal length, whose interval includes the"
+            " error of the fit."
         )
         path, heads = f"summary.judges.{place}.pairs", ("Pair", "Win rate")
         return self._shares(f"lengths-{place}", "Length", caption, heads, rows, path, "At equal length")
@@ -140,7 +143,7 @@ class Sections:
         return [Details("By category", (Columns(tuple(shown)),), is_open)] if shown else []
 
     def _agreement(self) -> list[Section]:
-        """How far judges agree, and the labelers of each judge that has several."""
+        """The agreement between judges, and between the labelers of each judge that has several."""
         found: list[tuple[str, Agreement]] = [
             (f"{entry.judge_a} and {entry.judge_b}", entry) for entry in self.summary.agreement
         ]

@@ -1,7 +1,7 @@
-"""Which rows every number of the report is computed from.
+"""Records from which rows every number of the report is computed.
 
-A source names a file and a filter of its rows, as (column, operator, value), all of which hold: `pandas.read_parquet`
-and `pyarrow.parquet.read_table` take it as `filters` as it stands.
+A source names a file and a filter of its rows as (column, operator, value) triples that must all hold.
+`pandas.read_parquet` and `pyarrow.parquet.read_table` accept it unchanged as `filters`.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,10 @@ ORDERED: Filter = ("first", "!=", "")
 
 @dataclass(frozen=True)
 class Source:
-    """Where a field of report.json comes from. `num_rows` rows pass the filter; `how` is what is done with them.
+    """Where a field of report.json comes from. `num_rows` rows pass the filter; `how` says how the field follows from
+    them.
 
-    Of a JSON file `field` is the place in it, and there are no rows.
+    For a JSON file, `field` is the place in it, and there are no rows.
     """
 
     file: str
@@ -45,7 +46,7 @@ class Rows:
         self.num_rows = len(verdicts)
 
     def source(self, how: str, *filters: Filter) -> Source:
-        """A source of these rows."""
+        """Returns a source of these rows."""
         kept = np.ones(self.num_rows, dtype=bool)
         for column, operator, value in filters:
             values = value if isinstance(value, tuple) else (value,)
@@ -55,20 +56,21 @@ class Rows:
 
 
 def judge_filter(judge: str) -> Filter:
-    """Rows of one judge."""
+    """Returns the rows of one judge."""
     return ("judge", "==", judge)
 
 
 def pair_filters(judge: str, policy_a: str, policy_b: str) -> tuple[Filter, ...]:
-    """Rows of one judge on two policies, whichever is called a."""
+    """Returns the rows of one judge on two policies, whichever of them is called a."""
     both = (policy_a, policy_b)
     return (judge_filter(judge), ("policy_a", "in", both), ("policy_b", "in", both))
 
 
 def sources_of(folder: ComparisonFolder, summary: Summary) -> dict[str, Source]:
-    """For a field of report.json its source, by dotted path; for any other the longest path that it begins with.
+    """Returns sources of report.json's fields by dotted path. A field without one has the source of its longest listed
+    prefix.
 
-    Places in lists are numbers.
+    Positions in lists are numbers.
     """
     rows = Rows(folder.verdicts)
     sources = {
@@ -132,10 +134,10 @@ def _of_pair(rows: Rows, path: str, judge: str, pair: PairSummary) -> dict[str, 
 
 
 def source_text(source: Source, styles: Styles) -> str:
-    """A source in a line, as the page shows it below its figure."""
+    """Formats a source as one line, which the page shows below the figure."""
     words = []
     for column, operator, value in source.rows:
-        if column == "policy_b":  # policy_a has said it
+        if column == "policy_b":  # the filter on policy_a already names both
             continue
         if column == "policy_a":
             words.append(" and ".join(styles[name].title for name in value))

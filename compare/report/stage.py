@@ -1,11 +1,15 @@
-"""What the report of a run shows of the comparison. The comparison's own page has every prompt, test and rating."""
+"""The comparison in the report of a run. The comparison's own page has every prompt, test and rating."""
 
-from collections.abc import Mapping
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import isfinite, nan
 
 import numpy as np
 
-from compare.results import CompareResults, PolicyResults, SampledPrompt, WinRateResults
+from compare.report.hacking import hacking_section, verdict
+from compare.results import GOLD, CompareResults, SampledPrompt, WinRateResults
 from intervals.estimates import Interval
 from reports.curves import stage_block
 from reports.parts import (
@@ -29,10 +33,11 @@ from reports.stage_report import headline_of, headline_of_share
 from reports.styles import PolicyStyle, styles_of
 from reports.text import UNKNOWN, count, ends_of, label, number, percent, share_ends
 
-# Below these shares of what SFT shows, or of all responses, the answer warns of collapse.
+# Below these shares of SFT's value, or of all responses, the answer warns of collapse.
 LEAST_DIVERSITY_KEPT = 0.85
 LEAST_END_RATE = 0.9
 NUM_OPEN_SAMPLES = 3
+BEST_OF = re.compile(r"best_of_\d+")
 
 Styles = Mapping[str, PolicyStyle]
 
@@ -42,13 +47,17 @@ def report(stage: StageFolder) -> StageReport:
     if results is None:
         return StageReport((stage_block(stage, (), ()),))
     styles = styles_of(list(results.policies))
+    answer = answer_of(results, styles)
+    if results.hacking is not None:
+        answer = replace(answer, more=(verdict(results.hacking).text,))
     return StageReport(
         sections=(
             Section("comparison", "The comparison", _parts(stage, results, styles)),
+            *((hacking_section(results.hacking),) if results.hacking is not None else ()),
             Section("samples", "Samples side by side", _samples(results, styles)),
         ),
         headlines=_headlines(stage, results),
-        answer=answer_of(results, styles),
+        answer=answer,
         styles=tuple(styles.values()),
     )
 
@@ -59,21 +68,24 @@ def _parts(stage: StageFolder, results: CompareResults, styles: Styles) -> tuple
         ("Prompts", count(results.num_prompts)),
         ("Samples per prompt", count(results.num_samples)),
         ("Temperature", number(results.temperature)),
+        *((("Prompts read", str(results.overlong)),) if results.overlong else ()),
     )
-    gold = [Measured(s.title, s.tone, s.marker, results.policies[name].gold_score) for name, s in styles.items()]
-    unit = "mean and 95% interval over prompts, higher is better"
+    scores = [Measured(s.title, s.tone, s.marker, results.policies[name].gold_score) for name, s in styles.items()]
+    title, unit = score_title(results), "mean and 95% interval over prompts, higher is better"
+    is_scored = any(isfinite(found.gold_score.mean) for found in results.policies.values())  # people may not rate
+    figures = (interval_figure(scores, title=title, unit=unit, name="gold"),) if is_scored else ()
     kl_figures = [_kl_figure(results, styles, *which) for which in KL_FIGURES]
     return (
         Note(f"{REPORTER.about} The judge: {results.judge.description}"),
         *stage_block(stage, facts, (), in_a_row=True).parts,
-        Columns((win_table(results, styles), interval_figure(gold, title="Gold score", unit=unit, name="gold"))),
+        Columns((win_table(results, styles), *figures)),
         Columns(tuple(figure for figure in kl_figures if figure is not None)),
         Note(
             "SFT stands at 0 nats by definition. Best-of-n stands at its bound, log n − (n − 1)/n, the most its KL can"
             " be. The pretrained model is left out, since it does not start from SFT.",
             "aside",
         ),
-        Columns((policy_table(results, styles), _kind_table(results, styles))),
+        Columns((policy_table(results, styles), *_kind_tables(results, styles))),
         Note(
             "All prompts, with tests, ratings, diversity and every verdict:",
             "aside",
@@ -82,8 +94,13 @@ def _parts(stage: StageFolder, results: CompareResults, styles: Styles) -> tuple
     )
 
 
+def score_title(results: CompareResults) -> str:
+    """The name of the judge's score: gold only if it is a world's."""
+    return "Gold score" if results.judge.kind == GOLD else "Judge's score"
+
+
 def win_table(results: CompareResults, styles: Styles) -> Table:
-    """Win rate of every policy over every other."""
+    """The win rate of every policy against every other."""
     rows = tuple(
         Row((styles[first],), tuple(_win_cell(results, first, second) for second in styles)) for first in styles
     )
@@ -102,11 +119,11 @@ def _win_cell(results: CompareResults, first: str, second: str) -> Cell:
 
 
 def policy_table(results: CompareResults, styles: Styles) -> Table:
-    """Every policy's figures with their intervals."""
+    """Every policy's metrics with their intervals."""
     bounds = _kl_bounds(results)
     own = {name: results.policies[name] for name in styles}
     cells = {
-        "Gold score": [_mean_cell(found.gold_score) for found in own.values()],
+        score_title(results): [_mean_cell(found.gold_score) for found in own.values()],
         "Share above the pass mark": [_share_cell(found.pass_share) for found in own.values()],
         "Reward model's score": [_mean_cell(found.proxy_score) for found in own.values()],
         "KL from SFT, nats": [
@@ -132,24 +149,27 @@ def _share_cell(found: Interval) -> Cell:
     return Cell(percent(found.mean), share_ends(found.low, found.high))
 
 
-def _kind_table(results: CompareResults, styles: Styles) -> Table:
+def _kind_tables(results: CompareResults, styles: Styles) -> tuple[Table, ...]:
+    """Returns one table, or none if the prompts have no kinds."""
     kinds = sorted({kind for found in results.policies.values() for kind in found.by_kind})
+    if kinds in ([], [""]):
+        return ()
     rows = tuple(
         Row((label(kind),), tuple(Cell(number(results.policies[name].by_kind.get(kind))) for name in styles))
         for kind in kinds
     )
-    caption = "Mean gold score by kind of prompt."
-    return Table(caption, ("Kind", *styles.values()), rows, "by-policy", "Kinds of prompt")
+    caption = "Mean score of the judge by kind of prompt."
+    return (Table(caption, ("Kind", *styles.values()), rows, "by-policy", "Kinds of prompt"),)
 
 
 KL_FIGURES = (
-    ("gold_score", "Gold score against KL", "what the judge sees"),
+    ("gold_score", "Judge's score against KL", "what the judge sees"),
     ("proxy_score", "Reward model's score against KL", "what PPO climbs"),
 )
 
 
 def _kl_figure(results: CompareResults, styles: Styles, field: str, title: str, unit: str) -> Figure | None:
-    """What moving away from the SFT policy buys."""
+    """Scores against the distance from the SFT policy."""
     bounds = _kl_bounds(results)
     series = []
     if results.best_of_n:
@@ -169,7 +189,8 @@ def _kl_figure(results: CompareResults, styles: Styles, field: str, title: str, 
         found = results.policies[name]
         kl = 0.0 if name == "sft" else bounds.get(name, nan if found.kl_nats is None else found.kl_nats.mean)
         score = getattr(found, field)
-        # The pretrained model does not start from SFT; so far away, it would squeeze the rest into a corner.
+        # The pretrained model does not start from SFT; it is so far away that it would squeeze the others into a
+        # corner.
         if name != "pretrained" and isfinite(kl) and score is not None and isfinite(score.mean):
             point = KLPoint(style.title, kl, score, style.title)
             series.append(KLSeries("", style.tone, style.marker, (point,)))
@@ -180,19 +201,20 @@ def _kl_figure(results: CompareResults, styles: Styles, field: str, title: str, 
 
 
 def _kl_bounds(results: CompareResults) -> dict[str, float]:
-    """The most that the KL of each best-of-n policy can be, in nats, by the policy's name."""
+    """Upper bounds of the KL of each best-of-n policy, in nats, by the policy's name."""
     return {f"best_of_{found.n}": found.kl_bound_nats for found in results.best_of_n}
 
 
 def _samples(results: CompareResults, styles: Styles) -> tuple[Part, ...]:
+    kinds = sorted({sample.kind for sample in results.samples})
     prompts = tuple(
-        _shown(sample, styles, is_open=place < NUM_OPEN_SAMPLES) for place, sample in enumerate(results.samples)
+        _shown(sample, styles, kinds, is_open=place < NUM_OPEN_SAMPLES) for place, sample in enumerate(results.samples)
     )
     about = Note("The first sample of each policy on held-out prompts, unselected.")
-    return about, Samples(prompts, len(prompts))
+    return about, Samples(prompts, len(prompts), categories=tuple(kinds))
 
 
-def _shown(sample: SampledPrompt, styles: Styles, *, is_open: bool) -> ShownPrompt:
+def _shown(sample: SampledPrompt, styles: Styles, kinds: Sequence[str], *, is_open: bool) -> ShownPrompt:
     messages = (("user", sample.prompt),)
     return ShownPrompt(
         anchor=anchor_of(sample.prompt_id),
@@ -206,6 +228,7 @@ def _shown(sample: SampledPrompt, styles: Styles, *, is_open: bool) -> ShownProm
             if (found := sample.responses.get(name)) is not None
         ),
         is_open=is_open,
+        category_place=kinds.index(sample.kind),
     )
 
 
@@ -213,86 +236,117 @@ def _scores(gold: float, proxy: float) -> str:
     return f"judge {number(float(gold))}, reward model {number(float(proxy))}"
 
 
+def _trained(results: CompareResults) -> list[str]:
+    """The policies that a stage trained from SFT's, in the job's order."""
+    return [name for name in results.policies if name not in ("pretrained", "sft") and not BEST_OF.fullmatch(name)]
+
+
 def _headlines(stage: StageFolder, results: CompareResults) -> tuple[Headline, ...]:
-    found, policy = [], results.policies["ppo"]
-    rate = _ppo_over(results, "sft")
+    styles = styles_of(list(results.policies))
+    return tuple(line for name in _trained(results) for line in _headlines_of(stage, results, styles[name]))
+
+
+def _headlines_of(stage: StageFolder, results: CompareResults, style: PolicyStyle) -> Iterator[Headline]:
+    name, title = style.name, style.title
+    policy, rate = results.policies[name], _over(results, name, "sft")
     if rate is not None:
         span, detail = (rate.mean, rate.low, rate.high), f"{number(rate.num_prompts)} held-out prompts"
-        found.append(headline_of_share(stage, "pairs.ppo/sft.win_rate", "PPO over SFT", span, detail))
+        yield headline_of_share(stage, f"pairs.{name}/sft.win_rate", f"{title} over SFT", span, detail)
     if isfinite(policy.gold_score.mean):
         sft = results.policies["sft"].gold_score.mean
         detail = ", ".join(part for part in (ends_of(policy.gold_score), f"SFT {number(float(sft))}") if part)
         mean = policy.gold_score.mean
-        text, field = number(float(mean)), "policies.ppo.gold_score.mean"
-        found.append(headline_of(stage, field, "PPO's gold score", mean, text, detail))
+        text, field = number(float(mean)), f"policies.{name}.gold_score.mean"
+        yield headline_of(stage, field, f"{title}'s {score_title(results).lower()}", mean, text, detail)
     if isfinite(policy.pass_share.mean):
         span = (policy.pass_share.mean, policy.pass_share.low, policy.pass_share.high)
-        found.append(headline_of_share(stage, "policies.ppo.pass_share", "PPO's pass share", span))
+        yield headline_of_share(stage, f"policies.{name}.pass_share", f"{title}'s pass share", span)
     kl = policy.kl_nats
     if kl is not None and isfinite(kl.mean):
-        # At PPO's own place, where the KL of its last iteration stands until the comparison has run.
-        file, field = f"{stage.name}/results.json", "policies.ppo.kl_nats.mean"
+        # In the position of PPO's own headline, which shows the KL of its last iteration until the comparison has run.
+        file, field = f"{stage.name}/results.json", f"policies.{name}.kl_nats.mean"
         detail = ", ".join(part for part in (ends_of(kl, 1), "held-out prompts") if part)
-        found.append(Headline("ppo.kl_nats", file, field, kl.mean, "KL from SFT", f"{number(kl.mean, 1)} nats", detail))
-    return tuple(found)
+        about = "KL from SFT" if len(_trained(results)) == 1 else f"{title}'s KL from SFT"
+        yield Headline(f"{name}.kl_nats", file, field, kl.mean, about, f"{number(kl.mean, 1)} nats", detail)
 
 
-def _ppo_over(results: CompareResults, other: str) -> WinRateResults | None:
-    """None where they were not compared, or nothing is known."""
-    pair = results.pairs.get(f"ppo/{other}")
+def _over(results: CompareResults, name: str, other: str) -> WinRateResults | None:
+    """Returns None if the policies were not compared, or nothing is known."""
+    pair = results.pairs.get(f"{name}/{other}")
     return None if pair is None or not isfinite(pair.win_rate.mean) else pair.win_rate
 
 
 def answer_of(results: CompareResults, styles: Styles) -> Answer:
-    """Whether PPO's policy is preferred to SFT's, and what that alone would hide."""
-    rate = _ppo_over(results, "sft")
+    """Says whether each trained policy is preferred to SFT's, and what that alone would hide. The tone is that of the
+    last policy, which the run ends with.
+    """
+    trained = _trained(results)
+    answers = [_answer_of(results, styles, name) for name in trained]
+    between = [
+        _between(styles[one], styles[other], rate)
+        for one, other in itertools.combinations(reversed(trained), 2)
+        if (rate := _over(results, one, other)) is not None
+    ]
+    return Answer(answers[-1].tone, " ".join([*(answer.text for answer in reversed(answers)), *between]))
+
+
+def _between(one: PolicyStyle, other: PolicyStyle, rate: WinRateResults) -> str:
+    """Which of two trained policies is preferred."""
+    ends = f" (95% {share_ends(rate.low, rate.high)})" if isfinite(rate.low) and isfinite(rate.high) else ""
+    wins = f"{one.title} beats {other.title} {percent(rate.mean)} of the time{ends}"
+    return f"{wins}." if rate.low > 0.5 or rate.high < 0.5 else f"{wins}, which shows no difference."
+
+
+def _answer_of(results: CompareResults, styles: Styles, name: str) -> Answer:
+    rate, title = _over(results, name, "sft"), styles[name].title
     if rate is None:
-        return Answer("unclear", "PPO and SFT have not been compared.")
-    ppo, sft = results.policies["ppo"], results.policies["sft"]
-    answer = _win_answer(rate)
-    kl = "" if ppo.kl_nats is None else f", at {number(float(ppo.kl_nats.mean), 1)} nats of KL from SFT"
+        return Answer("unclear", f"{title} and SFT have not been compared.")
+    policy, sft = results.policies[name], results.policies["sft"]
+    answer = _win_answer(rate, title)
+    kl = "" if policy.kl_nats is None else f", at {number(float(policy.kl_nats.mean), 1)} nats of KL from SFT"
     scores = (
         f"The judge's mean score goes from {number(float(sft.gold_score.mean))} (SFT) to"
-        f" {number(float(ppo.gold_score.mean))} (PPO)"
+        f" {number(float(policy.gold_score.mean))} ({title})"
     )
+    if not isfinite(policy.gold_score.mean):  # people gave no ratings
+        return Answer(answer.tone, " ".join([f"{answer.text}{kl}.", *_warnings(results, styles, name)]))
     best = [
         f"{style.title.replace('Best of ', 'best-of-')} from SFT reaches"
-        f" {number(float(results.policies[name].gold_score.mean))}"
-        for name, style in styles.items()
+        f" {number(float(results.policies[own].gold_score.mean))}"
+        for own, style in styles.items()
         if style.tone == "best-of-n"
     ]
-    sentences = [f"{answer.text}{kl}.", f"{'; '.join([scores, *best])}.", *_warnings(results, styles, ppo, sft)]
+    sentences = [f"{answer.text}{kl}.", f"{'; '.join([scores, *best])}.", *_warnings(results, styles, name)]
     return Answer(answer.tone, " ".join(sentences))
 
 
-def _win_answer(rate: WinRateResults) -> Answer:
+def _win_answer(rate: WinRateResults, title: str) -> Answer:
     where = f"of the time on {number(rate.num_prompts)} held-out prompts (ties count half"
     if not (isfinite(rate.low) and isfinite(rate.high)):
-        return Answer("unclear", f"PPO beats SFT {percent(rate.mean)} {where}), too few prompts for an interval")
+        return Answer("unclear", f"{title} beats SFT {percent(rate.mean)} {where}), too few prompts for an interval")
     ends = f"95% interval {share_ends(rate.low, rate.high)}"
     if rate.low > 0.5:
-        return Answer("better", f"PPO beats SFT {percent(rate.mean)} {where}; {ends})")
+        return Answer("better", f"{title} beats SFT {percent(rate.mean)} {where}; {ends})")
     if rate.high < 0.5:
-        return Answer("worse", f"PPO is worse than SFT: it wins only {percent(rate.mean)} {where}; {ends})")
-    wins = f"PPO wins {percent(rate.mean)} {where})"
-    return Answer("unclear", f"No difference between PPO and SFT is shown: {wins}, and the {ends} includes 50%")
+        return Answer("worse", f"{title} is worse than SFT: it wins only {percent(rate.mean)} {where}; {ends})")
+    wins = f"{title} wins {percent(rate.mean)} {where})"
+    return Answer("unclear", f"No difference between {title} and SFT is shown: {wins}, and the {ends} includes 50%")
 
 
-def _warnings(results: CompareResults, styles: Styles, ppo: PolicyResults, sft: PolicyResults) -> list[str]:
+def _warnings(results: CompareResults, styles: Styles, policy: str) -> list[str]:
     """What a win rate alone would hide: best-of-n still ahead, repetition, responses that never end."""
-    found = []
+    found, title = [], styles[policy].title
+    ours, sft = results.policies[policy], results.policies["sft"]
     for name, style in styles.items():
-        rate = _ppo_over(results, name)
+        rate = _over(results, policy, name)
         if style.tone == "best-of-n" and rate is not None and rate.high < 0.5:
-            found.append(f"{style.title} is still ahead of PPO, which wins {percent(rate.mean)} against it.")
-    if ppo.distinct_2 < LEAST_DIVERSITY_KEPT * sft.distinct_2:
-        fell = f"{number(sft.distinct_2)} to {number(ppo.distinct_2)}"
-        found.append(f"PPO's responses are less varied: distinct-2 fell from {fell}.")
-    if ppo.end_rate < LEAST_END_RATE:
-        found.append(f"Only {percent(ppo.end_rate)} of PPO's responses end with the end token.")
+            found.append(f"{style.title} is still ahead of {title}, which wins {percent(rate.mean)} against it.")
+    if ours.distinct_2 < LEAST_DIVERSITY_KEPT * sft.distinct_2:
+        fell = f"{number(sft.distinct_2)} to {number(ours.distinct_2)}"
+        found.append(f"{title}'s responses are less varied: distinct-2 fell from {fell}.")
+    if ours.end_rate < LEAST_END_RATE:
+        found.append(f"Only {percent(ours.end_rate)} of {title}'s responses end with the end token.")
     return found
 
 
-REPORTER = StageReporter(
-    "Comparison", "All policies on held-out prompts, judged by a scorer that training never saw.", report
-)
+REPORTER = StageReporter("Comparison", "All policies on held-out prompts; the judge took no part in training.", report)

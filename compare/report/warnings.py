@@ -1,4 +1,4 @@
-"""What a reader should know before relying on a comparison, in words."""
+"""Warnings that a reader should know before relying on a comparison."""
 
 import math
 from collections import Counter
@@ -13,11 +13,11 @@ from reports.text import count_of, listed, number, percent, share_ends
 FEW_PROMPTS = 100
 MANY_FLIPS = 0.2
 LEAST_AGREEMENT = 0.667  # below it Krippendorff would draw no conclusions (Content Analysis, 2004, ch. 11)
-UNEVEN_ORDER = 0.1  # from ½ of a pair's verdicts
+UNEVEN_ORDER = 0.1  # distance from ½ of a pair's verdicts
 
 
 def warnings_of(folder: ComparisonFolder, summary: Summary, styles: Styles) -> tuple[str, ...]:
-    """Warnings, a sentence or two each, in order of the report's sections."""
+    """Returns warnings, a sentence or two each, in the order of the report's sections."""
     found = [*_few_prompts(summary)]
     for judge in summary.judges:
         found += [*_labelers(folder, judge), *_lost(judge), *_order(folder, judge, styles), *_lengths(judge, styles)]
@@ -27,21 +27,21 @@ def warnings_of(folder: ComparisonFolder, summary: Summary, styles: Styles) -> t
 def _few_prompts(summary: Summary) -> list[str]:
     if summary.num_prompts >= FEW_PROMPTS:
         return []
-    return [f"Only {count_of(summary.num_prompts, 'prompt')}: differences that matter may well go unseen."]
+    return [f"Only {count_of(summary.num_prompts, 'prompt')}: relevant differences may go undetected."]
 
 
 def _labelers(folder: ComparisonFolder, judge: JudgeSummary) -> list[str]:
     names = {verdict.labeler for verdict in folder.verdicts if verdict.judge == judge.judge and not verdict.failure}
     if len(names) == 1 and names != {judge.judge}:
-        return [f"All verdicts of the judge {judge.judge} are one labeler's; another may judge otherwise."]
+        return [f"All verdicts of the judge {judge.judge} are by one labeler; another may judge differently."]
     if len(names) == 1 and len(folder.judges) == 1:
-        return [f"{judge.judge} is the only judge: no interval here shows what it gets wrong."]
+        return [f"{judge.judge} is the only judge: no interval here accounts for its errors."]
     apart = [pair for pair in judge.pairs if pair.different and pair.win_rate.over_labelers.low <= 0.5]
     if apart:
         rate, over = apart[0].win_rate, apart[0].win_rate.over_labelers
         return [
-            f"With other labelers than these {number(rate.num_labelers)} of the judge {judge.judge} a difference might"
-            f" not show: the interval over labelers too is {share_ends(over.low, over.high)}."
+            f"Other labelers than these {number(rate.num_labelers)} of the judge {judge.judge} might show no"
+            f" difference: the interval that also covers other labelers is {share_ends(over.low, over.high)}."
         ]
     return []
 
@@ -58,7 +58,7 @@ def _lost(judge: JudgeSummary) -> list[str]:
     missing = max((pair.num_prompts_missing for pair in judge.pairs), default=0)
     if missing:
         found.append(
-            f"On up to {count_of(missing, 'prompt')} of a pair the judge {judge.judge} has no verdict that stands."
+            f"The judge {judge.judge} has no successful verdict on up to {count_of(missing, 'prompt')} of a pair."
         )
     return found
 
@@ -77,13 +77,13 @@ def _order(folder: ComparisonFolder, judge: JudgeSummary, styles: Styles) -> lis
     if changed.mean > MANY_FLIPS:
         found.append(
             f"The judge {judge.judge} changes {percent(changed.mean)} of its verdicts"
-            f" ({share_ends(changed.low, changed.high)}) when the order is turned."
+            f" ({share_ends(changed.low, changed.high)}) when the order is swapped."
         )
     return found
 
 
 def _uneven(verdicts: Sequence[Verdict], judge: JudgeSummary, pair: PairSummary, styles: Styles) -> list[str]:
-    """A pair whose first policy was shown first much more, or much less, often than its second."""
+    """Warns of pairs whose first policy was shown first much more, or much less, often than its second."""
     firsts = Counter(
         row.policy_a if row.first == "a" else row.policy_b
         for row in verdicts
@@ -94,11 +94,11 @@ def _uneven(verdicts: Sequence[Verdict], judge: JudgeSummary, pair: PairSummary,
         return []
     share = percent(firsts[pair.policy_a] / firsts.total())
     a, b = styles[pair.policy_a].title, styles[pair.policy_b].title
-    return [f"Next to {b}, {a} was shown first in {share} of these verdicts, which the bias turns into wins."]
+    return [f"{a} was shown before {b} in {share} of these verdicts, and the bias turns that into wins."]
 
 
 def _lengths(judge: JudgeSummary, styles: Styles) -> list[str]:
-    """Pairs whose difference is one of length."""
+    """Warns of pairs whose difference is explained by length."""
     found = []
     for pair in judge.pairs:
         fitted = pair.length_controlled
@@ -118,12 +118,12 @@ def _agreement(summary: Summary) -> list[str]:
         if judge.num_labelers > 1 and alpha < LEAST_AGREEMENT:
             found.append(
                 f"The labelers of the judge {judge.judge} agree little: Krippendorff's α is {number(float(alpha))};"
-                f" {number(LEAST_AGREEMENT)} is the least to draw tentative conclusions on single prompts."
+                f" {number(LEAST_AGREEMENT)} is the minimum for tentative conclusions about single prompts."
             )
     for entry in summary.agreement:
         if entry.share.low <= 0.5:
             found.append(
-                f"The judges {entry.judge_a} and {entry.judge_b} are not shown to agree more often than chance has it."
+                f"The judges {entry.judge_a} and {entry.judge_b} are not shown to agree more often than by chance."
             )
     return found
 

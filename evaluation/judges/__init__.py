@@ -1,1 +1,1 @@
-"""Who judges two responses: scorers, a language model, people, external judgments."""
+"""The judges of a comparison: scorers, language models, people, external judgments."""

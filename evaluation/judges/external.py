@@ -22,7 +22,7 @@ CATEGORY_DETAILS = ("category", "kind", "dataset")
 
 @dataclass(frozen=True)
 class ExternalJudgments:
-    """The contents of a file of judgments. `report` lists the rows that were left out or interpreted.
+    """The contents of a file of judgments. `report` lists rows that were left out or had to be interpreted.
 
     `num_same_policy` pairs compare a policy with itself and `num_unknown` name no policy; neither gives a verdict.
     `num_again` verdicts repeat an earlier one by the same labeler on the same two responses; they are averaged with it.

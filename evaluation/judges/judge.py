@@ -77,7 +77,7 @@ def pairs_of(
     The i-th sample of one policy is compared with the i-th of the other. If one has fewer samples, they are reused in
     turn, so that every response is judged and the number of verdicts grows with the samples, not with their square.
     With `max_pairs`, the i-th is compared with the (i+1)-th, (i+2)-th, ... too, in as many whole rounds as give at most
-    `max_pairs` pairs per prompt and two policies; where that is enough, every two samples meet once.
+    `max_pairs` pairs per prompt and two policies; if `max_pairs` is large enough, every two samples meet once.
     Two policies are compared on the prompts that both have answered.
     """
     found: dict[tuple[str, str], list[Response]] = {}
@@ -94,7 +94,7 @@ def pairs_of(
 
 
 def _meetings(num_ours: int, num_theirs: int, max_pairs: int) -> list[tuple[int, int]]:
-    """Places of the samples that are compared: rounds in which each sample of the longer side meets another one."""
+    """Returns the indices of samples to compare, in rounds in which each sample of the longer side meets another."""
     longer, shorter = max(num_ours, num_theirs), min(num_ours, num_theirs)
     num_rounds = min(shorter, max(1, max_pairs // longer))
     rounds = [(i, (i + shift) % shorter) for shift in range(num_rounds) for i in range(longer)]

@@ -28,7 +28,7 @@ class PeopleJudge:
     """`store_url` opens the label store and is never written to a file; `spec` is the form that may be.
 
     All policies' i-th samples for a prompt form one task, which `num_labelers` people rank. A text that several
-    policies wrote is shown once, and those policies tie.
+    policies wrote is shown once, and those policies tie. Verdicts name labelers by the store's pseudonyms.
     """
 
     name: str
@@ -70,7 +70,7 @@ class PeopleJudge:
         coverage = self.put_tasks(pairs)
         on_progress(coverage.num_tasks - coverage.num_open, coverage.num_tasks)
         with LabelStore(self.store_url) as store:
-            stands = current_judgments(store.judgments(self.batch))
+            stands = current_judgments(store.judgments(self.batch, with_names=False))
         acts: dict[str, list[Judgment]] = {}
         for act in sorted((*stands.final, *stands.skips), key=lambda act: act.labeler):
             acts.setdefault(act.task_id, []).append(act)

@@ -58,7 +58,7 @@ class ScoreJudge:
 
 
 def reward_model_score(folder: Path, weights: Mapping[str, float]) -> Score:
-    """Returns a scoring function from a reward model's directory; texts use its own vocabulary and chat template.
+    """Returns a scoring function that uses the reward model in a directory, with its vocabulary and chat template.
     `weights` apply to its objectives, if it has several.
 
     Raises: ValueError for a directory without a reward model, and for weights that do not fit it.

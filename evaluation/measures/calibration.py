@@ -195,5 +195,5 @@ def best_scale(pairs: ScoredPairs) -> Interval:
     if num_prompts < 2:
         return Interval(s, float("nan"), float("nan"))
     error = float(np.sqrt(num_prompts / (num_prompts - 1) * (score_P**2).sum())) / information
-    half = float(scipy.stats.t.ppf((1 + LEVEL) / 2, num_prompts - 1)) * error
+    half = float(scipy.special.stdtrit(num_prompts - 1, (1 + LEVEL) / 2)) * error
     return Interval(s, s - half, s + half)

@@ -108,7 +108,7 @@ def best_of_n_curve(gold_PN: Floats, proxy_PN: Floats, sizes: Sequence[int] = ()
 
 @dataclass(frozen=True)
 class BestOfN:
-    """Mean scores of the best of n by the proxy, with 95% intervals over prompts; its KL is at most `kl_bound_nats`."""
+    """Mean scores of best-of-n by the proxy, with 95% intervals over prompts; its KL is at most `kl_bound_nats`."""
 
     n: int
     kl_bound_nats: float
@@ -139,7 +139,7 @@ def expanded_level(num_prompts: int) -> float:
     Resampling P prompts underestimates the spread by √((P - 1)/P) and uses normal instead of Student quantiles; wider
     percentiles correct both (Hesterberg 2015, The American Statistician 69(4), "expanded percentile").
     """
-    tail = scipy.stats.norm.cdf(
-        math.sqrt(num_prompts / (num_prompts - 1)) * scipy.stats.t.ppf((1 - LEVEL) / 2, num_prompts - 1)
+    tail = scipy.special.ndtr(
+        math.sqrt(num_prompts / (num_prompts - 1)) * scipy.special.stdtrit(num_prompts - 1, (1 - LEVEL) / 2)
     )
     return 1 - 2 * float(tail)

@@ -1,7 +1,7 @@
 """Signs of collapse: similar responses to one prompt, similar responses to all prompts, repetition, length, EOS rate.
 
-Words are lower-cased text split at white space. Measures that depend on the amount of
-text use the same prompts, and equally many responses or words, for every policy.
+Words are lower-cased text split at white space. Measures that depend on the amount of text use the same prompts, and
+equally many responses or words, for every policy.
 """
 
 import math
@@ -23,11 +23,10 @@ QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 @dataclass(frozen=True)
 class Within:
-    """Similarity of `num_samples` responses to one prompt, averaged over prompts, with 95% intervals; unknown for one
-    sample.
+    """Similarity of `num_samples` responses to one prompt, averaged over prompts, with 95% intervals.
 
-    `identical` is the share of pairs with the same text, `distinct_2` the share of bigrams that are distinct,
-    `self_bleu` how much of a response appears in the others. All lie between 0 and 1.
+    `identical` is the share of pairs with the same text, `distinct_2` the share of bigrams that are distinct, and
+    `self_bleu` how much of a response appears in the others. All lie between 0 and 1, and are unknown for one sample.
     """
 
     num_samples: int
@@ -59,7 +58,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Diversity:
-    """Lengths, EOS rate, repetition and empty responses cover all of a policy's responses; the rest is as above.
+    """Lengths, EOS rate, repetition and empty responses are over all responses; `within` and `across` are as above.
 
     `tokens` and `finished` (the share that ended with EOS) are unknown if the responses do not record them.
 
@@ -247,18 +246,18 @@ def _closest_other(lengths: Sequence[int], own: int) -> int:
 
 
 def distinct_n(texts: Sequence[str], n: int) -> float:
-    """Distinct n-grams over all n-grams, across all texts: from 0 (everything repeats) to 1.
+    """Returns the share of n-grams across all texts that are distinct, from 0 (everything repeats) to 1.
 
-    Falls as the amount of text grows, so compare policies on the same number of samples of like length. NaN when no
-    text has n words. distinct-1 and distinct-2 of Li et al. 2016, arXiv 1510.03055. Raises ValueError for n < 1.
+    It falls as the amount of text grows, so compare policies on equally many samples of similar length. NaN if no text
+    has n words. distinct-1 and distinct-2 of Li et al. 2016, arXiv 1510.03055. Raises: ValueError for n < 1.
     """
     return _share_distinct([gram for text in texts for gram in _ngrams(text, n)])
 
 
 def repetition(text: str, n: int) -> float:
-    """The share of a text's n-grams that repeat an earlier one: 0 is none; near 1, the text loops.
+    """Returns the share of a text's n-grams that repeat an earlier one: 0 means none; near 1, the text loops.
 
-    NaN when the text has fewer than n words. seq-rep-n of Welleck et al. 2019, arXiv 1908.04319, here over words.
+    NaN if the text has fewer than n words. This is seq-rep-n of Welleck et al. 2019, arXiv 1908.04319, over words.
     """
     return 1 - _share_distinct(list(_ngrams(text, n)))
 

@@ -28,7 +28,7 @@ from lm.model import LanguageModel
 from lm.padding import batches_by_length
 from lm.progress import note_progress
 
-MAX_PREFIXES = 200_000  # for an exact KL
+MAX_PREFIXES = 200_000  # the most that `exact_kl` enumerates
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ def _delta(kind: Kind, fit: Fit, d: float, num_prompts: int) -> Interval:
     scale = 0.5 if kind == "best_of_n" else d
     gradient = scale * np.array([1 / beta, -alpha / beta**2])
     error = math.sqrt(float(gradient @ np.array(fit.covariance) @ gradient))
-    half = float(scipy.stats.t.ppf((1 + LEVEL) / 2, num_prompts - 1)) * error
+    half = float(scipy.special.stdtrit(num_prompts - 1, (1 + LEVEL) / 2)) * error
     return Interval(d, d - half, d + half)
 
 

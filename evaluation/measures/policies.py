@@ -47,7 +47,7 @@ class PolicyMeasures:
 
 @dataclass(frozen=True)
 class Known:
-    """What a comparison's settings say: the n of each best-of-n policy, and the pass marks of judges."""
+    """What the measures need from a comparison's settings: the n of each best-of-n policy, and judges' pass marks."""
 
     best_of: Mapping[str, int] = field(default_factory=dict)
     pass_marks: Mapping[str, float] = field(default_factory=dict)
@@ -83,7 +83,7 @@ def measure_policies(
 
 
 def response_scores(verdicts: Sequence[Verdict]) -> dict[str, Scores]:
-    """Returns by judge the scores of responses that its verdicts hold; a response whose score failed is left out."""
+    """Returns, by judge, the scores of responses in its verdicts. Responses whose score failed are left out."""
     found: dict[str, dict[tuple[str, str, int], float]] = {}
     for row in verdicts:
         for policy, index, score in (
@@ -96,7 +96,7 @@ def response_scores(verdicts: Sequence[Verdict]) -> dict[str, Scores]:
 
 
 def _mean(rows: Sequence[Response], values: Sequence[float]) -> Interval:
-    """Over responses, with its interval over prompts; unknown if a value is missing."""
+    """Returns the mean over responses with its interval over prompts; unknown if a value is missing."""
     if np.isnan(values).any():
         return UNKNOWN
     return clustered_mean(np.array(values, dtype=np.float64), _prompt_places(rows))

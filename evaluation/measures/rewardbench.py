@@ -81,5 +81,5 @@ def _mean_and_variance(pairs: ScoredPairs, subset: str) -> tuple[float, float]:
 
 
 def _interval(mean: float, variance: float) -> Interval:
-    half = float(scipy.stats.norm.ppf((1 + LEVEL) / 2)) * float(np.sqrt(variance))
+    half = float(scipy.special.ndtri((1 + LEVEL) / 2)) * float(np.sqrt(variance))
     return Interval(mean, max(0.0, mean - half), min(1.0, mean + half))

@@ -39,7 +39,8 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskTax:
-    """By policy: share of exact answers (higher is better), and bits per byte of the right completions (lower is)."""
+    """By policy: the share of exact answers (higher is better) and bits per byte of the right completions (lower is
+    better)."""
 
     task: str
     num_shots: int

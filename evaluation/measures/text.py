@@ -45,7 +45,7 @@ def text_logprobs(model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[st
 
 
 def bits_and_bytes(model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[Floats, Floats]:
-    """Returns per text its number of bits under the model, and of bytes. Raises: ValueError for an empty text."""
+    """Returns each text's bits under the model, and its bytes. Raises: ValueError for an empty text."""
     for number, text in enumerate(texts):
         if not text:
             raise ValueError(f"text {number} is empty; bits per byte need at least one byte")

@@ -20,7 +20,10 @@ from training.seeds import derive_seed
 
 @dataclass(frozen=True)
 class LocalPolicy:
-    """`reference` is the model to measure its KL against; "" if none is set or its tokens differ from the policy's."""
+    """`reference` is the model to measure its KL against; "" if none is set or its tokens differ from the policy's.
+
+    `room_tokens` is what the longest prompt leaves of the context.
+    """
 
     name: str
     spec: str
@@ -29,6 +32,7 @@ class LocalPolicy:
     prompts: Sequence[Prompt]
     sampling: Sampling
     reference: str
+    room_tokens: int
 
     @classmethod
     def open(cls, name: str, spec: str, prompts: Sequence[Prompt], sampling: Sampling) -> "LocalPolicy":
@@ -38,18 +42,19 @@ class LocalPolicy:
         folder = model_directory(spec)
         ModelFolder(folder, LanguageModel).check()
         config, _, _ = read_config(folder, "language")
-        tokenizer = Tokenizer.load(folder)
+        tokenizer, context, longest = Tokenizer.load(folder), config.max_position_embeddings, 0
         for prompt in prompts:
             num_tokens = len(tokenizer.encode_prompt(prompt.messages))
-            if num_tokens + sampling.max_new_tokens > config.max_position_embeddings:
+            longest = max(longest, num_tokens)
+            if num_tokens >= context:
                 raise ValueError(
-                    f"policy {name!r}: prompt {prompt.prompt_id!r} has {num_tokens} tokens; with"
-                    f" {sampling.max_new_tokens} for the response (--max-new-tokens) they exceed its context of"
-                    f" {config.max_position_embeddings}"
+                    f"policy {name!r}: prompt {prompt.prompt_id!r} has {num_tokens} tokens, which leave no room for a"
+                    f" response in its context of {context}"
                 )
         reference = model_directory(sampling.reference) if sampling.reference else None
         is_measured = reference is not None and Tokenizer.load(reference) == tokenizer
-        return cls(name, spec, folder, folder_hash(folder), prompts, sampling, str(reference) if is_measured else "")
+        measured = str(reference) if is_measured else ""
+        return cls(name, spec, folder, folder_hash(folder), prompts, sampling, measured, context - longest)
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""What verdicts are refused before anything is counted, and the order that they are counted in."""
+"""Validates verdicts before anything is counted, and sorts them."""
 
 import math
 from collections.abc import Sequence
@@ -7,11 +7,10 @@ from evaluation.verdicts import Verdict
 
 
 def in_order(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """The same verdicts in an order that depends neither on that given nor on which policy is called a.
+    """Sorts verdicts, regardless of their original order and of which policy is called a.
 
-    Raises: ValueError, naming the row, for a verdict given twice (same prompt, policies and their samples, judge,
-    labeler and order shown), a score that is infinite or missing on one side, a negative sample, and a prompt with two
-    categories.
+    Raises: ValueError, naming the row, for a duplicate (same prompt, policies and samples, judge, labeler and display
+    order), a score that is infinite or missing on one side, a negative sample, and a prompt with two categories.
     """
     seen: dict[tuple[object, ...], int] = {}
     category: dict[str, tuple[str, int]] = {}
@@ -26,7 +25,7 @@ def in_order(verdicts: Sequence[Verdict]) -> list[Verdict]:
         if named != verdict.category:
             raise ValueError(
                 f"{_row(verdict, number)}: category is {verdict.category!r}, but {named!r} at"
-                f" {_row(verdicts[place], place)}; one category a prompt was expected"
+                f" {_row(verdicts[place], place)}; one category per prompt was expected"
             )
     return sorted(verdicts, key=_key)
 
@@ -36,8 +35,8 @@ def _refuse_odd(verdict: Verdict, row: str) -> None:
         raise ValueError(f"{row}: scores are {verdict.score_a} and {verdict.score_b}; finite numbers were expected")
     if not verdict.failure and math.isnan(verdict.score_a) != math.isnan(verdict.score_b):
         raise ValueError(
-            f"{row}: scores are {verdict.score_a} and {verdict.score_b}; both, or neither, were expected of a verdict"
-            " that did not fail"
+            f"{row}: scores are {verdict.score_a} and {verdict.score_b}; a verdict that did not fail must have both"
+            " scores or neither"
         )
     if min(verdict.index_a, verdict.index_b) < 0:
         raise ValueError(f"{row}: samples are {verdict.index_a} and {verdict.index_b}; 0 or more was expected")

@@ -1,9 +1,9 @@
-"""Log-linear choice among outcomes, by maximum likelihood, with a sandwich over clusters.
+"""Log-linear models of a choice among outcomes: maximum likelihood, with a sandwich covariance over clusters.
 
     P(outcome o of question v) = exp(F_vo·β) / Σ_o' exp(F_vo'·β)
 
-Bradley-Terry, Davidson and logistic regression are choices of the features F. Weights y may be fractions (a preference
-of 0.7 is 0.7 of a win); the fit then is quasi-likelihood, whose mean is right, and the sandwich gives its variance.
+Bradley-Terry, Davidson and logistic regression differ only in the features F. Weights y may be fractions (a preference
+of 0.7 is 0.7 of a win). The fit is then a quasi-likelihood: its mean is right, and the sandwich gives its variance.
 
 Shape letters: B fits at once, C clusters (prompts), V questions, O outcomes, K coefficients.
 """
@@ -12,14 +12,14 @@ import numpy as np
 
 from intervals.estimates import Floats
 
-NO_SPREAD = 1e-12  # a variance of nothing but rounding
+NO_SPREAD = 1e-12  # a smaller variance is only rounding error
 _MAX_STEPS = 200
-_MAX_CHANGE = 2.0  # a step's largest, in log-odds: Newton's overshoots far from the maximum
+_MAX_CHANGE = 2.0  # per step, in log-odds; Newton's method overshoots far from the maximum
 _TOLERANCE = 1e-10
 
 
 def fit(y_BVO: Floats, F_VOK: Floats) -> Floats:
-    """[B, K] the coefficients that maximise Σ_v Σ_o y_vo·log P_vo, by Newton's method.
+    """Returns the coefficients [B, K] that maximise Σ_v Σ_o y_vo·log P_vo, by Newton's method.
 
     Raises: ValueError if it does not converge: the maximum is infinite, or coefficients cannot be told apart.
     """
@@ -40,34 +40,35 @@ def fit(y_BVO: Floats, F_VOK: Floats) -> Floats:
 
 
 def probabilities(beta_BK: Floats, F_VOK: Floats) -> Floats:
-    """[B, V, O] of each outcome."""
+    """Returns the probability of each outcome [B, V, O]."""
     eta_BVO = np.einsum("bk,vok->bvo", beta_BK, F_VOK, optimize=True)
     odds_BVO = np.exp(eta_BVO - eta_BVO.max(axis=2, keepdims=True))
     return np.asarray(odds_BVO / odds_BVO.sum(axis=2, keepdims=True))
 
 
 def information(n_BV: Floats, p_BVO: Floats, F_VOK: Floats) -> Floats:
-    """[B, K, K] Σ_v n_v·Cov_v(F), which is both observed and expected."""
+    """Returns Σ_v n_v·Cov_v(F) [B, K, K], which is both the observed and the expected information."""
     mean_BVK = np.einsum("bvo,vok->bvk", p_BVO, F_VOK, optimize=True)
     squares_BKK = np.einsum("bv,bvo,vok,vol->bkl", n_BV, p_BVO, F_VOK, F_VOK, optimize=True)
     return np.asarray(squares_BKK - np.einsum("bv,bvk,bvl->bkl", n_BV, mean_BVK, mean_BVK, optimize=True))
 
 
 def covariances(p_VO: Floats, F_VOK: Floats) -> Floats:
-    """[V, K, K] of the features under each question's probabilities: what one verdict on it adds to the information."""
+    """Returns the features' covariance under each question's probabilities [V, K, K]: the information per verdict."""
     mean_VK = np.einsum("vo,vok->vk", p_VO, F_VOK)
     squares_VKK = np.einsum("vo,vok,vol->vkl", p_VO, F_VOK, F_VOK)
     return np.asarray(squares_VKK - mean_VK[:, :, None] * mean_VK[:, None, :])
 
 
 def sandwich(slope_CK: Floats, information_CKK: Floats, bread_KK: Floats) -> Floats:
-    """[K, K] the covariance of the coefficients, clustered: CR3, which is close to leaving out one cluster at a time.
+    """Returns the clustered covariance of the coefficients [K, K]: CR3, close to leaving out one cluster at a time.
 
         (C-1)/C · A⁻¹ (Σ_c u_c u_cᵀ) A⁻¹,   u_c = (1 - A_c·A⁻¹)⁻¹ g_c
 
-    g_c is a cluster's slope of the log-likelihood at the fit, A_c its information, A (`bread_KK`) that of all. Plain
-    g_c, drawn to 0 by the fit, makes intervals of few prompts too narrow (Bell & McCaffrey 2002; Pustejovsky & Tipton
-    2018). The inverse is a pseudo-inverse, since a cluster alone may determine a coefficient.
+    g_c is the gradient of a cluster's log-likelihood at the fit, A_c its information, and A (`bread_KK`) the
+    information of all clusters. The fit pulls g_c towards 0, so using g_c itself makes intervals too narrow with few
+    prompts (Bell & McCaffrey 2002; Pustejovsky & Tipton 2018). (1 - A_c·A⁻¹)⁻¹ is a pseudo-inverse, because a single
+    cluster may determine a coefficient.
     """
     inverse_KK = np.linalg.inv(bread_KK)
     left_CKK = np.linalg.pinv(np.eye(len(bread_KK)) - information_CKK @ inverse_KK)

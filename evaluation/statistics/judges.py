@@ -1,4 +1,4 @@
-"""How far judges agree with each other, and a judge's labelers among themselves.
+"""Agreement between judges, and between the labelers of one judge.
 
 Shape letters: T items (two responses to a prompt), as in `preferences.statistics.alpha`.
 """
@@ -18,18 +18,18 @@ Item = tuple[str, tuple[str, int], tuple[str, int]]
 
 
 def judges_agree(verdicts: Sequence[Verdict], judge: str, other: str, *, seed: int) -> Agreement:
-    """How far two judges agree: each says of two responses what its verdicts on them (labelers, orders) mean
-    together."""
+    """Returns the agreement of two judges. A judge's preference between two responses is the mean of its verdicts on
+    them, over labelers and orders."""
     return _agreement(_preferences((v.judge, v) for v in verdicts if v.judge in (judge, other)), judge, other, seed)
 
 
 def labelers_agree(verdicts: Sequence[Verdict], judge: str, *, seed: int) -> Agreement:
-    """How far the labelers of a judge agree; a labeler who saw both orders says what both mean together."""
+    """Returns the agreement of a judge's labelers. If a labeler saw both orders, the mean of both verdicts counts."""
     return _agreement(_preferences((v.labeler, v) for v in verdicts if v.judge == judge), judge, judge, seed)
 
 
 def _preferences(named: Iterable[tuple[str, Verdict]]) -> dict[Item, dict[str, list[float]]]:
-    """By item and rater the preferences for the policy that comes first by name; failed verdicts are left out."""
+    """Returns, by item and rater, preferences for the policy whose name sorts first. Failed verdicts are left out."""
     said: dict[Item, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for rater, verdict in named:
         if verdict.failure:
@@ -48,7 +48,7 @@ def _agreement(said: dict[Item, dict[str, list[float]]], judge: str, other: str,
     _, prompt_T = np.unique([prompt_id for prompt_id, _, _ in said], return_inverse=True)
     prompt_T = prompt_T.astype(np.int64)
     counts = PairCounts(first_T[:, None], second_T[:, None], (num_T - first_T - second_T)[:, None])
-    # Pairs of raters, neither of whom ties.
+    # Pairs of raters of whom neither says tie.
     compared_T = (first_T + second_T) * (first_T + second_T - 1) / 2
     tally = Tally(
         group_R=np.zeros(len(said), dtype=np.int64),

@@ -1,10 +1,11 @@
-"""The win rate at equal length: what would be left of a difference if both policies wrote as much.
+"""The win rate at equal length: how much of a difference would remain if both policies wrote equally long responses.
 
     logit P(a is preferred) = θ + φ·tanh(Δ/σ),   Δ = length of a's response - length of b's, σ = √(mean of Δ²)
 
-after AlpacaEval 2 (Dubois et al. 2024, arXiv 2404.04475), of one pair of policies and with nothing from elsewhere: the
-difficulty that it learns from other models' verdicts on a prompt cannot be told from one pair's, so what a prompt's
-verdicts have in common goes into the variance, by prompt. The win rate at Δ = 0 is 1/(1 + exp(-θ)), over all prompts.
+This follows AlpacaEval 2 (Dubois et al. 2024, arXiv 2404.04475), but uses only the verdicts on one pair of policies.
+AlpacaEval learns a difficulty per prompt from other models' verdicts, which a single pair's verdicts cannot identify;
+here, what a prompt's verdicts have in common enters the variance, which is clustered by prompt. The win rate at Δ = 0,
+over all prompts, is 1/(1 + exp(-θ)).
 
 Shape letters: V verdicts, O outcomes (a preferred, b preferred), K coefficients (θ, φ), C prompts.
 """
@@ -19,16 +20,16 @@ from evaluation.statistics.results import LengthControlled
 from evaluation.verdicts import Comparisons
 from intervals.estimates import LEVEL, UNKNOWN, Floats, Interval
 
-MIN_PROMPTS = 5  # for two coefficients and what they vary
-_MAX_LOG_ODDS = 12.0  # a fit beyond it has no finite maximum
+MIN_PROMPTS = 5  # enough for two coefficients and their variances
+_MAX_LOG_ODDS = 12.0  # a fit beyond this counts as having no finite maximum
 
 
 def length_controlled(pair: Comparisons) -> LengthControlled:
-    """The win rate of a over b at equal length, from `Comparisons.between(a, b)`; every prompt weighs the same.
+    """Returns the win rate of a over b at equal length, from `Comparisons.between(a, b)`; all prompts weigh the same.
 
-    Where length tells preferred from not (or all are alike), the fit has no finite maximum. Then two prompts of
-    preference ½ are added, with a much longer and a much shorter response (Greenland & Mansournia 2015, Statistics in
-    Medicine 34), and the variance is at least that of independent verdicts.
+    If length separates preferred from rejected responses perfectly (or all verdicts are alike), the fit has no finite
+    maximum. Then two prompts with preference ½ are added, one with a much longer and one with a much shorter response
+    (Greenland & Mansournia 2015, Statistics in Medicine 34), and the variance is at least that of independent verdicts.
     """
     prompts, prompt_V = np.unique(pair.prompt_V, return_inverse=True)
     if len(prompts) < MIN_PROMPTS:
@@ -38,7 +39,7 @@ def length_controlled(pair: Comparisons) -> LengthControlled:
         return _unknown(len(prompts), "no two responses differ in length")
     tanh_V = np.tanh(pair.longer_V / spread)
     if np.ptp(tanh_V) == 0:
-        return _unknown(len(prompts), "all differences in length are alike, so length cannot be told from the policies")
+        return _unknown(len(prompts), "all differences in length are equal, so the effect of length is not identified")
     weight_V = 1 / np.bincount(prompt_V)[prompt_V]
     y_VO = np.stack([pair.won_V, 1 - pair.won_V], axis=1) * weight_V[:, None]
     F_VOK = _features(tanh_V)
@@ -55,8 +56,8 @@ def length_controlled(pair: Comparisons) -> LengthControlled:
     if shrunk:
         covariance_KK = covariance_KK + np.linalg.inv(bread_KK)
     if covariance_KK[0, 0] < choice.NO_SPREAD:
-        return _unknown(len(prompts), "all prompts came out alike, so there is no spread to tell the fit's error from")
-    half_K = scipy.stats.t.ppf((1 + LEVEL) / 2, len(prompts) - 1) * np.sqrt(np.diag(covariance_KK))
+        return _unknown(len(prompts), "all prompts came out alike, so the fit's error cannot be estimated")
+    half_K = scipy.special.stdtrit(len(prompts) - 1, (1 + LEVEL) / 2) * np.sqrt(np.diag(covariance_KK))
     mean, low, high = scipy.special.expit(beta_K[0] + half_K[0] * np.array([0.0, -1.0, 1.0])).tolist()
     effect, half = float(beta_K[1]), float(half_K[1])
     return LengthControlled(
@@ -65,7 +66,7 @@ def length_controlled(pair: Comparisons) -> LengthControlled:
 
 
 def _fit(y_VO: Floats, F_VOK: Floats) -> tuple[Floats, Floats, Floats]:
-    """(β, the prior's outcomes and features): the prior is empty where the fit does without."""
+    """Returns (β, the prior's outcomes and features). The prior is empty if the fit needs none."""
     try:
         beta_BK = choice.fit(y_VO[None], F_VOK)
     except ValueError:
@@ -83,7 +84,7 @@ def _features(tanh_V: Floats) -> Floats:
 
 
 def _parts(y_VO: Floats, F_VOK: Floats, beta_K: Floats) -> tuple[Floats, Floats]:
-    """Each verdict's slope [V, K] and information [V, K, K]."""
+    """Returns each verdict's gradient [V, K] and information [V, K, K]."""
     p_VO = choice.probabilities(beta_K[None], F_VOK)[0]
     n_V = y_VO.sum(axis=1)
     slope_VK = np.einsum("vo,vok->vk", y_VO - n_V[:, None] * p_VO, F_VOK)

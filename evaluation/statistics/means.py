@@ -1,4 +1,4 @@
-"""The bootstrap mean of studies, over prompts, not rows. Comparisons use `intervals.clustered` (docs/statistics.md)."""
+"""Bootstrap means for studies, resampling prompts. Comparisons use `intervals.clustered` (docs/statistics.md)."""
 
 from collections.abc import Sequence
 
@@ -19,12 +19,12 @@ def bootstrap_mean(
     num_resamples: int = NUM_RESAMPLES,
     level: float = LEVEL,
 ) -> Interval:
-    """The mean of all values with a percentile bootstrap interval over prompts.
+    """Returns the mean of all values with a percentile bootstrap interval over prompts.
 
     `values` holds one number per prompt, or one 1-D array per prompt (its samples; their number may vary). The mean
     is over all rows; whole prompts are resampled. Efron & Tibshirani 1993, ch. 13.
 
-    Raises ValueError for no prompts, a prompt without values, or a value that is not finite.
+    Raises: ValueError for no prompts, a prompt without values, or a value that is not finite.
     """
     rows = [np.atleast_1d(np.asarray(value, dtype=np.float64)) for value in values]
     for prompt, row in enumerate(rows):

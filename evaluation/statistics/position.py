@@ -15,18 +15,18 @@ from evaluation.verdicts import Comparisons, Verdict
 from intervals.estimates import Floats, Ints, Share
 from intervals.score import score_interval
 
-NO_ORDER = "no order is known in which responses were shown"
-ONE_ORDER = "no two policies were shown in both orders, so position cannot be told from strength"
+NO_ORDER = "the order in which responses were shown is not known for any verdict"
+ONE_ORDER = "no two policies were shown in both orders, so position bias cannot be separated from strength"
 
 
 def position_bias(comparisons: Comparisons) -> PositionBias:
-    """How often the response shown first is preferred, over the pairs of policies that were shown in both orders.
+    """Returns how often the response shown first is preferred, over the pairs of policies shown in both orders.
 
-        ½·(m_1 + 1 - m_2)   for a pair, m_1 and m_2 a's win rate over prompts where a and where b was shown first
+        ½·(m_1 + 1 - m_2)   for a pair; m_1 and m_2 are a's win rate over prompts where a and where b was shown first
 
-    so that a's strength cancels, whatever the share of prompts in either order. Pairs weigh as many prompts as they
-    have. The interval is the score interval of ψ_p = mean + C·u_p, u_p being a prompt's share in the residual: where
-    every prompt was shown both ways ψ_p is its own share of first wins.
+    This cancels a's strength, whatever the share of prompts in either order. Pairs are weighted by their number of
+    prompts. The interval is the score interval of ψ_p = mean + C·u_p, where u_p is a prompt's part of the residual. If
+    every prompt was shown in both orders, ψ_p is the prompt's own share of wins by the response shown first.
     """
     known_V = comparisons.first_V != 0
     if not known_V.any():
@@ -65,17 +65,17 @@ def _over_strata(won_V: Floats, stratum_V: Ints, prompt_V: Ints, num_prompts: in
 
 
 def _of_prompts(psi_C: Floats) -> tuple[float, float]:
-    """ψ lies within 0 to 1 but where a pair's orders are on different prompts."""
+    """ψ lies within 0 to 1 unless a pair's two orders are on different prompts."""
     least, most = min(0.0, float(psi_C.min())), max(1.0, float(psi_C.max()))
     low, high = score_interval((psi_C - least) / (most - least))
     return max(0.0, least + (most - least) * low), min(1.0, least + (most - least) * high)
 
 
 def _of_two_orders(one_C: Floats, other_C: Floats) -> tuple[float, float]:
-    """½·(m_1 + 1 - m_2) of different prompts, from the score intervals of both: squared distances to the ends add up.
+    """The interval of ½·(m_1 + 1 - m_2) if m_1 and m_2 are over different prompts, from the score intervals of both.
 
-    A few prompts that all came out alike have no residual, but an interval. Zou & Donner 2008, Statistics in Medicine
-    27; Newcombe 1998.
+    The squared distances to their ends add up. Unlike a residual, this has a width even if a few prompts all came out
+    alike. Zou & Donner 2008, Statistics in Medicine 27; Newcombe 1998.
     """
     mean_1, mean_2 = float(one_C.mean()), float(other_C.mean())
     (low_1, high_1), (low_2, high_2) = score_interval(one_C), score_interval(other_C)
@@ -85,9 +85,9 @@ def _of_two_orders(one_C: Floats, other_C: Floats) -> tuple[float, float]:
 
 
 def flips(verdicts: Sequence[Verdict]) -> Flips:
-    """Of the same two responses judged by the same labeler in both orders: how often the order changes the verdict.
+    """Returns how often the order changes a labeler's verdict on the same two responses, if both orders were judged.
 
-    Failed verdicts and those of unknown order are left out. Every prompt weighs the same.
+    Failed verdicts and those with an unknown order are left out. Every prompt weighs the same.
     """
     shown: dict[tuple[object, ...], dict[str, float]] = defaultdict(dict)
     for verdict in verdicts:

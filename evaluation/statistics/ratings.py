@@ -1,11 +1,11 @@
-"""Ratings of any number of policies: Bradley-Terry, and Davidson's model of ties.
+"""Ratings of any number of policies: Bradley-Terry, and Davidson's model for ties.
 
     Bradley-Terry  P(i beats j) = π_i / (π_i + π_j), a tie half a win
     Davidson       P(i beats j) ∝ π_i,  P(j beats i) ∝ π_j,  P(tie) ∝ ν·√(π_i π_j)
 
-Ratings are θ = log π. Bradley & Terry 1952, Biometrika 39; Davidson 1970, JASA 65. As in win rates every prompt weighs
-the same in a pair, whatever the number of its verdicts: of two policies the Bradley-Terry rating is the logit of the
-win rate.
+Ratings are θ = log π. Bradley & Terry 1952, Biometrika 39; Davidson 1970, JASA 65. As for win rates, all prompts of a
+pair weigh the same, whatever the number of their verdicts: for two policies, the Bradley-Terry rating is the logit of
+the win rate.
 
 Shape letters: V pairs of policies that were compared, O outcomes (win, [tie,] loss), P policies, C prompts, K
 coefficients (θ of all policies but the first, [log ν]), S resamples.
@@ -29,27 +29,27 @@ from intervals.estimates import LEVEL, Floats, Interval, Ints
 from intervals.score import decided_interval
 
 NUM_RESAMPLES = 1_000
-ALL_TIED = "every verdict is a tie, and ties alone tell nothing of strengths but that no policy is shown ahead"
+ALL_TIED = "every verdict is a tie; ties alone say nothing about strengths, except that no policy is shown to be ahead"
 
 Model = Literal["bradley_terry", "davidson"]
 
 
 def rate(comparisons: Comparisons, *, model: Model, anchor: str, seed: int) -> Ratings:
-    """Ratings of all policies in `comparisons`, as differences from `anchor`, or from their mean where it is "".
+    """Returns ratings of all policies in `comparisons`, as differences from `anchor`, or from their mean if it is "".
 
-    Where no chain of verdicts connects two policies nothing can be said: `islands` then names the groups. Where
-    policies are connected but some never lost to the others (or never won), the maximum is infinite. Each compared pair
-    then gets one more prompt in which all outcomes share alike (½ win, ½ loss), the ends of intervals that have none
-    are infinite, and variances are at least those of independent verdicts, since residuals that are nearly 0 say
-    little. Where every verdict is a tie there are no ratings either, and `reason` says so.
+    If no chain of verdicts connects two policies, there are no ratings, and `islands` names the groups. If policies are
+    connected but some never lost to the others (or never won), the maximum is infinite. Then each compared pair gets
+    one more prompt, shared equally between the outcomes (½ win, ½ loss); the unbounded ends of intervals are infinite;
+    and variances are at least those of independent verdicts, because residuals close to 0 say little. If every verdict
+    is a tie, there are no ratings either, and `reason` says so.
 
     For two policies, the interval is that of the share of wins (`decided_interval`), in log-odds. An interval
     around the rating itself would be too wide: a logit's error grows without bound as the share approaches 1, so if
     the share is too high by chance, the interval hardly ever misses the truth. For more policies, intervals come
     from the sandwich.
 
-    Davidson's model takes only preferences of 0, ½ and 1. Raises: ValueError for others, an unknown anchor, no
-    verdicts.
+    Raises: ValueError for an unknown anchor, if there are no verdicts, and for Davidson's model if a preference is not
+    0, ½ or 1.
     """
     names = comparisons.policies
     if anchor and anchor not in names:
@@ -59,8 +59,8 @@ def rate(comparisons: Comparisons, *, model: Model, anchor: str, seed: int) -> R
     islands = islands_of(len(names), comparisons.a_V, comparisons.b_V)
     if len(islands) > 1:
         named = tuple(tuple(names[place] for place in island) for island in islands)
-        told = "; ".join(", ".join(island) for island in named)
-        reason = f"no verdict connects these groups of policies: {told}"
+        groups = "; ".join(", ".join(island) for island in named)
+        reason = f"no verdict connects these groups of policies: {groups}"
         return Ratings(model, anchor, (), math.nan, named, False, reason)
     if np.isclose(comparisons.won_V, 0.5, rtol=0, atol=1e-9).all():
         return Ratings(model, anchor, (), math.nan, (names,), False, ALL_TIED)
@@ -69,12 +69,11 @@ def rate(comparisons: Comparisons, *, model: Model, anchor: str, seed: int) -> R
 
 
 def outcomes(comparisons: Comparisons, model: Model) -> tuple[Ints, Floats]:
-    """The compared pairs [V, 2], lower place first, and of each prompt the share of its verdicts on a pair [C, V,
-    O]."""
+    """Returns the compared pairs [V, 2], lower place first, and each prompt's share of outcomes per pair [C, V, O]."""
     won_V = comparisons.won_V
     if model == "davidson" and not np.isin(won_V, (0.0, 0.5, 1.0)).all():
         odd = float(won_V[~np.isin(won_V, (0.0, 0.5, 1.0))][0])
-        raise ValueError(f"a preference is {odd}; Davidson's model takes 0, ½ and 1")
+        raise ValueError(f"a preference is {odd}; Davidson's model takes only 0, ½ and 1")
     low_V, high_V = np.minimum(comparisons.a_V, comparisons.b_V), np.maximum(comparisons.a_V, comparisons.b_V)
     won_V = np.where(comparisons.a_V < comparisons.b_V, won_V, 1 - won_V)
     pairs, pair_V = np.unique(np.stack([low_V, high_V], axis=1), axis=0, return_inverse=True)
@@ -98,7 +97,7 @@ def _rate(names: Sequence[str], pairs: Ints, y_CVO: Floats, anchor: str, model: 
     anchors_P = np.eye(num_policies)[names.index(anchor)] if anchor else np.full(num_policies, 1 / num_policies)
     from_anchor_PP = np.eye(num_policies) - anchors_P
     value_P = from_anchor_PP @ theta_P
-    # Whether a chain of wins leads from i to j: without one from j to i, θ_i - θ_j has no upper end.
+    # Whether a chain of wins leads from i to j. If none leads from j to i, θ_i - θ_j has no upper bound.
     reached_PP = reaches(_beats(total_BVO, pairs, num_policies))[0]
     above_P = np.asarray((~reached_PP.T)[:, anchors_P > 0].any(axis=1))
     below_P = np.asarray((~reached_PP)[:, anchors_P > 0].any(axis=1))
@@ -128,7 +127,7 @@ def _rate(names: Sequence[str], pairs: Ints, y_CVO: Floats, anchor: str, model: 
 
 
 def features(pairs: Ints, num_policies: int, num_outcomes: int) -> Floats:
-    """[V, O, K] as `choice` takes them: a win counts θ of the winner, a tie the mean of both θ and log ν."""
+    """Returns the features [V, O, K] for `choice`: a win has the winner's θ, a tie the mean of both θ plus log ν."""
     theta_PK = np.eye(num_policies)[:, 1:]
     first_VK, second_VK = theta_PK[pairs[:, 0]], theta_PK[pairs[:, 1]]
     if num_outcomes == 2:
@@ -139,8 +138,8 @@ def features(pairs: Ints, num_policies: int, num_outcomes: int) -> Floats:
 
 
 def needs_prior(y_BVO: Floats, pairs: Ints, num_policies: int) -> Truths:
-    """[B] true where the likelihood has no finite maximum: a policy or a group never lost, or never won (Ford 1957);
-    in Davidson's model also where all are ties, or none is."""
+    """Returns [B] whether the likelihood has no finite maximum: a policy or a group never lost, or never won (Ford
+    1957); in Davidson's model also if all verdicts are ties, or none is."""
     reached_BPP = reaches(_beats(y_BVO, pairs, num_policies))
     infinite_B = np.asarray(~reached_BPP.all(axis=(1, 2)))
     if y_BVO.shape[2] == 2:
@@ -155,13 +154,14 @@ def _fit(y_BVO: Floats, pairs: Ints, num_policies: int, F_VOK: Floats) -> Floats
 
 
 def _thetas(beta_BK: Floats, num_policies: int) -> Floats:
-    """[B, P] with 0 for the first policy."""
+    """Returns θ [B, P] with 0 for the first policy."""
     return np.concatenate([np.zeros((len(beta_BK), 1)), beta_BK[:, : num_policies - 1]], axis=1)
 
 
 def _covariance(y_CVO: Floats, beta_BK: Floats, F_VOK: Floats, num_policies: int, shrunk: bool) -> Floats:
-    """[P, P] of θ: the sandwich over prompts, with a first row and column of zeros; of a fit with the prior plus what
-    independent verdicts would vary, for its residuals are too small."""
+    """Returns the covariance of θ [P, P]: the sandwich over prompts, with a first row and column of zeros.
+
+    For a fit with the prior, whose residuals are too small, the variance of independent verdicts is added."""
     p_BVO = choice.probabilities(beta_BK, F_VOK)
     n_CV = y_CVO.sum(axis=2)
     slope_CK = np.einsum("cvo,vok->ck", y_CVO - n_CV[:, :, None] * p_BVO, F_VOK, optimize=True)
@@ -178,8 +178,10 @@ def _covariance(y_CVO: Floats, beta_BK: Floats, F_VOK: Floats, num_policies: int
 
 
 def _beats(y_BVO: Floats, pairs: Ints, num_policies: int) -> Truths:
-    """[B, P, P] whether i won anything from j. A tie that is half a win is something for both; Davidson's is not: with
-    wins and ties alone θ_i - θ_j and log ν grow together without end, and the likelihood with them."""
+    """Returns [B, P, P] whether i won anything against j.
+
+    In Bradley-Terry a tie is half a win, so it counts for both. In Davidson's model it does not: if i has only wins and
+    ties against j, the likelihood keeps rising as θ_i - θ_j and log ν grow together."""
     beats_BPP = np.zeros((len(y_BVO), num_policies, num_policies), dtype=bool)
     beats_BPP[:, pairs[:, 0], pairs[:, 1]] = y_BVO[:, :, 0] > 0
     beats_BPP[:, pairs[:, 1], pairs[:, 0]] = y_BVO[:, :, -1] > 0
@@ -187,8 +189,8 @@ def _beats(y_BVO: Floats, pairs: Ints, num_policies: int) -> Truths:
 
 
 def _of_two(y_CVO: Floats, anchors_P: Floats) -> tuple[Floats, Floats, Truths]:
-    """The ends of both ratings [P] and whether either is surely better [P, P], from the interval of the share of
-    wins."""
+    """Returns the ends of both ratings [P] and whether either policy is surely better [P, P], from the interval of the
+    share of wins."""
     low, high = scipy.special.logit(decided_interval(y_CVO[:, 0, 0], y_CVO[:, 0, -1])).tolist()
     own_first, own_second = float(anchors_P[1]), float(anchors_P[0])  # of θ_0 - θ_1; 0 for the anchor itself
     low_P = np.array([own_first * low if own_first else 0.0, -own_second * high if own_second else 0.0])
@@ -197,18 +199,18 @@ def _of_two(y_CVO: Floats, anchors_P: Floats) -> tuple[Floats, Floats, Truths]:
 
 
 def _halves(covariance_PP: Floats, from_anchor_PP: Floats, num_prompts: int) -> Floats:
-    """[P] half the width of Student's intervals; NaN (unknown) of one prompt, and where prompts that came out alike
-    leave no spread to tell an error from."""
+    """Returns half the width of Student's intervals [P]. It is NaN (unknown) for one prompt, and if all prompts came
+    out alike, because then there is no spread."""
     variance_P = np.diag(from_anchor_PP @ covariance_PP @ from_anchor_PP.T)
     is_anchor_P = np.abs(from_anchor_PP).max(axis=1) == 0
     if num_prompts == 1:
         return np.full(len(variance_P), math.nan)
-    half_P = scipy.stats.t.ppf((1 + LEVEL) / 2, num_prompts - 1) * np.sqrt(variance_P.clip(0))
+    half_P = scipy.special.stdtrit(num_prompts - 1, (1 + LEVEL) / 2) * np.sqrt(variance_P.clip(0))
     return np.where((variance_P > choice.NO_SPREAD) | is_anchor_P, half_P, math.nan)
 
 
 def _surely_better(theta_P: Floats, covariance_PP: Floats, reached_PP: Truths, freedom: int) -> Truths:
-    """[P, P] whether i is above j by simultaneous 95% intervals of all differences (Tukey 1953, Kramer 1956)."""
+    """Returns [P, P] whether i is above j by simultaneous 95% intervals of all differences (Tukey-Kramer)."""
     if freedom == 1:
         return np.zeros_like(reached_PP)
     variance_P = np.diag(covariance_PP)
@@ -219,7 +221,7 @@ def _surely_better(theta_P: Floats, covariance_PP: Floats, reached_PP: Truths, f
 
 @lru_cache
 def _tukey(num_policies: int, freedom: int) -> float:
-    """The quantile of the largest of all standardised differences; scipy integrates it again at each call."""
+    """The quantile of the largest standardised difference. Cached, because scipy integrates it at every call."""
     return float(scipy.stats.studentized_range.ppf(LEVEL, num_policies, freedom)) / math.sqrt(2)
 
 
@@ -231,7 +233,7 @@ def _resampled(y_CVO: Floats, pairs: Ints, num_policies: int, F_VOK: Floats, see
 
 
 def _bootstrapped(value: float, resampled_S: Floats, num_prompts: int, is_known: bool) -> Interval:
-    """Unknown for an unbounded policy: no drawing has the win (or loss) that was never seen."""
+    """Unknown for an unbounded policy, because no resample contains the win (or loss) that was never observed."""
     if num_prompts == 1 or not is_known:
         return Interval(value, math.nan, math.nan)
     return Interval(value, *percentiles(resampled_S, expanded_level(num_prompts)))

@@ -1,7 +1,7 @@
-"""What the statistics of a comparison give, as plain records; `files.records.as_json` turns them into JSON.
+"""The results of a comparison's statistics, as plain records; `files.records.as_json` turns them into JSON.
 
-A win rate is from 0 to 1, ties counting half; above ½ policy a is better. Unless a field says otherwise intervals are
-95% intervals over prompts. What is unknown is NaN, and `reason` says why.
+A win rate is from 0 to 1, with ties counting half; above ½, policy a is better. Unless a field says otherwise,
+intervals are 95% intervals over prompts. Unknown values are NaN, and `reason` says why.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from preferences.statistics.alpha import Alpha
 
 @dataclass(frozen=True)
 class Counts:
-    """How many wins of policy a, ties, and losses; a preference above ½, at ½, and below."""
+    """Counts wins of policy a, ties, and losses: preferences above ½, at ½, and below."""
 
     wins: int
     ties: int
@@ -24,10 +24,10 @@ class Counts:
 class WinRate:
     """How often a is preferred to b; every prompt weighs the same, whatever the number of its verdicts.
 
-    `low` and `high` are the score interval over prompts (Wilson's where every prompt has one verdict without ties:
-    `method` is then "wilson", else "score"). `bootstrap` resamples prompts, and labelers too where there are several.
-    `over_labelers` is the interval for other prompts and other labelers; unknown with one labeler. From a single
-    prompt the ends are 0 and 1.
+    `low` and `high` are the score interval over prompts. `method` is "wilson" if every prompt has one verdict and there
+    are no ties (it is then Wilson's interval), otherwise "score". `bootstrap` resamples prompts, and also labelers if
+    there are several. `over_labelers` is the interval for other prompts and other labelers; it is unknown with one
+    labeler. With a single prompt the ends are 0 and 1.
     """
 
     mean: float
@@ -45,9 +45,9 @@ class WinRate:
 class Significance:
     """Two-sided p-values of "a and b are preferred equally often", over prompts.
 
-    `sign_p` is the exact sign test (McNemar's on discordant prompts): prompts won against prompts lost, ties left out.
-    `permutation_p` turns prompts around at random; `num_permutations` is 0 where all were enumerated. The `holm_p`
-    is `permutation_p` corrected for all pairs of this judge.
+    `sign_p` is the exact sign test (McNemar's on discordant prompts): prompts won against prompts lost, without ties.
+    `permutation_p` flips the signs of prompts at random; `num_permutations` is 0 if all were enumerated. `holm_p` is
+    `permutation_p` corrected for all pairs of this judge.
     """
 
     sign_p: float
@@ -58,11 +58,11 @@ class Significance:
 
 @dataclass(frozen=True)
 class Power:
-    """What this many prompts could have shown, at 80% power and a two-sided 5% test.
+    """What this many prompts could have shown, at 80% power with a two-sided 5% test.
 
     `detectable` is the smallest distance of a win rate from ½ that they would have shown, at the observed spread; NaN
-    where no difference could have been shown (fewer than six prompts that are no tie). `num_prompts_needed` to
-    show the observed difference; None where none was observed.
+    if they could have shown no difference (fewer than six prompts that are not ties). `num_prompts_needed` prompts
+    would show the observed difference; None if there was no difference.
     """
 
     detectable: float
@@ -71,10 +71,10 @@ class Power:
 
 @dataclass(frozen=True)
 class LengthControlled:
-    """The win rate that a logistic fit gives at equal length, with its fit error in the interval.
+    """The win rate at equal length by a logistic fit, with the fit's error in the interval.
 
-    `length_effect` is the fit's coefficient of tanh(length difference / its standard deviation), in log-odds; above 0
-    the longer response is preferred. `shrunk` tells that the fit had no finite maximum without its prior.
+    `length_effect` is the fit's coefficient of tanh(length difference / its standard deviation), in log-odds; above 0,
+    the longer response is preferred. `shrunk` is true if the fit had no finite maximum without its prior.
     """
 
     mean: float
@@ -88,9 +88,9 @@ class LengthControlled:
 
 @dataclass(frozen=True)
 class PositionBias:
-    """How often the response shown first is preferred, ties half; ½ is no bias. The policies' strength is held apart.
+    """How often the response shown first is preferred, with ties counting half and the policies' strengths cancelled.
 
-    `num_verdicts` were shown in a known order.
+    ½ means no bias. `num_verdicts` counts the verdicts whose display order is known.
     """
 
     mean: float
@@ -103,10 +103,10 @@ class PositionBias:
 
 @dataclass(frozen=True)
 class Flips:
-    """Of the responses judged in both orders by one labeler: the share whose verdict changes with the order.
+    """The share of verdicts that change with the order, among responses that one labeler judged in both orders.
 
-    `changed` counts any change among win, tie and loss, `reversed` a win that becomes a loss or the other way round.
-    A Share's `num_pairs` are pairs of verdicts, its `num_tasks` prompts.
+    `changed` counts any change between win, tie and loss; `reversed` only a win that becomes a loss, or a loss that
+    becomes a win. A Share's `num_pairs` counts pairs of verdicts, and its `num_tasks` counts prompts.
     """
 
     changed: Share
@@ -125,11 +125,11 @@ class CategoryWinRate:
 
 @dataclass(frozen=True)
 class PairSummary:
-    """What one judge says of two policies; `win_rate` is a's.
+    """One judge's results on two policies; `win_rate` is a's.
 
-    `verdicts` counts verdicts, `prompts` prompts by their mean preference. `num_failed` verdicts failed, and
-    `num_prompts_missing` prompts that this judge has verdicts for have none for this pair. `different` is true where
-    `holm_p` is below 5%. `length_controlled` and the rest are of this pair's verdicts alone.
+    `verdicts` counts verdicts; `prompts` counts prompts by their mean preference. `num_failed` verdicts failed, and
+    `num_prompts_missing` of the prompts that this judge has verdicts on have none on this pair. `different` is true if
+    `holm_p` is below 5%. `length_controlled` and the fields after it use only this pair's verdicts.
     """
 
     policy_a: str
@@ -152,12 +152,12 @@ class PairSummary:
 class Rating:
     """A policy's strength on the log-odds scale; higher is better.
 
-    `low` and `high` are of two policies the score interval of the share of wins in log-odds, of more from the sandwich
-    over prompts (unknown where prompts that came out alike leave no spread); `bootstrap` resamples prompts.
-    `best_rank` to `worst_rank` (1 is best) are the ranks that simultaneous intervals of all differences leave open.
-    `unbounded` is "above" for a policy that lost nothing to the anchor or any policy on its side ("below": won
-    nothing; "both": no chain of wins tells which): its maximum-likelihood difference is infinite, so `value` is that
-    of the fit with a prior, and that end of the interval is infinite (None in JSON).
+    For two policies, `low` and `high` are the score interval of the share of wins, as log-odds. For more, they come
+    from the sandwich over prompts, and are unknown if all prompts came out alike, because there is no spread then.
+    `bootstrap` resamples prompts. `best_rank` to `worst_rank` (1 is best) are the ranks that simultaneous intervals of
+    all differences allow. `unbounded` is "above" for a policy that lost nothing to the anchor or any policy on its side
+    ("below": won nothing; "both": no chain of wins says which). Its maximum-likelihood difference is infinite, so
+    `value` comes from the fit with a prior, and that end of the interval is infinite (None in JSON).
     """
 
     policy: str
@@ -174,9 +174,9 @@ class Rating:
 class Ratings:
     """Ratings of all policies by one judge: differences in log-odds from `anchor`, or from their mean if it is "".
 
-    `tie` is Davidson's log ν (NaN in Bradley-Terry, where a tie is half a win). `islands` are the groups of policies
-    that no verdict connects; with more than one `policies` is empty and `reason` names them. It is empty too where
-    every verdict is a tie. `shrunk` tells that some policies are unbounded, so that all values come from the fit with
+    `tie` is Davidson's log ν (NaN in Bradley-Terry, where a tie is half a win). `islands` are groups of policies with
+    no verdict between them; if there is more than one, `policies` is empty and `reason` names them. It is also empty if
+    every verdict is a tie. `shrunk` is true if some policies are unbounded, so that all values come from the fit with
     the prior.
     """
 
@@ -191,10 +191,10 @@ class Ratings:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far two judges, or the labelers of one judge (`judge_b` is then the same), agree.
+    """The agreement of two judges, or of the labelers of one judge (`judge_b` is then the same).
 
-    `share` of the pairs of verdicts on the same two responses, neither a tie, that prefer the same one; `alpha` is
-    Krippendorff's, which counts ties and corrects for chance.
+    `share` is the share of pairs of verdicts on the same two responses, neither of them a tie, that prefer the same
+    response. `alpha` is Krippendorff's, which counts ties and corrects for chance.
     """
 
     judge_a: str
@@ -216,11 +216,10 @@ class Failures:
 
 @dataclass(frozen=True)
 class JudgeSummary:
-    """All that one judge says. `pairs` are in the order of `Summary.policies`, of those pairs that it judged.
+    """All results of one judge. `pairs` holds the pairs that it judged, in the order of `Summary.policies`.
 
-    `num_prompts`, `num_labelers` and `num_verdicts` count verdicts that stand. Ratings by Davidson are there
-    where the judge gives whole ties, else the tuple holds Bradley-Terry alone. `labelers` is how far its labelers
-    agree.
+    `num_prompts`, `num_labelers` and `num_verdicts` are counted over the verdicts that did not fail. The ratings are
+    Bradley-Terry's and, if the judge gives exact ties, Davidson's. `labelers` is the agreement of its labelers.
     """
 
     judge: str
@@ -237,7 +236,7 @@ class JudgeSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """A whole comparison. The same rows in any order, with the same seed, give the same numbers."""
+    """All results of a comparison. The same rows in any order, with the same seed, give the same numbers."""
 
     policies: tuple[str, ...]
     judges: tuple[JudgeSummary, ...]

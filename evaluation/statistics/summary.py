@@ -1,4 +1,4 @@
-"""`summarise`: everything that a comparison's verdicts say, from the rows alone. The records are in `results`."""
+"""`summarise` computes all statistics of a comparison from its verdicts. The records are in `results`."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ from evaluation.verdicts import Comparisons, Verdict, comparisons_of
 
 
 def summarise(verdicts: Sequence[Verdict], policies: Sequence[str] = (), *, seed: int) -> Summary:
-    """All judges' verdicts, failed ones included, as win rates, tests, ratings and agreement.
+    """Returns win rates, tests, ratings and agreement from all judges' verdicts, failed ones included.
 
-    `policies` gives the order: ratings are differences from the first, and a pair's a comes before its b. Without it
+    `policies` gives the order: ratings are differences from the first, and a pair's a comes before its b. By default
     they are sorted by name. The order of rows does not matter, and swapping policies mirrors every number.
 
     Raises: ValueError naming the row for verdicts that `checks.in_order` refuses, for a policy not among `policies`,
-    and for no verdicts at all.
+    and if there are no verdicts.
     """
     if not verdicts:
         raise ValueError("no verdicts; at least one was expected")
@@ -99,7 +99,7 @@ def _pairs(
 
 
 def _categories(pair: Comparisons, seed: int) -> tuple[CategoryWinRate, ...]:
-    """By name; none where all prompts are of one category."""
+    """Returns the categories by name; none if all prompts have the same category."""
     present = sorted(set(pair.category_V.tolist()), key=lambda category: pair.categories[category])
     if len(present) < 2:
         return ()

@@ -1,7 +1,7 @@
-"""Win rates of two policies, whose verdicts come in prompts and from labelers. `won_V` below is policy a's.
+"""Win rates of two policies, from verdicts grouped by prompt and labeler. `won_V` below is policy a's.
 
-Every prompt weighs the same, whatever the number of its verdicts: x_p is the mean of a prompt's preferences, the win
-rate the mean of x_p.
+Every prompt weighs the same, whatever the number of its verdicts: x_p is the mean of a prompt's preferences, and the
+win rate is the mean of x_p.
 
 Shape letters: V verdicts, P prompts (of this pair), L labelers, S resamples.
 """
@@ -45,20 +45,20 @@ def pair_win_rate(pair: Comparisons, *, seed: int) -> WinRate:
 
 
 def prompt_means(pair: Comparisons) -> Floats:
-    """[P] the mean preference of each prompt that has verdicts, in the order of `Comparisons.prompts`."""
+    """Returns the mean preference [P] of each prompt that has verdicts, in the order of `Comparisons.prompts`."""
     _, place_V = np.unique(pair.prompt_V, return_inverse=True)
     return np.bincount(place_V, pair.won_V) / np.bincount(place_V)
 
 
 def counts_of(preferences: Floats) -> Counts:
-    """How many preferences are above ½, at ½ (to rounding), and below."""
+    """Counts the preferences above ½, at ½ (up to rounding), and below."""
     tied = np.isclose(preferences, 0.5, rtol=0, atol=1e-9)
     wins = int((~tied & (preferences > 0.5)).sum())
     return Counts(wins, int(tied.sum()), len(preferences) - wins - int(tied.sum()))
 
 
 def bootstrap_prompts(x_P: Floats, *, seed: int) -> Interval:
-    """The percentile bootstrap over prompts: both policies of a prompt are drawn together, so it is paired."""
+    """Returns the percentile bootstrap over prompts. It is paired: both policies of a prompt are drawn together."""
     level = expanded_level(len(x_P))
     return Interval(*bootstrap_ratio(x_P, np.ones_like(x_P), seed=seed, num_resamples=NUM_RESAMPLES, level=level))
 
@@ -66,21 +66,22 @@ def bootstrap_prompts(x_P: Floats, *, seed: int) -> Interval:
 def expanded_level(num_clusters: int) -> float:
     """The level at which percentiles of a bootstrap over n clusters are about a 95% interval: 1 - 2·Φ(-t·√(n/(n-1))).
 
-    A bootstrap's spread is √((n-1)/n) of what it should be, and knows nothing of Student's t with n - 1 degrees.
-    Hesterberg 2015, What teachers should know about the bootstrap, American Statistician 69(4), "expanded percentile".
+    A bootstrap's spread is too small by √((n-1)/n), and its quantiles are normal instead of Student's with n - 1
+    degrees of freedom. Hesterberg 2015, What teachers should know about the bootstrap, American Statistician 69(4),
+    "expanded percentile".
     """
     if num_clusters < 2:
         return LEVEL
-    t = scipy.stats.t.ppf((1 + LEVEL) / 2, num_clusters - 1) * math.sqrt(num_clusters / (num_clusters - 1))
-    # From two clusters it rounds to 1; the ends are then the extremes of the resamples.
-    return min(1 - 2 * float(scipy.stats.norm.sf(t)), math.nextafter(1.0, 0.0))
+    t = scipy.special.stdtrit(num_clusters - 1, (1 + LEVEL) / 2) * math.sqrt(num_clusters / (num_clusters - 1))
+    # With two clusters it rounds to 1; the ends are then the extremes of the resamples.
+    return min(1 - 2 * float(scipy.special.ndtr(-t)), math.nextafter(1.0, 0.0))
 
 
 def bootstrap_labelers(pair: Comparisons, *, seed: int) -> Interval:
-    """The pigeonhole bootstrap: prompts and labelers are drawn, and a verdict counts as often as both were.
+    """Returns the pigeonhole bootstrap: it draws prompts and labelers, and weights a verdict by how often both came up.
 
-    Owen 2007, The pigeonhole bootstrap, Annals of Applied Statistics 1(2): its variance is at least the true one. In a
-    resample a prompt without drawn labelers is left out. Unknown from a single prompt.
+    Its variance is at least the true one (Owen 2007, The pigeonhole bootstrap, Annals of Applied Statistics 1(2)). A
+    resample leaves out prompts whose labelers were not drawn. The interval is unknown for a single prompt.
     """
     won_PL, num_PL = _table(pair)
     num_prompts, num_labelers = won_PL.shape
@@ -101,14 +102,15 @@ def bootstrap_labelers(pair: Comparisons, *, seed: int) -> Interval:
 
 
 def interval_over_labelers(pair: Comparisons) -> Interval:
-    """The win rate for other prompts and other labelers: the score interval with a two-way clustered variance.
+    """Returns the win rate with an interval for other prompts and labelers: a score interval, two-way clustered.
 
         v = v_P + v_L - v_PL,   v_P = P/(P-1) Σ_p e_p²,  v_L = L/(L-1) Σ_l e_l²,  v_PL = Σ_pl e_pl²
 
-    e_pl is a verdict's share in the win rate's residual, e_p and e_l its sums (Cameron, Gelbach & Miller 2011, Journal
-    of Business & Economic Statistics 29(2)). v, at least v_P, over v_P inflates the variance. Where labelers add to it,
-    z becomes Student's quantile with min(P, L) - 1 degrees, as they advise: few labelers who differ give wide
-    intervals. (Satterthwaite's degrees would be too many: v_L is small when it happens to be.)
+    e_pl is the part of the win rate's residual from one labeler on one prompt; e_p and e_l are its sums (Cameron,
+    Gelbach & Miller 2011, Journal of Business & Economic Statistics 29(2)). The variance is inflated by v/v_P, where v
+    is at least v_P. If labelers add to it, Student's quantile with min(P, L) - 1 degrees of freedom replaces z, as the
+    authors advise, so a few labelers who differ give wide intervals. (Satterthwaite's formula would give too many
+    degrees of freedom whenever v_L happens to be small.)
     """
     won_PL, num_PL = _table(pair)
     num_prompts, num_labelers = won_PL.shape
@@ -122,13 +124,13 @@ def interval_over_labelers(pair: Comparisons) -> Interval:
     extra = max(0.0, v_L - float((e_PL**2).sum()))
     if v_P == 0 or num_prompts == 1:
         return Interval(mean, *score_interval(x_P))
-    # Without a part that labelers add, this is the interval over prompts.
-    quantile = float(scipy.stats.t.ppf((1 + LEVEL) / 2, min(num_prompts, num_labelers) - 1)) if extra > 0 else Z
+    # If labelers add nothing, this is the interval over prompts.
+    quantile = float(scipy.special.stdtrit(min(num_prompts, num_labelers) - 1, (1 + LEVEL) / 2)) if extra > 0 else Z
     return Interval(mean, *score_interval(x_P, quantile=quantile, inflation=1 + extra / v_P))
 
 
 def _table(pair: Comparisons) -> tuple[Floats, Floats]:
-    """[P, L] the sum of each labeler's preferences on each prompt, and how many there are."""
+    """Returns [P, L] the sum of each labeler's preferences on each prompt, and their number."""
     prompts, prompt_V = np.unique(pair.prompt_V, return_inverse=True)
     labelers, labeler_V = np.unique(pair.labeler_V, return_inverse=True)
     shape = (len(prompts), len(labelers))
@@ -139,6 +141,6 @@ def _table(pair: Comparisons) -> tuple[Floats, Floats]:
 
 
 def _times_drawn(generator: np.random.Generator, num_resamples: int, num: int) -> Floats:
-    """[S, num] how often each of `num` comes up in as many draws with replacement."""
+    """Returns [S, num] how often each of `num` items comes up in `num` draws with replacement."""
     drawn: Ints = generator.multinomial(num, np.full(num, 1 / num), size=num_resamples)
     return drawn.astype(np.float64)

@@ -1,14 +1,20 @@
-"""`heed chat`: talk to a model directory at the terminal."""
+"""`heed chat`: talk to a model at the terminal."""
 
+import importlib.util
 import math
+import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
 from heed.commands.options import Weights, read_weights
+from stages.progress import console
 
 if TYPE_CHECKING:
     from lm.best_of import Scorer
@@ -18,18 +24,31 @@ if TYPE_CHECKING:
     from reward.scoring import RewardModel
 
 
+HELP = """/help   show this
+/reset  start over, as an empty line does
+/exit   leave, as `exit`, `quit` and the end of input do (Ctrl-D)
+Ctrl-C stops a response; at the prompt it leaves.
+The arrow keys bring back earlier lines, also of earlier sessions; they are kept in {history}."""
+HISTORY_LINES = 1000
+
+
 def chat(
-    model: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/ppo/model.")],
+    model: Annotated[str, typer.Argument(help="A model directory, such as runs/demo/ppo/model, or a hub id.")],
+    system: Annotated[str, typer.Option(help="The system's turn, with which each conversation starts.")] = "",
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.7,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of a response, in tokens.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Seed for sampling.")] = 0,
     best_of: Annotated[
         int, typer.Option(min=1, help="Number of responses to sample; the one that --judge scores highest is shown.")
     ] = 1,
-    judge: Annotated[str, typer.Option(help="A reward model's directory, such as runs/demo/reward/model.")] = "",
+    judge: Annotated[str, typer.Option(help="A reward model: its directory or hub id.")] = "",
     weight: Weights = None,
 ) -> None:
-    """Talk to a model. Each line is a turn, an empty line starts over, end of input quits."""
+    """Talk to a model. Each line is a turn; /help lists commands.
+
+    Lines typed at a terminal are kept for the arrow keys in ~/.local/state/heed/chat_history (or below
+    $XDG_STATE_HOME), which only you can read.
+    """
     if (best_of > 1) != bool(judge):
         raise ValueError(
             f"--best-of is {best_of}, --judge {judge!r}; expected either several responses and a reward model to"
@@ -37,77 +56,208 @@ def chat(
         )
     if weight and not judge:
         raise ValueError("--weight applies to the objectives of --judge, which is missing")
-    converse(
-        model,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        num_samples=best_of,
-        judge=judge,
-        weights=read_weights(weight),
-    )
-
-
-def converse(
-    folder: Path,
-    *,
-    temperature: float,
-    max_new_tokens: int,
-    seed: int,
-    num_samples: int,
-    judge: str,
-    weights: Mapping[str, float],
-) -> None:
-    """Reads turns from standard input and answers each on standard output, with the whole conversation as context.
-
-    The answer is the response, out of `num_samples`, that the reward model in the directory `judge` scores highest,
-    its objectives weighted by `weights`; if `judge` is "", the first response.
-    Raises: ValueError for a directory without a generative model, and for weights that do not fit the judge.
-    """
-    from lm.best_of import best_of
-    from lm.encoder_decoder import EncoderDecoder
-    from lm.sampling import Choice
-    from lm.tokenizer import Tokenizer
-    from reward.scoring import RewardModel
-    from training.seeds import derive_seed
-
-    tokenizer, model = Tokenizer.load(folder), load_writer(folder)
-    context = model.config.max_position_embeddings
-    reward_model = RewardModel.load(Path(judge), weights) if judge else None
-    if reward_model is not None:  # it also reads the end token after a truncated response
-        context = min(context, reward_model.network.config.max_position_embeddings - 1)
-    messages: list[dict[str, str]] = []
-    interactive = sys.stdin.isatty()
-    while True:
-        print("> " if interactive else "", end="", flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            return
-        if not line.strip():
-            messages = []
-            continue
-        messages.append({"role": "user", "content": line.strip()})
-        prompt = tokenizer.encode_prompt(messages)
-        # Drop the oldest turns when the context is full.
-        while len(prompt) >= context and len(messages) > 1:
-            messages = messages[2:]
-            prompt = tokenizer.encode_prompt(messages)
-        if len(prompt) >= context:
-            print(f"(that is {len(prompt)} tokens; the model reads at most {context - 1})")
-            messages = []
-            continue
-        (best,) = best_of(
+    with console.status("loading"):
+        speaker = Speaker.load(
             model,
-            [prompt],
-            _no_preference if reward_model is None else _scorer(reward_model, tokenizer, messages),
-            max_new_tokens=min(max_new_tokens, context - (1 if isinstance(model, EncoderDecoder) else len(prompt))),
-            end_id=tokenizer.end_id,
-            choice=Choice(temperature),
-            seeds=[[derive_seed(seed, "chat", len(messages), line, sample) for sample in range(num_samples)]],
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            num_samples=best_of,
+            judge=judge,
+            weights=read_weights(weight),
         )
-        answer = tokenizer.decode(best.response).strip()
-        print(answer, flush=True)
-        messages.append({"role": "assistant", "content": answer})
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
+        console.print(f"{model}: type a message; /help lists commands", markup=False)
+    _converse(speaker, system, is_terminal)
+
+
+def _converse(speaker: "Speaker", system: str, is_terminal: bool) -> None:
+    """Answers each line of standard input on standard output, with the whole conversation as context."""
+    start = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    with closing(_lines(is_terminal)) as lines:
+        for line in lines:
+            command = line.strip()
+            if command == "/exit" or (is_terminal and command in ("exit", "quit")):
+                return
+            if command == "/help":
+                print(HELP.format(history=_history_file()))
+            elif command in ("", "/reset"):
+                messages = list(start)
+            elif re.fullmatch("/[a-z]+", command):
+                console.print(f"{command}: no such command; /help lists them", markup=False)
+            else:
+                messages = (
+                    _answer(speaker, [*messages, {"role": "user", "content": command}], line, is_terminal) or start
+                )
+
+
+def _lines(is_terminal: bool) -> Generator[str]:
+    """Lines of standard input, each with its end; on a terminal with line editing and history (readline)."""
+    if not is_terminal:
+        yield from iter(sys.stdin.readline, "")
+        return
+    with _history():
+        while True:
+            try:
+                yield input("> ") + "\n"
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return
+
+
+def _history_file() -> Path:
+    state = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "heed" / "chat_history"
+
+
+@contextmanager
+def _history() -> Iterator[None]:
+    """Line editing and lines typed earlier, where Python has readline. A home that cannot be written has no history."""
+    if not importlib.util.find_spec("readline"):  # Windows has none
+        yield
+        return
+    import readline
+
+    path = _history_file()
+    readline.set_history_length(HISTORY_LINES)
+    with suppress(OSError):
+        readline.read_history_file(path)
+    try:
+        yield
+    finally:
+        umask = os.umask(0o077)
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(path)
+            path.chmod(0o600)
+        os.umask(umask)
+
+
+def _answer(speaker: "Speaker", messages: list[dict[str, str]], line: str, is_terminal: bool) -> list[dict[str, str]]:
+    """Prints the response, on a terminal as it is sampled. Returns the conversation as it was read, with the response;
+    [] if even its last turn is too long.
+    """
+    kept = speaker.fitting(messages)
+    if not kept:
+        shortest = [message for message in messages[:1] if message["role"] == "system"] + messages[-1:]
+        print(f"(that is {speaker.num_tokens(shortest)} tokens; the model reads at most {speaker.context - 1})")
+        return []
+    shown = ""
+
+    def show(text: str) -> None:
+        nonlocal shown
+        if text.startswith(shown) and not text.endswith("\ufffd"):  # else a character is not whole yet
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+
+    try:
+        answer, scores = speaker.respond(kept, line, show if is_terminal else None)
+    except KeyboardInterrupt:
+        if not is_terminal:
+            raise
+        print(" (stopped)")
+        return [*kept, {"role": "assistant", "content": shown}]
+    rest = answer[len(shown) :] if answer.startswith(shown) else f"\n{answer}"
+    print(rest or ("" if answer else "(an empty response)" if is_terminal else ""), flush=True)
+    if len(scores) > 1:
+        listed = ", ".join(f"{score:.2f}" for score in sorted(scores, reverse=True))
+        console.print(f"scores: {listed}", style="dim")
+    return [*kept, {"role": "assistant", "content": answer}]
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model that answers. The answer is the response, out of `num_samples`, that the reward model scores highest;
+    without one, the first response. `context` is how many tokens it reads at most.
+    """
+
+    tokenizer: "Tokenizer"
+    model: "LanguageModel | EncoderDecoder"
+    reward_model: "RewardModel | None"
+    context: int
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    num_samples: int
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        seed: int,
+        num_samples: int,
+        judge: str,
+        weights: Mapping[str, float],
+    ) -> Self:
+        """Loads a model and, unless `judge` is "", the reward model of that name with weights of its objectives.
+
+        Raises: ValueError for a directory without a generative model, and for weights that do not fit the judge.
+        """
+        from lm.hub import model_directory
+        from lm.tokenizer import Tokenizer
+        from reward.scoring import RewardModel
+
+        folder = model_directory(name)
+        if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
+            raise ValueError(f"{folder} is the folder of a stage; its model is {folder / 'model'}")
+        models = sorted(folder.glob("*/model/config.json"), key=lambda path: path.stat().st_mtime)
+        if models and not (folder / "config.json").is_file():
+            listed = ", ".join(str(path.parent) for path in models)
+            raise ValueError(f"{folder} is the folder of a run; its models are {listed}")
+        tokenizer, model = Tokenizer.load(folder), load_writer(folder)
+        context = model.config.max_position_embeddings
+        reward_model = RewardModel.load(model_directory(judge), weights) if judge else None
+        if reward_model is not None:  # it also reads the end token after a truncated response
+            context = min(context, reward_model.network.config.max_position_embeddings - 1)
+        return cls(tokenizer, model, reward_model, context, temperature, max_new_tokens, seed, num_samples)
+
+    def num_tokens(self, messages: "Messages") -> int:
+        return len(self.tokenizer.encode_prompt(messages))
+
+    def fitting(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+        """The conversation, if need be without its oldest turns; the system's stays. [] if the last is too long."""
+        system = messages[:1] if messages[0]["role"] == "system" else []
+        for first in range(len(system), len(messages), 2):
+            kept = [*system, *messages[first:]]
+            if self.num_tokens(kept) < self.context:
+                return kept
+        return []
+
+    def respond(
+        self, messages: list[dict[str, str]], line: str, show: Callable[[str], None] | None
+    ) -> tuple[str, Sequence[float]]:
+        """The response, and the scores of all. `show` gets the text so far, where there is one response to sample."""
+        from lm.best_of import best_of
+        from lm.encoder_decoder import EncoderDecoder
+        from lm.generation import never
+        from lm.sampling import Choice
+        from training.seeds import derive_seed
+
+        prompt = self.tokenizer.encode_prompt(messages)
+
+        def stream(response: Sequence[int]) -> bool:
+            assert show is not None
+            show(self.tokenizer.decode(response).strip())
+            return False
+
+        num_turns = sum(message["role"] != "system" for message in messages)
+        room = self.context - (1 if isinstance(self.model, EncoderDecoder) else len(prompt))
+        (best,) = best_of(
+            self.model,
+            [prompt],
+            _no_preference if self.reward_model is None else _scorer(self.reward_model, self.tokenizer, messages),
+            max_new_tokens=min(self.max_new_tokens, room),
+            end_id=self.tokenizer.end_id,
+            choice=Choice(self.temperature),
+            seeds=[[derive_seed(self.seed, "chat", num_turns, line, number) for number in range(self.num_samples)]],
+            stop=stream if show is not None and self.num_samples == 1 else never,
+        )
+        return self.tokenizer.decode(best.response).strip(), best.scores
 
 
 def load_writer(folder: Path) -> "LanguageModel | EncoderDecoder":

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,7 +60,9 @@ def compare(
     category: Annotated[
         str, typer.Option(help="Field that holds the category (default: category, kind or dataset).")
     ] = "",
-    max_prompts: Annotated[int, typer.Option(min=0, help="Number of prompts to read; 0 reads all.")] = 0,
+    max_prompts: Annotated[
+        int, typer.Option(min=0, help="Number of prompts to read (default: all).", show_default=False)
+    ] = 0,
     split: Annotated[str, typer.Option(help="Split of the prompts, for a data set folder or hub id.")] = "train",
     subset: Annotated[str, typer.Option(help="Subset of the prompts, for a hub id with several.")] = "",
     allow_empty: Annotated[bool, typer.Option("--allow-empty", help="Accept empty responses in files.")] = False,
@@ -98,7 +101,7 @@ def compare(
         sampling = Sampling(num_samples, temperature, max_new_tokens, seed, "bf16" if bf16 else "fp32", reference)
         compared = Compared(policies or [], data, category, judge or [], sampling, judging, allow_empty)
         with _bars() as progress:
-            outcome = compare_policies(compared, folder, progress)
+            outcome = compare_policies(compared, folder, progress, partial(console.print, markup=False))
     _print_policies(outcome.settings)
     _print_people(outcome, judge or [])
     _print_results(outcome, folder)

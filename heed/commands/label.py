@@ -1,33 +1,30 @@
-"""`heed label`: import and export labels, sample tasks, serve the labeling pages, manage links."""
+"""`heed label`: import and export labels, sample tasks, serve the labeling pages. People are in `label_people`."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heed.commands.options import Weights, read_weights
+from heed.commands.label_people import LabelToml, PublicUrl, Store, labeling_config, people_app
+from heed.commands.options import Weights, length_that_fits, read_weights
 from stages.progress import console
 
 if TYPE_CHECKING:
-    from labeling.config import LabelingConfig
-    from preferences.accounts import Accounts
     from preferences.formats.merging import Found
     from preferences.formats.parts import Report, RowWarning
     from preferences.store import LabelStore
     from preferences.task_selection import Method
 
 label_app = typer.Typer(no_args_is_help=True, help="Collect labels; import and export published and own ones.")
+label_app.add_typer(people_app)
 
 SHOWN_PER_KIND = 10  # warnings of each kind that are printed; a report file has them all
 STATUS_ROWS = 500
 
-Store = Annotated[str, typer.Option(help="The label store: a file path or a database URL.", show_default=False)]
-LabelToml = Annotated[Path | None, typer.Option(help="TOML file: title, instructions, flags, ...; see docs/labels.md.")]
-PublicUrl = Annotated[str, typer.Option(help="The server's address for its users, such as https://labels.example.org.")]
 Strict = Annotated[bool, typer.Option(help="Stop at the first warning instead of reporting it and continuing.")]
 ReportFile = Annotated[Path | None, typer.Option("--report", help="Write every warning to this file, as JSONL.")]
 
@@ -35,7 +32,7 @@ ReportFile = Annotated[Path | None, typer.Option("--report", help="Write every w
 @label_app.command("import")
 def import_labels(
     file: Annotated[
-        str, typer.Argument(help="A JSONL, JSON or Parquet file (.gz allowed), a dataset folder or a hub id.")
+        str, typer.Argument(help="A JSONL, JSON, CSV or Parquet file (.gz allowed), a dataset folder or a hub id.")
     ],
     store: Store = "",
     batch: Annotated[str, typer.Option(help="The tasks' batch. Rows in Heed's own format name it themselves.")] = "",
@@ -103,9 +100,13 @@ def export_labels(
     out: Annotated[Path, typer.Option(help="A new .jsonl, .json (.gz allowed) or .parquet file, or a new folder.")],
     store: Store,
     form: Annotated[
-        str, typer.Option("--format", help="The output format; docs/labels.md lists them. `heed` loses nothing.")
+        str,
+        typer.Option(
+            "--format", help="The output format; docs/labels.md lists them. `heed` with --names loses nothing."
+        ),
     ] = "heed",
     batch: Annotated[str, typer.Option(help="Export only this batch.")] = "",
+    names: Annotated[bool, typer.Option("--names", help="Name the labelers; by default they have pseudonyms.")] = False,
     strict: Strict = False,
     report: ReportFile = None,
 ) -> None:
@@ -117,7 +118,7 @@ def export_labels(
     chosen = format_to_write(form)
     require_store(store)
     with open_store(store) as opened, console.status("writing"):
-        found, num_rows = export(opened, chosen, out, batch=batch, strict=strict)
+        found, num_rows = export(opened, chosen, out, batch=batch, strict=strict, with_names=names)
     print_warnings(found, report)
     typer.echo(f"{num_rows:,} rows of {chosen.name} ({chosen.description}) in {out}")
 
@@ -125,12 +126,12 @@ def export_labels(
 @label_app.command("sample")
 def sample_for_labelers(
     policies: Annotated[list[Path], typer.Argument(help="Model directories. Every policy answers every prompt.")],
-    prompts: Annotated[str, typer.Option(help="Rows with prompt_id and messages that end with a user's turn.")],
+    prompts: Annotated[str, typer.Option(help="Prompts: JSONL, CSV, Parquet or a hub id (docs/data.md).")],
     store: Store,
     batch: Annotated[str, typer.Option(help="The batch that the tasks go to.")],
     responses: Annotated[int, typer.Option(help="Responses per task, 2 to 9.")] = 4,
     samples: Annotated[int, typer.Option(min=1, help="Samples per policy and prompt.")] = 4,
-    tasks_per_prompt: Annotated[int, typer.Option(min=1)] = 1,
+    tasks_per_prompt: Annotated[int, typer.Option(min=1, help="Tasks made of each prompt.")] = 1,
     judge: Annotated[
         list[Path] | None, typer.Option(help="A reward model that selects uncertain comparisons; may repeat.")
     ] = None,
@@ -139,9 +140,12 @@ def sample_for_labelers(
         float, typer.Option(help="Share of the prompts whose tasks are always selected uniformly, for evaluation.")
     ] = 0.1,
     labelers: Annotated[int, typer.Option(min=1, help="How many labelers judge each task.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    temperature: Annotated[float, typer.Option(min=0.01)] = 1.0,
-    seed: int = 0,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(min=1, help="Maximum length of a response, in tokens; less if the longest prompt leaves less."),
+    ] = 256,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed for sampling and selecting.")] = 0,
 ) -> None:
     """Sample policies and make labeling tasks, with --judge those that reward models are least certain about."""
     from collect.label_sampling import TaskSelection, sample_tasks
@@ -151,6 +155,7 @@ def sample_for_labelers(
     if weight and not judge:
         raise ValueError("--weight sets the weight of a --judge's objective, but no --judge is given")
     method: Method = "uncertainty" if judge else "uniform"
+    length = length_that_fits(policies, read, max_new_tokens)
     selection = TaskSelection(batch, method, responses, tasks_per_prompt, evaluation_share, seed)
     with console.status(f"sampling {len(policies)} x {samples} responses to {len(read):,} prompts"):
         tasks = sample_tasks(
@@ -159,7 +164,7 @@ def sample_for_labelers(
             read,
             selection,
             num_samples=samples,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=length,
             temperature=temperature,
             weights=read_weights(weight),
         )
@@ -174,6 +179,39 @@ def sample_for_labelers(
             f"{len(read) - judged:,} of {len(read):,} prompts are left out: the policies gave fewer than {responses}"
             " different responses to each"
         )
+
+
+@label_app.command("outputs")
+def label_outputs(
+    outputs: Annotated[
+        list[str],
+        typer.Argument(
+            help="NAME=FILE per model, with --prompts; or one file whose rows hold a prompt and its responses."
+        ),
+    ],
+    store: Store,
+    batch: Annotated[str, typer.Option(help="The batch that the tasks go to.")],
+    prompts: Annotated[
+        str, typer.Option(help="The prompts that the outputs answer: JSONL, CSV, Parquet or a hub id.")
+    ] = "",
+    labelers: Annotated[int, typer.Option(min=1, help="How many labelers judge each task.")] = 1,
+) -> None:
+    """Make labeling tasks of outputs that two or more models have left in files, one per prompt."""
+    from collect.saved_outputs import tasks_of_files, tasks_of_rows
+    from reading.rows import read_source
+
+    if prompts and len(outputs) < 2:
+        raise ValueError(f"{outputs[0]}: one model's outputs; NAME=FILE of two or more were expected with --prompts")
+    if not prompts and (len(outputs) > 1 or "=" in outputs[0]):
+        raise ValueError("--prompts is missing; the prompts that these outputs answer were expected")
+    tasks, num_same = tasks_of_files(outputs, prompts) if prompts else tasks_of_rows(read_source(outputs[0]))
+    if not tasks:
+        raise ValueError(f"{prompts or outputs[0]}: no prompt has two different responses")
+    with open_store(store) as opened:
+        opened.add_tasks(tasks, batch=batch, num_labelers=labelers)
+    typer.echo(f"{len(tasks):,} tasks in batch {batch!r} of {store}, each for {labelers} labelers")
+    if num_same:
+        typer.echo(f"{num_same:,} prompts are left out: all responses to them are the same, or the prompt came twice")
 
 
 @label_app.command("serve")
@@ -192,75 +230,16 @@ def serve_labels(
     trusted_host: Annotated[
         list[str] | None, typer.Option(help="Another host name that the server accepts; may repeat.")
     ] = None,
+    new: Annotated[bool, typer.Option("--new", help="Create the store if it does not exist.")] = False,
 ) -> None:
     """Serve the labeling pages and their API. If there is no lead yet, print a one-time link for one."""
     from labeling.serve import serve
-
-    merged = _labeling_config(config, public_url, trusted_proxy or [], trusted_host or [])
-    serve(store, merged, host=host, port=port, announce=typer.echo)
-
-
-@label_app.command("invite")
-def invite_labeler(
-    name: Annotated[str, typer.Argument(help="The account's name. Exports show it with each judgment.")],
-    store: Store,
-    lead: Annotated[bool, typer.Option("--lead", help="Invite a lead instead of a labeler.")] = False,
-    config: LabelToml = None,
-    public_url: PublicUrl = "",
-) -> None:
-    """Make a one-time link for somebody new, or for somebody who lost their key. It voids an older link."""
-    server = _labeling_config(config, public_url, [], []).server
-    with _people(store) as accounts:
-        link = server.link(accounts.invite(name, "lead" if lead else "labeler"))
-    typer.echo(f"Send this link to {name}. It works once, within a week, and shows the key to sign in with:\n{link}")
-    if not server.public_url:
-        console.print("It points to a server on this machine; use --public-url for another address.", markup=False)
-
-
-@label_app.command("links")
-def list_links(store: Store) -> None:
-    """List one-time links that nobody has used yet."""
-    from datetime import UTC, datetime
-
-    with _people(store) as accounts:
-        links = accounts.links()
-    for link in links:
-        until = datetime.fromtimestamp(link.expires_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        typer.echo(f"{link.name}: {link.role}, until {until}, invited by {link.invited_by or 'unknown'}")
-    if not links:
-        console.print("there are no unused links")
-
-
-@label_app.command("revoke")
-def revoke_link(name: Annotated[str, typer.Argument(help="The name that the link is for.")], store: Store) -> None:
-    """Void an unused one-time link. To close an account, use the People page."""
-    with _people(store) as accounts:
-        accounts.revoke(name)
-    typer.echo(f"the link of {name} no longer works")
-
-
-@contextmanager
-def _people(store: str) -> "Iterator[Accounts]":
-    from preferences.accounts import Accounts
     from preferences.database import require_store
 
-    require_store(store)
-    accounts = Accounts(store)
-    try:
-        yield accounts
-    finally:
-        accounts.close()
-
-
-def _labeling_config(
-    path: Path | None, public_url: str, proxies: Sequence[str], hosts: Sequence[str]
-) -> "LabelingConfig":
-    """Returns the file's configuration, with the server options of the command line."""
-    from labeling.config import LabelingConfig
-
-    config = LabelingConfig.load(path) if path is not None else LabelingConfig()
-    options = {"public_url": public_url, "trusted_proxies": tuple(proxies), "trusted_hosts": tuple(hosts)}
-    return config.with_server({name: value for name, value in options.items() if value})
+    if not new:
+        require_store(store)
+    merged = labeling_config(config, public_url, trusted_proxy or [], trusted_host or [])
+    serve(store, merged, host=host, port=port, announce=typer.echo)
 
 
 def open_store(url_or_path: str) -> "LabelStore":

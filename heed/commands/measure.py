@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heed.commands.options import Weights, read_weights
+from heed.commands.options import Weights, length_that_fits, read_weights
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
@@ -20,7 +20,9 @@ JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Also write all numbers to this file, as JSON.", show_default=False)
 ]
 Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; above 0.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum length of a response, in tokens.")]
+MaxNewTokens = Annotated[
+    int, typer.Option(min=1, help="Maximum length of a response, in tokens; less if the longest prompt leaves less.")
+]
 
 
 @measure_app.command("reward")
@@ -53,9 +55,11 @@ def measure_reward(
 def measure_kl(
     policy: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/ppo/model.")],
     reference: Annotated[Path, typer.Argument(help="The model it started from, such as runs/demo/sft/model.")],
-    prompts: Annotated[str, typer.Option(help="Prompts: JSONL, Parquet or a hub id.")],
+    prompts: Annotated[str, typer.Option(help="Prompts: JSONL, CSV, Parquet or a hub id.")],
     samples: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 1,
-    max_prompts: Annotated[int, typer.Option(min=0, help="Number of prompts to read; 0 reads all.")] = 0,
+    max_prompts: Annotated[
+        int, typer.Option(min=0, help="Number of prompts to read (default: all).", show_default=False)
+    ] = 0,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 1.0,
     seed: Seed = 0,
@@ -68,11 +72,10 @@ def measure_kl(
     from training.data import DataConfig, read_prompts
 
     asked = read_prompts(DataConfig(source=prompts, max_rows=max_prompts))
+    length = length_that_fits([policy, reference], asked, max_new_tokens)
     ours, theirs = Policy.load(policy), Policy.load(reference)
     with console.status(f"sampling {samples} responses to {len(asked):,} prompts"):
-        drawn = draw(
-            ours, asked, num_samples=samples, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
-        )
+        drawn = draw(ours, asked, num_samples=samples, max_new_tokens=length, temperature=temperature, seed=seed)
         found = measured(ours, theirs, drawn)
     _print([kl_table(found)], found, json_file)
 
@@ -81,7 +84,7 @@ def measure_kl(
 def measure_over_optimisation(
     run: Annotated[Path, typer.Argument(help="A run folder whose job set ppo.keep_policies_every.")],
     prompts: Annotated[
-        str, typer.Option(help="Prompts: JSONL, Parquet or a hub id (default: those of the compare stage).")
+        str, typer.Option(help="Prompts: JSONL, CSV, Parquet or a hub id (default: those of the compare stage).")
     ] = "",
     gold: Annotated[
         str, typer.Option(help="Scoring function, FILE.py:FUNCTION (default: the gold scorer of the job's world).")
@@ -115,14 +118,16 @@ def measure_tax(
     before: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/pretrain/model.")],
     after: Annotated[list[Path], typer.Argument(help="Models trained from it; each is compared with the first.")],
     text: Annotated[
-        list[str] | None, typer.Option(help="Held-out texts: text files, JSONL or Parquet; may repeat.")
+        list[str] | None, typer.Option(help="Held-out texts: text files, JSONL, CSV or Parquet; may repeat.")
     ] = None,
     field: Annotated[str, typer.Option(help="Field of a row that holds the text.")] = "text",
     few_shot: Annotated[
         list[str] | None, typer.Option(help='Few-shot examples: rows of {"prompt", "completion"}; may repeat.')
     ] = None,
     shots: Annotated[int, typer.Option(min=0, help="Solved examples shown before each.")] = 4,
-    max_rows: Annotated[int, typer.Option(min=0, help="Number of rows to read per file; 0 reads all.")] = 0,
+    max_rows: Annotated[
+        int, typer.Option(min=0, help="Number of rows to read per file (default: all).", show_default=False)
+    ] = 0,
     seed: Seed = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -131,12 +136,12 @@ def measure_tax(
     from evaluation.measures.tax import Task
     from evaluation.measures.tax import measure_tax as measured
     from heed.commands.measure_tables import tax_tables
-    from training.data import DataConfig, read_texts
+    from training.data import DataConfig, TextConfig, read_texts
 
     policies = {str(folder): folder for folder in (before, *after)}
     if len(policies) < 1 + len(after):
         raise ValueError(f"{before} {' '.join(map(str, after))}: each model directory may be named only once")
-    texts = list(read_texts([DataConfig(source=source, field=field, max_rows=max_rows) for source in text or []]))
+    texts = list(read_texts([TextConfig(source=source, field=field, max_rows=max_rows) for source in text or []]))
     tasks = [
         Task(source, read_examples(DataConfig(source=source, max_rows=max_rows)), shots) for source in few_shot or []
     ]
@@ -150,8 +155,10 @@ def measure_harness(
     model: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/ppo/model.")],
     task: Annotated[list[str], typer.Option(help="A task of lm-evaluation-harness, or of --include; may repeat.")],
     include: Annotated[Path | None, typer.Option(help="Folder with your own tasks (YAML).")] = None,
-    shots: Annotated[int, typer.Option(min=-1, help="Solved examples shown; -1 uses the task's number.")] = -1,
-    limit: Annotated[int, typer.Option(min=0, help="Documents per task; 0 uses all.")] = 0,
+    shots: Annotated[
+        int, typer.Option(min=-1, help="Solved examples shown (default: the task's number).", show_default=False)
+    ] = -1,
+    limit: Annotated[int, typer.Option(min=0, help="Documents per task (default: all).", show_default=False)] = 0,
     chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = False,
     seed: Seed = 0,
     json_file: JsonFile = None,

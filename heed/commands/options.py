@@ -6,18 +6,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stages.progress import console
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from jobs.job import JobConfig
+    from training.data import Prompt
 
 JobFile = Annotated[Path | None, typer.Argument(help="Job file; the built-in demo if left out.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="Override a field of the job, e.g. ppo.kl_coef=0.05; may repeat.")
 ]
-Workers = Annotated[int, typer.Option(help="Number of worker processes; 0 uses the job's.", min=0)]
+Workers = Annotated[
+    int, typer.Option(help="Number of worker processes (default: the job's).", min=0, show_default=False)
+]
 First = Annotated[str, typer.Option("--from", help="Run this stage and all later ones, even if unchanged.")]
 Only = Annotated[str, typer.Option(help="Run this stage only.")]
 Weights = Annotated[
-    list[str] | None, typer.Option("--weight", help="NAME=NUMBER: weight of one of the judge's objectives; may repeat.")
+    list[str] | None,
+    typer.Option("--weight", help="NAME=NUMBER: weight of one of the reward model's objectives; may repeat."),
 ]
 RunsFolder = Annotated[Path, typer.Option("--runs", help="Folder that holds run folders.")]
 
@@ -54,3 +62,15 @@ def to_argv(overrides: list[str] | None, workers: int, first: str, only: str) ->
     for option, value in (("--workers", workers), ("--from", first), ("--only", only)):
         argv += [option, str(value)] if value else []
     return argv
+
+
+def length_that_fits(policies: "Sequence[Path]", prompts: "Sequence[Prompt]", max_new_tokens: int) -> int:
+    """Returns the longest response that fits next to every prompt, at most `max_new_tokens`; says so if it is less."""
+    from evaluation.sampling import length_that_fits as found
+
+    length = found(policies, prompts, max_new_tokens)
+    if length < max_new_tokens:
+        console.print(
+            f"--max-new-tokens {max_new_tokens} is reduced to {length}, which the longest prompt leaves of the context"
+        )
+    return length

@@ -1,4 +1,4 @@
-// Attention of whole sequences and its gradient on a CPU with a matrix unit (Intel AMX): softmax(scale · Q Kᵀ) V, one
+// Attention of whole sequences and its gradient on a CPU that multiplies bf16: softmax(scale · Q Kᵀ) V, one
 // panel of queries at a time, so that scores never leave a core's caches. lm/native/kernels.py says what the functions compute.
 //
 // The gradient recomputes the weights from the scores and each query's ln Σ exp (arXiv 2205.14135, appendix B.2):
@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#ifdef __AVX512BF16__
 
 #include <cmath>
 #include <limits>
@@ -248,7 +248,7 @@ void by_group(const Attention& a, F f) {
         Worker worker(a);
 #pragma omp for
         for (int64_t bg = 0; bg < a.B * a.G; ++bg) f(worker, bg / a.G, bg, bg % a.G * shared, (bg % a.G + 1) * shared);
-        _tile_release();
+        release();
     }
 }
 

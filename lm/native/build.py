@@ -38,13 +38,14 @@ def library() -> ctypes.CDLL | None:
 
 
 @functools.cache
-def has_matrix_unit() -> bool:
-    """Whether kernels for a CPU's matrix unit (Intel AMX) run here: it exists and the system permits its use."""
+def multiplies_bf16() -> bool:
+    """Whether the kernels that multiply bf16 run here: on a CPU with AVX-512 BF16, by its matrix unit (AMX) if it has
+    one that the system permits to use."""
     loaded = library()
     if loaded is None:
         return False
-    loaded.matrix_unit_runs.restype = ctypes.c_bool
-    return bool(loaded.matrix_unit_runs())
+    loaded.multiplies_bf16.restype = ctypes.c_bool
+    return bool(loaded.multiplies_bf16())
 
 
 def cache_folder() -> Path:

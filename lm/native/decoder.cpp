@@ -1,4 +1,4 @@
-// One decoding step of a whole transformer on a CPU with a matrix unit (Intel AMX): every sequence reads one token. All
+// One decoding step of a whole transformer on a CPU that multiplies bf16: every sequence reads one token. All
 // threads run the same phases, each on its own share, with a barrier between phases, so a step is one parallel region;
 // weights and the key-value cache are read from memory once. lm/native/decoder.py says when.
 //
@@ -31,12 +31,10 @@ extern const int64_t step_layout[] = {
 };
 }
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#ifdef __AVX512BF16__
 
 #include <omp.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -185,21 +183,14 @@ void run(const Decoder& model, const Step& step, int64_t thread, int64_t threads
         norm(model, step.x + b * D, model.norm, model.norm_bias, b, scratch.normed);
     barrier.wait(threads);
     gemm(scratch.normed, B, D, model.head, nullptr, model.V, columns(model.V), into(step.logits, model.V));
-    _tile_release();
+    release();
 }
 
 }  // namespace
 
 extern "C" {
 
-// Whether this CPU has the unit and the system lets this process use it.
-bool matrix_unit_runs() {
-#ifdef HEED_EMULATES_AMX  // tests/lm/native/emulated_tiles.h
-    return true;
-#endif
-    constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM of the tiles' state
-    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
-}
+bool multiplies_bf16() { return true; }
 
 // Bytes of a packed weight [columns, K]; K is a multiple of KC.
 int64_t packed_bytes(int64_t columns, int64_t K) { return packed_bytes_of(columns, K); }
@@ -230,7 +221,7 @@ void decode(const Decoder* model, const Step* step) {
 #else
 
 extern "C" {
-bool matrix_unit_runs() { return false; }
+bool multiplies_bf16() { return false; }
 }
 
 #endif

@@ -1,4 +1,4 @@
-"""Decoding steps by the CPU's matrix unit: a whole step is one call (decoder.cpp).
+"""Decoding steps on a CPU that multiplies bf16: a whole step is one call (decoder.cpp).
 
 Shape letters: B sequences, D model width, F outputs of a product, C columns of the cache, H head dim, V vocabulary.
 """
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from lm.block import Block
 from lm.cache import KVCache
 from lm.model import LanguageModel
-from lm.native.build import has_matrix_unit, library
+from lm.native.build import library, multiplies_bf16
 
 HEAD_DIMS = (32, 64, 96, 128, 256)
 ACTIVATIONS = {"swiglu": 0, "relu2": 1, "gelu_tanh": 2, "relu": 3}  # decoder.cpp's `Activation`
 LEAVE_BELOW = 0.8  # finished rows leave when no more than this share still runs: others move into their slots
-KC = 32  # bf16 numbers that the unit reads at once: widths are multiples of it
+KC = 32  # bf16 numbers that a step of the kernel's sums reads: widths are multiples of it
 
 
 def what_native_steps_miss(model: nn.Module) -> str:
@@ -33,7 +33,7 @@ def what_native_steps_miss(model: nn.Module) -> str:
         return f"head_dim of {HEAD_DIMS} and widths that are multiples of {KC}"
     if config.norm_place != "pre" or config.mlp not in ACTIVATIONS:
         return f'norm_place "pre" and mlp of {list(ACTIVATIONS)}'
-    return "" if _functions() is not None else "a compiler and a CPU with AMX"
+    return "" if _functions() is not None else "a compiler and a CPU with AVX-512 BF16"
 
 
 class _Layer(Structure):
@@ -70,9 +70,9 @@ class _Step(Structure):
 
 @cache
 def _functions() -> Any:
-    """decoder.cpp's functions with their types; None where it is not compiled or this CPU has no matrix unit."""
+    """decoder.cpp's functions with their types; None where it is not compiled or this CPU does not multiply bf16."""
     loaded = library()
-    if loaded is None or not has_matrix_unit():
+    if loaded is None or not multiplies_bf16():
         return None
     check_layouts(loaded)
     _typed(loaded.packed_bytes, c_int64, c_int64, c_int64)
@@ -99,7 +99,7 @@ def _typed(function: Any, result: Any, *arguments: Any) -> None:
 
 
 class NativeSteps:
-    """Steps of a decoder, from a copy of its weights packed for the CPU's matrix unit.
+    """Steps of a decoder, from a copy of its weights packed for the CPU's products.
 
     The weights must not change afterwards. Numbers are rounded to bf16 where the model's own modules round them.
     """

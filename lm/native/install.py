@@ -12,7 +12,7 @@ from torch.autograd.function import FunctionCtx
 
 from lm import attention, block, dropout, linear, logprobs, mlp, norms, sampling
 from lm.native import fused, operators
-from lm.native.operators import TYPES, is_available, is_matrix_unit_available, runs
+from lm.native.operators import TYPES, is_available, is_bf16_available, runs
 from lm.positions import Rotary
 
 
@@ -53,9 +53,9 @@ def _split_heads(
 
 
 def takes_attention(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> bool:
-    """Whether the matrix unit's attention takes these: bf16, values as wide as keys."""
+    """Whether the attention kernel takes these: bf16, values as wide as keys."""
     is_bf16 = all(x.is_cpu and x.dtype == torch.bfloat16 for x in (q_BNTH, k_BGSH, v_BGSH))
-    return is_bf16 and k_BGSH.shape == v_BGSH.shape and is_matrix_unit_available()
+    return is_bf16 and k_BGSH.shape == v_BGSH.shape and is_bf16_available()
 
 
 def _attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> Tensor:
@@ -81,9 +81,9 @@ def _sample(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[
 
 
 def takes_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the matrix unit computes the weight's gradient: under bf16 autocast, for fp32 weights that learn."""
+    """Whether the kernel computes the weight's gradient: under bf16 autocast, for fp32 weights that learn."""
     learns = torch.is_grad_enabled() and weight.requires_grad
-    return learns and _is_autocast(x) and weight.dtype == torch.float32 and is_matrix_unit_available()
+    return learns and _is_autocast(x) and weight.dtype == torch.float32 and is_bf16_available()
 
 
 def _is_autocast(x: Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lm.native import kernels
-from lm.native.build import has_matrix_unit, library
+from lm.native.build import library, multiplies_bf16
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,9 +28,9 @@ def is_available() -> bool:
     return library() is not None
 
 
-def is_matrix_unit_available() -> bool:
-    """Whether the kernels for Intel AMX are compiled and run on this CPU."""
-    return has_matrix_unit()
+def is_bf16_available() -> bool:
+    """Whether the kernels that multiply bf16 are compiled and run on this CPU."""
+    return multiplies_bf16()
 
 
 def prepare_for_compile() -> None:
@@ -38,7 +38,7 @@ def prepare_for_compile() -> None:
 
     Not done at import, because it brings TorchDynamo, which takes a second or two of every process.
     """
-    for question in (is_available, is_matrix_unit_available):
+    for question in (is_available, is_bf16_available):
         torch.compiler.assume_constant_result(question)
 
 
@@ -157,7 +157,7 @@ dropout = _operator(
     kernels.dropout, lambda x, keys, threshold, scale: torch.empty_like(x), _save_dropout, _dropout_gradient
 )
 
-# Heads, and attention by the matrix unit.
+# Heads, and attention of bf16.
 
 
 def _fake_split_heads(

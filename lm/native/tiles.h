@@ -1,21 +1,28 @@
-// Vectors and matrix products of a CPU with AVX-512 and AMX: bf16 operands, fp32 sums.
+// Vectors and matrix products of a CPU with AVX-512 BF16, by its matrix unit (Intel AMX) where it has one: bf16 operands,
+// fp32 sums.
 //
 // The matrix unit multiplies tiles. A tile is 16 rows of 16 pairs of bf16, 1 KiB; one instruction adds the product of a
 // tile of A [16 rows, 32 k] and a tile of B [32 k, 16 columns] to 16 x 16 fp32 of C. The microkernel holds four tiles of
 // C, so that each tile it loads is used twice; its block of C is MR x NR and its step along k is KC, as in BLIS.
-// pack.h draws how operands lie in memory.
+// Without the unit, vector instructions read the same tiles: one adds the products of a row's pair in A and 16 columns'
+// pairs in B to 16 numbers of C. pack.h draws how operands lie in memory.
 
 #pragma once
 
 #include <immintrin.h>
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 constexpr int64_t MR = 32, NR = 32, KC = 32;  // the microkernel's rows of C, columns of C, and k per step
 constexpr int64_t PANEL = 32;                 // rows (or columns) of a packed panel
 static_assert(PANEL == MR && PANEL == NR && PANEL == KC, "one panel width serves A, B and k");
-constexpr int64_t TILE_ROWS = 16, TILE_BYTES = 1024;
+constexpr int64_t TILE_ROWS = 16, TILE_BYTES = 1024, TILE_PAIRS = 16;
 constexpr int64_t PANEL_STEP = 2 * TILE_BYTES;  // bytes of a panel per KC of k
 constexpr int64_t CACHE_LINE = 64;              // bytes: 32 bf16
 
@@ -73,8 +80,60 @@ inline Share share(int64_t count, int64_t thread, int64_t threads) {
     return {count * thread / threads, count * (thread + 1) / threads};
 }
 
+// C [MR, NR] = A B + beta C with one packed panel of A and one of B over `num_steps` steps of KC; beta is 0 or 1, and ldc
+// the distance between rows of C in floats. Of C's rows the first `num_rows` are wanted. `prefetch`, if any, is fetched
+// into the second cache meanwhile.
+//
+// By vectors: ROWS rows of C are held in registers at a time, so that 16 sums hide an instruction's latency.
+template <int beta>
+inline void gemm_microkernel_by_vectors(const char* a_panel, const char* b_panel, int64_t num_steps, float* c,
+                                        const char* prefetch, int64_t ldc, int64_t num_rows) {
+    constexpr int ROWS = 8;
+    const auto pairs = [](const char* from) { return reinterpret_cast<__m512bh>(_mm512_load_si512(from)); };
+    for (int64_t row = 0; row < num_rows; row += ROWS, c += ROWS * ldc, prefetch = nullptr) {
+        const char* a = a_panel + row / TILE_ROWS * TILE_BYTES + row % TILE_ROWS * CACHE_LINE;
+        const char* b = b_panel;
+        __m512 left[ROWS], right[ROWS];
+        for (int r = 0; r < ROWS; ++r) {
+            left[r] = beta ? _mm512_loadu_ps(c + r * ldc) : _mm512_setzero_ps();
+            right[r] = beta ? _mm512_loadu_ps(c + r * ldc + TILE_ROWS) : _mm512_setzero_ps();
+        }
+        for (int64_t s = 0; s < num_steps; ++s, a += PANEL_STEP, b += PANEL_STEP) {
+            for (int64_t at = 0; prefetch && at < PANEL_STEP; at += CACHE_LINE)
+                _mm_prefetch(prefetch + s * PANEL_STEP + at, _MM_HINT_T1);
+            for (int64_t k = 0; k < TILE_PAIRS; ++k) {
+                const __m512bh b_left = pairs(b + k * CACHE_LINE), b_right = pairs(b + TILE_BYTES + k * CACHE_LINE);
+                for (int r = 0; r < ROWS; ++r) {
+                    int32_t pair;
+                    std::memcpy(&pair, a + r * CACHE_LINE + k * sizeof pair, sizeof pair);
+                    const __m512bh everywhere = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+                    left[r] = _mm512_dpbf16_ps(left[r], everywhere, b_left);
+                    right[r] = _mm512_dpbf16_ps(right[r], everywhere, b_right);
+                }
+            }
+        }
+        for (int r = 0; r < ROWS; ++r) {
+            _mm512_storeu_ps(c + r * ldc, left[r]);
+            _mm512_storeu_ps(c + r * ldc + TILE_ROWS, right[r]);
+        }
+    }
+}
+
+#ifdef __AMX_BF16__
+
+// Whether the system lets this process use the unit; asked once.
+inline bool matrix_unit_runs() {
+#ifdef HEED_EMULATES_AMX  // tests/lm/native/emulated_tiles.h
+    return true;
+#endif
+    constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM of the tiles' state
+    static const bool granted = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+    return granted;
+}
+
 // Call before a thread's first product: eight tiles of full size.
 inline void configure() {
+    if (!matrix_unit_runs()) return;
     struct alignas(CACHE_LINE) {
         uint8_t palette = 1, start = 0, reserved[14] = {};
         uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -84,11 +143,14 @@ inline void configure() {
     _tile_loadconfig(&config);
 }
 
-// C [MR, NR] = A B + beta C with one packed panel of A and one of B over `num_steps` steps of KC; beta is 0 or 1, and ldc
-// the distance between rows of C in floats. `prefetch`, if any, is fetched into the second cache meanwhile.
-template <int beta = 0>
-inline void gemm_microkernel(const char* a_panel, const char* b_panel, int64_t num_steps, float* c,
-                             const char* prefetch, int64_t ldc = NR) {
+// Call after a thread's last product.
+inline void release() {
+    if (matrix_unit_runs()) _tile_release();
+}
+
+template <int beta>
+inline void gemm_microkernel_by_tiles(const char* a_panel, const char* b_panel, int64_t num_steps, float* c,
+                                      const char* prefetch, int64_t ldc) {
     const int64_t bytes = ldc * static_cast<int64_t>(sizeof(float));
     float *c_low = c, *c_high = c + TILE_ROWS * ldc;
     if constexpr (beta) {
@@ -120,6 +182,23 @@ inline void gemm_microkernel(const char* a_panel, const char* b_panel, int64_t n
     _tile_stored(3, c_high + TILE_ROWS, bytes);
 }
 
+#else
+
+inline bool matrix_unit_runs() { return false; }
+inline void configure() {}
+inline void release() {}
+
+#endif
+
+template <int beta = 0>
+inline void gemm_microkernel(const char* a_panel, const char* b_panel, int64_t num_steps, float* c,
+                             const char* prefetch, int64_t ldc = NR, int64_t num_rows = MR) {
+#ifdef __AMX_BF16__
+    if (matrix_unit_runs()) return gemm_microkernel_by_tiles<beta>(a_panel, b_panel, num_steps, c, prefetch, ldc);
+#endif
+    gemm_microkernel_by_vectors<beta>(a_panel, b_panel, num_steps, c, prefetch, ldc, num_rows);
+}
+
 // y = x Wᵀ + bias for this thread's panels of y's columns; x and W are packed, and put(row, column, numbers, count)
 // receives 32 numbers of a row at a time, of which `count` exist.
 template <class Put>
@@ -134,7 +213,8 @@ inline void gemm(const char* x, int64_t B, int64_t K, const char* weight, const 
         if (bias) std::copy(bias + column, bias + column + real, offsets);
         const Wide offset = load(offsets);
         for (int64_t row = 0; row < B; row += PANEL) {
-            gemm_microkernel(x + row / PANEL * steps * PANEL_STEP, panel, steps, sums, row ? nullptr : panel + steps * PANEL_STEP);
+            const char* next = row ? nullptr : panel + steps * PANEL_STEP;
+            gemm_microkernel(x + row / PANEL * steps * PANEL_STEP, panel, steps, sums, next, NR, std::min(MR, B - row));
             for (int64_t r = row; r < std::min(B, row + PANEL); ++r)
                 put(r, column, load(sums + (r - row) * PANEL) + offset, real);
         }

@@ -1,4 +1,4 @@
-// The gradient of a linear map's weight, dW = dYᵀ X, by a CPU's matrix unit (Intel AMX). Both operands are bf16 and
+// The gradient of a linear map's weight, dW = dYᵀ X, on a CPU that multiplies bf16. Both operands are bf16 and
 // row-major along the outer dimensions, not along the sum over tokens, which BLAS libraries are slow at. dW is fp32.
 //
 // Blocking: a packed panel of dYᵀ over DEPTH tokens fits the first cache and stays there while panels of X pass. The sums
@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#ifdef __AVX512BF16__
 
 #include <omp.h>
 
@@ -71,7 +71,7 @@ void weight_gradient(const uint16_t* gradient_RF, const uint16_t* x_RD, float* o
                 }
 #pragma omp barrier  // before the next columns of X overwrite these
         }
-        _tile_release();
+        release();
     }
 }
 

@@ -46,8 +46,12 @@ def _of_tasks(found: Found, tasks: Sequence[Task]) -> tuple[list[int], list[Judg
     )
 
 
-def export(store: LabelStore, form: Format, path: Path, *, batch: str = "", strict: bool = False) -> tuple[Report, int]:
+def export(
+    store: LabelStore, form: Format, path: Path, *, batch: str = "", strict: bool = False, with_names: bool = False
+) -> tuple[Report, int]:
     """Writes a batch ("" = all batches) to `path`. Returns the report and the number of rows.
+
+    Labelers have their pseudonyms, or with `with_names` their names.
 
     Raises: ValueError for a batch without tasks, for a path that exists, and if nothing fits the format.
     """
@@ -57,7 +61,7 @@ def export(store: LabelStore, form: Format, path: Path, *, batch: str = "", stri
     if not stored:
         raise ValueError(f"batch {batch!r} has no tasks in the store" if batch else "the store has no tasks")
     report = Report(strict=strict)
-    judgments = [judgment for name in batches for judgment in store.judgments(name)]
+    judgments = [judgment for name in batches for judgment in store.judgments(name, with_names=with_names)]
     num_rows = write_rows(path, form.write(stored, judgments, report))
     if not num_rows:
         counts = ", ".join(f"{count} x {kind}" for kind, count in report.counts().items())

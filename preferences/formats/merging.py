@@ -127,7 +127,7 @@ def _compare(found: Found, judged: JudgedTask, first: str) -> None:
             f"{judged.where}: {where}: objective {shown(task.objective)} differs from {shown(known.objective)}"
             f" in {first}; a task judged by another objective needs an id of its own"
         )
-    others = [name for name in ("sources", "details") if getattr(known, name) != getattr(task, name)]
+    others = [name for name in ("sources", "details", "warning") if getattr(known, name) != getattr(task, name)]
     if others:
         found.report.add(
             "task described differently", judged.where, f"{', '.join(others)} differ from {first}", "kept as there"

@@ -59,6 +59,7 @@ def read_heed(where: str, row: Row, _report: Report, objective: str) -> Iterator
         gold_ranks=_ranks(where, row, "gold_ranks", num_responses, may_be_empty=True),
         repeat_of=any_text(where, row, "repeat_of"),
         details=_details(where, row),
+        warning=any_text(where, row, "warning") if "warning" in row else "",
     )
     judgments = []
     for number, judged in enumerate(objects_field(where, row, "judgments")):
@@ -92,6 +93,7 @@ def write_heed(
             "gold_ranks": list(task.gold_ranks),
             "repeat_of": task.repeat_of,
             "details": json.dumps(dict(task.details), ensure_ascii=False),
+            "warning": task.warning,
             "judgments": [_judgment_row(judgment) for judgment in by_task.get(task.task_id, [])],
         }
 

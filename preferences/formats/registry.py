@@ -1,9 +1,21 @@
 """The formats by name, and guessing which one rows are in."""
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 
-from preferences.formats import benchmarks, helpsteer, hh, judges, oasst, openai, own, prompts, trl, ultrafeedback
+from preferences.formats import (
+    benchmarks,
+    consensus,
+    helpsteer,
+    hh,
+    judges,
+    oasst,
+    openai,
+    own,
+    prompts,
+    trl,
+    ultrafeedback,
+)
 from preferences.formats.parts import Format, Row
 from reading.fields import names
 from reading.rows import Rows
@@ -20,6 +32,7 @@ def _never(_row: Row) -> str:
 _ALL = (
     Format("heed", "everything in a label store", own.recognise_heed, own.read_heed, own.write_heed),
     Format("rankings", "what the reward stage reads", own.recognise_rankings, own.read_rankings, own.write_rankings),
+    Format("consensus", "one ranking per task, of all its labelers", _never, None, consensus.write_consensus),
     Format("openai", "OpenAI's comparisons of summaries", openai.recognise_summaries, openai.read_summaries, None),
     Format("webgpt", "WebGPT comparisons", openai.recognise_webgpt, openai.read_webgpt, None),
     Format("ultrafeedback", "UltraFeedback", ultrafeedback.recognise, ultrafeedback.read, None),
@@ -58,8 +71,27 @@ def _named(name: str, known: Sequence[Format]) -> Format:
     return found
 
 
-def sniff(rows: Rows) -> tuple[Format, str]:
-    """Returns the format of the first rows, and why. Raises: ValueError if they are in none, or there are none."""
+def read_as(name: str, rows: Rows) -> tuple[Format, Rows]:
+    """Returns the format of this name, or for "auto" the one that recognises most of the first rows, and all the rows.
+
+    A row that it does not recognise is left to its reader, which names the field. Raises: ValueError for an unknown
+    format, and if no format recognises the first row.
+    """
+    if name != AUTO:
+        return format_to_read(name), rows
+    first = list(islice(rows, SNIFFED_ROWS))
+    forms = [form for form in _ALL if form.recognise(first[0][1])] if first else []
+    if not forms:
+        sniff(iter(first[:1]), option="`format`")
+    best = max(forms, key=lambda form: sum(bool(form.recognise(row)) for _, row in first))
+    return best, chain(first, rows)
+
+
+def sniff(rows: Rows, *, option: str = "--format") -> tuple[Format, str]:
+    """Returns the format of the first rows, and why. `option` is what names a format, for messages.
+
+    Raises: ValueError if the rows are in no format, or there are none.
+    """
     first = list(islice(rows, SNIFFED_ROWS))
     if not first:
         raise ValueError("there are no rows to guess the format from; at least one was expected")
@@ -73,6 +105,11 @@ def sniff(rows: Rows) -> tuple[Format, str]:
             wrong, other = next(placed for placed in first if not form.recognise(placed[1]))
             raise ValueError(
                 f"{wrong}: the row is not in the format {form.name}, as {where} is: found {names(other)};"
-                " correct the row, or name the format with --format"
+                f" correct the row, or name the format with {option}"
             )
-    raise ValueError(f"{where}: no known format has the fields {names(row)}; name one with --format")
+    is_demonstration = {"prompt", "completion"} <= row.keys() or "messages" in row or "conversations" in row
+    belongs = "; demonstrations belong in sft.demonstrations" if is_demonstration else ""
+    raise ValueError(
+        f"{where}: no known format has the fields {names(row)}; name one with {option} (a pair has the fields 'prompt',"
+        f" 'chosen' and 'rejected'){belongs}"
+    )

@@ -13,7 +13,7 @@ import numpy as np
 
 from files.records import as_json
 from intervals.estimates import Share
-from preferences.current import current_judgments
+from preferences.current import CurrentJudgments, current_judgments
 from preferences.records import Judgment, Task
 from preferences.statistics.agreement import share_of_tasks
 from preferences.statistics.alpha import Alpha, ranking_alpha, rating_alpha
@@ -62,6 +62,21 @@ class LabelerReport:
 
 
 @dataclass(frozen=True)
+class Warned:
+    """Tasks with a content warning, and what labelers did with them."""
+
+    num_tasks: int
+    num_answers: int
+    num_skips: int
+
+    @property
+    def skip_share(self) -> float:
+        """Returns the share of skips among answers and skips; NaN without any."""
+        num_events = self.num_answers + self.num_skips
+        return self.num_skips / num_events if num_events else math.nan
+
+
+@dataclass(frozen=True)
 class LabelReport:
     """Statistics of all labels. The alphas' intervals are bootstrapped over prompts. Labelers are sorted by name."""
 
@@ -69,6 +84,7 @@ class LabelReport:
     num_answers: int
     num_skips: int
     num_adjudications: int
+    warned: Warned
     tie_share: float  # tied pairs of responses among all pairs of all answers; NaN without answers
     agreement: Share
     alpha: Alpha
@@ -111,6 +127,7 @@ def summary(
         num_answers=len(current.answers),
         num_skips=len(current.skips),
         num_adjudications=len(current.adjudications),
+        warned=_warned(tasks, current),
         tie_share=float((signs_JP == 0).sum() / num_pairs) if num_pairs else math.nan,
         agreement=share_of_tasks(*agreement_counts(ordinary), panel.prompt_T, responses_T),
         alpha=ranking_alpha(count_pairs(ordinary, pair_signs(ordinary.ranks_JK)), panel.prompt_T, seed=seed),
@@ -122,6 +139,14 @@ def summary(
         fast_answers=fast_answers(panel, words_J, rate_J, limit=NUM_LISTED, threshold=too_fast_words_per_minute),
         too_fast_words_per_minute=too_fast_words_per_minute,
     )
+
+
+def _warned(tasks: Sequence[Task], current: CurrentJudgments) -> Warned:
+    warned = {task.task_id for task in tasks if task.warning}
+    num_answers, num_skips = (
+        sum(one.task_id in warned for one in events) for events in (current.answers, current.skips)
+    )
+    return Warned(len(warned), num_answers, num_skips)
 
 
 def _labelers(

@@ -76,12 +76,13 @@ def test_no_bit_differs_after_faults_of_every_kind(result: ChaosResult) -> None:
 
 def test_a_schedule_is_a_function_of_its_seed_and_deals_kinds_and_stages_evenly() -> None:
     kinds = ("worker", "hang", "folder")
-    drawn = [Schedule(60, seed, kinds, BUILT_IN.names).take(60) for seed in (7, 7, 8)]
+    total = 10 * len(kinds) * len(BUILT_IN.names)
+    drawn = [Schedule(total, seed, kinds, BUILT_IN.names).take(total) for seed in (7, 7, 8)]
     assert drawn[0] == drawn[1] != drawn[2]
-    assert Counter(planned.kind for planned in drawn[0]) == dict.fromkeys(kinds, 20)
-    assert Counter(planned.stage for planned in drawn[0]) == dict.fromkeys(BUILT_IN.names, 10)
+    assert Counter(planned.kind for planned in drawn[0]) == dict.fromkeys(kinds, total // len(kinds))
+    assert Counter(planned.stage for planned in drawn[0]) == dict.fromkeys(BUILT_IN.names, 30)
     assert [BUILT_IN.names.index(planned.stage) for planned in drawn[0]] == sorted(
-        i for i in range(6) for _ in range(10)
+        i for i in range(len(BUILT_IN.names)) for _ in range(30)
     )
     assert all(0 <= planned.moment < 1 for planned in drawn[0])
     schedule = Schedule(10, 7, kinds, BUILT_IN.names)

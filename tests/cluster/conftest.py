@@ -1,4 +1,4 @@
-"""Hosts of their own on this machine: network namespaces on one bridge, each with the host table that Debian writes."""
+"""Separate hosts on this machine: network namespaces on one bridge, each with the host table that Debian writes."""
 
 import os
 import secrets
@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.group import WorkerGroup
+
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).parent / "ray")
 
@@ -24,7 +26,7 @@ def ip(*arguments: str) -> None:
 
 @dataclass
 class Host:
-    """One host: `run` starts a program there. Its own name leads to 127.0.1.1, as on Debian and Ubuntu."""
+    """One host: `run` starts a program there. Its own name resolves to 127.0.1.1, as on Debian and Ubuntu."""
 
     name: str
     address: str
@@ -49,20 +51,22 @@ class Host:
         """A Ray head with room for one rank."""
         self.run(
             [RAY, "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=1", "--include-dashboard=false",
+             "--no-monitor", "--include-log-monitor=false",
              f"--node-ip-address={self.address}", "--port=6379", f"--temp-dir={self.folder}/r"],
             "head.log", **environment,
         )  # fmt: skip
 
     def start_node(self, head: "Host", **environment: str) -> None:
-        """A Ray node with room for one rank, started again whenever it ends, as docs/cluster.md has it."""
+        """A Ray node with room for one rank, restarted whenever it ends, as described in docs/cluster.md."""
         once = (
-            f"{RAY} start --block --disable-usage-stats --num-cpus=1 --node-ip-address={self.address}"
-            f" --address={head.address}:6379"
+            f"{RAY} start --block --disable-usage-stats --include-log-monitor=false --num-cpus=1"
+            f" --node-ip-address={self.address} --address={head.address}:6379"
         )
         self.run(["sh", "-c", f"while true; do {once}; sleep 1; done"], "node.log", **environment)
 
     def wait_for(self, process: subprocess.Popen[bytes], log: str, words: str, seconds: float) -> None:
-        """Until a program has said something. Raises: AssertionError where it ends, or time does, before."""
+        """Waits until a program has printed something. Raises: AssertionError if it ends or time runs out before
+        that."""
         end = time.monotonic() + seconds
         while words not in self.said(log):
             assert process.poll() is None, self.said(log)
@@ -73,14 +77,14 @@ class Host:
         return (self.folder / log).read_text(errors="replace")
 
     def cut(self) -> None:
-        """Take the host's link down: packets to and from it are lost without an answer."""
+        """Takes the host's link down: packets to and from it are lost without an answer."""
         ip("link", "set", f"v{self.name}", "down")
 
     def mend(self) -> None:
         ip("link", "set", f"v{self.name}", "up")
 
     def end(self) -> None:
-        """SIGKILL to all that runs on it."""
+        """Sends SIGKILL to everything that runs on it."""
         for process in self.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -90,9 +94,18 @@ class Host:
             os.kill(int(pid), signal.SIGKILL)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def opened() -> Iterator[list[WorkerGroup]]:
+    """Groups that a file's tests pass on; they are closed after the last."""
+    groups: list[WorkerGroup] = []
+    yield groups
+    for group in groups:
+        group.close()
+
+
+@pytest.fixture(scope="module")
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts that reach each other; both are ended and removed with all that runs on them."""
+    """Two hosts that can reach each other; both are stopped and removed with everything that runs on them."""
     if os.geteuid() or not shutil.which("ip") or not shutil.which("unshare"):
         pytest.skip("network namespaces need root, ip and unshare")
     mark = secrets.token_hex(2)

@@ -1,4 +1,4 @@
-"""What is refused before Ray is started."""
+"""Errors that are raised before Ray is started."""
 
 import os
 

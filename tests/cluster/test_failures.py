@@ -1,4 +1,5 @@
-"""What a rank raises reaches the driver whole, in words or as itself; losses that a new group mends are told apart."""
+"""A rank's exception reaches the driver complete, as text or as itself; losses that a new group repairs are
+recognised."""
 
 import io
 import sys
@@ -17,7 +18,7 @@ from cluster.connection import connect, disconnect
 from cluster.failures import Failure, WorkerError, WorkerLostError, kind_of
 from cluster.group import WorkerGroup
 
-# Workers cannot import this module, so what they run of it travels by value.
+# Workers cannot import this module, so its functions and classes are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
@@ -64,7 +65,7 @@ def _ray() -> Iterator[None]:
         (refused, r"HTTP Error 503: busy(.|\n)*in refused|HTTPError(.|\n)*503(.|\n)*in refused"),
     ],
 )
-def test_an_exception_that_cannot_be_sent_is_told_in_words(fail: Callable[[], None], says: str) -> None:
+def test_an_exception_that_cannot_be_sent_arrives_as_text(fail: Callable[[], None], says: str) -> None:
     with WorkerGroup(1) as group, pytest.raises(WorkerError, match=rf"^ppo: rank 0 of 1: (.|\n)*({says})") as caught:
         group.run("ppo", fail)
     assert not isinstance(caught.value, WorkerLostError), "it would be tried again, to fail again"
@@ -101,7 +102,7 @@ def test_a_port_that_is_taken_is_a_loss_that_another_group_mends() -> None:
 
 
 def nowhere() -> Exception:
-    """What torch raises where the first rank's host is not found, or out of reach."""
+    """What torch raises if the first rank's host cannot be found or reached."""
     try:
         dist.TCPStore("no-such-host.invalid", 29_999, timeout=timedelta(seconds=2))  # type: ignore[attr-defined]
     except Exception as error:
@@ -123,7 +124,7 @@ CASES = [
     (torch.AcceleratorError("CUDA error: out of memory"), "error"),
     (RuntimeError("the loss is not finite on 1 of 2 ranks"), "error"),
     (KeyError("connection closed"), "error"),
-    (OSError("No route to host"), "error"),  # somebody's server, which a new group does not mend
+    (OSError("No route to host"), "error"),  # another process's server; a new group would not help
     (ValueError("connection closed by peer: sft.url"), "mistake"),
 ]
 

@@ -1,6 +1,6 @@
-"""Ranks that hang are found by what they fail to give: a stopped process gives no beats, a stuck one makes no progress.
+"""Hanging ranks are detected by what is missing: a stopped process sends no heartbeats, a stuck one makes no progress.
 
-All of it with real processes on a real Ray, which are really stopped.
+All tests use real processes on a real Ray, which are really stopped.
 """
 
 import os
@@ -23,7 +23,7 @@ from cluster.failures import WorkerLostError
 from cluster.group import WorkerGroup
 from lm.progress import note_progress
 
-# Workers cannot import this module, so what they run of it travels by value.
+# Workers cannot import this module, so its functions and classes are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SOON = ClusterConfig(silence_seconds=3, stall_seconds=600, start_seconds=60, wait_for_nodes_seconds=60)
@@ -35,6 +35,21 @@ def _ray() -> Iterator[None]:
     connect(2)
     yield
     disconnect()
+
+
+@pytest.fixture
+def pair(opened: list[WorkerGroup]) -> WorkerGroup:
+    """Two ranks; those that the previous test left whole, as starting them takes long."""
+    if not opened or not opened[-1].is_open:
+        opened.append(WorkerGroup(2, SOON))
+    return opened[-1]
+
+
+@pytest.fixture
+def no_pair(opened: list[WorkerGroup]) -> None:
+    """Gives the places of the pair to groups of other sizes."""
+    for group in opened:
+        group.close()
 
 
 def rank() -> int:
@@ -57,41 +72,45 @@ def stop_rank_1_while_0_works(seconds: float) -> None:
         time.sleep(0.05)
 
 
-def test_a_stopped_rank_is_named_soon_and_its_process_ended() -> None:
-    group = WorkerGroup(2, SOON)
-    pids = group.run("pids", os.getpid)
+def test_a_stopped_rank_is_named_soon_and_its_process_ended(pair: WorkerGroup, opened: list[WorkerGroup]) -> None:
+    pids = pair.run("pids", os.getpid)
     begun = time.monotonic()
     with pytest.raises(WorkerLostError, match=r"^collect: sft: rank 1 of 2 was lost: no sign of life for 3 s") as lost:
-        group.run("collect: sft", stop_rank_1_while_0_works, 300.0)
+        pair.run("collect: sft", stop_rank_1_while_0_works, 300.0)
     assert 3 < time.monotonic() - begun < 20
     assert len(str(lost.value).splitlines()) == 1
-    assert not group.is_open
-    # Its memory and its place come back: a process that is stopped heeds no request to end.
+    assert not pair.is_open
+    # Its memory and its resources are released, although a stopped process ignores requests to end.
     end = time.monotonic() + 10
     while is_alive(pids[1]) and time.monotonic() < end:
         time.sleep(0.05)
     assert not is_alive(pids[1])
-    with WorkerGroup(2, SOON) as following:
-        assert following.run("pids", rank) == [0, 1]
+    opened.append(WorkerGroup(2, SOON))
+    assert opened[-1].run("pids", rank) == [0, 1]
 
 
-def test_a_rank_that_waits_long_is_not_taken_for_one_that_is_stopped() -> None:
-    with WorkerGroup(1, SOON) as group:
-        assert group.run("compile", lambda: time.sleep(8) or "done") == ["done"]
+def test_a_rank_that_waits_long_is_not_taken_for_one_that_is_stopped(pair: WorkerGroup) -> None:
+    assert pair.run("compile", lambda: time.sleep(8) or "done") == ["done"] * 2
 
 
-def test_a_rank_stopped_between_two_calls_is_found_by_the_next() -> None:
-    with WorkerGroup(2, SOON) as group:
-        pids = group.run("pids", os.getpid)
-        os.kill(pids[0], signal.SIGSTOP)
-        time.sleep(1)
-        with pytest.raises(WorkerLostError, match=r"^ppo: rank 0 of 2 was lost: no sign of life"):
-            group.run("ppo", rank)
+def test_a_rank_stopped_between_two_calls_is_found_by_the_next(pair: WorkerGroup) -> None:
+    pids = pair.run("pids", os.getpid)
+    os.kill(pids[0], signal.SIGSTOP)
+    time.sleep(1)
+    with pytest.raises(WorkerLostError, match=r"^ppo: rank 0 of 2 was lost: no sign of life"):
+        pair.run("ppo", rank)
 
 
+@pytest.mark.usefixtures("no_pair")
 def test_ranks_that_make_no_progress_are_named_though_they_live() -> None:
+    def work() -> str:
+        for _ in range(80):
+            note_progress()
+            time.sleep(0.1)
+        return "done"
+
     def wait_on(event: Callable[[], bool]) -> None:
-        if rank() == 0:  # makes progress for a while, which is no progress of the stuck one's
+        if rank() == 0:  # makes progress for a while, which does not count as progress of the stuck rank
             for _ in range(20):
                 note_progress()
                 time.sleep(0.1)
@@ -99,24 +118,15 @@ def test_ranks_that_make_no_progress_are_named_though_they_live() -> None:
         while not event():
             time.sleep(0.05)
 
-    begun = time.monotonic()
     with WorkerGroup(2, STALLS) as group:
+        assert group.run("sft", work) == ["done"] * 2  # longer than the limit, which is no hang
+        begun = time.monotonic()
         with pytest.raises(WorkerLostError, match=r"^sft: rank 1 of 2 was lost: it hangs, without progress for 3 s"):
             group.run("sft", wait_on, bool)
         assert time.monotonic() - begun < 60
 
 
-def test_work_that_goes_on_for_longer_than_the_limit_is_no_hang() -> None:
-    def work() -> str:
-        for _ in range(80):
-            note_progress()
-            time.sleep(0.1)
-        return "done"
-
-    with WorkerGroup(1, STALLS) as group:
-        assert group.run("sft", work) == ["done"]
-
-
+@pytest.mark.usefixtures("no_pair")
 def test_of_groups_that_wait_for_each_other_the_stopped_one_is_named() -> None:
     with WorkerGroup(1, SOON) as learners, WorkerGroup(1, SOON) as generators:
         sending = learners.put("role", Role).start_all(Role.wait)
@@ -136,9 +146,10 @@ class Role:
         pass
 
 
-def test_a_rank_stopped_while_it_starts_is_named() -> None:
+@pytest.mark.usefixtures("no_pair")
+def test_a_rank_stopped_while_it_starts_is_named(opened: list[WorkerGroup]) -> None:
     def stop_first() -> None:
-        """The first worker that appears, as soon as it has begun to build its rank."""
+        """Returns the first worker to appear, as soon as it has begun to build its rank."""
         end = time.monotonic() + 60
         while time.monotonic() < end and not stopped:
             for pid in set(processes()) - before:
@@ -155,10 +166,19 @@ def test_a_rank_stopped_while_it_starts_is_named() -> None:
         WorkerGroup(2, hasty)
     striking.join()
     assert stopped
-    with WorkerGroup(2, SOON) as group:
-        assert group.run("ranks", rank) == [0, 1]
+    opened.append(WorkerGroup(2, SOON))
+    assert opened[-1].run("ranks", rank) == [0, 1]
 
 
+def test_the_listener_may_die_and_hangs_are_found_still(pair: WorkerGroup) -> None:
+    killing = threading.Timer(1.0, lambda: ray.kill(pair.ranks.heartbeats, no_restart=False))
+    killing.start()
+    with pytest.raises(WorkerLostError, match=r"^sft: rank 1 of 2 was lost: no sign of life"):
+        pair.run("sft", stop_rank_1_while_0_works, 300.0)
+    killing.join()
+
+
+@pytest.mark.usefixtures("no_pair")
 def test_a_listener_that_is_stopped_is_replaced_with_the_group() -> None:
     hasty = SOON.model_copy(update={"start_seconds": 12.0})
     with WorkerGroup(1, hasty) as group:
@@ -172,7 +192,7 @@ def test_a_listener_that_is_stopped_is_replaced_with_the_group() -> None:
 
 
 def processes() -> list[int]:
-    """Those that this process started, and theirs: other Ray clusters may run on this machine."""
+    """Returns the processes that this process started, and theirs: other Ray clusters may run on this machine."""
     return [child.pid for child in psutil.Process().children(recursive=True)]
 
 
@@ -181,12 +201,3 @@ def command_of(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
-
-
-def test_the_listener_may_die_and_hangs_are_found_still() -> None:
-    with WorkerGroup(2, SOON) as group:
-        killing = threading.Timer(1.0, lambda: ray.kill(group.ranks.heartbeats, no_restart=False))
-        killing.start()
-        with pytest.raises(WorkerLostError, match=r"^sft: rank 1 of 2 was lost: no sign of life"):
-            group.run("sft", stop_rank_1_while_0_works, 300.0)
-        killing.join()

@@ -1,4 +1,4 @@
-"""A cluster on this machine: nodes that die and come back, links that are cut, and nothing left behind."""
+"""A cluster on this machine: nodes that die and come back, links that are cut, and no leftover processes."""
 
 import os
 import subprocess
@@ -22,7 +22,8 @@ def namespaces() -> set[str]:
 
 
 def hears(network: Network, host: str, other: str) -> bool:
-    """Whether one host can open a connection to a port of another on which nobody listens: it is refused, not lost."""
+    """Returns whether one host can reach another's port on which nothing listens: the connection is refused, not
+    lost."""
     script = (
         "import socket, sys\n"
         "try: socket.create_connection((sys.argv[1], 9), timeout=2)\n"
@@ -76,7 +77,7 @@ def test_a_driver_joins_and_finds_every_node(cluster: LocalCluster) -> None:
 
 def test_a_killed_node_is_gone_whole_and_comes_back_when_it_is_filled(cluster: LocalCluster) -> None:
     processes = {name: cluster.node_processes(name) for name in cluster.nodes}
-    assert all(len(found) > 2 for found in processes.values())
+    assert all(len(found) >= 2 for found in processes.values())  # `ray start` and the raylet
     cluster.kill_node("node-1")
     assert not cluster.is_whole
     assert not any(is_alive(pid) for pid in processes["node-1"])

@@ -1,4 +1,4 @@
-"""What each rank takes of its machine, on a Ray that believes in three GPUs."""
+"""Each rank's resources on its machine, with a Ray that believes in three GPUs."""
 
 import os
 import subprocess
@@ -49,16 +49,16 @@ def test_each_rank_on_a_gpu_sees_its_own() -> None:
 
 @pytest.mark.usefixtures("three_gpus")
 def test_places_of_all_groups_are_counted_together(tmp_path: Path) -> None:
-    """Two learners, a generator and a scorer need four GPUs; each group by itself would find its own."""
+    """Two learners, a generator and a scorer need four GPUs, although each group alone would find enough."""
     with pytest.raises(NoPlaceError, match=r"4 ranks, each with a GPU of its own, and there are 3 GPUs"):
-        Workers([2], tmp_path, ClusterConfig(), num_beside=2).check()
+        Workers([2], tmp_path, ClusterConfig(), num_extra_ranks=2).check()
     assert require_room(4, use_gpus=False) == ON_CPU
     assert require_room(3, use_gpus=True) == ON_GPU
 
 
 @pytest.mark.usefixtures("three_gpus")
 def test_what_ranks_run_on_is_decided_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the loss of a machine the cluster may show no GPU at all; the job waits for it and takes no CPUs."""
+    """After a machine is lost, the cluster may show no GPU at all; the job waits for it and takes no CPUs."""
     workers = Workers([1], tmp_path, ClusterConfig(wait_for_nodes_seconds=20))
     workers()
     workers.abandon()
@@ -88,7 +88,7 @@ def test_without_a_cluster_the_machine_is_checked_before_anything_is_made(
 
 def test_threads_follow_affinity_and_the_containers_limit(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
-    assert usable_cores(tmp_path) == cores  # no control groups
+    assert usable_cores(tmp_path) == cores  # without control groups
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert usable_cores(tmp_path) == cores
     (tmp_path / "cpu.max").write_text("150000 100000\n")
@@ -106,7 +106,7 @@ def test_threads_follow_affinity_and_the_containers_limit(tmp_path: Path) -> Non
 
 
 def test_threads_do_not_depend_on_where_ranks_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group that is placed otherwise after a loss sums in the same order: its bits are the same."""
+    """A group that is placed differently after a loss sums in the same order, so its bits are the same."""
     nodes = [{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 1.0}]
     monkeypatch.setattr("cluster.places.living_nodes", lambda: nodes)
     assert [most_ranks_per_node(num, {"CPU": 1.0}) for num in (1, 2, 4)] == [1, 2, 2]

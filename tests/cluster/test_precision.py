@@ -1,4 +1,4 @@
-"""`precision = "auto"` is what the machines that compute are fast at, whatever the driver's machine is."""
+"""`precision = "auto"` depends on what the computing machines are fast at, not on the driver's machine."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_the_workers_machines_decide_and_not_the_drivers(monkeypatch: pytest.Mon
     with LocalCluster(num_nodes=1, cpus=1) as cluster:
         for name, value in cluster.environment.items():
             monkeypatch.setenv(name, value)
-        # The driver's machine has other units than the workers'.
+        # The driver's machine has other units than the workers' machines.
         monkeypatch.setattr("cluster.precision.cpu_multiplies_bf16", lambda: other == "bf16")
         assert fast_precision(False) == other
         try:

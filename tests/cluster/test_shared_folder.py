@@ -1,4 +1,4 @@
-"""A run folder that some machine does not see is refused."""
+"""A run folder that some machine cannot see is an error."""
 
 import socket
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def test_a_folder_that_all_see_is_left_as_it_was(group: WorkerGroup, tmp_path: P
 def test_a_folder_of_one_machine_is_refused(
     group: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A relative path is another one to workers that were started elsewhere.
+    # A relative path means another folder for workers that were started elsewhere.
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     with pytest.raises(ValueError, match=rf"^--runs: runs is not the same folder on {socket.gethostname()} as on"):

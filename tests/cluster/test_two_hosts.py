@@ -1,4 +1,4 @@
-"""Ranks on two hosts: a host table that leads gloo astray, and a network that fails for half a minute."""
+"""Ranks on two hosts: a host table that misleads gloo, and a network that fails for half a minute."""
 
 import os
 import subprocess
@@ -13,23 +13,30 @@ PROGRAM = [sys.executable, str(Path(__file__).with_name("two_hosts.py"))]
 PARTITION_SECONDS = 30
 
 
+@pytest.fixture(scope="module")
+def cluster(two_hosts: tuple[Any, Any]) -> tuple[Any, Any]:
+    """A head and a node, started once: a link that has failed is mended, and the node comes back."""
+    head, node = two_hosts
+    head.start_head()
+    node.start_node(head)
+    return head, node
+
+
 def drive(head: Any, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start the driver, which joins the head on its own host."""
+    """Starts the driver, which joins the head from its own host."""
     process: subprocess.Popen[bytes] = head.run(
         [*PROGRAM, *arguments], "driver.log", RAY_ADDRESS=f"{head.address}:6379"
     )
     return process
 
 
-def test_a_host_name_that_leads_to_127_0_1_1_keeps_no_ranks_apart(two_hosts: tuple[Any, Any]) -> None:
-    """gloo offers its peers the address of the host's own name: 127.0.1.1 on Debian, where they find themselves."""
-    head, node = two_hosts
-    head.start_head()
-    node.start_node(head)
+def test_a_host_name_that_leads_to_127_0_1_1_keeps_no_ranks_apart(cluster: tuple[Any, Any]) -> None:
+    """gloo offers its peers the address of its own host name: 127.0.1.1 on Debian, where peers find only themselves."""
+    head, node = cluster
     process = drive(head, "sum", str(head.folder))
     assert process.wait(timeout=240) == 0, head.said("driver.log")
     said = head.said("driver.log")
-    # Each rank has the cores of its own host, which here are all of this machine's.
+    # Each rank has the cores of its own host, which here are all cores of this machine.
     assert f", 21.0, {len(os.sched_getaffinity(0))})" in said
     assert head.name in said
     assert node.name in said
@@ -37,12 +44,11 @@ def test_a_host_name_that_leads_to_127_0_1_1_keeps_no_ranks_apart(two_hosts: tup
 
 @pytest.mark.parametrize("moment", ["placing", "step-000010"])
 def test_a_network_that_fails_for_half_a_minute_ends_no_run(
-    two_hosts: tuple[Any, Any], tmp_path: Path, moment: str
+    cluster: tuple[Any, Any], tmp_path: Path, moment: str
 ) -> None:
-    """While a group starts, and while it works. Ray gives the node up; started again, it is taken back."""
-    head, node = two_hosts
-    head.start_head()
-    node.start_node(head)
+    """The link fails while a group starts, and while it works. Ray drops the node; after a restart it is accepted
+    again."""
+    head, node = cluster
     process = drive(head, "count", str(tmp_path))
     end = time.monotonic() + 180
     while moment not in head.said("driver.log") and not (tmp_path / "checkpoints" / moment).exists():

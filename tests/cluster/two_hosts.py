@@ -1,4 +1,4 @@
-"""What tests/cluster/test_two_hosts.py runs as a driver: `python two_hosts.py sum|partition FOLDER`."""
+"""The driver program of tests/cluster/test_two_hosts.py: `python two_hosts.py sum|partition FOLDER`."""
 
 import os
 import socket
@@ -27,7 +27,7 @@ def total() -> tuple[str, float, int]:
 
 
 def count_together(folder: str) -> None:
-    """Steps that both ranks take at once; rank 0 keeps how far they came, as a stage keeps checkpoints."""
+    """Steps that both ranks take together; rank 0 records the last one, as a stage keeps checkpoints."""
     from datetime import timedelta
 
     import torch

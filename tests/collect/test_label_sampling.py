@@ -57,10 +57,10 @@ def test_reward_models_choose_what_they_are_unsure_of(folder: Path, heed_label: 
     assert (code, "selected by uncertainty" in said) == (0, True)
     with LabelStore(folder / "labels.sqlite") as store:
         details = [one.task.details for one in store.tasks("b")]
-    assert {(told["slice"], told["method"]) for told in details} == {
+    assert {(detail["slice"], detail["method"]) for detail in details} == {
         ("evaluation", "uniform"), ("training", "uncertainty"),
     }  # fmt: skip
-    unsure = {round(told["propensity"], 6) for told in details if told["method"] == "uncertainty"}
+    unsure = {round(detail["propensity"], 6) for detail in details if detail["method"] == "uncertainty"}
     assert len(unsure) > 1
 
 
@@ -101,7 +101,6 @@ def test_refusals(folder: Path, heed_label: Call) -> None:
         (("--responses", "1"), "responses_per_task"),
         (("--evaluation-share", "2"), "evaluation_share"),
         (("--judge", str(folder / "one")), "one"),
-        (("--max-new-tokens", "4000"), "4000"),
     ):
         code, _, err = heed_label(*arguments(folder, *more))
         assert (code, words in err) == (2, True), (more, err)
@@ -113,7 +112,8 @@ def test_refusals(folder: Path, heed_label: Call) -> None:
 def test_prompts_that_are_left_out_are_counted(folder: Path, heed_label: Call) -> None:
     """A cold policy says the same again to some prompts, which then have too few responses for a task."""
     cold = ("--responses", "4", "--samples", "2", "--temperature", "0.12")
-    code, said, _ = heed_label(*arguments(folder, *cold))
+    code, said, err = heed_label(*arguments(folder, *cold))
+    assert code == 0, err
     num_tasks = int(said.split()[0])
     assert (code, 0 < num_tasks < 6) == (0, True)
     assert f"{6 - num_tasks} of 6 prompts are left out: the policies gave fewer than 4 different responses" in said

@@ -1,4 +1,4 @@
-"""`heed compare` and `heed judge` in this process: real models, a real endpoint, files to judge."""
+"""Fixtures for `heed compare` and `heed judge` in this process: real models, a real endpoint, files to judge."""
 
 import json
 import sys
@@ -21,14 +21,14 @@ Call = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def heed_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs `heed` with arguments; the exit code, and all that it said."""
+    """Runs `heed` with arguments; returns the exit code and all output."""
     monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setenv("COLUMNS", "200")
 
     def call(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["heed", *arguments])
         for name in [name for name in sys.modules if name.startswith("heed_file_")]:
-            del sys.modules[name]  # a command reads a function's file once, and each command is another process
+            del sys.modules[name]  # a command reads a function's file only once, but each real command is a new process
         with pytest.raises(SystemExit) as caught:
             main()
         said = capsys.readouterr()
@@ -40,7 +40,7 @@ def heed_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory, tiny_config: ModelConfig, tokenizer: Tokenizer) -> Path:
-    """Two policies and a reward model of random weights. Read only."""
+    """Two policies and a reward model with random weights. Read only."""
     folder = tmp_path_factory.mktemp("compared")
     for seed, name in enumerate(("one", "two")):
         model = LanguageModel(tiny_config)
@@ -55,7 +55,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_config: ModelConfig, t
 
 @pytest.fixture
 def place(tmp_path: Path, models: Path) -> Path:
-    """A folder to work in, with prompts, outputs, a function that judges, and the models."""
+    """A folder with prompts, outputs, a judge function, and the models."""
     prompts = [{"prompt_id": f"p{n}", "prompt": f"The fox {n}?", "category": "ab"[n % 2]} for n in range(5)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     saved = [{"prompt_id": f"p{n}", "output": f"A fox has {'x' * n} legs."} for n in range(5)]
@@ -90,17 +90,17 @@ def _by_judge(folder: Path) -> dict[str, list[Verdict]]:
 
 @pytest.fixture(scope="session")
 def compare() -> Callable[..., list[str]]:
-    """The arguments of `heed compare` in a `place`."""
+    """Returns the arguments of `heed compare` in a `place`."""
     return _compare
 
 
 @pytest.fixture(scope="session")
 def settings_of() -> Callable[[Path], dict[str, Any]]:
-    """What a folder's compare.json holds."""
+    """Returns the contents of a folder's compare.json."""
     return _settings_of
 
 
 @pytest.fixture(scope="session")
 def by_judge() -> Callable[[Path], dict[str, list[Verdict]]]:
-    """A folder's verdicts by judge."""
+    """Returns a folder's verdicts by judge."""
     return _by_judge

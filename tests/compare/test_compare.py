@@ -1,4 +1,4 @@
-"""What a comparison leaves: rows of every policy and judge, the same bytes again, an interruption, what is told."""
+"""The output of a comparison: rows of all policies and judges, identical bytes on reruns, interruptions, messages."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def test_a_model_an_endpoint_and_a_file_before_three_judges(
     assert all(row.log_ratio == row.log_ratio for row in responses if row.policy == "one")
     assert all(row.log_ratio != row.log_ratio for row in responses if row.policy != "one")
     found = by_judge(folder)
-    # On each of five prompts 2 x 2 samples of the two that sample, and 2 x 1 of each of them with the saved one.
+    # Per prompt (there are five): 2 x 2 pairs of the two sampled policies, and 2 x 1 of each with the saved one.
     assert {name: len(own) for name, own in found.items() if name != "lm"} == {"reward": 40, "length": 40}
     text = {(row.policy, row.prompt_id, row.index): row.text for row in responses}
     for verdict in found["length"] + found["lm"]:
@@ -82,7 +82,7 @@ def test_an_interrupted_comparison_samples_nothing_again(
     assert (code, "requests to longer failed" in said, (place / "out").exists()) == (2, True, False)
     chat_server.fails = lambda _: False
     with monkeypatch.context() as patch:
-        patch.setattr(sampling, "generate", None)  # a model that samples now would fail
+        patch.setattr(sampling, "generate", None)  # a model that is sampled now would fail
         code, said = heed_main(*compare(place, *policies, judges=(judge,)))
         assert code == 0, said
     shutil.rmtree(place / "out")
@@ -106,15 +106,15 @@ def test_external_judgments(place: Path, heed_main: Call, settings_of: SettingsO
     assert [policy["name"] for policy in settings["policies"]] == ["new", "old"]
     assert (settings["verdicts"]["format"], settings["verdicts"]["warnings"]) == ("alpacaeval", {"no preference": 1})
     assert [v.preference_a for v in by_judge(place / "out")["gpt"]] == [0.0] * 3
-    assert heed_main(*command)[0] == 0  # once more: it is there
-    # Its responses can be judged by others too, without sampling.
+    assert heed_main(*command)[0] == 0  # again: the comparison already exists
+    # Other judges can judge its responses too, without sampling.
     assert heed_main("judge", str(place / "out"), f"{place / 'judges.py'}:length")[0] == 0
     assert [(v.policy_a, v.preference_a) for v in by_judge(place / "out")["length"]] == [("new", 1.0)] * 3
     code, said = heed_main("judge", str(place / "out"), f"gpt={place / 'judges.py'}:length")
     assert (code, "has the name of external judgments" in said) == (2, True)
 
 
-def test_what_is_told_of_policies(place: Path, heed_main: Call, compare: Compare) -> None:
+def test_messages_about_policies(place: Path, heed_main: Call, compare: Compare) -> None:
     rows = [{"prompt_id": f"p{n}", "output": "  " if n == 2 else "yes"} for n in range(9)]
     (place / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     other = shutil.copytree(place / "models/one/model", place / "other/model")

@@ -1,4 +1,4 @@
-"""Judges of a comparison: one more, people over several runs, the gold scorer of a world."""
+"""Judges of a comparison: adding one, people over several runs, a world's gold scorer."""
 
 import json
 import random
@@ -33,7 +33,7 @@ def test_judging_again_samples_nothing_and_keeps_the_others(
     assert heed_main(*compare(place, *policies, judges=(length, reward), out="both"))[0] == 0
     for name in FILES:
         assert (place / "out" / name).read_bytes() == (place / "both" / name).read_bytes(), name
-    # Another function of the same name takes the place of what that one said.
+    # A changed function with the same name replaces the earlier judge.
     (place / "judges.py").write_text("def length(prompts, responses):\n    return [-len(text) for text in responses]\n")
     assert heed_main("judge", str(place / "out"), length)[0] == 0
     turned = [1 - v.preference_a for v in by_judge(place / "copy")["length"]]

@@ -1,4 +1,4 @@
-"""What the terminal says of a comparison's results."""
+"""The results of a comparison as the terminal prints them."""
 
 from compare.outcome import in_words, results_table
 

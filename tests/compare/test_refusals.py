@@ -1,5 +1,7 @@
-"""What a comparison refuses, before anything is sampled where it can; judges that fail."""
+"""Errors of a comparison, raised before anything is sampled if possible; judges that fail."""
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,6 @@ def test_refusals_before_anything_is_sampled(
     for more, words in (
         (("--verdicts", saved), "--verdicts already contains policies, prompts and judges"),
         (("--prompts", ""), "or --verdicts alone"),
-        (("--max-new-tokens", "90"), "exceed its context of 96"),
         (("--category", "level"), "line 1: the category field 'level' is missing"),
         (("--template", str(place / "saved.jsonl")), ""),
     ):
@@ -65,6 +66,23 @@ def test_refusals_before_anything_is_sampled(
         assert (code, words in said) == (2, True), said
     assert not (place / "out").exists()
     assert heed_main("judge", str(place), length)[1].count("the folder of a finished comparison was expected") == 1
+
+
+def test_a_limit_that_no_context_holds_is_reduced_for_all(
+    place: Path, heed_main: Call, compare: Compare, settings_of: SettingsOf
+) -> None:
+    models = [str(place / f"models/{name}/model") for name in ("one", "two")]
+    call = compare(place, *models, judges=(f"{place / 'judges.py'}:length",), more=("--max-new-tokens", "90"))
+    code, said = heed_main(*call)
+    assert code == 0, said
+    (length,) = re.findall(r"--max-new-tokens 90 is reduced to (\d+), which", said)
+    limits = [policy["sampling"]["max_new_tokens"] for policy in settings_of(place / "out")["policies"]]
+    assert limits == [int(length)] * 2
+    assert 0 < int(length) < 90
+    long = json.dumps({"prompt": "The fox? " * 60})
+    (place / "prompts.jsonl").write_text(long)
+    code, said = heed_main(*call)
+    assert (code, "leave no room for a response in its context of 96" in said) == (2, True), said
 
 
 def test_a_folder_is_compared_in_by_one_at_a_time(place: Path, heed_main: Call, compare: Compare) -> None:

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from compare.config import CompareConfig
+from compare.judges import gold_judge
 from compare.results import CompareResults
 from compare.sampled import Sampled, best_of, compare_sampled
+from evaluation.judges.scorers import ScoreJudge
 from evaluation.measures.curves import best_of_n_scores
 from evaluation.sampling import Sample
 from evaluation.verdicts import read_verdicts
@@ -27,7 +29,7 @@ NAN = math.nan
 
 
 class NumberWorld:
-    """A world whose gold score is the number in a response, a tenth off where the prompt is not the one it names."""
+    """A world whose gold score is the number in a response, minus a tenth if the response names another prompt."""
 
     judge_names = ("gold",)
     pass_mark = 0.5
@@ -42,8 +44,12 @@ class NumberWorld:
         ]
 
 
+def gold(world: Any) -> ScoreJudge:
+    return gold_judge(world.judge_names[0], "gold:../job.toml", world)
+
+
 def samples(golds: Sequence[Sequence[float]], scores: Any = None, ratios: Any = None) -> list[Sample]:
-    """Samples prompt after prompt, of these gold scores."""
+    """Makes samples with these gold scores, prompt after prompt."""
     return [
         Sample(
             prompt_id=prompt.prompt_id,
@@ -82,7 +88,13 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CompareRes
         prompts=DataConfig(source="prompts.jsonl"), num_samples=2, best_of=2, max_new_tokens=30, num_shown=2
     )
     world: Any = NumberWorld()
-    return folder, compare_sampled(folder, config, sampled, world, lambda _step: lambda _done, _total: None)
+    return folder, compare_sampled(
+        folder,
+        config,
+        sampled,
+        gold(world),
+        lambda _step: lambda _done, _total: None,
+    )
 
 
 def test_figures_of_a_policy_by_hand(compared: tuple[Path, CompareResults]) -> None:
@@ -90,7 +102,7 @@ def test_figures_of_a_policy_by_hand(compared: tuple[Path, CompareResults]) -> N
     assert list(results.policies) == ["sft", "best_of_2", "ppo"]
     sft, best, ppo = (results.policies[name] for name in ("sft", "best_of_2", "ppo"))
     assert sft.gold_score.mean == pytest.approx((0.2 + 0.6 + 0.9 + 0.9 + 0.1 + 0.5) / 6)
-    assert sft.pass_share.mean == pytest.approx(3 / 6)  # above the mark, not at it
+    assert sft.pass_share.mean == pytest.approx(3 / 6)  # above the pass mark, not at it
     assert sft.kl_nats is not None
     assert sft.kl_nats.mean == pytest.approx((0.5 + 1.5 - 1 + 1 + 2 + 2) / 6)
     assert sft.proxy_score is not None
@@ -99,9 +111,22 @@ def test_figures_of_a_policy_by_hand(compared: tuple[Path, CompareResults]) -> N
     assert sft.by_kind == pytest.approx({"story": (0.2 + 0.6 + 0.1 + 0.5) / 4, "list": 0.9})
     for found in (sft.gold_score, sft.pass_share, sft.kl_nats, sft.proxy_score):
         assert found.low <= found.mean <= found.high
-    # What was not measured is None, never 0; the log-ratio of a chosen sample is no KL.
+    # Values that were not measured are None, never 0; the log-ratio of a best-of-n sample is not a KL.
     assert (ppo.kl_nats, ppo.proxy_score, best.kl_nats) == (None, None, None)
     assert best.gold_score.mean == pytest.approx((0.6 + 0.9 + 0.1) / 3)
+
+
+def test_policies_without_a_reward_model_have_no_best_of_n(tmp_path: Path) -> None:
+    """DPO trains without one: nothing scores the pool, and no score was climbed that could be hacked."""
+    config = CompareConfig(prompts=DataConfig(source="prompts.jsonl"), num_samples=2, max_new_tokens=30)
+    unscored = samples([[0.2, 0.6], [0.9, 0.9], [0.1, 0.5]])
+    sampled = Sampled(PROMPTS, {"sft": unscored, "dpo": OTHER}, pool="", training=[], seed=0)
+    world: Any = NumberWorld()
+    results = compare_sampled(tmp_path, config, sampled, gold(world), lambda _step: lambda _done, _total: None)
+    assert list(results.policies) == ["sft", "dpo"]
+    assert results.pairs["dpo/sft"].win_rate.mean == pytest.approx(1 - 1.25 / 3)
+    assert (results.best_of_n, results.hacking, results.policies["sft"].proxy_score) == ((), None, None)
+    assert (tmp_path / "report.html").is_file()
 
 
 def test_the_interval_of_a_mean_is_students_over_prompts(compared: tuple[Path, CompareResults]) -> None:
@@ -121,7 +146,7 @@ def test_win_rates_by_hand(compared: tuple[Path, CompareResults]) -> None:
     assert turned.mean == pytest.approx(1 - 1.25 / 3)
     assert (turned.low, turned.high) == pytest.approx((1 - rate.high, 1 - rate.low))
     assert rate.num_prompts == 3
-    # Every sample of one meets every sample of the other.
+    # Every sample of one policy is compared with every sample of the other.
     rows = [row for row in read_verdicts(folder / "verdicts.parquet") if {row.policy_a, row.policy_b} == {"sft", "ppo"}]
     assert sorted((row.prompt_id, row.index_a, row.index_b) for row in rows) == [
         (name, i, j) for name in "abc" for i in range(2) for j in range(2)
@@ -133,7 +158,7 @@ def test_best_of_takes_the_reward_models_favourite() -> None:
         [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6], [0.7, 0.8, 0.9]], scores=[[5.0, 1.0, 9.0], [0.0, 2.0, 1.0], [3.0, 3.0, 1.0]]
     )
     assert [sample.index for sample in best_of(pool, 3)] == [2, 1, 0]
-    assert [sample.index for sample in best_of(pool, 2)] == [0, 1, 0]  # of the first two only
+    assert [sample.index for sample in best_of(pool, 2)] == [0, 1, 0]  # over the first two samples only
     assert [sample.index for sample in best_of(pool, 1)] == [0, 0, 0]
     assert [sample.prompt_id for sample in best_of(pool, 3)] == ["a", "b", "c"]
     with pytest.raises(ValueError, match="prompt 'a' has 3 samples; best-of-4 needs 4"):
@@ -145,15 +170,15 @@ def test_the_curve_of_best_of_n_by_hand() -> None:
     scores = [[1.0, 2.0, 3.0, 4.0], [4.0, 3.0, 2.0, 1.0], [1.0, 9.0, 5.0, 2.0]]
     one, two, four = best_of_n_scores(np.array(golds), np.array(scores))
     assert (one.n, two.n, four.n) == (1, 2, 4)
-    # n = 1 is the policy itself: the plain means.
+    # n = 1 is the policy itself, so these are the plain means.
     assert one.gold_score.mean == pytest.approx(sum(map(sum, golds)) / 12)
     assert one.proxy_score.mean == pytest.approx(sum(map(sum, scores)) / 12)
     assert one.kl_bound_nats == 0
-    # n = 4 is the favourite of the whole pool.
+    # n = 4 chooses from the whole pool.
     assert four.gold_score.mean == pytest.approx((0.8 + 0.4 + 0.8) / 3)
     assert four.proxy_score.mean == pytest.approx((4 + 4 + 9) / 3)
     assert four.kl_bound_nats == pytest.approx(math.log(4) - 3 / 4)
-    # n = 2: the six pairs of each prompt.
+    # n = 2: the six pairs of each prompt's samples.
     pairs = [(i, j) for i in range(4) for j in range(i + 1, 4)]
     expected = [g[i] if s[i] > s[j] else g[j] for g, s in zip(golds, scores, strict=True) for i, j in pairs]
     assert two.gold_score.mean == pytest.approx(sum(expected) / 18)
@@ -182,7 +207,7 @@ def heed(*arguments: str) -> None:
 
 
 def test_the_headline_is_what_heed_compare_gives_on_the_same_samples(tmp_path: Path) -> None:
-    """PPO over SFT by the gold scorer, with its interval, from a run's stage and from the command."""
+    """PPO against SFT by the gold scorer: the stage and the command give the same win rate and interval."""
     world = PlaygroundWorld(PlaygroundConfig(num_compare_prompts=24))
     world.write_data(tmp_path / "data", 0)
     rows = [json.loads(line) for line in (tmp_path / "data" / "compare_prompts.jsonl").read_text().splitlines()]
@@ -208,7 +233,13 @@ def test_the_headline_is_what_heed_compare_gives_on_the_same_samples(tmp_path: P
     )
     source = DataConfig(source=str(tmp_path / "data" / "compare_prompts.jsonl"))
     config = CompareConfig(prompts=source, num_samples=2, best_of=4, max_new_tokens=30, num_shown=1)
-    results = compare_sampled(folder, config, sampled, world, lambda _step: lambda _done, _total: None)
+    results = compare_sampled(
+        folder,
+        config,
+        sampled,
+        gold(world),
+        lambda _step: lambda _done, _total: None,
+    )
     responses, out = folder / "responses.parquet", tmp_path / "again"
     asked = ["--prompts", str(folder / "prompts.jsonl"), "--judge", "gold:playground", "--out", str(out)]
     heed("compare", f"ppo={responses}#ppo", f"sft={responses}#sft", *asked)
@@ -227,7 +258,7 @@ def test_the_headline_is_what_heed_compare_gives_on_the_same_samples(tmp_path: P
 
 
 def test_another_judge_judges_the_folder_of_a_run(compared: tuple[Path, CompareResults], tmp_path: Path) -> None:
-    """What a run leaves is a comparison: `heed judge` adds a judge, and `heed report` writes its page."""
+    """A run leaves a comparison: `heed judge` adds a judge, and `heed report` writes its page."""
     folder, _ = compared
     judges = tmp_path / "judges.py"
     judges.write_text(

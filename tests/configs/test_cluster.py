@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs" / "cluster"
 PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
 DOCUMENTS = {
-    path.name: path.read_text() for path in (ROOT / "README.md", ROOT / "docs/cluster.md", FOLDER / "slurm.sbatch")
+    path.name: path.read_text() for path in (ROOT / "docs/jobs.md", ROOT / "docs/cluster.md", FOLDER / "slurm.sbatch")
 }
 COMMANDS = [
     pytest.param(command, id=command)

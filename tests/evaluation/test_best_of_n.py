@@ -1,4 +1,4 @@
-"""Best-of-n against enumeration of every subset and against drawing it."""
+"""Best-of-n against enumerating every subset and against drawing."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from evaluation.best_of_n import best_of_n_expected, best_of_n_kl
 
 
 def enumerate_subsets(gold, proxy, n):
-    """The mean, over all subsets of n, of the gold score of the proxy's favourite; its ties shared."""
+    """The mean gold score, over all subsets of n, of the proxy's favourite; ties are shared."""
     outcomes = []
     for subset in itertools.combinations(range(len(gold)), n):
         best = max(proxy[i] for i in subset)
@@ -30,7 +30,7 @@ def test_every_n_equals_enumeration(num_values):
 
 
 def test_equal_proxies_at_a_row_border_stay_apart():
-    # The last sample of prompt 0 and the first of prompt 1 share a proxy score, and no tie.
+    # The last sample of prompt 0 and the first of prompt 1 have the same proxy score, but do not tie.
     expected = best_of_n_expected([[0.0, 1.0], [10.0, 20.0]], [[1.0, 5.0], [5.0, 9.0]])
     np.testing.assert_allclose(expected, [[0.5, 1.0], [15.0, 20.0]])
 

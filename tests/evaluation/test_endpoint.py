@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint: asked patiently, once for each request, the key kept to itself."""
+"""An OpenAI-compatible endpoint: retries, one request per question, and an API key that is not leaked."""
 
 import threading
 from pathlib import Path
@@ -61,7 +61,8 @@ def test_the_key_is_sent_and_never_shown(chat_server: Any, monkeypatch: pytest.M
     judge = endpoint_of(chat_server, "forbidden", name="my.judge")
     failure = ask(judge).failure
     assert (KEY in failure, "Bearer ***" in failure, KEY in repr(judge)) == (False, True, False)
-    assert "status 307" in ask(endpoint_of(chat_server, "moved", name="my.judge")).failure  # the key goes nowhere else
+    # The key appears nowhere else.
+    assert "status 307" in ask(endpoint_of(chat_server, "moved", name="my.judge")).failure
     ask(endpoint_of(chat_server, "writer", name="other"))
     assert chat_server.keys == [f"Bearer {KEY}", f"Bearer {KEY}", "Bearer sk-of-all"]
     monkeypatch.setenv("HEED_API_KEY", "sk\nInjected: 1")
@@ -91,7 +92,7 @@ def test_what_was_answered_is_not_asked_again(chat_server: Any, tmp_path: Path) 
     texts = ["a b", "c d", "a b", "e f"]
     first = asker.ask_all([request(text) for text in texts], lambda *step: steps.append(step))
     assert [answer.text for answer in first] == ["a b number 5.", "c d number 5.", "a b number 5.", "e f number 5."]
-    assert len(chat_server.bodies) == 3  # equal requests are one
+    assert len(chat_server.bodies) == 3  # equal requests are sent once
     assert steps[-1] == (4, 4)
     again = asker.ask_all([request(text) for text in ("e f", "g h")], lambda *_: None)
     assert again[0] == first[3]

@@ -1,7 +1,8 @@
-"""External judgments: published formats and our own export, as verdicts that know their line."""
+"""External judgments: published formats and Heed's own export become verdicts that name their line."""
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,7 +77,7 @@ def test_who_judged_both_orders_counts_once(read: Read) -> None:
 
 @pytest.mark.parametrize("policies", [[1, 2], ["ab", "cd"], [["x"], [3]], [["x"]], {"a": 1}])
 def test_details_called_policies_may_be_something_else(read: Read, policies: Any) -> None:
-    """Only those that `heed compare` writes, a list of names per response, say who wrote what."""
+    """Details called `policies` say who wrote what only if `heed compare` wrote them: a list of names per response."""
     act = {
         "labeler": "ann", "revision": 0, "kind": "answer", "ranks": [1, 2], "ratings": [], "flags": [], "note": "",
         "shown_order": [], "instructions_version": "", "milliseconds": 1, "client": "", "created_at": 1,
@@ -107,7 +108,7 @@ def test_arena_battles_of_three_models(read: Read) -> None:
     ]  # fmt: skip
     assert {(v.judge, v.labeler, v.first) for v in found.verdicts} == {("judged", "ann", "")}
     assert len(found.prompts) == 1
-    assert len(found.responses) == 3  # of one model the same text is one response
+    assert len(found.responses) == 3  # the same text by one model is one response
     assert found.num_same_policy == 1
 
 
@@ -141,7 +142,8 @@ def test_our_own_export_gives_the_verdicts_that_people_gave(sqlite_tables: Path,
         assert own.preference_a == (1 - verdict.preference_a if turned else verdict.preference_a)
         flipped = {"a": "b", "b": "a", "": ""}[verdict.first]
         assert own.first == (flipped if turned else verdict.first)
-        assert (verdict.category, verdict.labeler) == ("k", "ann")
+        assert verdict.category == "k"
+        assert re.fullmatch("labeler-[0-9a-f]{12}", verdict.labeler)  # exports name nobody
 
 
 @pytest.mark.parametrize(
@@ -169,12 +171,12 @@ def test_pandalms_test_set_against_its_own_numbers() -> None:
     assert found.format == "pandalm"
     assert found.policies == tuple(sorted({name for row in rows for name in row["cmp_key"].split("_")}))
     wins: Counter[str] = Counter()
-    told: Counter[str] = Counter()
+    counted: Counter[str] = Counter()
     for row in rows:
         names = row["cmp_key"].split("_")
         for annotator in ("annotator1", "annotator2", "annotator3"):
-            if row["response1"] != row["response2"] or not row[annotator]:  # of two equal ones none is better
+            if row["response1"] != row["response2"] or not row[annotator]:  # of two equal responses, neither is better
                 wins[names[row[annotator] - 1] if row[annotator] else "tie"] += 1
     for verdict in found.verdicts:
-        told[{0.5: "tie", 1.0: verdict.policy_a, 0.0: verdict.policy_b}[verdict.preference_a]] += 1
-    assert told == wins
+        counted[{0.5: "tie", 1.0: verdict.policy_a, 0.0: verdict.policy_b}[verdict.preference_a]] += 1
+    assert counted == wins

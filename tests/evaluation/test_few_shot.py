@@ -48,7 +48,7 @@ def test_log_probabilities_equal_a_loop(model_folder: Path, num_shots: int) -> N
 
 
 def test_what_was_learned_is_answered_right(tmp_path: Path, tokenizer: Tokenizer, tiny_config: ModelConfig) -> None:
-    """A model that has learned six lines by heart answers six of seven."""
+    """A model that memorised six lines answers six of seven."""
     model = LanguageModel(tiny_config)
     init_weights(model, 1)
     rows = [tokenizer.encode(f"{e.prompt} {e.completion}\n") for e in EXAMPLES]
@@ -65,7 +65,7 @@ def test_what_was_learned_is_answered_right(tmp_path: Path, tokenizer: Tokenizer
     found = evaluate_few_shot(tmp_path, [*EXAMPLES[:6], unlike], 0, seed=0)
     assert found.exact_match.mean == pytest.approx(6 / 7)
     none = evaluate_few_shot(tmp_path, [Example(e.where, e.prompt, "a dozen") for e in EXAMPLES], 0, seed=0)
-    # Wilson's upper end for 0 of 7 is z² / (7 + z²): none right of seven is no proof that none ever would be.
+    # Wilson's upper end for 0 of 7 is z² / (7 + z²): none right out of seven does not prove that none ever would be.
     expected = (0.0, 0.0, 1.959964**2 / (7 + 1.959964**2))
     assert (none.exact_match.mean, none.exact_match.low, none.exact_match.high) == pytest.approx(expected)
     assert evaluate_few_shot(tmp_path, EXAMPLES, 0, seed=0).nats.mean < 0.7

@@ -21,6 +21,7 @@ from lm.config import ModelConfig
 from lm.model import ScalarModel, init_weights
 from lm.tokenizer import Tokenizer
 from lm.weights import save_model
+from preferences.accounts import Accounts
 from preferences.records import Answer, ShownTask
 from preferences.scripted import answer_all
 from preferences.store import LabelStore
@@ -36,7 +37,7 @@ TEXTS = {"a": ("one word more", "same", "xx"), "b": ("one", "same", "yyy"), "c":
 
 
 def ignore(_done: int, _total: int) -> None:
-    """Nobody watches."""
+    """Ignores progress."""
 
 
 def responses_of(texts: dict[str, tuple[str, ...]]) -> dict[str, list[Response]]:
@@ -49,7 +50,7 @@ def pairs() -> list[Pair]:
 
 
 def by_length(pair: Pair) -> float:
-    """What a judge of length says of a."""
+    """The preference for a by a judge that prefers longer texts."""
     difference = len(pair.a.text) - len(pair.b.text)
     return 0.5 if difference == 0 else float(difference > 0)
 
@@ -68,7 +69,7 @@ def test_every_two_samples_meet_once_where_that_is_few_enough(num_a: int, num_b:
     own["b"] = [Response("b", "p0", i, f"b{i}") for i in range(num_b)]
     found = [(p.a.index, p.b.index) for p in pairs_of(PROMPTS[:1], own, max_pairs=16)]
     assert sorted(found) == [(i, j) for i in range(num_a) for j in range(num_b)]
-    # Whole rounds, in each of which the longer side's samples come once.
+    # Whole rounds: in each, every sample of the longer side comes once.
     few = [(p.a.index, p.b.index) for p in pairs_of(PROMPTS[:1], own, max_pairs=7)]
     longer = max(num_a, num_b)
     assert len(few) == longer * min(num_a, num_b, max(1, 7 // longer))
@@ -116,7 +117,7 @@ def test_a_reward_model_scores_whole_conversations(reward_folder: Path) -> None:
     assert found[2].failure.endswith("tokens; the reward model reads at most 96")
     model = RewardModel.load(reward_folder)
     query = model.tokenizer.encode_prompt(PROMPTS[0].messages)
-    tokens = [model.tokenizer.encode(text) for text in (" one word more", " ")]  # as the template writes it
+    tokens = [model.tokenizer.encode(text) for text in (" one word more", " ")]  # formatted as in the template
     expected = model.score(model.tokenizer, [PROMPTS[0].messages] * 2, [query] * 2, tokens)
     assert [scored.score for scored in found[:2]] == pytest.approx(expected, abs=1e-6)
 
@@ -156,7 +157,7 @@ def test_a_language_model_judges_both_orders_once(pairs: Sequence[Pair], chat_se
     verdicts = judge.judge(pairs, ignore)
     asked = [pair for pair in pairs if not pair.is_same]
     assert len(asked) == 7
-    assert len(chat_server.bodies) == 10  # two policies wrote the same: those questions are asked once
+    assert len(chat_server.bodies) == 10  # two policies wrote the same text, so those questions are sent once
     assert {(body["temperature"], body["max_tokens"]) for body in chat_server.bodies} == {(0, 50)}
     same = [verdict for verdict in verdicts if verdict.first == ""]
     assert [(v.prompt_id, v.policy_a, v.policy_b, v.preference_a) for v in same] == [
@@ -193,7 +194,7 @@ def test_an_answer_that_was_cut_off_says_so(pairs: Sequence[Pair], chat_server: 
 
 
 class Scripted:
-    """Prefers longer texts, after an order of its own."""
+    """Ranks texts by a key, by default by their length."""
 
     def __init__(self, name: str, key: Callable[[str], Any] = len) -> None:
         self.name, self.key = name, key
@@ -218,16 +219,19 @@ def test_people_rank_all_policies_at_once(pairs: Sequence[Pair], sqlite_tables: 
     assert (covered.num_tasks, covered.num_open, covered.num_judgments) == (3, 3, 0)
     with LabelStore(path) as store:
         stored = store.tasks("b")
-        # p0 has three texts, of p1 and p2 two policies wrote the same.
+        # p0 has three different texts; of p1 and p2, two policies wrote the same one.
         assert [len(one.task.responses) for one in stored] == [3, 2, 2]
         assert sorted(stored[1].task.sources) == ["a, b", "c"]
         both = [Scripted("ann"), Scripted("bob", lambda _: 0)]
         answer_all(store, both, batch="b", client="t", instructions_version="1")
+    accounts = Accounts(path)
+    known = accounts.pseudonyms()
+    accounts.close()
     verdicts = judge.judge(pairs, ignore)
     assert len(verdicts) == 9 * 2
-    ann = [verdict for verdict in verdicts if verdict.labeler == "ann"]
+    ann = [verdict for verdict in verdicts if verdict.labeler == known["ann"]]
     assert [v.preference_a for v in ann] == [by_length(pair) for pair in pairs]
-    assert {v.preference_a for v in verdicts if v.labeler == "bob"} == {0.5}
+    assert {v.preference_a for v in verdicts if v.labeler == known["bob"]} == {0.5}
     assert [v.first == "" for v in ann] == [pair.is_same for pair in pairs]
     assert {v.first for v in verdicts} == {"a", "b", ""}
     assert (ann[0].score_a, ann[0].score_b) == (13, 3)
@@ -247,7 +251,7 @@ def test_who_skips_a_task_gives_failed_verdicts(pairs: Sequence[Pair], sqlite_ta
     assert [(v.prompt_id, v.failure) for v in verdicts] == [("p0", "skipped: not my language")] * 3
 
 
-def test_a_prompt_of_one_text_is_a_tie_of_nobody(sqlite_tables: Path, tmp_path: Path) -> None:
+def test_identical_responses_are_a_tie_without_a_labeler(sqlite_tables: Path, tmp_path: Path) -> None:
     path = tmp_path / "labels.sqlite"
     path.write_bytes(sqlite_tables.read_bytes())
     texts: dict[str, tuple[str, ...]] = {"a": ("same", "x"), "b": ("same", "y")}
@@ -257,9 +261,10 @@ def test_a_prompt_of_one_text_is_a_tie_of_nobody(sqlite_tables: Path, tmp_path: 
     with LabelStore(path) as store:
         answer_all(store, [Scripted("ann")], batch="b", client="t", instructions_version="1")
     found: list[Verdict] = judge.judge(pairs, ignore)
-    assert [(v.prompt_id, v.labeler, v.preference_a) for v in found] == [("p0", "people", 0.5), ("p1", "ann", 0.5)]
+    assert [(v.prompt_id, v.preference_a) for v in found] == [("p0", 0.5), ("p1", 0.5)]
+    assert (found[0].labeler, found[1].labeler.startswith("labeler-")) == ("people", True)
 
 
-def test_the_stores_address_is_not_told() -> None:
+def test_the_stores_address_is_not_written() -> None:
     judge = PeopleJudge("people", "people:postgresql://u:***@h/d", "postgresql://u:secret@h/d", "b", 1, 0)
     assert "secret" not in json.dumps(judge.describe()) + repr(judge)

@@ -1,4 +1,4 @@
-"""Policies: models sampled here, models behind an endpoint, files of outputs."""
+"""Policies: models sampled here, models behind an endpoint, saved outputs."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ PROMPTS = [
 
 
 def ignore(_done: int, _total: int) -> None:
-    """Nobody watches."""
+    """Ignores progress."""
 
 
 def test_a_model_is_sampled_with_seeds_of_its_name(model_folder: Path) -> None:
@@ -38,8 +38,8 @@ def test_a_model_is_sampled_with_seeds_of_its_name(model_folder: Path) -> None:
     texts = [row.text for row in found]
     assert texts == [row.text for row in LocalPolicy.open("a", str(model_folder), PROMPTS, SAMPLING).respond(ignore)]
     assert texts != [row.text for row in LocalPolicy.open("b", str(model_folder), PROMPTS, SAMPLING).respond(ignore)]
-    told = policy.describe()
-    assert (told["kind"], len(told["sha256"]), told["sampling"]["seed"]) == ("model", 64, 3)
+    described = policy.describe()
+    assert (described["kind"], len(described["sha256"]), described["sampling"]["seed"]) == ("model", 64, 3)
 
 
 def test_kl_is_measured_to_a_reference_of_the_same_tokens(
@@ -56,17 +56,17 @@ def test_kl_is_measured_to_a_reference_of_the_same_tokens(
 
 
 def test_what_cannot_be_sampled_is_refused_first(model_folder: Path, encoder_folder: Path, tmp_path: Path) -> None:
-    def refuse(folder: Path, sampling: Sampling, words: str) -> None:
+    def refuse(folder: Path, words: str, prompts: list[Prompt] = PROMPTS) -> None:
         with pytest.raises(ValueError, match=words):
-            LocalPolicy.open("a", str(folder), PROMPTS, sampling)
+            LocalPolicy.open("a", str(folder), prompts, SAMPLING)
 
-    long = Sampling(1, 1.0, 90, 0, "fp32")
-    refuse(model_folder, long, r"policy 'a': prompt 'p0' has \d+ tokens; with 90 for the response")
-    refuse(encoder_folder, SAMPLING, "architectures")
-    refuse(tmp_path / "none", SAMPLING, "no such folder")
+    long = Prompt(prompt_id="p0", messages=({"role": "user", "content": "The fox? " * 60},), kind="")
+    refuse(model_folder, r"policy 'a': prompt 'p0' has \d+ tokens, which leave no room for a response", [long])
+    refuse(encoder_folder, "architectures")
+    refuse(tmp_path / "none", "no such folder")
     broken = shutil.copytree(model_folder, tmp_path / "broken")
     (broken / "model.safetensors").unlink()
-    refuse(broken, SAMPLING, "model.safetensors: no such file")
+    refuse(broken, "model.safetensors: no such file")
     with pytest.raises(ValueError, match="num_samples is 0"):
         Sampling(0, 1.0, 1, 0, "fp32")
 
@@ -84,7 +84,7 @@ def test_an_endpoint_is_asked_with_a_seed_a_sample(chat_server: Any, tmp_path: P
     assert all(row.text.startswith("The fox number") and row.finished and row.num_tokens == 4 for row in found)
     assert {body["temperature"] for body in chat_server.bodies} == {1.0}
     assert [row.text for row in policy.respond(ignore)] == [row.text for row in found]
-    assert len(chat_server.bodies) == 6  # the second time nothing was asked
+    assert len(chat_server.bodies) == 6  # no request is sent the second time
     assert policy.describe()["spec"] == f"{chat_server.url}#writer"
 
 
@@ -106,7 +106,7 @@ Open = Callable[..., SavedPolicy]
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Open:
-    """Opens a policy of these rows."""
+    """Opens a policy with these rows."""
 
     def open_policy(rows: Sequence[dict[str, Any]], writer: str = "", *, allow_empty: bool = False) -> SavedPolicy:
         path = tmp_path / "outputs.jsonl"

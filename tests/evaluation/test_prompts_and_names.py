@@ -23,20 +23,18 @@ def test_prompts_in_every_form(tmp_path: Path) -> None:
         {"role": "assistant", "content": "Yes?"},
         {"role": "user", "content": "Bye"},
     ]
-    found = read(
-        tmp_path,
-        [
-            {"prompt": "Sing", "category": "music"},
-            {"prompt_id": 17, "messages": turns, "kind": "talk", "dataset": "x"},
-            {"prompt_id": "p", "prompt": turns[:1]},
-            {"instruction": "Add", "input": "1 and 2", "dataset": "sums"},
-        ],
-    )
+    rows = [
+        {"prompt": "Sing", "category": "music"},
+        {"prompt_id": 17, "messages": turns, "kind": "talk", "dataset": "x"},
+        {"prompt_id": "p", "prompt": turns[:1]},
+        {"instruction": "Add", "input": "1 and 2", "dataset": "sums"},
+    ]
+    found = [prompt for row in rows for prompt in read(tmp_path, [row])]
     assert [(prompt.prompt_id, prompt.kind) for prompt in found] == [
         ("0", "music"),
         ("17", "talk"),
         ("p", ""),
-        ("3", "sums"),
+        ("0", "sums"),
     ]
     assert [prompt.messages[-1]["content"] for prompt in found] == ["Sing", "Bye", "Hi", "Add\n\n1 and 2"]
     named = read(tmp_path, [{"prompt": "a", "level": 3}], "level")

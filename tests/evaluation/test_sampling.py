@@ -11,7 +11,7 @@ import torch
 
 from evaluation import logprobs
 from evaluation.logprobs import sequence_logprobs
-from evaluation.sampling import Sample, SamplingSpec, sample_policy
+from evaluation.sampling import Sample, SamplingSpec, length_that_fits, sample_policy
 from lm.config import ModelConfig
 from lm.logprobs import LOGITS_AT_ONCE
 from lm.model import LanguageModel, ScalarModel, init_weights
@@ -25,7 +25,7 @@ WORDS = ["one", "red", "bird", "saw", "two", "green", "hills", "and", "sang"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`policy`, `other` and `reward` model directories with random weights."""
+    """Writes `policy`, `other` and `reward` model directories with random weights."""
     root = tmp_path_factory.mktemp("models")
     config = ModelConfig(
         vocab_size=280,
@@ -40,7 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("policy", "other")):
         model = LanguageModel(config)
         init_weights(model, seed)
-        with torch.no_grad():  # all states lean one way, and the end token with them: about half the responses end
+        # All states lean in one direction, and so does the end token: about half the responses end.
+        with torch.no_grad():
             model.decoder.embedding.weight[:, 0] = 0.5
             model.decoder.embedding.weight[tokenizer.end_id, 0] = 2.0
         save_model(root / name, model, model.state_dict(), tokenizer)
@@ -90,7 +91,7 @@ def test_sampling_is_deterministic_and_independent_of_the_split(spec: Callable[.
     reversed_order = {(s.prompt_id, s.index): s for s in sample_policy(spec(), PROMPTS[::-1])}
     same([reversed_order[s.prompt_id, s.index] for s in whole], whole)
     assert [s.response for s in sample_policy(spec(seed=6), PROMPTS)] != [s.response for s in whole]
-    # More samples of a prompt leave the first ones what they were.
+    # More samples per prompt do not change the first ones.
     more = [s for s in sample_policy(spec(num_samples=5), PROMPTS) if s.index < 3]
     same(more, whole)
 
@@ -105,7 +106,7 @@ def test_log_ratio_and_score_against_forward_passes(spec: Callable[..., Sampling
     tokenizer = Tokenizer.load(folder / "policy")
     policy, other = load_language_model(folder / "policy"), load_language_model(folder / "other")
     reward = load_scalar_model(folder / "reward")
-    # Greedy, so that the tokens are known: what the model finds likeliest, one by one.
+    # Greedy, so that the tokens are known: the most likely one at each step.
     for sample in sample_policy(spec(temperature=0.0, num_samples=1, reference=""), PROMPTS):
         prompt = tokenizer.encode_prompt(PROMPTS[int(sample.prompt_id[1:])].messages)
         tokens = list(prompt)
@@ -117,7 +118,7 @@ def test_log_ratio_and_score_against_forward_passes(spec: Callable[..., Sampling
         assert sample.num_tokens == len(tokens) - len(prompt)
         assert sample.response == tokenizer.decode(tokens[len(prompt) :]).strip()
         assert sample.score == pytest.approx(score, abs=1e-4)
-    # Sampled at a temperature, ratios belong to that temperature: recomputed for single tokens, which decode exactly.
+    # Ratios use the sampling temperature: they are recomputed for single tokens, which decode exactly.
     queries, responses = [[5, 6, 7], [8]], [[9, 10], [11, 12, 13]]
     ours = sequence_logprobs(policy, queries, responses, 0.8)
     theirs = sequence_logprobs(other, queries, responses, 0.8)
@@ -127,7 +128,7 @@ def test_log_ratio_and_score_against_forward_passes(spec: Callable[..., Sampling
 
 
 def loop_logprob(model: LanguageModel, query: list[int], response: list[int], temperature: float) -> float:
-    """Σ log p, one forward pass a token and the softmax written out."""
+    """Σ log p with one forward pass per token and an explicit softmax."""
     total = 0.0
     for place, token in enumerate(response):
         with torch.no_grad():
@@ -138,7 +139,7 @@ def loop_logprob(model: LanguageModel, query: list[int], response: list[int], te
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
 def test_sequence_logprobs_against_a_loop(folder: Path, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "batches_of", partial(batches_of, max_rows=3))  # several, the last one short
+    monkeypatch.setattr(logprobs, "batches_of", partial(batches_of, max_rows=3))  # several chunks, the last one short
     monkeypatch.setitem(LOGITS_AT_ONCE, "cpu", 600)  # two positions
     model = load_language_model(folder / "policy")
     generator = torch.Generator().manual_seed(0)
@@ -157,3 +158,14 @@ def test_what_is_not_asked_for_is_not_a_number(spec: Callable[..., SamplingSpec]
 def test_a_prompt_without_room_is_refused(spec: Callable[..., SamplingSpec]) -> None:
     with pytest.raises(ValueError, match="1 to 8 were expected: the context of 48 tokens less 40"):
         sample_policy(spec(max_new_tokens=40), PROMPTS)
+
+
+def test_a_length_is_reduced_to_what_the_longest_prompt_leaves(folder: Path, spec: Callable[..., SamplingSpec]) -> None:
+    policy = folder / "policy"
+    longest = max(len(Tokenizer.load(policy).encode_prompt(prompt.messages)) for prompt in PROMPTS)
+    assert length_that_fits([policy, folder / "other"], PROMPTS, 8) == 8
+    length = length_that_fits([policy, folder / "other"], PROMPTS, 256)
+    assert length == 48 - longest
+    assert len(sample_policy(spec(max_new_tokens=length), PROMPTS)) == 3 * len(PROMPTS)
+    with pytest.raises(ValueError, match=r"none were expected: .* less 256 for the response \(max_new_tokens\)"):
+        sample_policy(spec(max_new_tokens=256), PROMPTS)

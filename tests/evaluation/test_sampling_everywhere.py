@@ -1,4 +1,4 @@
-"""A worker that samples keeps its policy from part to part."""
+"""A worker keeps its policy in memory from one part of the prompts to the next."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from training.data import Prompt
 
 @dataclass
 class OneRank:
-    """What `sample_in_parts` uses of a `StageRun`, with one worker in this process."""
+    """The part of `StageRun` that `sample_in_parts` uses, with one worker in this process."""
 
     folder: Path
     name: str = "collect"
@@ -50,6 +50,6 @@ def test_a_worker_loads_each_model_once(tmp_path: Path, model_folder: Path, monk
     assert len(list((tmp_path / "collect" / "samples" / "phase").iterdir())) == 4
     assert loaded == [model_folder] * 2, "the policy and the reference, once each for all four parts"
     assert [s.response for s in found] == [s.response for s in sample_policy(spec, prompts)]
-    # Run again after a kill, it makes only what is missing.
+    # After a kill, a rerun samples only what is missing.
     (tmp_path / "collect" / "samples" / "phase" / "00002.jsonl").unlink()
     assert sample_everywhere(run, "phase", spec, prompts) == found

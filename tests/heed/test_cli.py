@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from heed.cli import main
+from jobs.registry import BUILT_IN
 from lm.config import ModelConfig
 from lm.encoder_decoder import EncoderDecoder
 from lm.generation import generate
@@ -28,7 +29,10 @@ DEBUG = str(ROOT / "configs" / "jobs" / "debug.toml")
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs `heed` with arguments that it must refuse; returns the one line it says."""
+    """Runs `heed` with arguments that it must refuse; returns the one line that says why.
+
+    A job whose file is right says first what will run, in two lines.
+    """
 
     def call(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["heed", *arguments])
@@ -38,10 +42,13 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         said = capsys.readouterr()
         assert said.out == ""
         assert "Traceback" not in said.err
-        lines = said.err.strip().splitlines()
-        assert len(lines) == 1, said.err
-        assert lines[0].startswith("error: ")
-        return lines[0]
+        *before, line = said.err.strip().splitlines()
+        assert len(before) in (0, 2), said.err
+        assert line.startswith("error: ")
+        if before:
+            assert "; results in " in before[0]
+            assert before[1] == "checking the data"
+        return line
 
     return call
 
@@ -79,7 +86,7 @@ def test_markup_in_a_message_is_shown_as_it_is(refused: Callable[..., str]) -> N
 @pytest.mark.parametrize("arguments", [("--from", "pert"), ("--only", "pert")])
 def test_an_unknown_stage(refused: Callable[..., str], arguments: tuple[str, str]) -> None:
     line = refused("run", DEBUG, *arguments)
-    assert f"{arguments[0]} 'pert': one of pretrain, sft, collect, reward, ppo, compare was expected" in line
+    assert f"{arguments[0]} 'pert': one of {', '.join(BUILT_IN.names)} was expected" in line
 
 
 def test_an_unknown_key(start_job: Callable[..., str]) -> None:
@@ -88,9 +95,10 @@ def test_an_unknown_key(start_job: Callable[..., str]) -> None:
 
 def test_more_workers_than_cores(refused: Callable[..., str], tmp_path: Path) -> None:
     line = refused(
-        "run", DEBUG, "--runs", str(tmp_path), "--workers", "64", "--set", "pretrain.batch.batch_size=512",
-        "--set", "sft.batch.batch_size=256", "--set", "reward.batch.batch_size=256", "--set",
-        "ppo.rollout_batch_size=256", "--set", "ppo.minibatch.batch_size=256", "--set", "ppo.ptx_rows=64",
+        "run", DEBUG, "--runs", str(tmp_path), "--workers", "64",
+        "--set", "pretrain.batch.batch_size=512", "--set", "sft.batch.batch_size=256",
+        "--set", "reward.batch.batch_size=256", "--set", "dpo.batch.batch_size=256",
+        "--set", "ppo.rollout_batch_size=256", "--set", "ppo.minibatch.batch_size=256", "--set", "ppo.ptx_rows=64",
     )  # fmt: skip
     assert "workers is 64; this machine has" in line
 
@@ -102,6 +110,7 @@ def test_a_prompt_without_room_for_its_response(start_job: Callable[..., str], t
     line = start_job(f"{stage}.prompts.source={path}")
     assert f"{path}: prompt 'the-long-one' has " in line
     assert f"at most 144 leave room in model.max_position_embeddings for {stage}.max_new_tokens = 16" in line
+    assert f'({stage}.on_overlong = "skip" or "truncate"' in line
 
 
 @pytest.mark.parametrize(
@@ -109,7 +118,7 @@ def test_a_prompt_without_room_for_its_response(start_job: Callable[..., str], t
     [
         ("ppo.prompts", [asked("a"), '{"messages": [}'], "line 2: not JSON"),
         ("ppo.prompts", [asked("a"), [1]], "line 2: list found; a JSON object was expected"),
-        ("ppo.prompts", [asked("a"), {"text": "b"}], "line 2: field 'messages' is NoneType"),
+        ("ppo.prompts", [asked("a"), {"text": "b"}], "line 2: field 'messages' is missing"),
         ("compare.prompts", [{"prompt_id": 1, **asked("a")}, {"prompt_id": 1, **asked("b")}], "line 2: prompt_id '1'"),
         ("collect.prompts", [{"messages": [{"role": "user", "content": "  "}]}], "line 1: messages[0]"),
         ("collect.prompts", [{"messages": [{"role": "robot", "content": "a"}]}], "line 1: field 'messages[0].role'"),
@@ -293,4 +302,4 @@ def test_chat_needs_a_model_directory(refused: Callable[..., str], chat_model: P
     (chat_model / "model.safetensors").unlink()
     assert f"{chat_model / 'model.safetensors'}: no such file" in refused("chat", str(chat_model))
     shutil.rmtree(chat_model)
-    assert f"{chat_model / 'tokenizer.json'}: no such file" in refused("chat", str(chat_model))
+    assert f"{chat_model}: no such folder" in refused("chat", str(chat_model))

@@ -122,6 +122,28 @@ def test_export_and_import_give_the_same_store(tmp_path: Path, book: LabelStore,
     assert [json.loads(line) for line in (tmp_path / "h.jsonl").read_text().splitlines()] == [other]
 
 
+def test_a_person_is_exported_and_erased(tmp_path: Path, book: LabelStore, heed_label: Any) -> None:
+    row = {"task_id": "t", "prompt": [{"role": "user", "content": "?"}], "responses": ["x", "y"], "ranks": [1, 2]}
+    heed_label("import", write(tmp_path / "a.jsonl", row | {"labeler": "Zoe Q"}), *STORE, "--batch", "b")
+    person = tmp_path / "zoe.json"
+    code, said, _ = heed_label("person", "Zoe Q", *STORE, "--out", str(person))
+    held = json.loads(person.read_text())
+    assert (code, held["name"], len(held["judgments"])) == (0, "Zoe Q", 1)
+    assert f"1 judgments of Zoe Q ({held['pseudonym']})" in said
+    assert "already exists" in heed_label("person", "Zoe Q", *STORE, "--out", str(person))[2]
+    for options, whose in (((), held["pseudonym"]), (("--names",), "Zoe Q")):
+        out = tmp_path / f"{whose}.jsonl"
+        assert heed_label("export", *STORE, "--format", "rankings", *options, "--out", str(out))[0] == 0
+        assert json.loads(out.read_text())["labeler"] == whose
+    code, said, _ = heed_label("erase", "Zoe Q", *STORE, "--yes")
+    assert (code, f"as those of {held['pseudonym']}" in said) == (0, True)
+    assert [one.labeler for one in book.judgments("b")] == [held["pseudonym"]]
+    assert b"Zoe" not in b"".join(path.read_bytes() for path in tmp_path.glob("labels.sqlite*"))
+    for name, *options in (("person", "--out", str(tmp_path / "b.json")), ("erase", "--yes")):
+        code, _, err = heed_label(name, "Zoe Q", *STORE, *options)
+        assert (code, "the store holds nothing under this name" in " ".join(err.split())) == (2, True)
+
+
 def test_export_refuses(tmp_path: Path, book: LabelStore, heed_label: Any) -> None:
     heed_label("import", write(tmp_path / "a.jsonl", GOOD), *STORE, "--batch", "b")
     for options, words in (
@@ -150,8 +172,8 @@ def test_every_command_that_is_shown_parses() -> None:
 def test_the_table_of_formats_is_that_of_the_code() -> None:
     text = (ROOT / "docs" / "labels.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (yes|no|as `trl`) \| (yes|no|pairs) \|", text, re.MULTILINE)
-    told = {name: (read != "no", written != "no") for name, read, written in rows}
-    assert told == {name: (form.read is not None, form.write is not None) for name, form in FORMATS.items()}
+    expected = {name: (read != "no", written != "no") for name, read, written in rows}
+    assert expected == {name: (form.read is not None, form.write is not None) for name, form in FORMATS.items()}
 
 
 def test_every_kind_of_warning_is_explained() -> None:

@@ -106,10 +106,8 @@ def test_reward_of_a_file(run_folder: Path, tmp_path: Path) -> None:
 
 def test_kl_and_tax(run_folder: Path, prompts: str, tmp_path: Path) -> None:
     policies = [run_folder / "sft" / "model", run_folder / "ppo" / "model"]
-    heed(
-        "kl", policies[1], policies[0], "--prompts", prompts, "--samples", 3, "--max-new-tokens", 8, "--json",
-        tmp_path / "kl.json",
-    )  # fmt: skip
+    shown = heed("kl", policies[1], policies[0], "--prompts", prompts, "--samples", 3, "--json", tmp_path / "kl.json")
+    assert "--max-new-tokens 128 is reduced to" in shown  # the default is longer than these models' context
     kl = json.loads((tmp_path / "kl.json").read_text())
     assert (kl["num_prompts"], kl["num_responses"]) == (6, 18)
     assert 0 < kl["full"]["low"] < kl["full"]["mean"] < kl["full"]["high"]
@@ -146,7 +144,7 @@ def test_harness(run_folder: Path, tmp_path: Path) -> None:
         assert found["value"] in (0, 1)
 
 
-def test_mistakes_are_told(run_folder: Path, prompts: str, tmp_path: Path) -> None:
+def test_mistakes_are_reported(run_folder: Path, prompts: str, tmp_path: Path) -> None:
     model = run_folder / "sft" / "model"
     with pytest.raises(ValueError, match="named only once"):
         heed("tax", model, model)
@@ -157,3 +155,12 @@ def test_mistakes_are_told(run_folder: Path, prompts: str, tmp_path: Path) -> No
     (tmp_path / "gold.py").write_text("")
     with pytest.raises(ValueError, match="has no function 'missing'"):
         heed("over-optimisation", run_folder, "--prompts", prompts, "--gold", f"{tmp_path / 'gold.py'}:missing")
+
+
+def test_a_run_that_kept_no_policies_is_refused_before_anything_is_sampled(
+    run_folder: Path, prompts: str, tmp_path: Path
+) -> None:
+    shutil.copytree(run_folder, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "ppo" / "policies")
+    with pytest.raises(ValueError, match=r"1 of PPO's policies are kept; at least 3 .* set ppo.keep_policies_every"):
+        heed("over-optimisation", tmp_path / "run", "--prompts", prompts)

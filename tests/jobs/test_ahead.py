@@ -1,4 +1,4 @@
-"""PPO that samples ahead, as `heed run` places it: losing a worker changes no bit."""
+"""PPO that samples ahead, placed as by `heed run`: losing a worker changes no bit."""
 
 import shutil
 import threading

@@ -1,9 +1,12 @@
-"""The stage of CONTRIBUTING.md, "Adding a stage": a file outside the tree that a job names is a stage like any."""
+"""The stage of CONTRIBUTING.md, "Adding a stage": a file outside the tree, named by a job, is a stage like any
+other."""
 
 import json
 import os
 import re
+import shutil
 import signal
+import sys
 import time
 import tomllib
 from collections.abc import Callable
@@ -14,8 +17,9 @@ from typing import Any
 import pytest
 import tomli_w
 
+from heed.cli import main
+from jobs.inputs import inputs_of
 from jobs.job_file import load_job
-from jobs.pipeline import _inputs
 from jobs.plan import Setting, make_plan
 from jobs.registry import BUILT_IN
 from jobs.report import write_run_report
@@ -31,7 +35,7 @@ CODE, SECTION = (re.search(rf"```{kind}\n(.*?)```", GUIDE, re.DOTALL)[1] for kin
 
 
 def job_file(folder: Path, code: str = CODE, **changes: Any) -> Path:
-    """The debug job's pretraining and the guide's stage, whose code lies in the same folder."""
+    """The debug job's pretraining and the guide's stage, whose code is in the same folder."""
     folder.mkdir(exist_ok=True)
     (folder / "midtrain.py").write_text(code, encoding="utf-8")
     debug, added = tomllib.loads(DEBUG.read_text(encoding="utf-8")), tomllib.loads(SECTION)
@@ -69,8 +73,11 @@ def test_it_runs_is_killed_resumes_and_is_recorded_and_shown(heed: Callable[...,
     assert "pretrain: unchanged, skipped" in resumed.output
     assert re.search(r"midtrain: resumes from step \d+ of 60", resumed.output), resumed.output
     assert [line["step"] for line in read_metrics(run / "midtrain" / "metrics.jsonl")] == list(range(1, 61))
+    # Pretraining is that of the first run, and is skipped.
+    shutil.copytree(run / "pretrain", tmp_path / "whole" / "debug" / "pretrain")
     whole = heed(*arguments[:-1], str(tmp_path / "whole"))
     assert whole.wait() == 0, whole.output
+    assert "pretrain: unchanged, skipped" in whole.output
     weights = Path("midtrain") / "model" / "model.safetensors"
     assert (run / weights).read_bytes() == (tmp_path / "whole" / "debug" / weights).read_bytes()
 
@@ -96,33 +103,48 @@ def test_it_runs_right_after_its_parents(tmp_path: Path) -> None:
 def test_its_code_is_an_input(tmp_path: Path) -> None:
     job = load_job(job_file(tmp_path))
     run = Run(job, tmp_path / "runs", None, lambda: pytest.fail("no workers are needed"))
-    before = _inputs(run, job.stage("midtrain")).fingerprint
+    before = inputs_of(run, job.stage("midtrain")).fingerprint
     (tmp_path / "midtrain.py").write_text(CODE + "# changed\n")
-    assert _inputs(run, job.stage("midtrain")).fingerprint != before
+    assert inputs_of(run, job.stage("midtrain")).fingerprint != before
 
 
-def test_it_is_planned(heed: Callable[..., Any], tmp_path: Path) -> None:
-    planned = heed("plan", str(job_file(tmp_path)))
-    assert planned.wait() == 0, planned.output
-    midtrain = planned.output.split("\nmidtrain\n")[1]
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs `heed` with arguments in this process; returns its exit code and all that it printed."""
+
+    def call(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["heed", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        said = capsys.readouterr()
+        return int(caught.value.code or 0), said.out + said.err
+
+    return call
+
+
+def test_it_is_planned(called: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    code, output = called("plan", str(job_file(tmp_path)))
+    assert code == 0, output
+    midtrain = output.split("\nmidtrain\n")[1]
     assert re.search(r"tokens per step +640", midtrain)
-    assert re.search(r"peak +0\.\d+", midtrain)
+    assert re.search(r"memory of a rank +MiB", midtrain)
+    assert re.search(r"peak +[1-9][\d.]*\n", midtrain)
 
 
-def test_without_a_plan_of_its_own_it_is_left_out_of_the_sums(tmp_path: Path) -> None:
+def test_a_stage_without_a_plan_is_left_out_of_the_sums(tmp_path: Path) -> None:
     job = load_job(job_file(tmp_path, CODE.replace(", plan=plan", "")))
     pretrain, midtrain = make_plan(job, Setting(GPUS["h100"], 0.4, 1000)).stages
-    assert midtrain.assumptions == ("this stage does not say what it takes; its memory and time are not counted",)
+    assert midtrain.assumptions == ("this stage gives no estimate; its memory and time are not counted",)
     assert (midtrain.seconds, midtrain.peak) == (0, 0)
     assert pretrain.seconds > 0
 
 
-def test_its_rows_are_read_before_anything_is_trained(heed: Callable[..., Any], tmp_path: Path) -> None:
+def test_its_rows_are_read_before_anything_is_trained(called: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text('{"text": "one"}\n{"body": "two"}\n')
     path = job_file(tmp_path, texts={"source": str(tmp_path / "texts.jsonl")})
-    refused = heed("run", str(path), "--runs", str(tmp_path / "runs"))
-    assert refused.wait() == 2, refused.output
-    assert re.search(r"texts.jsonl: line 2: field 'text' is missing", refused.output), refused.output
+    code, output = called("run", str(path), "--runs", str(tmp_path / "runs"))
+    assert code == 2, output
+    assert re.search(r"texts.jsonl: line 2: field 'text' is missing", output), output
     assert not (tmp_path / "runs" / "debug" / "pretrain").exists()
 
 

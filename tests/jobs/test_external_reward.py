@@ -1,4 +1,4 @@
-"""Jobs whose reward is no model, as a user runs them: a function from the example job, and a server that was asleep."""
+"""Jobs with a reward that is not a model, as a user runs them: the example job's function, and a server that sleeps."""
 
 import json
 import shutil
@@ -17,6 +17,7 @@ from jobs import recovery
 from jobs.job_file import load_job
 from jobs.pipeline import run_job
 from jobs.submission import named_paths
+from ppo.samples import NUM_FOLLOWED
 from reward.external import RewardFunction
 from tests.serving import serving
 from training.metrics import read_metrics
@@ -34,7 +35,7 @@ SMALL = (
 
 @pytest.fixture(scope="module", autouse=True)
 def _workers() -> Iterator[None]:
-    """One Ray for all jobs here."""
+    """One Ray for all jobs of this file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         patch.setenv("no_proxy", "127.0.0.1")
@@ -45,7 +46,7 @@ def _workers() -> Iterator[None]:
 
 
 def test_the_example_job_runs_without_labels_and_reward_model(tmp_path: Path) -> None:
-    """On another function than its own: to the world's judge all that so small a model writes is worth nothing."""
+    """With another function than its own, because the world's judge finds everything by so small a model worthless."""
     function = f"{tmp_path / 'rewards.py'}:vowels"
     (tmp_path / "rewards.py").write_text(
         "def vowels(prompts, responses):\n    return [sum(text.count(v) for v in 'aeiou') for text in responses]\n"
@@ -58,7 +59,7 @@ def test_the_example_job_runs_without_labels_and_reward_model(tmp_path: Path) ->
     assert all(line["score"] > 0 for line in figures)
     assert not (run / "reward").exists()
     lineage = json.loads((run / "ppo" / "lineage.json").read_text())
-    assert function in lineage["data"]  # the file's hash: another function is another stage
+    assert function in lineage["data"]  # the file's hash: another function means another stage
 
 
 def test_the_example_function_is_the_worlds_own_judge() -> None:
@@ -71,7 +72,7 @@ def test_the_example_function_is_the_worlds_own_judge() -> None:
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Scores texts by their length, in so many answers; then it is asleep."""
+    """Scores texts by their length for a number of requests, then sleeps."""
 
     answers_left = 0
     num_asked = 0
@@ -91,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing on the terminal."""
+        """Suppresses terminal output."""
 
 
 @pytest.fixture
@@ -119,18 +120,19 @@ def test_a_server_that_was_asleep_stops_the_run_and_is_asked_again(
     job = load_job(ppo_job(tmp_path, model_folder, reward_url=url, reward_retries=0))
     with pytest.raises(ValueError, match=r"16 of 16 samples .* The first: .* answered with status 400"):
         run_job(job, tmp_path / "runs")
-    endpoint.answers_left = 1  # the SFT policy's samples get their scores, the first rollout does not
+    endpoint.answers_left = 1  # the SFT policy's samples are scored, the first rollout is not
     with pytest.raises(ValueError, match=r"16 of 16 responses .* The first: .* answered with status 400"):
         run_job(job, tmp_path / "runs")
     endpoint.answers_left, endpoint.num_asked = 100, 0
     run = run_job(job, tmp_path / "runs")
-    assert endpoint.num_asked == 16 // 4  # in micro-batches; the scale of scores was kept
+    # In micro-batches: the rollout, and the responses to prompts that PPO follows. The score's scale was kept.
+    assert endpoint.num_asked == (16 + NUM_FOLLOWED) // 4
     (line,) = read_metrics(run / "ppo" / "metrics.jsonl")
     assert line["failed_scores"] == 0
     assert line["score"] > 0
     patient = load_job(tmp_path / "job.toml", ["ppo.reward_retries=5"])
     before = (run / "ppo" / "lineage.json").stat().st_mtime_ns
-    run_job(patient, tmp_path / "runs")  # patience with a server is no input: nothing is run again
+    run_job(patient, tmp_path / "runs")  # the retry settings for a server are not an input: nothing runs again
     assert (run / "ppo" / "lineage.json").stat().st_mtime_ns == before
 
 
@@ -142,7 +144,7 @@ def test_a_server_that_was_asleep_stops_the_run_and_is_asked_again(
         ("    pass\n", "gave NoneType for 16 responses"),
     ],
 )
-def test_a_function_that_fails_is_told_by_its_own_file_and_line(
+def test_a_failing_function_is_reported_with_its_own_file_and_line(
     tmp_path: Path,
     model_folder: Path,
     body: str,
@@ -150,7 +152,7 @@ def test_a_function_that_fails_is_told_by_its_own_file_and_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What `heed run` prints: the function, what became of it and where, nothing of Heed's own."""
+    """`heed run` prints the function, its failure and where it happened, and nothing of Heed's own code."""
     rewards = tmp_path / "my_rewards.py"
     rewards.write_text(f"def score(prompts, responses):\n{body}")
     path = ppo_job(tmp_path, model_folder, reward_function=f"{rewards}:score")
@@ -158,7 +160,8 @@ def test_a_function_that_fails_is_told_by_its_own_file_and_line(
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 2
-    printed = "".join(capsys.readouterr().err.split("error: ")[1:]).replace("\n", " ")  # wherever lines were broken
+    # Wherever the terminal wrapped lines.
+    printed = "".join(capsys.readouterr().err.split("error: ")[1:]).replace("\n", " ")
     words = " ".join(printed.split())
     assert "16 of 16 samples of the SFT policy have no finite score" in words
     assert said in words
@@ -200,7 +203,7 @@ def test_one_source_of_reward_is_wanted(tmp_path: Path, model_folder: Path, chan
         load_job(ppo_job(tmp_path, model_folder), changes)
 
 
-def test_a_reward_stage_beside_a_function_is_refused() -> None:
+def test_a_reward_stage_together_with_a_function_is_refused() -> None:
     with pytest.raises(ValueError, match=r"ppo.reward_function is given and so is \[reward\]"):
         load_job(JOBS / "debug.toml", ["ppo.reward_function=a:b"])
 

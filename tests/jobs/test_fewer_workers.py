@@ -1,6 +1,5 @@
-"""A node is lost and does not come back: the job goes on with fewer workers, and agrees with a run of so many. The
-states of the optimizer were shared out among those that began it (ZeRO-2).
-"""
+"""A node is lost and does not come back: the job continues with fewer workers and agrees with a run that had as few
+from the start. The optimizer's states were sharded among the original workers (ZeRO-2)."""
 
 import threading
 import time

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+import tomli_w
 
+from jobs.inputs import inputs_of, what_changed
 from jobs.job_file import load_job
-from jobs.pipeline import _inputs
 from jobs.run import Run
 from stages.world import World
 
@@ -16,7 +17,7 @@ DEBUG = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
 def fingerprint(stage_name: str, *overrides: str) -> str:
     job = load_job(DEBUG, overrides)
     run = Run(job, Path("nowhere"), cast(World, None), lambda: pytest.fail("no workers are needed"))
-    return _inputs(run, job.registry[stage_name]).fingerprint
+    return inputs_of(run, job.registry[stage_name]).fingerprint
 
 
 @pytest.mark.parametrize(
@@ -49,3 +50,15 @@ def test_how_work_is_split_and_logged_is_no_input(stage: str, override: str) -> 
 )
 def test_what_changes_a_result_is_an_input(stage: str, override: str) -> None:
     assert fingerprint(stage, override) != fingerprint(stage)
+
+
+def test_what_changed_is_named(tmp_path: Path) -> None:
+    job = load_job(DEBUG)
+    run = Run(job, Path("nowhere"), cast(World, None), lambda: pytest.fail("no workers are needed"))
+    inputs = inputs_of(run, job.registry["ppo"])
+    assert what_changed(tmp_path, inputs) == "changed"  # nothing says what it was made with
+    before = {"seed": inputs.seed, **inputs.config, "ppo": {**inputs.config["ppo"], "kl_coef": 0.7, "gone": 1}}
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(before))
+    assert what_changed(tmp_path, inputs) == "changed: ppo.gone, ppo.kl_coef"
+    (tmp_path / "config.toml").write_text(tomli_w.dumps({"seed": inputs.seed, **inputs.config}))
+    assert what_changed(tmp_path, inputs) == "its data or an earlier stage changed"

@@ -1,6 +1,8 @@
-"""Keys of other projects are recognised."""
+"""Keys of other projects are recognised in error messages."""
 
 from pathlib import Path
+from types import NoneType
+from typing import get_args
 
 import pytest
 
@@ -19,11 +21,14 @@ SECTIONS = (PPOConfig, PretrainConfig, SFTConfig, RewardConfig, OptimizerConfig,
 
 
 def is_field(name: str) -> bool:
-    """Whether a name is a path of fields from one of the sections, or from the top."""
+    """Returns whether a name is a path of fields from a section, or from the top level."""
 
     def follows(model: type, parts: list[str]) -> bool:
         field = model.model_fields.get(parts[0])
-        return field is not None and (len(parts) == 1 or follows(field.annotation, parts[1:]))
+        if field is None or len(parts) == 1:
+            return field is not None
+        sections = get_args(field.annotation) or (field.annotation,)
+        return any(follows(section, parts[1:]) for section in sections if section is not NoneType)
 
     return any(follows(model, name.split(".")) for model in (*SECTIONS, JobConfig))
 
@@ -48,6 +53,10 @@ def test_no_key_of_heeds_own_is_listed_as_foreign() -> None:
         ("ppo.policy_optimizer.lr=1", "`lr`: unknown key in [ppo.policy_optimizer]; Heed calls it `learning_rate`"),
         ("ppo.micro_train_batch_size=1", "Heed calls it `minibatch.micro_batch_size`"),
         ("sft.micro_train_batch_size=1", "Heed calls it `batch.micro_batch_size`"),
+        ("ppo.n_samples_per_prompt=4", "Heed calls it `samples_per_prompt`"),
+        ("ppo.adv_estimator=grpo", "Heed calls it `advantage`"),
+        ("ppo.kl_loss_type=k1", "In a loss, k1 has a mean gradient of 0, and k3 has another divergence's"),
+        ("ppo.kl_estimator=k3", 'set `kl_in`: "reward" subtracts the log ratio (k1)'),
         ("ppo.zero_stage=2", "`zero_stage`: unknown key in [ppo]; Heed calls it `engine.zero_stage`"),
         ("ppo.train_batch_size=8", "OpenRLHF's is `minibatch.batch_size` here; verl's is `rollout_batch_size` here"),
         ("sft.per_device_train_batch_size=8", "Heed counts global batches"),

@@ -1,4 +1,4 @@
-"""A job that starts from a hub model, on workers whose machine does not see the driver's downloads."""
+"""A job that starts from a hub model, on workers whose machine cannot see the driver's downloads."""
 
 import os
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
 
 @pytest.fixture
 def hub(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub; workers that start from now on keep downloads in `worker`, this process in `driver`."""
+    """A hub; workers that start from now on keep downloads in `worker`, and this process keeps them in `driver`."""
     with serve(model_folder) as served:
         for name, value in served.environment(tmp_path / "worker").items():
             monkeypatch.setitem(os.environ, name, value)

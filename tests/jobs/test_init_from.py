@@ -1,4 +1,4 @@
-"""A run that starts from a published model: its weights, shape and vocabulary, and what is refused."""
+"""A run that starts from a published model: its weights, shape and vocabulary, and errors."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,8 @@ Published = Callable[..., Path]
 
 @pytest.fixture
 def published(tmp_path: Path, tokenizer: Tokenizer) -> Published:
-    """A random Qwen2 with a tokenizer as such models come: its end token wrapped, fields changed or missing."""
+    """A random Qwen2 with a tokenizer like those of published models: its end token in an object, fields changed or
+    missing."""
 
     def make(**fields: Any) -> Path:
         folder = tmp_path / "published"
@@ -78,12 +79,12 @@ def test_a_run_goes_on_from_a_published_model(
     for name, tensor in expected.state_dict().items():
         assert torch.equal(taken.state_dict()[name], tensor), name
     figures = json.loads((run / "pretrain" / "results.json").read_text())
-    assert figures["heldout_loss"] > 3  # measured, of random weights
+    assert figures["heldout_loss"] > 3  # measured with random weights
     assert figures["trained_tokens"] == 0
     tuned = load_language_model(run / "sft" / "model")
     assert tuned.config == expected.config
     assert not torch.equal(tuned.head.weight, taken.head.weight)
-    # Its own job file is complete and still means the same.
+    # The run's own job file is complete and means the same later.
     assert load_job(run / "job.toml").model == job.model
 
 
@@ -99,7 +100,7 @@ def test_what_contradicts_itself_is_refused(overrides: list[str], words: str) ->
         load_job(DEBUG, overrides)
 
 
-def test_a_shape_beside_the_models_own_must_agree(published: Published) -> None:
+def test_a_shape_must_agree_with_the_models_own(published: Published) -> None:
     source = published()
     with pytest.raises(ValueError, match=r"model.vocab_size is 512, but .*published has 288; leave \[model\] out"):
         load_job(DEBUG, [f"pretrain.init_from={source}"])

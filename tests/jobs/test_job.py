@@ -1,4 +1,4 @@
-"""The job file: every shipped one parses, and every mistake is named with its place."""
+"""The job file: every shipped one parses, and every mistake is reported with its place."""
 
 import tomllib
 from pathlib import Path
@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from jobs.job import JobConfig
 from jobs.job_file import load_job
 from jobs.registry import BUILT_IN
+from jobs.toml_values import read_job_values
 from playground.world import PlaygroundWorld
 
 ROOT = Path(__file__).parents[2]
@@ -19,14 +21,14 @@ DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
 def test_every_shipped_job_parses(path: Path) -> None:
     job = load_job(path)
     assert job.name == path.stem
-    # What is left out takes a default; what is written arrives.
-    written = tomllib.loads(path.read_text(encoding="utf-8"))
+    # Omitted fields take defaults; written fields arrive.
+    written = read_job_values(path)
     assert job.model.hidden_size == written["model"]["hidden_size"]
     assert job.stage_names == tuple(stage for stage in BUILT_IN.names if stage in written)
     if job.ppo is not None:
         assert job.ppo.policy_optimizer.learning_rate == written["ppo"]["policy_optimizer"]["learning_rate"]
     assert job.world.kind == written["world"]["kind"]
-    # The job as a run folder records it is the same job.
+    # The job as recorded in a run folder is the same job.
     assert type(job).model_validate(tomllib.loads(tomli_w.dumps(job.model_dump(mode="json", exclude_none=True)))) == job
 
 
@@ -46,8 +48,28 @@ def test_without_a_file_the_demo_is_the_job() -> None:
 
 
 def test_every_stage_comes_after_its_parents() -> None:
-    for index, stage in enumerate(BUILT_IN.names):
-        assert set(load_job(DEBUG).parents(stage)) <= {*BUILT_IN.preparations, *BUILT_IN.names[:index]}
+    jobs = (load_job(DEBUG), load_job(ROOT / "configs" / "jobs" / "rejection.toml"))
+    assert {name for job in jobs for name in job.stage_names} == set(BUILT_IN.names)
+    for job in jobs:
+        for stage in job.stage_names:
+            before = BUILT_IN.names[: BUILT_IN.names.index(stage)]
+            assert set(job.parents(stage)) <= {*BUILT_IN.preparations, *before}
+
+
+def test_compare_reads_every_policy_of_the_job(tmp_path: Path) -> None:
+    assert load_job(DEBUG).parents("compare") == ("pretrain", "sft", "reward", "dpo", "ppo")
+    written = tomllib.loads(DEBUG.read_text(encoding="utf-8"))
+    job = tmp_path / "job.toml"
+
+    def job_of(*left_out: str, **changed: dict[str, object]) -> JobConfig:
+        values = {name: value | changed.get(name, {}) if isinstance(value, dict) else value
+                  for name, value in written.items() if name not in left_out}  # fmt: skip
+        job.write_text(tomli_w.dumps(values))
+        return load_job(job)
+
+    assert job_of("ppo", "reward").parents("compare") == ("pretrain", "sft", "dpo")
+    with pytest.raises(ValueError, match="compare needs a policy: a stage that trains one"):
+        job_of("ppo", "dpo")
 
 
 def test_a_source_of_a_stage_makes_it_a_parent_which_must_come_before() -> None:
@@ -72,7 +94,7 @@ def test_overrides_set_dotted_keys() -> None:
     )
     assert job.ppo.kl_coef == 0.25
     assert job.ppo.policy_optimizer.learning_rate == 5e-6
-    assert job.ppo.policy_optimizer.eps == 1e-5  # its neighbours stay
+    assert job.ppo.policy_optimizer.eps == 1e-5  # the neighbouring fields stay
     assert job.name == "other"
     assert job.engine.trackers == ("tensorboard",)
     assert job.pretrain.dropout == 0.1
@@ -82,7 +104,7 @@ def test_overrides_set_dotted_keys() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        # Unknown keys: the whole path, and what is near or known.
+        # Unknown keys: the whole path, and similar or known keys.
         ("ppo.kl_coeff=0.1", r"`kl_coeff`: unknown key in \[ppo\]; did you mean `kl_coef`\?"),
         ("ppo.policy_optimizer.learning_rat=1", r"`learning_rat`: .* \[ppo\.policy_optimizer\]; .*`learning_rate`"),
         (
@@ -106,7 +128,7 @@ def test_overrides_set_dotted_keys() -> None:
         ("name=a..b", r"name: a folder name without '\.\.' was expected, found 'a\.\.b'"),
         ("pretrain=3", r"pretrain: .*found 3"),
         ("world.kind=moon", r"world: .*'playground', 'reviews'"),
-        # What spans fields: batches must divide, sequences must fit.
+        # Checks across fields: batches must divide, sequences must fit.
         ("sft.batch.micro_batch_size=3", r"sft\.batch: batch_size over micro_batch_size: 8 is not a multiple of 3"),
         (
             "workers=4",
@@ -122,7 +144,7 @@ def test_overrides_set_dotted_keys() -> None:
         ("sft.seq_len=500", r"sft\.seq_len does not fit model\.max_position_embeddings = 160"),
         ("ppo.max_new_tokens=160", r"ppo\.max_new_tokens does not fit model\.max_position_embeddings = 160"),
         ("model.max_position_embeddings=16", r"does not fit model\.max_position_embeddings = 16"),
-        # Overrides that are none.
+        # Invalid overrides.
         ("ppo.kl_coef", r"--set 'ppo\.kl_coef': KEY=VALUE was expected"),
         ("=3", r"--set '=3': KEY=VALUE was expected"),
         ("name.more=3", r"--set 'name\.more=3': 'name' is not a section"),
@@ -179,7 +201,8 @@ def test_bad_toml_names_the_line(tmp_path: Path) -> None:
 
 def test_a_job_may_go_on_with_fewer_workers() -> None:
     assert load_job(DEBUG, ["workers=4", "pretrain.batch.micro_batch_size=4", *FOUR]).world_sizes == (4,)
-    assert load_job(DEBUG, ["workers=4", "min_workers=1", *FOUR]).world_sizes == (4, 2, 1)  # three divide no batch
+    # No batch is divisible by three.
+    assert load_job(DEBUG, ["workers=4", "min_workers=1", *FOUR]).world_sizes == (4, 2, 1)
     apart = ["ppo.placement=disaggregated", "ppo.num_generators=2"]
     assert load_job(DEBUG, ["workers=4", "min_workers=2", *FOUR, *apart]).fewest_ranks == 2 + 2 + 1
     with pytest.raises(ValueError, match=r"min_workers is 3; at most workers = 2 was expected"):

@@ -1,23 +1,61 @@
-"""Kill a run at any time: it resumes and ends with the files of the run nobody touched, bit for bit."""
+"""A run that is killed at any time resumes and ends with the files of an uninterrupted run, bit for bit."""
 
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-NumSteps = Callable[[Path], int]
+import pytest
 
-# Where the run is killed, in order; each is reached after another restart.
+NumSteps = Callable[[Path], int]
+DEBUG_JOB = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
+FROM_MODELS = """
+base = "{base}"
+name = "small"
+without = [
+    "pretrain", "sft", "collect", "reward", "dpo", "compare", "model",
+    "ppo.value_optimizer", "ppo.ptx_coef", "ppo.ptx_rows",
+]
+[rejection]
+init_from = "{parents}/sft/model"
+reward_from = "{parents}/reward/model"
+prompts = {{ source = "world:ppo_prompts" }}
+num_samples = 3
+max_new_tokens = 96
+seq_len = 100
+heldout_share = 0.2
+batch = {{ batch_size = 4, micro_batch_size = 2 }}
+optimizer = {{ learning_rate = 1e-3 }}
+dropout = 0.1
+save_every_steps = 2
+evaluate_every_steps = 5
+[ppo]
+init_from = "{parents}/sft/model"
+reward_from = "{parents}/reward/model"
+num_iterations = 6
+save_every_iterations = 2
+advantage = "leave_one_out"
+advantage_scale = "none"
+samples_per_prompt = 4
+token_weight = "constant"
+kl_in = "loss"
+"""
+
+MODELS = ("rejection/model", "ppo/model", "ppo/model_ema")
+
+# Where the run is killed, in order; each point is reached after another restart.
 KILLS: dict[str, Callable[[Path, NumSteps], bool]] = {
     "pretrain, two steps after a checkpoint": lambda folder, steps: steps(folder / "pretrain") >= 7,
     "collect, while labels arrive": lambda folder, _: (folder / "labels.sqlite").exists(),
     "reward": lambda folder, steps: steps(folder / "reward") >= 5,
+    "dpo, in its middle": lambda folder, steps: steps(folder / "dpo") >= 3,
     "ppo": lambda folder, steps: steps(folder / "ppo") >= 2,
 }
 
 
-def test_a_run_killed_in_every_stage_ends_as_the_run_nobody_touched(
+def test_a_run_killed_in_every_stage_ends_like_an_uninterrupted_run(
     started_run: tuple[Any, Path],
     run_debug: Callable[..., Any],
     hashes: Callable[[Path], dict[str, str]],
@@ -39,8 +77,8 @@ def test_a_run_killed_in_every_stage_ends_as_the_run_nobody_touched(
     assert last.wait() == 0, last.output
     untouched = request.getfixturevalue("finished_run")
     assert hashes(folder) == hashes(untouched)
-    # The logs hold every step once, as if nothing had happened; each stage was continued, none begun anew.
-    for stage in ("pretrain", "sft", "reward", "ppo"):
+    # The logs contain every step once, as if nothing had happened; each stage resumed, and none started from scratch.
+    for stage in ("pretrain", "sft", "reward", "dpo", "ppo"):
         logs = []
         for run in (folder, untouched):
             lines = [json.loads(line) for line in (run / stage / "metrics.jsonl").read_text().splitlines()]
@@ -49,3 +87,51 @@ def test_a_run_killed_in_every_stage_ends_as_the_run_nobody_touched(
     assert not (folder / "replaced").exists()
     for command in [*commands, last]:
         assert command.wait_until_gone() == [], "processes of a killed run are left"
+
+
+def test_a_killed_run_of_rejection_sampling_and_rloo_ends_like_an_uninterrupted_one(
+    heed: Callable[..., Any], finished_run: Path, num_steps: NumSteps, tmp_path: Path
+) -> None:
+    """Both start from models of another run. Each is killed one step past a checkpoint."""
+    job = tmp_path / "small.toml"
+    job.write_text(FROM_MODELS.format(base=DEBUG_JOB, parents=finished_run), encoding="utf-8")
+    killed, whole = (tmp_path / name / "small" for name in ("killed", "whole"))
+    for stage in ("rejection", "ppo"):
+        command = heed("run", str(job), "--runs", str(killed.parent))
+        while num_steps(killed / stage) < 3:
+            assert command.process.poll() is None, command.output
+            time.sleep(0.005)
+        command.kill_everything()
+    for folder in (killed, whole):
+        again = heed("run", str(job), "--runs", str(folder.parent))
+        assert again.wait() == 0, again.output
+        assert ("ppo: resumes from" in again.output) == (folder == killed)
+    for name in ("rejection/best.jsonl", *(f"{model}/model.safetensors" for model in MODELS)):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+    assert not list(whole.glob("ppo/checkpoints/*/value"))
+    for stage in ("rejection", "ppo"):
+        for lines in zip(*(rows(folder / stage / "metrics.jsonl") for folder in (killed, whole)), strict=True):
+            first, second = ({k: v for k, v in line.items() if "second" not in k} for line in lines)
+            assert first == second
+    check_rejection(whole)
+
+
+def check_rejection(run: Path) -> None:
+    best, results = rows(run / "rejection" / "best.jsonl"), json.loads((run / "rejection/results.json").read_text())
+    chosen, trained = results["chosen"], results["trained"]
+    assert chosen["num_kept"] == len(best) == len({row["prompt_id"] for row in best}) > 2
+    assert chosen["kept_score"] == pytest.approx(fmean(row["score"] for row in best))
+    assert chosen["kept_score"] > chosen["sample_score"]
+    # A model this small often does not end its responses, and some that end are too long for a row.
+    assert 0 < chosen["num_truncated"] < chosen["num_prompts"] * chosen["num_samples"] == 64 * 3
+    assert results["overlong_kept"]["num_rows"] == len(best) > results["overlong_kept"]["num_skipped"] > 0
+    assert trained["num_steps"] == len(rows(run / "rejection" / "metrics.jsonl"))
+    assert trained["heldout_loss"] < trained["heldout_loss_before"]
+    assert json.loads((run / "report.json").read_text())["rejection"]["chosen"] == chosen
+    assert "Samples that reached max_new_tokens" in (run / "report.html").read_text(encoding="utf-8")
+    lineage = json.loads((run / "rejection" / "lineage.json").read_text())
+    assert sum(name.endswith("/model") for name in lineage["data"]) == 2
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -13,7 +13,7 @@ from lm.model import LanguageModel, count_parameters
 
 DEBUG = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
 
-# Parameters of the published checkpoints, which the model hub's pages give.
+# Parameter counts of the published checkpoints, from the model hub's pages.
 PUBLISHED = {
     "openai-community/gpt2": 124_439_808,
     "openai-community/gpt2-medium": 354_823_168,

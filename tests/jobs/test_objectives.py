@@ -1,4 +1,5 @@
-"""Jobs of two conflicting objectives: one reward model with two heads, and PPO that climbs what weighs more."""
+"""Jobs with two conflicting objectives: one reward model with two heads, and PPO that increases the one with more
+weight."""
 
 import json
 import tomllib
@@ -35,7 +36,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def job_file(tmp_path: Path, model_folder: Path) -> Path:
-    """Reward model and PPO of the debug job, from a language model and a file of rankings: the more e's the louder."""
+    """The debug job's reward model and PPO, from a language model and a file of rankings: the more e's, the louder."""
     texts = ["Here the deer see trees", "Far", "Where the bee flew", "A dog"]
     num_loud = [text.lower().count("e") for text in texts]
     ranks = {
@@ -83,7 +84,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def end_of(run: Path) -> dict[str, float]:
-    """Each objective's mean score in the last three iterations of PPO."""
+    """Returns each objective's mean score in the last three iterations of PPO."""
     lines = read_metrics(run / "ppo" / "metrics.jsonl")[-3:]
     return {name: mean(line[f"score/{name}"] for line in lines) for name in (LOUD, CALM)}
 
@@ -102,7 +103,7 @@ def test_the_weights_decide_which_objective_the_policy_climbs(tmp_path: Path, mo
     trained = (run / "reward" / "lineage.json").read_text()
     swapped = ["ppo.objective_weights.loud=0.25", "ppo.objective_weights.calm=1.0"]
     calmer = end_of(run_job(load_job(path, swapped), tmp_path / "runs"))
-    assert (run / "reward" / "lineage.json").read_text() == trained  # other weights need no other reward model
+    assert (run / "reward" / "lineage.json").read_text() == trained  # other weights need no new reward model
     assert louder[LOUD] > calmer[LOUD] + 1.0
     assert calmer[CALM] > louder[CALM] + 1.0
 
@@ -190,5 +191,5 @@ def test_the_plan_counts_the_heads() -> None:
     width = 32
     held = {name: (one[name].memory[RANK].held, three[name].memory[RANK].held) for name in ("reward", "ppo")}
     more = sum(held["reward"][1].values()) - sum(held["reward"][0].values())
-    assert more == 2 * width * (4 + 8)  # weights, two moments
+    assert more == 2 * width * (4 + 8)  # the weights and two moments
     assert held["ppo"][1]["reward model"] - held["ppo"][0]["reward model"] == 2 * width * 4

@@ -1,4 +1,4 @@
-"""What is sent to a cluster, and what is refused before anything is."""
+"""The files that are sent to a cluster, and errors before anything is sent."""
 
 import re
 import shlex
@@ -23,7 +23,7 @@ REVIEWS = ROOT / "configs" / "jobs" / "reviews.toml"
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., str]:
-    """Runs `heed` in an empty folder with arguments that it must refuse; returns the one line it says."""
+    """Runs `heed` in an empty folder with arguments that are errors; returns the one line that it prints."""
     monkeypatch.delenv("HEED_ADDRESS", raising=False)
     monkeypatch.chdir(tmp_path)
 
@@ -40,7 +40,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The current folder has data below it."""
+    """The current folder contains data."""
     folder = tmp_path / "here"
     (folder / "data" / "model").mkdir(parents=True)
     (folder / "data" / "prompts.jsonl").write_text("rows")
@@ -50,7 +50,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def pack_debug(*overrides: str) -> set[str]:
-    """The files that are sent for the debug job with overrides."""
+    """Returns the files that are sent for the debug job with overrides."""
     with packed(DEBUG, load_job(DEBUG, overrides)) as folder:
         assert (folder / "debug.toml").read_bytes() == DEBUG.read_bytes()
         return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
@@ -104,7 +104,7 @@ def test_every_place_that_may_name_a_file() -> None:
     assert named["pretrain.heldout.0.source"] == "a/b"
     assert named["sft.init_from"] == "model"
     assert "world.kind" not in named
-    assert dict(named_paths(load_job(REVIEWS)))["world.peps"].endswith("peps.jsonl.gz")
+    assert dict(named_paths(load_job(REVIEWS)))["world.reviews"] == "stanfordnlp/imdb"
 
 
 def test_the_command_is_the_run_that_was_asked_for() -> None:

@@ -1,4 +1,4 @@
-"""`heed plan`: numbers by hand, every shipped job, and what does not fit."""
+"""`heed plan`: numbers by hand, every shipped job, and jobs that do not fit."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from heed.commands.inspect import read_shape
 from jobs.job_file import load_job
 from jobs.pipeline import run_job
 from jobs.plan import Plan, Setting, make_plan, places
-from lm.activations import block_bytes
+from lm.activations import block_bytes, forward_bytes
 from lm.config import ModelConfig
 from planning.hardware import GIB, GPUS, hardware
 from planning.memory import Layout, Memory, count, forward_pass
@@ -67,7 +67,7 @@ def test_batches_by_hand() -> None:
         "batch_size": 32, "micro_batch_size": 16, "ranks": 2, "micro-batches per rank and step": 1, "steps": 1200,
         "tokens per step": 32 * 96,
     }  # fmt: skip
-    # 8,000 demonstrations twice in batches of 32; 90% of 5,000 tasks of four responses in batches of 16.
+    # 8,000 demonstrations twice in batches of 32; 90% of 5,000 tasks with four responses in batches of 16.
     assert stage_of(plan, "sft").num_steps == 500
     reward = stage_of(plan, "reward").batch
     assert (reward["steps"], reward["responses per comparison"], reward["tokens per step"]) == (281, 4, 16 * 4 * 128)
@@ -75,7 +75,7 @@ def test_batches_by_hand() -> None:
     assert (ppo["micro-batches per rank and update"], ppo["updates per iteration"], ppo["updates"]) == (1, 4, 112)
     assert ppo["responses"] == 28 * 128
     assert stage_of(plan, "collect").batch["prompts"] == 5000
-    # Best of 16 from one pool, four of PPO's, four of the pretrained model's.
+    # Best of 16 from one pool, four by PPO, four by the pretrained model.
     assert stage_of(plan, "compare").batch["responses per prompt"] == 24
 
 
@@ -92,26 +92,26 @@ def test_rows_of_local_files_are_counted(tmp_path: Path) -> None:
     assert reward.num_steps == round(640 * 0.95 / 64)
     assert reward.batch["responses per comparison"] == 3
     assert not any("two responses" in assumption for assumption in reward.assumptions)
-    # What cannot be counted is said.
+    # The plan says what it cannot count.
     assumed = stage_of(plan_of(path), "reward")
-    assert any("trl-lib/tldr-preference is taken to have 100,000 rows" in said for said in assumed.assumptions)
+    assert any("trl-lib/tldr-preference has 100,000 rows" in said for said in assumed.assumptions)
 
 
 def test_gpt3_has_its_published_size() -> None:
     config = read_shape(ROOT / "configs" / "models" / "gpt3-175b.toml")
     counts = count(config, ADAMW)
     assert counts.total == pytest.approx(175e9, rel=0.01)
-    # 16 bytes a parameter over 1,024 ranks, and DeepSpeed's bucket of half a billion bf16 numbers.
+    # 16 bytes per parameter over 1,024 ranks, and DeepSpeed's bucket of half a billion bf16 numbers.
     held = states(counts, Layout(1024, 3, is_bf16=True, is_gpu=True))
-    # Two norms and all biases of each layer and the last norm, which ZeRO-3 keeps whole.
+    # The two norms and all biases of each layer and the last norm, which ZeRO-3 keeps whole.
     assert held.pop("small weights, whole") == 2 * (96 * (2 * 2 + 3 + 1 + 4 + 1) + 2) * 12288
     assert sum(held.values()) == pytest.approx(16 * counts.total / 1024 + 1e9, rel=1e-6)
 
 
 @pytest.mark.parametrize(
     ("stage", "bytes_per_parameter"),
-    # Of four ranks in bf16: fp32 weights, moments and DDP's buckets; bf16 weights, a quarter of masters and moments; a
-    # quarter of all.
+    # For four ranks in bf16: fp32 weights, moments and DDP's buckets; bf16 weights, a quarter of masters and moments; a
+    # quarter of everything.
     [(0, 4 + 8 + 4), (1, 2 + 12 / 4), (2, 2 + 12 / 4), (3, (2 + 2 + 12) / 4)],
 )
 def test_states_by_zero_stage(stage: int, bytes_per_parameter: float) -> None:
@@ -147,7 +147,7 @@ def test_muon_keeps_one_moment_and_frozen_layers_none() -> None:
     assert few < all_of_them / 3
 
 
-def test_more_micro_batches_keep_gradients_beside_activations() -> None:
+def test_with_more_micro_batches_gradients_are_held_with_activations() -> None:
     config = read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml")
     counts = count(config, ADAMW)
 
@@ -157,9 +157,9 @@ def test_more_micro_batches_keep_gradients_beside_activations() -> None:
         one, two = (training_memory(config, counts, layout, of, 10**8, number).peak for number in (1, 2))
         return two - one
 
-    head = 4 * 50257 * 768  # its gradient is whole before it is added
+    head = 4 * 50257 * 768  # its gradient is complete before it is added
     assert 4 * counts.total <= growth(ranks=1) <= 4 * counts.total + head
-    # DDP's buckets take only those of the last one.
+    # DDP's buckets hold only the gradients of the last layer.
     assert growth(ranks=2) == growth(ranks=1)
 
 
@@ -172,12 +172,12 @@ def test_what_is_offloaded_or_computed_again_is_not_held() -> None:
     gone = {"fp32 masters", "moments", "gradients", "weights"}
     assert set(states(counts, plain)) - set(states(counts, moved)) == gone
     on_cpu = Layout(8, 3, is_bf16=True, is_gpu=False, offload=("optimizer",))
-    # There is nowhere else to go, and what checkpoints are written from lies there too.
+    # There is nowhere else to put it, and the buffers from which checkpoints are written are there too.
     assert set(states(counts, on_cpu)) == set(states(counts, plain)) | {"copy for checkpoints"}
     again = Layout(8, 3, is_bf16=True, is_gpu=True, recomputes=True)
     of = forward_pass(again, 8, 1024)
     few, many = (activation_bytes(config, of, counts, layout) for layout in (again, plain))
-    # Inputs of twelve blocks; the rest of one comes back when its backward begins.
+    # Inputs of twelve blocks; the rest of one block is recomputed when its backward begins.
     least = 12 * 8 * 1024 * 768 * 2
     assert least < few < least + many / 20
     backward = {
@@ -187,25 +187,35 @@ def test_what_is_offloaded_or_computed_again_is_not_held() -> None:
     assert one - other == block_bytes(config, of) - 8 * 1024 * 768 * 2
 
 
-def colocated(config: ModelConfig, layout: Layout, mode: Mode = "fast") -> Memory:
+def colocated(config: ModelConfig, layout: Layout, mode: Mode = "fast", *, has_values: bool = True) -> Memory:
     """A rank of PPO with small batches."""
     policy, value = count(config, ADAMW), count(config, ADAMW, num_scores=1)
     of = forward_pass(layout, 1, 64)
-    work = PPOWork(of, of, num_logits=0, rollout_rows=1, response_tokens=32, num_micro_batches=1, mode=mode)
-    return ppo_memory(PPOModels(config, config, policy, value, value), layout, work)
+    work = PPOWork(of, of, of, 0, rollout_rows=1, prompt_tokens=32, response_tokens=32, num_micro_batches=1, mode=mode)
+    return ppo_memory(PPOModels(config, config, policy, value if has_values else None, value), layout, work)
+
+
+def test_without_a_value_function_a_learner_has_half_the_weights() -> None:
+    config = read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml")
+    layout = Layout(1, 0, is_bf16=True, is_gpu=True)
+    with_values, without = colocated(config, layout), colocated(config, layout, has_values=False)
+    gone = {name: size for name, size in with_values.held.items() if name not in without.held}
+    assert gone
+    assert all(name.startswith("value: ") for name in gone)
+    assert {name: size for name, size in with_values.held.items() if name not in gone} == without.held
+    assert set(with_values.phases) - set(without.phases) == {"values", "value backward", "value step"}
 
 
 def test_a_colocated_worker_holds_every_role() -> None:
-    """ZeRO-3 in bf16 on eight ranks: an eighth of two models' 16 bytes per parameter and of an fp32 average; reference,
-    reward model and generator in bf16. Each mode of `ppo.memory` takes some of it off the device.
-    """
+    """ZeRO-3 in bf16 on eight ranks: an eighth of two models' 16 bytes per parameter and of an fp32 average;
+    reference, reward model and generator in bf16. Each mode of `ppo.memory` moves some of it off the device."""
     config = read_shape(ROOT / "configs" / "models" / "gpt3-13b.toml").model_copy(update={"tie_word_embeddings": False})
     layout = Layout(8, 3, is_bf16=True, is_gpu=True)
     policy, value = count(config, ADAMW), count(config, ADAMW, num_scores=1)
     memory = colocated(config, layout)
     P, V = policy.total, value.total
     assert config.vocab_size * config.hidden_size - config.hidden_size == P - V
-    # Norms and biases, 13 widths of each layer, are whole everywhere, and so is the weight of a score.
+    # Norms and biases, 13 hidden sizes per layer, are whole on every rank, and so is the weight of a score head.
     kept_whole = (
         2 * 2 * (40 * (10 * config.hidden_size + 3 * 40 * 128) + 2 * config.hidden_size) + 2 * config.hidden_size
     )
@@ -221,13 +231,26 @@ def test_a_colocated_worker_holds_every_role() -> None:
     assert not {"policy: moments", "value: moments"} & set(small.phases["generate"])
     D, M = config.hidden_size, config.intermediate_size
     assert small.phases["score by the reference"]["one of its layers"] == 2 * (2 * D * M + M + D)
-    # Embedding, head, positions, and weights and biases of two norms per layer and a last one.
+    # Embedding, head, positions, and the weights and biases of two norms per layer and a last one.
     outside = (2 * 50257 + 2048 + 4 * 40 + 2) * D
     assert small.phases["score by the reference"]["reference outside its layers"] == 2 * outside
 
 
-def test_frozen_models_beside_autocast_keep_their_matrices_in_bf16() -> None:
-    """A tied head is the embedding's table, which is read in fp32; a score's own row is a matrix."""
+def test_rows_are_planned_as_wide_as_they_are_packed() -> None:
+    """With its end token, a text of 2,049 tokens takes a row of 2,304; forward passes of 9,216 tokens hold four such
+    rows."""
+    for given, rows in (("forward_tokens=0", 1), ("forward_tokens=9216", 4)):
+        plan = plan_of(JOBS / "cluster" / "hh-8b-long-8gpus.toml", overrides=(f"ppo.minibatch.{given}",))
+        stage, model = stage_of(plan, "ppo"), plan.job.model
+        assert stage.batch["micro-batches per rank and update"] == 128 // 8 // 2  # of two rows of 2,048
+        phases = stage.memory["rank"].phases
+        assert phases["values"]["a pass"] == forward_bytes(model, forward_pass(plan.layout, rows, 2304))
+        two_rows = activation_bytes(model, forward_pass(plan.layout, 2, 2048), count(model, ADAMW), plan.layout)
+        assert phases["policy backward"]["activations"] == two_rows
+
+
+def test_under_autocast_frozen_models_keep_their_matrices_in_bf16() -> None:
+    """A tied head is the embedding's table, which is read in fp32; a score head has its own row, a matrix."""
     config = read_shape(ROOT / "configs" / "models" / "gpt3-125m.toml").model_copy(update={"tie_word_embeddings": True})
     layout = Layout(1, 0, is_bf16=True, is_gpu=True)
     policy, value = count(config, ADAMW), count(config, ADAMW, num_scores=1)
@@ -242,7 +265,7 @@ def test_time_is_operations_over_a_share_of_the_peak() -> None:
     path = JOBS / "cluster" / "gpt3-175b-1024gpus.toml"
     plan = plan_of(path, "h200")
     stage = plan.stages[0]
-    # Six operations a parameter and token, and attention on top; 300 billion tokens.
+    # Six operations per parameter and token, plus attention; 300 billion tokens.
     least = 6 * 175e9 * 2048 * 2047 / (1024 * 989e12 * 0.4)
     assert least < stage.seconds_per_step < 1.1 * least
     assert stage.num_steps * 2048 * 2048 == pytest.approx(300e9, rel=1e-4)
@@ -258,7 +281,7 @@ def test_sampling_ahead_costs_the_longer_of_sampling_and_learning() -> None:
     apart = ("ppo.placement=disaggregated", "ppo.num_generators=4")
     both, longer, one = seconds(*apart), seconds(*apart, "ppo.max_staleness=1"), seconds(*apart, "ppo.max_staleness=2")
     assert longer == one
-    assert 0 < both - longer <= longer  # what is left out is the shorter of the two
+    assert 0 < both - longer <= longer  # the shorter of the two is left out
     slow = seconds("ppo.placement=disaggregated", "ppo.num_generators=1")
     assert slow > both  # fewer generators, more rows for each
     ahead = plan_of(JOBS / "demo.toml", overrides=(*apart, "ppo.max_staleness=1"))
@@ -289,7 +312,7 @@ def test_the_command_prints_tables_and_says_what_does_not_fit() -> None:
     path = str(JOBS / "cluster" / "hh-8b-8gpus.toml")
     fits = runner.invoke(app, ["plan", path, "--gpu", "h100"])
     assert fits.exit_code == 0, fits.output
-    for words in ("8 workers on 1 nodes x 8 h100, ZeRO 3, bf16", "rollout_batch_size", "moving average", "dollars"):
+    for words in ("8 workers on 1 node x 8 h100, ZeRO 3, bf16", "rollout_batch_size", "moving average", "dollars"):
         assert words in fits.output
     refused = runner.invoke(app, ["plan", path, "--gpu", "l40s"])
     assert refused.exit_code == 1

@@ -1,4 +1,4 @@
-"""What `heed plan` advises for a job that does not fit, and what it counts of a node's memory."""
+"""What `heed plan` advises for a job that does not fit, and how it counts a node's memory."""
 
 import shlex
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_smaller_micro_batches_come_before_anything_that_costs_more_time() -> No
 
 
 @pytest.mark.parametrize(("gpu", "best"), [("h100", "balanced"), ("b200", "fast")])
-def test_a_job_that_fits_is_told_the_fastest_mode_with_room(gpu: str, best: str) -> None:
+def test_a_job_that_fits_is_advised_the_fastest_mode_that_fits(gpu: str, best: str) -> None:
     name = "hh-8b-long-8gpus"
     path, modes = CLUSTER / f"{name}.toml", ("fast", "balanced", "small")
     peaks = {mode: peak(plan_of(name, gpu, f"ppo.memory={mode}"), "ppo") for mode in modes}
@@ -78,7 +78,7 @@ def test_a_job_without_ppo_needs_no_advice_if_it_fits() -> None:
 
 
 def test_generation_runs_the_rows_that_a_gpu_has_memory_for() -> None:
-    """On the smallest GPU that holds an 8B generator, sampling never exceeds its memory; a larger one runs all rows."""
+    """On the smallest GPU that holds an 8B generator, sampling never exceeds the memory; a larger GPU runs all rows."""
     caches = []
     for gpu in ("l40s", "h200"):
         plan = plan_of("hh-8b-long-8gpus", gpu, "ppo.placement=disaggregated", "ppo.num_generators=2")
@@ -91,8 +91,8 @@ def test_generation_runs_the_rows_that_a_gpu_has_memory_for() -> None:
     assert caches[0] < caches[1]
 
 
-def test_a_reward_model_of_its_own_shape_is_counted_as_that() -> None:
-    """Its training, the value function that starts as it, and the reward model of PPO."""
+def test_a_reward_model_with_another_shape_is_counted_with_it() -> None:
+    """Its own training, the value function initialised from it, and the reward model of PPO."""
     as_policy = plan_of("hh-8b-8gpus", "b200", FAST)
     smaller = plan_of("hh-8b-8gpus", "b200", FAST, "reward.init_from=Qwen/Qwen2.5-0.5B")
     assert peak(smaller, "sft") == peak(as_policy, "sft")

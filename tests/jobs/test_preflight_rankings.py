@@ -1,4 +1,4 @@
-"""Rankings in a published format are read, measured and their warnings told before any training starts."""
+"""Rankings in a published format are read and measured, and their warnings printed, before any training starts."""
 
 import json
 from pathlib import Path
@@ -9,12 +9,13 @@ import pytest
 from jobs.job_file import load_job
 from jobs.preflight import check_data
 from jobs.run import Run
+from training.notices import speaking_through
 
 GOOD = {"prompt": "Why?", "chosen": "So.", "rejected": "No."}
 
 
-def check(tmp_path: Path, model_folder: Path, *rows: Any) -> None:
-    """The preflight of a job that trains a reward model alone."""
+def check(tmp_path: Path, model_folder: Path, *rows: Any, settings: str = "") -> None:
+    """The preflight of a job that only trains a reward model."""
     path = tmp_path / "pairs.jsonl"
     others = [GOOD | {"prompt": f"Why {number}?"} for number in range(8)]  # of which some are held out
     path.write_text("".join(json.dumps(row) + "\n" for row in (*rows, *others)))
@@ -27,8 +28,8 @@ def check(tmp_path: Path, model_folder: Path, *rows: Any) -> None:
         precision = "fp32"
         [reward]
         init_from = "{model_folder}"
-        rankings = {{ source = "{path}", format = "trl" }}
-        demonstrations = [{{ source = "{path}" }}]
+        rankings = {{ source = "{path}" }}
+        {settings}
         heldout_share = 0.5
         num_epochs = 1
         batch = {{ batch_size = 2, micro_batch_size = 1 }}
@@ -38,15 +39,45 @@ def check(tmp_path: Path, model_folder: Path, *rows: Any) -> None:
         """
     )
     job = load_job(tmp_path / "job.toml")
-    check_data(Run(job, tmp_path, None, None))  # type: ignore[arg-type]  # no worker is asked
+    (tmp_path / "run").mkdir(exist_ok=True)
+    check_data(Run(job, tmp_path / "run", None, None))  # type: ignore[arg-type]  # no worker is asked
 
 
 def test_oddities_are_counted(tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    heard: list[str] = []
     check(tmp_path, model_folder, GOOD, GOOD, GOOD | {"chosen": ""})
     said = " ".join(capsys.readouterr().err.split())
-    assert "pairs.jsonl: warnings, told in reward/warnings.json: 1 x row seen twice, 1 x empty reply" in said
-    check(tmp_path, model_folder, GOOD)
+    assert "pairs.jsonl: warnings (details in reward/warnings.json): 1 x row seen twice, 1 x empty reply" in said
+    with speaking_through(heard.append):
+        check(tmp_path, model_folder, GOOD)
     assert capsys.readouterr().err == ""
+    assert heard == [f"{tmp_path}/pairs.jsonl: 9 comparisons, TRL's preferences, conversational or texts"]
+
+
+def test_what_is_too_long_is_refused_skipped_or_cut(tmp_path: Path, model_folder: Path) -> None:
+    long = [GOOD | {"chosen": "x" * 200}, GOOD | {"prompt": "y" * 200}]
+    with pytest.raises(ValueError, match=r"task 'trl/\w+': prompt and response have .*reward.on_overlong"):
+        check(tmp_path, model_folder, *long)
+    for choice, done in (("skip", "2 skipped"), ("truncate", "1 truncated, 1 skipped")):
+        heard: list[str] = []
+        with speaking_through(heard.append):
+            check(tmp_path, model_folder, *long, settings=f'on_overlong = "{choice}"')
+        assert heard[1] == f"{tmp_path}/pairs.jsonl: 2 of 10 too long: {done} (the model reads 96 tokens)"
+
+
+def test_demonstrations_of_the_reward_are_read_before_it_trains(tmp_path: Path, model_folder: Path) -> None:
+    demos = tmp_path / "demos.jsonl"
+    settings = f'demonstrations = [{{ source = "{demos}" }}]'
+    for row, words in (
+        (
+            {"prompt": "a", "completion": "b" * 200},
+            r"demos\.jsonl: line 1: the conversation has \d+ tokens; .* reads 96",
+        ),
+        ({"text": "a"}, r"demos\.jsonl: line 1: field 'text' holds a plain text"),
+    ):
+        demos.write_text(json.dumps(row))
+        with pytest.raises(ValueError, match=words):
+            check(tmp_path, model_folder, GOOD, settings=settings)
 
 
 def test_rows_that_cannot_be_used_are_refused(tmp_path: Path, model_folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""A run whose workers are killed in every stage goes on by itself and ends with the files of the run nobody touched."""
+"""A run whose workers are killed or stopped in every stage continues by itself and ends with the files of an
+uninterrupted run."""
 
 import json
 import os
@@ -13,16 +14,20 @@ import pytest
 from cluster.config import ClusterConfig
 from cluster.connection import disconnect
 from cluster.failures import WorkerLostError
+from files.records import read_record
 from jobs.recovery import MAX_LOSSES_IN_PLACE, Workers, run_to_end
+from jobs.status import StatusFile
+from stages.status import STATUS, RunStatus
+from training.failures import RunError
 
 
 def worker_of(pids: list[int]) -> int | None:
-    """The process of the rank among a run's processes."""
+    """Returns the process of the rank among a run's processes."""
     for pid in pids:
         try:
             if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::_Worker"):
                 return pid
-        except OSError:  # it ended while it was looked at
+        except OSError:  # it ended during the check
             continue
     return None
 
@@ -34,13 +39,17 @@ MOMENTS: dict[str, Callable[[Path, NumSteps], bool]] = {
         steps(folder / "pretrain") >= 7 and (folder / "pretrain" / "checkpoints" / "step-000005").exists()
     ),
     "sft": lambda folder, steps: steps(folder / "sft") >= 4,
+    "collect": lambda folder, _: (folder / "collect" / "samples").exists(),
     "reward": lambda folder, steps: steps(folder / "reward") >= 3,
     "ppo": lambda folder, steps: steps(folder / "ppo") >= 1,
     "compare": lambda folder, _: (folder / "compare" / "samples").exists(),
 }
 
+# No rank waits in a collective for one that samples, so the only sign of a stopped one is its silence.
+STOPPED, SILENCE_SECONDS = "collect", 8
 
-def test_a_worker_killed_in_every_stage_changes_no_file(
+
+def test_a_worker_killed_or_stopped_in_every_stage_changes_no_file(
     run_debug: Callable[..., Any],
     processes: Callable[[str], list[int]],
     hashes: Callable[[Path], dict[str, str]],
@@ -49,17 +58,17 @@ def test_a_worker_killed_in_every_stage_changes_no_file(
     request: Any,
 ) -> None:
     folder = tmp_path / "debug"
-    command = run_debug(tmp_path)
+    command = run_debug(tmp_path, ["--set", f"cluster.silence_seconds={SILENCE_SECONDS}"])
     for moment, is_reached in MOMENTS.items():
         while not is_reached(folder, num_steps):
             assert command.process.poll() is None, f"ended before {moment}:\n{command.output}"
             time.sleep(0.005)
         worker = worker_of(processes(command.mark))
         assert worker is not None, moment
-        os.kill(worker, signal.SIGKILL)
-        killed = time.monotonic()
+        os.kill(worker, signal.SIGSTOP if moment == STOPPED else signal.SIGKILL)
+        killed, limit = time.monotonic(), 10 + SILENCE_SECONDS * (moment == STOPPED)
         while command.output.count("was lost") <= list(MOMENTS).index(moment):
-            assert time.monotonic() - killed < 10, f"{moment}: not noticed in 10 s"
+            assert time.monotonic() - killed < limit, f"{moment}: not noticed in {limit} s"
             time.sleep(0.05)
     assert command.wait() == 0, command.output
     untouched = request.getfixturevalue("finished_run")
@@ -67,11 +76,13 @@ def test_a_worker_killed_in_every_stage_changes_no_file(
     said = command.output
     assert "pretrain: rank 0 of 1 was lost" in said
     assert "pretrain: continues from checkpoints/step-000005" in said
+    assert f"collect: sft: rank 0 of 1 was lost: no sign of life for {SILENCE_SECONDS} s" in said
     for stage in ("pretrain", "sft", "reward", "ppo"):
         steps = [json.loads(line)["step"] for line in (folder / stage / "metrics.jsonl").read_text().splitlines()]
         assert steps == list(range(1, len(steps) + 1)), stage
     assert not (folder / "replaced").exists()
     assert not (folder / "compare" / "samples").exists()
+    assert command.wait_until_gone() == [], "the stopped process is left"
 
 
 class Dying:
@@ -115,8 +126,15 @@ def test_losses_with_progress_do_not(tmp_path: Path) -> None:
     run_to_end("sft", tmp_path, work, list)
     assert work.calls == 10
     quiet = Dying(tmp_path, losses=2, saves=False)
-    run_to_end("sft", tmp_path, quiet, list)
+    with StatusFile(tmp_path, dict) as status:
+        run_to_end("sft", tmp_path, quiet, list, status.restarted)
     assert quiet.calls == 3
+    found = read_record(tmp_path / STATUS, RunStatus)
+    assert [one.why for one in found.restarts] == ["sft: rank 1 of 2 was lost: killed"] * 2
+    with pytest.raises(RunError), StatusFile(tmp_path, dict):
+        raise RunError("the disk is full")
+    found = read_record(tmp_path / STATUS, RunStatus)
+    assert (found.state, found.message, found.restarts) == ("failed", "the disk is full", ())
 
 
 def test_other_errors_are_not_tried_again(tmp_path: Path) -> None:

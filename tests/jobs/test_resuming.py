@@ -1,4 +1,4 @@
-"""What a user reads where a run is stopped, resumes, or cannot resume."""
+"""The messages when a run is stopped, resumes, or cannot resume."""
 
 import signal
 import time
@@ -33,13 +33,15 @@ def cut(checkpoint: Path) -> None:
 
 @pytest.fixture
 def interrupted(run_debug: Callable[..., Any], tmp_path: Path, num_steps: Callable[[Path], int]) -> Callable[..., str]:
-    """Runs the job until pretraining has done so many steps, then presses Ctrl-C; what was said."""
+    """Runs the job until pretraining has done a number of steps, then presses Ctrl-C, or ends it by another signal;
+    returns the output.
+    """
 
-    def run(steps: int, arguments: Sequence[str] = ()) -> str:
+    def run(steps: int, arguments: Sequence[str] = (), by: signal.Signals = signal.SIGINT) -> str:
         command = run_debug(tmp_path, (*SAVED, *arguments))
         stage = tmp_path / "debug" / "pretrain"
         wait_until(command, lambda: "pretrain: " in command.output and num_steps(stage) >= steps)
-        command.process.send_signal(signal.SIGINT)
+        command.process.send_signal(by)
         assert command.wait(60) == 130, command.output
         output: str = command.output
         return output
@@ -58,7 +60,9 @@ def test_a_run_says_where_it_stopped_and_resumes_and_what_it_passed_over(
     checkpoints = tmp_path / "debug" / "pretrain" / "checkpoints"
     older, newest = sorted(checkpoints.glob("step-*"))[-2:]
     cut(newest)
-    said = interrupted(int(newest.name[5:]) + 3)
+    said = interrupted(int(newest.name[5:]) + 3, by=signal.SIGTERM)
+    assert "; the same command continues" in said
+    assert "SIGTERM" not in said  # Ray would print a stack trace of C++
     assert f"pretrain: checkpoint {newest.name} is damaged and passed over: files changed" in said
     assert f"pretrain: resumes from step {int(older.name[5:])} of 40 (checkpoints/{older.name})" in said
     for checkpoint in checkpoints.glob("step-*"):
@@ -75,11 +79,11 @@ def test_a_run_says_where_it_stopped_and_resumes_and_what_it_passed_over(
     assert (tmp_path / "debug" / "replaced" / "pretrain-1" / "checkpoints").is_dir()
 
 
-def test_a_stage_waits_for_its_folder_and_does_not_begin_beside_it(
+def test_a_stage_waits_for_its_folder_and_does_not_begin_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a worker was lost together with the file system."""
-    workers: Any = None  # are not asked for
+    workers: Any = None  # not called in this test
     job, seen = load_job(DEBUG_JOB), list[bool]()
     run = Run(job, tmp_path, None, workers).of("sft")
     folder, away = tmp_path / "sft", tmp_path / "away"

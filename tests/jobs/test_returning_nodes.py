@@ -1,4 +1,4 @@
-"""A job that had to continue with fewer workers takes a machine that has come back, between two stages."""
+"""A job that had to continue with fewer workers uses a machine that has come back, between two stages."""
 
 import os
 import time
@@ -32,7 +32,7 @@ def test_a_machine_that_comes_back_is_used_again(tmp_path: Path, monkeypatch: py
             workers.take_back()  # nothing has come back yet
             assert workers().num_workers == 1
             cluster.fill()
-            end = time.monotonic() + 90  # a machine in use may take longer than the config's wait to start workers
+            end = time.monotonic() + 90  # a machine under load may take longer than the config's wait to start workers
             while workers().num_workers < 2:
                 assert time.monotonic() < end, "the machine that came back is not used"
                 workers.take_back()

@@ -1,4 +1,4 @@
-"""Jobs of some stages only: each starts from models named in its section, and what is missing is named."""
+"""Jobs with only some stages: each starts from models named in its section, and missing ones are named."""
 
 import json
 import tomllib
@@ -16,6 +16,7 @@ from evaluation.sampling import SamplingSpec, sample_policy
 from jobs import recovery
 from jobs.job_file import load_job
 from jobs.pipeline import run_job
+from jobs.run import Run
 from lm.encoder import SequenceClassifier
 from lm.model import LanguageModel, ScalarModel
 from lm.source import load
@@ -30,7 +31,7 @@ DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
 
 
 def job_of(tmp_path: Path, *stages: str, **changes: dict[str, Any]) -> Path:
-    """The debug job with these stages alone, without world and model; `changes` update sections."""
+    """The debug job with only these stages, without world and model; `changes` update sections."""
     values = tomllib.loads(DEBUG.read_text())
     kept = {key: value for key, value in values.items() if key in ("name", "engine", *stages)}
     for section, update in changes.items():
@@ -57,7 +58,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("workers")
 def test_stages_run_alone_from_directories(tmp_path: Path, model_folder: Path, encoder_folder: Path) -> None:
-    """SFT from a model, a reward model on an encoder from a file of rankings, PPO from both."""
+    """SFT from a model, a reward model on an encoder from a file of rankings, and PPO from both."""
     demonstrations = [{"prompt": f"Where is dog {i}?", "completion": "Far."} for i in range(24)]
     sft = {
         "demonstrations": [rows(tmp_path / "train.jsonl", demonstrations)],
@@ -105,7 +106,7 @@ def test_stages_run_alone_from_directories(tmp_path: Path, model_folder: Path, e
 
 @pytest.mark.usefixtures("workers")
 def test_published_rankings_do_not_set_the_scale_of_scores(tmp_path: Path, model_folder: Path) -> None:
-    """PPO's scores are in units of the starting policy's own samples, not of what a published file holds."""
+    """PPO's scores are in units of the starting policy's own samples, whatever a published file says."""
     demonstrations = rows(
         tmp_path / "d.jsonl", [{"prompt": f"Where is dog {i}?", "completion": "Far."} for i in range(24)]
     )
@@ -121,7 +122,7 @@ def test_published_rankings_do_not_set_the_scale_of_scores(tmp_path: Path, model
     reward = {"rankings": rows(tmp_path / "r.jsonl", rankings), "demonstrations": [demonstrations], **start}
     ppo = {**start, "prompts": prompts, "num_iterations": 1, "ptx_coef": 0.0, "ptx_rows": 0}
     job = load_job(job_of(tmp_path, "reward", "ppo", reward=reward, ppo=ppo))
-    assert not was_measured(job)
+    assert not was_measured(Run(job, tmp_path, None, None).of("ppo"))
     run = run_job(job, tmp_path / "runs")
     published, found = (json.loads((run / stage / "results.json").read_text()) for stage in ("reward", "ppo"))
     assert job.ppo is not None
@@ -137,8 +138,9 @@ def test_published_rankings_do_not_set_the_scale_of_scores(tmp_path: Path, model
 
 
 def test_collected_rankings_set_the_scale_of_scores() -> None:
-    """[collect] samples the very policy that PPO starts from, so what the reward stage measured on them serves."""
-    assert was_measured(load_job(DEBUG))
+    """[collect] samples the same policy that PPO starts from, so the reward stage's measurements on them can be
+    used."""
+    assert was_measured(Run(load_job(DEBUG), Path(), None, None).of("ppo"))
 
 
 @pytest.mark.usefixtures("workers")

@@ -1,4 +1,4 @@
-"""A stage whose storage fails for a while waits for it and resumes; whatever else fails is raised at once."""
+"""A stage whose storage fails for a while waits for it and resumes; any other failure is raised immediately."""
 
 import errno
 import threading
@@ -51,7 +51,7 @@ def test_a_folder_that_is_away_for_a_while_costs_a_stage_no_more_than_that(
 def test_a_label_store_that_cannot_grow_for_a_while_costs_a_stage_no_more_than_that(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SQLite reports a full disk by its own code, inside SQLAlchemy's exception."""
+    """SQLite reports a full disk with its own code, inside SQLAlchemy's exception."""
     folder, tries = make_stage(tmp_path / "run"), list[int]()
     tasks = [Task(str(number), (Message("user", "?" * 9_000),), ("a", "b"), ("sft", "sft")) for number in range(40)]
 
@@ -72,7 +72,7 @@ def _limit(connection: Connection, pages: int) -> None:
 
 
 def test_a_run_folder_that_is_away_as_a_stage_starts_costs_it_no_more_than_that(tmp_path: Path) -> None:
-    """Readers report a missing file as the user's mistake; in the run's own folder it is the storage's."""
+    """Readers report a missing file as the user's mistake; in the run's own folder it is a storage failure."""
     folder, tries = make_stage(tmp_path / "run"), list[int]()
 
     def work() -> None:
@@ -165,6 +165,6 @@ def test_a_stage_whose_outputs_went_elsewhere_is_not_finished(tmp_path: Path) ->
     (folder / "data").mkdir()
     (folder / "data" / "ready").touch()
     require_outputs(folder, ["model", "data/ready"])
-    (folder / "inputs.json").unlink()  # as in a folder that was made in place of the stage's own
+    (folder / "inputs.json").unlink()  # as in a folder that was created in place of the stage's own
     with pytest.raises(FileNotFoundError, match=r"inputs\.json"):
         require_outputs(folder, ["model", "data/ready"])

@@ -18,17 +18,17 @@ ONLY_PRETRAIN = ("--only", "pretrain", "--set", "pretrain.batch.micro_batch_size
 
 @dataclass
 class Submitted:
-    """Three jobs that were submitted at once."""
+    """Three jobs that were submitted together."""
 
     runs: Path
-    short: Any  # a HeedCommand that follows
-    failing: str  # ids
+    short: Any  # a HeedCommand that follows the job
+    failing: str  # job ids
     endless: str
 
 
 @pytest.fixture(scope="module")
-def told(heed: Callable[..., Any], ray_head: Any) -> Callable[..., str]:
-    """What a command says that the cluster answers."""
+def output_of(heed: Callable[..., Any], ray_head: Any) -> Callable[..., str]:
+    """Returns the output of a `heed` command that the cluster answers."""
 
     def call(*arguments: str, code: int = 0) -> str:
         command = heed(*arguments, environment=ray_head.environment)
@@ -48,7 +48,7 @@ def submitted(heed: Callable[..., Any], ray_head: Any, tmp_path_factory: pytest.
             "submit", DEBUG, "--runs", str(runs), "--set", f"name={name}", *arguments, environment=ray_head.environment
         )
 
-    # A file below the current folder, which is the repository's, travels with the job.
+    # A file below the current folder, which is the repository's, is sent with the job.
     heldout = 'pretrain.heldout=[{ source = "README.md" }]'
     short = start("short", *ONLY_PRETRAIN, "--set", "pretrain.num_steps=3", "--set", heldout)
     failing = start("failing", "--no-follow", "--set", "ppo.prompts.source=/absent/prompts.jsonl")
@@ -58,7 +58,7 @@ def submitted(heed: Callable[..., Any], ray_head: Any, tmp_path_factory: pytest.
     return Submitted(runs, short, *(command.output.split()[-1] for command in (failing, endless)))
 
 
-def test_a_submitted_job_is_a_run(submitted: Submitted, told: Callable[..., str]) -> None:
+def test_a_submitted_job_is_a_run(submitted: Submitted, output_of: Callable[..., str]) -> None:
     assert submitted.short.wait() == 0, submitted.short.output
     said = submitted.short.output
     folder = submitted.runs / "short"
@@ -67,43 +67,43 @@ def test_a_submitted_job_is_a_run(submitted: Submitted, told: Callable[..., str]
     for line in ("pretrain: done in", f"report: {folder / 'report.html'}", f"{job_id}: SUCCEEDED after 0:"):
         assert line in said
     lineage = json.loads((folder / "pretrain" / "lineage.json").read_text())
-    assert lineage["code_version"] == code_version()  # the shipped code has no history to ask
+    assert lineage["code_version"] == code_version()  # the shipped code has no git history
     assert "README.md" in lineage["data"]
     assert (folder / "pretrain" / "model" / "model.safetensors").is_file()
-    assert told("jobs", "logs", job_id) in said
-    status = told("jobs", "status", job_id)
+    assert output_of("jobs", "logs", job_id) in said
+    status = output_of("jobs", "status", job_id)
     assert "SUCCEEDED" in status
     assert "python -m heed run debug.toml --runs" in status
-    listed = {line.split()[0]: line for line in told("jobs", "list").splitlines()}
+    listed = {line.split()[0]: line for line in output_of("jobs", "list").splitlines()}
     assert "SUCCEEDED" in listed[job_id]
     assert str(folder) in listed[job_id]
     assert {submitted.failing, submitted.endless} < set(listed)
 
 
-def test_a_followed_job_ends_the_command_as_it_ends(submitted: Submitted, told: Callable[..., str]) -> None:
-    said = told("jobs", "logs", submitted.failing, "-f", code=2)
+def test_a_followed_job_ends_the_command_as_it_ends(submitted: Submitted, output_of: Callable[..., str]) -> None:
+    said = output_of("jobs", "logs", submitted.failing, "-f", code=2)
     assert "error: ppo.prompts.source: /absent/prompts.jsonl: no such file" in said
     assert f"{submitted.failing}: FAILED after" in said
 
 
-def test_a_job_is_stopped(submitted: Submitted, told: Callable[..., str]) -> None:
+def test_a_job_is_stopped(submitted: Submitted, output_of: Callable[..., str]) -> None:
     metrics = submitted.runs / "endless" / "pretrain" / "metrics.jsonl"
     end = time.monotonic() + 240
     while not metrics.exists():
-        assert time.monotonic() < end, told("jobs", "logs", submitted.endless)
+        assert time.monotonic() < end, output_of("jobs", "logs", submitted.endless)
         time.sleep(0.2)
-    assert told("jobs", "stop", submitted.endless) == f"{submitted.endless}: STOPPED\n"
-    assert told("jobs", "stop", submitted.endless) == f"{submitted.endless}: already over: STOPPED\n"
-    assert "STOPPED" in told("jobs", "status", submitted.endless)
-    assert f"{submitted.endless}: STOPPED" in told("jobs", "logs", "-f", submitted.endless, code=1)
+    assert output_of("jobs", "stop", submitted.endless) == f"{submitted.endless}: STOPPED\n"
+    assert output_of("jobs", "stop", submitted.endless) == f"{submitted.endless}: already over: STOPPED\n"
+    assert "STOPPED" in output_of("jobs", "status", submitted.endless)
+    assert f"{submitted.endless}: STOPPED" in output_of("jobs", "logs", "-f", submitted.endless, code=1)
     size = metrics.stat().st_size
     time.sleep(1.0)
-    assert metrics.stat().st_size == size  # its workers ended too
+    assert metrics.stat().st_size == size  # its workers have ended too
 
 
-def test_an_unknown_job(told: Callable[..., str], ray_head: Any) -> None:
+def test_an_unknown_job(output_of: Callable[..., str], ray_head: Any) -> None:
     for command in ("status", "logs", "stop"):
-        said = told("jobs", command, "nobody-123", code=2)
+        said = output_of("jobs", command, "nobody-123", code=2)
         assert said == f"error: {ray_head.address} knows no job 'nobody-123'; `heed jobs list` shows its jobs\n"
 
 

@@ -76,6 +76,19 @@ def test_a_base_that_cannot_be_read_is_named(tmp_path: Path, base: str, message:
         read_job_values(path)
 
 
+def test_a_key_of_the_base_can_be_left_out(tmp_path: Path) -> None:
+    base = write(tmp_path / "base.toml", "seed = 1\n[ppo]\ngamma = 0.9\nkl_coef = 0.1\n[dpo]\nbeta = 1.0\n")
+    path = write(tmp_path / "mine.toml", 'base = "base.toml"\nwithout = ["ppo.gamma", "dpo"]\n[ppo]\nkl_coef = 0.2\n')
+    assert read_job_values(path) == {"seed": 1, "ppo": {"kl_coef": 0.2}}
+    for without, message in (
+        ('"ppo"', "without is 'ppo'; a list"),
+        ('["ppo.gama"]', "without 'ppo.gama': base .* no such key"),
+    ):
+        write(path, f'base = "{base}"\nwithout = {without}\n')
+        with pytest.raises(ValueError, match=message):
+            read_job_values(path)
+
+
 def test_a_name_is_not_inherited(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.toml", f'base = "{DEBUG}"\n')
     with pytest.raises(ValueError, match=r"mine\.toml: name: missing"):

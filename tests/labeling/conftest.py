@@ -1,5 +1,6 @@
-"""A store with people, and the page over it."""
+"""A store with accounts, and the pages that it serves."""
 
+import functools
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import argon2
 import httpx
 import pytest
 import uvicorn
@@ -20,6 +22,7 @@ from labeling.app import make_app
 from labeling.client import LabelClient
 from labeling.config import LabelingConfig, ServerConfig
 from labeling.serve import server_settings
+from preferences import keys
 from preferences.accounts import Accounts, Role
 from preferences.records import Answer, Labeler, ShownTask, Skip, Task
 from preferences.store import LabelStore
@@ -27,6 +30,13 @@ from preferences.store import LabelStore
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "server.py"
 READY_SECONDS = 90.0
+
+
+@pytest.fixture(autouse=True)
+def _cheap_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses argon2 with 1 MiB instead of 64, since hundreds of keys are made and checked here."""
+    cheap = functools.partial(argon2.PasswordHasher, time_cost=1, memory_cost=1_024, parallelism=1)
+    monkeypatch.setattr(keys, "PasswordHasher", cheap)
 
 
 @dataclass
@@ -67,7 +77,7 @@ def visit(world: World) -> Callable[..., TestClient]:
     """A browser without JavaScript, signed in; labelers have read the instructions."""
 
     def open_page(name: str, config: LabelingConfig | None = None, *, has_read: bool = True) -> TestClient:
-        config = config or LabelingConfig()
+        config = config or LabelingConfig(task_order="arrival")
         client = TestClient(make_app(world.store, world.accounts, config, clock=world.clock))
         client.post("/sign-in", data={"name": name, "key": world.keys[name]})
         if has_read:
@@ -78,7 +88,7 @@ def visit(world: World) -> Callable[..., TestClient]:
 
 
 class Server:
-    """A labeling server in a process of its own."""
+    """A labeling server in a separate process."""
 
     def __init__(self, url: str, folder: Path, config: str = "asks_ratings = false\n") -> None:
         self.url, self.config, self.log = url, folder / "label.toml", folder / "server.log"
@@ -124,7 +134,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
 
 class ScriptedClock:
-    """Seconds since the epoch, in whole milliseconds; moved by whoever takes time."""
+    """Seconds since the epoch, in whole milliseconds; only tests move it."""
 
     def __init__(self) -> None:
         self.milliseconds = 1_000_000_000
@@ -189,13 +199,13 @@ class Running:
         self.keys[name] = accepted[1]
 
     def client(self, labeler: Labeler) -> LabelClient:
-        """Signed in, the instructions read."""
+        """Signs in and confirms the instructions."""
         client = LabelClient(self.address, TakingTime(labeler, self.clock, self.store), self.keys[labeler.name])
         client.confirm_reading()
         return client
 
     def get(self, name: str, path: str) -> Any:
-        """What the API says to somebody."""
+        """Returns the API's reply to a person."""
         with httpx.Client(base_url=f"{self.address}/api", timeout=60) as client:
             token = client.post("/session", json={"name": name, "key": self.keys[name]}).json()["token"]
             return client.get(path, headers={"Authorization": f"Bearer {token}"}).json()
@@ -203,7 +213,7 @@ class Running:
 
 @pytest.fixture
 def serve_app() -> Callable[[Any, ServerConfig], tuple[str, Callable[[], None]]]:
-    """Serves an application as `serve` does, in a thread of this process; gives its address and what stops it."""
+    """Serves an application as `serve` does, in a thread of this process; returns its address and a stop function."""
 
     def run(app: Any, config: ServerConfig) -> tuple[str, Callable[[], None]]:
         listener = socket.create_server(("127.0.0.1", 0), backlog=2_048)

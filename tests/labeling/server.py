@@ -1,4 +1,4 @@
-"""A labeling server as a process of its own: `python server.py URL PORT CONFIG`."""
+"""A labeling server as a separate process: `python server.py URL PORT CONFIG`."""
 
 import sys
 from pathlib import Path

@@ -4,6 +4,7 @@ import re
 import shutil
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 import uvicorn
@@ -13,13 +14,14 @@ from sqlalchemy import event
 
 from labeling.app import make_app
 from labeling.config import LabelingConfig
+from labeling.site import COOKIE
 from preferences.accounts import Accounts
 from preferences.records import Answer, Message, Task
 from preferences.store import LabelStore
 
 RANK = re.compile("Rank of")
-RATED = LabelingConfig()
-PLAIN = LabelingConfig(asks_ratings=False)
+RATED = LabelingConfig(task_order="arrival")
+PLAIN = LabelingConfig(asks_ratings=False, task_order="arrival")
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ class Site:
     """A server in a thread of this process with people in it, visited by name."""
 
     def __init__(self, url: str, config: LabelingConfig, browser: Browser) -> None:
-        self.url, self.browser, self.pages = url, browser, []
+        self.url, self.config, self.browser, self.pages = url, config, browser, []
         self.store, self.accounts = LabelStore(url), Accounts(url)
         listening = socket.create_server(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -48,20 +50,30 @@ class Site:
         self.store.close()
         self.accounts.close()
 
-    def visit(self, name: str, role="labeler", path="/", **options) -> Page:
-        """Sign in with the key of a fresh link, as people do, and read the instructions."""
-        link = f"{self.address}/welcome/{self.accounts.invite(name, role)}"
+    def open_page(self, **options) -> Page:
         page = self.browser.new_context(**options).new_page()
-        page.set_default_timeout(20_000)
-        page.goto(link)
+        page.set_default_timeout(60_000)
+        self.pages.append(page)
+        return page
+
+    def visit_by_link(self, name: str, **options) -> Page:
+        """Sign in with the key of a fresh link, as labelers do, and read the instructions."""
+        page = self.open_page(**options)
+        page.goto(f"{self.address}/welcome/{self.accounts.invite(name, 'labeler')}")
         page.get_by_role("button", name="Give me my key").click()
         page.get_by_role("link", name="I have stored it: continue").click()
+        page.get_by_role("button", name="I have read this: start").click()
+        page.wait_for_url("**/task")  # keys are not for a page that is on its way
+        return page
+
+    def visit(self, name: str, role="labeler", path="", **options) -> Page:
+        """Signs in without those pages."""
+        self.accounts.accept(self.accounts.invite(name, role))
         if role == "labeler":
-            page.get_by_role("button", name="I have read this: start").click()
-        page.wait_for_url("**/task" if role == "labeler" else "**/lead")  # keys are not for a page that is on its way
-        if path != "/":
-            page.goto(self.address + path)
-        self.pages.append(page)
+            self.accounts.confirm_reading(name, self.config.version)
+        page = self.open_page(**options)
+        page.context.add_cookies([{"name": COOKIE, "value": self.accounts.open_session(name), "url": self.address}])
+        page.goto(self.address + (path or ("/task" if role == "labeler" else "/lead")))
         return page
 
     def judgments(self):
@@ -97,7 +109,9 @@ def rank(page: Page, *ranks: int) -> None:
 
 
 def store_it(page: Page) -> None:
-    page.get_by_role("button", name="Save and continue").click()
+    """Saves, and waits for the next page, so that no later step acts on the old one."""
+    with page.expect_navigation():
+        page.get_by_role("button", name="Save and continue").click()
 
 
 def as_shown(judgment):
@@ -106,7 +120,7 @@ def as_shown(judgment):
 
 def test_two_people_at_once_have_different_tasks_and_a_reload_keeps_them(site):
     opened = site([make_task("t1"), make_task("t2")])
-    ann, bob = opened.visit("ann"), opened.visit("bob")
+    ann, bob = opened.visit_by_link("ann"), opened.visit("bob")
     first, second = shown_task(ann), shown_task(bob)
     assert {first, second} == {"t1", "t2"}
     responses = ann.locator(".response .text").all_inner_texts()
@@ -163,7 +177,7 @@ def test_typing_a_note_gives_no_ranks(site):
 
 def test_without_javascript(site):
     opened = site([make_task("t1"), make_task("t2")])
-    page = opened.visit("ann", java_script_enabled=False)
+    page = opened.visit_by_link("ann", java_script_enabled=False)
     assert not page.locator("#keys").is_visible()
     store_it(page)
     expect(page.get_by_text("Responses A, B and C have no rank.")).to_be_visible()
@@ -171,7 +185,7 @@ def test_without_javascript(site):
     store_it(page)
     expect(page.get_by_text("You have judged 1 task.")).to_be_visible()
     page.get_by_text("I cannot judge this").click()
-    page.get_by_label("Why?").fill("too hard")
+    page.get_by_label("In your own words").fill("too hard")
     page.get_by_role("button", name="Skip it").click()
     expect(page.get_by_role("heading", name="Nothing to judge just now")).to_be_visible()
     assert [act.kind for act in opened.judgments()] == ["answer", "skip"]
@@ -201,23 +215,25 @@ def test_a_double_click_stores_once_and_the_back_button_nothing_else(site):
     assert [as_shown(act) for act in opened.judgments()] == [[1, 2, 3]]
 
 
+NOTE = "so <close>\nthat" + " it takes half a page of SQLite" * 60
+
+
 def fill_in(page):
     rank(page, 2, 1, 2)
     page.get_by_text("Mark what applies to response B").click()
     page.get_by_label("violent content").locator("visible=true").check()
-    page.get_by_label("Note to the lead").fill("so <close>\nthat")
+    page.get_by_label("Note to the lead").fill(NOTE)
 
 
 def require_filled_in(page):
     found = page.locator("input:checked").evaluate_all("all => all.map(one => `${one.name}=${one.value}`)")
     assert [one for one in found if "=on" not in one] == ["rank_0=2", "rank_1=1", "flags_1=violent content", "rank_2=2"]
-    assert page.get_by_label("Note to the lead").input_value() == "so <close>\nthat"
+    assert page.get_by_label("Note to the lead").input_value() == NOTE
 
 
 @pytest.mark.parametrize("has_scripts", [True, False])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_failed_save_keeps_what_was_entered(site, has_scripts, scheme):
-    """SQLite may not grow for a while, as on a full disk."""
+def test_a_failed_save_keeps_what_was_entered(site, has_scripts):
+    """Keeps SQLite from growing for a while, as on a full disk."""
     is_full = []
 
     def limit(connection, _record, _proxy):
@@ -226,14 +242,13 @@ def test_a_failed_save_keeps_what_was_entered(site, has_scripts, scheme):
 
     opened = site([make_task(f"t{n}", 3) for n in range(60)])
     event.listen(opened.store._reader, "checkout", limit)
-    page = opened.visit("ann", java_script_enabled=has_scripts, color_scheme=scheme)
+    page = opened.visit("ann", java_script_enabled=has_scripts)
     is_full.append(True)
     alert = page.get_by_role("alert")
     while True:
         task = shown_task(page)
         fill_in(page)
         store_it(page)
-        page.wait_for_load_state()
         if alert.count():
             break
         assert shown_task(page) != task
@@ -247,12 +262,13 @@ def test_a_failed_save_keeps_what_was_entered(site, has_scripts, scheme):
     require_filled_in(page)
     assert len(opened.judgments()) == num_stored
     is_full.clear()
-    page.get_by_role("button", name="Save again").click()
+    with page.expect_navigation():
+        page.get_by_role("button", name="Save again").click()
     expect(page.get_by_text(f"You have judged {num_stored + 1} task")).to_be_visible()
     assert shown_task(page) != task
     assert page.locator("input[type=radio]:checked").count() == 0
     assert as_shown(opened.judgments()[-1]) == [2, 1, 2]
-    assert opened.judgments()[-1].note.split("\r\n") == ["so <close>", "that"]
+    assert opened.judgments()[-1].note.split("\r\n") == NOTE.split("\n")
 
 
 def test_a_server_that_is_away_and_a_reload_lose_nothing(site):
@@ -262,7 +278,7 @@ def test_a_server_that_is_away_and_a_reload_lose_nothing(site):
     page.reload()
     require_filled_in(page)
     page.context.set_offline(True)
-    store_it(page)
+    page.get_by_role("button", name="Save and continue").click()
     page.wait_for_url("chrome-error://**")
     page.context.set_offline(False)
     page.goto(f"{opened.address}/task")
@@ -393,6 +409,28 @@ def test_four_responses_stand_two_by_two(site, num_responses, rows):
     assert [tops.count(top) for top in sorted(set(tops))] == rows
 
 
+@pytest.mark.parametrize("has_scripts", [True, False])
+def test_a_warning_is_read_before_the_task_by_keyboard(site, has_scripts):
+    tasks = [replace(make_task(name), warning="Describes " + "violence " * 40) for name in ("t1", "t2")]
+    opened = site(tasks)
+    page = opened.visit("ann", java_script_enabled=has_scripts, viewport={"width": 320, "height": 640})
+    expect(page.get_by_role("heading", name="Content warning")).to_be_visible()
+    assert "response" not in page.locator("main").inner_text()
+    if has_scripts:
+        assert axe(page) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= 320
+    page.get_by_role("button", name="Show the task").press("Enter")
+    expect(page.get_by_role("heading", name="Which response is best?")).to_be_visible()
+    expect(page.get_by_text("Content warning: Describes violence")).to_be_visible()
+    if has_scripts:
+        assert axe(page) == []
+    rank(page, 1, 2, 3)
+    store_it(page)
+    page.get_by_role("button", name="Skip it: I do not want to judge this").press("Enter")
+    expect(page.get_by_role("heading", name="Nothing to judge just now")).to_be_visible()
+    assert [act.kind for act in opened.judgments()] == ["answer", "skip"]
+
+
 def test_a_narrow_screen_long_words_and_right_to_left(site):
     arabic = "مرحبا بالعالم، هذا نص من اليمين إلى اليسار"
     opened = site(
@@ -407,12 +445,11 @@ def test_a_narrow_screen_long_words_and_right_to_left(site):
     assert text.evaluate("element => getComputedStyle(element).direction") == "rtl"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_page_has_a_barrier_that_axe_knows(site, scheme):
+def test_no_page_has_a_barrier_that_axe_knows(site):
     code = "".join(f"```{name}\n{text}\n```\n\n" for name, text in CODE.items())
     rich = Task("t3", (Message("user", RICH),), (code, DEEP, "__init__ and\u202e"), ("u", "v", "w"))
     opened = site(
-        [make_task("t1"), make_task("t2", gold_ranks=(1, 2, 3)), rich],
+        [make_task("t1"), make_task("t2", gold_ranks=(1, 2, 3)), rich, replace(make_task("t4"), warning="Blood")],
         config=RATED,
         num_labelers=3,
     )
@@ -420,7 +457,7 @@ def test_no_page_has_a_barrier_that_axe_knows(site, scheme):
         for number, lease in enumerate(opened.store.lease_many(name, 2, seconds=60, batch="main")):
             answer = Answer((1, 2, 2), 4_000 + number, (7, 3, 2))
             opened.store.submit(lease, answer, client="test", instructions_version="1")
-    ann = opened.visit("ann", color_scheme=scheme)
+    ann = opened.visit("ann")
     rank(ann, 1, 1, 2)
     store_it(ann)  # without ratings: the page with what is wrong
     expect(ann.get_by_role("alert")).to_be_visible()
@@ -437,12 +474,14 @@ def test_no_page_has_a_barrier_that_axe_knows(site, scheme):
     for path in ("/task", "/answers", "/instructions", "/lead"):  # the last one is refused
         ann.goto(opened.address + path)
         found[path] = axe(ann)
-    eve = opened.visit("eve", "lead", color_scheme=scheme)
-    paths = ["/lead", "/lead/quality", "/lead/people", "/lead/task?task=t1", "/lead/task?task=none"]
+    eve = opened.visit("eve", "lead", viewport={"width": 320, "height": 640})
+    paths = ["/lead", "/lead/quality", "/lead/people", "/lead/task?task=t1", "/lead/task?task=none", "/lead/answers"]
+    paths += ["/lead/person?name=ann", "/lead/task?task=t4"]
     for path in (*paths, "/lead/export?batch=main&format=trl", "/lead/export?batch=main&format=heed"):
         eve.goto(opened.address + path)
         found[f"lead: {path}"] = axe(eve)
-    stranger = opened.browser.new_context(color_scheme=scheme).new_page()
+        assert eve.evaluate("document.documentElement.scrollWidth") <= 320, path
+    stranger = opened.browser.new_context().new_page()
     opened.pages.append(stranger)
     for path in ("/sign-in", "/welcome/none"):
         stranger.goto(opened.address + path)
@@ -451,8 +490,14 @@ def test_no_page_has_a_barrier_that_axe_knows(site, scheme):
 
 
 def axe(page: Page) -> list[str]:
-    violations = Axe().run(page, options={"runOnly": STANDARDS}).response["violations"]
-    return [f"{v['id']}: {node['html'][:120]}" for v in violations for node in v["nodes"]]
+    """Runs axe in light colours, and its colour rules in dark ones too."""
+    problems = []
+    for scheme, only in (("light", STANDARDS), ("dark", COLOURS)):
+        page.emulate_media(color_scheme=scheme)
+        for found in Axe().run(page, options={"runOnly": only, "resultTypes": ["violations"]}).response["violations"]:
+            problems += [f"{scheme}: {found['id']}: {node['html'][:120]}" for node in found["nodes"]]
+    page.emulate_media(color_scheme="light")
+    return problems
 
 
 CODE = {
@@ -464,4 +509,5 @@ CODE = {
     "sql": "SELECT a, 'b' FROM t WHERE c = 1.5 -- note",
     "json": '{"a": [1, true, null, "b"]}',
 }
+COLOURS = ["color-contrast", "link-in-text-block"]
 STANDARDS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]

@@ -1,4 +1,4 @@
-"""The API's client: its error messages, and that it neither loses nor repeats an answer."""
+"""The API's client: its error messages; it neither loses nor repeats an answer."""
 
 import functools
 import socket
@@ -14,7 +14,7 @@ from labeling.config import LabelingConfig
 from preferences.records import Labeler, Skip
 
 CAREFUL = KnownLabeler(TRAITS[0], seed=0)
-CONFIG = LabelingConfig(flags=(FLAG,))
+CONFIG = LabelingConfig(flags=(FLAG,), task_order="arrival")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Flagging:
 
 
 class Unacknowledged:
-    """An application whose first answer to each of these paths is lost: what was asked for is done, nobody is told."""
+    """An application whose first reply on each of these paths is lost, after the request was carried out."""
 
     def __init__(self, app, paths):
         self.app, self.left = app, set(paths)
@@ -52,11 +52,11 @@ class Unacknowledged:
             await send({"type": "http.response.body", "body": b""})
 
     async def lose(self, message):
-        """Tell nobody."""
+        """Drops the reply."""
 
 
 def test_refusals_say_why(run_server, tmp_path):
-    with run_server(str(tmp_path / "labels.db"), LabelingConfig(flags=("rude",))) as running:
+    with run_server(str(tmp_path / "labels.db"), LabelingConfig(flags=("rude",), task_order="arrival")) as running:
         running.store.add_tasks([draw_tasks(Size(1, 0, 0), 0)[0][0]], batch="b", num_labelers=1)
         running.join(CAREFUL.name)
         with pytest.raises(ValueError, match=r"status 403: .*name and key do not match"):

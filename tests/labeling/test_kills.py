@@ -12,7 +12,7 @@ from preferences.accounts import Accounts
 from preferences.records import Message, Task
 from preferences.store import LabelStore
 
-NUM_KILLS, NUM_LABELERS, NUM_TASKS = 6, 4, 4_000
+NUM_KILLS, NUM_LABELERS, NUM_TASKS = 4, 4, 4_000
 CONFIG = LabelingConfig(asks_ratings=False)
 
 

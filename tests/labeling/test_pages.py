@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import re
 import time
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from labeling.attempts import PER_NAME_AND_ADDRESS, Attempts, TooManyTriesError
 from labeling.config import LabelingConfig, Screening
 from preferences.records import Message, Task
 
-PLAIN = LabelingConfig(asks_ratings=False)
+PLAIN = LabelingConfig(asks_ratings=False, task_order="arrival")
 
 
 class Forms(html.parser.HTMLParser):
@@ -285,7 +286,7 @@ def test_new_labelers_are_screened(world, visit):
     for name, right in (("ann", True), ("bob", False)):
         client = visit(name, config)
         page = client.get("/task")
-        while "good" in page.text:
+        while "<p>good" in page.text:
             good_first = page.text.index("<p>good") < page.text.index("<p>bad")
             page = client.post("/task/answer", data=form(page) | ranks(*((1, 2) if good_first == right else (2, 1))))
         assert ("t1: response" in page.text) == right
@@ -313,11 +314,42 @@ def test_a_lead_sees_progress_quality_and_adjudicates(world, visit):
     assert "0.00" in page.text  # they agree on nothing
     page = eve.get("/lead/task", params={"task": "t2"})
     assert "Adjudicate" in page.text
+    # In the letters of this page: ann put u first, bob v.
+    u = "A" if page.text.index("t2: response u") < page.text.index("t2: response v") else "B"
+    ranked = {name: "ranks A 1, B 2" if (u == "A") == (name == "ann") else "ranks A 2, B 1" for name in ("ann", "bob")}
+    for name in ("ann", "bob"):
+        assert ranked[name] in page.text.split(f'<th scope="row">{name}</th>')[1].split("</tr>")[0]
     page = eve.post("/task/answer", data=form(page) | ranks(1, 1))
     assert "1 adjudications" in page.text
     assert [(r.task_id, r.labeler) for r in world.store.rankings("main")] == [
         ("t1", "ann"), ("t1", "bob"), ("t2", "eve"),
     ]  # fmt: skip
+
+
+def test_a_lead_reads_every_answer_note_and_skip(world, visit):
+    world.add(make_task("t1", 2), make_task("t2", 2), num_labelers=2)
+    ann, bob, eve = visit("ann", PLAIN), visit("bob", PLAIN), visit("eve", PLAIN)
+    page = ann.get("/task")
+    assert "1 is the best" in page.text.split('id="how"')[1].split("</details>")[0]  # next to the task
+    page = ann.post("/task/answer", data=form(page) | ranks(1, 2) | {"note": "<b>close</b>", "flags_0": "hallucinates"})
+    assert ann.post("/task/skip", data=form(page, "/task/skip") | {"chosen_reason": "no such"}).status_code == 422
+    skipped = {"chosen_reason": "It is not my field", "reason": "law"}
+    ann.post("/task/skip", data=form(page, "/task/skip") | skipped)
+    bob.post("/task/skip", data=form(bob.get("/task"), "/task/skip") | {"chosen_reason": "It is too upsetting"})
+    found = eve.get("/lead/answers").text
+    for words in (
+        "&lt;b&gt;close&lt;/b&gt;",
+        "hallucinates",
+        "It is not my field: law",
+        "It is too upsetting",
+        "ranks",
+    ):
+        assert words in found, words
+    assert "It is too upsetting" not in eve.get("/lead/answers?batch=main&labeler=ann").text
+    assert "hallucinates" not in eve.get("/lead/answers?batch=main&kind=skip&start=x").text
+    assert "Nothing here yet" in eve.get("/lead/answers?batch=main&start=3").text
+    assert ann.get("/lead/answers").status_code == 403
+    assert "What labelers said" not in ann.get("/task").text
 
 
 def test_an_export_says_what_it_leaves_out(world, visit):
@@ -357,6 +389,94 @@ def test_a_lead_invites_and_closes(world, visit):
     assert world.accounts.account("bob").state == "closed"
     page = eve.post("/lead/state", data={"name": "eve", "state": "closed", "csrf": token})
     assert page.status_code == 403
+
+
+def test_tasks_come_in_random_order_by_default(world, visit):
+    names = [f"t{number}" for number in range(10)]
+    world.add(*map(make_task, names))
+    config = LabelingConfig(asks_ratings=False)
+    ann, found = visit("ann", config), []
+    for _ in names:
+        found += re.findall(r"<p>Say (t\d)", ann.get("/task").text)
+        page = ann.get("/task")  # a reload, after which it is the same task
+        assert f"Say {found[-1]}" in page.text
+        ann.post("/task/answer", data=form(page) | ranks(1, 2, 3))
+    assert sorted(found) == names != found
+
+
+WARNING = "Describes <violence> & a death"
+
+
+def test_a_warning_comes_first_and_time_counts_from_the_reveal(world, visit):
+    warned = [replace(make_task(name), warning=WARNING) for name in ("t1", "t2")]
+    world.add(*warned, make_task("t3"), num_labelers=2)
+    ann, eve = visit("ann", PLAIN), visit("eve", PLAIN)
+    for _ in range(2):  # a reload changes nothing
+        page = ann.get("/task")
+        assert "Describes &lt;violence&gt; &amp; a death" in page.text
+        assert "Say t1" not in page.text
+        assert "t1: response" not in page.text
+        world.clock.now += 60
+    revealing, skipping = form(page, "/task/reveal"), form(page, "/task/skip")
+    assert ann.post("/task/answer", data=revealing | ranks(1, 2, 3)).status_code == 422
+    refused = ann.post("/task/skip", data={**skipping, "chosen_reason": ""})
+    assert (refused.status_code, "Say t1" in refused.text) == (422, False)
+    assert world.store.judgments("main") == []
+    assert visit("bob", PLAIN).post("/task/reveal", data=revealing).status_code == 403
+    shown = ann.post("/task/reveal", data=revealing)
+    assert "Say t1" in shown.text
+    assert "Content warning: Describes" in shown.text
+    world.clock.now += 5
+    assert "Say t1" in ann.get("/task").text  # a reload keeps it open, and the time too
+    ann.post("/task/reveal", data=revealing)
+    world.clock.now += 2
+    ann.post("/task/answer", data=form(ann.get("/task")) | ranks(1, 2, 3))
+    page = ann.get("/task")
+    assert "Say t2" not in page.text
+    ann.post("/task/skip", data=form(page, "/task/skip"))
+    assert "Say t3" in ann.get("/task").text
+    answered, skipped = world.store.judgments("main")
+    assert (answered.milliseconds, skipped.kind, skipped.note) == (7_000, "skip", "I do not want to judge this")
+    history = ann.get("/answers").text
+    assert "Say t2" not in history
+    assert "content warning: Describes" in history
+    counts = "2 tasks have one; labelers skipped them 1 time and answered 1 time (50% skipped)"
+    assert counts in eve.get("/lead/quality").text
+    hidden, open_ = (eve.get(f"/lead/task?task=t1{more}").text for more in ("", "&revealed=true"))
+    assert ("Say t1" in hidden, "Say t1" in open_) == (False, True)
+    # Whoever takes the skip back is warned again.
+    assert "Say t2" not in ann.post("/answers/undo", data=form(ann.get("/answers"), "/answers/undo")).text
+
+
+def test_a_lead_exports_and_erases_a_person(world, visit):
+    world.add(make_task("t1"), make_task("t2"), num_labelers=2)
+    ann, eve = visit("ann", PLAIN), visit("eve", PLAIN)
+    answered = form(ann.get("/task")) | ranks(1, 2, 2) | {"note": "my own words"}
+    assert ann.post("/task/answer", data=answered).status_code == 200
+    pseudonym = world.accounts.pseudonyms()["ann"]
+    paths = ("/lead", "/lead/quality", "/lead/answers", "/lead/people", "/lead/task?task=t1")
+    assert all(">ann<" in eve.get(path).text for path in paths)
+    for names, whose in (("", pseudonym), ("&names=true", "ann")):
+        rows = eve.get(f"/lead/export/rows?batch=main&format=rankings{names}").text
+        assert json.loads(rows)["labeler"] == whose
+    page = eve.get("/lead/person?name=ann")
+    assert pseudonym in page.text
+    held = eve.post("/lead/person/data", data=form(page, "/lead/person/data"))
+    assert held.headers["content-disposition"].endswith("ann.json")
+    assert held.json()["judgments"][0]["note"] == "my own words"
+    erasing = form(page, "/lead/person/erase")
+    assert eve.post("/lead/person/erase", data={**erasing, "typed": "Ann"}).status_code == 422
+    assert world.accounts.account("ann") is not None
+    assert eve.post("/lead/person/erase", data={**erasing, "name": "eve", "typed": "eve"}).status_code == 403
+    done = eve.post("/lead/person/erase", data={**erasing, "typed": "ann"})
+    assert f"as those of <code>{pseudonym}</code>" in done.text
+    for path in paths:
+        shown = eve.get(path).text
+        assert "ann" not in re.findall(r"\w+", shown)
+        assert "my own words" not in shown
+    assert pseudonym in eve.get("/lead/quality").text
+    assert ann.get("/task", follow_redirects=False).headers["location"] == "/sign-in"
+    assert eve.get("/lead/person?name=ann").status_code == 409
 
 
 def test_new_instructions_are_read_again(world, visit):

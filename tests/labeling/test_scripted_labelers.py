@@ -1,4 +1,4 @@
-"""Labelers known by construction sign in to a running server and label over HTTP; the lead's page finds what they are.
+"""Known labelers sign in to a running server and label over HTTP; the lead's page recovers their traits.
 
 The server is uvicorn on the loopback address. Its clock is the test's: judging takes the time that a labeler's answer
 says, and no longer. `benchmarks.label_coverage` and `tests/preferences/statistics/test_coverage.py` count how often
@@ -26,13 +26,13 @@ from preferences.statistics.summary import LabelReport, summary
 from preferences.store import LabelStore
 
 SIZE, WORLD = Size(num_ordinary=48, num_gold=24, num_repeats=24), 0
-CONFIG = LabelingConfig(flags=(FLAG, "rude"))
+CONFIG = LabelingConfig(flags=(FLAG, "rude"), task_order="arrival")
 LABELERS = [KnownLabeler(traits, WORLD) for traits in TRAITS]
 
 
 @dataclass(frozen=True)
 class Labeled:
-    """A batch that was labeled over HTTP: what is stored, and what the lead is told."""
+    """A batch that was labeled over HTTP: the stored judgments, and the lead's report."""
 
     tasks: list[Task]
     judgments: list
@@ -41,7 +41,7 @@ class Labeled:
 
 
 def label_over_http(run_server, url: str, size: Size) -> Labeled:
-    """All labelers in turns, until the server has nothing more for any of them."""
+    """Lets all labelers answer in turns until no task is open for any of them."""
     drawn = draw_tasks(size, WORLD)
     tasks = [task for task, _ in drawn]
     with run_server(url, CONFIG) as running, ExitStack() as clients:
@@ -61,7 +61,7 @@ def labeled(run_server, tmp_path_factory):
 
 
 def test_the_lead_is_told_what_was_judged_over_http(labeled):
-    """So that what follows, of the report, is of what the API says."""
+    """The API returns the same numbers as the report that the other tests check."""
     assert labeled.told == labeled.report.as_dict()
     assert {judgment.client for judgment in labeled.judgments} == {"api"}
     assert {judgment.instructions_version for judgment in labeled.judgments} == {CONFIG.version}
@@ -90,7 +90,7 @@ def test_every_statistic_holds_the_truth(labeled):
     ],
 )
 def test_what_was_planted_is_found(labeled, who, what):
-    """The interval holds what is true of this labeler, and not what is true of a careful one."""
+    """The interval covers this labeler's true value, and not a careful labeler's."""
     found = {(kind, name): (estimate, truth) for kind, name, estimate, truth in held_against_truth(labeled.report)}
     estimate, truth = found[what, who]
     assert is_covered(estimate, truth), (estimate, truth)
@@ -98,7 +98,7 @@ def test_what_was_planted_is_found(labeled, who, what):
 
 
 def test_a_wrong_truth_is_missed(labeled):
-    """With each labeler held against what is true of the next, far more intervals miss."""
+    """Compared with the next labeler's true value, far more intervals miss."""
     held = [found for found in held_against_truth(labeled.report) if found[1] and found[0] != "drift of ratings"]
     truths = {(what, who): truth for what, who, _, truth in held}
     names = [traits.name for traits in TRAITS]
@@ -108,7 +108,7 @@ def test_a_wrong_truth_is_missed(labeled):
 
 
 def test_flags_skips_and_ties_are_counted_to_the_last(labeled):
-    """There is nothing to estimate in these: they are as many as the labelers gave."""
+    """These are counts without uncertainty: exactly what the labelers did."""
     asked = asked_of(labeled.judgments)
     by_name = {entry["labeler"]: entry for entry in labeled.told["labelers"]}
     given = judged(labeled.tasks, LABELERS, asked)
@@ -157,7 +157,7 @@ def test_the_playgrounds_labelers_come_to_the_same_over_http(run_server, tmp_pat
         for shown in draw_playground_tasks(world, num_tasks=8, num_responses=4, seed=0)
     ]
     labelers = world.labelers(seed=0)[:2]
-    config = LabelingConfig(asks_ratings=False)
+    config = LabelingConfig(asks_ratings=False, task_order="arrival")
     with run_server(str(tmp_path / "http.db"), config) as running:
         running.store.add_tasks(tasks, batch="b", num_labelers=2)
         for labeler in labelers:
@@ -174,7 +174,7 @@ def test_the_playgrounds_labelers_come_to_the_same_over_http(run_server, tmp_pat
 
 
 def asked_of(judgments) -> dict[str, list[str]]:
-    """The tasks that each labeler was asked, in order."""
+    """Returns the tasks that each labeler was given, in order."""
     asked: dict[str, list[str]] = {traits.name: [] for traits in TRAITS}
     for judgment in judgments:
         asked[judgment.labeler].append(judgment.task_id)
@@ -182,6 +182,6 @@ def asked_of(judgments) -> dict[str, list[str]]:
 
 
 def said(judgments) -> list:
-    """All of the judgments but how and when they came in, in an order of their own."""
+    """Returns the judgments, sorted, without the client and time that they came by."""
     bare = [replace(judgment, client="", instructions_version="", created_at=0.0) for judgment in judgments]
     return sorted(bare, key=lambda judgment: (judgment.task_id, judgment.labeler))

@@ -11,14 +11,14 @@ import pytest
 from labeling.config import LabelingConfig
 from labeling.serve import serve as serve_store
 from preferences.accounts import Accounts
-from preferences.database import open_engines, require_store
+from preferences.database import require_store
 from preferences.records import Message, Task
 from preferences.store import LabelStore
 
 
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch, tmp_path):
-    """Commands run in a folder of their own, and print on wide lines."""
+    """Runs commands in an empty folder, with wide lines."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "400")
 
@@ -55,16 +55,18 @@ def test_a_store_that_is_made_is_named(tmp_path, serve):
 def test_a_port_that_is_taken(heed_label, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        code, out, err = heed_label("serve", "--store", "labels.sqlite", "--port", port)
+        code, out, err = heed_label("serve", "--new", "--store", "labels.sqlite", "--port", port)
     assert (code, out) == (2, "")
     assert f"--port is {port}" in err
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
-    code, _, err = heed_label("serve", "--store", "labels.sqlite", "--host", "192.0.2.1")
+    code, _, err = heed_label("serve", "--new", "--store", "labels.sqlite", "--host", "192.0.2.1")
     assert (code, "--host is '192.0.2.1'" in err) == (2, True)
 
 
-@pytest.mark.parametrize("command", [("invite", "ann"), ("links",), ("revoke", "ann"), ("export", "--out", "x.jsonl")])
+@pytest.mark.parametrize(
+    "command", [("serve",), ("invite", "ann"), ("links",), ("revoke", "ann"), ("export", "--out", "x.jsonl")]
+)
 def test_a_store_that_is_not_there_is_refused_and_not_made(heed_label, tmp_path, command):
     code, out, err = heed_label(*command, "--store", "away/labels.sqlite")
     assert (code, out, "there is no such file" in err) == (2, "", True)
@@ -144,18 +146,16 @@ def test_links_on_the_command_line(heed_label, tmp_path):
     assert (code, "public_url" in err) == (2, True)
 
 
-def test_an_older_store_keeps_one_link_per_name_and_nothing_of_closed_accounts(empty_database):
-    """As of revision 0004: several links of a name, 16 of the first lead, and a closed account with all it had."""
+def test_an_older_store_keeps_one_link_per_name_and_nothing_of_closed_accounts(empty_database, open_at):
+    """A store of revision 0004: several links per name, 16 for the first lead, and a closed account with all it had."""
     url = empty_database()
-    with LabelStore(url) as store:
-        store.add_tasks([Task("t", (Message("user", "?"),), ("a", "b"), ("x", "y"))], batch="b", num_labelers=1)
-        store.lease("mal", seconds=9e9, batch="b")
-    reader, writer = open_engines(url)
+    reader, writer = open_at(url, "0004")
     with writer.begin() as connection:
-        for statement in BACK_TO_0004:
-            connection.exec_driver_sql(statement)
-        if writer.dialect.name == "postgresql":
-            connection.exec_driver_sql("DROP FUNCTION people_acts_refuse")
+        connection.exec_driver_sql(
+            'INSERT INTO tasks VALUES (1, \'t\', \'b\', 1, \'[["user", "?"]]\', \'["a", "b"]\', \'["x", "y"]\','
+            " 'overall', '[]', '', '{}')"
+        )
+        connection.exec_driver_sql("INSERT INTO places VALUES (1, 0, 'b', 0, 'mal', 9e9, (1 = 0))")
         links = [("ann", "labeler", f"ann{n}", 9e9 + n) for n in range(3)]
         links += [("lead", "lead", f"lead{n}", 9e9 + n) for n in range(16)]
         links += [("mal", "lead", "mal0", 9e9)]
@@ -174,18 +174,6 @@ def test_an_older_store_keeps_one_link_per_name_and_nothing_of_closed_accounts(e
         assert connection.exec_driver_sql("SELECT count(*) FROM sessions").scalar() == 0
         assert connection.exec_driver_sql("SELECT count(*) FROM places WHERE labeler IS NOT NULL").scalar() == 0
     accounts.close()
-
-
-BACK_TO_0004 = (
-    "DROP INDEX tasks_by_handle",
-    "ALTER TABLE tasks DROP COLUMN handle",
-    "ALTER TABLE places DROP COLUMN given_at",
-    "DROP TABLE people_acts",
-    "DROP TABLE invitations",
-    "CREATE TABLE invitations (code_hash VARCHAR PRIMARY KEY, name VARCHAR NOT NULL, role VARCHAR NOT NULL,"
-    " expires_at FLOAT NOT NULL)",
-    "UPDATE alembic_version SET version_num = '0004'",
-)
 
 
 def test_listening_comes_before_anything_is_announced(tmp_path):

@@ -12,9 +12,9 @@ from labeling.text import MAX_FORMATTED_CHARACTERS, show
 
 
 def visible(formatted):
-    """What a browser shows of it; of formulas their source."""
+    """What a browser shows of it; of formulas their source. A paragraph ends a line."""
     kept = re.sub(r"<math.*?(<annotation[^>]*>.*?</annotation>).*?</math>", r"\1", formatted, flags=re.DOTALL)
-    return html.unescape(re.sub(r"<[^>]*>", "", kept))
+    return html.unescape(re.sub(r"<[^>]*>", "", re.sub(r"</p>", "\n", kept)))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_code_has_its_language_and_colours():
     assert '<p class="language">python</p>' in found
     assert '<span class="code-k">def</span>' in found
     assert "style=" not in found
-    assert visible(found).split() == ["pythondef", "f(x):", "return", "'a'", "#", "why"]
+    assert visible(found).split() == ["python", "def", "f(x):", "return", "'a'", "#", "why"]
 
 
 @pytest.mark.parametrize("language", ["", "nothing-known", "text title='x'", "python"])

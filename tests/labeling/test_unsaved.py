@@ -1,4 +1,4 @@
-"""A labeler's work outlives a save that fails: full disks, databases that are away, errors of the server."""
+"""A labeler's work survives failed saves: full disks, unreachable databases, server errors."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ from preferences.records import Message, Task
 from preferences.store import LabelStore
 from tests.labeling.test_pages import form
 
-RATED = LabelingConfig()
+RATED = LabelingConfig(task_order="arrival")
 NOTE = "\n  two <b>lines</b>\nand " + "more, " * 300
 SAID = {"rank_0": "2", "rank_1": "1", "rating_0": "3", "rating_1": "7", "flags_1": "hallucinates", "note": NOTE}
 
@@ -28,7 +28,7 @@ def make_task(name):
 
 
 def require_filled_in(page, name, status=503):
-    """The task with all that was entered, and that it was not saved."""
+    """Checks that the page shows the task with everything entered, and says that it was not saved."""
     assert page.status_code == status, page.text
     assert "Not saved, but nothing was lost" in page.text
     assert f"{name} says u" in page.text
@@ -41,7 +41,7 @@ def require_filled_in(page, name, status=503):
 
 
 class FullDisk:
-    """A store whose disk can be full: SQLite raises SQLITE_FULL, of the file system or of its own limit on pages."""
+    """A store whose disk can fill up: SQLite raises SQLITE_FULL by the file system or its own page limit."""
 
     def __init__(self, folder: Path) -> None:
         self.url, self.is_full = str(folder / "labels.db"), False
@@ -62,7 +62,7 @@ class FullDisk:
 
 class FullFileSystem(FullDisk):
     def limit_pages(self, engine) -> None:
-        """The file system does."""
+        """Fills the file system."""
 
     def fill(self) -> None:
         with self.ballast.open("wb", buffering=0) as file:
@@ -120,7 +120,7 @@ def visit(disk):
 
 
 def answer_until_full(client, disk, page):
-    """Answers are acknowledged until the disk is full; returns how many, the name of the task at hand and its page."""
+    """Answers until the disk is full; returns how many were acknowledged, the open task's name and its page."""
     disk.fill()
     for done in range(200):
         name = f"t{done}"
@@ -153,7 +153,7 @@ def test_an_answer_outlives_a_full_disk(visit, disk, caplog):
 
 
 def test_a_form_outlives_another_server(visit, disk, caplog):
-    """One that never showed the task: it has no texts, but all that was entered."""
+    """A server that never showed the task has no texts, but shows everything that was entered."""
     caplog.set_level(logging.CRITICAL)
     visit.store.add_tasks([make_task(f"t{n}") for n in range(200)], batch="main", num_labelers=1)
     ann = visit("ann")
@@ -199,7 +199,7 @@ def test_an_error_of_the_server_loses_nothing_either(visit, monkeypatch, caplog)
 
 @pytest.mark.timeout(300)
 def test_an_answer_outlives_an_outage_of_postgresql(postgres, postgres_tables, serve):
-    """The server stays, its database is killed and comes back: pages say so, and the same form is stored once."""
+    """The database is killed and comes back while the server runs: pages say so, and the form is stored once."""
     url = postgres.new_database(postgres_tables)
     accounts = Accounts(url)
     with LabelStore(url) as store:

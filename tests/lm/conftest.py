@@ -1,4 +1,4 @@
-"""One small decoder of every kind that the block can be."""
+"""One small decoder of every kind of block."""
 
 from typing import Any
 
@@ -40,11 +40,11 @@ def small_decoder(config: ModelConfig) -> LanguageModel:
 
 @pytest.fixture(scope="session", params=DECODERS)
 def decoder(request: pytest.FixtureRequest) -> LanguageModel:
-    """Each of them in turn, with random weights and a context of 40 tokens out of a vocabulary of 12."""
+    """Each of them in turn, with random weights, a context of 40 tokens and a vocabulary of 12."""
     return small_decoder(DECODERS[request.param])
 
 
 @pytest.fixture(scope="session")
 def llama() -> LanguageModel:
-    """The plainest of them."""
+    """The simplest of them."""
     return small_decoder(DECODERS["llama"])

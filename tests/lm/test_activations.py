@@ -1,4 +1,4 @@
-"""The count of what a forward pass keeps, against the tensors that autograd saves."""
+"""The count of what a forward pass keeps against the tensors that autograd saves."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -16,7 +16,7 @@ from lm.dropout import sequence_keys
 from lm.encoder_decoder import EncoderDecoder
 from lm.model import LanguageModel, init_weights
 from lm.native import operators
-from lm.native.build import has_matrix_unit
+from lm.native.build import multiplies_bf16
 
 ROWS, TOKENS = 3, 40
 BASE: dict[str, Any] = {
@@ -31,13 +31,13 @@ GPT2 = {
 
 
 def kept_bytes(model: torch.nn.Module, *arguments: Any, autocast: bool = False, **keywords: Any) -> int:
-    """Bytes of the storages that a forward pass saves for its backward, parameters left out."""
+    """Returns the bytes of the storages that a forward pass saves for its backward, without parameters."""
     held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     storages: dict[int, Any] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        # Keeping the storage keeps its address from being given to another.
+        # Holding the storage keeps its address from being reused.
         storages[storage.data_ptr()] = storage
         return tensor
 
@@ -50,7 +50,7 @@ def kept_bytes(model: torch.nn.Module, *arguments: Any, autocast: bool = False, 
 
 
 def model_bytes_in_bf16(model: torch.nn.Module) -> int:
-    """Autocast keeps a bf16 copy of every matrix that multiplies, and of its bias."""
+    """Autocast keeps a bf16 copy of every matrix that is multiplied, and of its bias."""
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     return sum(2 * module.weight.numel() for module in linears)
 
@@ -80,7 +80,7 @@ def test_the_count_is_what_autograd_saves(changes: dict[str, Any], kind: str) ->
     model = model.to(torch.bfloat16 if kind == "bf16" else torch.float32)
     tokens_BT = torch.randint(0, 64, (ROWS, TOKENS))
     c, s = (4 if kind in ("fp32", "dropout") else 2), (2 if kind == "bf16" else 4)
-    is_tiled = c == 2 and has_matrix_unit()
+    is_tiled = c == 2 and multiplies_bf16()
     of = Pass(ROWS, TOKENS, c, s, is_fused=False, has_dropout=kind == "dropout", is_tiled=is_tiled)
     keys = sequence_keys(0, np.arange(ROWS)[:, None], tokens_BT.device)
     found = kept_bytes(model, tokens_BT, autocast=kind == "autocast", sequence_keys_BT=keys)
@@ -89,7 +89,7 @@ def test_the_count_is_what_autograd_saves(changes: dict[str, Any], kind: str) ->
 
 @pytest.mark.parametrize("changes", [{**LLAMA, "num_key_value_heads": 6}, GPT2])
 def test_fused_attention_keeps_no_table_of_weights(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    # PyTorch's fused kernel for a CPU saves what the one for a GPU does, where heads are views as they are there.
+    # PyTorch's fused CPU kernel saves what its GPU kernel does if heads are views, as they are on a GPU.
     monkeypatch.setattr(attention, "attend", fused)
     monkeypatch.setattr(operators, "library", lambda: None)
     config = ModelConfig.model_validate(changes)
@@ -112,11 +112,11 @@ def test_an_encoder_decoder_keeps_both_stacks() -> None:
     assert decoder + encoder + 2 * ends_bytes(config, of) == pytest.approx(found, rel=0.05)
 
 
-def test_a_gpt_by_hand_beside_the_papers_count() -> None:
-    """arXiv 2205.05198, eq. 1: s·b·h·(34 + 5 a·s/h) bytes, of which dropout's masks and what they left are 2 + 3 a·s/h.
+def test_a_gpt_by_hand_against_the_papers_count() -> None:
+    """arXiv 2205.05198, eq. 1: s·b·h·(34 + 5 a·s/h) bytes, of which dropout's masks and outputs take 2 + 3 a·s/h.
 
-    The rest, 32 + 2 a·s/h in units of D bytes a token: norms 2 + 2, inputs of the first products 2 + 2, Q, K and V 6,
-    attention's output 2, the MLP 2 · 4 · 2 = 16; one bf16 table of weights. PyTorch's norms keep two numbers more.
+    The rest, 32 + 2 a·s/h in units of D bytes per token: norms 2 + 2, inputs of the first products 2 + 2, Q, K and V 6,
+    attention's output 2, the MLP 2 · 4 · 2 = 16; and a bf16 copy of the weights. PyTorch's norms keep two more numbers.
     """
     config = ModelConfig.model_validate({**GPT2, "hidden_size": 96, "intermediate_size": 384})
     of = Pass(1, TOKENS, 2, 2, is_fused=False, has_dropout=False)

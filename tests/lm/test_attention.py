@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lm.attention import attend, attention_mask, sliding_window_mask
+from lm.attention import attend, attention_mask, sliding_window_mask, with_window
 from lm.cache import KVCache, PromptWriter, TokenWriter
 from lm.config import ModelConfig
+from lm.grouped_attention import GroupedMask, grouped_mask
 from lm.positions import rotary_tables, rotate
 
 
 def looped_attention(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, allowed_BTS: Tensor) -> Tensor:
-    """One head and one query at a time, in double precision."""
+    """Attention for one head and one query at a time, in double precision."""
     B, N, T, H = q_BNTH.shape
     G, S = k_BGSH.shape[1:3]
     out = torch.zeros(B, N, T, H, dtype=torch.float64)
@@ -124,7 +125,7 @@ CACHED = ModelConfig(
 
 
 def test_a_step_reads_what_prompts_and_steps_wrote() -> None:
-    """Two prompts of 3 and 2 tokens, padded on the left, then a token for each."""
+    """Two prompts of 3 and 2 tokens, padded on the left, followed by one token each."""
     generator = torch.Generator().manual_seed(4)
     k, v = (torch.randn(2, 2, 1, 4, 4, generator=generator) for _ in range(2))  # [layer, B, G, T, H]
     cache = KVCache.empty(CACHED, 3, 5, like=k)
@@ -166,3 +167,31 @@ def test_a_band_by_hand(window: int) -> None:
     else:
         assert plain is not None
         assert torch.equal(plain, causal & causal.triu(1 - window))
+
+
+PACKED = torch.tensor([[1, 1, 1, 2, 2, 3, 4, 4, 4, 4], [1, 2, 2, 2, 2, 2, 2, 2, 0, 0], [1, 1, 1, 1, 1, 2, 0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize("window", [0, 2])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("N", "G"), [(4, 4), (4, 2)])
+def test_groups_of_sequences_equal_a_mask_in_value_and_gradient(N: int, G: int, causal: bool, window: int) -> None:
+    q, k, v = (tensor.requires_grad_() for tensor in draw(N, G, B=3, T=10))
+    whole = sliding_window_mask(attention_mask(PACKED, causal=causal), window, 10, torch.device("cpu"))
+    grouped = with_window(grouped_mask(PACKED, causal=causal), window, PACKED, packs=False)
+    assert isinstance(grouped, GroupedMask)
+    assert [(g.num_sequences, g.longest) for g in grouped.groups] == [(2, 7), (2, 4), (1, 2), (3, 1)]
+    real_B1T1 = (PACKED > 0)[:, None, :, None]
+    theirs, ours = (attend(q, k, v, mask) * real_B1T1 for mask in (whole, grouped))
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+    direction = torch.randn(ours.shape, generator=torch.Generator().manual_seed(9))
+    expected = torch.autograd.grad((theirs * direction).sum(), (q, k, v))
+    found = torch.autograd.grad((ours * direction).sum(), (q, k, v))
+    for ours_gradient, their_gradient in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours_gradient, their_gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_no_score_between_two_sequences_is_computed() -> None:
+    """20 sequences of 5 in a row of 100 cost 20 squares of 5, not a square of 100."""
+    grouped = grouped_mask(torch.arange(1, 21).repeat_interleave(5)[None], causal=True)
+    assert [(g.num_sequences, g.longest, g.mask) for g in grouped.groups] == [(20, 5, None)]

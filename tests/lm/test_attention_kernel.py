@@ -1,4 +1,4 @@
-"""Attention by the CPU's matrix unit against the equation in double precision."""
+"""The attention kernel against the equation in double precision."""
 
 import math
 
@@ -8,15 +8,15 @@ from torch import Tensor
 
 from lm.attention import attend, attention_mask
 from lm.native import install
-from lm.native.build import has_matrix_unit
+from lm.native.build import multiplies_bf16
 
-pytestmark = pytest.mark.skipif(not has_matrix_unit(), reason="needs a compiler and a CPU with AMX")
+pytestmark = pytest.mark.skipif(not multiplies_bf16(), reason="needs a compiler and a CPU with AVX-512 BF16")
 
 SEGMENTS = torch.tensor([[1] * 40 + [2] * 27 + [0] * 3, [1] * 3 + [2] * 1 + [3] * 66])
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, mask_BTS: Tensor | None) -> Tensor:
-    """[B, N, T, H]; heads that share keys and values see copies of them."""
+    """Attention [B, N, T, H] by the equation; heads that share keys and values get copies of them."""
     shared = q.shape[1] // k.shape[1]
     if mask_BTS is None:
         mask_BTS = torch.ones(1, q.shape[2], k.shape[2], dtype=torch.bool).tril()
@@ -26,7 +26,7 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, mask_BTS: Tensor | None) -> Ten
 
 
 def drawn(B: int, T: int, S: int, N: int, G: int, H: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and a gradient of the result, in bf16."""
+    """Returns q, k, v and a gradient of the result, in bf16."""
     generator = torch.Generator().manual_seed(T * S + H)
     shapes = (B, N, T, H), (B, G, S, H), (B, G, S, H), (B, N, T, H)
     q, k, v, gradient = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
@@ -34,7 +34,7 @@ def drawn(B: int, T: int, S: int, N: int, G: int, H: int) -> tuple[Tensor, Tenso
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, mask: Tensor | None) -> None:
-    """Results and gradients are as near to the truth as bf16 numbers on the way let them be."""
+    """Results and gradients are as close to the exact values as intermediate bf16 numbers allow."""
     narrow, wide = ([x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)] for dtype in (q.dtype, torch.float64))
     assert install.takes_attention(*narrow, mask)
     found, expected = attend(*narrow, mask), written_out(*wide, mask)
@@ -45,11 +45,11 @@ def check(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, mask: Tensor | None
         assert ours.grad is not None
         assert theirs.grad is not None
         error = (ours.grad.double() - theirs.grad).norm()
-        # Of a query that sees one key the true gradient is 0: what is left are roundings of what cancels.
+        # If a query sees only one key, its true gradient is 0; what remains is rounding error of terms that cancel.
         assert error <= 1e-2 * theirs.grad.norm() + 2e-3 * gradient.double().norm()
 
 
-# Lengths below, at and beyond a panel of 32; head dims that fill no panel; shared keys and values.
+# Lengths below, at and above a panel of 32; head dims that do not fill a panel; shared keys and values.
 @pytest.mark.parametrize("sizes", [(2, 1, 1), (3, 32, 32), (2, 37, 37), (1, 96, 96), (1, 257, 257)])
 @pytest.mark.parametrize("heads", [(4, 4, 64), (4, 2, 24), (3, 1, 80), (2, 2, 128)])
 def test_plainly_causal(sizes: tuple[int, int, int], heads: tuple[int, int, int]) -> None:
@@ -64,8 +64,8 @@ def test_packed_rows(causal: bool) -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_any_mask_and_keys_of_another_length(rows: int) -> None:
     mask = torch.rand((rows, 33, 101), generator=torch.Generator().manual_seed(0)) < 0.3
-    mask[:, :, 5] = True  # somebody is seen by everyone
-    mask[:, 3:9, 40:] = False  # panels that nobody of some rows sees
+    mask[:, :, 5] = True  # at least one token is visible to all queries
+    mask[:, 3:9, 40:] = False  # some rows have panels that no query sees
     mask[:, :, 64:96] = False
     check(*drawn(3, 33, 101, 4, 4, 64), mask)
 
@@ -80,7 +80,7 @@ def test_scores_far_apart_neither_overflow_nor_lose_the_rest() -> None:
 
 
 def test_views_are_taken_as_they_lie() -> None:
-    """As heads that are cut from one product's output, and keys from a cache with room left."""
+    """The inputs are strided: heads are slices of one product's output, and keys come from a cache with free space."""
     q, k, v, gradient = drawn(2, 45, 45, 4, 2, 32)
     roomy = torch.full((2, 2, 60, 32), math.nan, dtype=torch.bfloat16)
     roomy[:, :, :45] = k
@@ -90,8 +90,8 @@ def test_views_are_taken_as_they_lie() -> None:
     check(turned, roomy[:, :, :45], v, gradient, None)
 
 
-def test_a_row_s_result_depends_on_nothing_beside_it() -> None:
-    """PPO divides probabilities of passes over batches of different size, with gradients and without."""
+def test_a_rows_result_does_not_depend_on_other_rows() -> None:
+    """PPO divides probabilities from passes over batches of different sizes, with and without gradients."""
     q, k, v, _ = drawn(3, 50, 50, 4, 2, 64)
     together = attend(*(x.clone().requires_grad_() for x in (q, k, v)), None)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Beam search against its naive twin and, where beams are enough for all responses, against all of them."""
+"""Beam search against its naive twin and, if there are enough beams for all responses, against enumerating them."""
 
 import itertools
 
@@ -21,7 +21,7 @@ def logprobs(model: LanguageModel, tokens: list[int]) -> list[float]:
 def naive(
     model: LanguageModel, prompt: list[int], num_beams: int, max_new_tokens: int, penalty: float
 ) -> list[tuple[float, list[int]]]:
-    """No cache, no batch, and no stopping early."""
+    """Without a cache, a batch, or early stopping."""
     running: list[tuple[float, list[int]]] = [(0.0, [])]
     over: list[tuple[float, list[int]]] = []
     for step in range(1, max_new_tokens + 1):

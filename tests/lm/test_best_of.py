@@ -1,4 +1,4 @@
-"""Best-of-n against drawing every response alone and looking for the best by hand."""
+"""Best-of-n against sampling every response separately and choosing the best by hand."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ COMMON: dict[str, Any] = {"max_new_tokens": 9, "end_id": 3, "choice": Choice()}
 
 
 def prefers_long_and_high(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[float]:
-    """Ties are common: many responses are cut off at the same length."""
+    """Ties are common, because many responses are cut off at the same length."""
     return [float(len(prompt) + len(response) + 0.5 * (max(response) > 9)) for response in responses]
 
 
@@ -30,7 +30,7 @@ def test_the_best_of_each_prompts_own_responses_is_kept(decoder: LanguageModel) 
         for seed in seeds:
             (response,) = generate(decoder, [prompt], seeds=[seed], **COMMON).responses
             (score,) = prefers_long_and_high(prompt, [response])
-            if score > top.score:  # never an equal that comes later
+            if score > top.score:  # a later sample never wins a tie
                 top = Best(response, score)
         assert best == top
 

@@ -1,4 +1,5 @@
-"""Conversations in vocabularies of every kind, against `transformers`: tokens, marks, and names that people write."""
+"""Conversations in every kind of vocabulary against `transformers`: tokens, response masks, and special names in
+texts."""
 
 import functools
 import json
@@ -29,8 +30,8 @@ innocent = st.lists(st.sampled_from(PIECES), max_size=6).map("".join) | st.text(
 harmless = innocent.filter(lambda text: not any(name.lower() in text.lower() for name in NAMES))
 naming = st.lists(st.sampled_from([*PIECES, *NAMES]), max_size=6).map("".join)
 
-UNKNOWN = 0  # the number of <unk> wherever a text can give it
-# Whether a name is a token depends on what stands next to it, so the template's own are not always tokens.
+UNKNOWN = 0  # the id of <unk> if a text can produce it
+# Whether a name is a token depends on its neighbours, so even the template's own names are not always tokens.
 DEPENDS_ON_NEIGHBOURS = ("names are words", "names are normalised, llama 2")
 
 
@@ -59,7 +60,8 @@ def prompts_of(messages: Messages) -> list[Messages]:
 
 
 def reaches_into_a_response(theirs: Any, messages: Messages) -> bool:
-    """Whether a token of the whole rendering is of a prompt and of its response, or the prompt's tokens are others."""
+    """Returns whether a token of the whole rendering spans a prompt and its response, or the prompt alone has other
+    tokens."""
     text = theirs.apply_chat_template(messages, tokenize=False)
     whole = theirs(text, add_special_tokens=False, return_offsets_mapping=True)
     for prompt in prompts_of(messages):
@@ -115,7 +117,7 @@ def test_marks_are_those_of_a_template_that_shows_them(kind: str) -> None:
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_message_becomes_a_special_token(kind: str, template: str) -> None:
-    """The special tokens are those of the same conversation about something else."""
+    """The special tokens are the same as in a conversation about something else."""
     ours, theirs = both(kind, template)
     special = {number for number, token in theirs.added_tokens_decoder.items() if token.special and number != UNKNOWN}
 
@@ -148,24 +150,24 @@ def test_a_conversation_decodes_to_what_was_said(kind: str, messages: Messages) 
 
 
 def test_a_response_keeps_its_prompts_tokens_where_the_whole_text_would_merge_them() -> None:
-    """The policy answers after "assistant, line break"; a token of two line breaks it would never write there."""
+    """The policy answers after "assistant, line break", where it would never write a token of two line breaks."""
     ours, theirs = both("llama 3", "chatml")
     messages = said("The fox?", "\n\nThe dog.")
     prompt = ours.encode_prompt(messages[:1])
     whole = theirs.apply_chat_template(messages, return_dict=False)
-    assert whole[: len(prompt)] != prompt  # three line breaks are cut otherwise than one and two
+    assert whole[: len(prompt)] != prompt  # three line breaks are split differently from one and two
     tokens, is_response = ours.encode_conversation(messages)
     answer = theirs("\n\nThe dog.<|im_end|>", add_special_tokens=False)["input_ids"]
     assert tokens == [*prompt, *answer, *theirs("\n", add_special_tokens=False)["input_ids"]]
     assert is_response == [False] * len(prompt) + [True] * len(answer) + [False]
     assert ours.decode(tokens) == theirs.decode(whole, skip_special_tokens=True)
-    # The next prompt goes on behind the tokens that the policy wrote.
+    # The next prompt continues after the tokens that the policy wrote.
     again = [*messages, {"role": "user", "content": "And?"}]
     assert ours.encode_prompt(again)[: len(tokens)] == tokens
 
 
 def test_a_response_that_is_cut_from_its_prompt_gets_no_space() -> None:
-    """Where a vocabulary puts a space before a text, what follows a cut is in the middle of one."""
+    """If a vocabulary puts a space before a text, what follows a cut is still in the middle of a text."""
     ours, theirs = both("metaspace, always", "mistral")
     messages = said("The fox?", "the dog.")
     template = (
@@ -187,7 +189,7 @@ def test_a_response_that_is_cut_from_its_prompt_gets_no_space() -> None:
 def test_heeds_own_templates_give_what_encoding_turn_by_turn_gives(
     tokenizer: Tokenizer, name: str, messages: Messages
 ) -> None:
-    """As they did when every piece was encoded apart, so jobs that ran before find the same tokens."""
+    """Tokens are the same as when every piece was encoded separately, so earlier jobs find the same tokens."""
     ours = tokenizer.with_template(name)
     expected: list[int] = []
     marks: list[bool] = []
@@ -197,7 +199,7 @@ def test_heeds_own_templates_give_what_encoding_turn_by_turn_gives(
         expected.extend(ids)
         marks.extend([mine] * len(ids))
 
-    asked = ""  # a continuation's turns before the response are one text
+    asked = ""  # in a continuation, the turns before the response are one text
     for message in messages:
         content, mine = message["content"], message["role"] == "assistant"
         if name == "chat":
@@ -265,7 +267,7 @@ def test_a_file_that_cuts_and_fills_up_is_read_without_both(tokenizer: Tokenizer
 
 
 def test_the_end_token_is_special_where_only_the_config_says_so(tmp_path: Path) -> None:
-    """As in `transformers`: its name in a template is the token, and in a message it is text."""
+    """As in `transformers`, a special name in a template is a token, and in a message it is text."""
     ours, _ = both("byte-level", "zephyr")
     ours.save(tmp_path)
     path = tmp_path / "tokenizer.json"

@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def drawn_model(**fields: Any) -> LanguageModel:
-    """In bf16, with norms and biases that are not those of a new model."""
+    """In bf16, with norms and biases far from their initial values."""
     model = LanguageModel(ModelConfig(**{**SHAPE, **fields}))
     init_weights(model, 0)
     generator = torch.Generator().manual_seed(1)
@@ -51,7 +51,7 @@ def drawn_model(**fields: Any) -> LanguageModel:
 
 
 needs_unit = pytest.mark.skipif(
-    bool(what_native_steps_miss(drawn_model())), reason="needs a C++ compiler and a CPU with AMX"
+    bool(what_native_steps_miss(drawn_model())), reason="needs a C++ compiler and a CPU with AVX-512 BF16"
 )
 
 
@@ -108,7 +108,7 @@ def test_steps_do_not_depend_on_threads_or_on_other_rows() -> None:
 
 @needs_unit
 def test_generation_by_native_steps_reports_the_model_s_own_logprobs() -> None:
-    """Rows end at different lengths, leave, and others enter."""
+    """Rows end at different lengths and leave, and others enter."""
     model = drawn_model(mlp="relu2", num_attention_heads=4)
     prompts = ragged_prompts(23)
     sampled = generate(

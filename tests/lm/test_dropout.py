@@ -1,4 +1,5 @@
-"""Dropout: masks are functions of names, the kernel's and PyTorch's are the same, and numbers are dropped by chance."""
+"""Dropout: masks are functions of names, the kernel's masks equal PyTorch's, and entries are dropped at the given
+rate."""
 
 from collections.abc import Callable
 
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def split_mix(state: int) -> int:
-    """SplitMix64 by Python's integers: the next number after `state`."""
+    """SplitMix64 with Python integers: returns the number after `state`."""
     z = (state + 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
@@ -25,7 +26,8 @@ def split_mix(state: int) -> int:
 
 
 def test_masks_are_split_mixs_numbers() -> None:
-    """SplitMix64's published first outputs from the seed 1234567; a row is its counter's numbers, 16 bits a column."""
+    """SplitMix64's published first outputs for the seed 1234567; a row has its counter's numbers, 16 bits per
+    column."""
     assert split_mix(1234567) == 6457827717110365317
     key, width, threshold = 2**63 - 17, 11, 20_000
     columns = []
@@ -61,7 +63,7 @@ def test_the_kernel_is_its_twin_bit_for_bit(dtype: torch.dtype, width: int, monk
     twin_y, twin_gradient = run()
     assert torch.equal(y, twin_y)
     assert torch.equal(gradient, twin_gradient)
-    # What is kept is scaled, forward and backward alike.
+    # Kept entries are scaled in the forward and in the backward.
     assert torch.equal(y != 0, gradient != 0)
     scale = torch.tensor(LEVELS / (LEVELS - dropout.threshold)).to(dtype)
     assert set(gradient.unique().tolist()) <= {0.0, float(scale)}

@@ -1,4 +1,4 @@
-"""BERT's own names; padding, packing, masked words and span search by hand. `test_families.py` holds its logits."""
+"""BERT's weight names; padding, packing, masked words and span search by hand. Logits are in `test_families.py`."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,8 @@ def test_the_masked_head_of_a_swiglu_encoder_uses_its_gates_activation() -> None
 
 
 def test_masked_words_are_learned() -> None:
-    """Two sentences that differ in one word, each told apart by another: the encoder fills the gap from behind."""
+    """Two sentences differ in one word and are told apart by a later one: the encoder fills the gap from its right
+    context."""
     torch.manual_seed(0)
     model = MaskedLanguageModel(
         config(hidden_size=32, num_attention_heads=4, num_key_value_heads=4, intermediate_size=64)

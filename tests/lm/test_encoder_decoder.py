@@ -1,4 +1,4 @@
-"""The encoder-decoder's generation against naive twins, and learning. `test_families.py` holds BART's logits."""
+"""The encoder-decoder's generation against naive twins, and learning. BART's logits are in `test_families.py`."""
 
 import bisect
 import itertools
@@ -25,7 +25,7 @@ START, END = 2, 3
 
 
 def config(**changes: Any) -> ModelConfig:
-    """Vaswani et al.: sinusoids, norms behind, ReLU, embeddings times the root of the width."""
+    """Vaswani et al.: sinusoids, post-norm, ReLU, embeddings times the root of the hidden size."""
     values: dict[str, Any] = {
         "kind": "encoder-decoder", "vocab_size": 12, "max_position_embeddings": 24, "hidden_size": 16,
         "num_hidden_layers": 2,
@@ -73,7 +73,7 @@ def test_what_is_written_comes_back(model: EncoderDecoder, tmp_path: Path, token
 
 
 def test_barts_tables_are_shared_and_its_bias_is_zero(tmp_path: Path) -> None:
-    """Without tying, `transformers` gives each stack a table of its own; so such a shape is not BART's to us."""
+    """Without tying, `transformers` gives each stack its own table, so Heed does not write such a shape as BART."""
     assert family_of(config(**BART), "translate").model_type == "bart"
     assert family_of(config(**BART, tie_word_embeddings=False), "translate").model_type == "heed"
     theirs = CASES["bart"].random_model()
@@ -109,7 +109,7 @@ def test_a_target_token_changes_nothing_before_it(model: EncoderDecoder) -> None
 
 @torch.no_grad()
 def naive(model: EncoderDecoder, source: list[int], num_new: int, choice: Choice, seed: int) -> list[int]:
-    """One sequence, everything computed again for every token."""
+    """One sequence; everything is recomputed for every token."""
     target = [START]
     for uniform in np.random.Generator(np.random.Philox(key=seed)).random(num_new, dtype=np.float32):
         logits = model(torch.tensor([source]), torch.tensor([target]))[0, -1].double()
@@ -195,7 +195,7 @@ def test_a_source_that_is_empty_or_does_not_fit_is_refused(model: EncoderDecoder
 
 
 def test_it_learns_to_turn_a_sequence_around() -> None:
-    """Teacher forcing on reversal, which cannot be done without looking at the source."""
+    """Teacher forcing on reversal, which is impossible without reading the source."""
     torch.manual_seed(0)
     model = EncoderDecoder(config(num_hidden_layers=1, num_encoder_layers=1, hidden_size=32, intermediate_size=64))
     init_weights(model, 1)

@@ -1,4 +1,4 @@
-"""Parity with `transformers`: every family, in odd shapes, both ways, with every head that it has."""
+"""Parity with `transformers`: every family, in unusual shapes, in both directions, with every head that it has."""
 
 import json
 from pathlib import Path
@@ -174,7 +174,7 @@ def test_the_published_table_measures_what_is_tested_here(tokenizer: Tokenizer, 
 
 
 def wide(**changes: Any) -> ModelConfig:
-    """A width of 18 under 5 heads of 4, as the rotary families spell it."""
+    """A hidden size of 18 with 5 heads of 4, as rotary families write it."""
     shape = {
         "vocab_size": 288,
         "max_position_embeddings": CONTEXT,
@@ -187,7 +187,7 @@ def wide(**changes: Any) -> ModelConfig:
 
 @torch.no_grad()
 def test_a_width_that_llama_refuses_is_written_as_what_transformers_loads(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Llama and Arcee want a width that is a multiple of the heads; Mistral, the same model otherwise, does not."""
+    """Llama and Arcee need a hidden size divisible by the heads; Mistral, otherwise the same model, does not."""
     model = shuffled(LanguageModel(wide()))
     save_model(tmp_path, model, model.state_dict(), tokenizer)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -197,7 +197,7 @@ def test_a_width_that_llama_refuses_is_written_as_what_transformers_loads(tmp_pa
         transformers.LlamaConfig(hidden_size=18, num_attention_heads=5, head_dim=4)
     assert family_of(wide(hidden_size=20), "language").model_type == "llama"
     assert family_of(wide(hidden_size=20, mlp="relu2"), "language").model_type == "arcee"
-    assert family_of(wide(mlp="relu2"), "language").model_type == "heed"  # no published family is left
+    assert family_of(wide(mlp="relu2"), "language").model_type == "heed"  # no published family is possible
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_what_config_json_leaves_out_is_what_the_library_takes_for_it(name: str,
 
 @torch.no_grad()
 def test_berts_body_alone_is_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """As all-MiniLM-L6-v2 is published: without a head, and without `bert.` before each name."""
+    """As all-MiniLM-L6-v2 is published: without a head, and without `bert.` before the names."""
     theirs = shuffled(transformers.BertModel(CASES["bert, masked words"].config()))
     theirs.save_pretrained(tmp_path)
     segments = torch.ones_like(TOKENS)

@@ -1,4 +1,4 @@
-"""Generation against a naive twin that recomputes everything for each token and each sequence alone."""
+"""Generation against a naive twin that recomputes everything for each token of each sequence separately."""
 
 import bisect
 import copy
@@ -29,7 +29,7 @@ END = 3
 
 
 def kept(weights: list[float], top_k: int, top_p: float) -> list[float]:
-    """The weights that top_k and top_p leave, token by token; the others become 0."""
+    """Returns the probabilities that top_k and top_p keep; the others become 0."""
     ranked = sorted(range(len(weights)), key=lambda token: -weights[token])[: top_k or None]
     whole, before, stays = sum(weights[token] for token in ranked), 0.0, set()
     for token in ranked:
@@ -43,7 +43,7 @@ def kept(weights: list[float], top_k: int, top_p: float) -> list[float]:
 def naive(
     model: LanguageModel, prompt: list[int], max_new_tokens: int, choice: Choice, seed: int
 ) -> tuple[list[int], bool]:
-    """One sequence, no cache, no padding: invert the cumulative distribution at the seed's uniform draws."""
+    """One sequence without cache or padding: inverts the cumulative distribution at the seed's uniform draws."""
     uniforms = np.random.Generator(np.random.Philox(key=seed)).random(max_new_tokens, dtype=np.float32)
     tokens = list(prompt)
     for uniform in uniforms:
@@ -92,7 +92,7 @@ def test_waiting_sequences_enter_and_get_what_they_would_alone(decoder: Language
     expected = [naive(decoder, p, 14, Choice(), s) for p, s in zip(prompts, seeds, strict=True)]
     assert found.responses == [response for response, _ in expected]
     assert found.finished == [finished for _, finished in expected]
-    # What this test is about: sequences end at different steps, and not all of them by themselves.
+    # The point of this test: sequences end at different steps, and not all of them end before the limit.
     assert len({len(response) for response in found.responses}) > 2
     assert any(found.finished)
 
@@ -106,7 +106,7 @@ def test_samples_of_one_prompt_are_what_each_would_be_alone(
     found = sample(decoder, prompts, seeds, max_rows=max_rows)
     expected = [naive(decoder, p, 14, Choice(), s) for p, s in zip(prompts, seeds, strict=True)]
     assert found.responses == [response for response, _ in expected]
-    assert len({tuple(response) for response in found.responses}) > len(set(places))  # samples of a prompt differ
+    assert len({tuple(response) for response in found.responses}) > len(set(places))  # samples of one prompt differ
 
 
 @pytest.mark.parametrize("steps", ["eager", "fixed"])
@@ -114,7 +114,7 @@ def test_samples_of_one_prompt_are_what_each_would_be_alone(
 def test_what_is_done_for_gpus_gives_the_same_samples(
     decoder: LanguageModel, steps: StepKind, max_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens are read every few steps, while ended sequences idle; prompts are read in one row, a part at a time."""
+    """Tokens are read every few steps, while ended sequences idle; prompts are read one row and one part at a time."""
     expected = sample(decoder, PROMPTS * 3, range(18), max_rows=max_rows)
     monkeypatch.setitem(generation.STEPS_PER_READING, "cpu", 5)
     monkeypatch.setattr(batch, "reads_packed", lambda _: True)
@@ -142,7 +142,7 @@ def test_a_model_of_nan_ends_generation(llama: LanguageModel) -> None:
 
 
 def rows_read(module: torch.nn.Module, run: Callable[[], object]) -> int:
-    """How many rows of more than one token a stack of blocks reads while `run` runs."""
+    """Counts the rows of more than one token that a stack of blocks reads while `run` runs."""
     counts: list[int] = []
     hook = module.register_forward_pre_hook(lambda _, inputs: counts.append(len(inputs[0]) * (inputs[0].shape[1] > 1)))
     run()
@@ -154,7 +154,7 @@ def test_equal_prompts_that_enter_together_are_read_once(llama: LanguageModel) -
     prompts = [prompt for prompt in PROMPTS[1:] for _ in range(4)]
     read = lambda max_rows: rows_read(llama.decoder, lambda: sample(llama, prompts, range(20), max_rows=max_rows))  # noqa: E731
     assert read(128) == 5
-    assert read(4) < 20  # waiting samples of a prompt enter in several lots, and each lot reads it
+    assert read(4) < 20  # waiting samples of a prompt enter in several groups, and each group reads the prompt
     assert read(1) == 20
 
 
@@ -216,7 +216,7 @@ def test_the_first_draw_never_takes_what_has_no_probability() -> None:
 def test_no_rounding_of_a_parallel_scan_draws_what_has_no_probability(
     choice: Choice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU each running sum is rounded in its own order, so that it may be less than the one before it."""
+    """On a GPU, running sums are rounded in varying order, so one may be less than the sum before it."""
     generator = torch.Generator().manual_seed(3)
     cumsum = torch.Tensor.cumsum
 
@@ -227,7 +227,7 @@ def test_no_rounding_of_a_parallel_scan_draws_what_has_no_probability(
         return cumsum(self.double(), dim).mul(1 + 1e-6 * noise).to(self.dtype)
 
     monkeypatch.setattr(torch.Tensor, "cumsum", rounded)
-    monkeypatch.setattr(operators, "library", lambda: None)  # the CPU's kernel has no such scan
+    monkeypatch.setattr(operators, "library", lambda: None)  # the CPU's kernel has no parallel scan
     logits = torch.randn(1, 300, generator=generator)
     logits[0, ::2] = -torch.inf
     logits[0, 100:] = -torch.inf
@@ -276,7 +276,7 @@ def test_impossible_choices_are_refused(values: dict[str, float], words: str) ->
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made meanwhile had at once."""
+    """Returns the peak bytes of tensors that were created during a call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class LiveBytes(TorchDispatchMode):
 def test_the_cache_is_allocated_once_and_holds_prompts_and_responses(
     steps: StepKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows leave and enter all the time, and nothing but their tokens takes memory that grows with the cache."""
+    """Rows leave and enter continually, and only their tokens take memory that grows with the cache."""
     monkeypatch.setattr(operators, "library", lambda: None)
     monkeypatch.setattr(graphs, "COLUMNS", 4)
     config = DECODERS["llama"].model_copy(update={"num_hidden_layers": 16, "head_dim": 32, "num_key_value_heads": 4})

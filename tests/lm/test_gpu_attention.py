@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm import attention, batch, gpu_attention, graphs
+from lm import attention, batch, gpu_attention, graphs, transformer
 from lm.batch import Batch
 from lm.config import ModelConfig
 from lm.encoder import EncoderModel
@@ -32,7 +32,7 @@ def looped(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, _starts: Tensor, longest: int, _longest: int, *,
     window_size: tuple[int, int], enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Variable-length attention, one sequence and one query at a time."""
+    """Variable-length attention, for one sequence and one query at a time."""
     assert enable_gqa or q.shape[1] == k.shape[1]
     assert starts.dtype == torch.int32
     assert starts[-1] == len(q)
@@ -51,7 +51,7 @@ def looped(
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Call]]:
-    """From its call on, attention runs as on a GPU, by a version of PyTorch with these options; returns the calls."""
+    """Makes attention run as on a GPU, with a version of PyTorch that has these options; returns the recorded calls."""
     calls: list[Call] = []
 
     def varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -66,7 +66,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Call]]:
         return sdpa(q, k, v, mask, **options)
 
     def start(options: frozenset[str] = frozenset({"window_size", "enable_gqa"})) -> list[Call]:
-        for module in (attention, gpu_attention, graphs):
+        for module in (attention, gpu_attention, graphs, transformer):
             monkeypatch.setattr(module, "is_on_gpu", lambda _: True)
         kernel = VarlenAttention(varlen, options)
         monkeypatch.setattr(gpu_attention, "varlen_attention", lambda: kernel)
@@ -94,7 +94,7 @@ def heads(config: ModelConfig) -> tuple[int, int, int]:
 
 def test_packed_rows_and_their_gradients(decoder: LanguageModel, on_gpu: Callable[[], list[Call]]) -> None:
     def run() -> tuple[Tensor, list[Tensor]]:
-        logits = decoder(TOKENS, SEGMENTS)
+        logits = decoder(TOKENS, SEGMENTS, SEGMENTS > 0)
         gradients = torch.autograd.grad(logits.square().sum(), list(decoder.parameters()))
         return logits, list(gradients)
 
@@ -124,7 +124,7 @@ def test_rows_of_one_sequence(decoder: LanguageModel, on_gpu: Callable[[], list[
 def test_prompts_and_steps(
     decoder: LanguageModel, recorded: bool, on_gpu: Callable[[], list[Call]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts of 1, 5, 2 and 3 tokens, 8 at most in one pass, then two tokens for each."""
+    """Prompts of 1, 5, 2 and 3 tokens, at most 8 per pass, followed by two tokens each."""
     prompts = [[5], [1, 2, 4, 6, 7], [9, 9], [0, 11, 10]]
     steps = FixedSteps(decoder) if recorded else None
 
@@ -142,12 +142,13 @@ def test_prompts_and_steps(
     monkeypatch.setattr(graphs, "PROMPT_TOKENS", 8)
     torch.testing.assert_close(run(), expected, atol=1e-5, rtol=1e-5)
     N, G, H = heads(decoder.config)
-    reads = [
-        ("varlen", (tokens, N, H), (tokens, G, H), starts, window)
-        for tokens, starts in ((8, [0, 1, 6, 8]), (3, [0, 3]))
-        for window in windows(decoder.config)
+    reads = [("varlen", (8, N, H), (8, G, H), [0, 1, 6, 8], window) for window in windows(decoder.config)]
+    alone = ("fused", (1, N, 3, H), (1, G, 3, H), None, ("enable_gqa", "is_causal"))
+    reads += [
+        ("varlen", (3, N, H), (3, G, H), [0, 3], (left, right)) if 0 <= left < 2 else alone
+        for left, right in windows(decoder.config)
     ]
-    # 8 columns: all that the cache has, where the step is recorded.
+    # 8 columns: the whole cache if the step is recorded.
     assert calls == reads + [
         ("fused", (4, G, N // G, H), (4, G, S, H), ((4, 1, 1, S), torch.float32), ())
         for S in ((8, 8) if recorded else (6, 7))
@@ -172,7 +173,8 @@ def test_an_encoder_s_padding(on_gpu: Callable[[], list[Call]]) -> None:
 
 
 def test_an_encoder_decoder(on_gpu: Callable[[], list[Call]]) -> None:
-    """Four query heads share two of keys: for a source each, keys are repeated or, one query at a time, shared."""
+    """Four query heads share two key heads. If every row has its own source, keys are repeated, except with one query
+    at a time, when the heads share them."""
     config = ModelConfig(
         kind="encoder-decoder", vocab_size=12, max_position_embeddings=16, hidden_size=16, num_hidden_layers=1,
         num_encoder_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=16,
@@ -198,9 +200,9 @@ def test_an_encoder_decoder(on_gpu: Callable[[], list[Call]]) -> None:
 @pytest.mark.parametrize("options", [frozenset({"is_causal"}), frozenset({"window_size"}), frozenset()])
 def test_versions_of_pytorch_without_an_option(options: frozenset[str], on_gpu: Callable[..., list[Call]]) -> None:
     decoder = small_decoder(DECODERS["mistral"])
-    expected = decoder(TOKENS, SEGMENTS)
+    expected = decoder(TOKENS, SEGMENTS, SEGMENTS > 0)
     calls = on_gpu(options)
-    torch.testing.assert_close(decoder(TOKENS, SEGMENTS), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(decoder(TOKENS, SEGMENTS, SEGMENTS > 0), expected, atol=1e-5, rtol=1e-5)
     N, _, H = heads(decoder.config)
     packed, masked = ("varlen", (12, N, H), (12, N, H)), ("fused", (2, N, 6, H), (2, N, 6, H))
     assert [call[:3] for call in calls] == [packed if options == {"window_size"} else masked] * 2
@@ -208,10 +210,12 @@ def test_versions_of_pytorch_without_an_option(options: frozenset[str], on_gpu: 
 
 def test_fp32_has_its_own_kernel(on_gpu: Callable[[], list[Call]], monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = small_decoder(DECODERS["llama"])
-    expected = decoder(TOKENS), decoder(TOKENS, SEGMENTS)
+    expected = decoder(TOKENS), decoder(TOKENS, SEGMENTS, SEGMENTS > 0)
     calls = on_gpu()
     monkeypatch.setattr(gpu_attention, "flash_takes", flash_takes)
-    torch.testing.assert_close((decoder(TOKENS), decoder(TOKENS, SEGMENTS)), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        (decoder(TOKENS), decoder(TOKENS, SEGMENTS, SEGMENTS > 0)), expected, atol=1e-5, rtol=1e-5
+    )
     N, _, H = heads(decoder.config)
     assert {call[:3] for call in calls} == {("fused", (2, N, 6, H), (2, N, 6, H))}
     assert [call[3] for call in calls] == [None] * 2 + [((2, 1, 6, 6), torch.bool)] * 2

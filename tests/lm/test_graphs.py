@@ -1,4 +1,5 @@
-"""Steps of fixed shape against the eager ones, token by token, and recorded by what is as deaf as a CUDA graph."""
+"""Steps of fixed shape against eager ones, token by token, recorded by a stand-in that sees no more than a CUDA
+graph does."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -25,7 +26,8 @@ FED = [[3, 1, 4, 1], [5, 9, 2, 6], [5, 3, 5, 8], [9, 7, 9, 3], [2, 3, 8, 4], [6,
 
 
 class Tape(TorchDispatchMode):
-    """Stands in for a CUDA graph: the kernels that ran, with the tensors they read and wrote, and nothing of Python."""
+    """Stands in for a CUDA graph: records the kernels with the tensors that they read and wrote, and nothing of
+    Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +42,7 @@ class Tape(TorchDispatchMode):
         for function, args, kwargs, before in self.calls:
             again = function(*args, **kwargs)
             for kept, new in zip(tree_leaves(before), tree_leaves(again), strict=True):
-                if isinstance(kept, Tensor) and kept.data_ptr() != new.data_ptr():  # else a view, or in place
+                if isinstance(kept, Tensor) and kept.data_ptr() != new.data_ptr():  # otherwise a view, or in place
                     kept.copy_(new)
 
 
@@ -56,7 +58,7 @@ def taped(step: Step, _device: torch.device, pool: Any) -> tuple[Step, Any]:
 def _recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "taped":
         monkeypatch.setattr(graphs, "record", taped)
-        monkeypatch.setattr(operators, "library", lambda: None)  # a tape hears of PyTorch's operations only
+        monkeypatch.setattr(operators, "library", lambda: None)  # a tape sees only PyTorch's operations
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +78,7 @@ def test_fixed_steps_give_what_eager_ones_do(
 ) -> None:
     monkeypatch.setattr(graphs, "COLUMNS", columns)
     eager, fixed = batches(decoder)
-    # Nothing may come from what was never written.
+    # Nothing may depend on memory that was never written.
     for slot, length in enumerate(fixed.lengths):
         fixed.cache.keys[:, slot, :, length:] = 1e6
         fixed.cache.values[:, slot, :, length:] = 1e6
@@ -88,7 +90,7 @@ def test_fixed_steps_give_what_eager_ones_do(
         assert fixed.lengths == eager.lengths
     for slot, length in enumerate(fixed.lengths):
         torch.testing.assert_close(fixed.cache.keys[:, slot, :, :length], eager.cache.keys[:, slot, :, :length])
-    # Up to 6 to 12 columns were read: 6, 7, 8, 10 and 12 after rounding; 8 and 12; or all 17 at once.
+    # Up to 6 to 12 columns were read: 6, 7, 8, 10 and 12 after rounding; 8 and 12; or always all 17.
     assert steps.num_recordings == {1: 5, 4: 2, 64: 1}[columns]
 
 
@@ -118,7 +120,7 @@ def test_rows_that_leave_and_enter_are_not_recorded_again(
         feed([8, 9, 7])
         for batch in (eager, fixed):
             batch.admit([8], [[1]])
-    assert steps.num_recordings == num_recordings  # of 4, 2 and 3 rows, or of 4, which is all slots
+    assert steps.num_recordings == num_recordings  # with 4, 2 and 3 rows, or always 4, the number of slots
 
 
 def test_sizes_are_few_and_at_most_a_quarter_more_than_needed() -> None:
@@ -143,7 +145,7 @@ def test_a_gpu_runs_as_many_rows_as_its_memory_holds() -> None:
 
 @pytest.mark.usefixtures("_recorder")
 def test_steps_that_are_kept_are_not_recorded_again(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in the next call of `generate`, and not for other weights in the same place."""
+    """Graphs are not reused in the next call of `generate`, nor for other weights at the same address."""
     monkeypatch.setattr(graphs, "COLUMNS", 8)
     model = copy.deepcopy(llama)
     steps = FixedSteps(model)
@@ -189,7 +191,7 @@ def test_generation_in_fixed_steps_gives_the_same_samples(
 
 
 def test_a_replay_reads_the_recorded_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value of Python's that a step depended on would be that of the recording for ever: the tape shows it does."""
+    """A Python value that a step depends on would stay as it was when recorded; the tape would show that."""
     monkeypatch.setattr(graphs, "record", taped)
     position, buffer, result = [1], torch.zeros(4), torch.zeros(4)
 

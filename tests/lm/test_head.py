@@ -1,4 +1,4 @@
-"""Heads with padded rows against the same heads without: logits, log-probs, gradients."""
+"""Heads with padded rows against heads without: logits, log-probs, gradients."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ from lm.model import LanguageModel
 from lm.source import RandomInit, load
 from tests.gpu.models import shape, tokens
 
-GPU = torch.device("cuda")  # only its name is read
+GPU = torch.device("cuda")  # only its name is used
 V, P = 500, 512
 CONFIG = shape(
     vocab_size=V,
@@ -35,7 +35,7 @@ TOKENS_BT = torch.from_numpy(tokens(3, 20).astype(np.int64)) % V
 
 
 def passes(model: nn.Module, selected_BT: Tensor | None, *, autocast: bool) -> dict[str, Tensor]:
-    """Logits, log-probs and every gradient of their sum."""
+    """Returns the logits, log-probs and all gradients of their sum."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logits = model(TOKENS_BT, None, selected_BT)
     targets = TOKENS_BT if selected_BT is None else TOKENS_BT[selected_BT]
@@ -64,7 +64,7 @@ def test_a_padded_head_gives_the_same_numbers(name: str, selects: bool, autocast
 
 
 def test_the_gradient_goes_to_the_product_as_it_is() -> None:
-    """Its rows are aligned, its padding is 0, and no slice is put back into a table of zeros."""
+    """Rows are aligned, the padding is 0, and no slice is copied back into a table of zeros."""
     head = Head(8, V, bias=False)
     head.row_multiple = 64
     logits_BTV = head(torch.randn(2, 3, 8))

@@ -1,4 +1,4 @@
-"""Models from the hub: another machine gets the same commit, whole, and downloads it once."""
+"""Models from the hub: another machine gets the same complete commit, and downloads it once."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,15 +18,15 @@ def test_another_machine_downloads_the_same_commit_once(
         resolved = model_directory(NAME)
         assert is_from_hub(resolved)
         (tmp_path / "driver").rename(tmp_path / "elsewhere")  # the driver's disk is not this machine's
-        hub.main = LATER  # somebody pushes to the model meanwhile
+        hub.main = LATER  # meanwhile a new commit is pushed
         hub.reach(monkeypatch, tmp_path / "worker")
         hub.downloads.clear()
         before = progress_noted()
-        with ThreadPoolExecutor(4) as ranks:  # ranks of one machine
+        with ThreadPoolExecutor(4) as ranks:  # ranks on one machine
             found = set(ranks.map(lambda _: on_this_machine(resolved), range(4)))
         assert found == {tmp_path / "worker" / "models--owner--tiny" / "snapshots" / COMMIT}
         assert set(hub.downloads.values()) == {1}
-        assert progress_noted() > before  # who watches a rank sees that it is at work
+        assert progress_noted() > before  # a monitor of the rank sees that it is busy
         (folder,) = found
         for name in ("model.safetensors", "config.json", "tokenizer.json"):
             assert (folder / name).read_bytes() == (model_folder / name).read_bytes()
@@ -41,7 +41,7 @@ def test_a_half_downloaded_model_is_completed(
         (folder / "model.safetensors").unlink()  # as while another rank downloads it
         assert on_this_machine(folder) == folder
         assert (folder / "model.safetensors").is_file()
-    assert on_this_machine(folder) == folder  # and then it needs no hub
+    assert on_this_machine(folder) == folder  # from then on it needs no hub
 
 
 def test_local_folders_are_themselves_and_a_missing_model_says_so(

@@ -1,4 +1,4 @@
-"""Models that only compute: in which type, and that one place decides where."""
+"""Models for inference: their dtype, and that it is decided in one place."""
 
 import re
 import weakref
@@ -48,7 +48,7 @@ def test_no_other_place_of_these_packages_chooses_a_device(package: str) -> None
 
 
 class WatchedSource:
-    """Another source, of which it notes how many fp32 bytes of its earlier tensors are alive at each tensor."""
+    """Wraps a source and records, at each tensor, how many fp32 bytes of its earlier tensors are still alive."""
 
     def __init__(self, source: RandomInit[LanguageModel]) -> None:
         self.build, self.source, self.alive = source.build, source, list[int]()
@@ -65,7 +65,7 @@ class WatchedSource:
 
 
 def test_loading_in_bf16_holds_one_fp32_tensor_at_a_time(tiny_config: ModelConfig) -> None:
-    """And on a GPU that is all that CPU memory holds."""
+    """On a GPU, CPU memory holds no more than that."""
     small = tiny_config.model_copy(update={"vocab_size": 64})
     source = WatchedSource(RandomInit(lambda: LanguageModel(small), seed=1))
     model = load_for_inference(source, torch.bfloat16)

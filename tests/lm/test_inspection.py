@@ -37,7 +37,7 @@ def test_attention_weights_are_causal_banded_and_sum_to_1(decoder: LanguageModel
 
 @torch.no_grad()
 def test_attention_weights_are_those_of_the_forward_pass(decoder: LanguageModel) -> None:
-    """A layer's attention, put together again from its weights and values, is what the module gives."""
+    """A layer's attention, recomputed from its weights and values, equals the module's output."""
     tokens = torch.tensor([[5, 1, 8, 0, 2, 7, 9]])
     weights, _ = attention_weights(decoder.decoder, tokens)
     seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -103,7 +103,7 @@ def test_an_encoder_looks_both_ways() -> None:
     assert weights.shape == (2, 1, 3, 7, 7)
     assert (weights > 0).all()
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 1, 3, 7))
-    # The first layer's by hand: softmax of the products of its queries and keys.
+    # The first layer by hand: softmax of the products of its queries and keys.
     seen = model.encoder.embed(tokens, torch.arange(7)[None])
     q, k, _ = model.encoder.blocks[0].attention.qkv(seen).view(7, 9, 4).split(3, dim=1)
     expected = (torch.einsum("tnh,snh->nts", q, k) / 2).softmax(dim=-1)
@@ -123,7 +123,7 @@ def test_a_decoder_looks_across_at_what_was_read() -> None:
     assert (own.triu(1) == 0).all()
     assert (across[..., 3:] == 0).all()  # padding
     torch.testing.assert_close(across.sum(dim=-1), torch.ones(2, 1, 3, 4))
-    # Put together again from weights and values, a layer's attention is what the module gives.
+    # Recomputed from weights and values, a layer's attention equals the module's output.
     caught: list[tuple[torch.Tensor, torch.Tensor]] = []
     cross = model.decoder.blocks[1].cross
     hook = cross.register_forward_hook(lambda _, inputs, output: caught.append((inputs[1].values[1], output)))
@@ -141,8 +141,8 @@ def test_tables_of_every_kind_count_each_parameter_once() -> None:
 def test_costs_of_an_encoder_and_of_an_encoder_decoder_by_hand() -> None:
     layer = 4 * 12 * 12 + 2 * 12 * 20  # attention and MLP
     assert flops_per_token(BERT, 5) == 2 * 2 * layer + 4 * 12 * 2 * 5
-    # A target token: two layers with the query and output of cross-attention, the head, and two attentions.
+    # Per target token: two layers with the query and output of cross-attention, the head, and two attentions.
     assert flops_per_token(VASWANI, 5) == 2 * (2 * (layer + 2 * 12 * 12) + 40 * 12) + 4 * 12 * 2 * (5 + 5)
-    # A source token: three layers of the encoder, and keys and values for two layers of the decoder.
+    # Per source token: three layers of the encoder, and keys and values for two layers of the decoder.
     assert flops_per_source_token(VASWANI, 5) == 2 * (3 * layer + 2 * 2 * 12 * 12) + 4 * 12 * 3 * 5
     assert cache_bytes_per_token(VASWANI) == 2 * 2 * 12 * 2

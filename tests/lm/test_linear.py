@@ -1,4 +1,4 @@
-"""Linear maps under autocast: PyTorch's numbers, and gradients of weights that are not rounded on the way."""
+"""Linear maps under autocast: PyTorch's numbers, and gradients of weights without intermediate rounding."""
 
 import pytest
 import torch
@@ -6,16 +6,16 @@ from torch import Tensor, nn
 
 from lm.linear import Linear, cache_weight_casts
 from lm.native import kernels
-from lm.native.build import has_matrix_unit
+from lm.native.build import multiplies_bf16
 
-pytestmark = pytest.mark.skipif(not has_matrix_unit(), reason="needs a compiler and a CPU with AMX")
+pytestmark = pytest.mark.skipif(not multiplies_bf16(), reason="needs a compiler and a CPU with AVX-512 BF16")
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# Less than a panel of 32, a rest behind one, more tokens, rows and columns than are taken at a time.
+# Sizes below a panel of 32, with a remainder, and above the block sizes in tokens, rows and columns.
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (5, 33, 40), (70, 100, 31), (300, 64, 600), (530, 700, 520)])
 def test_the_gradient_of_a_weight(sizes: tuple[int, int, int]) -> None:
     R, F, D = sizes
@@ -30,7 +30,7 @@ def test_the_gradient_of_a_weight(sizes: tuple[int, int, int]) -> None:
 
 
 def test_no_tokens_no_gradient() -> None:
-    """As a head has it in a micro-batch of which no position counts."""
+    """As in a head's micro-batch in which no position counts."""
     module = Linear(32, 16)
     with torch.autocast("cpu", torch.bfloat16):
         module(drawn(0, 32)).sum().backward()
@@ -61,7 +61,7 @@ def test_it_is_a_linear_map_under_autocast(bias: bool, dtype: torch.dtype) -> No
 
 
 def test_the_weight_s_gradient_is_not_rounded() -> None:
-    """Gradients of 2,049 equal tokens: bf16 holds no number between 2,048 and 2,064."""
+    """The gradient of 2,049 equal tokens: bf16 has no number between 2,048 and 2,064."""
     module = Linear(32, 32, bias=False)
     with torch.autocast("cpu", torch.bfloat16):
         module(torch.ones(2049, 32)).backward(torch.ones(2049, 32).bfloat16())
@@ -87,7 +87,7 @@ def test_weights_that_do_not_change_are_rounded_once() -> None:
     module = Linear(32, 32, bias=False)
 
     def rounded() -> Tensor:
-        """The copy that a pass keeps."""
+        """The copy that a pass keeps of a weight."""
         kept: list[Tensor] = []
 
         def keep(tensor: Tensor) -> Tensor:

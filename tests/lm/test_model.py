@@ -51,8 +51,8 @@ def test_rms_norm_and_its_gradients_equal_autograd_of_the_formula() -> None:
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=str)
-def test_scores_in_bf16_are_told_apart(tiny_config: ModelConfig, weights: torch.dtype) -> None:
-    """The head's product is in fp32: bf16 has 32 numbers from 4 to 8, and would make scores there equal."""
+def test_scores_in_bf16_stay_distinct(tiny_config: ModelConfig, weights: torch.dtype) -> None:
+    """The head's product is in fp32: bf16 has only 32 numbers from 4 to 8, so scores there would become equal."""
     model = ScalarModel(tiny_config)
     init_weights(model, 0)
     model.bias.fill_(6.0)
@@ -71,7 +71,7 @@ def test_scores_in_bf16_are_told_apart(tiny_config: ModelConfig, weights: torch.
 
 
 def test_rms_norm_gradients_equal_finite_differences() -> None:
-    # The norm computes in fp32, so the differences need a wide step.
+    # The norm computes in fp32, so numerical differences need a large step.
     generator = torch.Generator().manual_seed(1)
     norm = RMSNorm(4, eps=0.2)
     x = torch.randn(2, 4, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -121,7 +121,7 @@ def test_initialisation_table(mlp: str) -> None:
             continue
         kind = next(kind for kind in expected if name.endswith(kind))
         seen.add(kind)
-        # The sample deviation of n draws is off by std / √(2n).
+        # The sample standard deviation of n draws has an error of std / √(2n).
         tolerance = 5 * expected[kind] / math.sqrt(2 * weight.numel())
         assert float(weight.detach().std()) == pytest.approx(expected[kind], abs=tolerance), name
         assert abs(float(weight.detach().mean())) < 5 * expected[kind] / math.sqrt(weight.numel()), name
@@ -162,7 +162,7 @@ def test_tied_head_is_the_embedding_and_counts_once(tiny_config: ModelConfig) ->
 
 def test_positions_restart_in_every_segment() -> None:
     segments = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 2, 3, 3, 0, 0]])
-    assert segment_positions(segments).tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 0, 1, 0, 1]]
+    assert segment_positions(segments).tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 0, 1, 0, 0]]
 
 
 @pytest.mark.parametrize("mlp", ["swiglu", "relu2"])
@@ -223,7 +223,7 @@ def test_scalar_model_is_a_linear_map_of_the_hidden_state_plus_bias(tiny_config:
     hidden = model.decoder.hidden(tokens, None).detach()
     expected = [float((hidden[0, t] * model.score.weight[0].detach()).sum()) + 2.5 for t in range(3)]
     assert model(tokens)[0].tolist() == pytest.approx(expected, abs=1e-5)
-    assert "bias" not in dict(model.named_parameters())  # weight decay and the optimizer must not touch it
+    assert "bias" not in dict(model.named_parameters())  # weight decay and the optimizer must not change it
 
 
 def test_dropout_acts_in_training_only(tiny_config: ModelConfig) -> None:
@@ -273,7 +273,7 @@ def test_exact_div() -> None:
 
 
 def trained(model: nn.Module) -> set[str]:
-    """What moves, in the words that matter: heads, norms, blocks by stack and number."""
+    """Names what is trained in readable terms: heads, norms, blocks by stack and number."""
     names = [name.split(".") for name, parameter in model.named_parameters() if parameter.requires_grad]
     return {".".join(parts[: 3 if "blocks" in parts else 2]) for parts in names}
 

@@ -34,7 +34,7 @@ def check(found: Tensor, expected: Tensor) -> None:
 
 
 def differentiated(f: Callable[..., Tensor], gradient: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """The value in double precision, and the gradients of the inputs."""
+    """Returns the value in double precision, and the gradients of the inputs."""
     wide = [x.double().requires_grad_() for x in inputs]
     y = f(*wide)
     return y.detach(), *torch.autograd.grad(y, wide, gradient.double())
@@ -49,7 +49,7 @@ def swiglu(x: Tensor) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
-# Odd sizes leave a rest behind the vectors; the last is large enough for threads.
+# Odd sizes leave a remainder after the vectors; the last size is large enough for threads.
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 7, 33), (700, 400)])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("out", TYPES)
@@ -72,7 +72,7 @@ def test_rms_norm_and_its_gradients(shape: tuple[int, ...], dtype: torch.dtype, 
 def test_a_stream_and_its_norm_are_what_they_are_apart(
     shape: tuple[int, ...], stream: torch.dtype, narrow: torch.dtype
 ) -> None:
-    """Bit for bit: the sum, its norm, and the gradients by way of both."""
+    """Bit for bit: the sum, its norm, and the gradients through both."""
 
     def apart(x: Tensor, branch: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         total = x + branch
@@ -170,7 +170,7 @@ def test_draws_invert_the_cumulative_sum(num_tokens: int, dtype: torch.dtype, te
     expected = torch.searchsorted(wide.exp().cumsum(dim=-1), uniforms.double()[:, None], right=True)[:, 0]
     assert torch.equal(tokens, expected.clamp(max=num_tokens - 1))
     check(logprobs, wide.gather(-1, tokens[:, None])[:, 0])
-    twin, _ = Choice(temperature, top_k=num_tokens + 1).draw(logits, uniforms)  # top_k takes PyTorch's way
+    twin, _ = Choice(temperature, top_k=num_tokens + 1).draw(logits, uniforms)  # top_k uses PyTorch's code
     assert torch.equal(tokens, twin)
 
 

@@ -32,7 +32,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def arguments(name: str) -> tuple[Any, ...]:
-    """What the operator takes, small, with gradients where it has any."""
+    """Returns small inputs for the operator, with gradients where it has any."""
     x, weight = drawn(3, 8).requires_grad_(), drawn(8, seed=1).requires_grad_()
     q, k, v = (drawn(2, heads, 5, 4, seed=heads) for heads in (4, 2, 2))
     cos, sin = rotary_tables(torch.arange(5).expand(2, 5), 4, 1e4, None, torch.float32)
@@ -61,7 +61,7 @@ def arguments(name: str) -> tuple[Any, ...]:
     ],
 )  # fmt: skip
 def test_an_operator_keeps_pytorch_s_rules(name: str) -> None:
-    """PyTorch's own check of schema, fake results and the registration of gradients."""
+    """PyTorch's own check of schema, fake results and registered gradients."""
     torch.library.opcheck(getattr(operators, name), arguments(name))
 
 
@@ -94,7 +94,7 @@ def test_the_compiled_model_is_the_model(name: str, backend: str) -> None:
 
 
 def results(function: Callable[..., Any], *inputs: Tensor) -> list[Tensor]:
-    """What the function returns, and the gradients of its inputs."""
+    """Returns the function's result and the gradients of its inputs."""
     inputs = tuple(x.clone().requires_grad_() for x in inputs)
     found = function(*inputs)
     found = list(found) if isinstance(found, tuple) else [found]
@@ -130,15 +130,15 @@ def test_the_fused_residual_stream_gives_the_same_bits(monkeypatch: pytest.Monke
 
     fused = passed()
     monkeypatch.setattr("lm.native.fused.add_rms_norm", None)
-    with pytest.raises(TypeError):  # the fused stream was in use
+    with pytest.raises(TypeError):  # the fused stream was used
         model(TOKENS)
     monkeypatch.setattr("lm.block.run_blocks._replacements", [])
     assert all(torch.equal(a, b) for a, b in zip(fused, passed(), strict=True))
 
 
 def test_python_calls_the_kernels_as_cpp_declares_them() -> None:
-    """Argument by argument: a pointer, a bool, an int64 or a float."""
-    sources = [path.read_text() for path in build.SOURCES if path.stem != "decoder"]  # whose structs are compared
+    """Compares argument by argument: a pointer, a bool, an int64 or a float."""
+    sources = [path.read_text() for path in build.SOURCES if path.stem != "decoder"]  # which contain structs to compare
     exported = "".join(source.partition('extern "C" {')[2] for source in sources)
     kinds = {"*": "p", "bool": "b", "int64_t": "i", "float": "f"}
     for name, letters in kernels.ARGUMENTS.items():

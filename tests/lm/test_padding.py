@@ -2,7 +2,7 @@
 
 import torch
 
-from lm.padding import batches_by_length, batches_of, last_tokens, pad_left, pad_right
+from lm.padding import batches_by_length, batches_of, first_tokens, last_tokens, pad_left, pad_right
 
 CPU = torch.device("cpu")
 RAGGED = [[5, 6], [7], [8, 0, 4]]
@@ -26,3 +26,9 @@ def test_batches_keep_to_the_rows_and_to_the_padded_tokens() -> None:
     assert batches_of([]) == []
     sequences = [[0] * length for length in (5, 1, 3, 2)]
     assert batches_by_length(sequences, max_rows=3) == [[1, 3, 2], [0]]
+
+
+def test_ends_of_packed_sequences_by_hand() -> None:
+    segments = torch.tensor([[1, 1, 2, 3, 3, 0], [1, 1, 1, 1, 1, 1]])
+    assert first_tokens(segments).int().tolist() == [[1, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0]]
+    assert last_tokens(segments).int().tolist() == [[0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1]]

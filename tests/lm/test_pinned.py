@@ -1,4 +1,4 @@
-"""Memory for copies to and from a GPU is locked as it is, and unlocked when it is released."""
+"""Memory for copies to and from a GPU is locked in place, and unlocked when it is released."""
 
 import mmap
 
@@ -11,7 +11,7 @@ TWO_GIB_AND_A_BIT = 2**31 + 5
 
 
 class Recorder:
-    """Stands for CUDA's runtime library: records which ranges are locked."""
+    """Stands in for CUDA's runtime library: records which ranges are locked."""
 
     error = 0
 
@@ -35,7 +35,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def test_exactly_what_is_asked_for_is_locked(cudart: Recorder) -> None:
-    held = host_bytes(TWO_GIB_AND_A_BIT, pinned=True)  # pages that nothing touches take no memory
+    held = host_bytes(TWO_GIB_AND_A_BIT, pinned=True)  # untouched pages take no memory
     assert cudart.locked == {held.data_ptr(): TWO_GIB_AND_A_BIT}
     assert held.data_ptr() % mmap.PAGESIZE == 0
     assert len(held) == TWO_GIB_AND_A_BIT

@@ -22,7 +22,7 @@ def test_sinusoids_by_hand() -> None:
 @pytest.mark.parametrize("k", [1, 7, -5])
 def test_a_shift_by_k_is_the_linear_map_e_of_t_plus_k_is_t_to_the_k_e_of_t(width: int, k: int) -> None:
     one = shift_matrix(1, width).double()
-    shift = torch.linalg.matrix_power(one, k)  # T^k, the inverse's power where k is negative
+    shift = torch.linalg.matrix_power(one, k)  # T^k; for negative k, the power of the inverse
     torch.testing.assert_close(shift, shift_matrix(k, width).double(), atol=1e-5, rtol=0)
     t = torch.arange(8, 40)
     here, there = sinusoids(t[None], width)[0].double(), sinusoids(t[None] + k, width)[0].double()
@@ -43,7 +43,7 @@ def test_llama_3_keeps_fast_pairs_and_slows_slow_ones() -> None:
     plain = rotary_frequencies(8, 10_000.0, None, CPU)
     ratio = (rotary_frequencies(8, 10_000.0, scaling, CPU) / plain).tolist()
     assert ratio == pytest.approx([1, 1, 1 / 8, 1 / 8])
-    # A wavelength of 256 lies between: with 2 turns in 512 tokens the share kept is (2 - 1) / (4 - 1).
+    # A wavelength of 256 lies between: with 2 turns in 512 tokens, the share kept is (2 - 1) / (4 - 1).
     between = rotary_frequencies(4, (256 / (2 * math.pi)) ** 2, scaling, CPU)[1]
     assert float(between) == pytest.approx(2 * math.pi / 256 * (1 / 3 + 2 / 3 / 8), rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""Laid-out weights against plain products."""
+"""Prepacked weights against plain products."""
 
 import copy
 
@@ -58,11 +58,12 @@ def test_fp32_is_left_alone() -> None:
 
 @needs_bf16
 def test_bf16_samples_do_not_depend_on_batch_mates(llama: LanguageModel) -> None:
-    """The layout is chosen for a number of rows; a few rows more or less must not change what is drawn."""
+    """The layout depends on a nominal number of rows; a few rows more or less must not change what is sampled."""
     model = copy.deepcopy(llama).bfloat16()
     prompts, seeds = [[5, 1 + number % 9, 3] for number in range(12)], list(range(12))
     together, alone = (
         generate(model, prompts, max_new_tokens=8, end_id=-1, choice=Choice(), seeds=seeds, max_rows=rows).responses
         for rows in (12, 1)
     )
-    assert sum(a == b for a, b in zip(together, alone, strict=True)) >= 11  # a draw at the edge may round over
+    # A draw at the edge may round to the next token.
+    assert sum(a == b for a, b in zip(together, alone, strict=True)) >= 11

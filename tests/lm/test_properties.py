@@ -1,4 +1,4 @@
-"""What holds for every shape that the config allows, drawn by hypothesis."""
+"""Properties that hold for every shape that the config allows, drawn by hypothesis."""
 
 import tempfile
 from pathlib import Path
@@ -48,7 +48,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @st.composite
 def configs(draw: st.DrawFn, kind: str = "decoder", vocab_size: int = 11, published: bool = False) -> ModelConfig:
-    """Any shape; with `published` one that GPT-2, BERT or BART can have."""
+    """Draws any shape; with `published`, one that GPT-2, BERT or BART can have."""
     kv_heads, groups, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 3)), 2 * draw(st.integers(1, 4))
     positions = draw(st.sampled_from(["rotary", "learned", "sinusoidal"]))
     num_layers = draw(st.integers(1, 3))
@@ -88,7 +88,7 @@ def configs(draw: st.DrawFn, kind: str = "decoder", vocab_size: int = 11, publis
 
 
 def random_model(config: ModelConfig, head: Any, **labels: Any) -> Any:
-    """Every weight away from its default, buffers too."""
+    """Moves every weight away from its default, and buffers too."""
     model = head(config, **labels)
     init_weights(model, 1)
     generator = torch.Generator().manual_seed(2)
@@ -106,7 +106,7 @@ WRITERS = {"decoder": LanguageModel, "encoder-decoder": EncoderDecoder}
 
 
 def draw_writer(data: st.DataObject, kind: str, num_rows: int) -> tuple[Any, list[list[int]] | None]:
-    """A model that writes, and what it reads for each row: None if it is a decoder alone."""
+    """Returns a model that generates, and what it reads for each row: None for a decoder-only model."""
     model = random_model(data.draw(configs(kind)), WRITERS[kind])
     if kind == "decoder":
         return model, None
@@ -114,13 +114,13 @@ def draw_writer(data: st.DataObject, kind: str, num_rows: int) -> tuple[Any, lis
 
 
 def logits_alone(model: Any, tokens: list[int], source: list[int] | None) -> Tensor:
-    """[T, V], without a cache."""
+    """Returns [T, V], computed without a cache."""
     read = [] if source is None else [torch.tensor([source])]
     return model(*read, torch.tensor([tokens]))[0]
 
 
 def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Tokens and segments, one sequence a row."""
+    """Returns tokens and segments, one sequence per row."""
     widest = max(map(len, rows))
     tokens = [[*row, *[0] * (widest - len(row))] for row in rows]
     segments = [[1] * len(row) + [0] * (widest - len(row)) for row in rows]
@@ -128,7 +128,7 @@ def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def packed(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Tokens and segments, all sequences in one row, and two tokens of padding."""
+    """Returns tokens and segments, with all sequences in one row and two tokens of padding."""
     tokens = [token for row in rows for token in row]
     segments = [index for index, row in enumerate(rows, start=1) for _ in row]
     return torch.tensor([[*tokens, 0, 0]]), torch.tensor([[*segments, 0, 0]])
@@ -139,7 +139,7 @@ def packed(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 @given(tokens=tokens_of, data=st.data())
 @torch.no_grad()
 def test_a_cache_changes_nothing(kind: str, tokens: list[int], data: st.DataObject) -> None:
-    """Read in two parts and then token by token, beside a longer and a shorter sequence."""
+    """Reads in two parts and then token by token, together with a longer and a shorter sequence."""
     model, sources = draw_writer(data, kind, 3)
     first = data.draw(st.integers(1, len(tokens) - 1))
     mates = [[7] * data.draw(st.integers(1, CONTEXT - len(tokens) + first)) for _ in range(2)]
@@ -155,7 +155,7 @@ def test_a_cache_changes_nothing(kind: str, tokens: list[int], data: st.DataObje
 @given(prompts=st.lists(st.lists(st.integers(0, 10), min_size=1, max_size=9), min_size=1, max_size=5), data=st.data())
 @torch.no_grad()
 def test_greedy_generation_takes_the_likeliest_token(kind: str, prompts: list[list[int]], data: st.DataObject) -> None:
-    """Two rows at a time, so sequences leave and enter; the logits of each response are computed again, alone."""
+    """With two rows at a time, sequences leave and enter; the logits of each response are recomputed separately."""
     model, sources = draw_writer(data, kind, len(prompts))
     num_new, end = CONTEXT - 9, data.draw(st.integers(0, 10))
     seeds = [0] * len(prompts)

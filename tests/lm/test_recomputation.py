@@ -1,4 +1,4 @@
-"""Blocks that are computed again in the backward give the same gradients, bit for bit, dropout included."""
+"""Blocks that are recomputed in the backward pass give the same gradients, bit for bit, dropout included."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
 
 
 def gradients(name: str, trained_layers: int, recomputes: bool) -> tuple[Tensor, list[Tensor | None], int]:
-    """Loss, gradients, and how many blocks were passed through."""
+    """Returns the loss, the gradients, and the number of forward passes through blocks."""
     build, inputs = MODELS[name]
     model, passes = build(), []
     init_weights(model, 2)

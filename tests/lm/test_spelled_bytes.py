@@ -1,4 +1,4 @@
-"""The bytes that each token stands for, by hand in three kinds of vocabulary, and their sum for any text."""
+"""The bytes of each token, by hand in three kinds of vocabulary; for any text they add up to its bytes."""
 
 import pytest
 import tokenizers
@@ -18,7 +18,7 @@ def built(bpe: tokenizers.Tokenizer) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def sentencepiece() -> Tokenizer:
-    """As Llama 2 has it: a space is ▁, one is put before the text, and rare characters are spelled in bytes."""
+    """As in Llama 2: a space is ▁, one is put before the text, and rare characters are spelled in bytes."""
     pieces = [*SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁thedogü", "th", "the", "▁the"]
     merges = [("t", "h"), ("th", "e"), ("▁", "the")]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
@@ -30,7 +30,7 @@ def sentencepiece() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def unigram() -> Tokenizer:
-    """As T5 has it: characters are normalised first, and a run of unknown ones is one token."""
+    """As in T5: characters are normalised first, and a run of unknown ones is one token."""
     pieces = [("<unk>", 0.0), ("▁", -2.0), *((letter, -4.0) for letter in "thedogfi"), ("▁the", -1.0), ("dog", -1.0)]
     bpe = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
     bpe.normalizer = normalizers.NFKC()
@@ -51,19 +51,19 @@ def composed() -> Tokenizer:
 
 
 def spelled(tokenizer: Tokenizer, text: str) -> list[tuple[str, int]]:
-    """Names of the tokens and the bytes that they stand for."""
+    """Returns the names of the tokens and their bytes."""
     (tokens,), (lengths,) = tokenizer.encode_plain([text]), tokenizer.spelled_bytes([text])
     return [(tokenizer.token_text(token), length) for token, length in zip(tokens, lengths, strict=True)]
 
 
 def test_byte_level_tokens_that_end_inside_a_character(tokenizer: Tokenizer) -> None:
-    # 月 and 小 are three bytes each, and neither was seen twice, so nothing merged the bytes of both.
+    # 月 and 小 have three bytes each, and neither occurred twice, so nothing merged their bytes.
     found = spelled(tokenizer, "月小 the")
     assert found[-1] == ("Ġthe", 4)
     assert [length for _, length in found] == [len(name) for name, _ in found]
     assert sum(length for _, length in found) == 3 + 3 + 4
     assert len(found) > 3
-    assert spelled(tokenizer, END)[0] == ("<", 1)  # spelled out, as all of people's text
+    assert spelled(tokenizer, END)[0] == ("<", 1)  # spelled out, like all text by people
 
 
 def test_wordpiece_leaves_spaces_out(wordpiece: Tokenizer) -> None:
@@ -77,7 +77,7 @@ def test_sentencepiece_spells_rare_characters_in_bytes(sentencepiece: Tokenizer)
         ("▁the", 3), ("▁", 1), ("ü", 2), ("▁", 1), ("<0xE5>", 1), ("<0xB1>", 1), ("<0xB1>", 1), ("d", 1), ("o", 1),
         ("g", 1),
     ]  # fmt: skip
-    # The space that is put before a text is none of its bytes.
+    # The space that is put before a text is not one of its bytes.
     assert spelled(sentencepiece, "dog") == [("▁", 0), ("d", 1), ("o", 1), ("g", 1)]
 
 

@@ -26,7 +26,7 @@ PLAIN = (
 )
 TEMPLATES = [*CHAT_TEMPLATES, PLAIN]
 
-# Text that spells a special token's name is that token, as in every Hugging Face tokenizer.
+# As in every Hugging Face tokenizer, text that equals a special token's name is that token.
 any_text = st.text(max_size=40).filter(lambda text: not any(token in text for token in SPECIAL_TOKENS))
 
 
@@ -39,7 +39,7 @@ def test_any_text_survives_the_round_trip(tokenizer: Tokenizer, text: str) -> No
     assert tokenizer.decode(tokens) == text
     assert all(0 <= token < tokenizer.vocab_size for token in tokens)
     assert len(tokens) <= len(text.encode())
-    assert sum(len(tokenizer.token_text(token)) for token in tokens) == len(text.encode())  # a character a byte
+    assert sum(len(tokenizer.token_text(token)) for token in tokens) == len(text.encode())  # one byte per character
 
 
 def test_merges_were_learned_and_the_size_kept(tokenizer: Tokenizer) -> None:
@@ -228,7 +228,7 @@ SPELLED = "a <|end|> b <|user|>"
 
 
 def test_a_message_cannot_end_a_turn(tokenizer: Tokenizer) -> None:
-    """The name of a special token in a message is text: it reads back, and no token of it is special."""
+    """The name of a special token in a message is text: it is decoded unchanged, and none of its tokens is special."""
     turns = [{"role": "user", "content": SPELLED}, {"role": "assistant", "content": f"so {SPELLED}"}]
     tokens, is_response = tokenizer.encode_conversation(turns)
     user, assistant = tokenizer.encode("<|user|><|assistant|>")
@@ -244,7 +244,7 @@ def test_plain_text_has_no_special_tokens(tokenizer: Tokenizer) -> None:
     (tokens,) = tokenizer.encode_plain([SPELLED])
     assert tokenizer.decode(tokens) == SPELLED
     assert tokenizer.end_id not in tokens
-    assert tokenizer.encode("<|end|>") == [tokenizer.end_id]  # and the next call is as before
+    assert tokenizer.encode("<|end|>") == [tokenizer.end_id]  # the next call is unaffected
 
 
 def test_a_response_stops_where_its_text_holds_the_string(tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""The Hugging Face layout: same logits in transformers, both ways; errors that name what does not fit."""
+"""The Hugging Face layout: the same logits in transformers, in both directions; errors that name what does not fit."""
 
 import json
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def shape(mlp: str, num_kv_heads: int, tied: bool) -> ModelConfig:
 
 def saved(folder: Path, model: LanguageModel | ScalarModel, tokenizer: Tokenizer) -> Path:
     init_weights(model, 3)
-    # Norms start at 1; other values show a norm that is put in another's place.
+    # Norms start at 1; other values show a norm that took another's place.
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
@@ -251,7 +251,7 @@ def test_weights_that_end_early_leave_the_model_that_was_there(tokenizer: Tokeni
     with pytest.raises(AssertionError, match=r"no weights of \['decoder.norm.weight', 'head.weight'\] were given"):
         save_model(folder, other, weights[:-2], tokenizer)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    save_model(folder, other, weights, tokenizer, max_file_bytes=4000)  # and a whole one replaces it
+    save_model(folder, other, weights, tokenizer, max_file_bytes=4000)  # a complete one replaces it
     names = {path.name for path in folder.iterdir()}
     assert "model.safetensors" not in names
     again = load_language_model(folder)

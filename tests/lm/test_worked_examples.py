@@ -1,4 +1,4 @@
-"""Examples of the source documents, worked by hand there, to their printed digits."""
+"""Examples from the source documents, worked by hand there, to their printed digits."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ Z = [
 
 @pytest.fixture
 def attention() -> Attention:
-    """One head of width 4 with the example's matrices, and nothing done to what it sums."""
+    """One head of dimension 4 with the example's matrices and nothing after the weighted sum."""
     config = ModelConfig(
         vocab_size=8,
         max_position_embeddings=4,
@@ -64,7 +64,7 @@ def test_z_of_the_example(attention: Attention) -> None:
 
 
 def weights(q_T4: Tensor, k_T4: Tensor, mask: Tensor | None) -> Tensor:
-    """The attention weights [T, S]: what comes out where the values are the unit vectors."""
+    """Returns the attention weights [T, S]: the output if the values are the unit vectors."""
     identity = torch.eye(len(k_T4))
     return attend(q_T4[None, None], k_T4[None, None], identity[None, None], mask)[0, 0]
 
@@ -88,9 +88,9 @@ def test_the_causal_mask_gives_later_words_a_weight_of_exactly_0(attention: Atte
     ],
 )
 def test_the_wider_the_scores_the_sharper_the_softmax(spread: int, printed: list[float]) -> None:
-    # One query of four 1s; keys whose product with it, over √4, is -spread, 0 and spread.
+    # One query of four 1s, and keys whose products with it, divided by √4, are -spread, 0 and spread.
     keys = torch.tensor([[-spread], [0.0], [spread]]).expand(3, 4) / 2
     found = weights(torch.ones(1, 4), keys, torch.ones(1, 1, 3, dtype=torch.bool))[0]
     for value, expected in zip(found.tolist(), printed, strict=True):
-        # Printed to four places: of the number where all are above 0.01, else of the mantissa.
+        # Printed to four places: of the number if all are above 0.01, otherwise of the mantissa.
         assert value == pytest.approx(expected, rel=1e-5 if spread == 1 else 5e-5, abs=5e-5 if spread == 1 else 0)

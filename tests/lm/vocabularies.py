@@ -1,4 +1,4 @@
-"""Small vocabularies of every kind that published models use, and chat templates written as theirs are."""
+"""Small vocabularies of every kind that published models use, with chat templates written like theirs."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ NAMES = (
     PAD, START, END, "<unk>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
     "[INST]", "[/INST]",
 )  # fmt: skip
-TOOL = "<tool>"  # added, and not special
+TOOL = "<tool>"  # added, but not special
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -76,7 +76,7 @@ _SPACES = decoders.Sequence(
 
 
 def byte_level(**how: object) -> Tokenizer:
-    """GPT-2's; `normalizer` and `split` come before the bytes."""
+    """GPT-2's kind; `normalizer` and `split` come before the bytes."""
     bpe = Tokenizer(models.BPE())
     if "normalizer" in how:
         bpe.normalizer = how["normalizer"]
@@ -94,14 +94,14 @@ def byte_level(**how: object) -> Tokenizer:
 
 
 def metaspace(scheme: str) -> Tokenizer:
-    """SentencePiece's BPE as newer files have it: rare characters are bytes."""
+    """SentencePiece's BPE in newer files: rare characters are bytes."""
     bpe = _bytes_for_rare(pre_tokenizers.Metaspace(prepend_scheme=scheme))
     bpe.decoder = _SPACES
     return bpe
 
 
 def llama_2() -> Tokenizer:
-    """SentencePiece's BPE as older files have it: the normaliser writes spaces, and nothing is split."""
+    """SentencePiece's BPE in older files: the normaliser writes spaces, and nothing is split."""
     bpe = _bytes_for_rare(pre_tokenizers.Metaspace(prepend_scheme="always"))
     bpe.pre_tokenizer = None
     bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -112,7 +112,7 @@ def llama_2() -> Tokenizer:
 def _bytes_for_rare(splits: pre_tokenizers.PreTokenizer) -> Tokenizer:
     bpe = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     bpe.pre_tokenizer = splits
-    # Bytes are ordinary tokens of the vocabulary, so they are taught as such and are not special.
+    # Bytes are ordinary tokens of the vocabulary, so they are trained as such and are not special.
     _train(
         bpe, trainers.BpeTrainer(vocab_size=420, show_progress=False, special_tokens=["<unk>"], initial_alphabet=["▁"])
     )

@@ -1,4 +1,4 @@
-"""The gold scorer on cases written by hand: good above flawed above garbage, and no cheap trick pays."""
+"""The gold scorer on handwritten cases: good beats flawed beats garbage, and cheap tricks do not pay."""
 
 import itertools
 

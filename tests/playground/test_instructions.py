@@ -1,4 +1,4 @@
-"""Prompts are read back as they were worded, and answers to them are perfect when nothing was spoilt."""
+"""Prompts are parsed back from their wording, and unspoilt answers to them are perfect."""
 
 import random
 
@@ -51,7 +51,7 @@ def test_perfect_answers_score_one(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", FLAWS)
 def test_flaws_cost_score(kind: str) -> None:
-    """Each flaw of each kind lowers the mean score visibly; none can raise it."""
+    """Each flaw of each kind clearly lowers the mean score; none raises it."""
     for flaw in (*FLAWS[kind], *SECOND_FLAWS):
         scores = []
         for seed in range(100):

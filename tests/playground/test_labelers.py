@@ -1,4 +1,4 @@
-"""Labelers: the same judgment in any order of calls, a visible position bias and taste, agreement like people's."""
+"""Labelers: judgments do not depend on the order of calls; position bias, taste and agreement are as configured."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def test_judgments_do_not_depend_on_call_order() -> None:
 
 
 def test_the_first_response_shown_is_favoured() -> None:
-    """Two responses of equal gold: the one shown first wins more often, by the bias; without the bias it does not."""
+    """Of two responses with equal gold scores the first one shown wins more often, but not without the bias."""
 
     def share_of_first(position_bias: float) -> float:
         config = EXACT.model_copy(update={"noise": 0.2, "position_bias": position_bias})
@@ -64,7 +64,7 @@ def test_the_first_response_shown_is_favoured() -> None:
         return sum(ranks[0] < ranks[1] for ranks in answers) / sum(ranks[0] != ranks[1] for ranks in answers)
 
     assert share_of_first(0.0) == pytest.approx(0.5, abs=0.05)
-    # A bias of 0.2 against a difference of noises with deviation 0.2 * sqrt(2): Phi(0.707) = 0.76.
+    # A bias of 0.2, and a noise difference with standard deviation 0.2 * sqrt(2): Phi(0.707) = 0.76.
     assert share_of_first(0.2) == pytest.approx(0.76, abs=0.05)
 
 

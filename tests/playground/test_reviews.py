@@ -1,4 +1,4 @@
-"""The reviews world: on small files made here, and on the real ones where they are."""
+"""The reviews world, on small files made here and on the real ones if there are any."""
 
 import gzip
 import json
@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from jobs.job_file import load_job
 from playground.reviews import ReviewsConfig, ReviewsWorld
 from playground.reviews_judges import ReviewLabeler, SentimentClassifier
 from playground.reviews_text import Finder, LabeledText, cut, read_labeled, sentences_of, split_sentences, words_of
 from preferences.records import Message, ShownTask
 from stages.world import World
 
-REAL = Path(__file__).parents[3] / "shared" / "data"
+ROOT = Path(__file__).parents[2]
+REAL = ROOT.parent / "shared" / "data"
 FILES = (
     "pretrain", "pretrain_heldout", "demonstrations", "demonstrations_heldout",
     "collect_prompts", "ppo_prompts", "compare_prompts", "human_pairs",
@@ -58,7 +60,7 @@ def made_config(tmp_path_factory: pytest.TempPathFactory) -> ReviewsConfig:
     reviews = []
     for index in range(60):
         lines = [made_sentence(rng, index % 2 == 0) for _ in range(12)]
-        # Some snippets are quoted, over line breaks: those of them that come to be hidden must be found and kept out.
+        # Some snippets are quoted across line breaks; hidden ones among them must be found and excluded.
         if index < 8:
             lines.append(snippets[index * 5][0].replace(" ", " \n", 3).upper())
         reviews.append({"text": " \n".join(lines), "sentiment": ("positive", "negative")[index % 2], "source": "x"})
@@ -68,7 +70,9 @@ def made_config(tmp_path_factory: pytest.TempPathFactory) -> ReviewsConfig:
             folder / "sentences.jsonl", [{"text": text, "sentiment": names[not up]} for text, up in snippets]
         ),
         reviews=write_rows(folder / "reviews.jsonl.gz", reviews),
-        peps=write_rows(folder / "peps.jsonl.gz", [{"text": f"PEP: {i}\n\n" + "Words. " * 300} for i in range(9)]),
+        other_texts=write_rows(
+            folder / "others.jsonl.gz", [{"text": f"PEP: {i}\n" + "Words. " * 300} for i in range(9)]
+        ),
         **SIZES,
     )
 
@@ -82,13 +86,17 @@ def made_world(made_config: ReviewsConfig) -> ReviewsWorld:
 def real_world() -> ReviewsWorld:
     if not REAL.is_dir():
         pytest.skip(f"the real data ({REAL}) is not on this machine")
-    return ReviewsWorld(
-        ReviewsConfig(
-            sentences=REAL / "sentence_polarity.jsonl",
-            reviews=REAL / "movie_reviews.jsonl.gz",
-            peps=REAL / "peps.jsonl.gz",
+    copies = [
+        f"world.{field}={REAL / name}"
+        for field, name in (
+            ("sentences", "sentence_polarity.jsonl"),
+            ("reviews", "movie_reviews.jsonl.gz"),
+            ("other_texts", "peps.jsonl.gz"),
         )
-    )
+    ]
+    world = load_job(ROOT / "configs" / "jobs" / "reviews.toml", copies).open_world()
+    assert isinstance(world, ReviewsWorld)
+    return world
 
 
 def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -96,13 +104,13 @@ def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def plain(text: str) -> str:
-    """An independent reading of 'the same text': lower-case letters and digits only, no articles."""
+    """An independent definition of the same text: lower-case letters and digits only, no articles."""
     runs = re.findall(r"[^\W_]+", text.lower())
     return " " + " ".join(run for run in runs if run not in ("a", "an", "the")) + " "
 
 
 def assert_data_is_sound(world: ReviewsWorld, folder: Path) -> None:
-    """What holds of every write_data: unseen stays unseen, prompts are apart, held-out is held out."""
+    """Checks every write_data: hidden texts stay hidden, prompts are disjoint, held-out data is held out."""
     config = world.config
     for pair in rows_of(folder, "human_pairs"):
         assert set(pair) == {"positive", "negative"}
@@ -145,7 +153,7 @@ def assert_data_is_sound(world: ReviewsWorld, folder: Path) -> None:
     openings = "|".join(plain(line) for text in texts["pretrain_heldout"] for line in text.splitlines())
     assert all(plain(prompt) in openings for prompt in prompts["compare"])
     num_pep_characters = sum(len(text) for text in texts["pretrain"] if text.startswith("PEP:"))
-    assert 0 < num_pep_characters <= config.peps_share * sum(map(len, texts["pretrain"]))
+    assert 0 < num_pep_characters <= config.other_share * sum(map(len, texts["pretrain"]))
     assert not any(text.startswith("PEP:") for text in texts["pretrain_heldout"])
 
 
@@ -239,6 +247,18 @@ def test_windows_quotes_become_plain(tmp_path: Path) -> None:
     assert read_labeled(path, "sentences")[0].text == 'it\'s "fine" - crème'
 
 
+def test_rows_of_the_hub_are_read_as_others(tmp_path: Path) -> None:
+    """Labels are numbers there, and IMDb's reviews are pieces of web pages with several sentences per line."""
+    named = [{"text": "good .", "sentiment": "positive"}, {"text": "bad .", "sentiment": "negative"}]
+    hub = [{"text": "good .", "label": 1}, {"text": "bad .", "label": 0}]
+    paths = [write_rows(tmp_path / f"{index}.jsonl", rows) for index, rows in enumerate((named, hub))]
+    assert read_labeled(paths[0], "sentences") == read_labeled(paths[1], "sentences")
+    page = "I liked it a lot.<br /><br />It was too long! But Dr. Strangelove is a great film. and so on."
+    (review,) = read_labeled(write_rows(tmp_path / "page.jsonl", [{"text": page, "label": 1}]), "reviews")
+    found = [sentence.text for sentence in sentences_of([review], (3, 12))]
+    assert found == ["I liked it a lot.", "It was too long!", "Strangelove is a great film. and so on."]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -246,21 +266,21 @@ def test_windows_quotes_become_plain(tmp_path: Path) -> None:
         ('{"text": "fine .", "sentiment": "meh"}', "sentiment is 'meh'"),
         ('{"sentiment": "positive"}', "text is None; expected a string"),
         ('{"text": "  ", "sentiment": "positive"}', "text is '  '"),
-        ('["text"]', "expected an object"),
+        ('["text"]', "a JSON object was expected"),
         ("{oops", "not JSON"),
     ],
 )
 def test_a_bad_row_is_named_by_field_file_and_line(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "good .", "sentiment": "positive"}\n' + line + "\n")
-    with pytest.raises(ValueError, match=re.escape(f"sentences: {path} line 2: ")) as caught:
+    with pytest.raises(ValueError, match=re.escape(f"sentences: {path}: line 2: ")) as caught:
         read_labeled(path, "sentences")
     assert message in str(caught.value)
 
 
 def test_a_missing_file_is_named_by_field_and_path(made_config: ReviewsConfig) -> None:
-    with pytest.raises(ValueError, match=r"peps = 'no/such\.gz': no such file \(looked for /"):
-        ReviewsWorld(made_config.model_copy(update={"peps": Path("no/such.gz")}))
+    with pytest.raises(ValueError, match=r"other_texts = 'no/such\.jsonl\.gz': no such file \(looked for /"):
+        ReviewsWorld(made_config.model_copy(update={"other_texts": Path("no/such.jsonl.gz")}))
 
 
 @pytest.mark.parametrize(
@@ -285,7 +305,7 @@ def test_asking_for_too_much_says_what_there_is(
         ({"prompt_words": (5, 3)}, "smaller number first"),
         ({"prompt_words": (3, 8)}, "so that a response is left"),
         ({"labeller_noise": 1.0}, "Extra inputs"),
-        ({"peps_share": 1.0}, "less than 1"),
+        ({"other_share": 1.0}, "less than 1"),
     ],
 )
 def test_config_refuses(made_config: ReviewsConfig, changes: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""The files of a world: the same for the same seed, disjoint, and as imperfect as intended."""
+"""The files of a world: equal for equal seeds, disjoint, and with the intended flaws."""
 
 import json
 from collections import Counter

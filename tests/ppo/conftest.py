@@ -41,7 +41,7 @@ def one_objective(tmp_path_factory: pytest.TempPathFactory) -> InitialModels:
     init_weights(policy, 1)
     init_weights(reward, 2)
     reward.bias.fill_(0.25)
-    # All hidden states lean one way and the end token's logit grows with it, so that about half the responses end.
+    # All hidden states share a direction that raises EOS's logit, so about half the responses end.
     with torch.no_grad():
         policy.decoder.embedding.weight[:, 0] = 0.5
         policy.decoder.embedding.weight[tokenizer.end_id, 0] = 1.8
@@ -59,7 +59,7 @@ def models(one_objective: InitialModels) -> InitialModels:
 
 @pytest.fixture(scope="session")
 def two_objectives(one_objective: InitialModels, tmp_path_factory: pytest.TempPathFactory) -> InitialModels:
-    """A reward model with the heads "kind" and "brief" in place of the plain one."""
+    """A reward model with the heads "kind" and "brief" instead of a single one."""
     assert isinstance(one_objective.reward, Path)
     model = ScalarModel(read_config(one_objective.reward, "score")[0], labels=("kind", "brief"))
     init_weights(model, 8)
@@ -81,7 +81,7 @@ def ppo_config() -> Callable[..., PPOConfig]:
     """A small config with some fields changed; `micro` and `minibatch` set the batch."""
 
     def build(*, minibatch: int = 8, micro: int = 4, learning_rate: float = 1e-3, **changes: object) -> PPOConfig:
-        # A large eps: Adam's first step is then no mere sign, which rounding could flip.
+        # With a large eps, Adam's first step is not just a sign, which rounding could flip.
         optimizer = OptimizerConfig(learning_rate=learning_rate, schedule="linear", eps=1e-3)
         values = {
             "prompts": DataConfig(source="unread.jsonl"),

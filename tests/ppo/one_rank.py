@@ -1,7 +1,8 @@
-"""All of PPO's roles on one rank in this process, within reach of a test."""
+"""All of PPO's roles on one rank in this process, accessible to a test."""
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from lm.tokenizer import Messages
@@ -26,11 +27,21 @@ class OneRank:
         self.tokenizer = self.learner.tokenizer
 
     def sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Rollout:
-        """Responses to prompts that are all of the job's, so rows are counted from 0."""
+        """Samples responses to all prompts of the job, so rows are counted from 0."""
         return self.roles.generators.start_sampling(range(len(prompts)), prompts, seeds)()
 
     def scores(self, rollout: Rollout) -> Tensor:
         return self.roles.scorers.start_scores(rollout)()
+
+    def values(self, rollout: Rollout) -> Tensor:
+        return self.roles.learners.start_values(rollout)()
+
+    def policy_logprobs(self, rollout: Rollout) -> Tensor:
+        """Packs the whole rollout as an update does."""
+        return self.roles.learners.start_policy_logprobs(rollout, [torch.arange(len(rollout))])()
+
+    def reference_logprobs(self, rollout: Rollout) -> Tensor:
+        return self.roles.scorers.start_reference_logprobs(rollout, [torch.arange(len(rollout))])()
 
     def close(self) -> None:
         self.roles.close()

@@ -55,7 +55,7 @@ def test_score_sits_on_the_last_token_and_the_kl_logged_is_the_kl_penalised(
     rewards, kl = token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef)
     without, _ = token_rewards(torch.zeros_like(scores), logprobs, ref_logprobs, mask, kl_coef)
     for row, length in enumerate(lengths):
-        # The score is on one token, the last; a response without counted tokens (its score failed) earns nothing.
+        # The last token gets the score; a response without counted tokens (its score failed) gets none.
         placed = (rewards - without)[row]
         expected = [float(scores[row]) if t == length - 1 else 0.0 for t in range(7)]
         assert placed.tolist() == pytest.approx(expected, abs=1e-12)
@@ -218,7 +218,7 @@ def learn_from(behaviour: Tensor, rewards: Tensor, *, is_corrected: bool) -> Ten
 def test_from_a_stale_policy_the_corrected_objective_finds_the_best_token_and_the_other_does_not() -> None:
     behaviour, rewards = torch.tensor([[0.5, 0.3, 0.2]]).double(), torch.tensor([3.0, 2.0, 2.0]).double()
     assert float(learn_from(behaviour, rewards, is_corrected=True)[0]) > 0.97
-    # Where all advantages are above 0, each sampled token is drawn towards, in proportion to chance times advantage.
+    # If all advantages are positive, each sampled token gets likelier, in proportion to probability times advantage.
     biased = learn_from(behaviour, rewards, is_corrected=False)
     torch.testing.assert_close(biased, torch.tensor([1.0, 0.3, 0.2]).double() / 1.5, atol=0.01, rtol=0)
 

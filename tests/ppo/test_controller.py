@@ -1,4 +1,4 @@
-"""The controller with plain roles: a policy of two tokens and one probability, scored by how often it says GOOD."""
+"""The controller with toy roles: a policy with two tokens and one probability, scored by how often it says GOOD."""
 
 import json
 import math
@@ -44,10 +44,10 @@ class ToyRoles:
     def start_sampling(
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]
     ) -> Pending[Rollout]:
-        """As a generator with a queue: what is begun now has the weights sent last, whenever it is asked for."""
+        """Like a generator with a queue: a rollout begun now uses the weights sent last, whenever it is fetched."""
         chance = float(self.sent_odds.softmax(0)[GOOD])
         draws = [np.random.default_rng(seed).random(R) < chance for seed in seeds]
-        # Even seeds give short responses that end by themselves, odd ones responses that are cut off.
+        # Even seeds give short responses that end with EOS, odd ones responses that are truncated.
         lengths = [R - 1 if seed % 2 == 0 else R for seed in seeds]
         responses = [draw[:length].astype(int).tolist() for draw, length in zip(draws, lengths, strict=True)]
         finished = [seed % 2 == 0 for seed in seeds]
@@ -71,10 +71,10 @@ class ToyRoles:
     def start_scores(self, rollout: Rollout) -> Pending[Tensor]:
         return lambda: self.scores(rollout)
 
-    def start_reference_logprobs(self, rollout: Rollout) -> Pending[Tensor]:
+    def start_reference_logprobs(self, rollout: Rollout, _minibatches: Sequence[Tensor]) -> Pending[Tensor]:
         return lambda: self.reference_logprobs(rollout)
 
-    def start_policy_logprobs(self, rollout: Rollout) -> Pending[Tensor]:
+    def start_policy_logprobs(self, rollout: Rollout, _minibatches: Sequence[Tensor]) -> Pending[Tensor]:
         return lambda: self.policy_logprobs(rollout)
 
     def start_values(self, rollout: Rollout) -> Pending[Tensor]:
@@ -92,10 +92,10 @@ class ToyRoles:
         self.learning_rates.append(learning_rate)
         odds = self.odds.clone().requires_grad_()
         ratio = (self._logprobs(odds, batch.rollout) - batch.logprobs_BR).exp()
-        (-(ratio * batch.advantages_BR * batch.mask_BR).sum() / batch.num_tokens).backward()
+        (-(ratio * batch.advantages_BR * batch.weight_BR).sum() / batch.num_tokens).backward()
         assert odds.grad is not None
         self.odds = self.odds - self.rate * odds.grad
-        error = ((ratio - 1).abs() * batch.mask_BR).sum() / batch.num_tokens
+        error = ((ratio - 1).abs() * (batch.weight_BR > 0)).sum() / batch.num_tokens
         return {"ratio_error": error.item(), "policy_loss": float(update)}
 
     def update_value(self, batch: ValueBatch, _learning_rate: float, update: int) -> Mapping[str, float]:
@@ -189,23 +189,23 @@ def test_failed_scores_are_masked_and_counted(start: Callable[..., PPOController
     assert metrics["score"] == pytest.approx(float(good.mean()))
     assert metrics["scaled_score"] == pytest.approx(float((good.mean() - 0.5) / 0.25), rel=1e-5)
     # The minibatch is a shuffle of the rollout; the failed responses are the ones whose mask is empty.
-    masked = [row for row in range(16) if not bool(batch.mask_BR[row].any())]
+    masked = [row for row in range(16) if not bool(batch.weight_BR[row].any())]
     assert len(masked) == 3
-    assert batch.num_tokens == int(rollout.response_tokens_B[3:].sum()) == int(batch.mask_BR.sum())
+    assert batch.num_tokens == int(rollout.response_tokens_B[3:].sum()) == int(batch.weight_BR.sum())
     assert not values.mask_BR[masked].any()
     # With a value of 0, a discount of 1 and no KL yet, the last token's return is the scaled score itself.
     for row in set(range(16)) - set(masked):
-        tokens = batch.rollout.response_BR[row][batch.mask_BR[row]].tolist()
+        tokens = batch.rollout.response_BR[row][values.mask_BR[row]].tolist()
         last = len(tokens) - 1
         assert float(values.returns_BR[row, last]) == pytest.approx((np.mean(tokens) - 0.5) / 0.25, rel=1e-5)
-    counted = batch.advantages_BR[batch.mask_BR]
+    counted = batch.advantages_BR[values.mask_BR]
     assert float(counted.mean()) == pytest.approx(0, abs=1e-5)
     assert float(counted.std(correction=0)) == pytest.approx(1, rel=1e-4)
     assert all(bool(torch.isfinite(t).all()) for t in (batch.advantages_BR, values.returns_BR, roles.odds))
 
 
 def test_a_failed_score_is_not_a_score_of_zero(start: Callable[..., PPOController]) -> None:
-    # Where the mean score is far from 0, a failure taken for 0 would move the policy a lot.
+    # With a mean score far from 0, a failure that counted as 0 would move the policy a lot.
     class Shifted(FailingScores):
         def scores(self, rollout: Rollout) -> Tensor:
             return super().scores(rollout) + 100
@@ -259,7 +259,7 @@ def test_rewards_subtract_the_kl_and_the_missing_end(start: Callable[..., PPOCon
         # Every token's log-ratio is 0.5; with lambda = 1 the return of a token is all reward from it on.
         expected = [final - 0.4 * 0.5 * (len(tokens) - t) for t in range(len(tokens))]
         assert batch.returns_BR[row, : len(tokens)].tolist() == pytest.approx(expected, abs=1e-5)
-    # The penalty is no part of the score that is reported, and the KL is a sum over each response's tokens.
+    # The reported score excludes the penalty, and the KL is summed over each response's tokens.
     assert metrics["score"] == pytest.approx(float(roles.scores(batch.rollout).mean()))
     assert metrics["kl_nats"] == pytest.approx(0.5 * float(batch.rollout.response_tokens_B.float().mean()))
     assert metrics["eos_rate"] == pytest.approx(np.mean(finished))
@@ -342,7 +342,7 @@ def test_weights_of_a_fixed_age_sample_every_rollout(start: Callable[..., PPOCon
     for iteration in range(6):
         metrics = controller.step(iteration)
         assert metrics["staleness"] == min(iteration, staleness)
-        # Those that the learner's next weights sample are not begun before it has sent them.
+        # Rollouts for the learner's next weights are not begun before it has sent them.
         assert len(roles.rollouts) == min(6, iteration + 1 + staleness)
         learned = [row for batch in roles.policy_batches[-4:] for row in batch.rollout.token_lists()[1]]
         assert sorted(learned) == sorted(roles.rollouts[iteration].token_lists()[1] * 2)  # in two epochs
@@ -358,7 +358,7 @@ def test_weights_of_a_fixed_age_sample_every_rollout(start: Callable[..., PPOCon
 
 
 class Rounded(ToyRoles):
-    """The generator computes in less precision than the learner."""
+    """The generator computes in lower precision than the learner."""
 
     def start_sampling(
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]
@@ -397,18 +397,18 @@ def test_advantages_of_stale_rollouts_carry_their_weights(start: Callable[..., P
         weights, counted = [], []
         for row in range(16):
             for t in range(R):
-                if batch.mask_BR[row, t]:
+                if batch.weight_BR[row, t]:
                     token = int(batch.rollout.response_BR[row, t])
                     weight = math.exp(learned_with[iteration][token] - sampled_with[iteration][token])
                     weights.append(weight)
                     counted.append(float(batch.advantages_BR[row, t]) / (min(weight, 1.1) if iteration else 1.0))
-        # Taken back out, whitened advantages are left.
+        # Undoing that leaves whitened advantages.
         assert np.mean(counted) == pytest.approx(0, abs=1e-5)
         assert np.std(counted) == pytest.approx(1, rel=1e-4)
         assert metrics["importance_mean"] == pytest.approx(np.mean(weights), rel=1e-5)
         assert metrics["importance_max"] == pytest.approx(max(weights), rel=1e-5)
         assert metrics["importance_cut_share"] == pytest.approx(np.mean([weight > 1.1 for weight in weights]))
-        # Clipping is measured from where the policy stands, so the first minibatch's ratio is 1 for stale rollouts too.
+        # Clipping is relative to the current policy, so the first minibatch's ratio is 1 for stale rollouts too.
         assert metrics["ratio_error"] == pytest.approx(0, abs=1e-6)
     assert metrics["importance_max"] > 1.1
 

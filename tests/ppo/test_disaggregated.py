@@ -1,4 +1,4 @@
-"""Learners, generators and scorers in groups of their own, against all roles in one place: the same bits.
+"""Disaggregated learners, generators and scorers give the same bits as colocated ones.
 
 The reward is of two objectives, so that scores have two columns.
 """
@@ -6,7 +6,7 @@ The reward is of two objectives, so that scores have two columns.
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,7 @@ Groups = tuple[WorkerGroup, WorkerGroup, WorkerGroup]
 
 @pytest.fixture(scope="module", autouse=True)
 def _room() -> Iterator[None]:
-    """Ray may place more workers than this machine has cores."""
+    """Lets Ray place more workers than this machine has cores."""
     ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     disconnect()
@@ -104,7 +104,7 @@ def colocated(
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[Groups]:
-    """Learners, generators and scorers of one rank each, for tests that leave them whole: starting takes long."""
+    """Learners, generators and scorers of one rank each, shared by tests that do not break them: they start slowly."""
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
         yield learners, generators, scorers
 
@@ -154,14 +154,15 @@ def _wait_for(path: Path) -> None:
 
 
 def _confuse() -> None:
-    """From now on this process takes every set of weights for another one."""
+    """Makes this process mistake every set of weights for another one."""
     sent_weights.checksum_of = lambda _weights: -1
 
 
 def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(
-    config: PPOConfig, models: InitialModels, prompts: list[list[int]], tmp_path: Path
+    groups: Groups, config: PPOConfig, models: InitialModels, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
+    learners, _, scorers = groups
+    with WorkerGroup(1) as generators:
         roles = disaggregated(learners, generators, scorers, config, ENGINE, models)
         busy = generators.ranks.actors[0].run.remote(_wait_for, (tmp_path / "sent",), {})
         first = roles.generators.start_sampling(range(len(prompts)), prompts, range(16))
@@ -170,9 +171,9 @@ def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(
         (tmp_path / "sent").touch()
         assert ray.get(busy)[0], "the learner waited for the generator"
         found = second()
-        # Nothing was learned in between, so both are the same; the first is there whenever it is asked for.
+        # Nothing was learned in between, so both are the same, whenever the first is fetched.
         assert torch.equal(first().tokens_BT, found.tokens_BT)
-        # Weights that do not arrive are found out before anything that was sampled with them is used.
+        # Missing weights are detected before any sample made with them is used.
         generators.run("confuse", _confuse)
         roles.sync_weights()
         third = roles.generators.start_sampling(range(len(prompts)), prompts, range(16))
@@ -181,11 +182,11 @@ def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(
 
 
 def _touch_after_values(path: Path) -> None:
-    """Learners of this process leave a file when they have computed values; no harm to other tests."""
+    """Makes learners of this process write a file once they have computed values; other tests are not affected."""
     values = learner.Learner.values
 
-    def touching(self: learner.Learner, rollout: Rollout) -> Tensor:
-        found = values(self, rollout)
+    def touching(self: learner.Learner, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
+        found = values(self, rollout, pass_sizes)
         path.touch()
         return found
 
@@ -206,15 +207,16 @@ def test_learners_and_scorers_work_on_a_rollout_at_the_same_time(
 
 
 def test_a_generator_lost_in_a_broadcast_is_named_though_the_learner_waits_for_it(
-    config: PPOConfig, models: InitialModels
+    groups: Groups, config: PPOConfig, models: InitialModels
 ) -> None:
     by_broadcast = config.model_copy(update={"weight_transport": "broadcast"})
-    with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
+    _, _, scorers = groups
+    with WorkerGroup(1) as learners, WorkerGroup(1) as generators:
         roles = disaggregated(learners, generators, scorers, by_broadcast, ENGINE, models)
         learners.run("confuse", _confuse)
         with pytest.raises(WorkerError, match=r"ppo\.receive_broadcast: rank 0 of 1: AssertionError.*have -1"):
             roles.sync_weights()
-    with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
+    with WorkerGroup(1) as learners, WorkerGroup(1) as generators:
         roles = disaggregated(learners, generators, scorers, by_broadcast, ENGINE, models)
         ray.kill(generators.ranks.actors[0])
         begun = time.monotonic()
@@ -223,8 +225,11 @@ def test_a_generator_lost_in_a_broadcast_is_named_though_the_learner_waits_for_i
         assert time.monotonic() - begun < 20, "a learner that waits for a generator hid its loss"
 
 
-def test_a_lost_generator_is_named(config: PPOConfig, models: InitialModels, prompts: list[list[int]]) -> None:
-    with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
+def test_a_lost_generator_is_named(
+    groups: Groups, config: PPOConfig, models: InitialModels, prompts: list[list[int]]
+) -> None:
+    learners, _, scorers = groups
+    with WorkerGroup(1) as generators:
         roles = disaggregated(learners, generators, scorers, config, ENGINE, models)
         ray.kill(generators.ranks.actors[0])
         with pytest.raises(WorkerLostError, match=r"ppo\.generate: rank 0 of 1 was lost"):
@@ -232,12 +237,13 @@ def test_a_lost_generator_is_named(config: PPOConfig, models: InitialModels, pro
 
 
 def test_a_generator_and_a_scorer_that_are_stopped_are_named(
-    config: PPOConfig, models: InitialModels, prompts: list[list[int]]
+    groups: Groups, config: PPOConfig, models: InitialModels, prompts: list[list[int]]
 ) -> None:
-    """Nobody waits for them in a collective, whose limit would find them."""
+    """No rank waits for them in a collective, whose timeout would detect them."""
     soon = ClusterConfig(silence_seconds=4)
     seeds = range(len(prompts))
-    with WorkerGroup(1, soon) as learners, WorkerGroup(1, soon) as generators, WorkerGroup(1, soon) as scorers:
+    learners, _, _ = groups
+    with WorkerGroup(1, soon) as generators, WorkerGroup(1, soon) as scorers:
         roles = disaggregated(learners, generators, scorers, config, ENGINE, models)
         generator = generators.run("pid", os.getpid)[0]
         rollout = roles.generators.start_sampling(range(len(prompts)), prompts, seeds)()

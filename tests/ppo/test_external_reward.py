@@ -1,4 +1,4 @@
-"""PPO on a reward that is no model: it learns, what fails is masked and counted, too much of it stops the run."""
+"""PPO on a reward that is not a model: it learns, failed scores are masked and counted, and too many stop the run."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,7 +47,7 @@ def test_scores_are_the_functions_and_failures_are_masked(
 ) -> None:
     controller, worker = build("lengths")
     rollout = worker.sample(controller.prompts, range(16))
-    scores, values = worker.scores(rollout), worker.learner.values(rollout)
+    scores, values = worker.scores(rollout), worker.values(rollout)
     _, responses = rollout.token_lists()
     for row, response in enumerate(responses):
         if row % 10 == 3:  # questions 3 and 13
@@ -61,7 +61,7 @@ def test_scores_are_the_functions_and_failures_are_masked(
     metrics = [controller.step(iteration) for iteration in range(2)]
     assert [f["failed_scores"] for f in metrics] == [2.0, 2.0]
     assert metrics[0]["scaled_score"] == pytest.approx((metrics[0]["score"] - 10) / 4)
-    assert worker.learner.values(rollout).any()  # learned
+    assert worker.values(rollout).any()  # learned
     worker.close()
 
 

@@ -1,4 +1,4 @@
-"""Models in shards: the same outputs from every kind of model, and each byte on one rank."""
+"""Sharded models: every kind of model gives the same outputs, and each byte is on one rank."""
 
 import json
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def test_a_model_in_shards_gives_the_bits_of_the_whole_one(name: str, by_layer: 
 def test_bf16_rounds_weights_as_the_learner_does_and_no_bias_of_a_score(
     zero_stage: int, models: InitialModels, ppo_config: Callable[..., PPOConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Autocast rounds products alone; under ZeRO all weights are bf16. A bias of 6.01 would become 6.0."""
+    """Autocast rounds only matrix products; under ZeRO all weights are bf16. A bias of 6.01 would become 6.0."""
     engine = EngineConfig.model_validate({"precision": "bf16", "zero_stage": zero_stage})
     given = ModelFolder.tensors
     monkeypatch.setattr(
@@ -159,7 +159,7 @@ def test_together_the_ranks_read_the_files_once(
 
     parts = shares(5)
     whole = sum(parameter.nbytes for parameter in model.parameters())
-    # A row that two ranks share is read by both: at most 4 in the whole model, or in each attention and MLP.
+    # Both ranks read a row that they share: at most 4 rows in the whole model, or in each attention and MLP.
     longest = max(p.nbytes // len(p) for p in model.parameters())
     assert whole <= num_read <= whole + 4 * longest * (1 + 2 * 8 * by_layer)
     (alone,) = shares(1)

@@ -25,7 +25,7 @@ Start = Callable[..., OneRank]
 
 @pytest.fixture
 def start(two_objectives: InitialModels, ppo_config: Callable[..., PPOConfig]) -> Iterator[Start]:
-    """Workers that are closed when the test ends; `models` says which models are others."""
+    """Makes workers that are closed when the test ends; `models` replaces some of their models."""
     workers: list[OneRank] = []
 
     def build(weights: dict[str, float], models: dict[str, object], **changes: object) -> OneRank:
@@ -46,7 +46,7 @@ def controlled(worker: OneRank, prompts: Prompts) -> PPOController:
 def test_scores_are_each_heads_and_first_values_their_weighted_sum(start: Start, prompts: Prompts) -> None:
     worker = start(WEIGHTS, {})
     rollout = worker.sample(prompts, range(16))
-    scores_BO, values_BR = worker.scores(rollout), worker.learner.values(rollout)
+    scores_BO, values_BR = worker.scores(rollout), worker.values(rollout)
     model = load_scalar_model(worker.models.reward)  # type: ignore[arg-type]
     assert scores_BO.shape == (16, 2)
     for row, (prompt, response) in enumerate(zip(*rollout.token_lists(), strict=True)):

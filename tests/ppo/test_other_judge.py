@@ -1,4 +1,4 @@
-"""A reward model that is no decoder of the policy's tokens: an encoder with a vocabulary of its own."""
+"""A reward model that does not read the policy's tokens: an encoder with another vocabulary."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,7 +40,7 @@ def test_it_scores_the_texts_and_ppo_runs(worker: OneRank) -> None:
     policy = worker.tokenizer
     prompts = [policy.encode_prompt(asked) for asked in ASKED]
     rollout = worker.sample(prompts, range(16))
-    scores, values = worker.scores(rollout), worker.learner.values(rollout)
+    scores, values = worker.scores(rollout), worker.values(rollout)
     network, reads = load(network_folder(worker.models.reward)).eval(), Tokenizer.load(worker.models.reward)
     _, responses = rollout.token_lists()
     for row, (question, response) in enumerate(zip(QUESTIONS, responses, strict=True)):
@@ -56,7 +56,7 @@ def test_it_scores_the_texts_and_ppo_runs(worker: OneRank) -> None:
     )
     metrics = [controller.step(iteration) for iteration in range(2)]
     assert metrics[0]["kl_nats"] == 0.0
-    assert worker.learner.values(rollout).any()  # learned
+    assert worker.values(rollout).any()  # learned
     worker.close()
 
 

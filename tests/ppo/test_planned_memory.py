@@ -36,7 +36,9 @@ CONFIG = ModelConfig(
     num_key_value_heads=2, intermediate_size=512,
 )  # fmt: skip
 ADAMW = OptimizerConfig(learning_rate=1e-4, schedule="constant")
-NUM_RANKS, ROWS, MICRO_BATCH, MICRO_BATCHES, PROMPT, RESPONSE = 2, 8, 4, 2, 16, 48
+# The reward model reads one more token, EOS.
+NUM_RANKS, ROWS, MICRO_BATCH, MICRO_BATCHES, PROMPT, RESPONSE = 2, 8, 4, 2, 16, 47
+PASSES = (MICRO_BATCH,) * MICRO_BATCHES
 TOLERANCE = 0.03
 CASES: list[tuple[Mode, Any, Precision]] = [
     ("fast", 0, "fp32"), ("balanced", 0, "bf16"), ("balanced", 3, "fp32"), ("small", 3, "bf16"),
@@ -59,7 +61,7 @@ def ppo_config(memory: Mode) -> PPOConfig:
 
 
 def run(folder: Path, memory: Mode, zero_stage: Any, precision: Precision) -> dict[str, int]:
-    """Bytes of this rank's tensors at the peak of each phase of a second iteration, once a checkpoint is written."""
+    """Returns the bytes of this rank's tensors at the peak of each phase of a second iteration, after a checkpoint."""
     models = InitialModels(folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), None)
     config, engine = ppo_config(memory), EngineConfig(precision=precision, zero_stage=zero_stage, trackers=())
     live = LiveBytes()
@@ -75,15 +77,15 @@ def run(folder: Path, memory: Mode, zero_stage: Any, precision: Precision) -> di
         with live.phase("score by the reward model"):
             scorer.scores(rollout, ())
         with live.phase("score by the reference"):
-            scorer.reference_logprobs(rollout)
-        learner.policy_logprobs(rollout)
-        learner.values(rollout)
+            scorer.reference_logprobs(rollout, PASSES)
+        learner.policy_logprobs(rollout, PASSES)
+        learner.values(rollout, PASSES)
         part = rollout.rows(slice(0, MICRO_BATCHES * MICRO_BATCH))
         ones_BR = torch.ones(len(part), RESPONSE)
         mask_BR = part.response_mask_BR
         num_tokens = NUM_RANKS * int(mask_BR.sum())
-        policy = PolicyBatch(part, ones_BR, ones_BR, mask_BR, num_tokens, torch.empty(0, dtype=torch.int64), 0)
-        value = ValueBatch(part, ones_BR, ones_BR, mask_BR, num_tokens)
+        policy = PolicyBatch(part, ones_BR, ones_BR, mask_BR, num_tokens, torch.empty(0, dtype=torch.int64), 0, PASSES)
+        value = ValueBatch(part, ones_BR, ones_BR, mask_BR, num_tokens, PASSES)
         for update in range(2):  # in the first one of "small", the value function's optimizer states are still away
             with live.phase("policy"):
                 learner.update_policy(policy, 1e-4, 2 * iteration + update)
@@ -108,8 +110,9 @@ def rank_program(folder: Path) -> None:
 def planned(memory: Mode, zero_stage: Any, precision: Precision) -> Memory:
     layout = Layout(NUM_RANKS, zero_stage, is_bf16=precision == "bf16", is_gpu=False)
     policy, value = count(CONFIG, ADAMW), count(CONFIG, ADAMW, num_scores=1)
-    of = forward_pass(layout, MICRO_BATCH, PROMPT + RESPONSE)
-    work = PPOWork(of, of, MICRO_BATCH * RESPONSE * CONFIG.vocab_size, ROWS, RESPONSE, MICRO_BATCHES, memory)
+    of, scored = (forward_pass(layout, MICRO_BATCH, PROMPT + RESPONSE + end) for end in (0, 1))
+    logits = MICRO_BATCH * RESPONSE * CONFIG.vocab_size
+    work = PPOWork(of, of, scored, logits, ROWS, PROMPT, RESPONSE, MICRO_BATCHES, memory)
     return ppo_memory(PPOModels(CONFIG, CONFIG, policy, value, value), layout, work)
 
 

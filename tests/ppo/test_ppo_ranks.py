@@ -80,7 +80,7 @@ def test_two_ranks_give_the_weights_of_one(
     engine = EngineConfig.model_validate({"precision": "fp32", "zero_stage": zero_stage, "trackers": ()})
     roles = Roles.on_groups(config, engine, models, [], learners=group, generators=group, scorers=group)
     weights, metrics = train(roles, tmp_path)
-    # Every rank writes its part of a checkpoint, and reading it back brings the same weights.
+    # Every rank writes its part of a checkpoint, and reading it restores the same weights.
     roles.learners.save(tmp_path / "checkpoints", 7, {}, {})
     roles.learners.finish_saving()
     roles.load(tmp_path / "checkpoints" / "step-000007")

@@ -1,8 +1,9 @@
 """The PPO stage end to end in this process: metrics, checkpoints, resuming after a kill."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -20,22 +21,24 @@ from training.data import Prompt
 from training.stage import StageContext
 
 ENGINE = EngineConfig(precision="fp32", trackers=())
+NUM_ROLLOUTS = 16
 
 
 class Killed(BaseException):
-    """As a SIGKILL: nothing between here and the top handles it."""
+    """Stands for a SIGKILL: no code above handles it."""
 
 
 def make_mortal(roles: Roles) -> None:
-    """Let it die in its third iteration."""
+    """Kills the stage in its third iteration."""
     rollouts, reference_logprobs = [], roles.scorers.start_reference_logprobs
 
-    def die_in_time(rollout: Rollout) -> Pending[Tensor]:
-        rollouts.append(rollout)
+    def die_in_time(rollout: Rollout, minibatches: Sequence[Tensor]) -> Pending[Tensor]:
+        if len(rollout) == NUM_ROLLOUTS:  # others are samples to be read
+            rollouts.append(rollout)
         if len(rollouts) == 3:
             roles.learners.finish_saving()  # on a slow disk the checkpoint of iteration 2 might not be written yet
             raise Killed
-        return reference_logprobs(rollout)
+        return reference_logprobs(rollout, minibatches)
 
     roles.scorers.start_reference_logprobs = die_in_time  # type: ignore[method-assign]
 
@@ -43,7 +46,7 @@ def make_mortal(roles: Roles) -> None:
 @pytest.fixture
 def run(models: InitialModels, prompts: list[list[int]], ppo_config: Callable[..., PPOConfig]) -> Callable[..., None]:
     tokenizer = Tokenizer.load(models.sft)
-    # Prompts as a file gives them; the user's words are what the encoded fixture was made of.
+    # Prompts as in a file, with the texts that the encoded fixture was made from.
     asked = [
         Prompt(prompt_id=str(i), messages=({"role": "user", "content": tokenizer.decode(tokens).strip()},), kind="")
         for i, tokens in enumerate(prompts)
@@ -62,10 +65,10 @@ def run(models: InitialModels, prompts: list[list[int]], ppo_config: Callable[..
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_killed_run_ends_as_the_run_nobody_touched(
+def test_a_killed_run_ends_like_an_uninterrupted_run(
     run: Callable[..., None], tmp_path: Path, max_staleness: int
 ) -> None:
-    # To the stage any roles are as good as generators of their own: these sample at once what is begun.
+    # The stage accepts any roles as disaggregated generators; these sample at once.
     ahead = {"placement": "disaggregated", "max_staleness": max_staleness}
     run(tmp_path / "whole", **ahead)
     with pytest.raises(Killed):
@@ -73,7 +76,7 @@ def test_a_killed_run_ends_as_the_run_nobody_touched(
     held = sorted(path.name for path in (tmp_path / "killed" / "checkpoints" / "step-000002").glob("rollout-*"))
     assert held == ["rollout-000002.safetensors"] * max_staleness
     assert not (tmp_path / "killed" / "model").exists()
-    # What a kill in the middle of a write leaves behind.
+    # What a kill during a write leaves.
     (tmp_path / "killed" / "checkpoints" / ".writing-000003").mkdir()
     with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "num_st')
@@ -83,12 +86,30 @@ def test_a_killed_run_ends_as_the_run_nobody_touched(
     results = [json.loads((tmp_path / kind / "results.json").read_text()) for kind in ("whole", "killed")]
     assert results[0] == results[1]
     assert results[0]["num_iterations"] == 3
+    samples = [(tmp_path / kind / "samples.jsonl").read_text() for kind in ("whole", "killed")]
+    assert samples[0] == samples[1]
+    require_samples([json.loads(line) for line in samples[0].splitlines()], log)
     checkpoints = sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir())
     assert checkpoints == ["step-000002", "step-000003"]
 
 
+def require_samples(samples: list[dict[str, Any]], log: list[dict[str, float]]) -> None:
+    """Four responses of each iteration, and in the first and the last one answers to the same eight prompts."""
+    drawn = [sample for sample in samples if sample["kind"] == "drawn"]
+    assert [sample["step"] for sample in drawn] == [1] * 4 + [2] * 4 + [3] * 4
+    followed = {step: [s for s in samples if s["kind"] == "followed" and s["step"] == step] for step in (1, 2, 3)}
+    asked = {step: [sample["prompt_id"] for sample in found] for step, found in followed.items()}
+    assert len(set(asked[1])) == 8
+    assert asked == {1: asked[1], 2: [], 3: asked[1]}
+    assert [s["response"] for s in followed[1]] != [s["response"] for s in followed[3]]
+    # The policy has not moved before the first update, and has before the third.
+    assert log[0]["kl_nats"] == 0 == sum(sample["kl_nats"] for sample in followed[1])
+    assert all(sample["kl_nats"] != 0 and 1 <= sample["num_tokens"] <= 6 for sample in followed[3])
+    assert all(isinstance(sample["score"], float) for sample in samples)
+
+
 @pytest.mark.parametrize(("killed", "resumed"), [("balanced", "small"), ("small", "fast")])
-def test_a_run_killed_in_one_mode_of_memory_ends_in_another_as_the_run_nobody_touched(
+def test_a_run_killed_in_one_memory_mode_ends_in_another_like_an_uninterrupted_run(
     run: Callable[..., None], tmp_path: Path, killed: str, resumed: str
 ) -> None:
     run(tmp_path / "whole")
@@ -142,7 +163,8 @@ def test_policies_along_the_way_are_kept(run: Callable[..., None], tmp_path: Pat
     assert sorted(path.name for path in (tmp_path / "killed" / "policies").iterdir()) == ["000001", "000002"]
     (tmp_path / "killed" / "policies" / ".writing-000003").mkdir()  # what a kill in the middle of a write leaves behind
     run(tmp_path / "killed", keep_policies_every=1)
-    run(tmp_path / "whole", keep_policies_every=2)
+    run(tmp_path / "whole", keep_policies_every=2, follow_every_iterations=0)  # what is only read changes no bit
+    assert '"followed"' not in (tmp_path / "whole" / "samples.jsonl").read_text()
     assert [path.name for path in (tmp_path / "whole" / "policies").iterdir()] == ["000002"]
     weights = {
         name: (tmp_path / name / "model.safetensors").read_bytes()

@@ -1,4 +1,4 @@
-"""mypy follows calls to ranks: wrong arguments, results and methods are errors, right ones are none."""
+"""mypy checks calls to ranks: wrong arguments, results and methods are errors, correct ones are not."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from mypy import api
 
 ROOT = Path(__file__).parents[2]
-# What the snippet rests on; everything else is taken as Any, which keeps the check to seconds.
+# What the snippet needs; everything else is Any, so the check takes only seconds.
 READ = ["cluster/remote.py", "cluster/calls.py", "ppo/rank.py", "ppo/rollout.py", "ppo/learner.py", "ppo/generator.py"]
 SNIPPET = """
 from pathlib import Path
@@ -15,10 +15,12 @@ from pathlib import Path
 from cluster.remote import Remote
 from ppo.generator import Generator
 from ppo.learner import Learner
-from ppo.rollout import PolicyBatch
+from ppo.rollout import PolicyBatch, Share
 
 
-def call(learners: Remote[Learner], generators: Remote[Generator], batch: PolicyBatch) -> float:
+def call(
+    learners: Remote[Learner], generators: Remote[Generator], batch: PolicyBatch, split: list[Share]
+) -> float:
     learners.call_all(Learner.finish_saving)
     learners.call_all(Learner.finish_saving, 1)  # wrong: takes no argument
     learners.call_all(Learner.keep_policy, folder=Path("kept"))
@@ -27,7 +29,7 @@ def call(learners: Remote[Learner], generators: Remote[Generator], batch: Policy
     learners.call_split(Learner.update_policy, [(batch, 1e-3, 7)])
     learners.call_split(Learner.update_policy, [(batch, "fast", 7)])  # wrong: str for float
     learners.call_split(Learner.update_policy, [(batch, 1e-3)])  # wrong: one argument is missing
-    shares = [(share, 1e-3, 7) for share in batch.shares(2)]
+    shares = [(share, 1e-3, 7) for share in batch.shares(split)]
     names: list[str] = learners.call_split(Learner.update_policy, shares)  # wrong: results are mappings
     learners.pass_on(Learner.send, generators, Generator.receive)
     learners.pass_on(Learner.on_gpu, generators, Generator.receive)  # wrong: gives bool, takes SentWeights

@@ -7,7 +7,9 @@ import pytest
 import torch
 from ray import cloudpickle
 
-from ppo.rollout import PolicyBatch, Rollout, ValueBatch
+from ppo.packed import PackedRollout
+from ppo.rollout import PolicyBatch, Rollout, ValueBatch, joined, shares_by_update, shares_of
+from training.config import BatchConfig
 
 PROMPTS = [[11, 12, 13], [21], [31, 32, 33, 34, 35], [41, 42]]
 RESPONSES = [[14, 15], [22, 23, 24, 25], [36], [43, 44, 45]]
@@ -23,7 +25,7 @@ def rollout() -> Rollout:
 
 
 def rows_hold(rollout: Rollout, rows: list[int]) -> None:
-    """The rollout is that of these rows of the lists above, in this order."""
+    """Returns the rollout of these rows of the lists above, in this order."""
     assert len(rollout) == len(rows)
     assert rollout.max_new_tokens == R
     for place, row in enumerate(rows):
@@ -37,11 +39,6 @@ def rows_hold(rollout: Rollout, rows: list[int]) -> None:
         assert mask.tolist() == [t < len(RESPONSES[row]) for t in range(R)]
         assert rollout.response_BR[place][mask].tolist() == RESPONSES[row]
         assert rollout.behaviour_logprobs_BR[place].tolist() == LOGPROBS[row] + [0.0] * (R - len(RESPONSES[row]))
-        first = len(PROMPTS[row])
-        for column in range(rollout.tokens_BT.shape[1]):
-            # A state is the position before a response token: the prompt's last token predicts the first.
-            predicts = first <= column + 1 < len(whole)
-            assert bool(rollout.states_BT[place, column]) == predicts
 
 
 def test_of_lays_prompts_and_responses_side_by_side(rollout: Rollout) -> None:
@@ -59,21 +56,56 @@ def test_lists_are_without_padding(rollout: Rollout) -> None:
     assert rollout.token_lists() == (PROMPTS, RESPONSES)
 
 
-def test_spread_puts_flat_numbers_where_the_states_are(rollout: Rollout) -> None:
-    # Number each position by row and column; picking the states must give each response token its predecessor.
-    numbered = torch.arange(4)[:, None] * 100.0 + torch.arange(rollout.tokens_BT.shape[1])
-    spread = rollout.spread(numbered[rollout.states_BT])
-    for row in range(4):
-        for t in range(R):
-            expected = row * 100 + len(PROMPTS[row]) - 1 + t if t < len(RESPONSES[row]) else 0
-            assert float(spread[row, t]) == expected
+def test_packed_by_hand(rollout: Rollout) -> None:
+    """21 tokens fit a row, longest first; two rows of 16 would be wider. On a CPU it ends with the last of them."""
+    packed = PackedRollout.of(rollout, torch.device("cpu"))
+    row = [31, 32, 33, 34, 35, 36, 11, 12, 13, 14, 15, 21, 22, 23, 24, 25, 41, 42, 43, 44, 45]
+    assert packed.tokens_LT.tolist() == [row]
+    assert packed.segments_LT.tolist() == [[1] * 6 + [2] * 5 + [3] * 5 + [4] * 5]
+    # A state is the position before a response token: the prompt's last token predicts the first.
+    states = [0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 0]
+    assert packed.states_LT.int().tolist() == [states]
+    assert packed.targets_C.tolist() == [36, 14, 15, 22, 23, 24, 25, 43, 44, 45]
+
+
+def test_spread_puts_flat_numbers_where_the_responses_are(rollout: Rollout) -> None:
+    for rows in ([0, 1, 2, 3], [3, 1], [2]):
+        packed = PackedRollout.of(rollout.rows(torch.tensor(rows)), torch.device("cpu"))
+        spread = packed.spread(packed.targets_C.float())
+        assert spread.tolist() == [RESPONSES[row] + [0] * (R - len(RESPONSES[row])) for row in rows]
 
 
 def test_spread_lets_gradients_through(rollout: Rollout) -> None:
     flat = torch.arange(10.0, requires_grad=True)
-    (rollout.spread(flat) * 3).sum().backward()
+    (PackedRollout.of(rollout, torch.device("cpu")).spread(flat) * 3).sum().backward()
     assert flat.grad is not None
     assert flat.grad.tolist() == [3.0] * 10
+
+
+def test_a_pass_without_responses_reads_one_and_counts_none(rollout: Rollout) -> None:
+    batch = ValueBatch(rollout, numbered(), numbered(), rollout.response_mask_BR, 10, pass_sizes=(3, 1, 0))
+    parts = batch.parts()
+    for part, rows in zip(parts, ([0, 1, 2], [3], [0]), strict=True):
+        rows_hold(part.rollout, rows)
+    assert [int(part.mask_BR.sum()) for part in parts] == [7, 3, 0]
+
+
+def test_log_probs_are_measured_in_the_passes_of_the_updates() -> None:
+    """Two minibatches of eight responses on two ranks: each rank's passes are those of the two updates."""
+    lengths_B = torch.tensor([30, 50, 20, 41, 33, 27, 60, 18])
+    minibatches = torch.tensor([6, 1, 4, 7, 0, 2, 5, 3]).split(4)
+    config = BatchConfig(batch_size=4, micro_batch_tokens=64)
+    shares = shares_by_update(lengths_B, 2, config, minibatches)
+    for rank, share in enumerate(shares):
+        expected = [
+            rows[shares_of(lengths_B[rows], 2, config, with_gradients=True)[rank].rows].tolist() for rows in minibatches
+        ]
+        assert share.rows.tolist() == [row for rows in expected for row in rows]
+        assert sum(share.pass_sizes) == len(share.rows)
+    assert sorted(torch.cat([share.rows for share in shares]).tolist()) == list(range(8))
+    assert len({len(share.pass_sizes) for share in shares}) == 1
+    parts = [lengths_B[share.rows] * 1.0 for share in shares]
+    assert joined(lambda: parts, shares)().tolist() == lengths_B.tolist()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +151,7 @@ def test_rows_of_a_policy_batch(rollout: Rollout) -> None:
     rows_hold(part.rollout, [1, 2])
     assert part.logprobs_BR.tolist() == [[10, 11, 12, 13], [20, 21, 22, 23]]
     assert part.advantages_BR.tolist() == [[10.5, 11.5, 12.5, 13.5], [20.5, 21.5, 22.5, 23.5]]
-    assert part.mask_BR.tolist() == [[True] * 4, [True, False, False, False]]
+    assert part.weight_BR.tolist() == [[True] * 4, [True, False, False, False]]
     assert part.ptx_rows.tolist() == [7, 8]
     # Counts are of the whole batch: they divide the loss.
     assert (part.num_tokens, part.num_ptx_rows) == (10, 8)
@@ -136,7 +168,7 @@ def test_rows_of_a_value_batch(rollout: Rollout) -> None:
 
 
 def sent_bytes(num_ranks: int) -> int:
-    """What a driver pickles for one iteration of 1,024 responses: four passes over them, an update of each model."""
+    """Returns what a driver pickles for one iteration of 1,024 responses: four passes, and an update of each model."""
     rows, prompt, response = 1024, 256, 256
     tokens_BT = torch.zeros(rows, prompt + response, dtype=torch.int64)
     lengths_B = torch.full((rows,), response)
@@ -162,7 +194,7 @@ def sent_bytes(num_ranks: int) -> int:
 
 @pytest.mark.parametrize("num_ranks", [8, 512])
 def test_what_is_sent_to_all_ranks_together_is_the_batch_once(num_ranks: int) -> None:
-    """A view is pickled with the whole tensor that it looks into; slices sent to 512 ranks came to 512 batches."""
+    """Pickling a view pickles its whole storage, so slices for 512 ranks used to weigh as much as 512 batches."""
     per_message_bytes = 4096  # names of classes and fields
     assert sent_bytes(num_ranks) < 1.01 * sent_bytes(1) + 6 * num_ranks * per_message_bytes
 

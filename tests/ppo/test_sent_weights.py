@@ -1,4 +1,4 @@
-"""Weights on their way: bytes that pickling leaves alone, chunks, and weights that do not arrive."""
+"""Sending weights: bytes survive pickling, chunks, and weights that do not arrive."""
 
 import pickle
 from collections.abc import Callable

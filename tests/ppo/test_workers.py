@@ -32,7 +32,7 @@ Controlled = Callable[[OneRank], PPOController]
 
 @pytest.fixture
 def start(models: InitialModels, ppo_config: Callable[..., PPOConfig]) -> Iterator[Start]:
-    """Workers that are closed when the test ends."""
+    """Makes workers that are closed when the test ends."""
     workers: list[OneRank] = []
 
     def build(precision: str = "fp32", **changes: object) -> OneRank:
@@ -72,16 +72,16 @@ def sequences(rollout: Rollout) -> Iterator[tuple[int, int, list[int]]]:
 
 
 def batches(worker: OneRank, prompts: Prompts) -> tuple[PolicyBatch, ValueBatch]:
-    """A whole-rollout batch of made-up advantages and old numbers, a few responses of it masked."""
+    """A whole-rollout batch with made-up advantages and old values, a few of its responses masked."""
     rollout = worker.sample(prompts, range(16))
     generator = torch.Generator().manual_seed(9)
     mask = rollout.response_mask_BR.clone()
     mask[[2, 7]] = False
-    logprobs = worker.learner.policy_logprobs(rollout)
+    logprobs = worker.policy_logprobs(rollout)
     old = logprobs + 0.4 * torch.randn(logprobs.shape, generator=generator) * mask
     advantages = torch.randn(logprobs.shape, generator=generator) * mask
     returns = torch.randn(logprobs.shape, generator=generator) * mask
-    old_values = worker.learner.values(rollout) + 0.4 * torch.randn(logprobs.shape, generator=generator) * mask
+    old_values = worker.values(rollout) + 0.4 * torch.randn(logprobs.shape, generator=generator) * mask
     num_tokens = int(mask.sum())
     policy = PolicyBatch(rollout, old, advantages, mask, num_tokens, torch.tensor([3, 0, 6, 1]), 4)
     return policy, ValueBatch(rollout, old_values, returns, mask, num_tokens)
@@ -105,11 +105,11 @@ def test_frozen_matrices_in_bf16_give_the_bits_that_autocast_gives(start: Start,
     assert worker.scorer.reference.module.head.weight is table  # tied: a product of it is rounded at each use
     assert worker.scorer.judge.network.score.weight.dtype == torch.float32  # its scores are fp32 sums
     rollout = worker.sample(prompts, range(16))
-    found = worker.scorer.reference_logprobs(rollout), worker.scores(rollout)
+    found = worker.reference_logprobs(rollout), worker.scores(rollout)
     worker.scorer.reference = HeldModel(load_language_model(worker.models.sft).eval())
     worker.scorer.judge = RewardModel.load(worker.models.reward)
     assert worker.scorer.judge.network.score.weight.dtype == torch.float32
-    expected = worker.scorer.reference_logprobs(rollout), worker.scores(rollout)
+    expected = worker.reference_logprobs(rollout), worker.scores(rollout)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
@@ -145,15 +145,15 @@ def test_policy_logprobs_match_transformers_at_the_sampling_temperature(
 ) -> None:
     worker = start(temperature=0.6)
     rollout = worker.sample(prompts, range(16))
-    found = worker.learner.policy_logprobs(rollout)
+    found = worker.policy_logprobs(rollout)
     model = transformers.AutoModelForCausalLM.from_pretrained(models.sft)
     for row, prompt, tokens in sequences(rollout):
         with torch.no_grad():
             logits = model(torch.tensor([tokens])).logits[0].double() / 0.6
         expected = [float(logits[at - 1].log_softmax(-1)[tokens[at]]) for at in range(prompt, len(tokens))]
         assert found[row].tolist() == pytest.approx(expected + [0.0] * (6 - len(expected)), abs=2e-5)
-    assert torch.equal(worker.scorer.reference_logprobs(rollout), found)
-    # Those of sampling are computed a token at a time, with a cache.
+    assert torch.equal(worker.reference_logprobs(rollout), found)
+    # Sampling computes them one token at a time, with a cache.
     torch.testing.assert_close(rollout.behaviour_logprobs_BR, found, atol=2e-5, rtol=0)
 
 
@@ -183,11 +183,11 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_batch(start: Start, prompts
 def test_scores_and_first_values_are_the_reward_models(start: Start, models: InitialModels, prompts: Prompts) -> None:
     worker = start()
     rollout = worker.sample(prompts, range(16))
-    scores, values = worker.scores(rollout), worker.learner.values(rollout)
+    scores, values = worker.scores(rollout), worker.values(rollout)
     model = load_scalar_model(models.reward)
     assert 0 < int(rollout.finished_B.sum()) < 16
     for row, prompt, tokens in sequences(rollout):
-        # A response that was cut off is scored with the end token that every labeled text has.
+        # A truncated response is scored with EOS appended, which every labeled text has.
         closed = tokens if rollout.finished_B[row] else [*tokens, worker.tokenizer.end_id]
         with torch.no_grad():
             every = model(torch.tensor([closed]))[0].tolist()
@@ -199,7 +199,7 @@ def test_scores_and_first_values_are_the_reward_models(start: Start, models: Ini
 
 
 def naive_adamw(model: torch.nn.Module, loss: Tensor, rate: float) -> float:
-    """One step of AdamW from rest, clipped to norm 1, written out. Returns the norm."""
+    """Takes one AdamW step from zero moments, clipped to norm 1, written out. Returns the norm."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(loss, parameters)
     norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in gradients))
@@ -216,7 +216,7 @@ def naive_policy_loss(worker: OneRank, model: torch.nn.Module, batch: PolicyBatc
     for row, prompt, tokens in sequences(batch.rollout):
         logits = model(torch.tensor([tokens]))[0] / worker.config.temperature
         for t in range(len(tokens) - prompt):
-            if batch.mask_BR[row, t]:
+            if batch.weight_BR[row, t]:
                 logprob = logits[prompt + t - 1].log_softmax(-1)[tokens[prompt + t]]
                 ratio, advantage = (logprob - batch.logprobs_BR[row, t]).exp(), batch.advantages_BR[row, t]
                 loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / batch.num_tokens
@@ -237,7 +237,7 @@ def test_a_policy_update_equals_the_naive_one_for_every_micro_batch_size(
     batch, _ = batches(worker, prompts)
     naive = load_language_model(models.sft)
     loss, ptx = naive_policy_loss(worker, naive, batch)
-    metrics = worker.learner.update_policy(batch, 1e-2, 0)
+    metrics = worker.roles.learners.update_policy(batch, 1e-2, 0)
     norm = naive_adamw(naive, loss + 0.3 * ptx, 1e-2)
     assert metrics["policy_loss"] == pytest.approx(loss.item(), abs=1e-5)
     assert metrics["ptx_loss"] == pytest.approx(ptx.item(), rel=1e-5)
@@ -267,7 +267,7 @@ def test_a_value_update_equals_the_naive_one_for_every_micro_batch_size(
                 value, old, target = values[prompt + t - 1], batch.values_BR[row, t], batch.returns_BR[row, t]
                 clipped = old + (value - old).clamp(-0.2, 0.2)
                 loss = loss + 0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2) / batch.num_tokens
-    metrics = worker.learner.update_value(batch, 1e-2, 0)
+    metrics = worker.roles.learners.update_value(batch, 1e-2, 0)
     norm = naive_adamw(naive, loss, 1e-2)
     assert metrics["value_loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["value_gradient_norm"] == pytest.approx(norm, rel=1e-4)
@@ -306,7 +306,7 @@ def test_a_minibatch_whose_scores_all_failed(start: Start, prompts: Prompts) -> 
 def test_after_a_sync_generator_and_learner_hold_the_same_weights(start: Start, prompts: Prompts) -> None:
     worker = start(learning_rate=1e-2)
     batch, _ = batches(worker, prompts)
-    worker.learner.update_policy(batch, 1e-2, 0)
+    worker.roles.learners.update_policy(batch, 1e-2, 0)
     found = weights_of(worker)
     assert not torch.equal(found["policy.head.weight"], found["generator.head.weight"])
     worker.roles.sync_weights()
@@ -319,7 +319,7 @@ def test_after_a_sync_generator_and_learner_hold_the_same_weights(start: Start, 
 def test_a_sync_that_does_not_arrive_is_found_out(start: Start, prompts: Prompts) -> None:
     worker = start()
     batch, _ = batches(worker, prompts)
-    worker.learner.update_policy(batch, 1e-2, 0)
+    worker.roles.learners.update_policy(batch, 1e-2, 0)
     old, send = held_tensors(load_language_model(worker.models.sft)), worker.learner.advance_and_send
     worker.learner.advance_and_send = lambda: (  # type: ignore[method-assign]
         SentWeights({name: old[name] for name in chunk.weights}, chunk.checksum) for chunk in send()
@@ -333,7 +333,7 @@ def test_without_decay_no_average_is_held_and_the_last_weights_are_exported(
 ) -> None:
     worker = start(ema_decay=0.0)
     batch, _ = batches(worker, prompts)
-    worker.learner.update_policy(batch, 1e-2, 0)
+    worker.roles.learners.update_policy(batch, 1e-2, 0)
     worker.roles.sync_weights()
     assert worker.learner.average.shards == {}
     worker.learner.save(tmp_path / "checkpoints", 1, {}, {})
@@ -350,7 +350,7 @@ def test_the_moving_average_by_hand(start: Start, models: InitialModels, prompts
     batch, _ = batches(worker, prompts)
     expected = {name: tensor.clone() for name, tensor in load_language_model(models.sft).state_dict().items()}
     for update in range(3):
-        worker.learner.update_policy(batch, 1e-2, update)
+        worker.roles.learners.update_policy(batch, 1e-2, update)
         worker.roles.sync_weights()
         for name, weight in worker.learner.policy.module.state_dict().items():
             expected[name] = 0.75 * expected[name] + 0.25 * weight
@@ -368,7 +368,7 @@ def test_the_moving_average_by_hand(start: Start, models: InitialModels, prompts
 def test_the_last_weights_are_exported_with_the_sft_template(start: Start, prompts: Prompts, tmp_path: Path) -> None:
     worker = start()
     batch, _ = batches(worker, prompts)
-    worker.learner.update_policy(batch, 1e-2, 0)
+    worker.roles.learners.update_policy(batch, 1e-2, 0)
     worker.roles.sync_weights()
     worker.learner.export_policy(tmp_path)
     exported = load_language_model(tmp_path / "model").state_dict()
@@ -407,7 +407,7 @@ def test_an_update_without_a_finite_gradient_is_skipped(
 ) -> None:
     worker = start()
     rollout = worker.sample(prompts, range(16))
-    old_BR, mask_BR = worker.learner.policy_logprobs(rollout), rollout.response_mask_BR
+    old_BR, mask_BR = worker.policy_logprobs(rollout), rollout.response_mask_BR
     advantages_BR = torch.ones_like(old_BR)
     advantages_BR[3] = torch.nan
     before = {name: weight.clone() for name, weight in worker.learner.policy.full_weights().items()}
@@ -416,7 +416,7 @@ def test_an_update_without_a_finite_gradient_is_skipped(
         batch = PolicyBatch(
             rollout.rows(rows), old_BR[rows], advantages_BR[rows], mask_BR[rows], num_tokens, torch.arange(0), 0
         )
-        worker.learner.update_policy(batch, 1e-3, 4)
+        worker.roles.learners.update_policy(batch, 1e-3, 4)
         is_same = all(
             torch.equal(weight, before[name]) for name, weight in worker.learner.policy.full_weights().items()
         )

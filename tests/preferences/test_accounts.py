@@ -94,7 +94,7 @@ def test_names_that_cannot_stand_on_a_page(accounts, name):
 
 
 def test_nothing_that_opens_anything_is_in_the_database(accounts, url):
-    """Whoever reads the database can sign in as nobody."""
+    """Someone who can read the database cannot sign in as anyone."""
     code = accounts.invite("bob", "labeler")
     key = join(accounts, "ann")
     token = accounts.sign_in("ann", key)

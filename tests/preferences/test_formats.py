@@ -1,4 +1,4 @@
-"""Every format by rows written here: what they become, what is odd about them, what is refused."""
+"""Every format, on rows written here: what they become, warnings, and errors."""
 
 import json
 from datetime import datetime
@@ -20,7 +20,7 @@ def reply(text: str) -> dict[str, str]:
 
 
 ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "format_rows.json").read_text())
-del ROWS["trl_text"]  # trl without a prompt of messages; TEXTS below has it
+del ROWS["trl_text"]  # trl without a prompt in messages; TEXTS below has that
 
 
 def read(name: str, *rows: dict[str, Any], objective: str = "") -> Found:
@@ -37,7 +37,8 @@ def rankings(name: str, *rows: dict[str, Any]) -> list[tuple[tuple[str, ...], tu
 
 
 def by_rank(ranking: Ranking) -> tuple[tuple[str, ...], tuple[int, ...], str]:
-    """Responses and ranks from the best to the worst, ties by text: formats put pairs in an order of their own."""
+    """Returns responses and ranks from best to worst, ties sorted by text, because formats order pairs in their own
+    ways."""
     pairs = sorted(zip(ranking.ranks, ranking.responses, strict=True))
     return tuple(text for _, text in pairs), tuple(rank for rank, _ in pairs), ranking.labeler
 
@@ -49,7 +50,7 @@ EXPECTED: dict[str, list[Any]] = {
     "trl": [(("A crow.", "A cow."), (1, 2), "unknown")],
     "openai": [((" Birds.", " Crows."), (1, 2), "w7")],
     "webgpt": [(("A crow [1].", "A cow."), (1, 2), "unknown")],
-    # Means 4.5, 4/3 (the N/A left out) and 4.5.
+    # Means 4.5, 4/3 (without the N/A) and 4.5.
     "ultrafeedback": [(("A crow.", "A rook.", "A cow."), (1, 1, 2), "gpt-4")],
     "ultrafeedback_binarized": [(("A crow.", "A cow."), (1, 2), "unknown")],
     "helpsteer3": [
@@ -94,6 +95,8 @@ def test_a_format_is_guessed_from_its_fields(name: str) -> None:
 
 
 def test_what_cannot_be_guessed_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"demonstrations belong in sft\.demonstrations"):
+        sniff(iter(placed({"prompt": "a", "completion": "b"})))
     with pytest.raises(ValueError, match=r"file: line 1: no known format has the fields \['text'\]; .* --format"):
         sniff(iter(placed({"text": "a"})))
     with pytest.raises(ValueError, match="there are no rows"):
@@ -111,7 +114,7 @@ def test_a_row_read_again_is_one_judgment_and_one_oddity() -> None:
 def test_the_id_of_a_row_depends_on_the_row_alone() -> None:
     for name, row in ROWS.items():
         again = json.loads(json.dumps(row))
-        other = {**ROWS[name], "task_id": "another"}  # our own formats' ids come with the row
+        other = {**ROWS[name], "task_id": "another"}  # in Heed's own formats, ids come with the row
         assert read(name, again).tasks.keys() == read(name, row).tasks.keys()
         assert (read(name, other).tasks.keys() == read(name, row).tasks.keys()) == (name not in ("heed", "rankings"))
 
@@ -133,7 +136,7 @@ def test_hh_prompts_are_dialogues_and_places_say_nothing() -> None:
     (task,) = found.tasks.values()
     assert [message.role for message in task.prompt] == ["user", "assistant", "user"]
     assert [message.content for message in task.prompt] == ["Which bird?", "A crow.", "Sure?"]
-    # A pair that somebody judged the other way is the same task.
+    # A pair that someone judged the other way is the same task.
     turned = {"chosen": ROWS["hh"]["rejected"], "rejected": ROWS["hh"]["chosen"]}
     both = read("hh", ROWS["hh"], turned)
     assert both.tasks.keys() == found.tasks.keys()
@@ -164,7 +167,7 @@ def test_a_named_worker_who_judges_again_revises() -> None:
     assert found.quotas == dict.fromkeys(found.tasks, 2)
 
 
-def test_ratings_stand_beside_ranks() -> None:
+def test_ratings_are_kept_next_to_ranks() -> None:
     assert read("webgpt", ROWS["webgpt"]).judgments[0].ratings == (0.25, -0.25)
     assert read("ultrafeedback", ROWS["ultrafeedback"]).judgments[0].ratings == (4.5, pytest.approx(4 / 3), 4.5)
     assert [act.ratings for act in read("helpsteer3", ROWS["helpsteer3"]).judgments] == [(3, -3), (0, 0)]
@@ -368,7 +371,7 @@ def test_a_pair_of_two_subsets_of_rewardbench_counts_in_both() -> None:
         ("hh", {"rejected": None}, "field 'rejected' is NoneType; a string was expected"),
         ("hh", {"chosen": "Human: a"}, "field 'chosen' begins with 'Human: a'"),
         ("trl", {"chosen": 7}, "field 'chosen' is int; a non-empty list was expected"),
-        ("trl", {"chosen": [{"role": "bot", "content": "a"}]}, r"field 'chosen\[0\].role': system, user or assistant"),
+        ("trl", {"chosen": [{"role": "bot", "content": "a"}]}, r"field 'chosen\[0\].role' is 'bot'; system, user or"),
         ("openai", {"choice": 2}, "field 'choice' is 2; a whole number from 0 to 1 was expected"),
         ("openai", {"summaries": [{"text": "a"}]}, "field 'summaries' has 1 entries; two objects were expected"),
         ("openai", {"info": {"id": "x"}}, r"info: neither 'post' nor 'article' is there; found \['id'\]"),
@@ -461,7 +464,7 @@ def test_one_id_for_two_tasks_is_refused() -> None:
     assert retold.report.counts()["task described differently"] == 1
 
 
-def test_one_revision_told_in_two_ways_is_refused() -> None:
+def test_one_revision_with_two_contents_is_refused() -> None:
     act = ROWS["heed"]["judgments"][0]
     with pytest.raises(ValueError, match="labeler 'ann': revision 0 appears twice with different content"):
         read("heed", ROWS["heed"] | {"judgments": [act, act | {"note": "other"}]})

@@ -1,4 +1,4 @@
-"""Real files, where they are here. What is odd about them was counted apart from the readers."""
+"""Published files, if they are available. Their irregularities were counted independently of the readers."""
 
 from collections import Counter
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_hh() -> None:
     assert lines_of(found, "empty reply") == [87, 517, 926, 1104]
     assert lines_of(found, "same speaker twice") == [668, 764, 1320, 1850]
     assert (found.report.num_rows, len(found.tasks), len(found.judgments)) == (2000, 1992, 1992)
-    # Where the better reply stands must say nothing; 1,992 fair coins fall within four deviations of the half.
+    # The position of the better reply must carry no information; 1,992 fair coins are within four deviations of half.
     num_first = sum(ranking.ranks == (1, 2) for ranking in found.rankings)
     assert abs(num_first - 996) < 4 * (1992**0.5) / 2
 

@@ -1,4 +1,4 @@
-"""Out of a store and in again: the same store, or the rankings that the format can hold."""
+"""Exported from a store and imported again: the same store, or the rankings that the format can hold."""
 
 import json
 from collections.abc import Callable
@@ -72,30 +72,30 @@ def acts(draw: st.DrawFn, task: Task, labeler: str, revision: int) -> Judgment:
 
 @st.composite
 def contents(draw: st.DrawFn) -> list[tuple[Task, str, int, list[Judgment]]]:
-    """Tasks with their batch, quota and judgments; batches one after another, as they arrive."""
+    """Draws tasks with their batch, quota and judgments; batches come one after another."""
     found = []
     for batch in ("one", "two"):
         for number in range(draw(st.integers(1, 2))):
             task = draw(tasks(f"{batch}/{number}"))
-            told = [
+            judgments = [
                 draw(acts(task, labeler, revision))
                 for labeler in ("ann", "bo")
                 for revision in range(draw(st.integers(0, 2)))
             ]
-            found.append((task, batch, draw(st.integers(2, 5)), told))
+            found.append((task, batch, draw(st.integers(2, 5)), judgments))
     return found
 
 
 def filled(new_store: Callable[[], LabelStore], content: list[tuple[Task, str, int, list[Judgment]]]) -> LabelStore:
     book = new_store()
-    for task, batch, quota, told in content:
+    for task, batch, quota, judgments in content:
         book.add_tasks([task], batch=batch, num_labelers=[quota])
-        book.import_judgments(batch, told)
+        book.import_judgments(batch, judgments)
     return book
 
 
 def whole(store: LabelStore) -> list[tuple[str, list[StoredTask], list[Judgment]]]:
-    """Everything of a store; judgments not in the order in which they arrived."""
+    """Returns the contents of a store; judgments are sorted, not in order of arrival."""
 
     def place(act: Judgment) -> tuple[str, str, int]:
         return act.task_id, act.labeler, act.revision
@@ -112,7 +112,7 @@ def test_heed_loses_nothing(
     def there_and_back(content: list[tuple[Task, str, int, list[Judgment]]]) -> None:
         book, again = filled(new_store, content), new_store()
         path = tmp_path_factory.mktemp("export") / f"labels{suffix}"
-        report, num_rows = export(book, format_to_write("heed"), path)
+        report, num_rows = export(book, format_to_write("heed"), path, with_names=True)
         assert (report.warnings, num_rows) == ([], len(content))
         for _ in range(2):  # a second import changes nothing
             store_found(again, collect_all(format_to_read("heed"), read_source(str(path))), "")
@@ -121,7 +121,7 @@ def test_heed_loses_nothing(
     there_and_back()
 
 
-HOLDS = {  # whether several turns, whether ties
+HOLDS = {  # whether it has several turns, whether it has ties
     "hh": (True, False), "trl": (True, False), "trl_text": (False, False), "ultrafeedback_binarized": (False, False),
     "helpsteer3": (True, True), "alpacaeval": (False, True), "arena": (True, True),
 }  # fmt: skip
@@ -129,7 +129,8 @@ HOLDS = {  # whether several turns, whether ties
 
 @st.composite
 def ranked(draw: st.DrawFn) -> list[tuple[Task, str, int, list[Judgment]]]:
-    """Tasks of people's prompts with different responses, each ranked by one or two labelers, rated alike."""
+    """Draws tasks with prompts by people and different responses, each ranked and rated alike by one or two
+    labelers."""
     found = []
     for number in range(draw(st.integers(1, 3))):
         turns = draw(st.sampled_from([1, 3]))
@@ -137,22 +138,24 @@ def ranked(draw: st.DrawFn) -> list[tuple[Task, str, int, list[Judgment]]]:
         prompt = tuple(Message(("user", "assistant")[turn % 2], text) for turn, text in enumerate(texts))
         responses = tuple(draw(st.lists(SOME_TEXT, min_size=2, max_size=4, unique=True)))
         task = Task(f"t{number}", prompt, responses, tuple(f"m{place}" for place in range(len(responses))))
-        told = []
+        judgments = []
         for labeler in draw(st.sampled_from([["ann"], ["ann", "bo"]])):
             ranks = dense_ranks(draw(st.lists(st.integers(1, 4), min_size=len(responses), max_size=len(responses))))
             ratings = tuple(float(-rank) for rank in ranks)
-            told.append(Judgment(f"t{number}", labeler, 0, "answer", ranks, ratings, (), "", (), "1", 5, "page", 1.0))
-        found.append((task, "b", 2, told))
+            judgments.append(
+                Judgment(f"t{number}", labeler, 0, "answer", ranks, ratings, (), "", (), "1", 5, "page", 1.0)
+            )
+        found.append((task, "b", 2, judgments))
     return found
 
 
 def preferences_of(content: list[tuple[Task, str, int, list[Judgment]]], turns: bool, ties: bool) -> set[Any]:
-    """(prompt, better, worse, is a tie) of every pair, counted from the judgments as they are."""
+    """Returns (prompt, better, worse, is a tie) of every pair, counted directly from the judgments."""
     found = set()
-    for task, _, _, told in content:
+    for task, _, _, judgments in content:
         if len(task.prompt) > 1 and not turns:
             continue
-        for act in told:
+        for act in judgments:
             for i, j in combinations(range(len(task.responses)), 2):
                 if act.ranks[i] == act.ranks[j]:
                     if ties:
@@ -178,9 +181,9 @@ def test_other_formats_keep_the_preferences_that_they_can_hold(name: str, new_st
         expected = preferences_of(content, turns, ties)
         read = [(found.tasks[act.task_id], "", 0, [act]) for act in found.judgments]
         assert preferences_of(read, turns=True, ties=True) == expected
-        # Each pair of each labeler is a row or an entry of the report.
+        # Each pair of each labeler is a row or an entry in the report.
         num_pairs = sum(
-            len(task.responses) * (len(task.responses) - 1) // 2 * len(told) for task, _, _, told in content
+            len(task.responses) * (len(task.responses) - 1) // 2 * len(judgments) for task, _, _, judgments in content
         )
         assert len(rows) + len(report.warnings) == num_pairs
         if rows and name != "trl_text":
@@ -191,11 +194,11 @@ def test_other_formats_keep_the_preferences_that_they_can_hold(name: str, new_st
 
 def test_rankings_keep_labelers_objectives_and_ratings(new_store: Callable[[], LabelStore]) -> None:
     task = Task("t", (Message("user", "q"),), ("a", "b", "c"), ("x", "y", "z"), objective="helpful")
-    told = [
+    judgments = [
         Judgment("t", name, 0, "answer", (2, 1, 2), (1.0, 2.5, 1.0), (), "", (), "1", 5, "page", 1.0)
         for name in ("ann", "bo")
     ]
-    book = filled(new_store, [(task, "b", 2, told)])
+    book = filled(new_store, [(task, "b", 2, judgments)])
     write = FORMATS["rankings"].write
     assert write is not None
     rows = [json.loads(json.dumps(row)) for row in write(book.tasks("b"), book.judgments("b"), Report())]
@@ -216,7 +219,7 @@ PAIR = Task("t", (Message("user", "q"),), ("a", "b"), ("x", "y"))
 
 
 @pytest.mark.parametrize(
-    ("told", "chosen", "counts"),
+    ("judgments", "chosen", "counts"),
     [
         ([act("ann", 0), act("ann", 1, ranks=(2, 1))], ["b"], {"superseded": 1}),
         ([act("ann", 0), act("ann", 1, "undo")], [], {"superseded": 1, "undo": 1}),
@@ -226,9 +229,9 @@ PAIR = Task("t", (Message("user", "q"),), ("a", "b"), ("x", "y"))
     ],
 )
 def test_what_does_not_stand_is_not_written_and_said(
-    told: list[Judgment], chosen: list[str], counts: dict[str, int], new_store: Callable[[], LabelStore]
+    judgments: list[Judgment], chosen: list[str], counts: dict[str, int], new_store: Callable[[], LabelStore]
 ) -> None:
-    book, report = filled(new_store, [(PAIR, "b", 2, told)]), Report()
+    book, report = filled(new_store, [(PAIR, "b", 2, judgments)]), Report()
     write = FORMATS["trl_text"].write
     assert write is not None
     assert [row["chosen"] for row in write(book.tasks("b"), book.judgments("b"), report)] == chosen
@@ -244,9 +247,9 @@ AGAIN = replace(PAIR, task_id="again", repeat_of="t")
 def test_what_measures_labelers_is_no_training_data(
     name: str, new_store: Callable[[], LabelStore], tmp_path: Path
 ) -> None:
-    """Gold tasks and hidden repeats are in no export but `heed`, which marks them; what is left out is counted."""
-    told = replace(act("ann", 0), ratings=(5.0, 2.0))
-    book = filled(new_store, [(task, "b", 1, [replace(told, task_id=task.task_id)]) for task in (PAIR, GOLD, AGAIN)])
+    """Gold tasks and hidden repeats are exported only by `heed`, which marks them; what is left out is counted."""
+    rated = replace(act("ann", 0), ratings=(5.0, 2.0))
+    book = filled(new_store, [(task, "b", 1, [replace(rated, task_id=task.task_id)]) for task in (PAIR, GOLD, AGAIN)])
     report, num_rows = export(book, format_to_write(name), tmp_path / "out.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     if name == "heed":
@@ -286,9 +289,9 @@ def test_what_a_format_cannot_hold_is_said(
 
 def test_demonstrations_and_prompts_for_the_other_stages(new_store: Callable[[], LabelStore], tmp_path: Path) -> None:
     tied = Task("u", (Message("user", "r"),), ("a", "b"), ("x", "y"))
-    told = [act("ann", 0, ranks=(2, 1)), act("bo", 0)]
+    judgments = [act("ann", 0, ranks=(2, 1)), act("bo", 0)]
     tie = Judgment("u", "ann", 0, "answer", (1, 1), (), (), "", (), "1", 5, "page", 1.0)
-    book = filled(new_store, [(PAIR, "b", 2, told), (tied, "b", 1, [tie])])
+    book = filled(new_store, [(PAIR, "b", 2, judgments), (tied, "b", 1, [tie])])
     report, _ = export(book, format_to_write("demonstrations"), tmp_path / "demonstrations.jsonl")
     (row,) = [json.loads(line) for line in (tmp_path / "demonstrations.jsonl").read_text().splitlines()]
     assert row == {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}]}
@@ -309,7 +312,7 @@ def test_every_container_gives_its_rows_back(tmp_path: Path, name: str) -> None:
     assert [row for _, row in read] == rows
     word = "line" if ".jsonl" in name else "row"
     assert [where for where, _ in read] == [f"{tmp_path / 'new' / name}: {word} {n}" for n in (1, 2, 3)]
-    assert [path.name for path in (tmp_path / "new").iterdir()] == [name]  # nothing was left aside
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [name]  # no temporary file remains
     with pytest.raises(ValueError, match="already exists; a new path was expected"):
         write_rows(tmp_path / "new" / name, iter(rows))
 

@@ -1,4 +1,4 @@
-"""Imports into a store are all or nothing, by file and line, on SQLite and PostgreSQL."""
+"""Imports into a store are all or nothing and name file and line, on SQLite and PostgreSQL."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def write(path: Path, *rows: Any) -> str:
 
 
 def import_file(file: str, *options: str) -> str:
-    """Why the import was refused; "" where it was not."""
+    """Returns why the import was refused; "" if it was not."""
     result = CliRunner().invoke(label_app, ["import", file, *options])
     assert result.exception is None or isinstance(result.exception, ValueError), repr(result.exception)
     return str(result.exception or "")
@@ -116,8 +116,10 @@ def test_what_contradicts_the_store_is_refused_by_file_and_line(
     assert whole(url) == before
 
 
-def test_ratings_that_are_no_numbers_rank_nothing_and_are_told(new_database: Callable[[], str], tmp_path: Path) -> None:
-    """A Rating of "nan" used to pass the reader, after which the store refused it with the tasks in already."""
+def test_ratings_that_are_not_numbers_rank_nothing_and_are_reported(
+    new_database: Callable[[], str], tmp_path: Path
+) -> None:
+    """A Rating of "nan" used to pass the reader, and the store then refused it after adding the tasks."""
     url, row = new_database(), json.loads(json.dumps(ROWS["ultrafeedback"]))
     for completion in row["completions"][:2]:
         for annotation in completion["annotations"].values():
@@ -145,7 +147,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_store_as_it_was(sqlite_tables: P
     file = write(tmp_path / "labels.jsonl", *(heed(f"t{n}") for n in range(2_000)))
 
     def limit(connection: sqlite3.Connection, _record: object) -> None:
-        connection.execute("PRAGMA max_page_count = 60")  # SQLite's own word for a disk that is full
+        connection.execute("PRAGMA max_page_count = 60")  # SQLite's own message for a full disk
 
     event.listen(Engine, "connect", limit)
     try:
@@ -172,7 +174,7 @@ label_app(sys.argv[1:])
 
 
 def test_a_killed_import_leaves_the_store_as_it_was(new_database: Callable[[], str], tmp_path: Path) -> None:
-    """Killed when all tasks are in and no judgment is."""
+    """Killed when all tasks are imported and no judgment is."""
     url, file = new_database(), write(tmp_path / "labels.jsonl", *(heed(f"t{n}") for n in range(50)))
     process = subprocess.run(
         [sys.executable, "-c", KILLED, "import", file, "--store", url], capture_output=True, text=True, check=False
@@ -185,7 +187,8 @@ def test_a_killed_import_leaves_the_store_as_it_was(new_database: Callable[[], s
 
 
 def test_acts_that_were_taken_back_need_no_place(new_database: Callable[[], str], tmp_path: Path) -> None:
-    """One place, which ann, bo and ann again had: the last answer alone takes it, whoever is imported first."""
+    """One open place, which ann, bo and ann again held: only the last answer takes it, in whatever order they are
+    imported."""
     url, again, path = new_database(), new_database(), tmp_path / "labels.jsonl"
     said = {"client": "page", "instructions_version": "1"}
     with LabelStore(url) as store:
@@ -204,7 +207,7 @@ def test_acts_that_were_taken_back_need_no_place(new_database: Callable[[], str]
         store.skip(lease("bo"), "too hard", 5, **said)
         store.undo(store.reopened("ann", "t"), "not so hard", **said)
         store.submit(lease("ann"), Answer((2, 1), 5), **said)
-        export(store, format_to_write("heed"), path)
+        export(store, format_to_write("heed"), path, with_names=True)
         ranked = store.rankings("b")
     assert import_file(str(path), "--store", again) == ""
     with LabelStore(again) as store:
@@ -213,7 +216,8 @@ def test_acts_that_were_taken_back_need_no_place(new_database: Callable[[], str]
 
 
 def test_every_text_comes_back_from_both_databases(new_database: Callable[[], str], tmp_path: Path) -> None:
-    """Prompts, responses and notes are JSON, in which every database holds NUL; models write it now and then."""
+    """Prompts, responses and notes are stored as JSON, which can hold NUL in every database; models sometimes write
+    it."""
     row = heed(
         "t1", responses=["a\0", "\ufffe😀"], judgments=acts("answer", note="\0"), details='{"\\u0000": "\\u0000"}'
     )
@@ -229,7 +233,7 @@ def test_every_text_comes_back_from_both_databases(new_database: Callable[[], st
 
 
 def test_half_a_surrogate_pair_is_refused(new_store: Callable[[], LabelStore]) -> None:
-    """JSON from elsewhere than a file, such as the API's, may bring one."""
+    """JSON that does not come from a file, such as the API's, may contain one."""
     task, store = Task("t", (Message("user", "q"),), ("a", "\ud800"), ("x", "y")), new_store()
     with pytest.raises(ValueError, match=r"task 't': responses contains '\\ud800', half of a surrogate pair"):
         store.add_tasks([task], batch="b", num_labelers=1)

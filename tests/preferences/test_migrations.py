@@ -1,4 +1,4 @@
-"""Stores of every age open: what older ones held is there, and new ones have exactly the tables of the schema."""
+"""Stores of every age open: their contents are kept, and new stores have exactly the tables of the schema."""
 
 import json
 import sqlite3
@@ -14,7 +14,7 @@ from preferences.results import Progress
 from preferences.schema import metadata
 from preferences.store import LabelStore
 
-# As stores were made before there were migrations.
+# As stores were created before migrations existed.
 FIRST_TABLES = """
 CREATE TABLE tasks (
     position INTEGER NOT NULL PRIMARY KEY, task_id VARCHAR NOT NULL UNIQUE, batch VARCHAR NOT NULL,

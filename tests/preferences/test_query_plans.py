@@ -1,4 +1,4 @@
-"""What PostgreSQL is asked for a page, and how it goes about it."""
+"""The queries that a page sends to PostgreSQL, and their plans."""
 
 import pytest
 from sqlalchemy import event
@@ -12,7 +12,7 @@ PROMPT = (Message("user", "?"),)
 
 @pytest.mark.parametrize("has_statistics", [False, True])
 def test_postgresql_takes_the_first_open_place_and_looks_at_no_others(postgres, postgres_tables, has_statistics):
-    """Whatever it knows of the batch: no sorting of all open places, no join of all places."""
+    """Whatever the statistics of the batch: open places are neither all sorted nor all joined."""
     names, asked = [f"t{number}" for number in range(3_000)], []
     with LabelStore(postgres.new_database(postgres_tables)) as store:
         tasks = [Task(name, PROMPT, ("a", "b"), ("x", "y")) for name in names]
@@ -25,7 +25,7 @@ def test_postgresql_takes_the_first_open_place_and_looks_at_no_others(postgres, 
         event.listen(store._writer, "before_cursor_execute", lambda *call: asked.append(call[2:4]))
         assert store.lease("ann", seconds=60, batch="b").task_id == "t99"
         looked = [(statement, values) for statement, values in asked if statement.startswith("SELECT places")]
-        assert len(looked) == 2  # what she holds, what is open
+        assert len(looked) == 2  # the leases of ann, and the open places
         with store._writer.begin() as connection:
             leases.lock_labeler(connection, "ann")
             for statement, values in looked:

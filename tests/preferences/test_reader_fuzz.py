@@ -1,4 +1,4 @@
-"""Mutated rows of every format that is read: each is read, reported, or refused by file and line; none is lost."""
+"""Mutated rows of every format are read, reported, or refused with file and line; none is lost."""
 
 import copy
 import json
@@ -19,11 +19,11 @@ from preferences.store import LabelStore
 from reading.rows import read_source
 
 ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "format_rows.json").read_text())
-ROWS["heed"]["repeat_of"] = ""  # what it repeats would have to be there
+ROWS["heed"]["repeat_of"] = ""  # the row that it repeats would have to exist
 READ = [form for form in FORMATS.values() if form.read is not None]
-NUM_ROWS = 400  # of each format
+NUM_ROWS = 400  # per format
 
-# Text that goes into the file in place of "@n@".
+# The text that replaces "@n@" in the file.
 RAW = [
     "9" * 6_000, "-" + "9" * 6_000, "1e999", "NaN", "-Infinity", "9223372036854775808", '"\\ud800"', '{"\\udfff": 1}',
     "[" * 100_000 + "]" * 100_000, '{"a":' * 3_000 + "1" + "}" * 3_000, '{"role": "user", "role": "user"}', "1,,",
@@ -40,7 +40,7 @@ FROM_PARQUET = [b"\xff", date(2020, 1, 2), Decimal("1.5"), (1, 2), float("nan"),
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of everything within a row, the row itself left out."""
+    """Returns the paths of everything in a row, without the row itself."""
     if path:
         yield path
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
@@ -79,7 +79,7 @@ def as_text(row: dict[str, Any]) -> str:
 
 
 def require_told(found: Found, second: str, num_rows: int) -> None:
-    """The second row is somewhere in what was found."""
+    """The second row occurs somewhere in the result."""
     assert found.report.num_rows == num_rows
     assert second in found.locations.values() or any(second in warning.where for warning in found.report.warnings)
 
@@ -106,7 +106,7 @@ def test_mutated_lines_are_read_reported_or_refused_by_file_and_line(form: Forma
                 require_told(found, second, 3)
                 store_found(store, found, "" if form.name == "heed" else "b", only_check=True)
             except ValueError as error:
-                # A third row that contradicts what the second one made of its task is as much at fault.
+                # A third row that contradicts the task as the second one describes it can be at fault too.
                 require_refusal(error, second, third)
                 num_refused += 1
         assert store.batches() == []

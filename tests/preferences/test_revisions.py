@@ -1,4 +1,4 @@
-"""What labelers and leads do beside answering: skipping, taking back, adjudicating, repeats, imports."""
+"""What labelers and leads do besides answering: skips, undos, adjudications, repeats, imports."""
 
 import dataclasses
 

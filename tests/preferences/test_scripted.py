@@ -1,4 +1,4 @@
-"""The door for scripts: who answers what, and that a SIGKILL anywhere changes nothing in the end."""
+"""The interface for scripts: who answers what, and that a SIGKILL at any point does not change the result."""
 
 import hashlib
 import signal
@@ -19,7 +19,7 @@ from preferences.store import LabelStore
 ROOT = Path(__file__).resolve().parents[2]
 HOW = {"batch": "b", "client": "script", "instructions_version": "1"}
 
-# Run in processes of their own, so it is text; the labeler's answer depends only on its name and the task shown.
+# Runs in separate processes, so it is text; the labeler's answer depends only on its name and the task shown.
 SCRIPT = """
 import hashlib, sys, time
 from preferences.scripted import answer_all
@@ -173,7 +173,7 @@ def test_too_few_labelers_leave_tasks_open(tmp_path):
 
 
 class Choosy(Steady):
-    """Skips every task whose number its own divides."""
+    """Skips every task whose number is divisible by its own."""
 
     def __init__(self, name, number):
         super().__init__(name)
@@ -185,7 +185,7 @@ class Choosy(Steady):
 
 
 def test_what_one_skips_goes_to_the_next(tmp_path):
-    """Two of three judge each task; with no two left it stays open. And nobody is asked twice."""
+    """Two of three judge each task; if fewer than two are left, it stays open. No labeler gets a task twice."""
     fill(tmp_path / "labels.db", num_tasks=120, num_labelers=2)
     labelers = [Choosy("ann", 2), Choosy("bob", 3), Choosy("cy", 5)]
     willing = [{labeler.name for labeler in labelers if number % labeler.number} for number in range(120)]

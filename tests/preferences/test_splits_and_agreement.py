@@ -124,7 +124,7 @@ def test_accuracy_refuses_by_task(scores, message):
 
 
 def test_a_known_noise_is_recovered():
-    """Two labelers who each flip a pair with chance 0.2 agree on 0.8^2 + 0.2^2 = 0.68 of pairs."""
+    """Two labelers who each flip a pair with probability 0.2 agree on 0.8^2 + 0.2^2 = 0.68 of pairs."""
     generator = np.random.default_rng(0)
     rankings = [
         ranked(f"t{task}", name, *((2, 1) if generator.random() < 0.2 else (1, 2)))

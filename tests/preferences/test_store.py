@@ -1,5 +1,6 @@
-"""The label store's promises, in one process: order, quota, leases, idempotency, refusals."""
+"""The label store's guarantees in one process: order, quota, leases, idempotency, errors."""
 
+import itertools
 import sqlite3
 from itertools import permutations
 
@@ -27,7 +28,7 @@ def store(new_database, clock):
 
 
 def answer_like(lease, canonical, milliseconds=10):
-    """The answer, in the order shown, of a labeler who means these canonical ranks."""
+    """Returns the answer, in display order, of a labeler with these canonical ranks."""
     return Answer(tuple(canonical[index] for index in lease.order), milliseconds)
 
 
@@ -99,7 +100,7 @@ def test_no_more_labelers_hold_a_task_than_are_wanted(store):
     ann, bob = store.lease("ann", seconds=60, batch="b"), store.lease("bob", seconds=60, batch="b")
     assert store.lease("cy", seconds=60, batch="b") is None
     store.submit(ann, Answer((1, 2, 3), 1), **HOW)
-    assert store.lease("ann", seconds=60, batch="b") is None  # judged already
+    assert store.lease("ann", seconds=60, batch="b") is None  # already judged
     assert store.lease("cy", seconds=60, batch="b") is None  # one judgment, one live lease
     store.submit(bob, Answer((1, 2, 3), 1), **HOW)
     assert store.progress("b") == Progress(num_tasks=1, num_judgments=2, num_open=0)
@@ -134,6 +135,35 @@ def test_lease_many_gives_held_ones_first_then_in_order_of_arrival(store):
     assert [lease.task_id for lease in store.lease_many("bob", 1, seconds=60, batch="b")] == ["a"]
     assert [lease.task_id for lease in store.lease_many("ann", 9, seconds=60, batch="b")] == ["z", "m"]
     assert [lease.task_id for lease in store.lease_many("ann", 9, seconds=60, batch="c")] == ["other"]
+
+
+def test_tasks_are_drawn_for_each_labeler_of_a_store(new_database, clock, monkeypatch):
+    numbers = itertools.count()
+    monkeypatch.setattr("preferences.labelers.new_pseudonym", lambda: f"labeler-{next(numbers):012x}")
+
+    def orders():
+        with LabelStore(new_database(), clock=clock) as store:
+            store.add_tasks([make_task(f"before{n}") for n in range(3)], batch="other", num_labelers=1)
+            store.add_tasks([make_task(f"t{n:02d}") for n in range(30)], batch="b", num_labelers=2)
+            found = {name: [] for name in ("ann", "bob")}
+            while not all(len(own) == 30 for own in found.values()):
+                for name, own in found.items():
+                    first = store.lease(name, seconds=60, batch="b", is_random=True)
+                    clock.now += 30 if len(own) % 2 else 61  # leased still, or run out
+                    lease = store.lease(name, seconds=60, batch="b", is_random=True)
+                    assert lease.task_id == first.task_id
+                    own.append(lease.task_id)
+                    store.submit(lease, answer_like(lease, (1, 2, 3)), **HOW)
+            assert store.lease("ann", seconds=60, batch="b", is_random=True) is None
+            return found
+
+    found = orders()
+    arrived = [f"t{n:02d}" for n in range(30)]
+    assert sorted(found["ann"]) == sorted(found["bob"]) == arrived  # each task once
+    assert found["ann"] != arrived != found["bob"] != found["ann"]
+    early = sum(int(name[1:]) for name in found["ann"][:10]) / 10
+    assert 8 < early < 22  # 14.5 with a standard deviation of 2.3 if drawn; 4.5 in order of arrival
+    assert orders() != found  # in another store they have other pseudonyms
 
 
 def test_lease_these_gives_only_what_is_open(store):

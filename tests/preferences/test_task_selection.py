@@ -1,4 +1,4 @@
-"""TaskSelection what labelers see: true propensities, a slice that no score touched, weights that undo the choice."""
+"""Selecting tasks for labelers: exact propensities, a slice that no score touched, weights that undo the selection."""
 
 import math
 from itertools import combinations
@@ -48,13 +48,13 @@ def test_uncertainty_by_hand():
     assert uncertainty(Candidate("a", "p", (3.0,)), Candidate("b", "p", (1.0,))) == pytest.approx(
         4 * chance * (1 - chance)
     )
-    # Two models that are sure of opposite answers are as unsure together as one that cannot tell.
+    # Two models that are sure of opposite answers are together as unsure as one that cannot decide.
     assert uncertainty(Candidate("a", "p", (9.0, 0.0)), Candidate("b", "p", (0.0, 9.0))) == pytest.approx(1)
 
 
 def test_inclusion_probabilities_by_hand():
     assert inclusion_probabilities(np.array([1.0, 1, 2]), 1).tolist() == [0.25, 0.25, 0.5]
-    # 2·6/10 is above 1: cut, and the other one is shared by 1:1:2.
+    # 2·6/10 is above 1, so it is cut, and the rest is shared 1:1:2.
     assert inclusion_probabilities(np.array([1.0, 1, 2, 6]), 2).tolist() == [0.25, 0.25, 0.5, 1]
     assert inclusion_probabilities(np.array([1.0, 5]), 3).tolist() == [1, 1]
 
@@ -71,7 +71,7 @@ def test_systematic_sampling_keeps_its_probabilities():
 
 
 def test_the_logged_propensity_is_how_often_a_set_is_chosen():
-    """The same prompt under many seeds: each pair of a slice is chosen as often as it says."""
+    """The same prompt under many seeds: each pair of a slice is chosen with its stated propensity."""
     prompt = candidates_of((2.0, 1.9, 0.0, -3.0))
     times, said, num_training = {}, {}, 0
     for seed in range(2_000):
@@ -92,7 +92,7 @@ def test_the_logged_propensity_is_how_often_a_set_is_chosen():
 
 
 def test_weights_recover_the_uniform_mean(prompts):
-    """How far two scores lie apart, of chosen pairs: far too small as it stands, right when weighted."""
+    """The mean distance between two scores over chosen pairs: far too small unweighted, right when weighted."""
     tasks = choose_tasks(prompts, **{**USUAL, "evaluation_share": 0.0})
     scores = {p.prompt: {c.response: c.scores[0] for c in p.candidates} for p in prompts}
 

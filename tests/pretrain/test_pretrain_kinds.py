@@ -16,7 +16,7 @@ from lm.weights import load_model
 from pretrain.stage import PretrainConfig, prepare_tokenizer, train
 from tests.token_files import pretrain_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
-from training.data import DataConfig
+from training.data import TextConfig
 from training.metrics import read_metrics
 from training.stage import StageContext
 
@@ -39,8 +39,8 @@ def pretrain(folder: Path, model: ModelConfig, **changes: Any) -> Finished:
     for name, texts in (("train", TEXTS * 8), ("heldout", TEXTS)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     values: dict[str, Any] = {
-        "texts": (DataConfig(source=str(folder / "train.jsonl")),),
-        "heldout": (DataConfig(source=str(folder / "heldout.jsonl")),),
+        "texts": (TextConfig(source=str(folder / "train.jsonl")),),
+        "heldout": (TextConfig(source=str(folder / "heldout.jsonl")),),
         "seq_len": 20,
         "num_steps": 120,
         "batch": BatchConfig(batch_size=16, micro_batch_size=8),

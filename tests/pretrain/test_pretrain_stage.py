@@ -15,7 +15,7 @@ from lm.weights import load_language_model
 from pretrain.stage import PretrainConfig, bits_per_byte, prepare_tokenizer, train
 from tests.token_files import pretrain_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
-from training.data import DataConfig
+from training.data import TextConfig
 from training.metrics import read_metrics
 from training.packing import stream_rows
 from training.stage import StageContext
@@ -41,8 +41,8 @@ def write_config(folder: Path) -> PretrainConfig:
     for name, texts in (("train", TRAIN * 8), ("heldout", HELDOUT)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return PretrainConfig(
-        texts=(DataConfig(source=str(folder / "train.jsonl")),),
-        heldout=(DataConfig(source=str(folder / "heldout.jsonl")),),
+        texts=(TextConfig(source=str(folder / "train.jsonl")),),
+        heldout=(TextConfig(source=str(folder / "heldout.jsonl")),),
         tokenizer_texts=20,
         seq_len=16,
         num_steps=30,

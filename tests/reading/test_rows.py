@@ -36,7 +36,7 @@ def test_json_of_one_object_a_line_is_read_as_lines(tmp_path: Path) -> None:
         ("a.json", '[{"a": 1},\n{"a": }]', r"a\.json: line 2: not JSON: Expecting value at column 7"),
         ("a.json", '[{"a": 1}, 2]', r"a\.json: row 2: int found; a JSON object was expected"),
         ("a.jsonl", "[1]", r"a\.jsonl: line 1: list found; a JSON object was expected"),
-        ("a.csv", "a,b", r"a\.csv: suffix '\.csv'; one of "),
+        ("a.xlsx", "a,b", r"a\.xlsx: suffix '\.xlsx'; one of "),
     ],
 )
 def test_what_is_malformed_is_named(tmp_path: Path, name: str, text: str, words: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from playwright.sync_api import Browser, expect
 
 from compare.report.stage import answer_of, policy_table
 from compare.results import CompareResults
@@ -84,6 +85,15 @@ def reward_metrics(rng: random.Random, steps: int) -> list[dict[str, Any]]:
     return lines
 
 
+def dpo_metrics(rng: random.Random, steps: int) -> list[dict[str, Any]]:
+    lines = reward_metrics(rng, steps)
+    for line in lines:
+        done = line["step"] / steps
+        line |= {"chosen_reward": -0.3 * done, "rejected_reward": -0.8 * done, "margin": 0.5 * done}
+        line |= {"chosen_logprob": -10.8 - 3.1 * done, "rejected_logprob": -13.2 - 8 * done}
+    return lines
+
+
 def ppo_metrics(rng: random.Random, steps: int) -> list[dict[str, Any]]:
     lines = []
     for step in range(1, steps + 1):
@@ -94,6 +104,20 @@ def ppo_metrics(rng: random.Random, steps: int) -> list[dict[str, Any]]:
         line |= {"policy_loss": -0.01, "value_loss": 0.2, "clip_share": 0.1, "approx_kl": 0.01, "value_explained": 0.5}
         line |= {"failed_scores": 1 if step == 3 else 0, "tokens_per_second": 5100.0, "seconds": 0.9 * step}
         lines.append(line)
+    return lines
+
+
+def ppo_samples() -> list[dict[str, Any]]:
+    """Three prompts answered in three iterations, whose scores change by 1, 0 and 2; and a response that failed."""
+    lines = []
+    for step, scores in ((1, (0.0, 1.0, 2.0)), (40, (0.5, 1.0, 2.5)), (80, (1.0, 1.0, 4.0))):
+        for place, score in enumerate(scores):
+            line = {"step": step, "kind": "followed", "prompt_id": f"p{place}", "category": KINDS[place]}
+            line |= {"messages": [{"role": "user", "content": f"Question {place}?"}], "response": f"At {step} {place}."}
+            line |= {"score": score, "kl_nats": step / 50, "num_tokens": 5, "finished": place < 2}
+            lines.append(line)
+        drawn = {"step": step, "kind": "drawn", "prompt_id": "p9", "response": HOSTILE, "score": None, "kl_nats": None}
+        lines.append(lines[-1] | drawn)
     return lines
 
 
@@ -198,8 +222,25 @@ def make_run(run: Path, *, note: str = "") -> Path:
          "gold_accuracy": mean(0.861, 0.017, num_pairs=1100, num_tasks=300)},
         reward_metrics(rng, 120),
     )  # fmt: skip
+    chosen = {
+        "num_prompts": 600, "num_samples": 8, "num_kept": 590, "num_truncated": 210, "num_empty": 3, "num_failed": 2,
+        "num_identical": 11, "num_tied": 4, "sample_score": -0.3, "kept_score": 1.1,
+    }  # fmt: skip
+    trained = {"num_steps": 60, "heldout_loss_before": 0.51, "heldout_loss": 0.46}
+    write_stage(run, "rejection", {"chosen": chosen, "trained": trained}, language_metrics(rng, 60, 0.5, 0.46))
+    write_stage(
+        run, "dpo",
+        {"loss": "sigmoid", "beta": 0.1, "num_steps": 120, "train_comparisons": 1080, "train_rankings": 1190,
+         "heldout_comparisons": 120, "heldout_accuracy": mean(0.73, 0.02, num_pairs=1344, num_tasks=120),
+         "margin": mean(0.49, 0.05), "length_correlation": -0.26, "num_pairs": 6480, "num_equal_pairs": 12,
+         "pairs": {"chosen_logprob_before": -10.8, "chosen_logprob": -13.9, "rejected_logprob_before": -13.2,
+                   "rejected_logprob": -21.2, "chosen_tokens": 21.3, "rejected_tokens": 22.2}},
+        dpo_metrics(rng, 120),
+    )  # fmt: skip
     scale = {"score_scale_mean": -0.3, "score_scale_std": 1.27}
     write_stage(run, "ppo", {"num_iterations": 80, "final_kl_coef": 0.0512, **scale}, ppo_metrics(rng, 80))
+    lines = "".join(json.dumps(line) + "\n" for line in ppo_samples())
+    (run / "ppo" / "samples.jsonl").write_text(lines, encoding="utf-8")
     write_stage(run, "compare", compare_results(), [])
     return run
 
@@ -285,13 +326,14 @@ def test_page_is_sound_and_loads_nothing(whole_run: Path, read_page: ReadPage) -
     page = (whole_run / "report.html").read_text(encoding="utf-8")
     outline = read_page(page)
     assert outline.open == []
-    assert not {"script", "img", "link", "iframe", "object", "image"} & set(outline.tags)
+    assert not {"img", "link", "iframe", "object", "image"} & set(outline.tags)
+    assert outline.tags.count("script") == 1  # that which searches samples
     assert len(outline.ids) == len(set(outline.ids))
     assert set(outline.references) <= {*outline.ids, "compare/report.html"}
     without_text = re.sub(r">[^<]*<", "><", page)
     assert not re.search(r"https?://|@import|url\((?!#)", without_text)
     assert outline.tags.count("table") == outline.tags.count("caption")
-    assert page.count('role="img" aria-label="') == outline.tags.count("figure") == 16
+    assert page.count('role="img" aria-label="') == outline.tags.count("figure") == 30
 
 
 def test_hostile_text_is_escaped(run: Path, read_page: ReadPage) -> None:
@@ -309,7 +351,8 @@ def test_hostile_text_is_escaped(run: Path, read_page: ReadPage) -> None:
     (run / "job.toml").write_text(job, encoding="utf-8")
     write_report(run)
     page = (run / "report.html").read_text(encoding="utf-8")
-    assert "<script" not in page
+    assert page.count("<script") == 1  # our own
+    assert "<script>alert" not in page
     assert "<img" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "a\ufffdb\ufffdc\u202ed&lt;/p&gt;" in page
@@ -365,6 +408,45 @@ def test_unfinished_stage_shows_its_curves(run: Path) -> None:
     assert report["stages"]["ppo"] == {"status": "unfinished", "step": 40, "num_steps": 80}
     assert "Unfinished: step 40 of 80." in page
     assert "Curves of ppo, score" in page
+
+
+def test_answers_to_the_same_prompts_during_training(whole_run: Path, browser: Browser) -> None:
+    """The table by hand: changes of 1, 0 and 2 have mean 1 ± 4.303/√3, by Student's t with 2 degrees of freedom."""
+    page = browser.new_context(viewport={"width": 390, "height": 800}).new_page()
+    page.goto((whole_run / "report.html").as_uri())
+    rows = page.get_by_role("table", name="The same 3 prompts").get_by_role("row").all_inner_texts()
+    assert [" ".join(text.split()) for text in rows[1:]] == [
+        "1 1.00 \u22121.48 to 3.48 – 0.02 0.02 to 0.02 5 67%",
+        "40 1.33 \u22121.25 to 3.92 0.33 \u22120.38 to 1.05 0.80 0.80 to 0.80 5 67%",
+        "80 2.00 \u22122.30 to 6.30 1.00 \u22121.48 to 3.48 1.60 1.60 to 1.60 5 67%",
+    ]
+    section = page.get_by_role("region", name="Samples during training")
+    followed, drawn = section.locator(".samples").all()
+    notes = ["score 0.00 → 1.00", "score 1.00 → 1.00", "score 2.00 → 4.00"]
+    assert followed.locator(".sample .by").all_inner_texts() == notes
+    assert followed.locator(".sample").first.locator(".response h3").all_inner_texts() == [
+        "Iteration 1", "Iteration 40", "Iteration 80",
+    ]  # fmt: skip
+    assert not drawn.is_visible()
+    # Each browser of samples is searched by itself, and a link opens what hides its sample.
+    followed.get_by_role("searchbox").fill("at 40 2.")
+    expect(followed.get_by_role("status")).to_have_text("1 to 1 of 1 prompt that fit")
+    page.evaluate("location.hash = '#prompt-training-40-1'")
+    expect(drawn.get_by_text(HOSTILE).nth(1)).to_be_visible()
+    expect(drawn.get_by_role("status")).to_have_text("1 to 3 of 3 prompts that fit")
+    expect(page.get_by_role("navigation", name="Contents").get_by_role("link")).to_have_text(
+        ["The comparison", "Samples side by side", "Samples during training", "The loop, stage by stage",
+         "Where the numbers come from"]
+    )  # fmt: skip
+    page.locator("details.folded").evaluate_all("all => all.forEach(one => { one.open = true; })")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.context.close()
+
+
+def test_a_run_without_a_comparison_says_what_its_figures_do_not(run: Path) -> None:
+    shutil.rmtree(run / "compare")
+    verdict = write_report(run)["verdict"]
+    assert "only better at pleasing this score (reward hacking), the figures do not say: nothing else has" in verdict
 
 
 def test_nan_becomes_null(run: Path) -> None:
@@ -428,6 +510,25 @@ def test_verdict_is_honest(run: Path) -> None:
     assert "too few prompts for an interval" in text
 
 
+def test_verdict_of_two_policies_compares_them_too(run: Path) -> None:
+    """DPO next to PPO: each against SFT, and one against the other; headlines of both."""
+    file = "compare/results.json"
+    content = read(run / file)
+    rate = {"num_prompts": 200, "holm_p": 0.5}
+    content["policies"] = {**content["policies"], "dpo": content["policies"]["ppo"]}
+    content["pairs"]["dpo/sft"] = {"win_rate": mean(0.7, 0.04, **rate)}
+    content["pairs"]["dpo/ppo"] = {"win_rate": mean(0.48, 0.04, **rate)}
+    (run / file).write_text(json.dumps(content), encoding="utf-8")
+    found = answer(run)
+    assert (found.tone, found.text.index("DPO beats SFT 70%")) == ("better", 0)
+    assert "PPO beats SFT" in found.text
+    assert found.text.endswith("DPO beats PPO 48% of the time (95% 44 to 52%), which shows no difference.")
+    report = write_report(run)
+    assert report["verdict"].startswith("DPO beats SFT 70%")
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert all(title in page for title in ("DPO over SFT", "PPO over SFT", "DPO&#39;s KL from SFT"))
+
+
 def test_verdict_warns_of_what_a_win_rate_hides(run: Path) -> None:
     change(run, "compare/results.json", "policies.ppo.distinct_2", 0.31)
     change(run, "compare/results.json", "policies.ppo.end_rate", 0.42)
@@ -446,8 +547,26 @@ def test_note_is_a_caution(tmp_path: Path) -> None:
     assert page.index("Too small to mean anything.") < page.index(report["verdict"][:40])
 
 
+def test_rows_that_were_too_long_are_counted_where_they_were_left_out(run: Path) -> None:
+    for stage in ("sft", "collect", "reward", "ppo", "compare"):
+        change(run, f"{stage}/results.json", "overlong", {"num_rows": 90, "num_truncated": 2, "num_skipped": 1})
+    write_report(run)
+    text = (run / "report.html").read_text()
+    assert text.count("3 of 90 too long: 2 truncated, 1 skipped") == 5
+
+
+def test_prompts_without_kinds_have_no_table_of_kinds(run: Path) -> None:
+    write_report(run)
+    assert "Kinds of prompt" in (run / "report.html").read_text()
+    for name, found in compare_results()["policies"].items():
+        change(run, "compare/results.json", f"policies.{name}.by_kind", {"": found["gold_score"]["mean"]})
+    write_report(run)
+    assert "Kinds of prompt" not in (run / "report.html").read_text()
+
+
 def test_numbers_as_people_read_them() -> None:
     assert [number(value) for value in (-1.5, 12345, 0.005, None)] == ["\u22121.50", "12,345", "0.01", "–"]
+    assert [number(-0.04, 1), number(-0.05, 1), number(0.0)] == ["0.0", "\u22120.1", "0.00"]
     assert [percent(value) for value in (0.826, 0.999, 1.0, 0.0, 0.001)] == ["83%", "99.9%", "100%", "0%", "0.1%"]
     assert [duration(value) for value in (3.21, 48.2, 252.0, 7500.0)] == ["3.2 s", "48 s", "4 min 12 s", "2 h 05 min"]
     assert [number(math.nan), percent(math.nan)] == ["–", "–"]

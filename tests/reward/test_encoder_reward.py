@@ -14,7 +14,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, load_model, read_config, save_model
 from reward.comparisons import RankingsConfig
 from reward.config import RewardConfig
-from reward.scoring import RewardModel, network_folder, sequence_scores
+from reward.scoring import RewardModel, head_scores, network_folder
 from reward.training import network_source
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
@@ -78,11 +78,11 @@ def test_padding_changes_no_score_and_transformers_gives_the_same(finished: Path
     sequences = [
         judge.tokenizer.encode(f"<|end|>The fox?<|end|>{text}<|end|>") for text in ("Far", "In the bush!!", "!")
     ]
-    together = sequence_scores(judge.network, sequences, "encoder")[:, 0].tolist()
+    together = head_scores(judge.network, sequences)[:, 0].tolist()
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(finished / "model").eval()
     assert theirs.config.num_labels == 1
     for score, tokens in zip(together, sequences, strict=True):
-        assert score == pytest.approx(float(sequence_scores(judge.network, [tokens], "encoder")), abs=1e-5)
+        assert score == pytest.approx(float(head_scores(judge.network, [tokens])), abs=1e-5)
         assert score == pytest.approx(float(theirs(torch.tensor([tokens])).logits), abs=1e-4)
 
 

@@ -16,6 +16,7 @@ import pytest
 from endpoints import retries
 from reward.external import RemoteReward, RewardFunction, Scored, score_in_parts
 from tests.serving import serving
+from training.notices import speaking_through
 
 ASKED = [[{"role": "user", "content": text}] for text in ("one?", "two?", "three?")]
 TEXTS = ["a", "bb", "ccc"]
@@ -143,7 +144,7 @@ def test_a_function_that_is_not_there_is_named(rewards: Callable[[str], RewardFu
         _ = RewardFunction(name).function
 
 
-def test_the_users_own_lines_are_told_and_no_others(rewards: Callable[[str], RewardFunction]) -> None:
+def test_only_the_users_own_lines_are_shown(rewards: Callable[[str], RewardFunction]) -> None:
     """Neither Heed's frames nor those of the library that raised."""
     (scored,) = rewards("deep").score(ASKED[:1], TEXTS[:1])
     first, *frames = scored.failure.splitlines()
@@ -318,3 +319,18 @@ def test_a_function_is_called_in_parts_on_the_calling_thread(tmp_path: Path) -> 
     )
     found = score_in_parts(RewardFunction(f"{file}:score"), [ASKED[0]] * 5, TEXTS[:1] * 5, size=2)
     assert [scored.score for scored in found] == [2, 2, 2, 2, 1]
+
+
+def test_what_a_function_prints_is_heard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Through the speaker of a worker; in the user's own process on standard output, as always."""
+    path = tmp_path / "printing.py"
+    path.write_text(
+        "def score(prompts, responses):\n    print('scoring', *responses)\n    return [1.0] * len(responses)\n"
+    )
+    reward, heard = RewardFunction(f"{path}:score"), list[str]()
+    with speaking_through(heard.append):
+        assert reward.score(ASKED, TEXTS) == [Scored(1.0)] * 3
+    assert heard == [f"{path}:score: scoring a bb ccc"]
+    assert capsys.readouterr().out == ""
+    reward.score(ASKED, TEXTS)
+    assert capsys.readouterr().out == "scoring a bb ccc\n"

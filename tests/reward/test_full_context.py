@@ -1,4 +1,4 @@
-"""A response that fills the context and was cut off: there is no place for the end token at which scores are read."""
+"""A truncated response that fills the context leaves no room for EOS, where scores are read."""
 
 import math
 
@@ -50,7 +50,7 @@ def test_where_positions_end_with_the_context_the_last_token_gives_way(tokenizer
     expected = learned.score_sequences([[*prompt, *response[:-1], tokenizer.end_id]])
     assert learned.score(tokenizer, [ASKED], [prompt], [response]) == expected
     assert math.isfinite(expected[0])
-    # A finished one fills the context with its end token, and one that is shorter keeps all of its tokens.
+    # A finished response fills the context with its EOS, and a shorter one keeps all of its tokens.
     ended = [*response[:-1], tokenizer.end_id]
     assert learned.score(tokenizer, [ASKED], [prompt], [ended]) == expected
     assert learned.sequences(tokenizer, [ASKED], [prompt], [response[:-1]]) == [[*prompt, *ended]]

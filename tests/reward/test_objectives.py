@@ -1,4 +1,4 @@
-"""Several objectives on one body: each head learns from its own rankings, is shifted and measured by itself."""
+"""Several objectives on one trunk: each head learns from its own rankings, and is shifted and measured separately."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def ranking_rows() -> list[dict[str, Any]]:
-    """Forty tasks by how loud and ten by how calm. The calm ones have ratings, and Bo judges them upside down."""
+    """Forty tasks judged by loudness and ten by calmness. The calm ones have ratings, and Bo judges them in reverse."""
     rows = []
     for objective, labelers, every in ((LOUD, ("ann", "bo", "cy"), 1), (CALM, ("ann", "bo", "cy"), 4)):
         for i, labeler in itertools.product(range(0, 40, every), labelers):
@@ -125,7 +125,7 @@ def test_a_comparison_trains_the_head_of_its_objective_alone(two_heads: RewardLe
 
 
 def test_each_objective_is_learned_as_if_it_were_alone(two_heads: RewardLearner, tiny_config: ModelConfig) -> None:
-    """The loss of a mixed batch is the sum of what two plain reward models give, one an objective."""
+    """The loss of a mixed batch is the sum of the losses of two plain reward models, one per objective."""
     plain = RankingObjective(COMPARISONS, "decoder", rating_coef=0.5, rating_std=(1.0, 2.0))
     mixed, _ = plain.loss(two_heads, np.arange(3), CPU)
     state, total = two_heads.network.state_dict(), 0.0
@@ -272,7 +272,11 @@ def test_objectives_differ_and_have_names(tmp_path: Path, names: tuple[str, ...]
     ("labels", "weights", "words"),
     [
         (("a", "b"), {}, r"R: a reward model of the objectives a, b; weights are given for none; a weight for each of"),
-        (("a", "b"), {"a": 1.0}, r"weights are given for a; a weight for each of a, b was expected \(ppo.objective_w"),
+        (
+            ("a", "b"),
+            {"a": 1.0},
+            r"weights are given for a; a weight for each of a, b was expected \(objective_weights of",
+        ),
         (("a", "b"), {"a": 1.0, "b": 1.0, "c": 1.0}, r"weights are given for a, b, c; a weight for each of a, b"),
         (("a", "b"), {"a": 1.0, "b": float("nan")}, r"the weight of 'b' is nan; a finite number was expected"),
         (("a", "b"), {"a": 0.0, "b": 0.0}, r"the weights of a, b are all 0"),

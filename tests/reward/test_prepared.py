@@ -15,7 +15,7 @@ from reward.config import RewardConfig
 from reward.prepared import PreparedRankings, ranking_parts, split_of
 from training.config import BatchConfig, OptimizerConfig
 from training.data import DataConfig
-from training.tokens import SEQUENCES, write_arrays
+from training.tokens import CHECKED_SEQUENCES, write_arrays
 
 SEED, CONTEXT = 7, 400
 
@@ -54,7 +54,7 @@ def prepared(
 ) -> PreparedRankings:
     config, found = read
     folder = tmp_path_factory.mktemp("prepared") / "tokens"
-    write_arrays(folder, SEQUENCES, partial(ranking_parts, tokenizer, found, CONTEXT))
+    write_arrays(folder, CHECKED_SEQUENCES, partial(ranking_parts, tokenizer, found, CONTEXT, "refuse", "reward"))
     return PreparedRankings.of(found, config, SEED, folder)
 
 
@@ -70,6 +70,7 @@ def test_comparisons_are_those_of_the_texts(
     for one, other in zip(ours, expected, strict=True):
         assert [list(sequence) for sequence in one.sequences] == [list(sequence) for sequence in other.sequences]
         assert (one.task_id, one.verdicts, one.objective) == (other.task_id, other.verdicts, other.objective)
+        assert one.response_tokens == other.response_tokens
 
 
 def test_statistics_need_no_texts(read: tuple[RewardConfig, Found], prepared: PreparedRankings) -> None:

@@ -1,4 +1,4 @@
-"""The reward stage on data as it was published: a real file where it is here, and the formats' place in the config."""
+"""The reward stage on published data: a real file where there is one, and the config's key for its format."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import load_scalar_model, save_model
 from reward.comparisons import RankingsConfig, read_judgments, read_rankings
 from reward.config import RewardConfig
-from reward.training import WARNINGS
+from reward.prepared import WARNINGS
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -24,7 +24,7 @@ NUM_ROWS = 90  # the first odd row is among them
 
 
 def model_for(rankings: RankingsConfig, folder: Path, tiny_config: ModelConfig) -> Path:
-    """A tiny model with a vocabulary of the data and room for its dialogues."""
+    """A tiny model whose vocabulary and context fit the data."""
     texts = [text for r in read_rankings(rankings) for text in (*r.responses, *(turn.content for turn in r.prompt))]
     tokenizer = Tokenizer.train(texts, 1000, "chat")
     model = LanguageModel(tiny_config.model_copy(update={"max_position_embeddings": 2048, "vocab_size": 1024}))

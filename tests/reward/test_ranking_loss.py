@@ -73,7 +73,7 @@ def test_every_pair_pulls_once_with_weight_one_over_their_number() -> None:
     scores = torch.zeros(1, 4, requires_grad=True)
     loss, _ = ranking_loss(scores, torch.tensor([[3, 1, 4, 2]]))
     loss.sum().backward()
-    # At equal scores each of the 6 pairs pulls its winner up by ½: wins less losses are -1, 3, -3, 1.
+    # At equal scores each of the 6 pairs pulls its winner up by ½; wins minus losses are -1, 3, -3, 1.
     assert scores.grad is not None
     assert scores.grad[0].tolist() == pytest.approx([-x * 0.5 / 6 for x in (-1, 3, -3, 1)], abs=1e-7)
 
@@ -98,7 +98,7 @@ def test_a_tie_in_scores_is_no_right_answer() -> None:
 
 
 def davidson_looped(scores: list[float], ranks: list[int], nu: float) -> float:
-    """Davidson's three chances in the strengths themselves, pair by pair."""
+    """Davidson's three probabilities from the strengths, pair by pair."""
     losses = []
     for i, j in itertools.combinations(range(len(ranks)), 2):
         first, second = math.exp(scores[i]), math.exp(scores[j])
@@ -121,7 +121,7 @@ def test_davidsons_loss_equals_a_double_loop(comparisons: list[tuple[list[float]
 
 
 def test_davidson_by_hand() -> None:
-    # Equals with ν = 2: each outcome's worth is 1, 2, 1, so a tie has chance ½ and a win ¼.
+    # Equal strengths with ν = 2: the outcomes weigh 1, 2, 1, so a tie has probability ½ and a win ¼.
     loss, _ = davidson_loss(torch.zeros(2, 2), torch.tensor([[1, 1], [1, 2]]), torch.full((2,), math.log(2)))
     assert loss.tolist() == pytest.approx([math.log(2), math.log(4)], abs=1e-6)
     # Strengths 4 and 1 with ν = ½: 4, ½·2 = 1 and 1, of 6.
@@ -138,7 +138,7 @@ def test_davidson_without_ties_is_bradley_and_terry() -> None:
 
 
 def test_davidsons_gradient_by_hand() -> None:
-    """For log ν it is expected less seen ties; for a score, expected less seen wins, a tie half of one."""
+    """For log ν it is expected minus observed ties; for a score, expected minus observed wins, a tie counting half."""
     scores = torch.tensor([[math.log(4), 0.0]], requires_grad=True)
     log_nu = torch.tensor([math.log(0.5)], requires_grad=True)
     for ranks, seen_tie, seen_share in ((([1, 1]), 1, 0.5), (([1, 2]), 0, 1.0), (([2, 1]), 0, 0.0)):

@@ -19,9 +19,10 @@ from reward.comparisons import Comparison, RankingsConfig, Verdict, read_ranking
 from reward.config import RewardConfig
 from reward.learner import AuxiliaryParameters, RewardLearner
 from reward.objective import RankingObjective
-from reward.scoring import head_scores, sequence_scores
+from reward.scoring import head_scores, read_by, scores_of
 from tests.token_files import train_reward
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
+from training.data import DataConfig
 from training.metrics import read_metrics
 from training.stage import StageContext
 
@@ -47,9 +48,11 @@ SEQUENCES = [tuple(range(3, 3 + length)) for length in (7, 2, 11, 5, 1, 9, 2)]
 
 def test_scores_are_those_of_each_sequence_alone(scalar: ScalarModel) -> None:
     expected = [alone(scalar, sequence) for sequence in SEQUENCES]
-    assert sequence_scores(scalar, SEQUENCES, "decoder")[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
-    for batch_size in (1, 3, 128):
-        assert head_scores(scalar, SEQUENCES, batch_size)[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
+    assert scores_of(scalar, read_by(SEQUENCES, "decoder", torch.device("cpu")))[:, 0].tolist() == pytest.approx(
+        expected, abs=1e-5
+    )
+    for max_tokens in (1, 16, 1000):
+        assert head_scores(scalar, SEQUENCES, max_tokens)[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
     assert head_scores(scalar, []).shape == (0, 1)
 
 
@@ -97,7 +100,7 @@ DEMONSTRATIONS = [
 
 
 def config_for(folder: Path, **changes: Any) -> RewardConfig:
-    """Responses with more exclamation marks are better; a few are tied. Bo, who sees but one, ranks each third."""
+    """Responses with more exclamation marks are better; a few are tied. Bo looks at one and ranks every third task."""
     rankings = [
         {
             "task_id": f"t{i}",
@@ -111,7 +114,7 @@ def config_for(folder: Path, **changes: Any) -> RewardConfig:
     ]
     values = {
         "rankings": RankingsConfig(source=write_rows(folder / "rankings.jsonl", rankings).source),
-        "demonstrations": (write_rows(folder / "demonstrations.jsonl", DEMONSTRATIONS),),
+        "demonstrations": (DataConfig(source=write_rows(folder / "demonstrations.jsonl", DEMONSTRATIONS).source),),
         "heldout_share": 0.25,
         "num_epochs": 4.0,
         "batch": BatchConfig(batch_size=8, micro_batch_size=4),
@@ -188,7 +191,7 @@ def test_figures_of_the_heldout_rankings(finished: tuple[Path, RewardConfig, dic
 def test_training_starts_from_the_sft_model_and_a_unit_head(
     tmp_path: Path, model_folder: Path, tiny_config: ModelConfig
 ) -> None:
-    """One step at a rate of almost nothing leaves what the model was given."""
+    """One step at a learning rate near 0 leaves the model as it was."""
     optimizer = OptimizerConfig(learning_rate=1e-12, schedule="constant")
     config = config_for(tmp_path, num_epochs=0.01, optimizer=optimizer)
     context = StageContext(tmp_path / "run", SEED, 1, EngineConfig(precision="fp32", trackers=()))
@@ -213,10 +216,10 @@ def test_ratings_that_are_asked_for_and_missing_are_named(tmp_path: Path, model_
         train_reward(context, config_for(tmp_path, rating_coef=0.5), model_folder)
 
 
-def test_ties_with_a_chance_of_their_own_and_ratings(
+def test_ties_with_their_own_probability_and_ratings(
     tmp_path: Path, model_folder: Path, finished: tuple[Path, RewardConfig, dict[str, Any]]
 ) -> None:
-    """Ratings rise by 10 a mark, and Bo gives everything 3 more."""
+    """Ratings rise by 10 per mark, and Bo adds 3 to each."""
     plain = config_for(tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "rankings.jsonl").read_text().splitlines()]
     for row in rows:
@@ -238,7 +241,7 @@ def test_ties_with_a_chance_of_their_own_and_ratings(
     assert results["ties"]["heldout_log_likelihood"] > finished[2]["ties"]["heldout_log_likelihood"]
     assert finished[2]["ties"]["learned_nu"] is None
     assert results["ratings"]["heldout_explained"] > 0.5
-    # What was learned in addition to the score is no part of it: the directory holds a scalar model and nothing else.
+    # What was learned in addition to the score is not saved: the directory holds only a scalar model.
     model = load_scalar_model(context.model_folder).eval()
     assert {name for name, _ in model.named_parameters()} == {
         name for name, _ in ScalarModel(model.config).named_parameters()
@@ -246,7 +249,7 @@ def test_ties_with_a_chance_of_their_own_and_ratings(
 
 
 def test_a_labeler_who_is_often_wrong_weighs_less(tmp_path: Path, model_folder: Path) -> None:
-    """Cy, Di and Ed see every task; Ed turns every second ranking round, and is outvoted."""
+    """Cy, Di and Ed see every task; Ed reverses every second ranking and is outvoted."""
     config = config_for(tmp_path, labeler_weights="reliability", num_epochs=0.2)
     rows = [json.loads(line) for line in (tmp_path / "rankings.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["labeler"] == "ann"]

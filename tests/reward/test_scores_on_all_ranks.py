@@ -56,13 +56,13 @@ def config_for(folder: Path) -> RewardConfig:
 
 
 def train_and_count(folder: Path, start: Path, zero_stage: int, num_ranks: int) -> int:
-    """Train; returns how many sequences this rank read without gradients."""
+    """Train; returns how many tokens this rank read without gradients."""
     count = 0
 
     def note(module: torch.nn.Module, args: tuple[Any, ...], _: object) -> None:
         nonlocal count
         if isinstance(module, Transformer) and not module.training:
-            count += len(args[0])
+            count += args[0].numel()
 
     folder.mkdir(parents=True, exist_ok=True)
     rank = os.environ.get("RANK", "0")
@@ -102,7 +102,7 @@ def two_ranks(
 @pytest.mark.parametrize("zero_stage", ZERO_STAGES)
 def test_each_rank_scores_its_share(two_ranks: Path, zero_stage: int) -> None:
     counts = [int((two_ranks / f"zero-{zero_stage}" / f"count-{rank}").read_text()) for rank in range(2)]
-    assert min(counts) > 0.8 * max(counts), f"sequences read without gradients by rank: {counts}"
+    assert min(counts) > 0.8 * max(counts), f"tokens read without gradients by rank: {counts}"
 
 
 @pytest.mark.parametrize("zero_stage", ZERO_STAGES)

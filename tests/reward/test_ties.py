@@ -1,4 +1,4 @@
-"""The chance of a tie, fitted after training and learned in it."""
+"""The probability of a tie, fitted after training or learned during it."""
 
 import math
 
@@ -30,7 +30,7 @@ def test_nu_is_recovered() -> None:
     rankings, scores = drawn_rankings(20_000, 0.6, seed=1)
     figures = tie_metrics(rankings[:15_000], rankings[15_000:], scores, seed=0)
     assert figures["nu"] == pytest.approx(0.6, rel=0.05)
-    # No other ν makes the held-out outcomes likelier by more than chance: the derivative there is about 0.
+    # The likelihood of the held-out outcomes is maximal at this ν: its derivative there is about 0.
     assert figures["low"] is not None
     assert figures["high"] is not None
     assert figures["low"] < figures["heldout_log_likelihood"] < figures["high"]  # type: ignore[operator]

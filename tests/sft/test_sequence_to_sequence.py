@@ -14,7 +14,8 @@ from lm.model import init_weights
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import load_model, save_model
-from sft.stage import SFTConfig, demonstration_parts, split_pair, train
+from sft.demonstrations import Limit, demonstration_parts, split_pair
+from sft.stage import SFTConfig, train
 from tests.token_files import sft_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
@@ -108,8 +109,8 @@ def test_a_pair_is_what_comes_before_the_last_response_and_that_response() -> No
 def test_source_and_target_must_fit_a_row_each(tmp_path: Path, masking_tokenizer: Tokenizer) -> None:
     long = write_data(tmp_path / "long.jsonl", [PAIRS[0], ("x" * 30, "y" * 40)])
     with pytest.raises(ValueError, match=r"long\.jsonl: line 2: source and target have 32 and 41 tokens"):
-        list(demonstration_parts(True, masking_tokenizer, long, 36, 0))
-    (part,) = demonstration_parts(True, masking_tokenizer, long, 41, 0)  # together they would not
+        list(demonstration_parts(masking_tokenizer, long, Limit(True, 36), 0))
+    (part,) = demonstration_parts(masking_tokenizer, long, Limit(True, 41), 0)  # together they would not
     assert len(part.arrays["lengths"]) == part.num_rows == 2
 
 
@@ -117,4 +118,4 @@ def test_a_source_must_be_there(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "alone.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "assistant", "content": "Far."}]}) + "\n")
     with pytest.raises(ValueError, match=r"alone\.jsonl: line 1: nothing comes before the response"):
-        list(demonstration_parts(True, tokenizer.with_template("plain"), (DataConfig(source=str(path)),), 40, 0))
+        list(demonstration_parts(tokenizer.with_template("plain"), (DataConfig(source=str(path)),), Limit(True, 40), 0))

@@ -11,12 +11,14 @@ from lm.generation import generate
 from lm.sampling import Choice
 from lm.tokenizer import Tokenizer
 from lm.weights import load_language_model
-from sft.stage import SFTConfig, demonstration_parts, make_objective, train
+from sft.demonstrations import Limit, demonstration_parts
+from sft.stage import SFTConfig, make_objective, train
 from tests.token_files import sft_tokens
 from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 from training.metrics import read_metrics
 from training.stage import StageContext
+from training.tokens import FITS, SKIPPED, TRUNCATED, sequence_arrays
 
 PAIRS = [("Where is the fox?", "In the bush."), ("Where is the dog?", "Far."), ("The bird?", "In the hand, 山.")]
 
@@ -102,7 +104,7 @@ def test_the_template_of_the_job_goes_into_the_model(tmp_path: Path, model_folde
 def test_a_conversation_longer_than_a_row_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     sources = write_data(tmp_path / "long.jsonl", [PAIRS[0], ("x" * 70, "y")])
     with pytest.raises(ValueError, match=r"long\.jsonl: line 2: the conversation has 7\d tokens; sft.seq_len all"):
-        list(demonstration_parts(False, tokenizer, sources, 64, 0))
+        list(demonstration_parts(tokenizer, sources, Limit(False, 64), 0))
 
 
 def test_no_demonstrations_are_refused(tmp_path: Path, model_folder: Path) -> None:
@@ -110,3 +112,40 @@ def test_no_demonstrations_are_refused(tmp_path: Path, model_folder: Path) -> No
     data = sft_tokens(tmp_path, config, model_folder)
     with pytest.raises(ValueError, match=r"none\.jsonl: no demonstrations; at least one was expected"):
         make_objective(False, Tokenizer.load(model_folder), config.demonstrations, data.training, 64)
+
+
+def test_long_conversations_are_skipped_or_cut_and_plain_texts_need_no_template(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    long = [{"prompt": "q", "completion": "x" * 90}, {"prompt": "y" * 90, "completion": "a"}, SHORT]
+    sources = (write_rows(tmp_path / "long.jsonl", *long),)
+    encoded = [tokenizer.encode_conversation(turns(row)) for row in long]
+    for choice, kept, fates in (
+        ("skip", [encoded[2]], [SKIPPED, SKIPPED, FITS]),
+        ("truncate", [tuple(part[:48] for part in encoded[0]), encoded[2]], [TRUNCATED, SKIPPED, FITS]),
+    ):
+        (part,) = demonstration_parts(tokenizer, sources, Limit(False, 48, choice), 0)
+        expected = sequence_arrays(kept)
+        assert part.arrays["overlong"].tolist() == fates
+        assert all((part.arrays[name] == array).all() for name, array in expected.items())
+    text = (write_rows(tmp_path / "text.jsonl", {"text": "Two and two."}),)
+    (part,) = demonstration_parts(tokenizer, text, Limit(False, 48), 0)
+    assert part.arrays["tokens"].tolist() == [*tokenizer.encode_plain(["Two and two."])[0], tokenizer.end_id]
+    assert part.arrays["counted"].all()
+    rendered = (
+        write_rows(tmp_path / "rendered.jsonl", {"text": tokenizer.render(turns(SHORT), add_generation_prompt=False)}),
+    )
+    with pytest.raises(ValueError, match=r"rendered\.jsonl: line 1: the text contains the name of a special token"):
+        list(demonstration_parts(tokenizer, rendered, Limit(False, 48), 0))
+
+
+SHORT = {"prompt": "Why?", "completion": "So."}
+
+
+def turns(row: dict[str, str]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+
+
+def write_rows(path: Path, *rows: dict[str, str]) -> DataConfig:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataConfig(source=str(path))

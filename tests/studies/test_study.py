@@ -3,17 +3,13 @@
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cluster.config import ClusterConfig
-from jobs import pipeline
 from jobs.job_file import load_job
-from jobs.recovery import Workers
 from preferences.records import Message, Ranking
 from reward.comparisons import RankingsConfig, read_rankings
 from studies.arms import arm_job, arms_of, cut_rankings, with_those_before
@@ -32,18 +28,6 @@ TINY = (
     "ppo.num_epochs=1",
 )
 JOBS = Path(__file__).parents[2] / "configs" / "jobs"
-
-
-@pytest.fixture
-def _shared_workers(tmp_path: Path) -> Iterator[None]:
-    """One group works for all arms: to start a worker takes longer than an arm of this size."""
-    workers = Workers((1,), tmp_path, ClusterConfig())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setattr(workers, "close", lambda: None)
-        patch.setattr(pipeline, "Workers", lambda *_: workers)
-        yield
-    workers.close()
 
 
 def results(runs: Path) -> dict[str, tuple[int, int]]:
@@ -115,7 +99,7 @@ def test_refusals_come_before_anything_runs(tmp_path: Path) -> None:
         )  # fmt: skip
     with pytest.raises(ValueError, match=r"the world has 3 labelers; 4 per task were expected"):
         run_study("all", JOBS / "study.toml", tmp_path, num_seeds=1, overrides=["world.num_labelers=3"])
-    with pytest.raises(ValueError, match=r"a study needs \[world\], \[model\] and a section of every stage"):
+    with pytest.raises(ValueError, match=r"a study needs \[world\], \[model\], \[pretrain\], \[sft\], "):
         run_study("all", JOBS / "function.toml", tmp_path, num_seeds=1)
     assert not list(tmp_path.iterdir())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.ports import free_port
+from endpoints.ports import free_port
 
 # DeepSpeed's first run on a machine compiles its shared-memory operator, which takes two minutes.
 LIMIT_SECONDS = 480
@@ -21,7 +21,8 @@ LimitFileSize = Callable[[int], AbstractContextManager[None]]
 
 @pytest.fixture(scope="session")
 def start_two_ranks() -> StartRanks:
-    """Runs `python PROGRAM FOLDER` as two ranks, or so many, to their end; a rank's output is in FOLDER/rank-N.log."""
+    """Runs `python PROGRAM FOLDER` as two ranks (by default) until they end; a rank's output is in
+    FOLDER/rank-N.log."""
 
     def start(program: str, folder: Path, num_ranks: int = 2, **variables: str) -> None:
         shared = {
@@ -48,7 +49,8 @@ def start_two_ranks() -> StartRanks:
 
 @pytest.fixture
 def limit_file_size() -> LimitFileSize:
-    """A context in which no file grows past so many bytes: as on a full disk, a write begins and then fails."""
+    """A context in which no file can grow beyond a number of bytes. As on a full disk, a write begins and then
+    fails."""
 
     @contextmanager
     def limit(num_bytes: int) -> Iterator[None]:

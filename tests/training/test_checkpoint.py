@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent."""
+"""Checkpoints are complete or absent."""
 
 import hashlib
 import json
@@ -100,7 +100,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path, 
     assert first.startswith("sft: checkpoint step-000006 is damaged and passed over: ")
     assert name in first
     assert second == "sft: resumes from step 3 of 9 (checkpoints/step-000003)"
-    # Training continues from step 3 and reaches 6 again.
+    # Training resumes from step 3 and reaches 6 again.
     write(tmp_path, 6)
     assert latest_checkpoint(tmp_path) == (final, 6)
 
@@ -142,7 +142,7 @@ def test_the_old_one_goes_only_after_the_new_one_is_whole(
 def test_what_lies_on_disk_at_every_point_of_a_commit_is_usable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed before any rename or removal, a sound checkpoint is there."""
+    """Wherever saving is killed, before any rename or removal, a complete checkpoint remains."""
     write(tmp_path, 3, keep=1)
     seen: list[int] = []
 
@@ -159,7 +159,7 @@ def test_what_lies_on_disk_at_every_point_of_a_commit_is_usable(
     monkeypatch.setattr(shutil, "rmtree", watch(shutil.rmtree))
     monkeypatch.setattr(Path, "rename", watch(Path.rename))
     write(tmp_path, 6, keep=1)
-    assert seen == [3, 6]  # rename, drop step-3
+    assert seen == [3, 6]  # rename, remove step-3
 
 
 DAMAGES = [flip_a_bit, truncate, add_a_file, lose_a_file, lose_the_manifest, cut_the_manifest]
@@ -170,13 +170,13 @@ def test_where_every_checkpoint_is_damaged_the_user_decides(tmp_path: Path, dama
     assert callable(damage)
     for step in (3, 6):
         damage(write(tmp_path, step))
-    (tmp_path / ".writing-000009").mkdir()  # an unfinished one is no damage, and no checkpoint
-    with pytest.raises(ValueError, match=r"every checkpoint of sft is damaged.*--from sft") as told:
+    (tmp_path / ".writing-000009").mkdir()  # an unfinished checkpoint is neither a checkpoint nor damage
+    with pytest.raises(ValueError, match=r"every checkpoint of sft is damaged.*--from sft") as raised:
         find_resumption(tmp_path, "sft")
-    assert str(tmp_path) in str(told.value)
-    assert "step-000003" in str(told.value)
-    assert "step-000006" in str(told.value)
-    assert "\n" not in str(told.value)
+    assert str(tmp_path) in str(raised.value)
+    assert "step-000003" in str(raised.value)
+    assert "step-000006" in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_an_unfinished_write_alone_is_no_damage(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_an_unfinished_write_alone_is_no_damage(tmp_path: Path) -> None:
 
 
 def test_checkpoints_that_cannot_be_read_are_not_taken_for_none(tmp_path: Path) -> None:
-    """A file in the folder's place, since the tests may run as root, who may read all folders."""
+    """Puts a file in the folder's place, because the tests may run as root, which can read every folder."""
     (tmp_path / "checkpoints").touch()
     with pytest.raises(ValueError, match=r"checkpoints: the folder of checkpoints cannot be read: Not a directory"):
         find_resumption(tmp_path / "checkpoints", "sft")
@@ -213,7 +213,7 @@ def test_several_ranks_verify_every_file_once_and_agree(tmp_path: Path) -> None:
         found = choose_sound(tmp_path, "sft", [read_manifest(folder) for folder in step_folders(tmp_path)], check)
         assert found.name == "step-000003"
         assert list(found.damaged) == ["step-000009", "step-000006"]
-        assert sorted(read) == sorted(["inner/weights.bin", "loop.json"] * 2)  # of steps 9 and 3; 6 lacks a file
+        assert sorted(read) == sorted(["inner/weights.bin", "loop.json"] * 2)  # of steps 9 and 3; step 6 lacks a file
 
 
 def test_damaged_checkpoints_of_later_steps_take_no_sound_ones_place(tmp_path: Path) -> None:

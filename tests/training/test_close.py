@@ -1,4 +1,4 @@
-"""A closed engine releases its memory: a worker lives through all stages, and each stage's engines with it.
+"""A closed engine releases its memory, because one worker runs all stages, and each stage's engines.
 
 This file is also the ranks' program: `python test_close.py FOLDER`.
 """
@@ -28,7 +28,7 @@ NUM_RANKS, NUM_ENGINES = 2, 3
 
 
 def live_bytes() -> int:
-    """Bytes of all tensors that Python can reach."""
+    """Returns the bytes of all tensors that Python can reach."""
     gc.collect()
     sizes = {}
     for found in gc.get_objects():
@@ -39,12 +39,12 @@ def live_bytes() -> int:
 
 
 def start_engine(zero_stage: int) -> Engine[LanguageModel]:
-    """An engine after two steps, when the optimizer's states are there."""
+    """Returns an engine after two steps, when the optimizer's states exist."""
     config = EngineConfig.model_validate({"precision": "bf16", "zero_stage": zero_stage, "trackers": ()})
     optimizer = OptimizerConfig(learning_rate=0.01, schedule="constant")
     source = RandomInit(lambda: LanguageModel(CONFIG), seed=3)
     engine = Engine(source, optimizer, config, world_size=NUM_RANKS, micro_batch=1)
-    for _ in range(2):  # ZeRO-3 records the first pass and works by the record from then on
+    for _ in range(2):  # ZeRO-3 records the first pass and follows the record from then on
         engine.accumulate([torch.tensor([[1, 2, 3]])], lambda row: (engine.model(row).float().square().mean(), {}))
         engine.step()
     return engine
@@ -54,17 +54,17 @@ def rank_program(folder: Path) -> None:
     num_parameters = count_parameters([on_meta(lambda: LanguageModel(CONFIG))])
     found: dict[int, list[float]] = {}
     for zero_stage in range(4):
-        start_engine(zero_stage).close()  # what libraries allocate at their first use is not the engine's
+        start_engine(zero_stage).close()  # memory that libraries allocate on first use does not belong to the engine
         base = live_bytes()
         other = start_engine(zero_stage)
         open_bytes = (live_bytes() - base) / num_parameters
         for _ in range(NUM_ENGINES):
             start_engine(zero_stage).close()
-        with torch.no_grad():  # an evaluation, and closing other engines took nothing of this one
+        with torch.no_grad():  # an evaluation; closing other engines did not affect this one
             assert bool(torch.isfinite(other.model(torch.tensor([[1, 2, 3]]))).all())
-        beside = (live_bytes() - base) / num_parameters
+        one_open = (live_bytes() - base) / num_parameters
         other.close()
-        found[zero_stage] = [open_bytes, beside, (live_bytes() - base) / num_parameters]
+        found[zero_stage] = [open_bytes, one_open, (live_bytes() - base) / num_parameters]
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
@@ -79,9 +79,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[..
 @pytest.mark.parametrize("zero_stage", range(4))
 def test_closed_engines_leave_no_tensors(ranks: list[dict[str, Any]], zero_stage: int) -> None:
     for rank in ranks:
-        open_bytes, beside, left = rank[str(zero_stage)]  # bytes per parameter
-        assert open_bytes > 6  # so that the measure sees an engine that is open
-        assert beside < open_bytes + 1
+        open_bytes, one_open, left = rank[str(zero_stage)]  # bytes per parameter
+        assert open_bytes > 6  # to show that the measurement notices an engine that is open
+        assert one_open < open_bytes + 1
         assert left < 1
 
 

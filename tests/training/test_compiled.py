@@ -1,4 +1,4 @@
-"""A lock that a killed compilation left behind."""
+"""A lock file that a killed compilation left."""
 
 import os
 import time
@@ -20,7 +20,7 @@ def test_each_installation_compiles_into_its_own_folder(tmp_path: Path, monkeypa
         choose_extension_folder()
         folders.add(os.environ["TORCH_EXTENSIONS_DIR"])
     assert len(folders) == 2
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # the user's own choice
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # set by the user
     choose_extension_folder()
     assert extension_folder(EXTENSION) == tmp_path / EXTENSION
 
@@ -30,7 +30,7 @@ def test_only_a_stale_lock_is_removed(
     age: float, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    drop_stale_lock()  # none is there
+    drop_stale_lock()  # no lock exists
     lock = tmp_path / EXTENSION / "lock"
     lock.touch()
     os.utime(lock, (time.time() - age,) * 2)

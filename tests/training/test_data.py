@@ -1,4 +1,4 @@
-"""Reading rows: every form that is read, and errors that name file, line and field."""
+"""Reading rows: every accepted form, and errors that name file, line and field."""
 
 import gzip
 import json
@@ -9,13 +9,17 @@ from typing import Any
 import datasets
 import pytest
 
-from training.data import DataConfig, read_conversations, read_prompts, read_rows, read_texts
+from training.data import DataConfig, TextConfig, read_conversations, read_prompts, read_rows, read_texts
 
 
 def jsonl(path: Path, *rows: Any) -> DataConfig:
-    """A row that is a string is written as it stands."""
+    """Writes rows as JSON; a row that is a string is written unchanged."""
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return DataConfig(source=str(path))
+
+
+def texts(data: DataConfig, field: str = "text") -> TextConfig:
+    return TextConfig(source=data.source, field=field)
 
 
 def say(*turns: tuple[str, str]) -> dict[str, Any]:
@@ -24,19 +28,19 @@ def say(*turns: tuple[str, str]) -> dict[str, Any]:
 
 def test_jsonl_with_blank_lines_and_gzip(tmp_path: Path) -> None:
     data = jsonl(tmp_path / "a.jsonl", {"text": "one"}, "", {"text": "zwölf 山"})
-    assert list(read_texts([data])) == ["one", "zwölf 山"]
+    assert list(read_texts([texts(data)])) == ["one", "zwölf 山"]
     assert [where for where, _ in read_rows(data)] == [f"{tmp_path}/a.jsonl: line 1", f"{tmp_path}/a.jsonl: line 3"]
     packed = tmp_path / "a.jsonl.gz"
     packed.write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
-    assert list(read_texts([DataConfig(source=str(packed)), data])) == ["one", "zwölf 山"] * 2
+    assert list(read_texts([TextConfig(source=str(packed)), texts(data)])) == ["one", "zwölf 山"] * 2
 
 
 def test_parquet(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     rows = [{"body": "one", **say(("user", "q"), ("assistant", "a"))}, {"body": "two", **say(("assistant", "b"))}]
     datasets.Dataset.from_list(rows).to_parquet(path)
-    data = DataConfig(source=str(path), field="body")
-    assert list(read_texts([data])) == ["one", "two"]
+    data = DataConfig(source=str(path))
+    assert list(read_texts([texts(data, "body")])) == ["one", "two"]
     assert [where for where, _ in read_rows(data)] == [f"{path}: row 1", f"{path}: row 2"]
     assert [messages for _, messages in read_conversations([data])] == [row["messages"] for row in rows]
 
@@ -45,7 +49,7 @@ def test_parquet(tmp_path: Path) -> None:
 def test_plain_text_gives_a_row_a_paragraph(tmp_path: Path, name: str) -> None:
     text = "One\nand one more.\n\nTwo.\n\n\nÜber drei.\n".encode()
     (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
-    found = [paragraph.strip() for paragraph in read_texts([DataConfig(source=str(tmp_path / name))])]
+    found = [paragraph.strip() for paragraph in read_texts([TextConfig(source=str(tmp_path / name))])]
     assert found == ["One\nand one more.", "Two.", "Über drei."]
 
 
@@ -72,7 +76,7 @@ def test_max_rows(tmp_path: Path) -> None:
 def test_a_bad_text_is_named_by_file_line_and_field(tmp_path: Path, row: Any, words: str) -> None:
     data = jsonl(tmp_path / "bad.jsonl", {"text": "fine"}, row)
     with pytest.raises(ValueError, match=rf"bad\.jsonl: line 2: {words}"):
-        list(read_texts([data]))
+        list(read_texts([texts(data)]))
 
 
 @pytest.mark.parametrize("name", ["latin.jsonl", "latin.jsonl.gz"])
@@ -80,7 +84,7 @@ def test_bytes_that_are_not_utf8_are_named_by_file(tmp_path: Path, name: str) ->
     line = '{"text": "\xfcber"}\n'.encode("latin-1")
     (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith(".gz") else line)
     with pytest.raises(ValueError, match=name):
-        list(read_texts([DataConfig(source=str(tmp_path / name))]))
+        list(read_texts([TextConfig(source=str(tmp_path / name))]))
 
 
 def test_a_gz_file_that_is_not_gzip_or_cut_short_is_named(tmp_path: Path) -> None:
@@ -88,17 +92,16 @@ def test_a_gz_file_that_is_not_gzip_or_cut_short_is_named(tmp_path: Path) -> Non
     for content in (rows, gzip.compress(rows)[:-12]):
         (tmp_path / "odd.jsonl.gz").write_bytes(content)
         with pytest.raises(ValueError, match=r"odd\.jsonl\.gz"):
-            list(read_texts([DataConfig(source=str(tmp_path / "odd.jsonl.gz"))]))
+            list(read_texts([TextConfig(source=str(tmp_path / "odd.jsonl.gz"))]))
 
 
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"text": "x"}, "field 'messages' is NoneType; a non-empty list was expected"),
         ({"messages": []}, "field 'messages' is list; a non-empty list was expected"),
         ({"messages": "hello"}, "field 'messages' is str"),
         ({"messages": ["hello"]}, r"field 'messages\[0\].role': system, user or assistant was expected"),
-        (say(("user", "q"), ("robot", "a")), r"field 'messages\[1\].role': system, user or assistant"),
+        (say(("user", "q"), ("robot", "a")), r"field 'messages\[1\].role' is 'robot'; system, user or assistant"),
         (say(("user", " "), ("assistant", "a")), r"messages\[0\]: field 'content' is empty"),
         ({"messages": [{"role": "assistant"}]}, r"messages\[0\]: field 'content' is missing"),
         (
@@ -111,21 +114,15 @@ def test_a_gz_file_that_is_not_gzip_or_cut_short_is_named(tmp_path: Path) -> Non
     ],
 )
 def test_a_bad_demonstration_is_named_by_file_line_and_field(tmp_path: Path, row: Any, words: str) -> None:
-    data = jsonl(tmp_path / "demos.jsonl", {"prompt": "q", "completion": "a"}, row)
+    good = say(("user", "q"), ("assistant", "a")) if "messages" in row else {"prompt": "q", "completion": "a"}
+    data = jsonl(tmp_path / "demos.jsonl", good, row)
     with pytest.raises(ValueError, match=rf"demos\.jsonl: line 2: {words}"):
         list(read_conversations([data]))
 
 
-def test_both_forms_of_demonstrations_are_read(tmp_path: Path) -> None:
-    talk = say(("system", "s"), ("user", "q"), ("assistant", "a"))
-    data = jsonl(tmp_path / "demos.jsonl", talk, {"prompt": "p", "completion": "c"})
-    pair = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}]
-    assert [messages for _, messages in read_conversations([data])] == [talk["messages"], pair]
-
-
 def test_prompts(tmp_path: Path) -> None:
     named = {"prompt": "one", "prompt_id": "x7", "kind": "list"}
-    data = jsonl(tmp_path / "p.jsonl", named, say(("user", "two")), {"prompt": "3"})
+    data = jsonl(tmp_path / "p.jsonl", named, {"prompt": "two"}, {"prompt": "3"})
     prompts = read_prompts(data)
     assert [(prompt.prompt_id, prompt.kind) for prompt in prompts] == [("x7", "list"), ("1", ""), ("2", "")]
     assert [prompt.messages[-1]["content"] for prompt in prompts] == ["one", "two", "3"]
@@ -149,9 +146,9 @@ def test_a_missing_file_and_an_unknown_suffix_are_named(tmp_path: Path) -> None:
         list(read_rows(DataConfig(source=str(tmp_path / "gone.jsonl"))))
     with pytest.raises(ValueError, match=r"gone\.txt\.gz: no such file"):
         list(read_rows(DataConfig(source=str(tmp_path / "gone.txt.gz"))))
-    (tmp_path / "a.csv").write_text("text\nhello\n")
-    with pytest.raises(ValueError, match=r"a\.csv: suffix '\.csv'; one of .*'\.jsonl'.* or a hub id was expected"):
-        list(read_rows(DataConfig(source=str(tmp_path / "a.csv"))))
+    (tmp_path / "a.xls").write_text("text\nhello\n")
+    with pytest.raises(ValueError, match=r"a\.xls: suffix '\.xls'; one of .*'\.jsonl'.* or a hub id was expected"):
+        list(read_rows(DataConfig(source=str(tmp_path / "a.xls"))))
 
 
 def test_a_hub_id_that_cannot_be_reached_is_named() -> None:

@@ -1,7 +1,7 @@
-"""A rank that never comes to a collective is noticed by those that wait for it.
+"""If a rank never reaches a collective, the ranks that wait for it notice.
 
-This file is also the ranks' program: `python test_deadline.py FOLDER`. Every case is a process group of its own, since
-none outlives a missed deadline.
+This file is also the ranks' program: `python test_deadline.py FOLDER`. Every case has its own process group, because
+none survives a missed deadline.
 """
 
 import multiprocessing
@@ -31,7 +31,7 @@ CONFIG = ModelConfig(
     num_key_value_heads=2,
     intermediate_size=24,
 )
-# DeepSpeed shares out gradients in a group of ranks of its own, after every micro-batch.
+# DeepSpeed reduces gradients in its own process group, after every micro-batch.
 ZERO_STAGES = [0, 2]
 
 
@@ -46,7 +46,7 @@ def step_alone(zero_stage: int, folder: Path) -> None:
     engine.barrier()
     if engine.rank == 1:
         wait_for(folder / f"given-up-{zero_stage}")
-        os._exit(0)  # what is left of the group cannot be taken down in order
+        os._exit(0)  # the process group can no longer be shut down in order
     started = time.monotonic()
     objective = CausalLMObjective(np.arange(18, dtype=np.int32).reshape(2, 9))
     try:

@@ -1,4 +1,4 @@
-"""One rank: a step is AdamW by hand, and no split of a batch changes it."""
+"""One rank: a step is AdamW by hand, and splitting a batch differently does not change it."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ def build(config: ModelConfig) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def ragged() -> PackedObjective:
-    """Rows of unequal numbers of counted tokens."""
+    """Rows with different numbers of counted tokens."""
     generator = np.random.default_rng(2)
     sequences = [
         (generator.integers(0, 288, length).tolist(), [t > prompt for t in range(length)])
@@ -58,7 +58,7 @@ def engine(tiny_config: ModelConfig) -> Iterator[Engine[LanguageModel]]:
 
 
 def shares(engine: Engine[LanguageModel], objective: PackedObjective) -> Callable[[IntArray], LossAndMetrics]:
-    """The loss of some of the first four rows, divided by the count of all four."""
+    """The loss of some of the first four rows, divided by the token count of all four."""
     count = objective.count(np.arange(4))
 
     def loss(rows: IntArray) -> LossAndMetrics:
@@ -73,7 +73,7 @@ def accumulate(engine: Engine[LanguageModel], objective: PackedObjective, micro:
 
 
 def plain_loss(model: LanguageModel, objective: PackedObjective) -> Tensor:
-    """The mean over counted tokens of all four rows at once, from PyTorch's cross-entropy."""
+    """The mean over the counted tokens of all four rows at once, by PyTorch's cross-entropy."""
     rows = objective.rows
     tokens, segments, counted = (torch.from_numpy(part[:4]) for part in (rows.tokens, rows.segments, rows.counted))
     logits = model(tokens, segments)[:, :-1]
@@ -83,7 +83,7 @@ def plain_loss(model: LanguageModel, objective: PackedObjective) -> Tensor:
 
 
 class AdamWByHand:
-    """Equations of arXiv 1711.05101, algorithm 2, with the gradient clipped by its global norm first."""
+    """Equations of arXiv 1711.05101, algorithm 2, after clipping the gradient by its global norm."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = list(model.parameters())
@@ -102,7 +102,7 @@ class AdamWByHand:
             m.copy_(beta1 * m + (1 - beta1) * g)
             v.copy_(beta2 * v + (1 - beta2) * g * g)
             m_hat, v_hat = m / (1 - beta1**self.t), v / (1 - beta2**self.t)
-            decay = OPTIMIZER.weight_decay if p.dim() > 1 else 0.0  # norms have no scale to shrink
+            decay = OPTIMIZER.weight_decay if p.dim() > 1 else 0.0  # norms are not decayed
             p.copy_(p - rate * (m_hat / (v_hat.sqrt() + OPTIMIZER.eps) + decay * p))
         return norm
 
@@ -123,7 +123,7 @@ def test_steps_equal_adamw_by_hand(
         assert norm > OPTIMIZER.max_grad_norm, "this test is about clipped gradients"
     expected_weights = twin.state_dict()
     for name, weight in engine.full_weights().items():
-        # Steps are of .01; one whose gradient is near 0 is as large, and shows how the gradient was rounded.
+        # Steps are about .01, whatever the gradient's size, so a gradient near 0 shows how it was rounded.
         torch.testing.assert_close(weight, expected_weights[name], atol=2e-5, rtol=1e-5, msg=name)
 
 
@@ -140,7 +140,7 @@ def muon(tiny_config: ModelConfig) -> Iterator[Engine[LanguageModel]]:
 def test_muon_moves_the_matrices_of_the_blocks_orthogonally_and_adamw_the_rest(
     muon: Engine[LanguageModel], ragged: PackedObjective, tiny_config: ModelConfig
 ) -> None:
-    """A first step: the momentum is the gradient, so the move is along U Vᵀ of the gradient's U S Vᵀ."""
+    """In the first step the momentum equals the gradient, so the update is along U Vᵀ of the gradient's U S Vᵀ."""
     twin = build(tiny_config)
     by_hand = AdamWByHand(twin)
     before = {name: weight.clone() for name, weight in twin.state_dict().items()}
@@ -158,7 +158,8 @@ def test_muon_moves_the_matrices_of_the_blocks_orthogonally_and_adamw_the_rest(
         num_matrices += 1
         kept = before[name] * (1 - 0.01 * MUON.weight_decay)
         direction = (kept - moved[name]) / (0.01 * 0.2 * math.sqrt(max(gradient.shape)))
-        # Five Newton-Schulz steps bring the singular values near 1 but for the smallest; they do not turn the vectors.
+        # Five Newton-Schulz steps bring the singular values close to 1, except the smallest; they do not rotate the
+        # vectors.
         u, _, v = torch.linalg.svd(gradient, full_matrices=False)
         stretched = u.T @ direction @ v.T
         values = stretched.diagonal()
@@ -178,7 +179,7 @@ def test_muon_continues_bit_for_bit(muon: Engine[LanguageModel], ragged: PackedO
     steps(muon, 2)
     with muon.checkpoint_writer() as writer:
         writer.save(tmp_path, 2, {"model": muon.state()})
-        steps(muon, 2)  # while it is written
+        steps(muon, 2)  # while it is being written
     expected = {name: weight.clone() for name, weight in muon.full_weights().items()}
     muon.load(tmp_path / "step-000002" / "model")
     assert not all(torch.equal(weight, expected[name]) for name, weight in muon.full_weights().items())
@@ -192,7 +193,7 @@ def test_muon_is_refused_where_matrices_are_cut_up(tiny_config: ModelConfig) -> 
 
 
 def test_one_rank_in_bf16_is_autocast_and_nothing_else(ragged: PackedObjective, tiny_config: ModelConfig) -> None:
-    """No DDP around one rank, no fp32 copy of the logits; loss and gradients are PyTorch's own, bit for bit."""
+    """One rank has no DDP and no fp32 copy of the logits; loss and gradients are PyTorch's own, bit for bit."""
     config = EngineConfig(precision="bf16", trackers=())
     engine = Engine(fresh(tiny_config), OPTIMIZER, config, world_size=1, micro_batch=4)
     assert type(engine.model) is LanguageModel
@@ -230,7 +231,7 @@ def test_metrics_are_summed_over_micro_batches_without_their_graph(engine: Engin
         logit = engine.model(torch.tensor([[1, 2, 3]]))[0, 0, 0]
     assert not sums["logit"].requires_grad
     torch.testing.assert_close(sums["logit"], 3 * logit)
-    assert sums["number"].tolist() == [12, 3]  # a sum and its own count
+    assert sums["number"].tolist() == [12, 3]  # a sum with its own count
     assert float(sums["rare"]) == 2.5
     assert set(sums) == {"logit", "number", "rare"}
 
@@ -240,7 +241,7 @@ def test_gradients_start_at_zero_in_every_step(engine: Engine[LanguageModel], ra
     engine.set_learning_rate(0.0)
     first = engine.step()
     accumulate(engine, ragged, micro=4)
-    again = engine.step()  # a rate of 0 leaves the weights as they were
+    again = engine.step()  # a learning rate of 0 leaves the weights unchanged
     assert again == pytest.approx(first, rel=1e-6)
 
 
@@ -249,7 +250,7 @@ def state_of_all(engine: Engine[LanguageModel]) -> dict[str, Tensor]:
 
 
 def lose_finiteness(engine: Engine[LanguageModel]) -> None:
-    """√0 is finite and its slope is not: the loss alone does not show it."""
+    """√0 is finite but its derivative is not: the loss alone does not show it."""
 
     def loss(tokens_BT: Tensor) -> LossAndMetrics:
         hidden = engine.model(tokens_BT)
@@ -262,7 +263,7 @@ def lose_finiteness(engine: Engine[LanguageModel]) -> None:
 def test_a_step_whose_loss_is_not_finite_is_skipped(
     engine: Engine[LanguageModel], ragged: PackedObjective, bad: float
 ) -> None:
-    """Though its gradient is finite."""
+    """although its gradient is finite"""
     accumulate(engine, ragged, micro=2)
     engine.step()
     before = state_of_all(engine)
@@ -275,7 +276,7 @@ def test_a_step_whose_loss_is_not_finite_is_skipped(
     assert engine.has_skipped
     after = state_of_all(engine)
     assert all(torch.equal(values, before[name]) for name, values in after.items())
-    accumulate(engine, ragged, micro=2)  # nothing of it is left
+    accumulate(engine, ragged, micro=2)  # nothing of it remains
     _, norm = engine.step()
     assert math.isfinite(norm)
     assert not engine.has_skipped
@@ -298,7 +299,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(engine: Engine[LanguageMode
     for _ in range(allowed):
         lose_finiteness(engine)
         engine.step()
-    accumulate(engine, ragged, micro=2)  # one good step, and counting begins again
+    accumulate(engine, ragged, micro=2)  # after one good step, counting starts again
     engine.step()
     for _ in range(allowed):
         lose_finiteness(engine)
@@ -337,7 +338,7 @@ def test_more_blocks_than_there_are_are_refused(tiny_config: ModelConfig) -> Non
 
 
 class Roundings(TorchDispatchMode):
-    """Counts how often fp32 numbers of a shape become bf16."""
+    """Counts how often fp32 numbers of a given shape are cast to bf16."""
 
     def __init__(self, shape: torch.Size) -> None:
         super().__init__()
@@ -367,7 +368,7 @@ def test_an_update_rounds_each_weight_once_and_has_the_same_gradients(
         found.append((roundings.count, [parameter.grad for parameter in engine.module.parameters()]))
         engine.close()
     (once, shared), (each, separate) = found
-    assert once == tiny_config.num_hidden_layers  # a weight of this shape in each
+    assert once == tiny_config.num_hidden_layers  # each block has one weight of this shape
     assert each == 4 * once
     for ours, expected in zip(shared, separate, strict=True):
         assert ours is not None

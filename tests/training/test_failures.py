@@ -14,13 +14,13 @@ from training.failures import CheckpointError, in_one_line
 
 
 def raised_from(cause: Exception) -> RuntimeError:
-    """As the driver raises what failed on a worker."""
+    """Raises it as the driver raises a worker's failure."""
     error = RuntimeError(f"sft: rank 1 of 2: {cause!r}\nTraceback ...")
     error.__cause__ = cause
     return error
 
 
-def test_a_full_disk_is_told_with_the_file_and_the_remedy() -> None:
+def test_a_full_disk_is_reported_with_the_file_and_the_remedy() -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/demo/sft/results.writing")
     expected = (
         "No space left on device (ENOSPC): runs/demo/sft/results.writing; free space there and run the same command"
@@ -31,7 +31,7 @@ def test_a_full_disk_is_told_with_the_file_and_the_remedy() -> None:
 
 
 def test_errors_of_safetensors_are_the_systems_own(tmp_path: Path) -> None:
-    """They are of no class of the system's; the limit stands for a disk that is full."""
+    """safetensors does not raise OSError; a file size limit stands in for a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
@@ -47,6 +47,6 @@ def test_failures_that_know_their_cause_say_it() -> None:
 
 
 @pytest.mark.parametrize("unknown", [KeyError("a"), FileNotFoundError(errno.ENOENT, "gone", "x"), RuntimeError("?")])
-def test_what_nobody_foresaw_keeps_its_traceback(unknown: Exception) -> None:
+def test_an_unforeseen_error_keeps_its_traceback(unknown: Exception) -> None:
     assert in_one_line(unknown) == ""
     assert in_one_line(raised_from(unknown)) == ""

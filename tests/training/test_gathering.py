@@ -1,4 +1,4 @@
-"""Weights gathered one tensor at a time from two ranks, at every ZeRO stage, and the average of shards of them.
+"""Weights gathered one tensor at a time from two ranks, at every ZeRO stage, and the average of their shards.
 
 This file is also the ranks' program: `python test_gathering.py FOLDER`.
 """
@@ -30,12 +30,12 @@ CONFIG = ModelConfig(
     num_key_value_heads=1, intermediate_size=127,
 )  # fmt: skip
 NUM_RANKS = 2
-FILE_BYTES = 200_000  # of the 1.8 million that the weights have
+FILE_BYTES = 200_000  # the weights have 1.8 million
 CASES = [(stage, precision) for stage in range(4) for precision in ("fp32", "bf16")]
 
 
 class CountedSource(RandomInit[LanguageModel]):
-    """Counts the tensors that are read of it, and the bytes that their reader then holds."""
+    """Counts the tensors that are read from it, and the bytes that their reader holds at each."""
 
     num_read = 0
     num_bytes = 0
@@ -88,7 +88,7 @@ def check_files_and_average(engine: Engine[LanguageModel]) -> None:
 
 
 def peak_of_streaming(engine: Engine[LanguageModel], dtype: torch.dtype, live: LiveBytes) -> int:
-    """Bytes of tensors beyond those of the engine, at the peak."""
+    """Returns the peak bytes of tensors beyond the engine's own."""
     with live.phase("weights"):
         for _ in engine.weights(dtype):
             pass
@@ -96,7 +96,7 @@ def peak_of_streaming(engine: Engine[LanguageModel], dtype: torch.dtype, live: L
 
 
 def peak_of_saving(engine: Engine[LanguageModel], folder: Path, live: LiveBytes) -> int:
-    """Bytes of tensors beyond those of the engine while rank 0 writes the model in several files."""
+    """Returns the peak bytes of tensors beyond the engine's own while rank 0 writes the model in several files."""
     tokenizer = Tokenizer.train(["words"], 270, "chat")
     with live.phase("save"):
         weights = engine.weights_for_file()
@@ -162,7 +162,7 @@ def test_gathered_weights_and_averages_of_shards(ranks: list[dict[str, Any]], st
     for rank in ranks:
         case = rank[f"{stage}-{precision}"]
         assert not case["error"], case["error"]
-        # No second copy: at most the one taken before, the next one, and the buffers that gloo fills it from.
+        # No second copy of the model: at most the last tensor, the next one, and gloo's receive buffers.
         assert case["loaded"] < (2.2 if stage in (1, 2) and precision == "bf16" else 4.2) * sum(sizes)
         assert case["growth"] <= 5 * max(sizes) < 0.4 * sum(sizes)
         assert case["saved"] <= FILE_BYTES + 4 * 3 * max(sizes) < 0.4 * 4 * sum(sizes)

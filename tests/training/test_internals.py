@@ -1,4 +1,4 @@
-"""What Heed uses of DeepSpeed, Accelerate and PyTorch beyond their public interfaces is there, and means what it meant.
+"""The private parts of DeepSpeed, Accelerate and PyTorch that Heed uses exist and have not changed their meaning.
 
 Each check is named after the attribute that it needs, so a failure says which one a new release removed or changed.
 This file is also the ranks' program: `python test_internals.py FOLDER`. Two ranks run all checks; the tests read what
@@ -29,7 +29,7 @@ from training.engine import Engine
 from training.state import ParamShard
 from training.zero import write_back, zero_shards
 
-# Odd sizes: with two ranks, every parameter is cut, and under ZeRO-3 its last part is padded.
+# Odd sizes: with two ranks every parameter is split, and under ZeRO-3 its last part is padded.
 CONFIG = ModelConfig(
     vocab_size=33, max_position_embeddings=8, hidden_size=10, num_hidden_layers=1, num_attention_heads=1,
     num_key_value_heads=1, intermediate_size=7,
@@ -39,7 +39,7 @@ RATE = 0.125
 
 
 def start_engine(zero_stage: int) -> Engine[LanguageModel]:
-    """bf16, so that the master weights are apart from those of a pass."""
+    """In bf16, so that master weights differ from the weights of a pass."""
     config = EngineConfig.model_validate({"precision": "bf16", "zero_stage": zero_stage, "trackers": ()})
     optimizer = OptimizerConfig(learning_rate=RATE, schedule="constant", max_grad_norm=1e-3)
     return Engine(
@@ -65,7 +65,7 @@ def check_gradient_state_set_sync_gradients(engine: Engine[LanguageModel]) -> No
 
 
 def check_ddp_set_params_and_buffers_to_ignore(engine: Engine[LanguageModel]) -> None:
-    """A buffer that differs between ranks stays different after a forward pass."""
+    """A buffer that differs between ranks still differs after a forward pass."""
 
     class WithBuffer(nn.Module):
         rank: Tensor
@@ -81,7 +81,8 @@ def check_ddp_set_params_and_buffers_to_ignore(engine: Engine[LanguageModel]) ->
     left_alone, sent = WithBuffer(), WithBuffer()
     internals.do_not_broadcast_buffers(left_alone)
     for module in (left_alone, sent):
-        parallel = DistributedDataParallel(module)
+        with internals.without_dynamo():
+            parallel = DistributedDataParallel(module)
         parallel(torch.zeros(1, 2)).sum().backward()
         parallel(torch.zeros(1, 2))
     assert float(sent.rank) == 0, "DDP no longer sends buffers by default: the function may have nothing left to do"
@@ -101,6 +102,14 @@ def check_the_types_name_of_a_model_without_deepspeed(engine: Engine[LanguageMod
     assert not internals.is_deepspeed_engine(engine.model)
 
 
+def check_disable_dynamo_and_get_optimize_ddp_mode_import_nothing(engine: Engine[LanguageModel]) -> None:
+    """Also not DeepSpeed's Muon and `torch.compiler.disable`, nor saving the state and closing of earlier engines."""
+    accumulate(engine, 2)
+    engine.step()
+    assert engine.state()
+    assert "torch._dynamo" not in sys.modules
+
+
 # --- DeepSpeed, at ZeRO 1, 2 and 3 ------------------------------------------------------------------------------------
 
 
@@ -109,7 +118,7 @@ def check_the_types_name_deepspeed_engine(engine: Engine[LanguageModel]) -> None
 
 
 def check_data_parallel_group_set_timeout(engine: Engine[LanguageModel]) -> None:
-    """tests/training/test_deadline.py shows that the limit holds."""
+    """tests/training/test_deadline.py shows that the time limit takes effect."""
     internals.set_collective_timeout(engine.model, timedelta(seconds=77))
     group = engine.model.data_parallel_group
     assert group._get_backend(engine.device).options._timeout == timedelta(seconds=77)
@@ -123,7 +132,7 @@ def check_deepspeed_plugin_deepspeed_config(engine: Engine[LanguageModel]) -> No
 
 
 def check_get_global_grad_norm(engine: Engine[LanguageModel]) -> None:
-    """The norm before clipping, of the gradient averaged over the ranks, which here is that of either."""
+    """The norm before clipping, of the gradient averaged over ranks, which here equals the gradient of each rank."""
     accumulate(engine)
     norm = internals.gradient_norm(engine.model)
     engine.step()
@@ -132,7 +141,7 @@ def check_get_global_grad_norm(engine: Engine[LanguageModel]) -> None:
     with torch.no_grad():
         for name, weight in engine.full_weights().items():
             alone.get_parameter(name).copy_(weight)
-    # The step was tiny: the gradient is still nearly the same, in fp32 here and in bf16 there.
+    # The step was tiny, so the gradient is nearly unchanged: fp32 here, bf16 there.
     alone(torch.tensor([[1, 2, 3]])).square().mean().backward()
     expected = torch.stack([p.grad.norm() for p in alone.parameters() if p.grad is not None]).norm() * NUM_RANKS
     assert 0.5 < norm / float(expected) < 2
@@ -162,7 +171,7 @@ def check_shards_are_all_fp32_weights_once(engine: Engine[LanguageModel]) -> Non
 
 
 def check_optimizer_state_of_a_shards_storage(engine: Engine[LanguageModel]) -> None:
-    """After a first step, AdamW's second moment is (1 - β₂) g², as large as the storage, and the step is counted."""
+    """After the first step, AdamW's second moment is (1 - β₂) g², as large as the storage, and the step is counted."""
     accumulate(engine)
     engine.step()
     for shard in shards_of(engine):
@@ -172,7 +181,7 @@ def check_optimizer_state_of_a_shards_storage(engine: Engine[LanguageModel]) -> 
 
 
 def check_writing_back_rounds_fp32_weights_into_the_parameters(engine: Engine[LanguageModel]) -> None:
-    """Each pass then computes with the new weights."""
+    """Passes then compute with the new weights."""
     for shard in shards_of(engine):
         shard.view(shard.storage).fill_(0.5)
     write_back(engine.model.optimizer, engine.config.zero_stage)
@@ -209,7 +218,7 @@ def check_params_to_release_is_cached(engine: Engine[LanguageModel]) -> None:
 
     function = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
     (cache,) = [cell.cell_contents for cell in function.__closure__ if hasattr(cell.cell_contents, "cache_clear")]
-    for _ in range(3):  # the first pass is recorded, later ones look up what they may release
+    for _ in range(3):  # the first pass is recorded; later ones look up what they may release
         engine.accumulate([None], lambda _: (engine.model(torch.tensor([[1, 2, 3]])).float().square().mean(), {}))
         engine.step()
     assert cache.cache_info().currsize > 0
@@ -222,6 +231,7 @@ WITHOUT_DEEPSPEED: list[Check] = [
     check_gradient_state_set_sync_gradients,
     check_ddp_set_params_and_buffers_to_ignore,
     check_the_types_name_of_a_model_without_deepspeed,
+    check_disable_dynamo_and_get_optimize_ddp_mode_import_nothing,
     check_accelerator_state_shared_state_and_reset_state,
 ]
 WITH_DEEPSPEED: list[Check] = [
@@ -234,6 +244,7 @@ WITH_DEEPSPEED: list[Check] = [
     check_get_global_grad_norm_of_a_skipped_step,
     check_writing_back_rounds_fp32_weights_into_the_parameters,
     check_deepspeed_plugin_deepspeed_config,
+    check_disable_dynamo_and_get_optimize_ddp_mode_import_nothing,
 ]
 ZERO3: list[Check] = [check_fwd_module_stack_holds_the_module, check_params_to_release_is_cached]
 CHECKS = {0: WITHOUT_DEEPSPEED, 1: WITH_DEEPSPEED, 2: WITH_DEEPSPEED, 3: [*WITH_DEEPSPEED, *ZERO3]}
@@ -247,7 +258,7 @@ def rank_program(folder: Path) -> None:
             try:
                 check(engine)
                 found[f"{check.__name__}-{zero_stage}"] = ""
-            except Exception:  # one that fails hides none of the others
+            except Exception:  # a check that fails does not hide others
                 found[f"{check.__name__}-{zero_stage}"] = traceback.format_exc()
         engine.close()
     (folder / f"found-{os.environ['RANK']}.json").write_text(json.dumps(found))

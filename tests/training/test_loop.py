@@ -1,4 +1,4 @@
-"""The training loop: a killed run resumes and ends with the weights of the run nobody touched, bit for bit."""
+"""The training loop: a killed run resumes and ends with the weights of an uninterrupted run, bit for bit."""
 
 import os
 import shutil
@@ -34,7 +34,7 @@ class KilledError(Exception):
 
 
 class Mortal(CausalLMObjective):
-    """Dies at its n-th forward pass; before some passes something happens."""
+    """Dies at its n-th forward pass; before some passes something else happens."""
 
     def __init__(self, rows: np.ndarray, passes: int, events: Mapping[int, Callable[[], object]]) -> None:
         super().__init__(rows)
@@ -52,7 +52,7 @@ class Mortal(CausalLMObjective):
 
 
 class Impatient(Engine[LanguageModel]):
-    """Tries a failed write again for a moment only."""
+    """Retries a failed write only briefly."""
 
     def checkpoint_writer(self) -> CheckpointWriter:
         writer = super().checkpoint_writer()
@@ -70,7 +70,7 @@ def make(
     events: Mapping[int, Callable[[], object]] = MappingProxyType({}),
     trackers: tuple[Literal["tensorboard"], ...] = (),
 ) -> tuple[Engine[LanguageModel], TrainingLoop[LanguageModel]]:
-    """Two micro-batches a step, dropout on."""
+    """Two micro-batches per step, with dropout."""
     source = RandomInit(lambda: LanguageModel(config, dropout=0.3), seed=4)
     engine_config = EngineConfig(precision="fp32", trackers=trackers, keep_checkpoints=keep)
     engine = Impatient(source, OPTIMIZER, engine_config, world_size=1, micro_batch=2)
@@ -81,7 +81,7 @@ def make(
 
 
 def run(folder: Path, config: ModelConfig, **options: Any) -> dict[str, Tensor]:
-    """As `make`, to the end; the weights."""
+    """Trains to the end, with the arguments of `make`; returns the weights."""
     engine, loop = make(folder, config, **options)
     try:
         loop.run()
@@ -103,7 +103,7 @@ def untouched(
     return run(folder, tiny_config), losses(folder)
 
 
-@pytest.mark.parametrize("passes", [1, 6, 9, 11])  # in step 0, between steps, and in the midst of a step
+@pytest.mark.parametrize("passes", [1, 6, 9, 11])  # in step 0, between steps, and within a step
 def test_a_killed_run_resumes_bit_for_bit(
     tmp_path: Path,
     tiny_config: ModelConfig,
@@ -112,7 +112,7 @@ def test_a_killed_run_resumes_bit_for_bit(
 ) -> None:
     with pytest.raises(KilledError):
         run(tmp_path, tiny_config, passes=passes)
-    torch.manual_seed(passes)  # a new process is in another state of chance
+    torch.manual_seed(passes)  # a new process has another random state
     weights = run(tmp_path, tiny_config)
     assert all(torch.equal(weight, untouched[0][name]) for name, weight in weights.items())
     assert losses(tmp_path) == untouched[1]
@@ -155,7 +155,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_step_0(
         damage_file(tmp_path / "checkpoints" / f"step-{step:06d}", "truncated")
     with pytest.raises(ValueError, match=r"every checkpoint of test is damaged .*--from test"):
         run(tmp_path, tiny_config, keep=2)
-    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]  # nothing was cut off
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]  # nothing was truncated
 
 
 def test_a_finished_run_is_measured_again_and_not_trained(
@@ -164,7 +164,7 @@ def test_a_finished_run_is_measured_again_and_not_trained(
     untouched: tuple[dict[str, Tensor], dict[int, tuple[float, float, float]]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Lost in what a stage does after its training."""
+    """As after a loss in what a stage does after its training."""
     run(tmp_path, tiny_config)
     engine, loop = make(tmp_path, tiny_config, passes=0)
     heldout = loop.run()
@@ -176,7 +176,7 @@ def test_a_finished_run_is_measured_again_and_not_trained(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own of 2 MiB."""
+    """A separate file system of 2 MiB."""
     mount = shutil.which("mount")
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -223,9 +223,11 @@ def test_a_disk_that_stays_full_stops_the_run_and_costs_no_bit(
     untouched: tuple[dict[str, Tensor], dict[int, tuple[float, float, float]]],
 ) -> None:
     folder = small_disk / "sft"
-    with pytest.raises(CheckpointError, match=r"step-00000.*ENOSPC.*free space there and run the same command") as told:
+    with pytest.raises(
+        CheckpointError, match=r"step-00000.*ENOSPC.*free space there and run the same command"
+    ) as raised:
         run(folder, tiny_config, events={2: lambda: fill(small_disk)}, save_every=1)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
     (small_disk / "ballast").unlink()
     weights = run(folder, tiny_config, save_every=1)
     assert all(torch.equal(weight, untouched[0][name]) for name, weight in weights.items())

@@ -1,6 +1,5 @@
-"""The arithmetic of shares on 3, 8 and 64 ranks, one rank after another in this process: all ranks together hold every
-number once, of weights and moments without ZeRO, of what a checkpoint is written from, and of frozen models.
-"""
+"""The arithmetic of shards on 3, 8 and 64 ranks, one rank after another in this process: together the ranks hold
+every number exactly once, for weights and moments without ZeRO, for checkpoints, and for frozen models."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from lm.source import RandomInit, load
 from ppo.frozen_model import ALIGNMENT, ShardedModel
 from training.state import STEP, WEIGHT, ParamShard, SavedState, state_of, whole_params, write_state
 
-# Sizes that few worlds divide: ranks get parts of unequal lengths, some of them empty.
+# Sizes that few world sizes divide: ranks get parts of unequal lengths, some of them empty.
 CONFIG = ModelConfig(
     vocab_size=67, max_position_embeddings=8, hidden_size=12, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=1, intermediate_size=10,
@@ -25,7 +24,7 @@ WORLDS = [3, 8, 64]
 
 
 def trained() -> tuple[LanguageModel, list[ParamShard]]:
-    """A model after one step of AdamW, and its whole parameters with their moments."""
+    """Returns a model after one step of AdamW, and its full parameters with their moments."""
     model = load(SOURCE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model(torch.tensor([[1, 2, 3]])).float().square().mean().backward()
@@ -38,7 +37,7 @@ def shares(whole: list[ParamShard], rank: int, world: int) -> list[ParamShard]:
 
 
 def values_of(whole: list[ParamShard]) -> Iterator[tuple[str, Tensor]]:
-    """Weights and moments, flat, by their keys in a checkpoint."""
+    """Returns weights and moments, flattened, by their keys in a checkpoint."""
     for shard in whole:
         yield f"{WEIGHT}/{shard.name}", shard.storage.detach().flatten()
         for kind in ("exp_avg", "exp_avg_sq"):
@@ -59,7 +58,7 @@ def test_ranks_write_every_number_once_and_others_read_them(world: int, tmp_path
     saved = SavedState(tmp_path)
     for key, expected in values_of(whole):
         read = torch.full_like(expected, torch.nan)
-        saved.fill(key, 0, read)  # an error unless each number is there once
+        saved.fill(key, 0, read)  # raises unless each number occurs exactly once
         assert torch.equal(read, expected), key
     for other in WORLDS:
         fresh = load(SOURCE)
@@ -74,7 +73,7 @@ def test_ranks_write_every_number_once_and_others_read_them(world: int, tmp_path
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_shares_of_a_frozen_model_are_its_bytes(world: int, by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank's after another, as they are gathered."""
+    """The ranks' parts are concatenated in order, as they are gathered."""
     monkeypatch.setenv("WORLD_SIZE", str(world))
     held: list[list[Tensor]] = []
     for rank in range(world):

@@ -26,7 +26,7 @@ def write(folder: Path, resume_step: int, steps: range, offset: float = 0.0) -> 
 
 
 def test_lines_are_on_disk_as_soon_as_they_are_logged(folder: Path) -> None:
-    write(folder, 0, range(1, 4))  # never closed: a kill
+    write(folder, 0, range(1, 4))  # never closed, as after a kill
     lines = read_metrics(folder / "metrics.jsonl")
     assert [(line["step"], line["num_steps"], line["loss"]) for line in lines] == [(1, 10, 1), (2, 10, 2), (3, 10, 3)]
     assert all(line["seconds"] >= 0 for line in lines)
@@ -89,7 +89,7 @@ def test_lines_that_cannot_be_written_wait_for_their_turn(
 
 def test_a_tracker_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = MetricsLog(tmp_path, ("tensorboard",), resume_step=0)
-    log._trackers["tensorboard"].finish()  # what follows is refused
+    log._trackers["tensorboard"].finish()  # the following writes fail
     for step in (1, 2):
         log.log(step, 2, {"loss": 0.5})
     log.close()
@@ -107,11 +107,11 @@ def test_metrics_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_away_is_not_made_again(tmp_path: Path) -> None:
-    """What is written into a second folder would be lost when the first one comes back."""
+    """Metrics written into a second folder would be lost when the first folder comes back."""
     folder = tmp_path / "sft"
     log = MetricsLog(folder, ("tensorboard",), resume_step=0)
     log.log(1, 3, {"loss": 1.0})
-    log._trackers["tensorboard"] = None  # as after a write that failed
+    log._trackers["tensorboard"] = None  # as after a failed write
     folder.rename(tmp_path / "away")
     log.log(2, 3, {"loss": 2.0})
     assert not folder.exists()

@@ -23,7 +23,7 @@ def model(tiny_config: ModelConfig) -> LanguageModel:
 
 @torch.no_grad()
 def looped_loss(model: LanguageModel, tokens: list[int], counted: list[bool]) -> float:
-    """-Σ log p of the counted tokens of one sequence, each from a forward pass of the tokens before it alone."""
+    """-Σ log p of the counted tokens of one sequence, with one forward pass over the preceding tokens per token."""
     total = 0.0
     for t in range(1, len(tokens)):
         if counted[t]:

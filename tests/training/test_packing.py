@@ -47,10 +47,10 @@ def test_every_sequence_lies_whole_in_one_row_once(drawn: list[list[tuple[int, b
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=40), slack=st.integers(0, 9))
 def test_each_sequence_goes_where_least_room_is_left(lengths: list[int], slack: int) -> None:
-    """Against a search of all rows, the longest sequences first, the newest row of those with as much room."""
+    """Against a search over all rows, longest sequences first; among rows with equal space, the newest wins."""
     T = max(lengths) + slack
     free: list[int] = []
-    opened: list[int] = []  # rows in the order in which their room last changed
+    opened: list[int] = []  # rows in the order in which their free space last changed
     for length in sorted(lengths, reverse=True):
         fitting = [row for row in opened if free[row] >= length]
         if fitting:

@@ -1,4 +1,4 @@
-"""Engines whose head has padded rows, on two ranks: what they train and save is the true vocabulary.
+"""Engines whose head has padded rows, on two ranks, train and save the true vocabulary.
 
 This file is also the ranks' program: `python test_padded_head.py FOLDER`.
 """
@@ -21,14 +21,14 @@ from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.objectives import CausalLMObjective
 
-GPU = torch.device("cuda")  # only its name is read
+GPU = torch.device("cuda")  # only its name is used
 V = 500
 CONFIG = shape(vocab_size=V, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48)
 ZERO_STAGES = (0, 2, 3)
 
 
 def take_steps(zero_stage: int, *, is_padded: bool) -> dict[str, Tensor]:
-    """Weights and this rank's part of a checkpoint after two steps."""
+    """Returns the weights and this rank's part of a checkpoint after two steps."""
     objective = CausalLMObjective(tokens(4, 17) % V)
     config = EngineConfig.model_validate({"precision": "fp32", "zero_stage": zero_stage, "trackers": ()})
     optimizer = OptimizerConfig(learning_rate=1e-3, schedule="constant", eps=1e-3, weight_decay=0.1)

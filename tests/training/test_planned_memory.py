@@ -1,7 +1,7 @@
-"""The memory that `heed plan` counts, against the tensors of real training steps on CPU ranks.
+"""The memory that `heed plan` estimates against the tensors of real training steps on CPU ranks.
 
-This file is also the ranks' program: `python test_planned_memory.py FOLDER`. docs/plan.md has its figures; run with
-`pytest tests/training/test_planned_memory.py -s` to see them.
+This file is also the ranks' program: `python test_planned_memory.py FOLDER`. docs/plan.md has its figures; run `pytest
+tests/training/test_planned_memory.py -s` to see them.
 """
 
 import json
@@ -33,7 +33,7 @@ CONFIG = ModelConfig(
 ADAMW = OptimizerConfig(learning_rate=1e-3, schedule="constant")
 ROWS, MICRO_BATCHES, STEPS = 4, 2, 3  # DDP rebuilds its buckets after the first step
 TOLERANCE = 0.03
-# ZeRO stage, precision, whether the backward computes blocks again.
+# ZeRO stage, precision, and whether the backward pass recomputes blocks.
 CASES: list[tuple[Any, Precision, bool]] = [
     (0, "fp32", False), (0, "fp32", True), (0, "bf16", False),
     (1, "fp32", False), (2, "fp32", False), (3, "fp32", False), (3, "bf16", False),
@@ -44,7 +44,7 @@ MEGABYTE = 2**20
 def train(
     folder: Path, config: ModelConfig, zero_stage: Any, precision: Precision, recomputes: bool, world_size: int
 ) -> dict[str, int]:
-    """Bytes of tensors between steps and at the peak of steps, once a checkpoint is written."""
+    """Returns the bytes of tensors between steps and at the peak of steps, after a checkpoint was written."""
     engine_config = EngineConfig(
         precision=precision, zero_stage=zero_stage, checkpoint_activations=recomputes, trackers=()
     )
@@ -109,7 +109,7 @@ def test_two_ranks_take_what_the_plan_says(two_ranks: dict[str, Any], case: tupl
 
 def test_the_model_is_not_tiny() -> None:
     counts = count(CONFIG, ADAMW)
-    # 4 blocks of 4 D² and 2 D M and two norms, the embedding, the last norm.
+    # 4 blocks of 4 D² and 2 D M with two norms, the embedding, and the last norm.
     assert counts.total == 4 * (4 * 256**2 + 2 * 256 * 1024 + 2 * 256) + 2048 * 256 + 256 == counts.trained
 
 

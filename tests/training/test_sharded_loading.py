@@ -1,4 +1,4 @@
-"""Under ZeRO-3 a directory's weights go to the shards one tensor at a time, read by one rank: none holds them all.
+"""Under ZeRO-3 one rank reads a directory's weights one tensor at a time into the shards: no rank holds them all.
 
 This file is also the ranks' program: `python test_sharded_loading.py FOLDER`.
 """
@@ -40,7 +40,7 @@ def rank_program(folder: Path) -> None:
     rank, source = int(os.environ["RANK"]), ModelFolder(folder / "model", LanguageModel)
     optimizer = OptimizerConfig(learning_rate=0.01, schedule="constant")
     config = EngineConfig(precision="fp32", zero_stage=3, trackers=())
-    # DeepSpeed itself takes memory when it is first used; a model of no size to speak of pays for that.
+    # DeepSpeed takes memory on first use; a tiny model absorbs that.
     small = CONFIG.model_copy(update={"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 8, "head_dim": 2})
     Engine(RandomInit(lambda: LanguageModel(small), 0), optimizer, config, world_size=2, micro_batch=1).close()
     from training import engine as engines
@@ -78,7 +78,7 @@ def figures(
     folder = tmp_path_factory.mktemp("sharded")
     model = load(RandomInit(lambda: LanguageModel(CONFIG), seed=1))
     save_model(folder / "model", model, model.state_dict(), tokenizer, max_file_bytes=40_000_000)
-    # Freed memory goes back to the system at once, so that what is measured is what is held.
+    # Freed memory returns to the system immediately, so that the measurement shows what is held.
     start_two_ranks(__file__, folder, MALLOC_MMAP_THRESHOLD_="65536")
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
@@ -88,7 +88,7 @@ def test_a_rank_holds_its_shards_and_one_tensor(figures: list[dict[str, Any]]) -
     whole = sum(tensors)
     assert whole > 120 * MEGABYTE
     for rank in figures:
-        assert rank["whole"] > 0.95 * whole  # so the measure tells a whole copy when it sees one
+        assert rank["whole"] > 0.95 * whole  # so that the measurement notices a full copy
         assert rank["sharded"] < whole / 2 + 4 * max(tensors) < 0.6 * whole
 
 

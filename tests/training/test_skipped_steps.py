@@ -1,4 +1,4 @@
-"""A step that has no finite gradient on one rank is skipped on all, at every ZeRO stage, and training continues.
+"""If one rank has no finite gradient, all ranks skip the step, at every ZeRO stage, and training continues.
 
 This file is also the ranks' program: `python test_skipped_steps.py FOLDER`.
 """
@@ -40,7 +40,7 @@ CASES: list[tuple[int, Precision]] = [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2,
 
 
 class Poisoned(CausalLMObjective):
-    """The loss of the last row of one step's batch is no number; on one rank of two, if there are two."""
+    """The loss of the last row of one step's batch is NaN; with two ranks, only one of them sees it."""
 
     def __init__(self, num_ranks: int, rank: int) -> None:
         super().__init__(ROWS)

@@ -1,4 +1,4 @@
-"""A state that was written in any ranges can be read in any others."""
+"""A state that was written in any ranges can be read in any other ranges."""
 
 import itertools
 from collections import defaultdict
@@ -15,7 +15,7 @@ SIZES = {"weight/a": 7, "exp_avg/a": 7, "weight/b.c": 12, "weight/d": 1}
 
 
 def write(folder: Path, whole: dict[str, Tensor], num_ranks: int, generator: np.random.Generator) -> None:
-    """Each tensor cut at random places, the parts dealt to the ranks."""
+    """Splits each tensor at random places and deals the parts to the ranks."""
     parts: list[dict[str, ShardRange]] = [{} for _ in range(num_ranks)]
     for key, tensor in whole.items():
         cuts = [0, *sorted(generator.integers(0, len(tensor) + 1, num_ranks - 1)), len(tensor)]
@@ -69,7 +69,7 @@ def test_an_optimizer_that_made_no_step_takes_what_was_kept(tmp_path: Path) -> N
     kept = {"step": torch.tensor(2.0), "exp_avg": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
     state: State = state_of([ParamShard("w", 0, torch.eye(2), 0, 4, kept)])
     write_state(state, tmp_path / "rank-00000.safetensors")
-    home, found = torch.zeros(5), defaultdict[str, Tensor]()  # a row of more than this parameter's numbers
+    home, found = torch.zeros(5), defaultdict[str, Tensor]()  # a row of more numbers than this parameter has
     ParamShard("w", 1, home, 2, 3, found).restore(SavedState(tmp_path))
     assert home.tolist() == [0, 0, 0, 0, 1]
     assert found["exp_avg"].tolist() == [0, 0, 2, 3, 4]

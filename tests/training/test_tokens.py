@@ -1,4 +1,4 @@
-"""Tokens in files: interrupted writing continues, errors arrive, and what a rank keeps in memory of them is little."""
+"""Tokens in files: interrupted writing resumes, errors arrive, and a rank keeps little of them in memory."""
 
 import errno
 import resource
@@ -16,7 +16,7 @@ from training.tokens import SEQUENCES, Part, Sequences, ahead, chunks, read_arra
 
 
 def numbers(first: int, stop: int = 5000, size: int = 100) -> Iterator[Part]:
-    """Texts that are a number each, in chunks."""
+    """Yields texts that are one number each, in chunks."""
     for start in range(first, stop, size):
         yield Part(size, {"tokens": np.arange(start, start + size, dtype=np.int32)})
 
@@ -43,8 +43,8 @@ def test_interrupted_writing_continues_where_it_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_after: int
 ) -> None:
     monkeypatch.setattr(tokens, "SAVE_SECONDS", 0.0)
-    told: list[str] = []
-    monkeypatch.setattr(tokens, "say", told.append)
+    reported: list[str] = []
+    monkeypatch.setattr(tokens, "say", reported.append)
     folder = tmp_path / "x"
 
     def interrupted(first: int) -> Iterator[Part]:
@@ -57,7 +57,7 @@ def test_interrupted_writing_continues_where_it_was_saved(
         write_arrays(folder, ("tokens",), interrupted)
     assert not folder.exists()
     with (tmp_path / ".writing-x" / "tokens.bin").open("ab") as file:
-        file.write(b"half of a chunk")  # written and not yet saved when the process was killed
+        file.write(b"half of a chunk")  # written, but not yet saved when the process was killed
     begun: list[int] = []
 
     def rest(first: int) -> Iterator[Part]:
@@ -67,7 +67,7 @@ def test_interrupted_writing_continues_where_it_was_saved(
     write_arrays(folder, ("tokens",), rest)
     assert begun == [100 * killed_after]
     assert read_array(folder, "tokens").tolist() == list(range(5000))
-    assert told[-1] == "x: 5,000 rows tokenized, 5,000 tokens"
+    assert reported[-1] == "x: 5,000 rows tokenized, 5,000 tokens"
 
 
 def test_an_error_in_the_texts_arrives(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_chunks_hold_everything_in_order() -> None:
 
 
 def test_a_rank_keeps_less_than_half_a_byte_per_token_of_its_data(tmp_path: Path) -> None:
-    """It kept 64 bytes per token, and 88 while it tokenized. The mapped files do not count: ranks share them."""
+    """It used to keep 64 bytes per token, and 88 while tokenizing. Mapped files do not count: ranks share them."""
     drawn = np.random.default_rng(0)
     lengths = drawn.integers(100, 400, 3000)
     num_tokens = int(lengths.sum())
@@ -131,7 +131,7 @@ def test_a_rank_keeps_less_than_half_a_byte_per_token_of_its_data(tmp_path: Path
     finally:
         tracemalloc.stop()
     assert kept < 0.5 * num_tokens
-    # A chunk, the next one and their Python lists, whatever the size of the whole.
+    # One chunk, the next one and their Python lists, whatever the total size.
     assert written < 4 * 40 * num_tokens / 30
     assert packed.num_tokens(np.arange(len(packed))) == num_tokens
     assert packed.num_counted(np.arange(len(packed))) == num_tokens - len(lengths)

@@ -1,8 +1,8 @@
-"""Two gloo ranks match one rank's losses, gradient norms and weights at ZeRO 0, 1, 2 and 3, and resume bit for bit;
-one rank continues from what two have saved, and two from what one has, and agree to rounding.
+"""Two gloo ranks match one rank's losses, gradient norms and weights at ZeRO 0, 1, 2 and 3, and resume bit for bit. One
+rank resumes what two have saved, and two what one has saved, and the results agree up to rounding.
 
-This file is also the ranks' program: `python test_two_ranks.py FOLDER`. All stages of ZeRO run in one launch, since
-starting DeepSpeed is what takes long.
+This file is also the ranks' program: `python test_two_ranks.py FOLDER`. All ZeRO stages run in one launch, because
+starting DeepSpeed takes most of the time.
 """
 
 import os
@@ -36,15 +36,15 @@ CONFIG = ModelConfig(
     num_key_value_heads=2,
     intermediate_size=24,
 )
-# A wide eps, since Adam makes any difference of rounding in a tiny gradient as large as the learning rate.
+# A large eps, because with tiny gradients Adam makes any rounding difference as large as the learning rate.
 OPTIMIZER = OptimizerConfig(
     learning_rate=0.02, schedule="linear", warmup_steps=1, weight_decay=0.1, eps=1e-4, max_grad_norm=0.3
 )
 NUM_STEPS = 3
 BOTH = ("optimizer", "parameters")
-BF16 = (1, 3)  # where the fp32 weights are apart from those that a pass uses
+BF16 = (1, 3)  # there the fp32 weights are separate from those of a pass
 Case = tuple[int, int | None, tuple[str, ...]]
-# ZeRO stages, how many of the last layers are trained, and what is offloaded.
+# ZeRO stages, the number of trained last layers, and what is offloaded.
 CASES: list[Case] = [
     (0, None, ()), (0, 1, ()), (1, None, ()), (1, 1, ()), (2, None, ("optimizer",)), (3, None, ()), (3, 1, BOTH)
 ]  # fmt: skip
@@ -55,7 +55,7 @@ def name_of(zero_stage: int, trained_layers: int | None, offload: tuple[str, ...
 
 
 def objective(seed: int, num_sequences: int) -> PackedObjective:
-    """Packed rows whose numbers of counted tokens differ widely."""
+    """Packed rows with very different numbers of counted tokens."""
     generator = np.random.default_rng(seed)
     lengths = generator.integers(3, 13, num_sequences)
     sequences = [
@@ -80,7 +80,7 @@ def train(
     engine = Engine(source, optimizer, engine_config, world_size=world_size, micro_batch=micro_batch)
     batch = BatchConfig(batch_size=4, micro_batch_size=micro_batch)
     loop_config = LoopConfig("test", 5, NUM_STEPS, batch, save_every_steps=2, evaluate_every_steps=2)
-    # With 3 held-out rows the last rank runs out of rows and repeats one that must not count.
+    # With 3 held-out rows, the last rank runs out of rows and repeats one that must not count.
     heldout = objective(9, 4)
     loop = TrainingLoop(engine, loop_config, objective(8, 12), heldout, folder)
     heldout_loss = loop.run()["loss"]
@@ -101,7 +101,7 @@ def rank_program(folder: Path) -> None:
         found = train(folder / name, *case, world_size, 1, precision)
         torch.save(found, folder / f"{name}-rank-{rank}.pt")
         if must_resume:
-            # This run finds the checkpoint of step 2 and does step 3 again, as after a kill.
+            # This run finds the checkpoint of step 2 and repeats step 3, as after a kill.
             assert (folder / name / "checkpoints" / "step-000002" / "manifest.json").is_file()
             torch.distributed.barrier()
             if rank == 0:
@@ -113,7 +113,8 @@ def rank_program(folder: Path) -> None:
 
 
 def program(world_size: int) -> list[tuple[str, Case, Precision, bool]]:
-    """Runs by name, and whether they run twice; by ZeRO stage, since Accelerate goes to DeepSpeed but not back."""
+    """Runs by name, and whether they run twice; sorted by ZeRO stage, since Accelerate cannot switch back from
+    DeepSpeed."""
     if world_size == 1:
         return [(f"two-to-one-{zero}", (zero, None, ()), "fp32", False) for zero in (1, 2, 3)]
     ours: list[tuple[str, Case, Precision, bool]] = [(name_of(*case), case, "fp32", True) for case in CASES]
@@ -127,13 +128,13 @@ OneRank = dict[int | None, tuple[Path, dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> OneRank:
-    """By how many layers are trained: the folder and the results."""
+    """By number of trained layers: the folder and the results."""
     folder = tmp_path_factory.mktemp("one_rank")
     return {n: (folder / str(n), train(folder / str(n), 0, n, (), world_size=1, micro_batch=4)) for n in (None, 1)}
 
 
 def copy_without_last(run: Path, folder: Path) -> None:
-    """The checkpoints of a run but for the last, so that a step is left to do."""
+    """Copies all checkpoints of a run except the last, so that one step remains."""
     shutil.copytree(run / "checkpoints", folder / "checkpoints", ignore=shutil.ignore_patterns("step-000003"))
 
 
@@ -141,7 +142,7 @@ def copy_without_last(run: Path, folder: Path) -> None:
 def two_ranks(
     tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[..., None], one_rank: OneRank
 ) -> Path:
-    """The folder of all runs of two ranks, some of which continue from the one-rank run's checkpoint."""
+    """The folder of all runs with two ranks, some of which resume from the one-rank run's checkpoint."""
     folder = tmp_path_factory.mktemp("two_ranks")
     for zero in range(4):
         copy_without_last(one_rank[None][0], folder / f"one-to-two-{zero}")
@@ -153,14 +154,14 @@ def two_ranks(
 def two_to_one(
     tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[..., None], two_ranks: Path
 ) -> dict[str, dict[str, Any]]:
-    """Results of one rank that continues from checkpoints of two, by the ZeRO stages of both."""
+    """Results of one rank that resumes from checkpoints of two, by the ZeRO stages of both."""
     folder = tmp_path_factory.mktemp("two_to_one")
     saved = {zero: two_ranks / name_of(zero, None, ("optimizer",) if zero == 2 else ()) for zero in range(4)}
     for zero in (1, 2, 3):
         copy_without_last(saved[zero], folder / f"two-to-one-{zero}")
     start_two_ranks(__file__, folder, num_ranks=1)
     found = {f"{zero} to {zero}": torch.load(folder / f"two-to-one-{zero}-rank-0.pt") for zero in (1, 2, 3)}
-    for zero in (0, 3):  # here no other ZeRO stage can be left again
+    for zero in (0, 3):  # only ZeRO 0 in this process, because Accelerate could not switch back from another stage
         copy_without_last(saved[zero], folder / f"two-to-one-{zero}-0")
         found[f"{zero} to 0"] = train(folder / f"two-to-one-{zero}-0", 0, None, (), world_size=1, micro_batch=2)
         assert len(curve(folder / f"two-to-one-{zero}-0")) == 1, "two of three steps were not taken from the checkpoint"

@@ -23,7 +23,7 @@ LimitFileSize = Callable[[int], AbstractContextManager[None]]
 def start(
     rank: int = 0, num_ranks: int = 1, deadline_seconds: float = 60.0, *, sound_step: int | None = None
 ) -> CheckpointWriter:
-    """It gathers from nobody else: these ranks are begun one after the other."""
+    """Gathers from no other rank: these ranks start one after the other."""
     return CheckpointWriter(
         rank, num_ranks, 2, deadline_seconds, lambda cause: [cause], 3, retry_seconds=0.4, sound_step=sound_step
     )
@@ -48,7 +48,7 @@ def read(checkpoint: Path, size: int) -> list[float]:
 
 @pytest.fixture
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """No file of a state is written before this is set."""
+    """No file of a state is written until this is set."""
     event, original = threading.Event(), part_module.write_state
 
     def write(state: State, path: Path) -> None:
@@ -65,7 +65,7 @@ def test_training_goes_on_while_what_was_there_is_written(tmp_path: Path, held_u
     weights = models["model"]["weight/w"].values
     with start() as writer:
         writer.save(tmp_path, 3, models, {"kl_coef": 0.5})
-        weights.add_(10)  # in place, as optimizers do
+        weights.add_(10)  # in place, as optimizers update
         assert latest_checkpoint(tmp_path) is None
         held_up.set()
     checkpoint = tmp_path / "step-000003"
@@ -142,7 +142,7 @@ def test_failed_training_waits_for_no_other_rank(tmp_path: Path) -> None:
         raise KeyError
     assert not thread_of(main).is_alive()
     assert latest_checkpoint(tmp_path) is None
-    with start() as again:  # what was left there is in nobody's way
+    with start() as again:  # files left there do not disturb anything
         again.save(tmp_path, 2, part(5.0))
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
@@ -180,9 +180,9 @@ def test_with_an_older_checkpoint_training_continues_until_too_many_fail(
     with limit_file_size(4096):
         for step in (2, 3, 4):
             writer.save(tmp_path, step, part(*LARGE))
-        with pytest.raises(CheckpointError, match=r"^3 checkpoints .*which resumes from step 1$") as told:
+        with pytest.raises(CheckpointError, match=r"^3 checkpoints .*which resumes from step 1$") as raised:
             writer.save(tmp_path, 5, part(*LARGE))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
@@ -219,7 +219,7 @@ def test_a_folder_that_is_away_for_a_moment_costs_nothing(tmp_path: Path, caplog
 def test_a_part_that_changes_on_the_disk_makes_no_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank reads back what another has written; the older checkpoint stays."""
+    """Each rank reads back what another rank has written; the older checkpoint stays."""
     writer = start()
     writer.keep = 1
     writer.save(tmp_path, 1, part(1.0))
@@ -253,7 +253,7 @@ def test_a_damaged_part_sends_training_to_the_checkpoint_before(tmp_path: Path, 
 
 
 class Gathering:
-    """What every rank gives, by rank, for ranks that are threads."""
+    """Gathers every rank's value, by rank, for ranks that are threads."""
 
     def __init__(self, num_ranks: int) -> None:
         self.barrier, self.given = threading.Barrier(num_ranks, timeout=30), [""] * num_ranks
@@ -272,7 +272,8 @@ class Gathering:
 def test_ranks_agree_on_what_became_of_a_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk of one rank is full for steps 2 to 4; the other one's part of them is written, and removed."""
+    """One rank's disk is full for steps 2 to 4; the other rank's part of these checkpoints is written and then
+    removed."""
     original, gathering = part_module.write_state, Gathering(2)
 
     def write(state: State, path: Path) -> None:
@@ -299,6 +300,6 @@ def test_ranks_agree_on_what_became_of_a_checkpoint(
     assert len(stopped) == 2
     assert stopped[0] == stopped[1]
     assert re.search(r"^3 checkpoints .*step-000004, rank 1: No space left .*ENOSPC.*resumes from step 1$", stopped[0])
-    assert caplog.text.count("continues without this checkpoint") == 3  # the main rank speaks for both
+    assert caplog.text.count("continues without this checkpoint") == 3  # the main rank reports for both
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     assert read(tmp_path / "step-000001", 2) == [0.0, 1.0]

@@ -1,4 +1,4 @@
-"""Folders of comparisons whose truth is known: verdicts drawn from strengths that the tests choose."""
+"""Folders of comparisons with a known truth: verdicts drawn from strengths that the tests choose."""
 
 import json
 import math
@@ -36,11 +36,12 @@ def write_folder(
     first_bonus: Mapping[str, float] | None = None,
     seed: int = 0,
 ) -> Path:
-    """A comparison of `policies` (strengths in log-odds) by `judges` (labelers of each), every pair on every prompt.
+    """Makes a comparison of `policies` (strengths in log-odds) by `judges` (the labelers of each), all pairs on all
+    prompts.
 
-    A verdict is a tie with chance `ties`, else a win by Bradley-Terry on the strengths, `first_bonus` added to the
-    response shown first; a share of `failing` of a judge's verdicts fail. A judge whose labeler bears its own name is
-    asked in both orders.
+    A verdict is a tie with probability `ties`; otherwise a win by Bradley-Terry on the strengths, with `first_bonus`
+    added to the response shown first. A share `failing` of each judge's verdicts fails. A judge with a labeler of the
+    same name judges both orders.
     """
     generator = np.random.default_rng(seed)
     folder.mkdir(parents=True)
@@ -123,7 +124,7 @@ def _verdicts(
 
 @pytest.fixture(scope="session")
 def two_policies(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One judge, two policies of which the second is better, 120 prompts. Read only."""
+    """One judge, two policies (the second is better), 120 prompts. Read only."""
     folder = write_folder(
         tmp_path_factory.mktemp("two") / "ppo-sft", {"sft": 0.0, "ppo": 1.3}, {"gold": ["gold"]}, num_prompts=120
     )
@@ -133,7 +134,8 @@ def two_policies(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def four_policies(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four policies by a judge that sometimes fails and likes what it sees first, and by three people. Read only."""
+    """Four policies, judged by a judge that sometimes fails and prefers what it sees first, and by three people. Read
+    only."""
     folder = write_folder(
         tmp_path_factory.mktemp("four") / "four",
         {"pretrained": -2.0, "sft": 0.0, "best_of_16": 0.9, "ppo": 1.0},
@@ -149,7 +151,7 @@ def four_policies(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_folder(tmp_path: Path) -> Callable[..., Path]:
-    """Gives another folder, to spoil."""
+    """Makes another folder that the test may spoil."""
 
     def make(**changes: Any) -> Path:
         options: dict[str, Any] = {

@@ -15,13 +15,13 @@ STANDARDS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-pract
 
 @pytest.fixture
 def visit(browser: Browser) -> Iterator[object]:
-    """Opens a folder's page; whatever the browser complains of is an error."""
+    """Opens a folder's page; any complaint from the browser is an error."""
     contexts, complaints = [], []
 
     def open_page(folder: Path, fragment: str = "", **options: object) -> Page:
         contexts.append(browser.new_context(**options))
         page = contexts[-1].new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(60_000)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(f"{(folder / 'report.html').as_uri()}{fragment}")
@@ -33,26 +33,26 @@ def visit(browser: Browser) -> Iterator[object]:
     assert complaints == []
 
 
-def shown(page: Page) -> int:
-    return page.locator("details.sample:visible").count()
+def expect_shown(page: Page, number: int) -> None:
+    expect(page.locator("details.sample:visible")).to_have_count(number)
 
 
 def field(page: Page, name: str) -> Locator:
     return page.get_by_role("combobox", name=name)
 
 
-def said(page: Page) -> str:
-    return page.get_by_role("status").inner_text()
+def expect_status(page: Page, text: str) -> None:
+    expect(page.get_by_role("status")).to_have_text(text)
 
 
 def test_a_number_leads_to_its_prompts(visit, two_policies):
     page = visit(two_policies)
-    assert said(page) == "1 to 20 of 120 prompts that fit"
+    expect_status(page, "1 to 20 of 120 prompts that fit")
     for kind in ("wins", "ties", "losses"):
         link = page.get_by_role("link", name=f"{kind}: show the prompts")
         number = int(link.inner_text())
         link.click()
-        expect(page.get_by_role("status")).to_have_text(f"1 to {min(20, number)} of {number} prompts that fit")
+        expect_status(page, f"1 to {min(20, number)} of {number} prompts that fit")
     chips = page.locator("details.sample:visible > summary .chip").all_inner_texts()
     assert set(chips) == {"SFT"}  # losses of PPO, the policy ahead
 
@@ -63,25 +63,25 @@ def test_filters_work_together_and_by_keyboard(visit, four_policies):
     page.keyboard.press("f")  # failed
     expect(page.get_by_role("status")).to_contain_text("that fit")
     failed = page.locator("details.sample[data-outcomes*=':failed']").count()
-    expect(page.get_by_role("status")).to_have_text(f"1 to {min(20, failed)} of {failed} prompts that fit")
-    page.keyboard.press("Tab")  # on to the category
+    expect_status(page, f"1 to {min(20, failed)} of {failed} prompts that fit")
+    page.keyboard.press("Tab")  # follow the link to the category
     page.keyboard.press("s")
     both = page.locator("details.sample[data-outcomes*=':failed'][data-category='2']").count()
     assert 0 < both < failed
-    expect(page.get_by_role("status")).to_have_text(f"1 to {both} of {both} prompts that fit")
+    expect_status(page, f"1 to {both} of {both} prompts that fit")
     page.get_by_role("button", name="Clear").press("Enter")
-    expect(page.get_by_role("status")).to_have_text("1 to 20 of 60 prompts that fit")
+    expect_status(page, "1 to 20 of 60 prompts that fit")
     page.get_by_role("searchbox", name="Words").press_sequentially("(17)")
-    expect(page.get_by_role("status")).to_have_text("1 to 1 of 1 prompt that fit")
+    expect_status(page, "1 to 1 of 1 prompt that fit")
     page.get_by_role("searchbox", name="Words").fill("no such words")
-    expect(page.get_by_role("status")).to_have_text("0 prompts that fit")
+    expect_status(page, "0 prompts that fit")
 
 
-def test_a_page_that_holds_a_part_says_so_beside_every_count(visit, two_policies, tmp_path):
+def test_a_page_that_holds_a_part_says_so_next_to_every_count(visit, two_policies, tmp_path):
     page_text, _ = render(read_comparison(two_policies), max_prompts=30)
     (tmp_path / "report.html").write_text(page_text, encoding="utf-8")
     page = visit(tmp_path)
-    assert said(page) == "1 to 20 of 30 prompts that fit of the 30 here (120 in all)"
+    expect_status(page, "1 to 20 of 30 prompts that fit of the 30 here (120 in all)")
 
 
 def test_disagreement_pair_and_judge(visit, four_policies):
@@ -103,10 +103,10 @@ def test_pages_turn_and_keep_the_place_of_the_keyboard(visit, two_policies):
     page = visit(two_policies)
     assert page.get_by_role("button", name="Previous").is_disabled()
     page.get_by_role("button", name="Next").press("Enter")
-    assert said(page) == "21 to 40 of 120 prompts that fit"
-    assert shown(page) == 20
-    assert "(20)" in page.locator(":focus").inner_text()
-    page.keyboard.press("Enter")  # opens the first of them
+    expect_status(page, "21 to 40 of 120 prompts that fit")
+    expect_shown(page, 20)
+    expect(page.locator(":focus")).to_contain_text("(20)")
+    page.keyboard.press("Enter")  # opens the first sample
     expect(page.get_by_role("link", name="Link to this prompt").locator("visible=true")).to_have_count(1)
     page.get_by_role("button", name="Open or close all shown").click()
     expect(page.get_by_role("link", name="Link to this prompt").locator("visible=true")).to_have_count(20)
@@ -116,19 +116,19 @@ def test_a_link_to_a_prompt_shows_it_whatever_the_filters_say(visit, two_policie
     page = visit(two_policies, "#prompt-p-0077")
     expect(page.locator("#prompt-p-0077")).to_be_visible()
     expect(page.locator("#prompt-p-0077")).to_be_in_viewport()
-    assert said(page) == "61 to 80 of 120 prompts that fit"
+    expect_status(page, "61 to 80 of 120 prompts that fit")
     page.get_by_role("searchbox", name="Words").fill("nothing")
-    expect(page.get_by_role("status")).to_have_text("0 prompts that fit")
+    expect_status(page, "0 prompts that fit")
     page.evaluate("location.hash = '#prompt-p-0003'")
     expect(page.locator("#prompt-p-0003")).to_be_visible()
-    assert said(page) == "1 to 20 of 120 prompts that fit"
+    expect_status(page, "1 to 20 of 120 prompts that fit")
 
 
 def test_without_javascript_the_samples_are_readable(visit, two_policies):
     page = visit(two_policies, "#prompt-p-0050", java_script_enabled=False)
-    assert not page.locator("#filters").is_visible()
-    assert shown(page) == 120
-    expect(page.locator("#prompt-p-0050")).to_be_in_viewport()  # the browser opens what a link leads into
+    assert not page.locator(".filters").is_visible()
+    expect_shown(page, 120)
+    expect(page.locator("#prompt-p-0050")).to_be_in_viewport()  # the browser opens the samples that a link points into
     page.locator("details.sample > summary").nth(70).click()
     expect(page.locator("#prompt-p-0070 .responses")).to_be_visible()
 
@@ -144,7 +144,7 @@ def test_nothing_scrolls_sideways_on_a_narrow_screen(visit, name, request):
 
 @pytest.fixture
 def small(make_folder):
-    """A page with everything on it and few of each, since axe looks at every element."""
+    """A page with every element but few of each, because axe checks every element."""
     folder = make_folder(
         policies={"sft": 0.0, "ppo": 1.0, "other": 0.5}, judges={"gpt": ["gpt"], "people": ["ada", "bo"]},
         failing={"gpt": 0.1}, num_prompts=45,
@@ -159,14 +159,14 @@ def test_the_page_has_no_barrier_that_axe_knows(visit, small, scheme):
     page = visit(small, color_scheme=scheme)
     page.locator("details:not(.sample):not(.rest):not(.unprinted) > summary").last.click()
     standards = STANDARDS if scheme == "light" else {"type": "rule", "values": ["color-contrast"]}
-    violations = Axe().run(page, options={"runOnly": standards}).response["violations"]
+    violations = Axe().run(page, options={"runOnly": standards, "resultTypes": ["violations"]}).response["violations"]
     assert [(found["id"], [node["html"][:120] for node in found["nodes"][:3]]) for found in violations] == []
 
 
 def test_paper_has_every_table_and_no_filters(visit, two_policies):
     page = visit(two_policies)
     page.emulate_media(media="print")
-    assert not page.locator("#filters").is_visible()
-    assert page.get_by_text("compare.json, as resolved.").is_visible()
-    assert shown(page) == 20
+    expect(page.locator(".filters")).to_be_hidden()
+    expect(page.get_by_text("compare.json, as resolved.")).to_be_visible()
+    expect_shown(page, 20)
     assert len(page.pdf()) > 20_000

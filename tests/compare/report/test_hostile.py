@@ -1,4 +1,4 @@
-"""Texts that try to break out of the page, and folders that are not as they should be."""
+"""Texts that try to break out of the page, and malformed folders."""
 
 import json
 import math
@@ -74,7 +74,7 @@ def test_hostile_text_is_escaped_wherever_it_stands(make_folder: MakeFolder, rea
     assert "&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt;&lt;!--" in page
     assert "a\ufffdb\ufffd[31m\ufffd" in page
     assert report["summary"]["failures"][0]["failure"] == HOSTILE
-    # What turns the direction of text around ends with its own element.
+    # A text that changes the direction of writing ends with its own element.
     assert re.search(r'<div class="text" dir="auto">[^<]*\u202e', page)
 
 
@@ -122,7 +122,7 @@ def _without(field: str) -> Callable[[list[dict[str, Any]]], Any]:
         ("compare.json", lambda rows: rows[0].update(policies=["sft"]), r"responses\.parquet: row 2: policy 'ppo'"),
         ("prompts.jsonl", _without("prompt_id"), r"prompts\.jsonl: line 2: field 'prompt_id' is missing"),
         ("prompts.jsonl", _without("messages"), r"prompts\.jsonl: line 2: field 'messages'"),
-        ("prompts.jsonl", lambda rows: rows.append(rows[0]), r"prompts\.jsonl: line 4: prompt_id 'p-0000' is there"),
+        ("prompts.jsonl", lambda rows: rows.append(rows[0]), r"prompts\.jsonl: line 4: prompt_id 'p-0000' occurs"),
         ("prompts.jsonl", lambda rows: rows.pop(), r"responses\.parquet: row 5: prompt 'p-0002' is not in prompts"),
         ("prompts.jsonl", lambda rows: rows.clear(), r"prompts\.jsonl: no prompts"),
     ],
@@ -152,7 +152,7 @@ def test_rows_that_contradict_each_other_are_named(make_folder: MakeFolder) -> N
     folder = make_folder(num_prompts=3)
     responses, verdicts = read_responses(folder / "responses.parquet"), read_verdicts(folder / "verdicts.parquet")
     write_rows(folder / "responses.parquet", [*responses, responses[0]])
-    with pytest.raises(ValueError, match=r"responses\.parquet: row 7: response 0 of 'sft' to prompt 'p-0000' is there"):
+    with pytest.raises(ValueError, match=r"responses\.parquet: row 7: response 0 of 'sft' to prompt 'p-0000' occurs"):
         write_comparison_report(folder)
     write_rows(folder / "responses.parquet", responses[:-1])
     with pytest.raises(ValueError, match=r"verdicts\.parquet: row 5: it is of response 0 of 'ppo' to prompt 'p-0002'"):

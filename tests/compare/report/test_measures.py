@@ -1,4 +1,4 @@
-"""What measures.json holds is on the page: figures of policies, and curves of over-optimisation."""
+"""The page shows what measures.json holds: measures of policies, and curves of over-optimisation."""
 
 import json
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def over_optimised(*, fitted: bool = True) -> OverOptimisation:
 
 
 def measured_policies() -> dict[str, Any]:
-    """What a comparison measures of its policies, from responses."""
+    """Computes a comparison's measures of its policies from responses."""
     rows = [
         Response(name, f"p{prompt}", 0, f"{name} says {'no ' * prompt}{prompt}", 3, True, 0.1 * prompt + place)
         for place, name in enumerate(("sft", "ppo"))
@@ -76,7 +76,7 @@ TAX = Tax(
 
 
 def reward_model() -> RewardMeasures:
-    """A model too sure of itself: its leads are twice what they should be."""
+    """An overconfident model: its score differences are twice as large as they should be."""
     generator = np.random.default_rng(2)
     lead = generator.normal(0, 1.5, size=400)
     right = generator.random(400) < 1 / (1 + np.exp(-np.abs(lead) / 2))

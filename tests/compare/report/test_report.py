@@ -1,4 +1,4 @@
-"""The report of comparisons whose truth is known: numbers traced to rows, words no stronger than the evidence."""
+"""Reports of comparisons with a known truth: numbers trace to rows, and sentences claim no more than the evidence."""
 
 import json
 import math
@@ -27,25 +27,25 @@ MakeFolder = Callable[..., Path]
 
 
 def read(path: Path) -> Any:
-    """Strict JSON: NaN and Infinity are refused."""
+    """Parses strict JSON: NaN and Infinity are errors."""
     return json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda name: pytest.fail(f"{path} holds {name}"))
 
 
 def at(value: Any, path: str) -> Any:
-    """The value at a dotted path, numbers being places in lists."""
+    """Returns the value at a dotted path; numbers are positions in lists."""
     for key in path.split("."):
         value = value[int(key)] if isinstance(value, list) else value[key]
     return value
 
 
 def rows_of(folder: Path, source: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows that a source names, found as a reader would find them."""
+    """Returns the rows that a source names, found as a reader would find them."""
     filters = [tuple(part) for part in source["rows"]] or None
     return list(parquet.read_table(folder / source["file"], filters=filters).to_pylist())
 
 
 def prompt_means(rows: list[dict[str, Any]], policy: str) -> list[float]:
-    """Each prompt's mean preference for a policy."""
+    """Returns each prompt's mean preference for a policy."""
     by_prompt: dict[str, list[float]] = {}
     for row in rows:
         won = row["preference_a"] if row["policy_a"] == policy else 1 - row["preference_a"]
@@ -75,11 +75,11 @@ def test_numbers_follow_from_the_rows_that_their_sources_name(name: str, request
         assert len(rows) == source["num_rows"], field
         recomputed += _agrees(report, field, rows)
     num_pairs = sum(len(judge["pairs"]) for judge in report["summary"]["judges"])
-    assert recomputed >= 7 * num_pairs  # win rate, two counts, failures and three categories of each
+    assert recomputed >= 7 * num_pairs  # per pair: the win rate, two counts, failures and three categories
 
 
 def _agrees(report: dict[str, Any], field: str, rows: list[dict[str, Any]]) -> bool:
-    """Whether this field is one that a few lines recompute; an assertion where it comes out otherwise."""
+    """Returns whether a few lines can recompute this field; asserts that the result is the same."""
     value, last = at(report, field), field.split(".")[-1]
     if last in ("num_failed", "num_verdicts"):
         assert value == len(rows), field
@@ -185,7 +185,7 @@ def test_no_difference_says_what_could_have_been_shown(make_folder: MakeFolder) 
     assert report["answer"]["tone"] == "unclear"
     assert report["answer"]["text"].startswith("No difference between ")
     detectable = round(100 * pair["power"]["detectable"])
-    assert f"only a win rate {detectable} points or more from 50% would have been seen" in report["answer"]["more"][0]
+    assert f"would only detect a win rate {detectable} points or more from 50%" in report["answer"]["more"][0]
     assert any(text.startswith("Only 30 prompts") for text in report["warnings"])
 
 
@@ -230,13 +230,13 @@ def test_islands_are_named(make_folder: MakeFolder) -> None:
 def test_a_judge_that_failed_on_all_is_no_answer(make_folder: MakeFolder) -> None:
     folder = make_folder(failing={"gold": 1.1})
     report = write_comparison_report(folder)
-    assert report["answer"]["text"] == "Nothing can be said: there is no verdict that did not fail."
+    assert report["answer"]["text"] == "There is no result: no verdict succeeded."
     assert report["summary"]["failures"][0]["num_verdicts"] == 24
 
 
 @pytest.mark.parametrize("num_prompts", [1, 2, 4, 12, 20])
 def test_few_prompts_are_no_error(make_folder: MakeFolder, num_prompts: int) -> None:
-    """Also where resamples hold ties but no loss, or a category has two prompts."""
+    """It also works if resamples hold ties but no loss, or if a category has two prompts."""
     judges = {"gold": ["gold"], "people": ["ada", "bo"]}
     report = write_comparison_report(
         make_folder(policies={"sft": 0.0, "ppo": 2.5}, judges=judges, num_prompts=num_prompts)
@@ -255,7 +255,7 @@ def test_warnings_say_what_the_numbers_hide(four_policies: Path, two_policies: P
     assert "The labelers of the judge people agree little" in found
     assert "judge people prefers" not in found  # shown in random order, no bias planted
     calm = read(two_policies / "report.json")["warnings"]
-    assert calm[0] == "gold is the only judge: no interval here shows what it gets wrong."
+    assert calm[0] == "gold is the only judge: no interval here accounts for its errors."
     assert not any("Only" in text or "failed" in text for text in calm)
     folder = make_folder(judges={"people": ["ada"]}, num_prompts=12, ties=0.0)
     responses = parquet.read_table(folder / "responses.parquet").to_pylist()
@@ -265,12 +265,12 @@ def test_warnings_say_what_the_numbers_hide(four_policies: Path, two_policies: P
     assert len(kept) == len(responses) - 1
     write_rows(folder / "responses.parquet", kept)
     warnings = write_comparison_report(folder)["warnings"]
-    assert "All verdicts of the judge people are one labeler's; another may judge otherwise." in warnings
+    assert "All verdicts of the judge people are by one labeler; another may judge differently." in warnings
     assert "Responses are missing, of 12 prompts: ppo to 1." in warnings
 
 
 def test_a_difference_of_length_alone_is_warned_of(make_folder: MakeFolder) -> None:
-    """A judge that prefers the longer response, whoever wrote it, and a policy that writes longer ones."""
+    """A judge that always prefers the longer response, and a policy that writes longer ones."""
     folder = make_folder(policies={"sft": 0.0, "ppo": 0.0}, num_prompts=200, ties=0.0)
     generator = np.random.default_rng(0)
     rows = []

@@ -1,5 +1,5 @@
-"""Ties alone, a win rate of exactly one half, and verdicts without an order: the page claims nothing and draws nothing
-odd."""
+"""If there are only ties, a win rate of exactly one half, or no display order, the page makes no claim and draws no odd
+figure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +14,8 @@ MakeFolder = Callable[..., Path]
 
 
 def rewrite(folder: Path, change: Callable[[int, Verdict], Verdict]) -> tuple[dict[str, Any], str]:
-    """The report and the page of a folder whose verdicts are changed, each with its place in its pair."""
+    """Returns the report and the page of a folder after its verdicts are changed; each is given with its place in its
+    pair."""
     seen: dict[tuple[str, str, str], int] = {}
     rows = []
     for row in read_verdicts(folder / "verdicts.parquet"):
@@ -30,7 +31,7 @@ def tied(_: int, row: Verdict) -> Verdict:
 
 
 def halved(place: int, row: Verdict) -> Verdict:
-    """Both orders of a prompt are for the same policy, and prompts take turns."""
+    """Both orders of a prompt favour the same policy; the favoured policy alternates between prompts."""
     return replace(row, preference_a=float(place // 2 % 2))
 
 
@@ -38,41 +39,41 @@ def titles(page: str) -> Sequence[str]:
     return [part.split(">", 1)[1].split("</h3>")[0] for part in page.split("<h3 id=")[1:]]
 
 
-def test_ties_alone_are_called_that(make_folder: MakeFolder) -> None:
+def test_ties_alone_are_reported_as_ties(make_folder: MakeFolder) -> None:
     report, page = rewrite(make_folder(num_prompts=60), tied)
     assert report["answer"]["text"].startswith(
         "No difference between SFT and PPO is shown by the judge gold: every verdict is a tie (95% interval 47 to 53%,"
     )
-    assert report["answer"]["more"] == ["With 60 prompts, every one a tie, no difference could have been shown."]
+    assert report["answer"]["more"] == ["With 60 prompts, all of them ties, no difference could have been shown."]
     (judge,) = report["summary"]["judges"]
     assert [(found["model"], found["policies"]) for found in judge["ratings"]] == [("bradley_terry", [])]
-    assert "No Bradley–Terry ratings: every verdict is a tie, and ties alone tell nothing of strengths" in page
+    assert "No Bradley–Terry ratings: every verdict is a tie; ties alone say nothing about strengths" in page
     assert not any(title.startswith("Ratings") for title in titles(page))
     assert judge["pairs"][0]["length_controlled"]["low"] is None
-    assert "No win rate at equal length: all prompts came out alike, so there is no spread to" in page
+    assert "No win rate at equal length: all prompts came out alike, so the fit" in page
     assert "Length" not in titles(page)
     assert "50 to 50%" not in page
     assert "0.00 to 0.00" not in page
     assert "no spread" in page
 
 
-def test_ties_alone_rank_nobody(make_folder: MakeFolder) -> None:
+def test_ties_alone_give_no_ranking(make_folder: MakeFolder) -> None:
     report, _ = rewrite(make_folder(policies={"sft": 0.0, "ppo": 1.0, "base": 0.0}), tied)
     assert report["answer"]["tone"] == "unclear"
-    assert report["answer"]["text"].startswith("There is no ranking by the judge gold: every verdict is a tie, and")
+    assert report["answer"]["text"].startswith("There is no ranking by the judge gold: every verdict is a tie;")
 
 
-def test_a_few_prompts_that_are_no_tie_are_counted(make_folder: MakeFolder) -> None:
+def test_a_few_prompts_without_a_tie_are_counted(make_folder: MakeFolder) -> None:
     def change(place: int, row: Verdict) -> Verdict:
         return tied(place, row) if place >= 6 else replace(row, preference_a=0.0)
 
     report, _ = rewrite(make_folder(num_prompts=30), change)
     assert report["answer"]["more"][-1] == (
-        "With 30 prompts, of which 3 are no tie, no difference could have been shown."
+        "With 30 prompts, only 3 of them without a tie, no difference could have been shown."
     )
 
 
-def test_exactly_half_is_nobodys_lead(make_folder: MakeFolder) -> None:
+def test_exactly_half_is_no_lead(make_folder: MakeFolder) -> None:
     judges = {"gold": ["gold"], "second": ["second"]}
     report, _ = rewrite(make_folder(judges=judges, num_prompts=40), halved)
     said = "each of the two is preferred half of the time (95% interval 35 to 65%, "
@@ -81,7 +82,7 @@ def test_exactly_half_is_nobodys_lead(make_folder: MakeFolder) -> None:
 
 
 def test_a_lead_of_exactly_half_is_none(make_folder: MakeFolder) -> None:
-    """Two policies that beat a third alike, and each other half of the time."""
+    """Two policies beat a third equally often, and each other half of the time."""
 
     def change(place: int, row: Verdict) -> Verdict:
         return replace(row, preference_a=1.0) if row.policy_b == "base" else halved(place, row)
@@ -109,10 +110,10 @@ def test_the_order_is_shown_where_verdicts_have_one(make_folder: MakeFolder) -> 
     assert titles(page).count("The order shown") == 1
     assert 'id="order-1"' in page
     assert "The response shown first is preferred" in page
-    assert "The verdict changes with the order" not in page  # nobody was asked in both orders
+    assert "The verdict changes with the order" not in page  # no labeler judged both orders
 
 
 def test_an_order_that_never_changed_tells_no_bias(make_folder: MakeFolder) -> None:
     _, page = rewrite(make_folder(judges={"people": ["ada"]}), lambda _, row: replace(row, first="a"))
-    assert "no two policies were shown in both orders, so position cannot be told from strength" in page
+    assert "no two policies were shown in both orders, so position bias cannot be separated from strength" in page
     assert "The verdict changes with the order" not in page

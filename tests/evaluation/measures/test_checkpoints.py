@@ -1,4 +1,4 @@
-"""Policies during a run, sampled for real: the report equals what each piece measures separately."""
+"""Policies during a run, really sampled: the report equals what each part measures separately."""
 
 import math
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def reward_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer
 
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, tokenizer: Tokenizer) -> dict[str, Path]:
-    """The reference, moved further and further."""
+    """Copies of the reference, each further away than the last."""
     folders = {}
     for step in (1, 2, 3):
         model = load_language_model(model_folder)

@@ -1,4 +1,4 @@
-"""Diversity against loops and by hand: copies are called copies, and amounts of text are made equal."""
+"""Diversity against loops and by hand: copies count as identical, and amounts of text are made equal."""
 
 import json
 import math
@@ -17,7 +17,7 @@ WORDS = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l"]
 
 
 def naive_bleu(text: list[str], others: list[list[str]]) -> float:
-    """BLEU as its paper has it, reference by reference."""
+    """BLEU as in its paper, reference by reference."""
     logs = []
     for n in range(1, min(4, len(text)) + 1):
         grams = [Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1)) for words in (text, *others)]
@@ -52,9 +52,10 @@ def test_identical_share_counts_pairs() -> None:
 def test_distinctness_is_of_equal_amounts_of_text() -> None:
     generator = np.random.default_rng(1)
     few, many = ([" ".join(generator.choice(WORDS, size=10)) for _ in range(num_texts)] for num_texts in (20, 200))
-    assert distinct_n(many, 2) < 0.7 * distinct_n(few, 2)  # the same source, only more of it
+    assert distinct_n(many, 2) < 0.7 * distinct_n(few, 2)  # the same distribution, but more text
     assert distinct_at(many, 2, 200, seed=0) == pytest.approx(distinct_n(few, 2), abs=0.05)
-    assert distinct_at(few, 2, 200, seed=0) == pytest.approx(distinct_n(few, 2))  # all of it: order is nothing
+    # With all words, the order makes no difference.
+    assert distinct_at(few, 2, 200, seed=0) == pytest.approx(distinct_n(few, 2))
     assert distinct_at(["a b c d"], 1, 3, seed=0) == 1.0
 
 
@@ -70,7 +71,7 @@ def test_a_collapsed_policy_is_seen() -> None:
     generator = np.random.default_rng(2)
     free = [[" ".join(generator.choice(WORDS, size=12)) for _ in range(4)] for _ in range(30)]
     loops = [["a b a b a b a b a b a b"] * 4 for _ in range(30)]
-    by_prompt = [[free[p][0]] * 4 for p in range(30)]  # one answer a prompt, another for each
+    by_prompt = [[free[p][0]] * 4 for p in range(30)]  # one answer per prompt, a different one for each
     found = measure_diversity(
         {"free": rows_of("free", free), "loops": rows_of("loops", loops), "fixed": rows_of("fixed", by_prompt)}, seed=0
     )
@@ -81,7 +82,7 @@ def test_a_collapsed_policy_is_seen() -> None:
     assert found["fixed"].within.self_bleu.mean == pytest.approx(1)
     assert found["free"].within.self_bleu.high < 0.5
     assert found["fixed"].across.distinct_2 == found["free"].across.distinct_2 > 5 * found["loops"].across.distinct_2
-    assert found["loops"].repetition.mean == pytest.approx(7 / 9)  # 9 4-grams, 2 of them new
+    assert found["loops"].repetition.mean == pytest.approx(7 / 9)  # 9 4-grams, 2 of them distinct from all earlier ones
     assert found["free"].words.quantiles == (12,) * 7
     assert found["free"].tokens is None
     assert math.isnan(found["free"].finished.mean)
@@ -106,7 +107,8 @@ def test_kl_lengths_and_endings_of_responses() -> None:
     ]
     found = measure_policies(rows, seed=0)["a"]
     assert found.kl_nats.mean == pytest.approx(0.85)
-    half = 12.7062 * abs((0.5 - 0.1) / 2 - (2.0 + 1.0) / 2) / 2  # Student's t of 1 degree, two prompts' means
+    # Student's t with 1 degree of freedom, over two prompts' means.
+    half = 12.7062 * abs((0.5 - 0.1) / 2 - (2.0 + 1.0) / 2) / 2
     assert found.kl_nats.high == pytest.approx(0.85 + half, rel=1e-4)
     assert found.diversity.finished.mean == 0.75
     assert found.diversity.tokens is not None

@@ -1,4 +1,4 @@
-"""The adapter to lm-evaluation-harness, on a task with its own data; skipped where lm_eval is not installed."""
+"""The adapter to lm-evaluation-harness, on tasks with their own data; skipped if lm_eval is not installed."""
 
 import json
 import math
@@ -121,7 +121,7 @@ def test_names_of_special_tokens_are_text_unless_a_template_wrote_them(model_fol
     assert chat.encode(begun) == [*written, *chat.encode(" I")]
 
 
-def test_generation_ends_where_it_is_told(model: HeedLM) -> None:
+def test_generation_ends_at_the_given_strings(model: HeedLM) -> None:
     (whole,) = model.generate_until(requests(("The", {"max_gen_toks": 12})))
     middle = whole[len(whole) // 2]
     (cut,) = model.generate_until(requests(("The", {"max_gen_toks": 12, "until": [middle]})))
@@ -139,7 +139,7 @@ def test_the_harness_runs_tasks_of_all_three_kinds(model_folder: Path, tasks: Pa
         ("birds_choice", "acc"), ("birds_text", "bits_per_byte"), ("birds_write", "exact_match"),
     }  # fmt: skip
     assert {row.num_documents for row in found} == {3}
-    # By our own functions: the most likely choice, with the space that the harness puts before it.
+    # By Heed's own functions: the most likely choice, after the space that the harness inserts.
     model = HeedLM(model_folder)
     right = []
     for row in ROWS:

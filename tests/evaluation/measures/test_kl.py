@@ -1,4 +1,4 @@
-"""KL estimators against the sum over every response, against each other, and their intervals against planted KLs."""
+"""KL estimators against the sum over all responses and against each other; their intervals against planted KLs."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ END, QUERY, LONGEST, HEAT = 0, [3, 1], 3, 0.7
 
 
 def small_model(seed: int) -> LanguageModel:
-    """Eight tokens, so that all 400 responses of up to three can be written down."""
+    """A vocabulary of eight tokens, so that all 400 responses of up to three tokens can be enumerated."""
     config = ModelConfig(
         vocab_size=8,
         max_position_embeddings=8,
@@ -49,7 +49,8 @@ def pair() -> tuple[LanguageModel, LanguageModel]:
 
 
 def all_responses() -> list[list[int]]:
-    """Every response of at most three tokens: what ends with the end token, or was cut off."""
+    """Returns every response of at most three tokens: those that end with the end token, and those that were cut
+    off."""
     words = [token for token in range(8) if token != END]
     ended = [[*part, END] for length in range(LONGEST) for part in itertools.product(words, repeat=length)]
     return [*ended, *map(list, itertools.product(words, repeat=LONGEST))]
@@ -59,7 +60,7 @@ def test_the_exact_kl_is_the_sum_over_every_response(pair: tuple[LanguageModel, 
     responses = all_responses()
     queries = [QUERY] * len(responses)
     ours, theirs = (np.array(sequence_logprobs(model, queries, responses, HEAT)) for model in pair)
-    assert np.exp(ours).sum() == pytest.approx(1.0, abs=1e-5)  # nothing was left out
+    assert np.exp(ours).sum() == pytest.approx(1.0, abs=1e-5)  # no response is left out
     expected = float((np.exp(ours) * (ours - theirs)).sum())
     assert expected > 0.1
     found = exact_kl(*pair, QUERY, max_new_tokens=LONGEST, end_id=END, temperature=HEAT)
@@ -67,7 +68,7 @@ def test_the_exact_kl_is_the_sum_over_every_response(pair: tuple[LanguageModel, 
 
 
 def test_all_three_estimators_have_the_exact_mean(pair: tuple[LanguageModel, LanguageModel]) -> None:
-    """Their expectation over every response, weighted by its probability, is the KL; not a matter of luck."""
+    """The expectation over all responses, weighted by probability, is exactly the KL."""
     responses = all_responses()
     chance = np.exp(sequence_logprobs(pair[0], [QUERY] * len(responses), responses, HEAT))
     found = response_kls(*pair, [QUERY] * len(responses), responses, HEAT)
@@ -102,7 +103,7 @@ def test_samples_estimate_the_exact_kl(pair: tuple[LanguageModel, LanguageModel]
     )
     found = summarise_kl(response_kls(*pair, rows, drawn.responses, HEAT), np.arange(len(rows)) // 50)
     exact = np.mean([exact_kl(*pair, q, max_new_tokens=LONGEST, end_id=END, temperature=HEAT) for q in queries])
-    # The prompts are all there are, so only the samples' noise is left, which the interval over prompts contains.
+    # These are all prompts there are, so only the samples' noise is left; the interval over prompts includes it.
     for estimate in (found.full, found.k1, found.k3):
         assert estimate.low < exact < estimate.high
     assert abs(found.full.mean - exact) < abs(found.k1.high - found.k1.low) / 2
@@ -115,7 +116,7 @@ def test_a_policy_is_no_distance_from_itself(pair: tuple[LanguageModel, Language
 
 
 def test_intervals_are_over_prompts() -> None:
-    """Fifty copies of a response are one piece of evidence, not fifty."""
+    """Fifty copies of a response are one piece of evidence."""
     once = np.array([0.5, 1.0, 2.0, 4.0])
     many = np.repeat(once, 50)
     alone, repeated = (
@@ -123,7 +124,7 @@ def test_intervals_are_over_prompts() -> None:
         for values, prompts in ((once, np.arange(4)), (many, np.arange(200) // 50))
     )
     assert repeated.k1.low == pytest.approx(alone.k1.low)
-    half = 3.182446 * float(np.std(once, ddof=1)) / 2  # Student's t of 3 degrees
+    half = 3.182446 * float(np.std(once, ddof=1)) / 2  # Student's t with 3 degrees of freedom
     assert alone.k1.high == pytest.approx(once.mean() + half, rel=1e-5)
 
 

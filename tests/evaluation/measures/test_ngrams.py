@@ -1,4 +1,4 @@
-"""Diversity figures against counts by hand."""
+"""Diversity metrics against counts by hand."""
 
 import math
 
@@ -10,7 +10,7 @@ from evaluation.measures.diversity import distinct_n, repetition
 def test_distinct_n_by_hand():
     texts = ["the cat sat", "The cat  ran"]  # words: the cat sat the cat ran
     assert distinct_n(texts, 1) == 4 / 6
-    assert distinct_n(texts, 2) == 3 / 4  # the-cat twice, cat-sat, cat-ran; none across texts
+    assert distinct_n(texts, 2) == 3 / 4  # the-cat twice, cat-sat, cat-ran; no n-gram spans two texts
     assert distinct_n(texts, 3) == 1.0
 
 

@@ -1,4 +1,4 @@
-"""Gao et al.'s forms against planted curves: what was planted comes back, intervals hold it, advice is honest."""
+"""Gao et al.'s forms on planted curves: the fit recovers them, intervals contain them, and the advice is right."""
 
 import math
 from dataclasses import replace
@@ -14,7 +14,7 @@ from evaluation.measures.overoptimisation import fit_curve, gain_at, gold_tops, 
 
 
 def smooth_curve(kind: str, alpha: float, beta: float, distances: list[float], num_prompts: int = 5) -> Curve:
-    """A curve without any noise."""
+    """A curve without noise."""
     d_K = np.array(distances)
     gold_K = alpha * d_K - beta * (d_K**2 if kind == "best_of_n" else d_K * np.log(d_K))
     start_P = np.arange(num_prompts, dtype=float)
@@ -34,7 +34,7 @@ def test_a_planted_curve_comes_back(kind: str, alpha: float, beta: float, best: 
     assert found.gold.alpha.mean == pytest.approx(alpha)
     assert found.gold.beta.mean == pytest.approx(beta)
     assert found.optimum.d.mean == pytest.approx(best)
-    # The top of a fine grid, and its height, by the equation in the paper.
+    # The maximum over a fine grid, and its height, by the paper's equation.
     grid = np.linspace(0.01, 3, 30_000)
     heights = grid * (alpha - beta * grid) if kind == "best_of_n" else grid * (alpha - beta * np.log(grid))
     assert grid[heights.argmax()] == pytest.approx(best, abs=1e-3)
@@ -43,11 +43,11 @@ def test_a_planted_curve_comes_back(kind: str, alpha: float, beta: float, best: 
     np.testing.assert_allclose(gain_at(kind, alpha, beta, grid), heights)  # type: ignore[arg-type]
     assert gain_at(kind, alpha, beta, np.zeros(1))[0] == 0.0  # type: ignore[arg-type]
     assert found.gold.misfit < 1e-6
-    assert found.proxy.beta.mean == pytest.approx(0.0, abs=1e-9)  # the proxy was planted straight
+    assert found.proxy.beta.mean == pytest.approx(0.0, abs=1e-9)  # the planted proxy score is linear
 
 
 def test_weights_and_covariance_against_a_loop() -> None:
-    """The fit is scipy's weighted least squares; its covariance is that of leaving prompts out in turn."""
+    """The fit equals scipy's weighted least squares; its covariance equals that of leaving out each prompt in turn."""
     curve = planted_curve("rl", 0.8, 0.5, num_prompts=200, noise=1.0, generator=np.random.default_rng(3))
     gain_KP = curve.gold_KP - curve.start_gold_P
     error_K = gain_KP.std(axis=1, ddof=1)
@@ -125,7 +125,7 @@ def test_the_curve_of_best_of_n_is_that_of_the_estimator() -> None:
     gain = best_of_n_expected(gold, proxy)[:, 3].mean() - gold.mean()
     assert drawn[1].gold.mean == pytest.approx(gain)
     assert drawn[1].gold.low < gain < drawn[1].gold.high
-    assert drawn[1].kl_nats.high - drawn[1].kl_nats.low < 1e-12  # a bound, not an estimate
+    assert drawn[1].kl_nats.high - drawn[1].kl_nats.low < 1e-12  # an upper bound, not an estimate
     with pytest.raises(ValueError, match="best of 32 from a pool of 20"):
         best_of_n_curve(gold, proxy, [2, 32])
 
@@ -140,14 +140,14 @@ def test_equal_terms_by_hand() -> None:
     assert last.rl == pytest.approx(1 + (1 - math.log(2)) * 1.25 / 3)
     assert last.best_of_n == pytest.approx(0.9375)
     assert last.lead.mean == pytest.approx(last.rl - last.best_of_n)
-    assert found[0].rl == pytest.approx(2.25 / 8)  # on the way from the reference, at (0, 0)
+    assert found[0].rl == pytest.approx(2.25 / 8)  # interpolated from the reference at (0, 0)
     by_proxy = at_equal("proxy", rl, best, seed=0)
     assert by_proxy[-1].place == pytest.approx(3.0)
     assert by_proxy[-1].rl == pytest.approx((1 + 2 - math.log(2)) / 2)
 
 
 def test_the_lead_is_paired_and_its_interval_holds_the_truth() -> None:
-    """Both curves share their prompts' difficulty, which cancels; the planted lead is found."""
+    """Both curves share their prompts' difficulty, which cancels; the planted lead is recovered."""
     hits = []
     for world in range(60):
         generator = np.random.default_rng([7, world])
@@ -166,11 +166,11 @@ def test_the_mean_lead_is_that_over_all_places() -> None:
     places = at_equal("kl", one, other, seed=0)
     found = mean_lead("kl", one, other, seed=0)
     assert found.mean == pytest.approx(np.mean([place.lead.mean for place in places]))
-    # Leads go together, so the mean's interval is no wider than theirs are on average, and holds the mean.
+    # Leads are correlated, so the mean's interval is no wider than theirs are on average, and contains the mean.
     assert found.low < found.mean < found.high
     assert found.high - found.low < np.mean([place.lead.high - place.lead.low for place in places])
     backwards = replace(other, kl_KP=-other.kl_KP)
-    assert math.isnan(mean_lead("kl", one, backwards, seed=0).mean)  # nothing that both reach
+    assert math.isnan(mean_lead("kl", one, backwards, seed=0).mean)  # no range that both reach
 
 
 def test_the_tops_of_resamples_are_those_of_the_fit() -> None:

@@ -1,4 +1,4 @@
-"""Reward models with known truth: calibrated ones, too sure ones, and a real one on files as they are published."""
+"""Reward models with a known truth: calibrated, overconfident, and a real one on files in published formats."""
 
 import json
 import math
@@ -70,7 +70,7 @@ def test_the_best_scale_makes_the_likelihood_largest() -> None:
     grid = np.linspace(0.2, 0.9, 701)
     losses = [np.logaddexp(0, -s * pairs.lead_N).sum() for s in grid]
     assert found.mean == pytest.approx(grid[int(np.argmin(losses))], abs=1e-3)
-    assert math.isnan(best_scale(pairs_of([1.0, 2.0])).mean)  # all right: the larger the better
+    assert math.isnan(best_scale(pairs_of([1.0, 2.0])).mean)  # all pairs are right, so the larger the better
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 0.5])
@@ -89,13 +89,13 @@ def test_the_calibration_error_of_a_calibrated_model_is_all_excess_noise() -> No
         calibration(planted_pairs(1.0, num_prompts=100, generator=np.random.default_rng([9, w])), seed=w).error
         for w in range(100)
     ]
-    assert np.mean([error.found for error in found]) > 0.03  # though nothing is wrong
+    assert np.mean([error.found for error in found]) > 0.03  # although the model is calibrated
     assert np.mean([error.found - error.if_calibrated for error in found]) == pytest.approx(0, abs=0.006)
     assert np.mean([error.p_value for error in found]) == pytest.approx(0.5, abs=0.1)
 
 
 def test_intervals_are_over_prompts() -> None:
-    """The same pair ten times over is one piece of evidence."""
+    """Ten copies of the same pair are one piece of evidence."""
     leads = [1.0, -1.0, 2.0, 1.5, -0.5, 0.7]
     once = calibration(pairs_of(leads), seed=0)
     copied = calibration(pairs_of(leads * 10, list(range(6)) * 10), seed=0)
@@ -123,7 +123,7 @@ def test_rankings_become_pairs_by_hand(tmp_path: Path) -> None:
     right = sum(lead > 0 for lead in expected) + 0.5 * sum(lead == 0 for lead in expected)
     assert found.calibration.accuracy.mean == pytest.approx(right / 16)
     assert found.calibration.accuracy.num_pairs == 16
-    # Ann and Bob order alike 2 of 3 pairs of t0, 2 of 2 of t1, none of 2 of t2.
+    # Ann and Bob order 2 of 3 pairs of t0 alike, 2 of 2 of t1, and none of 2 of t2.
     assert found.agreement.mean == pytest.approx(4 / 7)
     assert found.ceiling.mean == pytest.approx((1 + math.sqrt(1 / 7)) / 2)
     assert json.loads(json.dumps(as_json(found)))["rewardbench"] is None
@@ -136,7 +136,7 @@ def test_nobody_foretells_more_than_the_ceiling() -> None:
         p = generator.beta(spread, spread, size=200_000)
         agreement, best = np.mean(p**2 + (1 - p) ** 2), np.mean(np.maximum(p, 1 - p))
         assert agreement <= best <= highest_accuracy(float(agreement)) < best + 0.05
-    assert highest_accuracy(0.8**2 + 0.2**2) == pytest.approx(0.8)  # pairs that are all equally hard
+    assert highest_accuracy(0.8**2 + 0.2**2) == pytest.approx(0.8)  # all pairs are equally hard
     assert highest_accuracy(1.0) == 1.0
     assert highest_accuracy(0.45) == 0.5
 
@@ -189,13 +189,13 @@ def test_llmbar_is_read_by_its_label(reward_folder: Path, tmp_path: Path) -> Non
 
 
 def test_weights_of_rewardbench_are_its_counts() -> None:
-    """2,985 prompts are in the published set, math-prm with 447 of them (its data card)."""
+    """The published set has 2,985 prompts, of which math-prm has 447 (its data card)."""
     assert sum(sum(section.values()) for section in SECTIONS.values()) - 984 + 447 == 2985
     assert SECTIONS["Reasoning"]["math-prm"] == sum(n for name, n in SECTIONS["Reasoning"].items() if name[:3] == "hep")
 
 
 def test_the_score_of_rewardbench_has_an_interval_over_its_subsets() -> None:
-    """Drawn again and again with known accuracies, the interval holds the weighted truth."""
+    """In repeated draws with known accuracies, the interval contains the weighted truth."""
     truth = {"alpacaeval-easy": 0.9, "mt-bench-hard": 0.6, "math-prm": 0.7, "hep-go": 0.8, "donotanswer": 0.5}
     section = (984 * 0.7 + 164 * 0.8) / (984 + 164)
     expected, hits = (0.9 + 0.6 + section + 0.5) / 4, []

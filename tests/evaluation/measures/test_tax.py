@@ -1,4 +1,4 @@
-"""Bits per byte against pretraining's own figure and against loops; differences that are paired."""
+"""Bits per byte against pretraining's own metric and against loops; paired differences."""
 
 import math
 from pathlib import Path
@@ -29,7 +29,7 @@ EXAMPLES = [Example(f"row {i}", f"{i} and {i}:", f"{2 * i} dogs") for i in range
 def policies(
     tmp_path_factory: pytest.TempPathFactory, model_folder: Path, tokenizer: Tokenizer, tiny_config: ModelConfig
 ) -> dict[str, Path]:
-    """The tiny model, and one that learned the texts a little."""
+    """The tiny model, and one that was trained a little on the texts."""
     model = LanguageModel(tiny_config)
     init_weights(model, seed=7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -59,7 +59,7 @@ def test_a_text_is_predicted_token_by_token(model_folder: Path) -> None:
 
 
 def test_bits_are_those_that_pretraining_reports(model_folder: Path) -> None:
-    """A stream of one text after EOS, in one row, is what the stage would measure."""
+    """The stage would measure the same on a stream of one text after EOS, in one row."""
     model, tokenizer = load_language_model(model_folder).eval(), Tokenizer.load(model_folder)
     text = TEXTS[0]
     tokens = [tokenizer.end_id, *tokenizer.encode_plain([text])[0]]
@@ -90,8 +90,9 @@ def test_the_tax_is_what_each_policy_measures_alone(policies: dict[str, Path]) -
     change = found.bits_per_byte["after"]
     expected = change.value.mean - found.bits_per_byte["before"].value.mean
     assert change.above_before.mean == pytest.approx(expected)
-    assert change.above_before.high < 0  # it learned these texts
-    # Paired: the difference is known better than either figure, whose documents differ in difficulty.
+    assert change.above_before.high < 0  # it was trained on these texts
+    # The difference is paired, so its interval is narrower than those of either metric, whose documents differ in
+    # difficulty.
     nothing = found.bits_per_byte["before"].above_before
     assert (nothing.mean, nothing.low, nothing.high) == (0, 0, 0)
     (task,) = found.tasks

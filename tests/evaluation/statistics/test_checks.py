@@ -1,4 +1,4 @@
-"""What verdicts are refused, by row, and that the order of rows says nothing."""
+"""Invalid verdicts are errors that name the row, and the order of rows makes no difference."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,7 @@ ROW = Verdict("x1", "sft", "ppo", 0, 1, "rm", "rm", 1.0, "a", category="story", 
 
 
 def turned(row):
-    """The same verdict with policies a and b exchanged."""
+    """Returns the same verdict with policies a and b exchanged."""
     return replace(
         row, policy_a=row.policy_b, policy_b=row.policy_a, index_a=row.index_b, index_b=row.index_a,
         preference_a=1 - row.preference_a, first={"a": "b", "b": "a", "": ""}[row.first],
@@ -44,7 +44,7 @@ def test_another_order_sample_labeler_judge_prompt_or_policy_is_no_repetition(ot
     ("change", "message"),
     [
         ({"score_a": math.inf, "score_b": 1.0}, "scores are inf and 1.0; finite numbers were expected"),
-        ({"score_a": math.nan, "score_b": 1.0}, "scores are nan and 1.0; both, or neither, were expected"),
+        ({"score_a": math.nan, "score_b": 1.0}, "scores are nan and 1.0; a verdict that did not fail must have both"),
         ({"index_a": -1}, "samples are -1 and 1; 0 or more was expected"),
         ({"length_b": -5}, "lengths are 0 and -5; 0 or more was expected"),
     ],

@@ -1,7 +1,7 @@
-"""The intervals of a comparison cover what was planted, and p-values are uniform where nothing was.
+"""The intervals of a comparison cover planted effects, and p-values are uniform if there is none.
 
-`python -m benchmarks.compare_coverage` runs 2,000 worlds. Over 120 a share of 95% has a standard error of 2%; the
-worlds are fixed by their seed, so the tests do not come and go.
+`python -m benchmarks.compare_coverage` runs 2,000 worlds. With 120, a coverage of 95% has a standard error of 2%; the
+worlds are fixed by their seed, so the tests are deterministic.
 """
 
 import pytest
@@ -27,7 +27,8 @@ def shares(draw, num_prompts, num_worlds=120):
 
 def test_win_rates():
     found = shares(compare_worlds.win_rates, 20)
-    discrete = found.pop("0.90, no ties"), found.pop("0.95, no ties")  # Wilson's, of few losses: 91 to 98% by turns
+    # Wilson's interval with few losses covers 91 to 98%, depending on the rate.
+    discrete = found.pop("0.90, no ties"), found.pop("0.95, no ties")
     assert len(found) == 12
     assert {what: share for what, share in found.items() if not LEAST <= share <= MOST} == {}
     assert min(discrete) > 0.87
@@ -45,7 +46,7 @@ def test_ratings():
 
 
 def test_two_policies_far_apart():
-    """At 20 prompts one world in eight has no loss at all."""
+    """With 20 prompts, one world in eight has no loss."""
     found = shares(compare_worlds.two_policies, 20)
     assert {what: share for what, share in found.items() if not LEAST <= share <= MOST} == {}
 

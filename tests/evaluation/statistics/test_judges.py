@@ -13,7 +13,8 @@ def verdict(prompt, judge, preference, labeler="l", *, policies=("p", "q"), firs
 
 
 def test_two_judges():
-    """Five prompts: alike on three (one row turned around), opposite on one, a tie on one, alone on another."""
+    """Five prompts: the judges agree on three (one row is swapped) and disagree on one; one is a tie; one has a
+    single verdict."""
     rows = [verdict(n, "one", x) for n, x in enumerate([1.0, 0.0, 0.8, 1.0, 0.5, 1.0])]
     rows += [verdict(n, "other", x) for n, x in enumerate([0.9, 0.0, 1.0, 0.0, 1.0])]
     rows[1] = verdict(1, "one", 1.0, policies=("q", "p"))

@@ -19,7 +19,7 @@ ERROR, SLOPE_ERROR = 0.23064852, 0.46840432
 
 
 def example():
-    """20 prompts of two verdicts."""
+    """20 prompts with two verdicts each."""
     row_V = np.arange(40)
     won_V = ((row_V * 7) % 10 > 3).astype(float)
     won_V[[3, 8, 21, 30]] = 0.5
@@ -83,7 +83,7 @@ def test_separation_is_shrunk_and_has_a_wide_interval(won):
     [
         (4, [3.0, -2.0, 1.0, 9.0], "4 prompts; at least 5 were expected"),
         (9, [0.0] * 9, "no two responses differ in length"),
-        (9, [70.0] * 9, "all differences in length are alike, so length cannot be told from the policies"),
+        (9, [70.0] * 9, "all differences in length are equal, so the effect of length is not identified"),
     ],
 )
 def test_what_cannot_be_known_has_a_reason(num_prompts, longer, reason):

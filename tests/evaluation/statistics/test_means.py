@@ -1,4 +1,4 @@
-"""The bootstrap mean against hand calculations and its own promise of coverage."""
+"""The bootstrap mean against hand calculations and its nominal coverage."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ NAN = float("nan")
 def test_bootstrap_mean_of_two_prompts_by_hand():
     # Resamples of {0, 1} have means 0 (1/4), 1/2 (1/2), 1 (1/4): the 2.5% and 97.5% quantiles are 0 and 1.
     assert bootstrap_mean([0.0, 1.0], seed=1) == Interval(mean=0.5, low=0.0, high=1.0)
-    # At level 0.4 the quantiles 0.3 and 0.7 both fall into the middle half.
+    # At level 0.4, the quantiles 0.3 and 0.7 both lie in the middle half.
     assert bootstrap_mean([0.0, 1.0], seed=1, level=0.4) == Interval(mean=0.5, low=0.5, high=0.5)
 
 
@@ -36,7 +36,7 @@ def test_clusters_of_copies_are_no_more_certain_than_one_each():
     single, copied = bootstrap_mean(values, seed=2), bootstrap_mean(clusters, seed=2)
     assert (copied.mean, copied.low, copied.high) == pytest.approx((single.mean, single.low, single.high))
     as_rows = bootstrap_mean(np.concatenate(clusters), seed=2)
-    assert as_rows.high - as_rows.low < 0.5 * (copied.high - copied.low)  # what resampling rows would claim
+    assert as_rows.high - as_rows.low < 0.5 * (copied.high - copied.low)  # the interval from resampling rows
 
 
 def test_clusters_of_unequal_size_average_all_rows():

@@ -13,7 +13,7 @@ from intervals.score import score_interval
 
 
 def shown(rows):
-    """Comparisons of rows (prompt, 1 if a was first, preference for a)."""
+    """Makes comparisons from rows (prompt, 1 if a was first, preference for a)."""
     prompt_V, first_V, won_V = (np.array(column) for column in zip(*rows, strict=True))
     return comparisons(won_V.astype(np.float64), prompt_V, first_V=first_V)
 
@@ -23,7 +23,7 @@ def verdict(prompt, preference, first, labeler="l", policies=("p", "q"), failure
 
 
 def test_both_orders_cancel_strength():
-    """Prompts 0 to 7: a wins both; 8 and 9: whoever is first."""
+    """Prompts 0 to 7: a wins in both orders; 8 and 9: the response shown first wins."""
     rows = [(p, first, 1) for p in range(8) for first in (1, -1)]
     found = position_bias(shown(rows + [(p, first, first > 0) for p in (8, 9) for first in (1, -1)]))
     expected = score_interval(np.repeat([0.5, 1.0], [8, 2]))
@@ -49,7 +49,7 @@ def test_verdicts_turned_around_say_the_same():
 
 
 def test_several_pairs_are_taken_together():
-    """Policies 0 and 1 with a bias of +½, 1 and 2 without any, on the same prompts."""
+    """Policies 0 and 1 have a bias of +½, 1 and 2 have none, on the same prompts."""
     rows = [(0, 1, p, first, first > 0) for p in range(20) for first in (1, -1)]
     rows += [(1, 2, p, first, 1) for p in range(20) for first in (1, -1)]
     a_V, b_V, prompt_V, first_V, won_V = (np.array(column) for column in zip(*rows, strict=True))
@@ -73,7 +73,8 @@ def test_unknown_and_single_orders_have_a_reason():
 
 
 def test_flips_by_hand():
-    """Of four prompts judged both ways one is reversed, one becomes a tie; a turned row is the same verdict."""
+    """Of four prompts judged in both orders, one is reversed and one becomes a tie; a swapped row is the same
+    verdict."""
     rows = [
         verdict(0, 1.0, "a"), verdict(0, 1.0, "b"),
         verdict(1, 1.0, "a"), verdict(1, 0.0, "b"),

@@ -1,7 +1,7 @@
-"""Ratings against choix, statsmodels and what must hold of them.
+"""Ratings against choix, statsmodels and properties that must hold.
 
-Numbers of choix 0.4 (`opt_pairwise`, alpha=0, of the wins below) and statsmodels 0.15.0 (`GLM(..., Poisson())` of the
-log-linear form of Davidson's model, with an intercept a pair).
+The expected numbers are from choix 0.4 (`opt_pairwise`, alpha=0, of the wins below) and statsmodels 0.15.0 (`GLM(...,
+Poisson())` of the log-linear form of Davidson's model, with an intercept per pair).
 """
 
 import math
@@ -15,7 +15,7 @@ from evaluation.statistics.connections import islands_of
 from evaluation.statistics.ratings import ALL_TIED, rate
 from evaluation.statistics.win_rates import prompt_means
 
-WINS = np.array([[0, 7, 9, 4], [3, 0, 6, 5], [1, 4, 0, 2], [6, 5, 8, 0]])  # of the row over the column
+WINS = np.array([[0, 7, 9, 4], [3, 0, 6, 5], [1, 4, 0, 2], [6, 5, 8, 0]])  # wins of the row over the column
 CHOIX = [0.0, -0.6586452, -1.46859776, -0.11291925]
 WIN_TIE_LOSS = {(0, 1): (8, 5, 3), (0, 2): (10, 4, 2), (1, 2): (6, 6, 4)}
 DAVIDSON = [0.0, -1.09655061, -1.57471861]
@@ -23,13 +23,13 @@ LOG_NU = 0.05400803
 
 
 def games(rows):
-    """Comparisons of rows (a, b, preference for a, prompt)."""
+    """Makes comparisons from rows (a, b, preference for a, prompt)."""
     a_V, b_V, won_V, prompt_V = (np.array(column) for column in zip(*rows, strict=True))
     return comparisons(won_V.astype(np.float64), prompt_V.astype(np.int64), pairs=(a_V, b_V))
 
 
 def won(*pairs, times=1):
-    """Rows in which the first of each pair wins, a prompt each."""
+    """Makes rows in which the first of each pair wins, one prompt per row."""
     return [(a, b, 1.0, number) for number, (a, b) in enumerate([pair for pair in pairs for _ in range(times)])]
 
 
@@ -62,8 +62,8 @@ def test_davidson_agrees_with_statsmodels():
 
 
 def test_independent_prompts_have_the_sandwich_near_the_inverse_information():
-    """Two policies against a third, one verdict a prompt: the standard error is 1/√(n·p·(1-p)) of n = 50 prompts each,
-    times what CR3 adds, n/(n-1)·√((2n-1)/2n)."""
+    """Two policies against a third, with one verdict per prompt: the standard error is 1/√(n·p·(1-p)) with n = 50
+    prompts each, times CR3's factor, n/(n-1)·√((2n-1)/2n)."""
     rows = [(a, 1, float(n < 30), 50 * place + n) for place, a in enumerate((0, 2)) for n in range(50)]
     found = rate(games(rows), model="bradley_terry", anchor="p1", seed=0).policies[0]
     error = math.sqrt(1 / (50 * 0.6 * 0.4) * (50 / 49) ** 2 * 99 / 100)
@@ -142,7 +142,7 @@ def test_a_policy_that_never_lost_has_no_upper_end():
     assert found.shrunk
     assert (first.unbounded, last.unbounded) == ("", "below")
     assert last.low == -math.inf
-    assert -4.5 < last.value < last.high < -0.5  # twenty losses, and half a win and half a loss more
+    assert -4.5 < last.value < last.high < -0.5  # twenty losses, plus the prior's half a win and half a loss
     assert np.isnan(last.bootstrap.low)
     assert -1.5 < first.low < first.value < first.high < 1.5
     assert last.best_rank == last.worst_rank == 3
@@ -152,12 +152,12 @@ def test_all_wins_of_two_policies():
     winner = rate(games(won((0, 1), times=20)), model="bradley_terry", anchor="p1", seed=0).policies[0]
     assert winner.value == pytest.approx(math.log(20.5 / 0.5))
     assert (winner.unbounded, winner.high) == ("above", math.inf)
-    assert special.expit(winner.low) == pytest.approx(0.8389, abs=1e-4)  # Wilson's lower end of 20 of 20
+    assert special.expit(winner.low) == pytest.approx(0.8389, abs=1e-4)  # Wilson's lower end for 20 of 20
     assert (winner.best_rank, winner.worst_rank) == (1, 1)
 
 
 def test_where_no_chain_of_wins_tells_both_ends_are_open():
-    """Both beat the third, always, and never met."""
+    """Both always beat the third and never met each other."""
     found = rate(games(won((0, 2), (1, 2), times=30)), model="bradley_terry", anchor="p0", seed=0)
     assert [rating.unbounded for rating in found.policies] == ["", "both", "below"]
     assert [(rating.best_rank, rating.worst_rank) for rating in found.policies][:2] == [(1, 2), (1, 2)]
@@ -172,7 +172,8 @@ def test_ties_alone_give_no_ratings(model):
 
 
 def test_prompts_that_came_out_alike_leave_no_spread():
-    """Each prompt says that p0 beats p1, p1 beats p2 and p2 beats p0: not surely, though residuals add up to 0."""
+    """Every prompt says that p0 beats p1, p1 beats p2 and p2 beats p0: nothing is sure, though residuals add up to
+    0."""
     rows = [(a, b, 1.0, n) for n in range(10) for a, b in ((0, 1), (1, 2), (2, 0))]
     found = rate(games(rows), model="bradley_terry", anchor="p0", seed=0).policies
     assert (found[0].low, found[0].high) == (0, 0)
@@ -200,14 +201,14 @@ def test_one_prompt_has_values_and_of_three_policies_no_intervals():
     assert np.isnan([found.low, found.high, found.bootstrap.low]).all()
     assert (found.best_rank, found.worst_rank) == (1, 3)
     of_two = rate(games(rows[:2]), model="bradley_terry", anchor="p0", seed=0).policies[1]
-    assert (of_two.low, of_two.high) == pytest.approx((-2.1613, 2.1613), abs=1e-4)  # of a win rate from .103 to .897
+    assert (of_two.low, of_two.high) == pytest.approx((-2.1613, 2.1613), abs=1e-4)  # for a win rate from .103 to .897
     assert np.isnan(of_two.bootstrap.low)
 
 
 def test_refusals():
     with pytest.raises(ValueError, match="anchor is 'x'; one of p0, p1 was expected"):
         rate(games(won((0, 1))), model="bradley_terry", anchor="x", seed=0)
-    with pytest.raises(ValueError, match=r"a preference is 0\.3; Davidson's model takes 0, ½ and 1"):
+    with pytest.raises(ValueError, match=r"a preference is 0\.3; Davidson's model takes only 0, ½ and 1"):
         rate(games([(0, 1, 0.3, 0)]), model="davidson", anchor="p0", seed=0)
     with pytest.raises(ValueError, match="no verdicts"):
         rate(games(won((0, 1))).where(np.array([False])), model="bradley_terry", anchor="p0", seed=0)

@@ -35,7 +35,8 @@ def test_few_prompts_are_enumerated():
 
 
 def test_many_prompts_of_few_values_are_enumerated_too():
-    """With whole verdicts it is the sign test; with thirds of a prompt, what random signs approach."""
+    """With verdicts of 0, ½ or 1 it is the sign test; with preferences in thirds, it is what random signs
+    approximate."""
     assert sign_flip_test(prompts(30, 5, 14), seed=0) == (pytest.approx(sign_test(prompts(30, 5, 14))), 0)
     x_P = np.random.default_rng(3).integers(0, 4, size=100) / 3
     exact, num_permutations = sign_flip_test(x_P, seed=0)
@@ -108,5 +109,5 @@ def test_a_detectable_difference_is_detected_four_times_in_five(num, tie):
 
 def test_five_decided_prompts_can_show_nothing():
     assert math.isnan(power_of(prompts(5, 100, 0)).detectable)
-    # Six all won have p = 2/64; with q = 0.8^(1/6) that happens in 80% (and nearly never the other way).
+    # If all six are won, p = 2/64; with q = 0.8^(1/6) that happens in 80% (and the reverse almost never).
     assert power_of(prompts(6, 0, 0)).detectable == pytest.approx(0.8 ** (1 / 6) - 0.5, abs=1e-4)

@@ -1,4 +1,4 @@
-"""A whole comparison, from rows to JSON: planted effects, counts, and that order and names say nothing."""
+"""A whole comparison, from rows to JSON: planted effects, counts, and independence of order and names."""
 
 import json
 import math
@@ -12,13 +12,14 @@ from evaluation.verdicts import Verdict, read_verdicts, write_rows
 from files.records import as_json
 
 POLICIES = ("base", "better", "same")
-WINS = {("base", "better"): 0.25, ("base", "same"): 0.5, ("better", "same"): 0.75}  # of the first
+WINS = {("base", "better"): 0.25, ("base", "same"): 0.5, ("better", "same"): 0.75}  # win rate of the first
 NUM_PROMPTS = 60
 PAIR = ("base", "better")
 
 
 def drawn():
-    """Two judges: a model that sees both orders and fails on a third of one pair; two people a prompt, who tie some."""
+    """Two judges: a model that sees both orders and fails on a third of one pair; two people per prompt, who tie
+    some."""
     generator = np.random.default_rng(0)
     rows = []
     for prompt in range(NUM_PROMPTS):
@@ -109,7 +110,8 @@ def test_ties_bring_davidson_and_a_third_policy_an_island(rows, found):
     alone = summarise([row for row in rows if row.judge == "people"], PAIR, seed=0).judges[0]
     assert [ratings.model for ratings in alone.ratings] == ["bradley_terry", "davidson"]
     people = found.judges[1]
-    assert [ratings.model for ratings in people.ratings] == ["bradley_terry"]  # one refusal is enough
+    # Davidson's model would only repeat the reason.
+    assert [ratings.model for ratings in people.ratings] == ["bradley_terry"]
     assert people.ratings[0].islands == (("base", "better"), ("same",))
     assert people.pairs[0].verdicts.ties > 5
 
@@ -166,7 +168,7 @@ def test_refusals(rows):
 
 
 def flat(tree):
-    """All numbers of a JSON tree; None is NaN."""
+    """Yields all numbers of a JSON tree; None counts as NaN."""
     if isinstance(tree, dict):
         return [number for value in tree.values() for number in flat(value)]
     if isinstance(tree, list):

@@ -1,4 +1,4 @@
-"""Win rates of verdicts that come in prompts and from labelers."""
+"""Win rates of verdicts that are grouped by prompt and labeler."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from intervals.score import score_interval
 
 
 def pair(rows):
-    """Comparisons of rows (prompt, labeler, preference)."""
+    """Makes comparisons from rows (prompt, labeler, preference)."""
     prompt_V, labeler_V, won_V = (np.array(column) for column in zip(*rows, strict=True))
     return comparisons(won_V.astype(np.float64), prompt_V, labeler_V=labeler_V)
 
@@ -54,12 +54,12 @@ def test_counts():
 
 
 def test_labelers_who_differ_widen_the_interval_over_labelers_alone():
-    """Labeler 0 always prefers a, labeler 1 b, labeler 2 goes by the prompt."""
+    """Labeler 0 always prefers a, labeler 1 always b, and labeler 2 depends on the prompt."""
     rows = [(prompt, 0, 1) for prompt in range(60)] + [(prompt, 1, 0) for prompt in range(60)]
     found = pair_win_rate(pair(rows + [(prompt, 2, prompt % 2) for prompt in range(60)]), seed=0)
     assert found.mean == pytest.approx(0.5)
     assert found.high - found.low < 0.1
-    assert found.over_labelers.high - found.over_labelers.low > 0.8  # Student's t with 2 degrees
+    assert found.over_labelers.high - found.over_labelers.low > 0.8  # Student's t with 2 degrees of freedom
     assert found.bootstrap.high - found.bootstrap.low > 0.5
 
 
@@ -79,7 +79,7 @@ def test_labelers_who_agree_leave_the_interval_over_prompts():
 
 
 def test_the_pigeonhole_bootstrap_equals_a_loop():
-    """The spread over resamples, against drawing prompts and labelers in a loop."""
+    """The spread over resamples against a loop that draws prompts and labelers."""
     generator = np.random.default_rng(5)
     table_PL = generator.integers(0, 2, size=(25, 4)).astype(float) * 0.8 + generator.random(4) * 0.2
     found = bootstrap_labelers(pair([(p, j, table_PL[p, j]) for p in range(25) for j in range(4)]), seed=1)
@@ -88,7 +88,7 @@ def test_the_pigeonhole_bootstrap_equals_a_loop():
 
 
 def test_a_bootstrap_of_few_prompts_is_expanded():
-    assert expanded_level(20) == pytest.approx(1 - 2 * 0.0159, abs=5e-4)  # Hesterberg 2015, table 1 has 0.0159
+    assert expanded_level(20) == pytest.approx(1 - 2 * 0.0159, abs=5e-4)  # Hesterberg 2015, table 1: 0.0159
     assert expanded_level(10_000) == pytest.approx(0.95, abs=1e-4)
     values = np.random.default_rng(0).random(20)
     found = bootstrap_prompts(values, seed=0)

@@ -1,4 +1,4 @@
-"""Krippendorff's alpha: published and hand-worked values, a loop version, and what has no alpha."""
+"""Krippendorff's alpha: published and hand-worked values, a loop version, and undefined values."""
 
 import math
 from itertools import combinations
@@ -71,7 +71,7 @@ def test_a_loop_over_all_pairs_of_values_gives_the_same():
     assert ordinal_alpha(counts_of(table, 4)) == pytest.approx(1 - within / over_all)
 
 
-def test_ratings_are_units_of_their_own():
+def test_ratings_are_separate_units():
     answers = [
         judged(f"labeler {row}", f"t{unit}", 1, 2, ratings=(float(value), 1.0))
         for row, values in enumerate(PUBLISHED)
@@ -82,7 +82,7 @@ def test_ratings_are_units_of_their_own():
     result = ratings_alpha_of(*answers)
     assert result.value == pytest.approx(ordinal_alpha(np.array(units)))
     assert result.low < result.value < result.high
-    assert (result.num_units, result.num_tasks) == (2 * 11, 11)  # one task was rated once
+    assert (result.num_units, result.num_tasks) == (2 * 11, 11)  # one task was rated only once
 
 
 # ---- rankings ----
@@ -101,7 +101,7 @@ def test_rankings_by_hand():
 
 
 def test_three_labelers_weigh_as_krippendorff_has_it():
-    """One unit of three values, two alike and one opposite, and one of two alike.
+    """One unit with three values, two alike and one opposite, and one unit with two alike.
 
     D_o = [2/(3-1)·2 + 0]/5 and D_e = 1/2.
     """
@@ -134,7 +134,7 @@ def test_it_is_ordinal_alpha_of_pairs_read_both_ways():
     counts = count_pairs(panel, pair_signs(panel.ranks_JK))
     values = np.stack([counts.second_TP, counts.tied_TP, counts.first_TP], axis=-1).reshape(-1, 3)
     both_ways = ordinal_alpha(np.concatenate([values, values[:, ::-1]]))
-    # Theirs divides by n - 1, a correction that turning pairs at random makes needless.
+    # Krippendorff divides by n - 1, a correction that is not needed if pairs are oriented at random.
     assert ranking_alpha(counts, panel.prompt_T, seed=0).value == pytest.approx(both_ways, abs=2 / values.sum())
 
 

@@ -1,4 +1,4 @@
-"""The intervals of a lead's page cover what labelers known by construction make true, as often as they say."""
+"""The intervals of a lead's page cover the known properties of scripted labelers at their nominal rate."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from benchmarks.label_coverage import coverage, few_tasks
 
 NUM_WORLDS, SIZE = 150, Size(num_ordinary=60, num_gold=24, num_repeats=24)
 
-# Over 150 worlds a share of 95% has a standard error of 1.8% (less where five labelers are counted). The worlds are
-# fixed by their seed, so the test does not come and go; `python -m benchmarks.label_coverage` runs 2,000.
+# With 150 worlds, a coverage of 95% has a standard error of 1.8% (less where five labelers are counted). The worlds are
+# fixed by their seed, so the test is deterministic; `python -m benchmarks.label_coverage` runs 2,000.
 LEAST, MOST = 0.915, 0.985
 
 
@@ -24,13 +24,14 @@ def test_intervals_cover_as_often_as_they_say(covered):
 
 
 def test_estimates_are_unbiased(covered):
-    """Far less than an interval's width; the median's is in milliseconds."""
+    """Far less than the width of an interval; the median is in milliseconds."""
     for what, found in covered.items():
         assert abs(found.bias) < 0.05 * found.width, what
 
 
 def test_few_gold_tasks_are_covered_too():
-    """With few tasks the intervals of pairs are too wide rather than wrong; those of four responses are nearer 95%."""
+    """With few tasks, intervals for pairs are too wide rather than wrong; with four responses they are closer to
+    95%."""
     for num_tasks in (5, 20):
         for noise, careless in ((0.15, 0.0), (0.5, 0.0), (0.15, 0.2)):
             for num_responses in (2, 4):

@@ -45,7 +45,7 @@ def counted(share):
 
 @pytest.fixture(scope="module")
 def crowd():
-    """Tasks of two to four responses, each with one to five of five labelers."""
+    """Tasks of two to four responses, each with answers by one to five of five labelers."""
     generator = np.random.default_rng(0)
     tasks, answers = [], []
     for index in range(150):
@@ -100,8 +100,8 @@ def test_self_agreement_by_hand_and_in_another_order():
     ]
     answers = [
         judged("ann", "t", 1, 2, 3), judged("ann", "again", 1, 3, 2),  # 2 of 3
-        judged("ann", "u", 1, 1, 2), judged("ann", "turned", 3, 1, 2),  # u's 01 is a tie; 02 and 12 the same
-        judged("bob", "t", 1, 2, 3), judged("bob", "turned", 1, 2, 3),  # never both
+        judged("ann", "u", 1, 1, 2), judged("ann", "turned", 3, 1, 2),  # u's 01 is a tie; 02 and 12 are the same
+        judged("bob", "t", 1, 2, 3), judged("bob", "turned", 1, 2, 3),  # never both on one task
     ]  # fmt: skip
     ann, bob = self_agreement(Panel.of(tasks, answers))
     assert counted(ann) == (4 / 5, 5, 2)
@@ -134,7 +134,7 @@ def test_screening():
     share = Share(0.85, 0.6, 0.95, num_pairs=20, num_tasks=20)
     assert screen(share, threshold=0.8, min_tasks=20) == "passed"
     assert screen(share, threshold=0.8, min_tasks=21) == "not yet"
-    assert screen(share, threshold=0.9, min_tasks=20) == "not yet"  # 0.95 is possible still
+    assert screen(share, threshold=0.9, min_tasks=20) == "not yet"  # 0.95 is still possible
     assert screen(share, threshold=0.96, min_tasks=20) == "failed"
     unknown = Share(math.nan, math.nan, math.nan, 0, 0)
     assert screen(unknown, threshold=0.8, min_tasks=1) == "not yet"
@@ -147,9 +147,9 @@ def test_screening():
 
 def test_position_by_hand():
     answers = [
-        judged("ann", "t", 1, 2, 3, order=(2, 0, 1)),  # as shown 3, 1, 2: of 3 pairs of places one for the earlier
-        judged("ann", "u", 1, 1, 2, order=(0, 1, 2)),  # as shown 1, 1, 2: two, both for the earlier
-        judged("bob", "v", 1, 2, order=(1, 0)),  # as shown 2, 1
+        judged("ann", "t", 1, 2, 3, order=(2, 0, 1)),  # shown as 3, 1, 2: of 3 pairs of places, one for the earlier
+        judged("ann", "u", 1, 1, 2, order=(0, 1, 2)),  # shown as 1, 1, 2: two, both for the earlier
+        judged("bob", "v", 1, 2, order=(1, 0)),  # shown as 2, 1
     ]
     panel = Panel.of([task_of("t"), task_of("u"), task_of("v", 2)], answers)
     overall, (ann, bob) = shown_first(panel)
@@ -195,7 +195,7 @@ def test_pace_by_hand():
 def test_flags_and_ratings():
     answers = [
         judged("ann", f"t{index}", 1, 2, ratings=(rating, rating + 2), flags=(("false",), ("rude", "false")), at=-index)
-        for index, rating in enumerate((5.0, 4.0, 1.0, 2.0))  # given last to first
+        for index, rating in enumerate((5.0, 4.0, 1.0, 2.0))  # from last to first
     ]
     (ratings,) = ratings_of(Panel.of([task_of(f"t{index}", 2) for index in range(4)], answers))
     assert ratings.counts == {1: 1, 2: 1, 3: 1, 4: 2, 5: 1, 6: 1, 7: 1}
@@ -215,7 +215,8 @@ def test_wilson_against_its_quadratic():
 
 
 def test_all_right_is_not_certain():
-    """Ten gold pairs without an error are ten coins; ten rankings of three hold 30 pairs, worth 30·9/11 coins."""
+    """Ten gold pairs without an error are ten coin tosses; ten rankings of three hold 30 pairs, worth 30·9/11
+    tosses."""
     ten = np.ones(10)
     tasks, group = np.arange(10), np.zeros(10, dtype=np.int64)
     (pairs,) = clustered_shares(Tally(group, tasks, tasks, ten, ten, ten, np.full(10, 2)), 1)
@@ -226,7 +227,7 @@ def test_all_right_is_not_certain():
 
 
 def test_kendalls_variance_is_that_of_random_rankings():
-    """The (2K + 5)/9 of `clustered_shares`: shares of pairs alike in random rankings, against as many coins."""
+    """The (2K + 5)/9 of `clustered_shares`: shares of pairs alike in random rankings, against as many coin tosses."""
     generator = np.random.default_rng(0)
     for k in (2, 3, 6):
         places = generator.permuted(np.tile(np.arange(k), (60_000, 1)), axis=1)
@@ -237,7 +238,7 @@ def test_kendalls_variance_is_that_of_random_rankings():
 def test_median_between_order_statistics():
     values = np.arange(1.0, 21.0)
     interval = median_interval(values[::-1])
-    # P(Binomial(20, ½) <= 5) = 0.0207 and of <= 6 it is 0.0577: the 6th value from either end.
+    # P(Binomial(20, ½) <= 5) = 0.0207, and of <= 6 it is 0.0577: the 6th value from either end.
     assert (interval.mean, interval.low, interval.high) == (10.5, 6, 15)
     assert math.isnan(median_interval(values[:5]).low)
     assert median_interval(values[:6]).low == 1
@@ -254,7 +255,7 @@ def test_means_against_textbook_t():
 
 
 def test_many_clusters_are_resampled_in_blocks():
-    """The blocks' sums vary as the clusters' own would, drawn one by one."""
+    """Sums over blocks have the same variance as the clusters' own sums, drawn one by one."""
     generator = np.random.default_rng(4)
     table = generator.normal(size=(5 * MAX_CLUSTERS + 7, 1)) + 1
     sums = resampled_sums(table, seed=0, num_resamples=2_000)
@@ -263,7 +264,8 @@ def test_many_clusters_are_resampled_in_blocks():
 
 
 def test_tasks_of_one_prompt_are_one_piece_of_evidence():
-    """Each answer three times, as three tasks of one prompt, tells no more; as tasks of three prompts it would."""
+    """Each answer three times, as three tasks with one prompt, adds no evidence; as tasks with three prompts it
+    would."""
     tasks, answers, apart = [], [], []
     for index in range(40):
         for copy in range(3):

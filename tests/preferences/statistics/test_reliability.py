@@ -1,4 +1,4 @@
-"""Labelers' accuracies, estimated from their rankings alone."""
+"""Labelers' accuracies, estimated only from their rankings."""
 
 import math
 
@@ -13,7 +13,7 @@ PROMPT = (Message("user", "Which?"),)
 
 
 def coin_rankings(accuracies: dict[str, float], num_tasks: int, per_task: int, seed: int) -> list[Ranking]:
-    """Pairs in which the first response is better; each labeler of a task says so with its own chance."""
+    """Pairs in which the first response is better; each labeler says so with their own probability."""
     generator = np.random.default_rng(seed)
     names = sorted(accuracies)
     return [
@@ -32,7 +32,7 @@ def test_planted_accuracies_are_found() -> None:
 
 
 def test_scripted_labelers_noise_is_found() -> None:
-    """Rankings of four, by labelers whose noise alone differs; their accuracy is counted against the gold score."""
+    """Rankings of four by labelers who differ only in noise; their accuracy is measured against the gold score."""
     gold = [0.1, 0.35, 0.6, 0.85]
     texts = ("a", "b", "c", "d")
     labelers = [
@@ -49,7 +49,8 @@ def test_scripted_labelers_noise_is_found() -> None:
             rankings.append(Ranking(str(task), PROMPT, texts, ranks, labeler.name))
             right[labeler.name] += np.mean([ranks[i] > ranks[j] for i in range(4) for j in range(i + 1, 4)]) / 500
     found = labeler_reliability(rankings)
-    for name, share in right.items():  # some pairs are easy for all, so the three look more alike than they are
+    # Some pairs are easy for everyone, so the three seem to agree more than their noise implies.
+    for name, share in right.items():
         assert found[name].accuracy == pytest.approx(share, abs=0.1), name
     weights = labeler_weights(rankings, found)
     assert weights["careful"] > 1.5 * weights["usual"] > 2 * weights["careless"] > 0
@@ -57,7 +58,7 @@ def test_scripted_labelers_noise_is_found() -> None:
 
 
 def test_a_round_by_hand() -> None:
-    """Three labelers of one pair, two against one, at the fixed point of the two equations."""
+    """Three labelers judge one pair, two against one, at the fixed point of the two equations."""
     ranks = {"ann": (1, 2), "bo": (1, 2), "cy": (2, 1)}
     found = labeler_reliability([Ranking("t", PROMPT, ("a", "b"), r, name) for name, r in ranks.items()])
     accuracy = {name: reliability.accuracy for name, reliability in found.items()}

@@ -1,4 +1,4 @@
-"""What stands, counts, the whole report, and its charts."""
+"""Current judgments, counts, the whole report, and its charts."""
 
 import dataclasses
 import json
@@ -83,7 +83,7 @@ def test_a_report_of_little_is_json_with_none_for_what_is_unknown():
     assert (report.num_tasks, report.num_answers, report.num_skips, report.num_adjudications) == (3, 4, 1, 1)
     assert [labeler.labeler for labeler in report.labelers] == ["ann", "bob", "cy", "lead"]
     assert report.labelers[0].skip_reasons == {"unclear": 1}
-    (found,) = report.disagreements  # t is settled
+    (found,) = report.disagreements  # t is decided
     assert (found.task_id, found.disagreement, found.ranks) == ("v", 1, (("ann", (1, 2)), ("cy", (2, 1))))
     figures = report.as_dict()
     assert figures["labelers"][0]["gold_accuracy"]["mean"] is None
@@ -112,7 +112,7 @@ def test_disagreements_are_ordered_and_gold_and_repeats_stay_out():
 
 
 def test_a_hundred_thousand_judgments_take_little_time():
-    """Here a tenth of that in at most a second of one core, five times what it takes, as a busy machine is slow."""
+    """Here a tenth of them in at most one CPU second: five times what it takes, because busy machines are slow."""
     generator = np.random.default_rng(0)
     tasks = [task_of(f"t{index}", 4) for index in range(2_500)]
     ranks = generator.permuted(np.tile(np.arange(1, 5), (10_000, 1)), axis=1).tolist()
@@ -198,7 +198,7 @@ def test_no_data_no_chart():
 
 @pytest.mark.skipif(not REAL.exists(), reason=f"{REAL} is absent; it holds PandaLM's human comparisons")
 def test_three_people_on_999_pairs():
-    """PandaLM's test set: 0 a tie, 1 and 2 the better response. Figures against counts of the file itself."""
+    """PandaLM's test set: 0 is a tie, 1 and 2 the better response. Statistics against counts of the file itself."""
     rows = json.loads(REAL.read_text())
     ranks = {0: (1, 1), 1: (1, 2), 2: (2, 1)}
     tasks = [

@@ -1,0 +1,310 @@
+"""How far the mean gradient of each policy-gradient estimator is from the exact one, by enumeration.
+
+A toy policy writes two of three tokens, so it has nine responses (seven where a token ends them), and both the exact
+gradient of the mean reward less β · KL and the mean of an estimator's gradient over all groups of two responses are
+finite sums. The estimators are those of `ppo`, called as the controller calls them.
+`python -m benchmarks.gradient_bias` rewrites the table in docs/algorithms.md; tests/benchmarks/test_gradient_bias.py
+checks it and what it claims.
+
+Shape letters: B responses, R response tokens, S states, V tokens.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ppo.algorithm import (
+    generalised_advantages,
+    importance_weights,
+    policy_loss,
+    response_kl_loss,
+    token_rewards,
+    token_weights,
+)
+from ppo.config import PPOConfig
+from ppo.groups import Advantages
+from training.config import BatchConfig, OptimizerConfig
+from training.data import DataConfig
+
+PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
+BEGIN, END = "<!-- written by python -m benchmarks.gradient_bias -->\n", "<!-- end -->\n"
+VOCABULARY, LENGTH, KL_COEF = 3, 2, 0.3
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Logits [S, V] of the policy, of the reference, and of an older policy; the first state is the start, the others
+    follow its tokens. With `has_end`, token 0 as the first one ends the response.
+    """
+
+    has_end: bool
+    logits_SV: Tensor
+    ref_logits_SV: Tensor
+    old_logits_SV: Tensor
+    tokens_BR: Tensor  # all responses
+    mask_BR: Tensor  # True = a token
+    scores_B: Tensor
+
+    @classmethod
+    def draw(cls, *, has_end: bool) -> "Toy":
+        generator = torch.Generator().manual_seed(3)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        tokens_BR = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
+        scores_B, logits = normal(len(tokens_BR)), [normal(1 + VOCABULARY, VOCABULARY) for _ in range(3)]
+        mask_BR = torch.ones_like(tokens_BR, dtype=torch.bool)
+        if has_end:
+            is_short_B = tokens_BR[:, 0] == 0
+            mask_BR[is_short_B, 1] = False
+            kept = ~is_short_B | (tokens_BR[:, 1] == 0)
+            tokens_BR, mask_BR, scores_B = tokens_BR[kept], mask_BR[kept], scores_B[kept]
+        policy, ref, noise = logits
+        return cls(has_end, policy.requires_grad_(), ref, policy.detach() + 0.5 * noise, tokens_BR, mask_BR, scores_B)
+
+    def logprobs(self, logits_SV: Tensor, rows: Tensor) -> Tensor:
+        """log π of responses' tokens [B, R]; 0 where there is none."""
+        tokens_BR = self.tokens_BR[rows]
+        states_BR = torch.stack([torch.zeros_like(tokens_BR[:, 0]), 1 + tokens_BR[:, 0]], dim=1)
+        logprobs_BR = logits_SV.log_softmax(-1)[states_BR, tokens_BR]
+        return torch.where(self.mask_BR[rows], logprobs_BR, 0.0)
+
+    def exact_gradient(self, score_coef: float, kl_coef: float) -> Tensor:
+        """∇ Σ π(y) (score_coef · score(y) - kl_coef · log π(y)/π_ref(y))."""
+        everything = torch.arange(len(self.tokens_BR))
+        logprob_B = self.logprobs(self.logits_SV, everything).sum(dim=1)
+        log_ratio_B = logprob_B - self.logprobs(self.ref_logits_SV, everything).sum(dim=1)
+        value = (logprob_B.exp() * (score_coef * self.scores_B - kl_coef * log_ratio_B)).sum()
+        return torch.autograd.grad(value, self.logits_SV)[0]
+
+    def values(self, kl_coef: float) -> Tensor:
+        """The exact value before each token of each response [B, R]: the mean of the rewards still to come."""
+        everything = torch.arange(len(self.tokens_BR))
+        logprobs_BR = self.logprobs(self.logits_SV, everything).detach()
+        ref_BR = self.logprobs(self.ref_logits_SV, everything)
+        rewards_BR, _ = token_rewards(self.scores_B, logprobs_BR, ref_BR, self.mask_BR, kl_coef)
+        values_BR = torch.zeros_like(rewards_BR)
+        values_BR[:, 0] = (logprobs_BR.sum(dim=1).exp() * rewards_BR.sum(dim=1)).sum()
+        for first in range(VOCABULARY):
+            same = self.tokens_BR[:, 0] == first
+            values_BR[same, 1] = (logprobs_BR[same, 1].exp() * rewards_BR[same, 1]).sum()
+        return torch.where(self.mask_BR, values_BR, 0.0)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Two responses: rows of the toy's, and log π [B, R] with gradients, of the policy, the reference, the sampler."""
+
+    toy: Toy
+    rows: Tensor
+    logprobs_BR: Tensor
+    ref_logprobs_BR: Tensor
+    behaviour_logprobs_BR: Tensor
+
+    @property
+    def mask_BR(self) -> Tensor:
+        return self.toy.mask_BR[self.rows]
+
+
+Loss = Callable[[Group], Tensor]
+
+
+def mean_gradient(toy: Toy, loss: Loss, *, from_old: bool = False) -> Tensor:
+    """The mean of -∇ loss over all groups of two responses, which the policy, or the old one, samples."""
+    behaviour_SV = toy.old_logits_SV if from_old else toy.logits_SV.detach()
+    total_SV = torch.zeros_like(behaviour_SV)
+    for pair in itertools.product(range(len(toy.tokens_BR)), repeat=2):
+        rows = torch.tensor(pair)
+        behaviour_BR = toy.logprobs(behaviour_SV, rows)
+        group = Group(toy, rows, toy.logprobs(toy.logits_SV, rows), toy.logprobs(toy.ref_logits_SV, rows), behaviour_BR)
+        (gradient_SV,) = torch.autograd.grad(loss(group), toy.logits_SV)
+        total_SV -= float(behaviour_BR.sum().exp()) * gradient_SV
+    return total_SV
+
+
+def config_of(**changes: object) -> PPOConfig:
+    """Job settings of an estimator, with what no estimator depends on."""
+    values: dict[str, object] = {
+        "prompts": DataConfig(source="none"),
+        "num_iterations": 1,
+        "rollout_batch_size": 2,
+        "minibatch": BatchConfig(batch_size=2, micro_batch_size=2),
+        "max_new_tokens": LENGTH,
+        "policy_optimizer": OptimizerConfig(learning_rate=1.0),
+        "kl_coef": KL_COEF,
+        "advantage_scale": "none",
+    }
+    if changes.get("advantage", "gae") == "gae":
+        values["value_optimizer"] = OptimizerConfig(learning_rate=1.0)
+    if changes.get("advantage") in ("leave_one_out", "group_mean"):
+        values["samples_per_prompt"] = 2
+    return PPOConfig.model_validate({**values, **changes})
+
+
+def heeds_loss(config: PPOConfig, *, has_perfect_values: bool = True, corrects: bool = False) -> Loss:
+    """The policy's loss, as the controller and the learner compute it from two responses to one prompt."""
+
+    def loss(group: Group) -> Tensor:
+        old_BR, ref_BR, mask_BR, scores_B = (
+            group.logprobs_BR.detach(),
+            group.ref_logprobs_BR,
+            group.mask_BR,
+            group.toy.scores_B[group.rows],
+        )
+        kl_coef = config.kl_coef if config.kl_in == "reward" else 0.0
+        rewards_BR, _ = token_rewards(scores_B, old_BR, ref_BR, mask_BR, kl_coef)
+        if config.has_value_function:
+            values_BR = group.toy.values(kl_coef)[group.rows] * has_perfect_values
+            advantages_BR, _ = generalised_advantages(rewards_BR, values_BR, mask_BR, config.gamma, config.gae_lambda)
+            found = Advantages(advantages_BR, mask_BR, {})
+        else:
+            found = Advantages.of(rewards_BR, mask_BR, config)
+        advantages_BR = found.advantages_BR
+        if corrects:
+            importance_BR, _ = importance_weights(old_BR, group.behaviour_logprobs_BR, mask_BR, 1e9)
+            advantages_BR = importance_BR * advantages_BR
+        weight_BR, num_tokens = token_weights(found.counted_BR, config.token_weight, config.max_new_tokens)
+        total, _ = policy_loss(
+            group.logprobs_BR, old_BR, advantages_BR, weight_BR, 0.2, by_response=config.ratio == "response"
+        )
+        total = total / num_tokens
+        if config.kl_in == "loss":
+            kl_weight_BR, num_scored = token_weights(mask_BR, config.token_weight, config.max_new_tokens)
+            weight_B = config.kl_coef * kl_weight_BR.amax(dim=1) / num_scored
+            total = total + response_kl_loss(group.logprobs_BR, ref_BR.sum(dim=1), weight_B)
+        return total
+
+    return loss
+
+
+def kl_loss(penalty: Callable[[Tensor], Tensor], *, by_response: bool) -> Loss:
+    """The mean of a penalty of the log ratio log π/π_ref per token or per response, over `LENGTH` tokens."""
+
+    def loss(group: Group) -> Tensor:
+        log_ratio_BR = group.logprobs_BR - group.ref_logprobs_BR
+        if by_response:
+            log_ratio_BR = log_ratio_BR.sum(dim=1, keepdim=True)
+        return penalty(log_ratio_BR).sum() / len(group.rows) / LENGTH
+
+    return loss
+
+
+@dataclass(frozen=True)
+class Row:
+    """An estimator and what is known of its mean gradient. `scale` is the known multiple of the exact gradient, by
+    which it differs; 0 = another direction.
+    """
+
+    name: str
+    settings: str
+    toy: Toy
+    loss: Loss
+    scale: float
+    known: str
+    kl_only: bool = False
+    from_old: bool = False
+
+    def measured(self) -> tuple[float, float]:
+        """How long the mean gradient is along the exact one, relative to it, and the angle between them in degrees."""
+        found = LENGTH * mean_gradient(self.toy, self.loss, from_old=self.from_old).flatten()
+        exact = self.toy.exact_gradient(0.0 if self.kl_only else 1.0, 1.0 if self.kl_only else KL_COEF).flatten()
+        along = float(found @ exact / (exact @ exact))
+        if found.norm() < 1e-9 * exact.norm():
+            return 0.0, math.nan
+        return along, math.degrees(math.acos(min(1.0, float(found @ exact / found.norm() / exact.norm()))))
+
+
+def rows() -> list[Row]:
+    return [*_advantages(), *_token_weights(), *_stale_samples(), *_kl_terms()]
+
+
+def _advantages() -> list[Row]:
+    toy, blind = Toy.draw(has_end=False), {"has_perfect_values": False}
+    rloo, mean = config_of(advantage="leave_one_out"), config_of(advantage="group_mean")
+    scaled, kl_in_loss = mean.model_copy(update={"advantage_scale": "group"}), rloo.model_copy(update={"kl_in": "loss"})
+    forgets = "λ < 1 forgets rewards that no value foretold"
+    shorter = "(K - 1)/K of its length, for the mean holds the response itself"
+    evens = "small differences of rewards count as much as large ones"
+    return [
+        Row("GAE, perfect values", '`advantage = "gae"`', toy, heeds_loss(config_of()), 1.0, "none"),
+        Row("GAE, values of 0", '`advantage = "gae"`', toy, heeds_loss(config_of(), **blind), 0.0, forgets),
+        Row("GAE, values of 0", "`gae_lambda = 1`", toy, heeds_loss(config_of(gae_lambda=1.0), **blind), 1.0, "none"),
+        Row("REINFORCE", '`advantage = "none"`', toy, heeds_loss(config_of(advantage="none")), 1.0, "none"),
+        Row("RLOO", '`advantage = "leave_one_out"`', toy, heeds_loss(rloo), 1.0, "none"),
+        Row("RLOO, KL in the loss", '`kl_in = "loss"`', toy, heeds_loss(kl_in_loss), 1.0, "none"),
+        Row("Dr. GRPO's advantage", '`advantage = "group_mean"`', toy, heeds_loss(mean), 0.5, shorter),
+        Row("GRPO's advantage", '`advantage_scale = "group"`', toy, heeds_loss(scaled), 0.0, evens),
+    ]
+
+
+def _token_weights() -> list[Row]:
+    toy = Toy.draw(has_end=True)
+    known = {
+        "constant": (1.0, "none"),
+        "per_token": (0.0, "the denominator depends on the responses; less so in a large minibatch"),
+        "per_response": (0.0, "1/length favours short right and long wrong responses"),
+    }
+    found = [
+        Row("RLOO, lengths differ", f'`token_weight = "{kind}"`', toy, heeds_loss(_rloo(token_weight=kind)), *bias)
+        for kind, bias in known.items()
+    ]
+    gspo = heeds_loss(_rloo(token_weight="per_response", ratio="response"))
+    return [*found, Row("RLOO, lengths differ", '`ratio = "response"`', toy, gspo, 0.0, "that of per_response")]
+
+
+def _rloo(**changes: object) -> PPOConfig:
+    return config_of(advantage="leave_one_out", **changes)
+
+
+def _stale_samples() -> list[Row]:
+    toy = Toy.draw(has_end=False)
+    plain, corrected = heeds_loss(_rloo()), heeds_loss(_rloo(), corrects=True)
+    return [
+        Row("RLOO, stale samples", "no correction", toy, plain, 0.0, "another policy's samples", from_old=True),
+        Row(
+            "RLOO, stale samples", "`max_staleness`", toy, corrected, 0.0, "a token's weight corrects that token alone",
+            from_old=True,
+        ),
+    ]  # fmt: skip
+
+
+def _kl_terms() -> list[Row]:
+    def row(name: str, settings: str, penalty: Callable[[Tensor], Tensor], scale: float, known: str) -> Row:
+        by_response = "per token" not in name
+        loss = kl_loss(penalty, by_response=by_response)
+        return Row(f"KL alone: {name}", settings, Toy.draw(has_end=True), loss, scale, known, kl_only=True)
+
+    return [
+        row("k2 per response", '`kl_in = "loss"`', lambda x: x**2 / 2, 1.0, "none"),
+        row("k2 per token", "not offered", lambda x: x**2 / 2, 0.0, "leaves out the KL of the tokens that follow"),
+        row("k1 in the loss", "not offered", lambda x: x, 0.0, "its mean gradient is 0"),
+        row("k3 in the loss", "not offered", lambda x: (-x).exp() - 1 + x, 0.0, "the gradient of KL(π_ref, π) instead"),
+    ]
+
+
+def table(found: Sequence[Row]) -> str:
+    lines = [
+        "| estimator | settings | length | angle | known bias |",
+        "|---|---|---|---|---|",
+    ]
+    for row in found:
+        along, angle = row.measured()
+        shown = "-" if math.isnan(angle) else f"{0.0 if angle < 0.05 else angle:.1f}°"
+        lines.append(f"| {row.name} | {row.settings} | {along:.2f} | {shown} | {row.known} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(page: str) -> str:
+    """The page with its table computed again."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + table(rows()) + END + rest.split(END, 1)[1]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

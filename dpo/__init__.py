@@ -1,0 +1,1 @@
+"""Direct preference optimisation: the policy learns from rankings without a reward model."""

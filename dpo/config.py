@@ -1,0 +1,66 @@
+"""What the DPO stage configures. Every setting but the rankings has a default; docs/dpo.md says where each is from."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from reward.config import ComparisonsConfig
+from training.config import BatchConfig, OptimizerConfig
+
+Loss = Literal["sigmoid", "ipo", "length_normalised"]
+LENGTH_NORMALISED_BETA = 5.0  # Tülu 3's (arXiv 2411.15124): log-ratios per token are smaller than sums
+
+
+class DPOConfig(ComparisonsConfig):
+    """`init_from` names the policy to start from, which is also the reference."""
+
+    section = "dpo"
+    objectives_key = "dpo.objective"
+
+    objective: str = Field(
+        default="", description="Objective whose rankings are learned, where there are several; empty = the only one."
+    )
+    loss: Loss = Field(
+        default="sigmoid",
+        description="`sigmoid` is DPO (arXiv 2305.18290, eq. 7); `ipo` its squared form (arXiv 2310.12036, eq. 17);"
+        " `length_normalised` DPO of log-probabilities per token (Tülu 3, arXiv 2411.15124).",
+    )
+    beta: float = Field(
+        default=0.1,
+        gt=0,
+        description="Weight of the KL from the reference: smaller lets the policy move further. The default with"
+        f" `length_normalised` is {LENGTH_NORMALISED_BETA:g}.",
+    )
+    sft_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the SFT loss of the best responses, nats per token (arXiv 2404.19733); 0 = none.",
+    )
+    batch: BatchConfig = Field(
+        default=BatchConfig(batch_size=64, micro_batch_tokens=8192),
+        description="Batch sizes, in comparisons; by default 64, in passes of 8,192 tokens.",
+    )
+    optimizer: OptimizerConfig = Field(
+        default=OptimizerConfig(learning_rate=1e-6, schedule="linear", warmup_steps=20),
+        description="Optimizer and learning rate; by default 1e-6 after 20 steps of warm-up, falling linearly.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_beta(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("loss") == "length_normalised":
+            return {"beta": LENGTH_NORMALISED_BETA, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _check_ties(self) -> Self:
+        if self.loss == "ipo" and self.ties == "davidson":
+            raise ValueError(
+                'ties is "davidson" with loss "ipo", which has no probabilities; ties = "soft" was expected (a tie\'s'
+                " target is a difference of 0)"
+            )
+        return self
+
+    @property
+    def named_objectives(self) -> tuple[str, ...]:
+        return (self.objective,) if self.objective else ()

@@ -1,0 +1,149 @@
+"""The reference's log-probabilities: those of the policy before its first step, computed once and kept in a file.
+
+No second model is ever in memory. The file holds log π_ref(y|x) of every response, training comparisons first.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dpo.learner import PolicyLearner
+from dpo.objective import Floats, PreferenceObjective, packed_comparisons
+from files.atomic import atomic_file
+from lm.progress import note_progress
+from reward.comparisons import Comparison
+from training.config import BatchConfig
+from training.engine import Engine
+from training.packing import IntArray
+from training.passes import pass_tokens, split_passes
+
+REFERENCE = "reference.safetensors"
+LOGPROBS, COMPARISONS = "logprobs", "comparisons"  # in the file: its tensor, and what it was computed of
+AT_ONCE = 1024  # comparisons that are dealt to passes together
+# How far a log-ratio before the first step may be from 0: nats per square root of the response's tokens, since the
+# rounding of tokens adds up like independent errors.
+ROUNDING = {"fp32": 1e-4, "bf16": 0.03}
+
+
+def reference_logprobs(
+    engine: Engine[PolicyLearner], folder: Path, comparisons: Sequence[Comparison], batch: BatchConfig
+) -> list[Floats]:
+    """log π_ref of each comparison's responses, nats: read from the stage's folder, or computed with the engine's own
+    weights, which no step has changed yet, and written there by rank 0. A collective call.
+
+    Raises: ValueError for a file of other comparisons.
+    """
+    path = folder / REFERENCE
+    found: Tensor | None = None
+    if engine.is_main and path.is_file():
+        found = read_reference(path, comparisons)
+    found = engine.gather(found)[0]
+    if found is None:
+        found = torch.from_numpy(np.concatenate(logprobs_on_all_ranks(engine, comparisons, batch)))
+        if engine.is_main:
+            with atomic_file(path) as temporary:
+                save_file({LOGPROBS: found}, temporary, {COMPARISONS: digest(comparisons)})
+    return split_by_comparison(found.numpy(), comparisons)
+
+
+def read_reference(path: Path, comparisons: Sequence[Comparison]) -> Tensor:
+    """The log-probabilities in a file. Raises: ValueError unless they are of these comparisons."""
+    with safe_open(path, "pt") as file:
+        metadata, found = file.metadata() or {}, file.get_tensor(LOGPROBS)
+    if metadata.get(COMPARISONS) != digest(comparisons):
+        raise ValueError(
+            f"{path}: reference log-probabilities of other comparisons than this job's; delete the file, and the same"
+            " command computes them"
+        )
+    return found
+
+
+def digest(comparisons: Sequence[Comparison]) -> str:
+    """SHA-256 of all responses' tokens, and of where each response begins."""
+    found = hashlib.sha256()
+    for comparison in comparisons:
+        for tokens, num in zip(comparison.sequences, comparison.response_tokens, strict=True):
+            found.update(np.array([len(tokens), num, *tokens], dtype="<i4").tobytes())
+    return found.hexdigest()
+
+
+def split_by_comparison(values: Floats, comparisons: Sequence[Comparison]) -> list[Floats]:
+    """Numbers of all responses, by comparison."""
+    ends = np.cumsum([len(comparison.sequences) for comparison in comparisons])
+    return np.split(values, ends[:-1])
+
+
+@torch.no_grad()
+def logprobs_on_all_ranks(
+    engine: Engine[PolicyLearner], comparisons: Sequence[Comparison], batch: BatchConfig
+) -> list[Floats]:
+    """log π of each comparison's responses by the weights as they are, nats, on every rank; a collective call."""
+    engine.model.eval()
+    found = []
+    with engine.cache_weight_casts():
+        for start in range(0, len(comparisons), AT_ONCE):
+            found += _of_some(engine, comparisons[start : start + AT_ONCE], batch)
+    return found
+
+
+def _of_some(engine: Engine[PolicyLearner], comparisons: Sequence[Comparison], batch: BatchConfig) -> list[Floats]:
+    units = [[len(sequence) for sequence in comparison.sequences] for comparison in comparisons]
+    passes = split_passes(units, engine.world_size, pass_tokens(batch, units, with_gradients=False))[engine.rank]
+    starts = np.cumsum([0, *map(len, units)])
+    logprobs = torch.zeros(int(starts[-1]), device=engine.device)
+    # ZeRO-3 gathers weights in every pass, so all ranks run the same number of passes: one without comparisons reads
+    # the first and does not count it.
+    for places in passes:
+        note_progress()
+        own, _ = packed_comparisons([comparisons[place] for place in places or [0]], engine.device).logprobs(
+            engine.model
+        )
+        if places:
+            logprobs[np.concatenate([np.arange(starts[p], starts[p + 1]) for p in places])] = own.float()
+    return split_by_comparison(engine.sum_over_ranks(logprobs).cpu().numpy(), comparisons)
+
+
+@torch.no_grad()
+def check_first_loss(
+    engine: Engine[PolicyLearner], objective: PreferenceObjective, rows: IntArray, batch: BatchConfig
+) -> None:
+    """Check that policy and reference agree before the first step, on the first batch; a collective call.
+
+    Every log-ratio is then 0 to rounding, so the loss of an untied pair is log 2. A reference of another model, another
+    template, dropout, padding that counts or a row that was cut would change that.
+    Raises: ValueError naming the loss that was found.
+    """
+    engine.model.eval()
+    ratios, tokens = list[Tensor](), list[Tensor]()
+    with engine.cache_weight_casts():
+        for mine in objective.rank_passes(rows, batch, engine.world_size, with_gradients=True)[engine.rank]:
+            note_progress()
+            taken = mine if len(mine) else rows[:1]
+            packed = packed_comparisons([objective.comparisons[row] for row in taken], engine.device)
+            own, _ = packed.logprobs(engine.model)
+            if len(mine):
+                ratios.append(own.cpu() - torch.from_numpy(np.concatenate([objective.reference[r] for r in mine])))
+                tokens.append(packed.tokens_N.cpu())
+    everything = [pair for of_rank in engine.gather((ratios, tokens)) for pair in zip(*of_rank, strict=True)]
+    ratios_N, tokens_N = (torch.cat(part) for part in zip(*everything, strict=True))
+    refuse_wrong_reference(ratios_N, tokens_N, objective.config.beta, engine.config.resolved_precision())
+
+
+def refuse_wrong_reference(log_ratios_N: Tensor, tokens_N: Tensor, beta: float, precision: str) -> None:
+    """Raises: ValueError unless the log-ratios are 0 to the rounding of this precision."""
+    error = float((log_ratios_N.abs() / tokens_N.clamp(min=1).sqrt()).mean())
+    if not error <= ROUNDING[precision]:
+        worst = float(log_ratios_N.abs().max())
+        loss = float(torch.nn.functional.softplus(beta * log_ratios_N.abs()).mean())
+        raise ValueError(
+            f"before the first step, policy and reference differ by up to {worst:.3g} nats per response: DPO's loss"
+            f" would start near {loss:.4f} per untied pair, and log 2 = {math.log(2):.4f} was expected. {REFERENCE} in"
+            " the stage's folder is of another model; delete it, and the same command computes it"
+        )

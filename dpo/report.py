@@ -1,0 +1,92 @@
+"""What the report of a run shows of DPO."""
+
+from math import isfinite
+
+from dpo.results import DPOResults
+from reports.curves import GRADIENT_NORM, Panel, Series, metric_figures, stage_block, train_and_heldout
+from reports.parts import Headline, StageReport, StageReporter
+from reports.stage_folder import StageFolder
+from reports.stage_report import headline_of, headline_of_share
+from reports.text import count, count_of, ends_of, number, percent
+
+
+def _both(field: str) -> tuple[Series, ...]:
+    chosen, rejected = f"chosen_{field}", f"rejected_{field}"
+    return (Series(chosen, "better response", "ppo"), Series(rejected, "worse response", "sft"))
+
+
+PANELS = (
+    Panel("Loss", "per comparison", train_and_heldout("loss")),
+    Panel("Accuracy", "pairs whose implicit rewards are in the labelers' order", train_and_heldout("accuracy"), True),
+    Panel("Margin", "of implicit rewards, the better response's less the worse's", train_and_heldout("margin")),
+    Panel("Implicit rewards", "β × log-ratio to the reference", _both("reward")),
+    Panel("Log-probabilities", "nats per response; both may fall", _both("logprob")),
+    Panel("SFT loss", "nats per token of the best responses", train_and_heldout("sft_loss")),
+    GRADIENT_NORM,
+)
+
+
+def report(stage: StageFolder) -> StageReport:
+    figures = metric_figures(stage, PANELS)
+    results = stage.results(DPOResults)
+    if results is None:
+        return StageReport((stage_block(stage, (), figures),))
+    accuracy = results.heldout_accuracy.mean
+    sentence = f"DPO's implicit rewards order {percent(accuracy)} of held-out pairs as the labelers did."
+    return StageReport(
+        (stage_block(stage, _facts(results), figures),),
+        headlines=_headlines(stage, results),
+        sentence=sentence if isfinite(accuracy) else "",
+    )
+
+
+def _facts(results: DPOResults) -> list[tuple[str, str]]:
+    found = [
+        ("Loss", f"{results.loss.replace('_', ' ')}, β = {results.beta:g}"),
+        ("Steps", count(results.num_steps)),
+        ("Comparisons, train", count(results.train_comparisons)),
+        ("Rankings of them", count(results.train_rankings)),
+        ("Comparisons, held-out", count(results.heldout_comparisons)),
+        ("Held-out accuracy", percent(results.heldout_accuracy.mean)),
+        ("Held-out margin", f"{number(results.margin.mean)} (95% {ends_of(results.margin) or 'unknown'})"),
+    ]
+    if results.pairs is not None:
+        of = results.pairs
+        found += [
+            ("Log-prob of the better, nats", _change(of.chosen_logprob_before, of.chosen_logprob)),
+            ("Log-prob of the worse, nats", _change(of.rejected_logprob_before, of.rejected_logprob)),
+            ("Tokens, better and worse", f"{number(of.chosen_tokens, 1)} and {number(of.rejected_tokens, 1)}"),
+        ]
+    if results.length_correlation is not None:
+        found.append(("Correlation of implicit reward and length", number(results.length_correlation)))
+    if results.num_equal_pairs:
+        found.append(("Pairs of equal responses", f"{count(results.num_equal_pairs)} of {count(results.num_pairs)}"))
+    if results.learned_nu is not None:
+        found.append(("Odds of a tie between equals", number(results.learned_nu)))
+    if results.overlong:
+        found.append(("Comparisons read", str(results.overlong)))
+    return found
+
+
+def _change(before: float, after: float) -> str:
+    return f"{number(before, 1)} → {number(after, 1)}"
+
+
+def _headlines(stage: StageFolder, results: DPOResults) -> tuple[Headline, ...]:
+    share = results.heldout_accuracy
+    if not isfinite(share.mean):
+        return ()
+    span, detail = (share.mean, share.low, share.high), count_of(share.num_pairs, "held-out pair")
+    margin, about = results.margin.mean, "of implicit rewards, held-out pairs"
+    return (
+        headline_of_share(stage, "heldout_accuracy", "DPO's accuracy", span, detail),
+        headline_of(stage, "margin.mean", "DPO's margin", margin, number(margin), about),
+    )
+
+
+REPORTER = StageReporter(
+    "DPO",
+    "The policy learns from rankings directly: the better response becomes more likely than the worse, relative to the"
+    " model that it starts from.",
+    report,
+)

@@ -1,0 +1,142 @@
+"""Reward hacking: does the score that a policy was trained on rise while the score that counts does not?
+
+Gains are differences between two policies on the same prompts, so each prompt is its own control. Over training, scores
+of responses drawn from rollouts are compared between the thirds of training.
+
+Shape letters: P prompts, N responses of training, C categories.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+
+import numpy as np
+
+from evaluation.measures.policies import Scores
+from evaluation.statistics.significance import holm, sign_flip_test
+from evaluation.verdicts import Response
+from intervals.clustered import clustered_mean
+from intervals.estimates import UNKNOWN, Floats, Interval
+from intervals.independent import difference_of_means
+
+MAX_BINS = 8  # of training
+MIN_RESPONSES = 8  # in each
+MIN_CATEGORY = 5  # prompts of a category that is shown
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The later policy's scores minus the earlier one's: means over prompts with 95% intervals.
+
+    `holm_p` is the sign-flip test's p for the judge's gain. For a category, it is corrected for all categories.
+    """
+
+    category: str  # "" = of all prompts, or of those without one
+    num_prompts: int
+    proxy: Interval
+    judge: Interval
+    holm_p: float
+
+
+@dataclass(frozen=True)
+class TrainingBin:
+    """Mean scores of the responses that some consecutive iterations learned from, with 95% intervals over prompts."""
+
+    first: int
+    last: int
+    num_responses: int
+    proxy: Interval
+    judge: Interval
+
+
+@dataclass(frozen=True)
+class RewardHacking:
+    """`late_proxy` and `late_judge` are the last third of training minus the middle third (Welch's interval)."""
+
+    overall: Gain
+    categories: tuple[Gain, ...]
+    training: tuple[TrainingBin, ...]
+    late_proxy: Interval
+    late_judge: Interval
+
+
+@dataclass(frozen=True)
+class TrainingScore:
+    """A response from training with two scores: the one that the policy is trained on, and the judge's."""
+
+    iteration: int
+    prompt_id: str
+    proxy: float
+    judge: float
+
+
+def measure_reward_hacking(
+    before: Sequence[Response],
+    after: Sequence[Response],
+    judge: Scores,
+    categories: Mapping[str, str],
+    training: Sequence[TrainingScore],
+    *,
+    seed: int,
+) -> RewardHacking | None:
+    """Compare two policies' scores on the prompts that both answer. Returns None if no prompt has all four scores.
+
+    `judge` holds the judge's scores, `categories` each prompt's category, and `training` is in order of iterations.
+    """
+    ours, theirs = (_by_prompt(rows, judge) for rows in (after, before))
+    common = [prompt_id for prompt_id in theirs if prompt_id in ours]
+    if not common:
+        return None
+    gain_P2 = np.array([np.subtract(ours[prompt_id], theirs[prompt_id]) for prompt_id in common])
+    category_P = np.array([categories[prompt_id] for prompt_id in common])
+    found = [
+        _gain(str(name), gain_P2[category_P == name], seed)
+        for name in np.unique(category_P)
+        if (category_P == name).sum() >= MIN_CATEGORY
+    ]
+    corrected_C = holm(np.array([gain.holm_p for gain in found]))
+    shown = [replace(gain, holm_p=float(p)) for gain, p in zip(found, corrected_C, strict=True)]
+    known = [score for score in training if np.isfinite([score.proxy, score.judge]).all()]
+    late_proxy, late_judge = (_late(known, field) for field in ("proxy", "judge"))
+    overall = _gain("", gain_P2, seed)
+    return RewardHacking(overall, tuple(shown) if len(shown) > 1 else (), _bins(known), late_proxy, late_judge)
+
+
+def _by_prompt(rows: Sequence[Response], judge: Scores) -> dict[str, tuple[float, float]]:
+    """Returns each prompt's mean score by the trained-on reward and by the judge, over responses that have both."""
+    both: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        score = judge.get((row.policy, row.prompt_id, row.index))
+        if score is not None and np.isfinite([score, row.proxy_score]).all():
+            both.setdefault(row.prompt_id, []).append((row.proxy_score, score))
+    return {name: (mean(proxy for proxy, _ in own), mean(score for _, score in own)) for name, own in both.items()}
+
+
+def _gain(category: str, gain_P2: Floats, seed: int) -> Gain:
+    places = np.arange(len(gain_P2))
+    proxy, judge = (clustered_mean(gain_P2[:, column], places) for column in (0, 1))
+    p, _ = sign_flip_test(gain_P2[:, 1] + 0.5, seed=seed)  # the test takes preferences, which are centred on ½
+    return Gain(category, len(gain_P2), proxy, judge, p)
+
+
+def _bins(scores: Sequence[TrainingScore]) -> tuple[TrainingBin, ...]:
+    """Groups consecutive iterations so that each group has enough responses."""
+    iterations = sorted({score.iteration for score in scores})
+    number = min(MAX_BINS, len(scores) // MIN_RESPONSES, len(iterations))
+    found = []
+    for part in np.array_split(iterations, number) if number else []:
+        own = [score for score in scores if part[0] <= score.iteration <= part[-1]]
+        prompts_N = np.unique([score.prompt_id for score in own], return_inverse=True)[1].astype(np.int64)
+        proxy, judge = (
+            clustered_mean(np.array([getattr(score, field) for score in own]), prompts_N)
+            for field in ("proxy", "judge")
+        )
+        found.append(TrainingBin(int(part[0]), int(part[-1]), len(own), proxy, judge))
+    return tuple(found)
+
+
+def _late(scores: Sequence[TrainingScore], field: str) -> Interval:
+    if len(scores) < 3 * MIN_RESPONSES:
+        return UNKNOWN
+    _, middle, last = np.array_split(np.array([getattr(score, field) for score in scores]), 3)
+    return difference_of_means(middle, last)

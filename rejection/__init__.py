@@ -1,0 +1,1 @@
+"""Rejection sampling: the policy learns from its own best samples, as a reward model sees them."""

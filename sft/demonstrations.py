@@ -1,0 +1,136 @@
+"""Demonstrations as tokens: what counts in the loss, and what happens to conversations that are too long."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lm.tokenizer import Messages, Tokenizer
+from reading.conversations import TEXT_ROLE
+from training.data import DataConfig, OnOverlong, read_conversations, untold
+from training.tokens import FITS, SKIPPED, TRUNCATED, Part, chunks, sequence_arrays
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most tokens of a conversation, or with `has_source` of its source and of its target each."""
+
+    has_source: bool
+    seq_len: int
+    on_overlong: OnOverlong = "refuse"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Every `every`-th row, from the first one on, is held out; with 0 none is, since other sources are held out."""
+
+    every: int = 0
+    is_heldout: bool = False
+
+    def have(self, number: int) -> bool:
+        return not self.every or (number % self.every == 0) == self.is_heldout
+
+
+ALL_ROWS = Rows()
+
+
+def demonstration_parts(
+    tokenizer: Tokenizer,
+    sources: Sequence[DataConfig],
+    limit: Limit,
+    first_row: int,
+    *,
+    rows: Rows = ALL_ROWS,
+    tell: Callable[[str], None] = untold,
+) -> Iterator[Part]:
+    """The conversations from a row on, of those that `rows` has. In the end `tell` gets a line per source.
+
+    Raises: ValueError as for `encode_demonstrations`.
+    """
+    lines: list[str] = []
+    read = enumerate(read_conversations(sources, lines.append, takes_texts=not limit.has_source))
+    for chunk in chunks(itertools.islice(read, first_row, None)):
+        own = [conversation for number, conversation in chunk if rows.have(number)]
+        encoded = list(encode_demonstrations(tokenizer, own, limit))
+        kept = sequence_arrays((tokens, is_response) for tokens, is_response, fate in encoded if fate != SKIPPED)
+        yield Part(len(chunk), {**kept, "overlong": np.array([fate for *_, fate in encoded])})
+    for line in lines:
+        tell(line)
+
+
+def encode_demonstrations(
+    tokenizer: Tokenizer, conversations: Sequence[tuple[str, Messages]], limit: Limit
+) -> Iterator[tuple[Sequence[int], Sequence[bool], int]]:
+    """Tokens of each (where, messages), which of them are the assistant's, and whether they were cut or left out.
+
+    Raises: ValueError naming file and line of a conversation that has no response or is too long or, with a source,
+    has nothing before its last response.
+    """
+    encoded = encoded_all(tokenizer, conversations)
+    for (where, _), (tokens, is_response) in zip(conversations, encoded, strict=True):
+        if not any(is_response):
+            raise ValueError(f"{where}: sft.chat_template {tokenizer.chat_template!r} shows no assistant's response")
+        parts = split_pair(tokens, is_response) if limit.has_source else (tokens,)
+        if not parts[0]:
+            raise ValueError(f"{where}: nothing comes before the response; a source to read was expected")
+        if max(map(len, parts)) <= limit.seq_len:
+            yield tokens, is_response, FITS
+        elif limit.on_overlong == "refuse":
+            what, lengths = "source and target have" if limit.has_source else "the conversation has", map(len, parts)
+            raise ValueError(
+                f"{where}: {what} {' and '.join(map(str, lengths))} tokens; sft.seq_len allows {limit.seq_len}"
+                ' (sft.on_overlong = "skip" or "truncate" accepts longer ones)'
+            )
+        else:
+            yield _shortened(tokens, is_response, limit)
+
+
+def encoded_all(
+    tokenizer: Tokenizer, conversations: Sequence[tuple[str, Messages]]
+) -> Iterator[tuple[list[int], list[bool]]]:
+    """Tokens of each conversation, and which are the assistant's; all of a plain text and its end count.
+
+    Raises: ValueError for a plain text in which a special token's name stands.
+    """
+    is_text = [messages[0]["role"] == TEXT_ROLE for _, messages in conversations]
+    texts = [messages[0]["content"] for (_, messages), plain in zip(conversations, is_text, strict=True) if plain]
+    for (where, messages), plain in zip(conversations, is_text, strict=True):
+        if plain and tokenizer.marked(messages[0]["content"]) != messages[0]["content"]:
+            raise ValueError(
+                f"{where}: the text contains the name of a special token, as a rendered chat template does; the"
+                " conversation itself was expected, in `messages`"
+            )
+    of_texts = iter(tokenizer.encode_plain(texts))
+    of_turns = iter(
+        tokenizer.encode_conversations(
+            [messages for (_, messages), plain in zip(conversations, is_text, strict=True) if not plain]
+        )
+    )
+    for plain in is_text:
+        if plain:
+            tokens = [*next(of_texts), tokenizer.end_id]
+            yield tokens, [True] * len(tokens)
+        else:
+            yield next(of_turns)
+
+
+def _shortened(
+    tokens: Sequence[int], is_response: Sequence[bool], limit: Limit
+) -> tuple[Sequence[int], Sequence[bool], int]:
+    """What is left of a conversation that is too long: its beginning, unless no response is in it."""
+    if limit.on_overlong == "skip":
+        return [], [], SKIPPED
+    if limit.has_source:
+        source, target = (part[: limit.seq_len] for part in split_pair(tokens, is_response))
+        return [*source, *target], [False] * len(source) + [True] * len(target), TRUNCATED
+    if not any(is_response[1 : limit.seq_len]):
+        return [], [], SKIPPED
+    return tokens[: limit.seq_len], is_response[: limit.seq_len], TRUNCATED
+
+
+def split_pair(tokens: Sequence[int], is_response: Sequence[bool]) -> tuple[Sequence[int], Sequence[int]]:
+    """What comes before the last response, and that response with its end token."""
+    end = len(tokens) - is_response[::-1].index(True)
+    length = next((back for back in range(end) if not is_response[end - 1 - back]), end)
+    return tokens[: end - length], tokens[end - length : end]

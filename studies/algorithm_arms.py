@@ -1,0 +1,126 @@
+"""The arms of `heed study algorithms`: one set of labels, one reward model, and three runs of each algorithm.
+
+    ppo, rloo, grpo, dr-grpo -1, -2, -3   as docs/algorithms.md has them, without a KL penalty, at a third of the job's
+                                          learning rate, at that rate, and at three times it
+    dpo, ipo -1, -2, -3                   on the rankings of `reward-full`, with beta .3, .1 and .03
+    rejection-1, -2, -3                   best of 4, 16 and 64 samples by `reward-full`; as many samples as PPO's
+
+Each algorithm has the same budget: three values of the setting that moves it along KL, chosen before any run. An
+algorithm's curve has the policies of all three, so none is picked by its result.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jobs.job import JobConfig
+from ppo.stage import STAGE as PPO
+from reward.stage import STAGE as REWARD
+from sft.stage import STAGE as SFT
+from studies.arms import Arm, cut_file
+from studies.arms import arms_of as other_arms
+
+RUNS = (1, 2, 3)
+RATES = (1 / 3, 1.0, 3.0)  # of the job's own learning rates
+BETAS = (0.3, 0.1, 0.03)
+BEST_OF = (4, 16, 64)
+GROUP = 4  # responses per prompt, of the algorithms without a value function
+KEPT_POLICIES = 6  # of each run of a policy gradient
+MIN_PROMPTS = 16  # of rejection sampling; only the debug job has so few samples
+PREFERENCE_RATE = 0.2  # of the reward model's learning rate, which trains a new head: DPO's and IPO's
+
+_GROUPS = {"ppo.samples_per_prompt": GROUP, "ppo.value_optimizer": None}
+POLICY_GRADIENTS: Mapping[str, Mapping[str, Any]] = {
+    "ppo": {},
+    "rloo": {
+        **_GROUPS, "ppo.advantage": "leave_one_out", "ppo.advantage_scale": "none", "ppo.token_weight": "constant",
+    },
+    "grpo": {
+        **_GROUPS, "ppo.advantage": "group_mean", "ppo.advantage_scale": "group", "ppo.token_weight": "per_response",
+    },
+    "dr-grpo": {
+        **_GROUPS, "ppo.advantage": "group_mean", "ppo.advantage_scale": "none", "ppo.token_weight": "constant",
+    },
+}  # fmt: skip
+LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}
+
+
+def arms_of(name: str) -> tuple[str, ...]:
+    """The arms of an algorithm."""
+    return tuple(f"{name}-{number}" for number in RUNS)
+
+
+def every_arm(job: JobConfig, folder: Path) -> dict[str, Arm]:
+    """The arms of all findings by name, each after those that it reads. Raises: as `studies.arms.arms_of` does."""
+    return other_arms(job, folder) | {arm.name: arm for arm in algorithm_arms(job, folder)}
+
+
+def algorithm_arms(job: JobConfig, folder: Path) -> list[Arm]:
+    """Every arm, from a job with [sft], [reward] and [ppo]; `folder` is the seed's."""
+    arms = []
+    for number, rate, beta, best_of in zip(RUNS, RATES, BETAS, BEST_OF, strict=True):
+        arms += [_policy_gradient(f"{name}-{number}", job, folder, rate, own) for name, own in POLICY_GRADIENTS.items()]
+        arms += [_preferences(f"{name}-{number}", job, folder, loss, beta) for name, loss in LOSSES.items()]
+        arms.append(_rejection(f"rejection-{number}", job, folder, best_of))
+    return arms
+
+
+def _starts(stage: str, folder: Path) -> dict[str, str]:
+    return {
+        f"{stage}.init_from": str(folder / "base" / "sft" / "model"),
+        f"{stage}.reward_from": str(folder / "reward-full" / "reward" / "model"),
+    }
+
+
+def _policy_gradient(name: str, job: JobConfig, folder: Path, rate: float, own: Mapping[str, Any]) -> Arm:
+    ppo = job.section_of(PPO)
+    changes: dict[str, Any] = {
+        **_starts("ppo", folder),
+        "ppo.kl_coef": 0.0,
+        "ppo.kl_control": "fixed",
+        "ppo.ptx_coef": 0.0,
+        "ppo.ptx_rows": 0,
+        "ppo.keep_policies_every": max(1, ppo.num_iterations // KEPT_POLICIES),
+        "ppo.policy_optimizer.learning_rate": rate * ppo.policy_optimizer.learning_rate,
+    }
+    if ppo.value_optimizer is not None:
+        changes["ppo.value_optimizer.learning_rate"] = rate * ppo.value_optimizer.learning_rate
+    changes |= own
+    if changes.get("ppo.value_optimizer", "") is None:
+        changes.pop("ppo.value_optimizer.learning_rate", None)
+    return Arm(name, ("ppo",), ("base", "reward-full"), changes)
+
+
+def _preferences(name: str, job: JobConfig, folder: Path, loss: str, beta: float) -> Arm:
+    """DPO and IPO: the batches and epochs of the reward model, which learns from the same rankings."""
+    reward = job.section_of(REWARD)
+    optimizer = reward.optimizer.model_dump(mode="json", exclude_none=True)
+    section = {
+        "init_from": str(folder / "base" / "sft" / "model"),
+        "rankings": {"source": str(cut_file(folder, 1))},
+        "heldout_share": reward.heldout_share,
+        "num_epochs": reward.num_epochs,
+        "loss": loss,
+        "beta": beta,
+        "batch": reward.batch.model_dump(mode="json", exclude_none=True),
+        "optimizer": {**optimizer, "learning_rate": PREFERENCE_RATE * reward.optimizer.learning_rate},
+    }
+    return Arm(name, ("dpo",), ("base", "reward-full"), {"dpo": section})
+
+
+def _rejection(name: str, job: JobConfig, folder: Path, best_of: int) -> Arm:
+    """As many samples as a policy gradient's; the batches, rate and epochs of SFT."""
+    ppo, sft = job.section_of(PPO), job.section_of(SFT)
+    num_prompts = max(MIN_PROMPTS, ppo.num_iterations * ppo.rollout_batch_size // best_of)
+    section = {
+        "init_from": str(folder / "base" / "sft" / "model"),
+        "reward_from": str(folder / "reward-full" / "reward" / "model"),
+        "prompts": {**ppo.prompts.model_dump(mode="json", exclude_none=True), "max_rows": num_prompts},
+        "num_samples": best_of,
+        "max_new_tokens": ppo.max_new_tokens,
+        "seq_len": sft.seq_len,
+        "num_epochs": sft.num_epochs,
+        "batch": sft.batch.model_dump(mode="json", exclude_none=True),
+        "optimizer": sft.optimizer.model_dump(mode="json", exclude_none=True),
+    }
+    return Arm(name, ("rejection",), ("base", "reward-full"), {"rejection": section})

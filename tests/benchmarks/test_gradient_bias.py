@@ -1,0 +1,91 @@
+"""Mean gradients of the estimators over every group against the exact gradient, and the docs' table of them."""
+
+import math
+from functools import cache
+
+import pytest
+import torch
+
+from benchmarks.gradient_bias import (
+    BEGIN,
+    END,
+    LENGTH,
+    PAGE,
+    Row,
+    Toy,
+    config_of,
+    heeds_loss,
+    kl_loss,
+    mean_gradient,
+    rows,
+    with_table,
+)
+
+
+@cache
+def found_rows() -> list[tuple[Row, tuple[float, float]]]:
+    return [(row, row.measured()) for row in rows()]
+
+
+def test_each_estimator_has_the_bias_that_is_known_of_it() -> None:
+    """Exact up to rounding of fp32 weights, exact but for a known length, or at an angle."""
+    for row, (along, angle) in found_rows():
+        if row.scale:
+            assert along == pytest.approx(row.scale, rel=1e-6), row.name
+            assert angle < 1e-3, row.name
+        else:
+            assert math.isnan(angle) or angle > 1.0, row.name
+    assert sum(row.scale == 1.0 for row, _ in found_rows()) >= 7
+    assert all((row.known == "none") == (row.scale == 1.0) for row, _ in found_rows())
+
+
+def test_the_docs_show_the_table() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == with_table(page), "run python -m benchmarks.gradient_bias"
+    assert page.count(BEGIN) == page.count(END) == 1
+
+
+def test_the_exact_gradient_is_that_of_finite_differences() -> None:
+    toy, step = Toy.draw(has_end=True), 1e-6
+    everything = torch.arange(7)
+    exact = toy.exact_gradient(1.0, 0.3)
+
+    def value(logits: torch.Tensor) -> float:
+        total = 0.0
+        for row in everything.tolist():
+            length = int(toy.mask_BR[row].sum())
+            logprob = log_ratio = 0.0
+            for t in range(length):
+                state = 0 if t == 0 else 1 + int(toy.tokens_BR[row, 0])
+                token = int(toy.tokens_BR[row, t])
+                mine, ref = (float(of[state].log_softmax(0)[token]) for of in (logits, toy.ref_logits_SV))
+                logprob, log_ratio = logprob + mine, log_ratio + mine - ref
+            total += math.exp(logprob) * (float(toy.scores_B[row]) - 0.3 * log_ratio)
+        return total
+
+    for state, token in ((0, 0), (1, 2), (3, 1)):
+        moved = [toy.logits_SV.detach().clone() for _ in range(2)]
+        moved[0][state, token] += step
+        moved[1][state, token] -= step
+        slope = (value(moved[0]) - value(moved[1])) / (2 * step)
+        assert float(exact[state, token]) == pytest.approx(slope, abs=1e-8)
+
+
+def test_k3_in_the_loss_has_the_gradient_of_the_other_divergence() -> None:
+    toy = Toy.draw(has_end=True)
+    everything = torch.arange(7)
+    logprob_B = toy.logprobs(toy.logits_SV, everything).sum(dim=1)
+    ref_B = toy.logprobs(toy.ref_logits_SV, everything).sum(dim=1)
+    reverse = torch.autograd.grad((ref_B.exp() * (ref_B - logprob_B)).sum(), toy.logits_SV)[0]
+    k3 = mean_gradient(toy, kl_loss(lambda x: (-x).exp() - 1 + x, by_response=True))
+    torch.testing.assert_close(LENGTH * k3, -reverse)
+
+
+def test_on_policy_the_kl_in_the_loss_moves_as_the_kl_in_the_reward() -> None:
+    """Without a baseline both have the mean gradient of the KL; a coefficient means the same in both places."""
+    toy = Toy.draw(has_end=True)
+    found = [
+        mean_gradient(toy, heeds_loss(config_of(advantage="none", token_weight="constant", kl_in=place)))
+        for place in ("reward", "loss")
+    ]
+    torch.testing.assert_close(found[0], found[1])

@@ -1,0 +1,59 @@
+"""The tutorials are run from their text: each block as it stands, one after another, in an empty folder."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lm.weights import purpose_of
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def run_blocks(page: Path, folder: Path) -> list[str]:
+    """Writes each Python block to the file that its first line names, runs each shell block; returns what those say."""
+    said = []
+    bins = Path(sys.executable).parent
+    environment = os.environ | {"PATH": f"{bins}:{os.environ['PATH']}", "COLUMNS": "200", "OMP_WAIT_POLICY": "PASSIVE"}
+    for language, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if language == "python":
+            (name,) = re.findall(r"\A# (\S+\.py)\n", text)
+            (folder / name).write_text(text, encoding="utf-8")
+            continue
+        done = subprocess.run(["bash", "-e", "-c", text], cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stderr
+        said.append(done.stdout + done.stderr)
+    return said
+
+
+@pytest.mark.timeout(600)
+def test_your_own_model(tmp_path: Path) -> None:
+    said = run_blocks(ROOT / "docs" / "tutorials" / "your-own-model.md", tmp_path)
+    job = next(text for text in said if 'name = "mine"' in text)
+    for line in (
+        "demos.jsonl: 1,152 conversations, prompt and completion",
+        "pairs.jsonl: 72 comparisons, TRL's preferences",
+        "prompts.jsonl: 16 prompts, prompt",
+    ):
+        assert line in job
+    assert len(job.splitlines()) < 60
+    assert [purpose_of(tmp_path / "runs" / "mine" / stage / "model") for stage in ("sft", "reward", "ppo")] == [
+        "language",
+        "score",
+        "language",
+    ]
+    results = json.loads((tmp_path / "runs" / "mine" / "sft" / "results.json").read_text())
+    assert results["heldout_loss"] < 0.6 < results["heldout_loss_before"]  # nats; three endings alone leave 0.2 a token
+    compared = json.loads((tmp_path / "runs" / "mine" / "compare" / "results.json").read_text())
+    assert compared["judge"]["kind"] == "function"
+    assert set(compared["policies"]) == {"sft", "best_of_4", "ppo"}
+    scores = {name: found["gold_score"]["mean"] for name, found in compared["policies"].items()}
+    assert scores["ppo"] > scores["sft"] + 0.2  # of 2 points
+    assert "Thank you, " in said[-2]  # what heed chat answered
+    assert (tmp_path / "runs" / "sft-or-ppo" / "report.html").is_file()
