@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos.campaign import choose_kinds, run_chaos
+from chaos.campaign import choose_kinds, run_chaos, shortest_seconds
 from chaos.disk import small_disk, why_no_disk
 from chaos.driver import Driver
 from chaos.faults import DiskFull, FolderMissing, WorkerHangs
@@ -90,6 +90,18 @@ def test_a_schedule_is_a_function_of_its_seed_and_deals_kinds_and_stages_evenly(
     schedule.give_back(first[4:])
     assert len(schedule) == 6
     assert sorted(map(str, schedule.take(2))) == sorted(map(str, first[4:]))
+
+
+def test_a_slow_first_run_does_not_move_faults_past_the_end_of_later_ones(tmp_path: Path) -> None:
+    for run, compare in (("calm", 7.5), ("disturbed", 9.0), ("quick", 1.1)):
+        for stage, seconds in (("sft", 2.0), ("compare", compare)):
+            folder = tmp_path / run / stage
+            folder.mkdir(parents=True)
+            (folder / "lineage.json").write_text(json.dumps({"seconds": seconds}))
+    stages, known = ("sft", "compare"), dict[str, float]()
+    for run, expected in (("calm", 7.5), ("disturbed", 7.5), ("quick", 1.1)):
+        known = shortest_seconds(known, tmp_path / run, stages)
+        assert known == {"sft": 2.0, "compare": expected}
 
 
 def test_kinds_are_chosen_or_refused() -> None:
