@@ -207,6 +207,10 @@ def study(
     quick: Annotated[
         bool, typer.Option("--quick", help="Use the debug job's size to try the command; results mean nothing.")
     ] = False,
+    measures: Annotated[
+        Path | None,
+        typer.Option("--measures", help="Folder with measures of earlier seeds (seed-N.npz), which are not run again."),
+    ] = None,
     override: Overrides = None,
 ) -> None:
     """Test published findings in the playground world (docs/findings.md). An interrupted study continues."""
@@ -215,7 +219,8 @@ def study(
     from studies.study import QUICK, run_study
 
     job = Path(str(files("configs").joinpath("jobs", "debug.toml" if quick else "study.toml")))
-    found = run_study(finding, job, runs, num_seeds=seeds, overrides=[*(QUICK if quick else ()), *(override or [])])
+    overrides = [*(QUICK if quick else ()), *(override or [])]
+    found = run_study(finding, job, runs, num_seeds=seeds, overrides=overrides, stored=measures)
     for one in found:
         out.print(f"{one.finding.title}: [bold]{one.verdict}[/]")
 

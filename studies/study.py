@@ -8,10 +8,11 @@ later finding reuses the arms that it shares with others.
       seed-0/ARM/              their run folders
       seed-0/rankings/         subsets of the base's comparisons, one per reward model
       seed-0/measured/         samples and scores
+      measures/seed-0.npz      what the findings are computed from (studies/stored.py)
       findings.json, findings.md, figures/
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from compare.stage import STAGE as COMPARE
@@ -23,20 +24,30 @@ from ppo.stage import STAGE as PPO
 from stages.progress import console
 from studies.algorithm_arms import every_arm
 from studies.algorithms import ALGORITHMS
-from studies.arms import LABELERS_PER_TASK, arm_job, with_those_before, write_cuts
-from studies.findings import FINDINGS, Finding, Found
+from studies.arms import LABELERS_PER_TASK, Arm, arm_job, with_those_before, write_cuts
+from studies.findings import FINDINGS, Finding, Found, Measures
 from studies.measures import SeedMeasures
 from studies.report import write_findings
+from studies.stored import Recorded, StoredMeasures, measures_file, stamp_of
 
 # The debug job's pool and number of policies are too small for a curve.
 QUICK = ("compare.best_of=8", "ppo.keep_policies_every=1")
 
 
-def run_study(wanted: str, job_file: Path, runs: Path, *, num_seeds: int, overrides: Sequence[str] = ()) -> list[Found]:
+def run_study(
+    wanted: str,
+    job_file: Path,
+    runs: Path,
+    *,
+    num_seeds: int,
+    overrides: Sequence[str] = (),
+    stored: Path | None = None,
+) -> list[Found]:
     """Runs unfinished arms, measures them, and writes findings.json, findings.md and figures into `runs`.
 
     `wanted` names a finding, "all" for the first five, or "algorithms" for those that compare algorithms. Seeds 0,
-    1, ... replace the job's. Raises: ValueError for an unknown finding or an invalid job, before anything runs.
+    1, ... replace the job's. A seed whose measures are in the folder `stored` is not run. Raises: ValueError for an
+    unknown finding, an invalid job, or stored measures of another study, before anything runs.
     """
     findings = _named(wanted)
     seeds = [
@@ -46,18 +57,41 @@ def run_study(wanted: str, job_file: Path, runs: Path, *, num_seeds: int, overri
     arms = {folder: every_arm(job, folder) for folder, job in seeds}
     _check(seeds[0][1])
     names = [name for finding in findings for name in finding.arms]
-    measures: list[SeedMeasures] = []
+    known = _read_stored(stored, [job for _, job in seeds])
+    measures: list[Measures] = []
     found: list[Found] = []
     for folder, job in seeds:
-        needed = with_those_before(arms[folder], names)
-        for number, arm in enumerate(needed, 1):
-            console.print(f"[bold]{folder.name}: {arm.name}[/] ({number} of {len(needed)})")
-            run_job(arm_job(job, arm, folder), folder)
-            if arm.name == "base":
-                write_cuts(folder)
-        measures.append(SeedMeasures.of(folder, job))
+        measures.append(known[job.seed] if job.seed in known else _run_seed(folder, job, arms[folder], names))
         found = [finding.evaluate(measures) for finding in findings]
+        if isinstance(recorded := measures[-1], Recorded):
+            recorded.write(measures_file(runs / "measures", job.seed), stamp_of(job))
         write_findings(runs, found, len(measures))  # after each seed, so that a stopped study has reported its results
+    return found
+
+
+def _run_seed(folder: Path, job: JobConfig, arms: Mapping[str, Arm], names: Sequence[str]) -> Recorded:
+    """Runs the named arms of a seed, and those that they read. What it returns measures them when asked."""
+    needed = with_those_before(arms, names)
+    for number, arm in enumerate(needed, 1):
+        console.print(f"[bold]{folder.name}: {arm.name}[/] ({number} of {len(needed)})")
+        run_job(arm_job(job, arm, folder), folder)
+        if arm.name == "base":
+            write_cuts(folder)
+    return Recorded(SeedMeasures.of(folder, job))
+
+
+def _read_stored(folder: Path | None, jobs: Sequence[JobConfig]) -> dict[int, StoredMeasures]:
+    """The stored measures of these seeds. Raises: ValueError for a folder without any, and as `StoredMeasures.read`."""
+    if folder is None:
+        return {}
+    paths = {job.seed: measures_file(folder, job.seed) for job in jobs}
+    found = {
+        job.seed: StoredMeasures.read(paths[job.seed], job.seed, stamp_of(job))
+        for job in jobs
+        if paths[job.seed].is_file()
+    }
+    if not found:
+        raise ValueError(f"{folder}: no measures of these seeds; {', '.join(map(str, paths.values()))} were expected")
     return found
 
 

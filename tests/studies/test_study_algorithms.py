@@ -127,7 +127,13 @@ def test_every_arm_is_a_job_with_the_same_labels_reward_and_samples(tmp_path: Pa
 @pytest.mark.usefixtures("_shared_workers")
 def test_a_finding_runs_its_arms_and_measures_them(tmp_path: Path) -> None:
     tiny = [line for line in TINY if not line.startswith("world.num_ppo")]
-    run_study("dpo-over-optimisation", JOBS / "debug.toml", tmp_path, num_seeds=1, overrides=(*QUICK, *tiny))
+
+    def study(runs: Path, name: str = "dpo-over-optimisation", *changes: str, stored: Path | None = None) -> str:
+        overrides = (*QUICK, *tiny, *changes)
+        run_study(name, JOBS / "debug.toml", runs, num_seeds=1, overrides=overrides, stored=stored)
+        return (runs / "findings.json").read_text()
+
+    found = study(tmp_path)
     (finding,) = json.loads((tmp_path / "findings.json").read_text())["findings"]
     assert len(finding["claims"]) == 2
     curves = finding["curves"][0]
@@ -135,3 +141,19 @@ def test_a_finding_runs_its_arms_and_measures_them(tmp_path: Path) -> None:
     assert all(point["kl_nats"]["mean"] > 0 for points in curves.values() for point in points)
     lineages = [json.loads((tmp_path / f"seed-0/{arm}/dpo/lineage.json").read_text()) for arm in ("dpo-1", "ipo-3")]
     assert len({name for lineage in lineages for name in lineage["data"]}) == 2  # one policy and one file of rankings
+
+    # Elsewhere, the same findings come from the stored measures alone; those of another study are refused.
+    shutil.copytree(tmp_path / "measures", tmp_path / "stored")
+    elsewhere, stored = tmp_path / "elsewhere", tmp_path / "stored"
+    assert study(elsewhere, stored=stored) == found
+    assert not (elsewhere / "seed-0").exists()
+    with pytest.raises(ValueError, match=r"seed-0.npz: measures of another job or of other arms"):
+        study(elsewhere, "dpo-over-optimisation", "reward.num_epochs=3", stored=stored)
+    with pytest.raises(ValueError, match=r"seed-0.npz: no 'rl/ppo-1/names'; it was stored for other findings"):
+        study(elsewhere, "dpo-frontier", stored=stored)
+    with pytest.raises(ValueError, match=r"no measures of these seeds; .*seed-0.npz were expected"):
+        study(elsewhere, stored=tmp_path / "nowhere")
+    whole = (stored / "seed-0.npz").read_bytes()
+    (stored / "seed-0.npz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"seed-0.npz: .* a file that `heed study` wrote was expected"):
+        study(elsewhere, stored=stored)
