@@ -206,7 +206,7 @@ def test_an_answer_outlives_an_outage_of_postgresql(postgres, postgres_tables, s
         store.add_tasks([make_task("t0"), make_task("t1")], batch="main", num_labelers=1)
         _, key = accounts.accept(accounts.invite("ann", "labeler"))
         accounts.confirm_reading("ann", RATED.version)
-        server = serve(url, "")
+        server = serve(url, 'task_order = "arrival"\n')
         with httpx.Client(base_url=server.address, follow_redirects=True, timeout=60) as ann:
             ann.post("/sign-in", data={"name": "ann", "key": key})
             fields = form(ann.get("/task")) | SAID
