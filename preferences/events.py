@@ -13,7 +13,8 @@ from sqlalchemy import Connection, insert, select
 from preferences import leases
 from preferences.labelers import pseudonym_of
 from preferences.leases import AssignmentState, LeaseLostError
-from preferences.rows import NO_LOCATIONS, Locations, Values, named, parts, refuse_other
+from preferences.naming import NO_LOCATIONS, Locations, named
+from preferences.rows import Values, parts, refuse_other
 from preferences.schema import judgments, tasks
 
 UNDOABLE = ("answer", "skip")

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, func, insert, select
 
 from preferences import events
+from preferences.naming import NO_LOCATIONS, Locations, named
 from preferences.records import Judgment, Task
-from preferences.rows import NO_LOCATIONS, Locations, Values, judgment_row, named, parts, refuse_different, task_row
+from preferences.rows import Values, judgment_row, parts, refuse_different, task_row
 from preferences.schema import assignments, tasks
 
 _IMPORTING = 7_243_003  # key of the importers' advisory lock; any number that only Heed uses

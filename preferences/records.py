@@ -68,6 +68,16 @@ class Task:
 
 
 @dataclass(frozen=True)
+class StoredTask:
+    """A task with its batch and the number of labelers that it wants."""
+
+    task: Task
+    batch: str
+    num_labelers: int
+    handle: str = field(default="", compare=False)  # what labelers see instead of the id; it differs between stores
+
+
+@dataclass(frozen=True)
 class ShownTask:
     """What a labeler sees: no sources, and the responses in the order shown."""
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Subquery, and_, case, func, select, true
@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Subquery, 
 from preferences.current import current_judgments, ranking_of, why_excluded
 from preferences.labelers import name_in
 from preferences.leases import Lease, display_order
-from preferences.records import Judgment, Message, Ranking, ShownTask, Task
+from preferences.records import Judgment, Message, Ranking, ShownTask, StoredTask
 from preferences.rows import Values, as_judgment, as_task, messages, parts
 from preferences.schema import assignments, judgments, tasks
 
@@ -32,16 +32,6 @@ class Coverage:
     task_id: str
     num_labelers: int
     judged_by: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class StoredTask:
-    """A task with its batch and the number of labelers that it wants."""
-
-    task: Task
-    batch: str
-    num_labelers: int
-    handle: str = field(default="", compare=False)  # what labelers see instead of the id; it differs between stores
 
 
 @dataclass(frozen=True)

@@ -7,32 +7,19 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from preferences.leases import Lease, canonical, display_order
+from preferences.naming import MAX_NAME_CHARACTERS, NO_LOCATIONS, Locations, named
 from preferences.records import MAX_LABELERS, MAX_MILLISECONDS, Answer, Judgment, Message, Task, dense_ranks
 
 ROLES = ("system", "user", "assistant")
 KINDS = ("answer", "skip", "undo", "adjudication")
 NAMES = ("task_id", "objective", "repeat_of", "warning")  # a task's text columns
 COMPARED = ("kind", "ranks", "ratings", "flags", "note")  # what two events with the same revision must agree on
-MAX_NAME_CHARACTERS = 500  # PostgreSQL's indexes take 2,704 bytes, and a character is four at most
 _VARIABLES_PER_STATEMENT = 5_000  # SQLite takes 32,766
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _NO_NAME = re.compile(r"[\0\ud800-\udfff]")
 
 _T = TypeVar("_T")
 Values = dict[str, Any]
-Locations = Mapping[tuple[str, str, int], str]  # file and line by (task, labeler, revision), a task's by (task, "", 0)
-NO_LOCATIONS: Locations = {}  # for rows that come from no file
-
-
-def named(locations: Locations, task_id: str, labeler: str = "", revision: int = 0) -> str:
-    """Names a task, and who judged it, for an error message. File and line come first if they are known."""
-    location = locations.get((task_id, labeler, revision), "")
-    name = f"task {_short(task_id)}, labeler {_short(labeler)}" if labeler else f"task {_short(task_id)}"
-    return f"{location}: {name}" if location else name
-
-
-def _short(name: str) -> str:
-    return repr(name) if len(name) <= MAX_NAME_CHARACTERS // 2 else f"{name[: MAX_NAME_CHARACTERS // 4]!r}..."
 
 
 def require_name(where: str, field: str, text: str) -> None:

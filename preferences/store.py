@@ -17,9 +17,10 @@ from preferences.database import open_engines
 from preferences.importing import Import, ImportRows, stored
 from preferences.labelers import known_pseudonym, num_erased, pseudonym_of
 from preferences.leases import Lease
-from preferences.records import Answer, Judgment, Ranking, Task
-from preferences.results import BatchCounts, Coverage, PastEvent, Progress, StoredTask
-from preferences.rows import NO_LOCATIONS, Locations, Values, answer_row, empty_row, parts, task_row
+from preferences.naming import NO_LOCATIONS, Locations
+from preferences.records import Answer, Judgment, Ranking, StoredTask, Task
+from preferences.results import BatchCounts, Coverage, PastEvent, Progress
+from preferences.rows import Values, answer_row, empty_row, parts, task_row
 from preferences.schema import tasks
 
 UNDO_SECONDS = 3_600.0  # how long a task stays leased to the labeler who undid an answer

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
-from torch.utils import cpp_extension
 
 from training.state import ParamShard
 
@@ -107,6 +106,8 @@ def _run_as_it_is(*owners: Any) -> None:
 
 def extension_folder(name: str) -> Path:
     """The folder in which PyTorch compiles a C++ extension."""
+    from torch.utils import cpp_extension  # imports setuptools
+
     return Path(cpp_extension._get_build_directory(name, verbose=False))
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from preferences.formats.merging import final_rankings
 from preferences.formats.own import ranking_row
 from preferences.formats.parts import Report
-from preferences.records import Judgment, Ranking, Task
-from preferences.results import StoredTask
+from preferences.records import Judgment, Ranking, StoredTask, Task
 
 CONSENSUS = "consensus"  # stands as the labeler
 

@@ -24,8 +24,7 @@ from preferences.formats.parts import (
     ranks_of,
     rest,
 )
-from preferences.records import OVERALL, Judgment, Message, Task
-from preferences.results import StoredTask
+from preferences.records import OVERALL, Judgment, Message, StoredTask, Task
 from reading.fields import any_messages, any_text, objects_field, whole_field
 
 MARK = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")  # between the turns of a HelpSteer2 prompt

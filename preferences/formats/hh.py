@@ -20,8 +20,7 @@ from preferences.formats.parts import (
     is_sound_prompt,
     judged_pair,
 )
-from preferences.records import OVERALL, Judgment, Message, Task
-from preferences.results import StoredTask
+from preferences.records import OVERALL, Judgment, Message, StoredTask, Task
 from reading.fields import any_text
 
 TURN = re.compile(r"\n\n(Human|Assistant):")

@@ -22,8 +22,7 @@ from preferences.formats.parts import (
     rest,
     user,
 )
-from preferences.records import OVERALL, Judgment, Task
-from preferences.results import StoredTask
+from preferences.records import OVERALL, Judgment, StoredTask, Task
 from reading.fields import (
     any_messages,
     any_text,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from preferences.current import current_judgments, ranking_of, why_excluded
 from preferences.formats.parts import UNKNOWN, Format, JudgedTask, Report, Row, Vote
+from preferences.naming import NO_LOCATIONS, named
 from preferences.records import MAX_LABELERS, Judgment, Ranking, Task
-from preferences.rows import NO_LOCATIONS, named
 from reading.fields import shown
 
 UNFORESEEN = "not readable as"  # in the message about an error that a format's reader does not handle

@@ -20,10 +20,10 @@ from preferences.records import (
     OVERALL,
     Judgment,
     Ranking,
+    StoredTask,
     Task,
     dense_ranks,
 )
-from preferences.results import StoredTask
 from reading.fields import (
     any_messages,
     any_text,

@@ -6,8 +6,7 @@ from itertools import combinations
 
 from preferences.formats.merging import final_rankings
 from preferences.formats.parts import Report
-from preferences.records import Judgment, Ranking, Task
-from preferences.results import StoredTask
+from preferences.records import Judgment, Ranking, StoredTask, Task
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from preferences.records import Flags, Judgment, Message, Task
-from preferences.results import StoredTask
+from preferences.records import Flags, Judgment, Message, StoredTask, Task
 
 UNKNOWN = "unknown"  # the labeler or the source, if the data does not say
 CONSENSUS = "consensus"  # the labeler, if the data has only several labelers' aggregate

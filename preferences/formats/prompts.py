@@ -6,8 +6,7 @@ from typing import Any
 from preferences.current import why_excluded
 from preferences.formats.merging import final_rankings
 from preferences.formats.parts import Report, as_turns, is_sound_prompt
-from preferences.records import Judgment
-from preferences.results import StoredTask
+from preferences.records import Judgment, StoredTask
 
 
 def write_demonstrations(

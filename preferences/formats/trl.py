@@ -22,8 +22,7 @@ from preferences.formats.parts import (
     rest,
     user,
 )
-from preferences.records import OVERALL, Judgment, Message, Task
-from preferences.results import StoredTask
+from preferences.records import OVERALL, Judgment, Message, StoredTask, Task
 from reading.fields import any_messages, any_text, number_field, present
 
 Sides = tuple[tuple[Message, ...], str, str]  # prompt, chosen, rejected

@@ -5,8 +5,7 @@ import pytest
 from preferences.formats.consensus import consensus_of, write_consensus
 from preferences.formats.own import read_rankings
 from preferences.formats.parts import Report
-from preferences.records import Judgment, Message, Task
-from preferences.results import StoredTask
+from preferences.records import Judgment, Message, StoredTask, Task
 
 
 def judgment(task: str, labeler: str, *ranks: int, kind: str = "answer", ratings: tuple[float, ...] = ()) -> Judgment:

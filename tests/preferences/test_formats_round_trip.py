@@ -15,8 +15,7 @@ from preferences.formats.exchange import export, store_found, write_rows
 from preferences.formats.merging import collect_all, report_excluded
 from preferences.formats.parts import Report
 from preferences.formats.registry import FORMATS, format_to_read, format_to_write, sniff
-from preferences.records import Judgment, Message, Task, dense_ranks
-from preferences.results import StoredTask
+from preferences.records import Judgment, Message, StoredTask, Task, dense_ranks
 from preferences.store import LabelStore
 from reading.rows import read_source
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preferences.leases import LeaseLostError, display_order
-from preferences.records import Answer, Message, Task, dense_ranks
-from preferences.results import Coverage, Progress, StoredTask
+from preferences.records import Answer, Message, StoredTask, Task, dense_ranks
+from preferences.results import Coverage, Progress
 from preferences.store import LabelStore
 
 HOW = {"client": "test", "instructions_version": "1"}
