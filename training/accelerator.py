@@ -11,9 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
 from endpoints.ports import free_port
-from training.compiled import choose_extension_folder, drop_stale_lock
 from training.config import EngineConfig
-from training.internals import is_accelerate_initialised, update_deepspeed_config
+from training.internals import is_accelerate_initialised, update_deepspeed_config, without_operators
 
 
 def make_accelerator(config: EngineConfig, deepspeed: dict[str, Any], world_size: int) -> Accelerator:
@@ -48,8 +47,7 @@ def _make_accelerator(config: EngineConfig, deepspeed: dict[str, Any]) -> Accele
         ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
         return Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[*handlers, ddp])
     if on_cpu:
-        choose_extension_folder()
-        drop_stale_lock()
+        without_operators()
     if is_accelerate_initialised():  # the first engine of this process brought the plugin, with its own settings
         accelerator = Accelerator(kwargs_handlers=handlers)
         update_deepspeed_config(accelerator, deepspeed)

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,11 +103,13 @@ def _run_as_it_is(*owners: Any) -> None:
             function = wrapped
 
 
-def extension_folder(name: str) -> Path:
-    """The folder in which PyTorch compiles a C++ extension."""
-    from torch.utils import cpp_extension  # imports setuptools
+def without_operators() -> None:
+    """Keep DeepSpeed from asking the compiler, in every process, which operators it could build, and from building one
+    on CPUs: an all-reduce through shared memory, which takes a minute and which only its inference engine calls.
+    """
+    import deepspeed.ops
 
-    return Path(cpp_extension._get_build_directory(name, verbose=False))
+    vars(deepspeed.ops)["__compatible_ops__"] = {}
 
 
 def is_deepspeed_engine(model: Any) -> bool:

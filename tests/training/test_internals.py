@@ -226,6 +226,18 @@ def check_params_to_release_is_cached(engine: Engine[LanguageModel]) -> None:
     assert cache.cache_info().currsize == 0
 
 
+def check_compatible_ops_decides_what_is_built(_engine: Engine[LanguageModel]) -> None:
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.comm.torch import build_shm_op
+
+    assert vars(deepspeed.ops)["__compatible_ops__"] == {}
+    assert get_accelerator().create_op_builder("ShareMemCommBuilder") is not None  # it would be built
+    assert build_shm_op() is None
+    assert deepspeed.comm.comm.cdb.shm_comm_op is None
+    assert "torch.utils.cpp_extension" not in sys.modules
+
+
 Check = Callable[[Engine[LanguageModel]], None]
 WITHOUT_DEEPSPEED: list[Check] = [
     check_gradient_state_set_sync_gradients,
@@ -244,6 +256,7 @@ WITH_DEEPSPEED: list[Check] = [
     check_get_global_grad_norm_of_a_skipped_step,
     check_writing_back_rounds_fp32_weights_into_the_parameters,
     check_deepspeed_plugin_deepspeed_config,
+    check_compatible_ops_decides_what_is_built,
     check_disable_dynamo_and_get_optimize_ddp_mode_import_nothing,
 ]
 ZERO3: list[Check] = [check_fwd_module_stack_holds_the_module, check_params_to_release_is_cached]
@@ -275,11 +288,6 @@ def found(tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[..
 def test_an_attribute_is_there_and_means_what_it_meant(found: list[dict[str, Any]], name: str) -> None:
     for rank, of_rank in enumerate(found):
         assert not of_rank[name], f"rank {rank}: {of_rank[name]}"
-
-
-def test_get_build_directory_is_where_extensions_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert internals.extension_folder("some_extension") == tmp_path / "some_extension"
 
 
 if __name__ == "__main__":
