@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	&& { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test bench check format reference docs pins clean clean-venv
+.PHONY: help venv demo test bench check lint format reference docs pins clean clean-venv
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -48,12 +48,15 @@ test: $(STAMP)  ## Run the tests, a file at a time in each of three processes.
 bench: $(STAMP)  ## Measure Heed beside its peers, which are installed into .bench/, and write benchmarks/README.md.
 	$(BIN)/python -m benchmarks.speed
 
+# Lint and types use one core for most of a minute, and the tests wait for processes meanwhile.
 check: $(STAMP)  ## Run everything a change must pass: lint, format, types, layers, tests.
+	$(MAKE) --jobs=2 lint test
+
+lint: $(STAMP)  ## Lint, and check format, types and the order of layers.
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest $(PARALLEL)
 
 format: $(STAMP)  ## Format the code and apply the linter's safe fixes.
 	$(BIN)/ruff check --fix

@@ -28,7 +28,7 @@ from jobs.job_file import load_job
 from stages.lineage import LINEAGE
 from stages.progress import console
 
-FAULTS_PER_RUN = 6
+FAULTS_PER_RUN = 8  # a little more than a job has stages
 MAX_EMPTY_ROUNDS = 5
 MIN_DISK_BYTES = 64 << 20
 # Short limits, so that a campaign does not wait half an hour per hang. They change no result.
