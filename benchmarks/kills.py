@@ -1,0 +1,82 @@
+"""Ten kills in the middle of each algorithm: `python -m benchmarks.kills FOLDER [ALGORITHM ...] [--faults 10]`.
+
+The debug job runs once. Each algorithm then starts from its models and rankings, as a job of one stage with a hundred
+steps or more, and `heed chaos` kills its workers and drivers. The settings of an algorithm are those of its job in
+configs/jobs; only sizes differ.
+"""
+
+import argparse
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from chaos.campaign import run_chaos
+from chaos.result import summary
+from stages.progress import results_console
+
+JOBS = Path(__file__).parents[1] / "configs" / "jobs"
+CRITIC_FREE = ("rloo", "grpo", "dr-grpo", "reinforce")
+ALGORITHMS = ("ppo", *CRITIC_FREE, "dpo", "ipo", "rejection")
+STAGES = ("pretrain", "sft", "collect", "reward", "dpo", "ppo", "compare")
+NUM_ITERATIONS, NUM_EPOCHS = 80, 60  # of policy gradients, and of DPO and rejection sampling: a minute each
+KINDS = ("worker", "driver")
+
+
+def job_of(algorithm: str, parents: Path) -> dict[str, Any]:
+    """The algorithm's job, which starts from the models of the debug run in `parents`."""
+    stage = {"dpo": "dpo", "ipo": "dpo", "rejection": "rejection"}.get(algorithm, "ppo")
+    models = {"init_from": str(parents / "sft" / "model")}
+    if stage != "dpo":
+        models["reward_from"] = str(parents / "reward" / "model")
+    dropped = [name for name in STAGES if name != stage]
+    job: dict[str, Any] = {"base": str(JOBS / "debug.toml"), "name": algorithm, "without": [*dropped, "model"]}
+    if stage == "ppo":
+        job["without"] += ["ppo.ptx_coef", "ppo.ptx_rows", *["ppo.value_optimizer"] * (algorithm in CRITIC_FREE)]
+        own = shipped(algorithm)["ppo"] if algorithm in CRITIC_FREE else {}
+        return job | {"ppo": {**models, **own, "num_iterations": NUM_ITERATIONS, "save_every_iterations": 5}}
+    if stage == "dpo":
+        rankings = {"rankings": {"source": str(parents / "collect" / "rankings.jsonl")}}
+        loss = {"loss": "ipo"} if algorithm == "ipo" else {}
+        return job | {"dpo": {**models, **rankings, **loss, "num_epochs": NUM_EPOCHS, "save_every_steps": 10}}
+    sizes = {
+        "num_epochs": NUM_EPOCHS, "max_new_tokens": 96, "seq_len": 100, "save_every_steps": 10,
+        "batch": {"batch_size": 4, "micro_batch_size": 2},
+    }  # fmt: skip
+    return job | {"rejection": {**shipped(algorithm)["rejection"], **models, **sizes}}
+
+
+def shipped(algorithm: str) -> dict[str, Any]:
+    """The algorithm's job file, as it is in configs/jobs."""
+    return tomllib.loads((JOBS / f"{algorithm}.toml").read_text(encoding="utf-8"))
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("algorithms", nargs="*", default=ALGORITHMS, metavar="ALGORITHM", choices=[*ALGORITHMS, []])
+    parser.add_argument("--faults", type=int, default=10)
+    asked = parser.parse_args(arguments)
+    folder = asked.folder.resolve()
+    heed = [sys.executable, "-c", "from heed.cli import main; main()"]
+    subprocess.run([*heed, "run", str(JOBS / "debug.toml"), "--runs", str(folder)], check=True)
+    failed = [name for name in asked.algorithms if not survives(name, folder, asked.faults)]
+    print(f"failed: {', '.join(failed)}" if failed else f"{len(asked.algorithms)} algorithms left the same bits")
+    return bool(failed)
+
+
+def survives(algorithm: str, folder: Path, num_faults: int) -> bool:
+    """Whether every killed run of an algorithm ended with the bits of the run left alone. Prints what happened."""
+    job = folder / f"{algorithm}.toml"
+    job.write_text(tomli_w.dumps(job_of(algorithm, folder / "debug")), encoding="utf-8")
+    found = run_chaos(job, [], folder, num_faults=num_faults, seed=7, num_nodes=1, kinds=KINDS)
+    results_console().print(f"[bold]{algorithm}[/]\n{summary(found)}\n")
+    return not found.has_failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
