@@ -119,8 +119,9 @@ def _resume(context: StageContext, controller: PPOController) -> int:
     """
     checkpoints = context.folder / "checkpoints"
     remove_unfinished(checkpoints)
-    found = find_resumption(checkpoints, "ppo", controller.roles.learners.changed_files)
-    for notice in found.notices("ppo", controller.config.num_iterations, "iteration"):
+    stage = context.folder.name  # of a later round, "ppo_2"
+    found = find_resumption(checkpoints, stage, controller.roles.learners.changed_files)
+    for notice in found.notices(stage, controller.config.num_iterations, "iteration"):
         say(notice)
     if not found.name:
         return 0
