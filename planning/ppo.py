@@ -14,7 +14,7 @@ Parts = Mapping[str, int]
 Mode = Literal["fast", "balanced", "small"]
 
 CHUNK_BYTES = 1 << 28  # ppo.sent_weights: a chunk ends once it has so many
-SUMMED_AT_ONCE = 1 << 22  # likewise: elements per checksum call, as 8 bytes each
+DIGESTED_AT_ONCE = 1 << 21  # likewise: elements of which a digest is taken at once, 16 bytes each
 GENERATE, SYNC = "generate", "sync"  # phases in which a generator holds weights
 VALUES = "values"  # the phase in which the value function scores samples
 
@@ -87,7 +87,7 @@ def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
     # Tensors are copied if they have to be gathered or rounded for the generator; otherwise they are sent in place.
     is_copied = layout.zero_stage == 3 or layout.is_autocast
     chunk = min(CHUNK_BYTES + 2 * c * policy.largest_trained, c * policy.total) if is_copied else 0
-    phases[SYNC] = {"weights on their way": chunk + 8 * min(SUMMED_AT_ONCE, policy.largest_trained)}
+    phases[SYNC] = {"weights on their way": chunk + 16 * min(DIGESTED_AT_ONCE, policy.largest_trained)}
     return Role(held, phases, host, weights_to_save(policy, layout))
 
 

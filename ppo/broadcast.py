@@ -35,18 +35,19 @@ class WeightBroadcast:
         else:
             self._group = dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
 
-    def send(self, weights: Mapping[str, Tensor], checksum: int) -> None:
+    def send(self, weights: Mapping[str, Tensor], digests: Mapping[str, int]) -> None:
         """Send some weights. On a GPU this returns when the transfer is queued; later work on them waits for it."""
         assert self.rank == SENDER, f"rank {self.rank} sends; rank {SENDER} was expected"
         self._exchange(weights)
-        self._exchange({"checksum": torch.tensor([checksum], device=self.device)})
+        in_order = [digests[name] for name in sorted(weights)]
+        self._exchange({"digests": torch.tensor(in_order, device=self.device)})
 
-    def receive(self, weights: Mapping[str, Tensor]) -> int:
-        """Write the weights sent into `weights`, in place. Returns the sender's checksum."""
+    def receive(self, weights: Mapping[str, Tensor]) -> dict[str, int]:
+        """Write the weights sent into `weights`, in place. Returns the sender's digest of each."""
         self._exchange(weights)
-        checksum = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._exchange({"checksum": checksum})
-        return int(checksum)
+        digests = torch.zeros(len(weights), dtype=torch.int64, device=self.device)
+        self._exchange({"digests": digests})
+        return dict(zip(sorted(weights), digests.tolist(), strict=True))
 
     def _exchange(self, weights: Mapping[str, Tensor]) -> None:
         # As bytes, since not every backend knows every type; by name, since ZeRO gives them in another order.

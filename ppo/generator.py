@@ -98,7 +98,7 @@ class Generator(Rank):
         )
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
-        """Take the learner's weights; comparing checksums on both sides proves that they arrived."""
+        """Take the learner's weights; comparing digests on both sides proves that they arrived."""
         take(self._awake(), sent)
 
     def receive_broadcast(self) -> None:

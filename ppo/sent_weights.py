@@ -11,21 +11,23 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 CHUNK_BYTES = 1 << 28  # large enough that calls cost nothing, small beside any model that needs a GPU
-SUMMED_AT_ONCE = 1 << 22  # numbers; a sum takes 8 bytes for each
+NAMED = 8  # tensors in a message
+DIGESTED_AT_ONCE = 1 << 21  # numbers; a digest takes 16 bytes for each
+_SPREAD = -7046029254386353131  # 2^64 / golden ratio as int64; its multiples spread over all bits
 
 Packed = tuple[str, NDArray[np.uint8], torch.dtype, tuple[int, ...]]  # name, bytes, type, shape
 
 
 @dataclass(frozen=True)
 class SentWeights:
-    """Some of the weights, and the sum of their bit patterns. Tied weights are sent once."""
+    """Some of the weights, and the digest of each. Tied weights are sent once."""
 
     weights: Mapping[str, Tensor]
-    checksum: int
+    digests: Mapping[str, int]
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor]) -> "SentWeights":
-        return cls(weights, checksum_of(weights))
+        return cls(weights, digests_of(weights))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As NumPy arrays, whose bytes Ray keeps outside the pickle: one copy to store, none to read. Tensors would be
@@ -35,7 +37,7 @@ class SentWeights:
             (name, _on_host(tensor).reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
             for name, tensor in self.weights.items()
         ]
-        return _unpacked, (packed, self.checksum)
+        return _unpacked, (packed, self.digests)
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -45,11 +47,11 @@ def _on_host(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach())
 
 
-def _unpacked(packed: Sequence[Packed], checksum: int) -> SentWeights:
+def _unpacked(packed: Sequence[Packed], digests: Mapping[str, int]) -> SentWeights:
     with warnings.catch_warnings():  # arrays in the object store cannot be written to; receivers only read them
         warnings.filterwarnings("ignore", message=".*not writable.*")
         weights = {name: torch.from_numpy(data).view(dtype).view(shape) for name, data, dtype, shape in packed}
-    return SentWeights(weights, checksum)
+    return SentWeights(weights, digests)
 
 
 def chunks(tensors: Iterable[tuple[str, Tensor]], chunk_bytes: int = CHUNK_BYTES) -> Iterator[dict[str, Tensor]]:
@@ -72,29 +74,43 @@ def held_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def take(model: nn.Module, sent: Iterable[SentWeights]) -> None:
-    """Copy the weights into a model; comparing checksums proves that all of them arrived."""
+    """Copy the weights into a model; comparing digests proves that all of them arrived."""
     held = held_tensors(model)
     for chunk in sent:
         own = {name: held.pop(name) for name in chunk.weights}
         for name, tensor in chunk.weights.items():
             own[name].copy_(tensor)
-        require_same(chunk.checksum, own)
+        require_same(chunk.digests, own)
     assert not held, f"no weights of {sorted(held)} have arrived"
 
 
-def require_same(checksum: int, weights: Mapping[str, Tensor]) -> None:
-    held = checksum_of(weights)
-    assert checksum == held, (
-        f"the generator holds {', '.join(weights)} with checksum {held}; the learner's have {checksum}"
-    )
+def require_same(digests: Mapping[str, int], weights: Mapping[str, Tensor]) -> None:
+    """Check that a generator's weights are those that were sent, and name the ones that are not."""
+    held = digests_of(weights)
+    other = [name for name in weights if held[name] != digests[name]]
+    if other:
+        found, sent = (f"{digest[other[0]] % 2**64:016x}" for digest in (held, digests))
+        named = ", ".join(other[:NAMED]) + ", ..." * (len(other) > NAMED)
+        raise AssertionError(
+            f"the generator's {other[0]} has digest {found} where the learner's has {sent};"
+            f" {len(other)} of {len(held)} tensors differ: {named}"
+        )
 
 
-def checksum_of(weights: Mapping[str, Tensor]) -> int:
-    """Sum of the bit patterns of all weights."""
-    integers = {2: torch.int16, 4: torch.int32}
-    sums = [
-        part.view(integers[part.element_size()]).sum(dtype=torch.int64)
-        for tensor in weights.values()
-        for part in tensor.contiguous().view(-1).split(SUMMED_AT_ONCE)
-    ]
-    return int(torch.stack(sums).sum())
+def digests_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """A digest of each tensor: Σ bits_i (i c | 1) modulo 2^64.
+
+    An odd factor per place makes every change of one number visible, and numbers that have changed places too.
+    """
+    found = [_digest(tensor.contiguous().view(-1)) for tensor in weights.values()]
+    return dict(zip(weights, torch.stack(found).tolist(), strict=True))
+
+
+def _digest(flat: Tensor) -> Tensor:
+    bits = flat.view({2: torch.int16, 4: torch.int32}[flat.element_size()])
+    digest = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for first in range(0, len(bits), DIGESTED_AT_ONCE):
+        part = bits[first : first + DIGESTED_AT_ONCE].to(torch.int64)
+        places = torch.arange(first, first + len(part), device=flat.device)
+        digest += part.mul_(places.mul_(_SPREAD).bitwise_or_(1)).sum()
+    return digest

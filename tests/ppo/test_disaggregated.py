@@ -155,7 +155,7 @@ def _wait_for(path: Path) -> None:
 
 def _confuse() -> None:
     """Makes this process mistake every set of weights for another one."""
-    sent_weights.checksum_of = lambda _weights: -1
+    sent_weights.digests_of = lambda weights: dict.fromkeys(weights, -1)
 
 
 def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(
@@ -177,7 +177,7 @@ def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(
         generators.run("confuse", _confuse)
         roles.sync_weights()
         third = roles.generators.start_sampling(range(len(prompts)), prompts, range(16))
-        with pytest.raises(WorkerError, match=r"ppo\.receive: rank 0 of 1: AssertionError.*checksum -1"):
+        with pytest.raises(WorkerError, match=r"ppo\.receive: rank 0 of 1: AssertionError.*digest f{16} where"):
             third()
 
 
@@ -214,7 +214,9 @@ def test_a_generator_lost_in_a_broadcast_is_named_though_the_learner_waits_for_i
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators:
         roles = disaggregated(learners, generators, scorers, by_broadcast, ENGINE, models)
         learners.run("confuse", _confuse)
-        with pytest.raises(WorkerError, match=r"ppo\.receive_broadcast: rank 0 of 1: AssertionError.*have -1"):
+        with pytest.raises(
+            WorkerError, match=r"ppo\.receive_broadcast: rank 0 of 1: AssertionError.*learner's has f{16}"
+        ):
             roles.sync_weights()
     with WorkerGroup(1) as learners, WorkerGroup(1) as generators:
         roles = disaggregated(learners, generators, scorers, by_broadcast, ENGINE, models)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lm.config import ModelConfig
 from lm.model import LanguageModel, init_weights
-from ppo.sent_weights import SentWeights, chunks, held_tensors, take
+from ppo.sent_weights import SentWeights, chunks, digests_of, held_tensors, take
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +63,48 @@ def _changed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return weights | {"decoder.norm.weight": weights["decoder.norm.weight"].nextafter(torch.tensor(2.0))}
 
 
+def _exchanged(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Two layers' weights of one shape in each other's place: a plain sum over both would not see it."""
+    name = next(name for name in weights if ".0.mlp." in name)
+    other = name.replace(".0.mlp.", ".1.mlp.")
+    return weights | {name: weights[other], other: weights[name]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_digest_sees_every_bit_and_every_exchange_of_places(dtype: torch.dtype) -> None:
+    whole = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+    digest = digests_of({"a": whole})["a"]
+    assert digests_of({"a": whole.clone(), "b": whole[:, :4]})["a"] == digest
+    integers = {4: torch.int32, 2: torch.int16}[whole.element_size()]
+    for place in range(whole.numel()):
+        for bit in range(8 * whole.element_size() - 1):
+            flipped = whole.clone()
+            flipped.view(-1).view(integers)[place] ^= 1 << bit
+            assert digests_of({"a": flipped})["a"] != digest, (place, bit)
+    for place in range(1, whole.numel()):
+        order = list(range(whole.numel()))
+        order[0], order[place] = place, 0
+        assert digests_of({"a": whole.view(-1)[order]})["a"] != digest, place
+
+
+def test_a_digest_taken_in_parts_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {"a": torch.randn(1001), "b": torch.randn(5, 3).bfloat16()}
+    whole = digests_of(weights)
+    monkeypatch.setattr("ppo.sent_weights.DIGESTED_AT_ONCE", 100)
+    assert digests_of(weights) == whole
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda found: [SentWeights(_changed(dict(found[0].weights)), found[0].checksum), *found[1:]], "checksum"),
+        (
+            lambda found: [SentWeights(_changed(dict(found[0].weights)), found[0].digests), *found[1:]],
+            r"generator's decoder.norm.weight has digest .* 1 of \d+ tensors differ: decoder.norm.weight$",
+        ),
+        (
+            lambda found: [SentWeights(_exchanged(dict(found[0].weights)), found[0].digests), *found[1:]],
+            r"2 of \d+ tensors differ: decoder.blocks.0.mlp.\S+, decoder.blocks.1.mlp.\S+$",
+        ),
         (lambda found: found[:-1], "no weights of .*decoder.norm.weight.* have arrived"),
     ],
 )
@@ -74,6 +112,6 @@ def test_weights_that_do_not_arrive_are_found_out(
     model: LanguageModel, damage: Callable[[list[SentWeights]], list[SentWeights]], message: str
 ) -> None:
     weights = dict(sorted(held_tensors(model).items(), key=lambda pair: "decoder.norm" in pair[0]))
-    chunk_bytes = 1 << 28 if message == "checksum" else 1
+    chunk_bytes = 1 << 28 if "differ" in message else 1
     with pytest.raises(AssertionError, match=message):
         take(LanguageModel(model.config), damage(sent(weights, chunk_bytes)))

@@ -322,9 +322,9 @@ def test_a_sync_that_does_not_arrive_is_found_out(start: Start, prompts: Prompts
     worker.roles.learners.update_policy(batch, 1e-2, 0)
     old, send = held_tensors(load_language_model(worker.models.sft)), worker.learner.advance_and_send
     worker.learner.advance_and_send = lambda: (  # type: ignore[method-assign]
-        SentWeights({name: old[name] for name in chunk.weights}, chunk.checksum) for chunk in send()
+        SentWeights({name: old[name] for name in chunk.weights}, chunk.digests) for chunk in send()
     )
-    with pytest.raises(AssertionError, match="checksum"):
+    with pytest.raises(AssertionError, match="tensors differ"):
         worker.roles.sync_weights()
 
 
