@@ -50,6 +50,7 @@ DIAGNOSTICS = (
         (Series("learning_rate", "policy", "ppo"), Series("value_learning_rate", "values", "heldout")),
     ),
     Panel("KL coefficient", "per nat", _ppo("kl_coef")),
+    Panel("Sampler against learner", "difference of their log-probs, nats per token", _ppo("sampler_difference")),
     Panel(
         "Time per phase",
         "seconds per iteration",
