@@ -6,9 +6,10 @@ from training.config import Config
 
 
 class ClusterConfig(Config):
-    """How long the driver waits for silent ranks and for missing machines.
+    """What ranks take of their machines, and how long the driver waits for silent ranks and missing machines.
 
-    Nothing here changes a result, so all of it may be changed between two runs of a job.
+    All of it may be changed between two runs of a job. Results do not depend on it, but for rounding where the number
+    of threads differs, as it does between machines.
     """
 
     silence_seconds: float = Field(
@@ -31,6 +32,13 @@ class ClusterConfig(Config):
     )
     use_gpus: bool = Field(
         default=True, description="If false, every rank runs on a CPU, even where the cluster has GPUs."
+    )
+
+    cpu_threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="CPU threads per rank; by default a machine's cores divided by its ranks. One is fastest for models"
+        " whose matrices have fewer than some hundred columns.",
     )
 
     @property

@@ -68,7 +68,8 @@ def start_ranks(num_ranks: int, bundle: Bundle, config: ClusterConfig) -> Ranks:
             runtime_env={"env_vars": {**WORKER_ENVIRONMENT, **hidden_gpus(bundle)}},
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index),
         )
-        actors.append(remote.remote(rank, num_ranks, per_node, heartbeats, names[rank], config.beat_limit_seconds))
+        limit = config.beat_limit_seconds
+        actors.append(remote.remote(rank, num_ranks, per_node, heartbeats, names[rank], limit, config.cpu_threads))
     return Ranks(actors, names, placement, heartbeats, limits)
 
 

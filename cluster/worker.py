@@ -17,10 +17,17 @@ class _Worker:
     """One rank. Functions run in it see the rank environment that `torch.distributed` and Accelerate read."""
 
     def __init__(
-        self, rank: int, num_workers: int, ranks_per_node: int, heartbeats: Any, name: str, limit_seconds: float
+        self,
+        rank: int,
+        num_workers: int,
+        ranks_per_node: int,
+        heartbeats: Any,
+        name: str,
+        limit_seconds: float,
+        cpu_threads: int | None = None,
     ) -> None:
         send_beats(heartbeats, name, limit_seconds)
-        threads = max(1, usable_cores() // ranks_per_node)
+        threads = cpu_threads or max(1, usable_cores() // ranks_per_node)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch loads
         interface = interface_of(ray.util.get_node_ip_address())
         if interface:
