@@ -29,7 +29,7 @@ SMALL = (
     "world.num_demonstrations_heldout=8", "world.num_ppo_prompts=32", "model.hidden_size=24",
     "model.intermediate_size=32",
     "model.num_hidden_layers=1", "pretrain.num_steps=4", "sft.num_epochs=1", "ppo.num_iterations=2",
-    "ppo.rollout_batch_size=32", "ppo.max_new_tokens=12", "engine.precision=fp32",
+    "ppo.rollout_batch_size=32", "ppo.max_new_tokens=12", "engine.precision=fp32", "cluster.cpu_threads=1",
 )  # fmt: skip
 
 

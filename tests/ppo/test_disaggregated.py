@@ -33,6 +33,11 @@ Trained = tuple[dict[str, Tensor], list[dict[str, float]]]
 Groups = tuple[WorkerGroup, WorkerGroup, WorkerGroup]
 
 
+def group_of(num_ranks: int) -> WorkerGroup:
+    """Ranks of one thread each: matrices of 16 columns gain nothing from more."""
+    return WorkerGroup(num_ranks, ClusterConfig(cpu_threads=1))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _room() -> Iterator[None]:
     """Lets Ray place more workers than this machine has cores."""
@@ -97,7 +102,7 @@ def colocated(
     train: Callable[[Roles, Path], Trained],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Trained:
-    with WorkerGroup(1) as group:
+    with group_of(1) as group:
         roles = Roles.on_groups(config, ENGINE, models, [], learners=group, generators=group, scorers=group)
         return train(roles, tmp_path_factory.mktemp("colocated"))
 
@@ -105,7 +110,11 @@ def colocated(
 @pytest.fixture(scope="module")
 def groups() -> Iterator[Groups]:
     """Learners, generators and scorers of one rank each, shared by tests that do not break them: they start slowly."""
-    with WorkerGroup(1) as learners, WorkerGroup(1) as generators, WorkerGroup(1) as scorers:
+    with (
+        group_of(1) as learners,
+        group_of(1) as generators,
+        group_of(1) as scorers,
+    ):
         yield learners, generators, scorers
 
 
@@ -139,7 +148,11 @@ def test_groups_of_other_sizes_and_shards_agree_to_rounding(
     changes = {"placement": "disaggregated", "weight_transport": "broadcast", "memory": "small"}  # scorers shard
     config = config.model_copy(update=changes)
     engine = ENGINE.model_copy(update={"zero_stage": 3})
-    with WorkerGroup(1) as learners, WorkerGroup(2) as generators, WorkerGroup(2) as scorers:
+    with (
+        group_of(1) as learners,
+        group_of(2) as generators,
+        group_of(2) as scorers,
+    ):
         roles = disaggregated(learners, generators, scorers, config, engine, models)
         weights, _ = train(roles, tmp_path)
     for name, tensor in colocated[0].items():
@@ -162,7 +175,7 @@ def test_generators_take_weights_in_their_turn_and_learners_do_not_wait(
     groups: Groups, config: PPOConfig, models: InitialModels, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     learners, _, scorers = groups
-    with WorkerGroup(1) as generators:
+    with group_of(1) as generators:
         roles = disaggregated(learners, generators, scorers, config, ENGINE, models)
         busy = generators.ranks.actors[0].run.remote(_wait_for, (tmp_path / "sent",), {})
         first = roles.generators.start_sampling(range(len(prompts)), prompts, range(16))
@@ -211,14 +224,14 @@ def test_a_generator_lost_in_a_broadcast_is_named_though_the_learner_waits_for_i
 ) -> None:
     by_broadcast = config.model_copy(update={"weight_transport": "broadcast"})
     _, _, scorers = groups
-    with WorkerGroup(1) as learners, WorkerGroup(1) as generators:
+    with group_of(1) as learners, group_of(1) as generators:
         roles = disaggregated(learners, generators, scorers, by_broadcast, ENGINE, models)
         learners.run("confuse", _confuse)
         with pytest.raises(
             WorkerError, match=r"ppo\.receive_broadcast: rank 0 of 1: AssertionError.*learner's has f{16}"
         ):
             roles.sync_weights()
-    with WorkerGroup(1) as learners, WorkerGroup(1) as generators:
+    with group_of(1) as learners, group_of(1) as generators:
         roles = disaggregated(learners, generators, scorers, by_broadcast, ENGINE, models)
         ray.kill(generators.ranks.actors[0])
         begun = time.monotonic()
@@ -231,7 +244,7 @@ def test_a_lost_generator_is_named(
     groups: Groups, config: PPOConfig, models: InitialModels, prompts: list[list[int]]
 ) -> None:
     learners, _, scorers = groups
-    with WorkerGroup(1) as generators:
+    with group_of(1) as generators:
         roles = disaggregated(learners, generators, scorers, config, ENGINE, models)
         ray.kill(generators.ranks.actors[0])
         with pytest.raises(WorkerLostError, match=r"ppo\.generate: rank 0 of 1 was lost"):
@@ -242,7 +255,7 @@ def test_a_generator_and_a_scorer_that_are_stopped_are_named(
     groups: Groups, config: PPOConfig, models: InitialModels, prompts: list[list[int]]
 ) -> None:
     """No rank waits for them in a collective, whose timeout would detect them."""
-    soon = ClusterConfig(silence_seconds=4)
+    soon = ClusterConfig(silence_seconds=4, cpu_threads=1)
     seeds = range(len(prompts))
     learners, _, _ = groups
     with WorkerGroup(1, soon) as generators, WorkerGroup(1, soon) as scorers:

@@ -13,7 +13,7 @@ from jobs.recovery import Workers
 @pytest.fixture
 def _shared_workers(tmp_path: Path) -> Iterator[None]:
     """One group works for all arms: to start a worker takes longer than an arm of this size."""
-    workers = Workers((1,), tmp_path, ClusterConfig())
+    workers = Workers((1,), tmp_path, ClusterConfig(cpu_threads=1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         patch.setattr(workers, "close", lambda: None)
