@@ -34,11 +34,11 @@ class ClusterConfig(Config):
         default=True, description="If false, every rank runs on a CPU, even where the cluster has GPUs."
     )
 
-    cpu_threads: int | None = Field(
-        default=None,
-        ge=1,
-        description="CPU threads per rank; by default a machine's cores divided by its ranks. One is fastest for models"
-        " whose matrices have fewer than some hundred columns.",
+    cpu_threads: int = Field(
+        default=0,
+        ge=0,
+        description="CPU threads per rank; 0 = a machine's cores divided by its ranks. One is fastest for models whose"
+        " matrices have fewer than some hundred columns.",
     )
 
     @property

@@ -24,7 +24,7 @@ class _Worker:
         heartbeats: Any,
         name: str,
         limit_seconds: float,
-        cpu_threads: int | None = None,
+        cpu_threads: int = 0,
     ) -> None:
         send_beats(heartbeats, name, limit_seconds)
         threads = cpu_threads or max(1, usable_cores() // ranks_per_node)

@@ -141,19 +141,19 @@ def cut_the_policy(checkpoint: Path) -> None:
 def test_damaged_checkpoints_are_passed_over_aloud_and_never_for_nothing(
     run: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tmp_path / "whole"
+    folder = tmp_path / "ppo_2"
     run(folder)
-    assert "ppo: starts from iteration 0 of 3 (no checkpoint yet)" in caplog.text
+    assert "ppo_2: starts from iteration 0 of 3 (no checkpoint yet)" in caplog.text
     weights = (folder / "model" / "model.safetensors").read_bytes()
     cut_the_policy(folder / "checkpoints" / "step-000003")
     run(folder)
-    assert "ppo: checkpoint step-000003 is damaged and passed over: files changed" in caplog.text
+    assert "ppo_2: checkpoint step-000003 is damaged and passed over: files changed" in caplog.text
     assert "policy/rank-00000.safetensors" in caplog.text
-    assert "ppo: resumes from iteration 2 of 3 (checkpoints/step-000002)" in caplog.text
+    assert "ppo_2: resumes from iteration 2 of 3 (checkpoints/step-000002)" in caplog.text
     assert (folder / "model" / "model.safetensors").read_bytes() == weights
     for name in ("step-000002", "step-000003"):
         cut_the_policy(folder / "checkpoints" / name)
-    with pytest.raises(ValueError, match=r"every checkpoint of ppo is damaged .*--from ppo"):
+    with pytest.raises(ValueError, match=r"every checkpoint of ppo_2 is damaged .*--from ppo_2"):
         run(folder)
 
 
