@@ -94,7 +94,7 @@ def _policy_gradient(name: str, job: JobConfig, folder: Path, rate: float, own: 
 def _preferences(name: str, job: JobConfig, folder: Path, loss: str, beta: float) -> Arm:
     """DPO and IPO: the batches and epochs of the reward model, which learns from the same rankings."""
     reward = job.section_of(REWARD)
-    optimizer = reward.optimizer.model_dump(mode="json", exclude_none=True)
+    optimizer = reward.optimizer.model_dump(mode="json", exclude_defaults=True)
     section = {
         "init_from": str(folder / "base" / "sft" / "model"),
         "rankings": {"source": str(cut_file(folder, 1))},
@@ -102,7 +102,7 @@ def _preferences(name: str, job: JobConfig, folder: Path, loss: str, beta: float
         "num_epochs": reward.num_epochs,
         "loss": loss,
         "beta": beta,
-        "batch": reward.batch.model_dump(mode="json", exclude_none=True),
+        "batch": reward.batch.model_dump(mode="json", exclude_defaults=True),
         "optimizer": {**optimizer, "learning_rate": PREFERENCE_RATE * reward.optimizer.learning_rate},
     }
     return Arm(name, ("dpo",), ("base", "reward-full"), {"dpo": section})
@@ -115,12 +115,12 @@ def _rejection(name: str, job: JobConfig, folder: Path, best_of: int) -> Arm:
     section = {
         "init_from": str(folder / "base" / "sft" / "model"),
         "reward_from": str(folder / "reward-full" / "reward" / "model"),
-        "prompts": {**ppo.prompts.model_dump(mode="json", exclude_none=True), "max_rows": num_prompts},
+        "prompts": {**ppo.prompts.model_dump(mode="json", exclude_defaults=True), "max_rows": num_prompts},
         "num_samples": best_of,
         "max_new_tokens": ppo.max_new_tokens,
         "seq_len": sft.seq_len,
         "num_epochs": sft.num_epochs,
-        "batch": sft.batch.model_dump(mode="json", exclude_none=True),
-        "optimizer": sft.optimizer.model_dump(mode="json", exclude_none=True),
+        "batch": sft.batch.model_dump(mode="json", exclude_defaults=True),
+        "optimizer": sft.optimizer.model_dump(mode="json", exclude_defaults=True),
     }
     return Arm(name, ("rejection",), ("base", "reward-full"), {"rejection": section})

@@ -29,11 +29,12 @@ def measures_file(folder: Path, seed: int) -> Path:
 
 
 def stamp_of(job: JobConfig) -> str:
-    """What a seed's measures depend on: the study's job with its seed, and the definitions of all arms."""
-    arms = [
-        [arm.name, arm.stages, arm.after, dict(arm.changes)] for arm in every_arm(job, Path("a seed's folder")).values()
-    ]
-    values = [job.model_dump(mode="json", exclude_none=True), arms]
+    """What a seed's measures depend on: what the study's job sets, its seed included, and the definitions of all arms.
+
+    Keys that have their defaults do not count, so that new keys leave old measures readable.
+    """
+    arms = [[arm.name, arm.stages, arm.after, dict(arm.changes)] for arm in every_arm(job, Path("SEED")).values()]
+    values = [job.model_dump(mode="json", exclude_defaults=True, exclude={"cluster", "name", "note"}), arms]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

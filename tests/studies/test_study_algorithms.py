@@ -19,6 +19,8 @@ from studies.study import QUICK, run_study
 from tests.studies.test_study import JOBS, TINY
 from tests.studies.test_study_findings import BY_N, FAR, NUM_PROMPTS, look, planted
 
+ROOT = Path(__file__).parents[2]
+
 
 @dataclass(frozen=True)
 class Planted:
@@ -157,3 +159,16 @@ def test_a_finding_runs_its_arms_and_measures_them(tmp_path: Path) -> None:
     (stored / "seed-0.npz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"seed-0.npz: .* a file that `heed study` wrote was expected"):
         study(elsewhere, stored=stored)
+
+
+def test_the_documented_results_come_from_the_stored_measures(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    for name in ("dpo-frontier", "ppo-over-dpo"):
+        stored = ROOT / "docs" / "findings" / "measures"
+        (found,) = run_study(name, JOBS / "study.toml", tmp_path, num_seeds=3, stored=stored)
+        for claim in found.claims:
+            seeds = ", ".join(f"{value.mean:.3f}".replace("0.", ".", 1) for value in claim.by_seed)
+            verdict = claim.verdict if claim.verdict == "undecided" else f"**{claim.verdict}**"
+            (row,) = [line for line in page.splitlines() if line.startswith(f"| {claim.text} | {seeds} |")]
+            assert row.endswith(f" | {verdict} |")
+    assert not (tmp_path / "seed-0").exists()
