@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,6 +35,10 @@ os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 if Path("/dev/nvidia0").exists():
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are for CPUs; tests/gpu has its own command
+
+# Tests press Ctrl-C in commands that they start. Started in the background, a process ignores it, and so would they.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A test process must not find, or join, a Ray cluster that another one started.
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -196,6 +197,15 @@ def fill(disk: Path) -> None:
             ballast.write(bytes(4096))
 
 
+def fill_between_checkpoints(disk: Path) -> None:
+    """Fills the disk while no checkpoint is written: an older one that was removed afterwards would make room again."""
+    end = time.monotonic() + 30
+    while len(found := list(disk.glob("sft/checkpoints/*"))) != 1 or not found[0].name.startswith("step-"):
+        assert time.monotonic() < end, found
+        time.sleep(0.01)
+    fill(disk)
+
+
 Event = Callable[[], object]
 
 
@@ -208,7 +218,7 @@ def test_a_disk_that_is_full_for_a_while_changes_no_bit(
     trackers: tuple[Literal["tensorboard"], ...],
 ) -> None:
     folder = small_disk / "sft"
-    events: dict[int, Event] = {4: lambda: fill(small_disk), 8: (small_disk / "ballast").unlink}
+    events: dict[int, Event] = {4: lambda: fill_between_checkpoints(small_disk), 8: (small_disk / "ballast").unlink}
     weights = run(folder, tiny_config, events=events, save_every=1, trackers=trackers)
     assert all(torch.equal(weight, untouched[0][name]) for name, weight in weights.items())
     assert losses(folder) == untouched[1]
