@@ -17,7 +17,7 @@ from stages.lineage import Inputs, finished_with
 from training.failures import RunError
 
 DEBUG_JOB = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
-SAVED = ("--set", "pretrain.save_every_steps=2", "--set", "pretrain.num_steps=40")
+SAVED = ("--set", "pretrain.save_every_steps=2", "--set", "pretrain.num_steps=400")
 
 
 def wait_until(command: Any, is_reached: Callable[[], bool]) -> None:
@@ -53,7 +53,7 @@ def test_a_run_says_where_it_stopped_and_resumes_and_what_it_passed_over(
     interrupted: Callable[..., str], run_debug: Callable[..., Any], tmp_path: Path
 ) -> None:
     said = interrupted(5)
-    assert "pretrain: starts from step 0 of 40 (no checkpoint yet)" in said
+    assert "pretrain: starts from step 0 of 400 (no checkpoint yet)" in said
     assert "pretrain: stopped at step " in said
     assert "; the same command continues" in said
     assert "Traceback" not in said
@@ -64,7 +64,7 @@ def test_a_run_says_where_it_stopped_and_resumes_and_what_it_passed_over(
     assert "; the same command continues" in said
     assert "SIGTERM" not in said  # Ray would print a stack trace of C++
     assert f"pretrain: checkpoint {newest.name} is damaged and passed over: files changed" in said
-    assert f"pretrain: resumes from step {int(older.name[5:])} of 40 (checkpoints/{older.name})" in said
+    assert f"pretrain: resumes from step {int(older.name[5:])} of 400 (checkpoints/{older.name})" in said
     for checkpoint in checkpoints.glob("step-*"):
         cut(checkpoint)
     refused = run_debug(tmp_path, SAVED)
@@ -75,7 +75,7 @@ def test_a_run_says_where_it_stopped_and_resumes_and_what_it_passed_over(
     assert "run again with --from pretrain" in line
     assert "Traceback" not in refused.output
     said = interrupted(3, ("--from", "pretrain"))
-    assert "pretrain: starts from step 0 of 40 (no checkpoint yet)" in said
+    assert "pretrain: starts from step 0 of 400 (no checkpoint yet)" in said
     assert (tmp_path / "debug" / "replaced" / "pretrain-1" / "checkpoints").is_dir()
 
 
