@@ -1,6 +1,6 @@
 """A tiny world for PPO: an SFT policy, a reward model and a pretraining stream, all with random weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from lm.tokenizer import Tokenizer
 from lm.weights import read_config, save_model
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels, ScoreScale, TokenStream
+from tests.ppo.one_rank import OneRank
 from tests.training.conftest import start_two_ranks
-from training.config import BatchConfig, OptimizerConfig
+from training.config import BatchConfig, EngineConfig, OptimizerConfig
 from training.data import DataConfig
 
 __all__ = ["start_two_ranks"]
@@ -103,3 +104,18 @@ def ppo_config() -> Callable[..., PPOConfig]:
         return PPOConfig.model_validate({**values, **changes})
 
     return build
+
+
+@pytest.fixture
+def start(models: InitialModels, ppo_config: Callable[..., PPOConfig]) -> Iterator[Callable[..., OneRank]]:
+    """Makes ranks with all roles in this process; they are closed when the test ends."""
+    workers: list[OneRank] = []
+
+    def build(precision: str = "fp32", **changes: object) -> OneRank:
+        engine = EngineConfig.model_validate({"precision": precision, "trackers": ()})
+        workers.append(OneRank(ppo_config(**changes), engine, models))
+        return workers[-1]
+
+    yield build
+    for worker in workers:
+        worker.close()

@@ -1,7 +1,7 @@
 """Samplers that do not hold the learner's policy are found out before anything is learned from what they sampled."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,13 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lm.model import LanguageModel
-from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels
 from ppo.rollout import Rollout
 from ppo.sampler_proof import MAX_DIFFERENCE, MIN_TOKENS, require_one_policy, sampler_metrics
 from tests.ppo.one_rank import OneRank
-from training.config import EngineConfig
 from training.failures import RunError
 
 PROMPTS = [[5 + row, 6, 7] for row in range(24)]
@@ -43,20 +40,6 @@ def scale_logits(policy: LanguageModel) -> None:
 
 
 FAULTS: list[Fault] = [exchange_layers, keep_the_old_head, scale_logits]
-
-
-@pytest.fixture
-def start(models: InitialModels, ppo_config: Callable[..., PPOConfig]) -> Iterator[Start]:
-    workers: list[OneRank] = []
-
-    def build(precision: str = "fp32", **changes: object) -> OneRank:
-        engine = EngineConfig.model_validate({"precision": precision, "trackers": ()})
-        workers.append(OneRank(ppo_config(**changes), engine, models))
-        return workers[-1]
-
-    yield build
-    for worker in workers:
-        worker.close()
 
 
 def controller_of(worker: OneRank, precision: str) -> PPOController:

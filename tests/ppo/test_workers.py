@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import load_language_model, load_scalar_model
-from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.frozen_model import HeldModel
 from ppo.initial_models import InitialModels
@@ -22,27 +21,11 @@ from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from ppo.sent_weights import SentWeights, held_tensors
 from reward.scoring import RewardModel
 from tests.ppo.one_rank import OneRank
-from training.config import EngineConfig
 from training.packing import stream_rows
 
 Prompts = list[list[int]]
 Start = Callable[..., OneRank]
 Controlled = Callable[[OneRank], PPOController]
-
-
-@pytest.fixture
-def start(models: InitialModels, ppo_config: Callable[..., PPOConfig]) -> Iterator[Start]:
-    """Makes workers that are closed when the test ends."""
-    workers: list[OneRank] = []
-
-    def build(precision: str = "fp32", **changes: object) -> OneRank:
-        engine = EngineConfig.model_validate({"precision": precision, "trackers": ()})
-        workers.append(OneRank(ppo_config(**changes), engine, models))
-        return workers[-1]
-
-    yield build
-    for worker in workers:
-        worker.close()
 
 
 @pytest.fixture
