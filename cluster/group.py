@@ -23,6 +23,8 @@ class WorkerGroup:
     `waits_for_nodes`, after the time in which a lost node may come back.
 
     `bundle` is what each rank takes of its node; the default is a core, and a GPU where there is one for each rank.
+    `python` is an interpreter other than the driver's, with Heed and the same Ray. With a `host`, each rank shares the
+    place of the host's rank of the same number, and takes nothing more.
 
     Raises:
         WorkerError: from any call that fails on a rank. A ValueError of a rank is the user's mistake and is raised
@@ -36,16 +38,19 @@ class WorkerGroup:
         *,
         bundle: Bundle | None = None,
         waits_for_nodes: bool = False,
+        python: str = "",
+        host: "WorkerGroup | None" = None,
     ) -> None:
         connect(num_workers)
         self.num_workers, self.config = num_workers, config or ClusterConfig()
         bundle = bundle or choose_bundle(num_workers, cluster_gpus(), use_gpus=self.config.use_gpus)
-        if not waits_for_nodes:
+        if not waits_for_nodes and host is None:
             require_places(num_workers, bundle, living_nodes())
-        self.ranks = start_ranks(num_workers, bundle, self.config)
+        places = None if host is None else host.ranks
+        self.ranks = start_ranks(num_workers, bundle, self.config, python, places)
         try:
-            host, port = self.free_address()
-            references = tuple(actor.join.remote(host, port) for actor in self.ranks.actors)
+            address, port = self.free_address()
+            references = tuple(actor.join.remote(address, port) for actor in self.ranks.actors)
             Calls[None](self.ranks, "start", references)()
             self.ranks.limits = self.config
         except WorkerError:

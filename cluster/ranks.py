@@ -26,6 +26,7 @@ class Ranks:
     placement: PlacementGroup
     heartbeats: Any
     limits: ClusterConfig  # how long they may be silent or stuck
+    is_guest: bool = False  # whether the places are another group's
 
     @property
     def num_ranks(self) -> int:
@@ -42,35 +43,52 @@ class Ranks:
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
         self.actors = []
-        remove_placement_group(self.placement)  # ends stopped processes, too
+        if not self.is_guest:
+            remove_placement_group(self.placement)  # ends stopped processes, too
         self.heartbeats.forget.remote(self.names)
 
 
-def start_ranks(num_ranks: int, bundle: Bundle, config: ClusterConfig) -> Ranks:
+def start_ranks(
+    num_ranks: int, bundle: Bundle, config: ClusterConfig, python: str = "", host: Ranks | None = None
+) -> Ranks:
     """Reserve places and start one process in each. Returns while the processes still load their libraries.
 
+    `python` is an interpreter other than the driver's. With a `host`, each rank shares the place of the host's rank of
+    the same number, its GPU included, and reserves nothing.
     Raises:
         NoPlaceError: no place is free within `cluster.wait_for_nodes_seconds`.
     """
     heartbeats = open_heartbeats()
-    placement = place(num_ranks, bundle, config.wait_for_nodes_seconds)
+    placement = host.placement if host else place(num_ranks, bundle, config.wait_for_nodes_seconds)
     group_name = secrets.token_hex(4)
     names = [f"{group_name}/{rank}" for rank in range(num_ranks)]
     per_node = most_ranks_per_node(num_ranks, bundle)
     # Loading libraries does not count as progress.
     stall_seconds = max(config.start_seconds, config.stall_seconds)
     limits = config.model_copy(update={"stall_seconds": stall_seconds})
+    gpus = [hidden_gpus(bundle)] * num_ranks if host is None else _gpus_of(host)
+    taken = bundle if host is None else {"CPU": 0.0}
     actors = []
     for rank, index in enumerate(_neighbours(nodes_of(placement))):
         remote = ray.remote(_Worker).options(
-            num_cpus=bundle["CPU"],
-            num_gpus=bundle.get("GPU", 0.0),
-            runtime_env={"env_vars": {**WORKER_ENVIRONMENT, **hidden_gpus(bundle)}},
+            num_cpus=taken["CPU"],
+            num_gpus=taken.get("GPU", 0.0),
+            runtime_env={
+                "env_vars": {**WORKER_ENVIRONMENT, **gpus[rank]},
+                **({"py_executable": python} if python else {}),
+            },
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index),
         )
         limit = config.beat_limit_seconds
         actors.append(remote.remote(rank, num_ranks, per_node, heartbeats, names[rank], limit, config.cpu_threads))
-    return Ranks(actors, names, placement, heartbeats, limits)
+    return Ranks(actors, names, placement, heartbeats, limits, is_guest=host is not None)
+
+
+def _gpus_of(host: Ranks) -> list[dict[str, str]]:
+    """Environment that shows each guest its host's GPU: Ray would hide all of them from who asks for none."""
+    seen = ray.get([actor.visible_gpus.remote() for actor in host.actors])
+    kept = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    return [{"CUDA_VISIBLE_DEVICES": gpus, **kept} for gpus in seen]
 
 
 def _neighbours(nodes: list[str]) -> list[int]:

@@ -53,10 +53,15 @@ class Workers:
             self._group = self._placed(after_loss=self._group is not None)
         return self._group
 
-    def extra_group(self, name: str, size: int) -> WorkerGroup:
-        """Returns a further group of workers, for roles that run on separate ranks."""
+    def extra_group(self, name: str, size: int, python: str = "", *, on_workers: bool = False) -> WorkerGroup:
+        """Returns a further group of workers, for roles that run in processes of their own.
+
+        `python` is an interpreter other than this one. `on_workers`: each rank is a guest in the place of a worker.
+        """
         if name not in self._extra or not self._extra[name].is_open:
-            self._extra[name] = self._started(size, self.config, after_loss=name in self._extra)
+            host = self() if on_workers else None
+            lost = name in self._extra
+            self._extra[name] = self._started(size, self.config, after_loss=lost, python=python, host=host)
         return self._extra[name]
 
     def check(self) -> Bundle:
@@ -93,8 +98,17 @@ class Workers:
                 config = config.model_copy(update={"wait_for_nodes_seconds": seconds})
         return self._started(self.sizes[-1], config, after_loss=after_loss)
 
-    def _started(self, size: int, config: ClusterConfig, *, after_loss: bool) -> WorkerGroup:
-        group = WorkerGroup(size, config, bundle=self._bundle or self.check(), waits_for_nodes=after_loss)
+    def _started(
+        self,
+        size: int,
+        config: ClusterConfig,
+        *,
+        after_loss: bool,
+        python: str = "",
+        host: WorkerGroup | None = None,
+    ) -> WorkerGroup:
+        bundle = self._bundle or self.check()
+        group = WorkerGroup(size, config, bundle=bundle, waits_for_nodes=after_loss, python=python, host=host)
         try:
             require_shared(group, self.folder)
             fetch_models(group, self.models)

@@ -79,10 +79,9 @@ def save_model(
     folder.mkdir(exist_ok=True)  # not its parents: a run folder that has disappeared must not be created again
     tokenizer.save(folder)
     config = config_to_hf(model, tokenizer)
-    family = family_of(model.config, PURPOSES[type(model)])
     missing = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
 
-    def stored() -> Iterator[tuple[str, Tensor]]:
+    def own() -> Iterator[tuple[str, Tensor]]:
         for ours, tensor in weights.items() if isinstance(weights, Mapping) else weights:
             if ours not in missing:  # another name of a tied weight
                 continue
@@ -90,12 +89,29 @@ def save_model(
             if isinstance(model, ScalarModel) and ours == "bias":
                 config["score_bias"] = tensor.tolist()
             else:
-                yield from _to_stored(family.stored(model.config, ours), tensor.detach())
+                yield ours, tensor.detach()
             del tensor  # before the next one is made
         assert not missing, f"no weights of {sorted(missing)} were given"
 
-    write_tensors(folder, stored(), max_file_bytes)
+    write_tensors(folder, stored_tensors(model, own()), max_file_bytes)
     write_json(folder / CONFIG, config)
+
+
+def stored_tensors(
+    model: Model, weights: Iterable[tuple[str, Tensor]], *, untied: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """`weights` of a model under the names, and in the shapes, of its published family.
+
+    `untied`: a head that shares the embedding's matrix comes once more, under a name of its own.
+    """
+    family = family_of(model.config, PURPOSES[type(model)])
+    head, is_tied = "head.weight", model.config.tie_word_embeddings
+    for ours, tensor in weights:
+        yield from _to_stored(family.stored(model.config, ours), tensor)
+        if untied and is_tied and ours == "decoder.embedding.weight":
+            loose = model.config.model_copy(update={"tie_word_embeddings": False})
+            yield from _to_stored(family.stored(loose, head), tensor)
+        del tensor  # before the next one is made
 
 
 def load_language_model(folder: Path, dropout: float = 0.0) -> LanguageModel:

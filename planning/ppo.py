@@ -13,7 +13,7 @@ from planning.training import host_states, logit_bytes, states, training_phases,
 Parts = Mapping[str, int]
 Mode = Literal["fast", "balanced", "small"]
 
-CHUNK_BYTES = 1 << 28  # ppo.sent_weights: a chunk ends once it has so many
+CHUNK_BYTES = 1 << 28  # samplers.sent_weights: a chunk ends once it has so many
 DIGESTED_AT_ONCE = 1 << 21  # likewise: elements of which a digest is taken at once, 16 bytes each
 GENERATE, SYNC = "generate", "sync"  # phases in which a generator holds weights
 VALUES = "values"  # the phase in which the value function scores samples

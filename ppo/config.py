@@ -47,6 +47,15 @@ class PPOConfig(Config):
         description="`colocated`: every worker has all roles. `disaggregated`: the job's workers learn, and other ranks"
         " sample and score.",
     )
+    generator: Literal["heed", "vllm"] = Field(
+        default="heed",
+        description="What samples. `heed`: the learner's own core, whose samples are the same bits after a resume."
+        " `vllm`: vLLM, in processes of its own and under its own Python (docs/samplers.md).",
+    )
+    generator_python: str = Field(
+        default="",
+        description="Python interpreter with vLLM and Heed, on every machine; empty = the one that `make vllm` makes.",
+    )
     num_generators: int = Field(default=1, ge=1, description="Ranks that sample; disaggregated only.")
     num_scorers: int = Field(
         default=1, ge=1, description="Ranks that hold the reward model and the reference policy; disaggregated only."
@@ -205,6 +214,11 @@ class PPOConfig(Config):
                 f'max_staleness {self.max_staleness} with weight_transport "broadcast": learners would wait for'
                 ' generators that still sample; "object_store" or "auto" was expected'
             )
+        if self.generator_python and self.generator == "heed":
+            raise ValueError(
+                f'generator_python {self.generator_python} with generator "heed", which runs under the Python of the'
+                ' learner; generator "vllm" or no generator_python was expected'
+            )
         if self.max_staleness >= self.num_iterations:
             raise ValueError(
                 f"max_staleness {self.max_staleness} with num_iterations {self.num_iterations}: no rollout would be"
@@ -286,6 +300,11 @@ class PPOConfig(Config):
     def sampled_batch_size(self) -> int:
         """Responses sampled per iteration, of which `rollout_batch_size` are kept."""
         return round(self.oversample * self.rollout_batch_size)
+
+    @property
+    def samples_apart(self) -> bool:
+        """Whether generators are other processes than the learners."""
+        return self.placement == "disaggregated" or self.generator != "heed"
 
     @property
     def has_value_function(self) -> bool:

@@ -1,20 +1,15 @@
 """Sampling from a copy of the policy: what each rank does, and all ranks' samples as one rollout."""
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 from cluster.remote import Handle, Pending
-from lm.generation import generate
-from lm.graphs import FixedSteps, fixed_steps
-from lm.model import LanguageModel
-from lm.sampling import Choice
-from lm.source import load, on_meta
-from lm.weights import ModelFolder
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
 from ppo.rank import Rank
 from ppo.rollout import Rollout, equal_slices
-from ppo.sent_weights import SentWeights, chunks, held_tensors, require_same, take
+from samplers.own import HeedSampler
+from samplers.sampler import Sampler
+from samplers.sent_weights import SentWeights, chunks
 from training.config import EngineConfig
 
 
@@ -47,61 +42,51 @@ class Generators:
 
 
 class Generator(Rank):
-    """Holds a copy of the policy in compute precision, and samples from it."""
+    """Holds a sampler, and makes rollouts of what it samples."""
 
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
         super().__init__(config, engine_config, models)
-        policy = load(ModelFolder(self.models.sft, LanguageModel), self.device, self._compute_dtype).eval()
-        self._model_config = policy.config
-        self._policy: LanguageModel | None = policy
+        precision = engine_config.resolved_precision()
+        self.sampler: Sampler
+        if config.generator == "vllm":
+            from samplers.vllm_engine import VLLMSampler
+
+            self.sampler = VLLMSampler.load(self.models.sft, precision)
+        else:
+            on_own_device = config.placement == "disaggregated"
+            self.sampler = HeedSampler.load(self.models.sft, precision, keeps_steps=on_own_device)
         # Samples are learned from before the next are drawn, and that brings other weights.
         self._sleeps = config.memory != "fast" and config.placement == "colocated"
-        # On a GPU of its own a generator keeps its cache and its recorded steps; the learner's weights arrive in place.
-        kept = fixed_steps(policy, "auto") if config.placement == "disaggregated" else None
-        self.steps: FixedSteps | Literal["auto"] = kept or "auto"
-
-    @property
-    def policy(self) -> LanguageModel:
-        assert self._policy is not None, "the generator has dropped its weights; it samples once per set of weights"
-        return self._policy
-
-    def _awake(self) -> LanguageModel:
-        """The policy; where it was dropped, with memory for weights that are about to arrive."""
-        if self._policy is None:
-            policy = on_meta(lambda: LanguageModel(self._model_config)).to(self._compute_dtype)
-            self._policy = policy.to_empty(device=self.device).eval()
-            self._policy.tie()
-        return self._policy
 
     def generate(
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int], again: bool = False
     ) -> Rollout:
-        sampled = generate(
-            self.policy,
-            prompts,
-            max_new_tokens=self.config.max_new_tokens,
-            end_id=self.tokenizer.end_id,
-            choice=Choice(self.config.temperature),
-            seeds=seeds,
-            steps=self.steps,
+        config = self.config
+        sampled = self.sampler.sample(
+            prompts, seeds, max_new_tokens=config.max_new_tokens, temperature=config.temperature
         )
         if self._sleeps and not again:
-            self._policy = None
+            self.sampler.sleep()
         return Rollout.of(
             rows,
             prompts,
             sampled.responses,
             sampled.finished,
             sampled.logprobs,
-            max_new_tokens=self.config.max_new_tokens,
+            max_new_tokens=config.max_new_tokens,
             pad_id=self.tokenizer.pad_id,
         )
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
         """Take the learner's weights; comparing digests on both sides proves that they arrived."""
-        take(self._awake(), sent)
+        self.sampler.wake()
+        self.sampler.receive(sent)
 
     def receive_broadcast(self) -> None:
         """As `receive`, when the first learner broadcasts."""
-        for chunk in chunks(held_tensors(self._awake()).items()):
-            require_same(self.broadcast.receive(chunk), chunk)
+        self.sampler.wake()
+        slots = chunks(self.sampler.slots())
+        self.sampler.receive(SentWeights(chunk, self.broadcast.receive(chunk)) for chunk in slots)
+
+    def close(self) -> None:
+        self.sampler.close()

@@ -23,8 +23,8 @@ from ppo.initial_models import InitialModels
 from ppo.packed import PackedRollout
 from ppo.rank import Rank
 from ppo.rollout import PolicyBatch, Rollout, Share, ValueBatch, joined, shares_by_update, shares_of
-from ppo.sent_weights import SentWeights, chunks
 from ppo.value import value_source
+from samplers.sent_weights import SentWeights, chunks
 from training.checkpoint import changed_files, share_of_files, step_of
 from training.config import BatchConfig, EngineConfig
 from training.engine import Engine
@@ -215,8 +215,7 @@ class Learner(Rank):
 
         If generators are on other ranks, only rank 0 gathers them.
         """
-        on_main_alone = self.config.placement == "disaggregated"
-        weights = self.policy.weights(self._compute_dtype, on_main_alone=on_main_alone)
+        weights = self.policy.weights(self._compute_dtype, on_main_alone=self.config.samples_apart)
         return map(SentWeights.of, chunks(weights))
 
     def advance_and_send(self) -> Iterator[SentWeights]:

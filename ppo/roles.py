@@ -46,7 +46,7 @@ class Roles:
         generators: "WorkerGroup",
         scorers: "WorkerGroup",
     ) -> Self:
-        """One role per group, or all roles on every rank where the groups are one and the same.
+        """One role per group, or several roles on each rank where groups are one and the same.
 
         `conversations` are the prompts' messages, in the order of the prompts' rows.
         Raises:
@@ -57,10 +57,10 @@ class Roles:
         sampling = generators.put("ppo", Generator, config, engine, models)
         learning = learners.put("ppo", Learner, config, engine, models, learners.num_workers)
         transport: WeightTransport = Direct(learning, sampling)
-        if learners is not generators and broadcasts(config, learning, sampling):
+        if config.placement == "disaggregated" and broadcasts(config, learning, sampling):
             transport = Broadcast.open(learners, learning, sampling)
         asked = conversations if models.reward_reads_texts else ()
-        makes_room = config.memory == "small" and learners is generators
+        makes_room = config.memory == "small" and config.placement == "colocated"
         batch = config.minibatch
         learners_, scorers_ = Learners(learning, batch), Scorers(scoring, asked, batch)
         return cls(learners_, Generators(sampling), scorers_, transport, makes_room)

@@ -23,6 +23,7 @@ from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
 from reward.scoring import labels_of, weights_by_label
 from reward.stage import STAGE as REWARD
+from samplers.environment import require_vllm
 from stages.contract import Parent, Stage
 from stages.prompts import fitting_prompts
 from stages.run import JobView, StageRun
@@ -155,15 +156,28 @@ def run_ppo(stage: StageRun, config: PPOConfig) -> None:
     scale = score_scale(stage, policy, judge, prompts, config)
     models = InitialModels(sft=policy, reward=judge, scale=scale, pretraining=stream)
     learners = generators = scorers = stage.workers()
+    python = generator_python(config)
     if config.placement == "disaggregated":
-        generators = stage.workers.extra_group("generators", config.num_generators)
+        generators = stage.workers.extra_group("generators", config.num_generators, python)
         scorers = stage.workers.extra_group("scorers", config.num_scorers)
+    elif python:  # another interpreter is another process, in the place of the learner
+        generators = stage.workers.extra_group("generators", learners.num_workers, python, on_workers=True)
     conversations = [prompt.messages for prompt in prompts]
     roles = Roles.on_groups(
         config, stage.engine, models, conversations, learners=learners, generators=generators, scorers=scorers
     )
     run(stage.context(), config, roles, models, prompts, fitting.overlong, stage.enter)
     roles.close()
+
+
+def generator_python(config: PPOConfig) -> str:
+    """The interpreter that samplers run under; "" = this one.
+
+    Raises: ValueError where it is missing or has no vLLM.
+    """
+    if config.generator == "heed":
+        return ""
+    return require_vllm(config.generator_python)
 
 
 def extra_ranks(config: PPOConfig) -> int:
@@ -179,7 +193,10 @@ def check(config: PPOConfig, job: JobView) -> None:
 
 
 def preflight(stage: StageRun, config: PPOConfig) -> None:
-    """Check the objectives of a reward model from elsewhere, and that every prompt leaves room for a response."""
+    """Check the objectives of a reward model from elsewhere, that every prompt leaves room for a response, and that the
+    sampler's Python has it.
+    """
+    generator_python(config)
     if config.reward_from:
         judge = stage.start(REWARD.name)
         weights_by_label(str(judge), labels_of(judge), config.objective_weights)

@@ -68,8 +68,11 @@ class StageWorkers(Protocol):
 
     def __call__(self) -> WorkerGroup: ...
 
-    def extra_group(self, name: str, size: int) -> WorkerGroup:
-        """A further group of workers, for roles that run on separate ranks."""
+    def extra_group(self, name: str, size: int, python: str = "", *, on_workers: bool = False) -> WorkerGroup:
+        """A further group of workers, for roles that run in processes of their own.
+
+        `python` is an interpreter other than the driver's. `on_workers`: each rank is a guest in the place of a worker.
+        """
 
 
 @dataclass(frozen=True)

@@ -103,5 +103,5 @@ def bytes_of(roles: Roles) -> tuple[int, int, int]:
     )
     trained = [p for engine in (learner.policy, learner.value) for p in engine.module.parameters()]
     frozen = [*scorer.reference.module.parameters(), *scorer.network.module.parameters()]
-    sampling = generator.policy.parameters()
+    sampling = generator.sampler.policy.parameters()
     return sum(p.nbytes for p in sampling), sum(p.nbytes for p in frozen), 8 * sum(p.numel() for p in trained)

@@ -19,12 +19,13 @@ from cluster.config import ClusterConfig
 from cluster.connection import disconnect
 from cluster.failures import WorkerError, WorkerLostError
 from cluster.group import WorkerGroup
-from ppo import learner, sent_weights
+from ppo import learner
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels
 from ppo.roles import Roles
 from ppo.rollout import Rollout
+from samplers import sent_weights
 from training.config import EngineConfig
 from training.packing import stream_rows
 

@@ -125,7 +125,7 @@ def outcomes(
 
 def _sizes(worker: OneRank) -> dict[str, list[int]]:
     trained = [p for engine in (worker.learner.policy, worker.learner.value) for p in engine.module.parameters()]
-    sizes = {"generator": [_nbytes(worker.generator.policy)], "moments": [8 * p.numel() for p in trained]}
+    sizes = {"generator": [_nbytes(worker.generator.sampler.policy)], "moments": [8 * p.numel() for p in trained]}
     sizes["average"] = [shard.storage.nbytes for shard in worker.learner.average.shards.values()]
     for name, model in {"reference": worker.scorer.reference, "reward": worker.scorer.network}.items():
         is_sharded = isinstance(model, ShardedModel)

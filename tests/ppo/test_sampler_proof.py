@@ -60,7 +60,7 @@ def test_heeds_generator_passes_well_within_the_bounds(start: Start, precision: 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_stops_the_run_before_an_update(start: Start, fault: Fault, precision: str) -> None:
     worker = start(precision, num_iterations=2, ptx_coef=0, ptx_rows=0)
-    fault(worker.generator.policy)
+    fault(worker.generator.sampler.policy)
     before = {name: weight.clone() for name, weight in worker.learner.policy.module.state_dict().items()}
     message = (
         r"ppo: iteration 1: the sampler is another policy .* differ by .* nats on average .* The worst: prompt \d+,"

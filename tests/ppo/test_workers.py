@@ -18,8 +18,8 @@ from ppo.controller import PPOController
 from ppo.frozen_model import HeldModel
 from ppo.initial_models import InitialModels
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
-from ppo.sent_weights import SentWeights, held_tensors
 from reward.scoring import RewardModel
+from samplers.sent_weights import SentWeights, held_tensors
 from tests.ppo.one_rank import OneRank
 from training.packing import stream_rows
 
@@ -41,7 +41,7 @@ def weights_of(worker: OneRank) -> dict[str, Tensor]:
     parts = {
         "policy": worker.learner.policy.module,
         "value": worker.learner.value.module,
-        "generator": worker.generator.policy,
+        "generator": worker.generator.sampler.policy,
     }
     found = {f"{part}.{name}": t.clone() for part, model in parts.items() for name, t in model.state_dict().items()}
     return found | {f"average.{name}": tensor.clone() for name, tensor in worker.learner.average.weights_for_file()}
