@@ -9,7 +9,7 @@ from cluster.config import ClusterConfig
 from cluster.connection import connect
 from cluster.failures import WorkerError
 from cluster.places import Bundle, choose_bundle, cluster_gpus, living_nodes, require_places
-from cluster.ranks import start_ranks
+from cluster.ranks import Ranks, start_ranks
 from cluster.remote import Closeable, Remote
 
 Kept = TypeVar("Kept", bound=Closeable)
@@ -47,7 +47,7 @@ class WorkerGroup:
         if not waits_for_nodes and host is None:
             require_places(num_workers, bundle, living_nodes())
         places = None if host is None else host.ranks
-        self.ranks = start_ranks(num_workers, bundle, self.config, python, places)
+        self.ranks: Ranks = start_ranks(num_workers, bundle, self.config, python, places)
         try:
             address, port = self.free_address()
             references = tuple(actor.join.remote(address, port) for actor in self.ranks.actors)

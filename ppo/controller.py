@@ -27,8 +27,9 @@ from ppo.initial_models import ScoreScale
 from ppo.phase_seconds import PhaseSeconds
 from ppo.roles import Roles
 from ppo.rollout import PolicyBatch, ResponseKL, Rollout, ValueBatch
-from ppo.sampler_proof import require_one_policy, sampler_metrics
+from ppo.sampler_proof import require_one_policy, sampler_agreement
 from ppo.samples import SampleLog, ScoredRollout
+from training.config import Precision
 from training.failures import RunError
 from training.packing import Sampler
 from training.seeds import derive_seed
@@ -65,7 +66,7 @@ class PPOController:
         num_pretraining_rows: int,
         seed: int,
         followed: Sequence[int] = (),
-        precision: str = "bf16",
+        precision: Precision = "bf16",
     ) -> None:
         """`followed` are rows of prompts whose responses are logged at intervals; no update learns from those.
         `precision` is what sampler and learner compute in, which bounds how far rounding takes them apart.
@@ -129,9 +130,10 @@ class PPOController:
         kl_nats = float(kl_B[scored_B].mean())
         means_O = scores_BO[scored_B].mean(dim=0).tolist()
         metrics |= {f"score/{name}": mean for name, mean in zip(config.objective_weights, means_O, strict=False)}
-        metrics |= importance_metrics | sampler_metrics(logprobs_BR, rollout) | found.metrics | oversampling
+        metrics |= importance_metrics | found.metrics | oversampling
         metrics |= {
             "staleness": float(staleness),
+            "sampler_difference": sampler_agreement(logprobs_BR, rollout).difference,
             "score": float(scores_B[scored_B].mean()),
             "scaled_score": float(self.scale.apply(scores_B)[scored_B].mean()),
             "kl_nats": kl_nats,

@@ -11,31 +11,25 @@ import torch
 from torch import Tensor
 
 from ppo.rollout import Rollout
+from samplers.agreement import MAX_DIFFERENCE, Agreement
+from training.config import Precision
 from training.failures import RunError
 
-# Nats per token, mean of |difference|. The debug job's, with Heed's generator: 2e-7 in fp32 and .005 in bf16.
-MAX_DIFFERENCE = {"fp32": 0.001, "bf16": 0.05}
-MAX_RATIO_ERROR = 0.02  # of the mean ratio π_learner / π_sampler, which is 1 + rounding over tokens from π_sampler
-MIN_TOKENS = 64  # fewer say nothing about the mean ratio, which then depends on a few unlikely tokens
 NUM_WORST = 3
 
 
-def sampler_metrics(logprobs_BR: Tensor, rollout: Rollout) -> dict[str, float]:
-    """Mean |log π_learner - log π_sampler| per sampled token, in nats; 0 up to rounding where both are one policy."""
-    difference_C = (logprobs_BR - rollout.behaviour_logprobs_BR)[rollout.response_mask_BR]
-    return {"sampler_difference": float(difference_C.abs().mean())}
+def sampler_agreement(logprobs_BR: Tensor, rollout: Rollout) -> Agreement:
+    """How far the learner's log-probs are from those that the sampler reported."""
+    return Agreement.of((logprobs_BR - rollout.behaviour_logprobs_BR)[rollout.response_mask_BR])
 
 
-def require_one_policy(logprobs_BR: Tensor, rollout: Rollout, iteration: int, precision: str) -> None:
+def require_one_policy(logprobs_BR: Tensor, rollout: Rollout, iteration: int, precision: Precision) -> None:
     """Raises: RunError, which names the worst tokens, where sampler and learner are different policies."""
+    found = sampler_agreement(logprobs_BR, rollout)
+    if found.holds(precision):
+        return
     mask_BR, sampler_BR = rollout.response_mask_BR, rollout.behaviour_logprobs_BR
     difference_BR = torch.where(mask_BR, logprobs_BR - sampler_BR, 0.0)
-    difference_C = difference_BR[mask_BR]
-    mean, ratio = float(difference_C.abs().mean()), float(difference_C.exp().mean())
-    most = MAX_DIFFERENCE[precision]
-    # Not "beyond": a comparison with NaN is false.
-    if mean <= most and (len(difference_C) < MIN_TOKENS or abs(ratio - 1) <= MAX_RATIO_ERROR):
-        return
     worst = difference_BR.abs().nan_to_num(math.inf).view(-1).topk(min(NUM_WORST, difference_BR.numel())).indices
     named = "; ".join(
         _token(rollout, row, place, sampler_BR, logprobs_BR)
@@ -43,9 +37,9 @@ def require_one_policy(logprobs_BR: Tensor, rollout: Rollout, iteration: int, pr
     )
     raise RunError(
         f"ppo: iteration {iteration + 1}: the sampler is another policy than the one that learns: their log-probs of"
-        f" {len(difference_C):,} sampled tokens differ by {mean:.4f} nats on average (at most {most} is rounding in"
-        f" {precision}), the mean ratio is {ratio:.4f}. Its weights, cache, temperature or tokenizer are not the"
-        f" learner's. The worst: {named}"
+        f" {found.num_tokens:,} sampled tokens differ by {found.difference:.4f} nats on average (at most"
+        f" {MAX_DIFFERENCE[precision]} is rounding in {precision}), the mean ratio is {found.ratio:.4f}. Its weights,"
+        f" cache, temperature or tokenizer are not the learner's. The worst: {named}"
     )
 
 

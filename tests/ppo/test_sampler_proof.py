@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from lm.model import LanguageModel
 from ppo.controller import PPOController
 from ppo.rollout import Rollout
-from ppo.sampler_proof import MAX_DIFFERENCE, MIN_TOKENS, require_one_policy, sampler_metrics
+from ppo.sampler_proof import require_one_policy, sampler_agreement
+from samplers.agreement import MAX_DIFFERENCE, MIN_TOKENS
 from tests.ppo.one_rank import OneRank
 from training.failures import RunError
 
@@ -97,7 +98,7 @@ def sampled(difference: Sequence[Sequence[float]]) -> tuple[Tensor, Rollout]:
 
 def test_the_figures_and_bounds_by_hand() -> None:
     logprobs_BR, rollout = sampled([[0.3, -0.1], [0.0]])
-    assert sampler_metrics(logprobs_BR, rollout)["sampler_difference"] == pytest.approx(0.4 / 3)
+    assert sampler_agreement(logprobs_BR, rollout).difference == pytest.approx(0.4 / 3)
     with pytest.raises(
         RunError, match=r"0\.1333 nats .* mean ratio is 1\.0849.* prompt 0, token 1 \(id 3\): sampler -2"
     ):

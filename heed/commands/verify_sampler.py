@@ -1,0 +1,82 @@
+"""`heed verify-sampler`: does a sampling engine hold the policy that it is sent (docs/samplers.md)?"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from stages.progress import console, results_console
+
+if TYPE_CHECKING:
+    from samplers.verify import Check
+
+
+class PrecisionName(StrEnum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+def verify_sampler(
+    engine: Annotated[
+        str, typer.Argument(help="heed, vllm, or FILE.py:FUNCTION that makes a sampler of a model directory.")
+    ],
+    model: Annotated[Path, typer.Argument(help="A model directory, such as runs/demo/sft/model.")],
+    precision: Annotated[PrecisionName, typer.Option(help="What the engine and the truth compute in.")] = (
+        PrecisionName.fp32
+    ),
+    seed: Annotated[int, typer.Option(min=0, help="Seed for prompts, updates of the weights, and samples.")] = 0,
+    python: Annotated[
+        str, typer.Option(help="Interpreter that has the engine (default: this one; for vllm, that of `make vllm`).")
+    ] = "",
+) -> None:
+    """Test whether a sampling engine holds the policy that it is sent, and that planted faults are found and named.
+
+    Exit code 1: it does not, or a fault was not found.
+    """
+    from samplers.__main__ import VLLM
+    from samplers.environment import require_vllm
+
+    if not (model / "config.json").is_file():
+        raise ValueError(f"{model}: a model directory with a config.json was expected")
+    if engine == VLLM:
+        python = require_vllm(python)
+    found, passed = results_console(), True
+    with console.status("loading the engine") as status:
+        for check in _checks(engine, model, precision.value, seed, python):
+            mark = ("ok    ", "green") if check.passed else ("FAILED", "bold red")
+            found.print(Text.assemble(mark, " ", (check.name, "bold"), ": ", check.found))
+            status.update(f"after: {check.name}")
+            passed = passed and check.passed
+    if not passed:
+        raise typer.Exit(1)
+
+
+def _checks(engine: str, model: Path, precision: str, seed: int, python: str) -> "Iterator[Check]":
+    """The checks as they finish, made by another process: an engine may write to its output, or end it."""
+    from samplers.__main__ import MISTAKE
+    from samplers.verify import Check
+    from training.failures import RunError
+
+    command = [python or sys.executable, "-m", "samplers", engine, str(model), precision, str(seed)]
+    last: object = None
+    with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads would fill
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(("{", '"')):  # engines print lines of their own
+                    last = json.loads(line)
+                    if isinstance(last, dict):
+                        yield Check(**last)
+        said.seek(0)
+        errors = said.read().strip().splitlines()
+    if process.returncode == MISTAKE and isinstance(last, str):
+        raise ValueError(last)
+    if process.returncode:
+        raise RunError(f"{engine} ended with exit code {process.returncode}: {errors[-1] if errors else 'no message'}")

@@ -1,0 +1,155 @@
+"""The test that a sampling engine must pass: it follows the policy through updates, and planted faults are found.
+
+    from samplers.verify import verify_sampler
+    assert verify_sampler(MyEngine, Path("model")).passed
+
+Three rollouts, before, between and after two updates of the weights, must have the log-probs that the policy gives to
+the sampled tokens, and tokens that are drawn from it. If all is well, each fault of `samplers.faults` is planted, and
+must be found and named within the rollout after the last update: a test that passes is one that can fail.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lm.generation import Generated
+from lm.model import LanguageModel
+from lm.source import on_meta
+from lm.weights import ModelFolder
+from samplers.agreement import Agreement
+from samplers.explanations import explain
+from samplers.faults import FAULTS, LIKELY_TOKENS
+from samplers.sampler import LoadSampler, Sampler
+from samplers.trial import MAX_NEW_TOKENS, NUM_VERSIONS, TEMPERATURE, Trial, save_untied, truth
+from training.config import Precision
+
+MAX_SURPLUS = 4.5  # standard deviations; draws from the policy go beyond it once in 150,000 tests
+UNLIKELY_TOKENS = "tokens that are less likely than draws from the policy: a higher temperature"
+UNEXPLAINED = "another policy, for no reason that this test knows"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was tested. `found` says what was measured, or which fault was named."""
+
+    name: str
+    passed: bool
+    found: str
+
+
+@dataclass(frozen=True)
+class Verification:
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+
+def verify_sampler(
+    load: LoadSampler,
+    folder: Path,
+    *,
+    precision: Precision = "fp32",
+    seed: int = 0,
+    tell: Callable[[Check], None] = lambda _check: None,
+) -> Verification:
+    """Test the sampler that `load(folder, precision)` makes of a model directory. `tell` is told each check.
+
+    Raises: ValueError for a directory that holds no language model, or whose context is too short.
+    """
+    trial, checks = Trial(folder, precision, seed), list[Check]()
+
+    def note(found: Iterator[Check]) -> None:
+        for check in found:
+            checks.append(check)
+            tell(check)
+
+    sampler = load(folder, precision)
+    note(_honest(sampler, trial))
+    if not all(check.passed for check in checks):  # what more is planted into it would prove nothing
+        sampler.close()
+        return Verification(tuple(checks))
+    with tempfile.TemporaryDirectory() as untied:
+        if on_meta(ModelFolder(folder, LanguageModel).build).config.tie_word_embeddings:
+            # A head that is the embedding cannot be older than it, so faults are planted into an untied copy.
+            save_untied(folder, Path(untied))
+            sampler.close()
+            trial = Trial(Path(untied), precision, seed)
+            sampler = load(trial.folder, precision)
+        note(_planted(sampler, trial))
+        sampler.close()
+    return Verification(tuple(checks))
+
+
+def _honest(sampler: Sampler, trial: Trial) -> Iterator[Check]:
+    rollouts = list[Generated]()
+    for version in range(NUM_VERSIONS):
+        name = "the model as loaded" if not version else f"after update {version}"
+        if version:
+            sampler.receive(trial.sent(version))
+        rollouts.append(trial.sample(sampler))
+        form = _form(f"form of responses, {name}", rollouts[-1], trial)
+        yield form
+        if not form.passed:
+            return
+        fault, measured = judge(trial, rollouts[-1], version)
+        yield Check(f"policy, {name}", not fault, fault or measured)
+    sampler.sleep()
+    sampler.wake()
+    sampler.receive(trial.sent(0))
+    again = trial.sample(sampler)
+    same = again.responses == rollouts[0].responses
+    found = "the same tokens" if same else "other tokens"
+    yield Check("the same seeds again, after sleeping, with the first weights", same, found)
+
+
+def _planted(sampler: Sampler, trial: Trial) -> Iterator[Check]:
+    for name, (plant, expected) in FAULTS.items():
+        faulty = plant(sampler, trial)
+        fault, measured = judge(trial, trial.last_rollout(faulty), NUM_VERSIONS - 1)
+        faulty.unplant()
+        yield Check(f"planted: {name}", fault.startswith(expected), fault or f"not found: {measured}")
+
+
+def judge(trial: Trial, found: Generated, version: int) -> tuple[str, str]:
+    """What is wrong with a rollout of the policy after so many updates, "" for nothing; and what was measured."""
+    true = truth(trial.policy(version), trial.prompts, found.responses, TEMPERATURE)
+    reported_C = torch.tensor([nats for row in found.logprobs for nats in row])
+    agreement = Agreement.of(true.logprobs_C - reported_C)
+    surplus = float(true.surplus_C.sum() / true.variance_C.sum().sqrt())
+    measured = (
+        f"log-probs differ by {agreement.difference:.1e} nats on average, mean ratio {agreement.ratio:.4f}, surplus of"
+        f" likelihood {surplus:+.1f} standard deviations"
+    )
+    if not agreement.holds(trial.precision):
+        return f"{explain(trial, found, reported_C, version) or UNEXPLAINED} ({measured})", measured
+    if not math.isfinite(surplus) or abs(surplus) > MAX_SURPLUS:
+        return f"{LIKELY_TOKENS if surplus > 0 else UNLIKELY_TOKENS} ({measured})", measured
+    return "", measured
+
+
+def _form(name: str, found: Generated, trial: Trial) -> Check:
+    """Lengths, ends, and a log-prob for each token."""
+    end_id, wrong = trial.tokenizer.end_id, list[str]()
+    if len(found.responses) != len(trial.prompts):
+        return Check(name, False, f"{len(found.responses)} responses to {len(trial.prompts)} prompts")
+    for row, (response, finished, logprobs) in enumerate(
+        zip(found.responses, found.finished, found.logprobs, strict=True)
+    ):
+        if not 1 <= len(response) <= MAX_NEW_TOKENS:
+            wrong.append(f"response {row} has {len(response)} tokens")
+        elif end_id in response[:-1]:
+            wrong.append(f"response {row} goes on after the end token")
+        elif finished != (response[-1] == end_id):
+            wrong.append(f"response {row} is said to be {'finished' if finished else 'cut off'}")
+        elif not finished and len(response) < MAX_NEW_TOKENS:
+            wrong.append(f"response {row} stops after {len(response)} tokens without the end token")
+        elif len(logprobs) != len(response):
+            wrong.append(f"response {row} has {len(logprobs)} log-probs for {len(response)} tokens")
+    tokens = sum(map(len, found.responses))
+    return Check(name, not wrong, wrong[0] if wrong else f"{len(found.responses)} responses, {tokens} tokens")

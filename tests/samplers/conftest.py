@@ -1,0 +1,40 @@
+"""Two small models with random weights: with an output head that is the embedding, and with one of its own."""
+
+from pathlib import Path
+
+import pytest
+
+from lm.config import ModelConfig
+from lm.model import LanguageModel, init_weights
+from lm.tokenizer import Tokenizer
+from lm.weights import save_model
+
+SENTENCE = "the cat sat on a mat and saw one red bird fly over green hills of the land that they all had known"
+
+
+def _save(folder: Path, *, tied: bool) -> Path:
+    tokenizer = Tokenizer.train([SENTENCE] * 20, 320, "chat")
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size,
+        max_position_embeddings=128,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=96,
+        tie_word_embeddings=tied,
+    )
+    model = LanguageModel(config)
+    init_weights(model, 1)
+    save_model(folder, model, model.state_dict(), tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="session")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save(tmp_path_factory.mktemp("untied"), tied=False)
