@@ -201,7 +201,10 @@ def chaos(
 @app.command(rich_help_panel=RESEARCH)
 def study(
     finding: Annotated[
-        str, typer.Argument(help="A finding of docs/findings.md, all for the first five, or algorithms.")
+        str,
+        typer.Argument(
+            help="Findings of docs/findings.md, with commas between; all for the first five; or algorithms."
+        ),
     ],
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds; at least 2 for any verdict.")] = 3,
     runs: Annotated[Path, typer.Option("--runs", help="Folder for run folders and findings.")] = Path("runs/study"),
@@ -212,14 +215,21 @@ def study(
         Path | None,
         typer.Option("--measures", help="Folder with measures of earlier seeds (seed-N.npz), which are not run again."),
     ] = None,
+    job: Annotated[
+        Path | None,
+        typer.Option("--job", help="Job that the arms are made of (default: configs/jobs/study.toml, the playground)."),
+    ] = None,
     override: Overrides = None,
 ) -> None:
-    """Test published findings in the playground world (docs/findings.md). An interrupted study continues."""
+    """Test published findings (docs/findings.md), by default in the playground. An interrupted study continues."""
     from importlib.resources import files
 
     from studies.study import QUICK, run_study
 
-    job = Path(str(files("configs").joinpath("jobs", "debug.toml" if quick else "study.toml")))
+    if job is not None and quick:
+        raise ValueError(f"--quick with --job {job}: one of them was expected")
+    if job is None:
+        job = Path(str(files("configs").joinpath("jobs", "debug.toml" if quick else "study.toml")))
     overrides = [*(QUICK if quick else ()), *(override or [])]
     found = run_study(finding, job, runs, num_seeds=seeds, overrides=overrides, stored=measures)
     for one in found:

@@ -45,9 +45,10 @@ def run_study(
 ) -> list[Found]:
     """Runs unfinished arms, measures them, and writes findings.json, findings.md and figures into `runs`.
 
-    `wanted` names a finding, "all" for the first five, or "algorithms" for those that compare algorithms. Seeds 0,
-    1, ... replace the job's. A seed whose measures are in the folder `stored` is not run. Raises: ValueError for an
-    unknown finding, an invalid job, or stored measures of another study, before anything runs.
+    `wanted` names findings, separated by commas, "all" for the first five, or "algorithms" for those that compare
+    algorithms. Seeds 0, 1, ... replace the job's. A seed whose measures are in the folder `stored` is not run.
+    Raises: ValueError for an unknown finding, an invalid job, or stored measures of another study, before anything
+    runs.
     """
     findings = _named(wanted)
     seeds = [
@@ -118,6 +119,8 @@ def _named(wanted: str) -> list[Finding]:
     if wanted in groups:
         return list(groups[wanted])
     known = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS)}
-    if wanted not in known:
-        raise ValueError(f"finding {wanted!r}: one of {', '.join(known)}, or all, or algorithms, was expected")
-    return [known[wanted]]
+    names = [name.strip() for name in wanted.split(",")]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"finding {name!r}: one of {', '.join(known)}, or all, or algorithms, was expected")
+    return [known[name] for name in names]
