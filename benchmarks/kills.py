@@ -58,14 +58,18 @@ def shipped(algorithm: str) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("algorithms", nargs="*", default=ALGORITHMS, metavar="ALGORITHM", choices=[*ALGORITHMS, []])
+    parser.add_argument("algorithms", nargs="*", metavar="ALGORITHM", help=", ".join(ALGORITHMS))
     parser.add_argument("--faults", type=int, default=10)
     asked = parser.parse_args(arguments)
+    unknown = sorted({*asked.algorithms} - {*ALGORITHMS})
+    if unknown:
+        parser.error(f"{', '.join(unknown)}: some of {', '.join(ALGORITHMS)} were expected, or none for all")
+    algorithms = asked.algorithms or ALGORITHMS
     folder = asked.folder.resolve()
     heed = [sys.executable, "-c", "from heed.cli import main; main()"]
     subprocess.run([*heed, "run", str(JOBS / "debug.toml"), "--runs", str(folder)], check=True)
-    failed = [name for name in asked.algorithms if not survives(name, folder, asked.faults)]
-    print(f"failed: {', '.join(failed)}" if failed else f"{len(asked.algorithms)} algorithms left the same bits")
+    failed = [name for name in algorithms if not survives(name, folder, asked.faults)]
+    print(f"failed: {', '.join(failed)}" if failed else f"{len(algorithms)} algorithms left the same bits")
     return bool(failed)
 
 

@@ -19,6 +19,7 @@ from heed.commands.jobs import jobs_app, submit
 from heed.commands.label import label_app
 from heed.commands.measure import measure_app
 from heed.commands.options import First, JobFile, Only, Overrides, RunsFolder, Workers, read_job
+from heed.commands.replay import replay
 from heed.commands.verify_sampler import verify_sampler
 from stages.progress import console, results_console
 
@@ -236,6 +237,7 @@ def study(
         out.print(f"{one.finding.title}: [bold]{one.verdict}[/]")
 
 
+app.command(rich_help_panel=RESEARCH)(replay)
 app.command("verify-sampler", rich_help_panel=RESEARCH)(verify_sampler)
 app.add_typer(inspect_app, name="inspect", rich_help_panel=LOOK)
 

@@ -27,8 +27,10 @@ from ppo.initial_models import ScoreScale
 from ppo.phase_seconds import PhaseSeconds
 from ppo.roles import Roles
 from ppo.rollout import PolicyBatch, ResponseKL, Rollout, ValueBatch
+from ppo.rollout_log import RolloutLog
 from ppo.sampler_proof import require_one_policy, sampler_agreement
 from ppo.samples import SampleLog, ScoredRollout
+from samplers.sent_weights import shown, whole_digest
 from training.config import Precision
 from training.failures import RunError
 from training.packing import Sampler
@@ -44,6 +46,8 @@ class Lesson:
     """What an iteration's updates learn from. Shape letters: B responses, R response tokens."""
 
     rollout: Rollout
+    scores_B: Tensor  # of the reward; NaN where it failed
+    rewards_BR: Tensor  # the scaled score at the last token, less the KL penalty at each
     scored_BR: Tensor  # True = a token of a response with a score
     counted_BR: Tensor  # True = counted in the policy loss
     logprobs_BR: Tensor
@@ -51,6 +55,7 @@ class Lesson:
     advantages_BR: Tensor
     values_BR: Tensor  # 0 where there is no value function
     returns_BR: Tensor  # likewise
+    importance_BR: Tensor  # weight of a token for having been sampled by other weights; in the advantages already
 
 
 class PPOController:
@@ -76,6 +81,10 @@ class PPOController:
         self.kl = KLController(config, config.kl_coef)
         self.followed, self.phases, self.precision = followed, PhaseSeconds(), precision
         self.samples: SampleLog | None = None  # where responses are logged
+        self.rollouts: RolloutLog | None = None  # where it is logged which weights sampled what
+        self.lesson: Lesson | None = None  # of the last iteration
+        self.sent_digests: Mapping[str, int] = {}  # of the weights that this iteration starts with
+        self.started_with: dict[int, int] = {}  # digest of the weights that an iteration started with
         self.in_flight: dict[int, Pending[Rollout]] = {}  # by the iteration that will learn from it
         num_prompts = config.sampled_batch_size // config.samples_per_prompt
         self.prompt_order = Sampler(len(prompts), num_prompts, derive_seed(seed, "ppo", "prompts"))
@@ -86,9 +95,8 @@ class PPOController:
         config, learners, scorers = self.config, self.roles.learners, self.roles.scorers
         followed = self._start_followed(iteration)
         with self.phases.of("sampling"):
-            self.start_sampling(iteration)
-            rollout = self.in_flight.pop(iteration)()
-        minibatches = self._minibatches(iteration, config.rollout_batch_size)
+            rollout = self._sampled(iteration)
+        minibatches = self.minibatches(iteration, config.rollout_batch_size)
         first_epoch, oversampling = minibatches[: config.num_minibatches], dict[str, float]()
         with self.phases.of("scoring"):
             scores = scorers.start_scores(rollout)
@@ -124,8 +132,12 @@ class PPOController:
             advantages_BR = importance_BR * advantages_BR
 
         lesson = Lesson(
-            rollout, mask_BR, found.counted_BR, logprobs_BR, ref_logprobs_BR, advantages_BR, values_BR, returns_BR
-        )
+            rollout, scores_B, rewards_BR, mask_BR, found.counted_BR, logprobs_BR, ref_logprobs_BR, advantages_BR,
+            values_BR, returns_BR, importance_BR,
+        )  # fmt: skip
+        if self.rollouts is not None:
+            self.rollouts.write(iteration, rollout, self.sent_digests)
+        self.lesson = lesson
         metrics = self._learn(iteration, minibatches, lesson)
         kl_nats = float(kl_B[scored_B].mean())
         means_O = scores_BO[scored_B].mean(dim=0).tolist()
@@ -176,6 +188,22 @@ class PPOController:
         if config.advantage_scale == "batch":
             advantages_BR = whiten(advantages_BR, mask_BR)
         return Advantages(advantages_BR, mask_BR, {"value_explained": explained}), returns_BR
+
+    def _sampled(self, iteration: int) -> Rollout:
+        """The iteration's rollout, proved to be sampled by the weights that it should be."""
+        self.start_sampling(iteration)
+        rollout = self.in_flight.pop(iteration)()
+        self.sent_digests = self.roles.learners.sent_digests()
+        if self.sent_digests:  # until the first are sent, sampler and learner hold the model that both loaded
+            self.started_with[iteration] = whole_digest(self.sent_digests)
+        sampler = self.started_with.get(iteration - min(iteration, self.config.max_staleness))
+        if sampler is not None and bool((rollout.sampled_by_B != sampler).any()):
+            others = sorted({shown(digest) for digest in rollout.sampled_by_B.tolist()})
+            raise RunError(
+                f"ppo: iteration {iteration + 1}: its responses were sampled by the weights {', '.join(others)}, and"
+                f" those sent for it are {shown(sampler)}; this is a defect of Heed"
+            )
+        return rollout
 
     def start_sampling(self, iteration: int) -> None:
         """Begin the rollouts sampled with the weights that an iteration starts with, unless they are under way.
@@ -271,7 +299,7 @@ class PPOController:
         part = lesson.rollout.rows(rows)
         return PolicyBatch(part, logprobs_BR, advantages_BR, weight_BR, num_tokens, ptx_rows, len(ptx_rows), kl=kl)
 
-    def _minibatches(self, iteration: int, num_responses: int) -> list[Tensor]:
+    def minibatches(self, iteration: int, num_responses: int) -> list[Tensor]:
         """Row numbers of every update of an iteration: each epoch shuffles again."""
         batches: list[Tensor] = []
         for epoch in range(self.config.num_epochs):

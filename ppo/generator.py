@@ -9,7 +9,7 @@ from ppo.rank import Rank
 from ppo.rollout import Rollout, equal_slices
 from samplers.own import HeedSampler
 from samplers.sampler import Sampler
-from samplers.sent_weights import SentWeights, chunks
+from samplers.sent_weights import SentWeights, chunks, whole_digest
 from training.config import EngineConfig
 
 
@@ -65,6 +65,7 @@ class Generator(Rank):
         sampled = self.sampler.sample(
             prompts, seeds, max_new_tokens=config.max_new_tokens, temperature=config.temperature
         )
+        sampled_by = whole_digest(self.sampler.digests)
         if self._sleeps and not again:
             self.sampler.sleep()
         return Rollout.of(
@@ -75,6 +76,7 @@ class Generator(Rank):
             sampled.logprobs,
             max_new_tokens=config.max_new_tokens,
             pad_id=self.tokenizer.pad_id,
+            sampled_by=sampled_by,
         )
 
     def receive(self, sent: Iterable[SentWeights]) -> None:

@@ -24,7 +24,7 @@ from ppo.packed import PackedRollout
 from ppo.rank import Rank
 from ppo.rollout import PolicyBatch, Rollout, Share, ValueBatch, joined, shares_by_update, shares_of
 from ppo.value import value_source
-from samplers.sent_weights import SentWeights, chunks
+from samplers.sent_weights import SentWeights, chunks, noted
 from training.checkpoint import changed_files, share_of_files, step_of
 from training.config import BatchConfig, EngineConfig
 from training.engine import Engine
@@ -83,6 +83,10 @@ class Learners:
         """Write `model/` and `model_ema/`."""
         self.ranks.call_all(Learner.export_policy, folder)
 
+    def sent_digests(self) -> Mapping[str, int]:
+        """The digest of each weight that was sent last to the generators; none where nothing was."""
+        return self.ranks.call_all(Learner.sent_digests)[0]
+
     def save(
         self, checkpoints: Path, iteration: int, progress: Mapping[str, float], files: Mapping[str, bytes]
     ) -> None:
@@ -127,6 +131,7 @@ class Learner(Rank):
             )
         self.average = MovingAverage(self.policy, config.ema_decay, on_cpu=config.memory != "fast")
         self.writer = self.policy.checkpoint_writer()
+        self._sent_digests = dict[str, int]()
         stream = models.pretraining
         self.stream = CausalLMObjective(stream_rows(stream.path, stream.seq_len)) if stream else None
 
@@ -216,7 +221,12 @@ class Learner(Rank):
         If generators are on other ranks, only rank 0 gathers them.
         """
         weights = self.policy.weights(self._compute_dtype, on_main_alone=self.config.samples_apart)
-        return map(SentWeights.of, chunks(weights))
+        self._sent_digests = {}
+        return noted(map(SentWeights.of, chunks(weights)), self._sent_digests)
+
+    def sent_digests(self) -> Mapping[str, int]:
+        """The digest of each weight sent last; none where nothing was, or another rank sends."""
+        return self._sent_digests
 
     def advance_and_send(self) -> Iterator[SentWeights]:
         """As `send`, after the moving average has taken a step towards the weights."""

@@ -57,10 +57,12 @@ class Roles:
         sampling = generators.put("ppo", Generator, config, engine, models)
         learning = learners.put("ppo", Learner, config, engine, models, learners.num_workers)
         transport: WeightTransport = Direct(learning, sampling)
-        if config.placement == "disaggregated" and broadcasts(config, learning, sampling):
+        # Guests in the places of learners share their GPUs, which no broadcast between GPUs allows.
+        together = learners is generators or (config.placement == "colocated" and config.samples_apart)
+        if not together and broadcasts(config, learning, sampling):
             transport = Broadcast.open(learners, learning, sampling)
         asked = conversations if models.reward_reads_texts else ()
-        makes_room = config.memory == "small" and config.placement == "colocated"
+        makes_room = config.memory == "small" and together
         batch = config.minibatch
         learners_, scorers_ = Learners(learning, batch), Scorers(scoring, asked, batch)
         return cls(learners_, Generators(sampling), scorers_, transport, makes_room)

@@ -72,6 +72,7 @@ class Rollout:
     prompt_tokens_B: Tensor  # length of each prompt
     response_tokens_B: Tensor  # length of each response, its end token included
     finished_B: Tensor  # True = the response ends with the end token
+    sampled_by_B: Tensor  # digest of the weights that sampled the response (`samplers.sent_weights.whole_digest`)
     behaviour_logprobs_BR: Tensor  # nats, as the policy sampled them, at its temperature; 0 where there is no token
 
     @classmethod
@@ -85,6 +86,7 @@ class Rollout:
         *,
         max_new_tokens: int,
         pad_id: int,
+        sampled_by: int = 0,
     ) -> Self:
         width = max(len(prompt) for prompt in prompts) + max_new_tokens
         tokens_BT = torch.full((len(prompts), width), pad_id)
@@ -98,6 +100,7 @@ class Rollout:
             torch.tensor([len(prompt) for prompt in prompts]),
             torch.tensor([len(response) for response in responses]),
             torch.tensor(list(finished)),
+            torch.full((len(prompts),), sampled_by, dtype=torch.int64),
             logprobs_BR,
         )
 
@@ -113,6 +116,7 @@ class Rollout:
             torch.cat([part.prompt_tokens_B for part in parts]),
             torch.cat([part.response_tokens_B for part in parts]),
             torch.cat([part.finished_B for part in parts]),
+            torch.cat([part.sampled_by_B for part in parts]),
             torch.cat([part.behaviour_logprobs_BR for part in parts]),
         )
 
@@ -122,7 +126,9 @@ class Rollout:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        return cls(**load_file(path))
+        tensors = load_file(path)
+        tensors.setdefault("sampled_by_B", torch.zeros_like(tensors["prompt_rows_B"]))  # files from before it
+        return cls(**tensors)
 
     def __len__(self) -> int:
         return len(self.tokens_BT)

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.remote import Pending
@@ -17,6 +18,7 @@ from ppo.report import REPORTER
 from ppo.results import PPOResults
 from ppo.roles import Roles
 from ppo.rollout import Rollout
+from ppo.rollout_log import RolloutLog
 from ppo.samples import SampleLog, followed_rows
 from ppo.scale import score_scale
 from pretrain.stage import STAGE as PRETRAIN
@@ -48,28 +50,23 @@ def run(
 ) -> None:
     """Iterate from the newest checkpoint to the end; write `model/`, `model_ema/` and `results.json`.
 
-    `samples.jsonl` keeps some responses to be read. With `keep_policies_every`, also `policies/NNNNNN/`: model
-    directories of the policy during training. `enter` is told each phase.
+    `samples.jsonl` keeps some responses to be read, and `rollouts.jsonl` which weights sampled what. With
+    `keep_policies_every`, also `policies/NNNNNN/`: model directories of the policy during training. `enter` is told
+    each phase.
 
     Raises:
         ValueError: a prompt leaves no room for a response, or too many scores fail.
     """
     tokenizer = Tokenizer.load(models.sft)
-    stream = models.pretraining
-    num_rows = len(stream_rows(stream.path, stream.seq_len)) if stream else 0
-    encoded = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
-    followed = followed_rows(len(prompts), roles.rows_multiple, context.seed) if config.follow_every_iterations else ()
-    controller = PPOController(
-        config, roles, encoded, models.scale, num_pretraining_rows=num_rows, seed=context.seed, followed=followed,
-        precision=context.engine.resolved_precision(),
-    )  # fmt: skip
+    controller = controller_of(context, config, roles, models, prompts)
     controller.phases.entered = enter
     first = _resume(context, controller)
     with (
         closing(MetricsLog(context.folder, context.engine.trackers, resume_step=first)) as log,
         closing(SampleLog(context.folder, prompts, tokenizer, seed=context.seed, resume_step=first)) as samples,
+        closing(RolloutLog(context.folder, resume_step=first)) as rollouts,
     ):
-        controller.samples = samples
+        controller.samples, controller.rollouts = samples, rollouts
         _iterate(context.folder / "checkpoints", config, controller, first, log)
     roles.learners.finish_saving()
     roles.learners.export_policy(context.folder)
@@ -77,6 +74,20 @@ def run(
     context.write_results(
         PPOResults(config.num_iterations, controller.kl.coef, scale.mean, scale.std, overlong or None)
     )
+
+
+def controller_of(
+    context: StageContext, config: PPOConfig, roles: Roles, models: InitialModels, prompts: Sequence[Prompt]
+) -> PPOController:
+    """The controller before its first iteration."""
+    tokenizer, stream = Tokenizer.load(models.sft), models.pretraining
+    num_rows = len(stream_rows(stream.path, stream.seq_len)) if stream else 0
+    encoded = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
+    followed = followed_rows(len(prompts), roles.rows_multiple, context.seed) if config.follow_every_iterations else ()
+    return PPOController(
+        config, roles, encoded, models.scale, num_pretraining_rows=num_rows, seed=context.seed, followed=followed,
+        precision=context.engine.resolved_precision(),
+    )  # fmt: skip
 
 
 def _iterate(checkpoints: Path, config: PPOConfig, controller: PPOController, first: int, log: MetricsLog) -> None:
@@ -125,22 +136,35 @@ def _resume(context: StageContext, controller: PPOController) -> int:
     found = find_resumption(checkpoints, stage, controller.roles.learners.changed_files)
     for notice in found.notices(stage, controller.config.num_iterations, "iteration"):
         say(notice)
-    if not found.name:
-        return 0
-    folder = checkpoints / found.name
+    if found.name:
+        load_checkpoint(controller, checkpoints / found.name)
+    return found.step
+
+
+def load_checkpoint(controller: PPOController, folder: Path) -> None:
+    """Put the roles, the KL coefficient and rollouts of older weights in the state that was saved."""
     controller.roles.load(folder)
     controller.kl.coef = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))["kl_coef"]
     for path in folder.glob("rollout-*.safetensors"):
         controller.in_flight[int(path.stem.removeprefix("rollout-"))] = _held(Rollout.load(path))
-    return found.step
 
 
 def _held(rollout: Rollout) -> Pending[Rollout]:
     return lambda: rollout
 
 
-def run_ppo(stage: StageRun, config: PPOConfig) -> None:
-    """Measure the scale of the scores, place the roles on workers, and iterate."""
+@dataclass(frozen=True)
+class Placed:
+    """PPO's roles on their ranks, and what they work on."""
+
+    roles: Roles
+    models: InitialModels
+    prompts: Sequence[Prompt]
+    overlong: Overlong
+
+
+def placed(stage: StageRun, config: PPOConfig) -> Placed:
+    """Measure the scale of the scores, and place the roles on workers."""
     policy = stage.start("sft")
     fitting = fitting_prompts(
         stage, stage.tokenizer_of("sft"), config.prompts, config.max_new_tokens, config.on_overlong
@@ -166,8 +190,14 @@ def run_ppo(stage: StageRun, config: PPOConfig) -> None:
     roles = Roles.on_groups(
         config, stage.engine, models, conversations, learners=learners, generators=generators, scorers=scorers
     )
-    run(stage.context(), config, roles, models, prompts, fitting.overlong, stage.enter)
-    roles.close()
+    return Placed(roles, models, prompts, fitting.overlong)
+
+
+def run_ppo(stage: StageRun, config: PPOConfig) -> None:
+    """Place the roles, and iterate."""
+    found = placed(stage, config)
+    run(stage.context(), config, found.roles, found.models, found.prompts, found.overlong, stage.enter)
+    found.roles.close()
 
 
 def generator_python(config: PPOConfig) -> str:

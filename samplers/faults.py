@@ -42,6 +42,10 @@ class Faulty(Sampler):
     def receive(self, sent: Iterable[SentWeights]) -> None:
         self.sampler.receive(sent)
 
+    @property
+    def digests(self) -> Mapping[str, int]:
+        return self.sampler.digests
+
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         return self.sampler.slots()
 

@@ -1,6 +1,6 @@
 """Heed's own sampler: the same core as the learner's, so both compute the same log-probs up to rounding."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
@@ -15,7 +15,7 @@ from lm.source import load, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 from samplers.sampler import Sampler
-from samplers.sent_weights import SentWeights, held_tensors, take
+from samplers.sent_weights import SentWeights, digests_of, held_tensors, noted, take
 from training.config import Precision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -29,6 +29,7 @@ class HeedSampler(Sampler):
         self._config, self._dtype = policy.config, policy.head.weight.dtype
         self._device, self.end_id = policy.head.weight.device, end_id
         self._policy: LanguageModel | None = policy
+        self._digests = dict[str, int]()
         kept = fixed_steps(policy, "auto") if keeps_steps else None
         self.steps: FixedSteps | Literal["auto"] = kept or "auto"
 
@@ -57,7 +58,14 @@ class HeedSampler(Sampler):
         )
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
-        take(self.policy, sent)
+        self._digests = {}
+        take(self.policy, noted(sent, self._digests))
+
+    @property
+    def digests(self) -> Mapping[str, int]:
+        if not self._digests:  # as loaded
+            self._digests.update(digests_of(held_tensors(self.policy)))
+        return self._digests
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         yield from held_tensors(self.policy).items()

@@ -1,6 +1,6 @@
 """What an engine that samples must do. PPO uses engines through this alone, and `heed verify-sampler` tests it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +34,11 @@ class Sampler(Protocol):
         Names, shapes and types are those of `slots`.
         Raises: AssertionError naming the tensors that did not arrive.
         """
+        ...
+
+    @property
+    def digests(self) -> Mapping[str, int]:
+        """The digest of each weight received last, or loaded (`samplers.sent_weights.digests_of`)."""
         ...
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:

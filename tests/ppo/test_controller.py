@@ -57,6 +57,9 @@ class ToyRoles:
         self.syncs_before_rollout.append(self.num_syncs)
         return lambda: rollout
 
+    def sent_digests(self) -> dict[str, int]:
+        return {}
+
     def first_failure(self) -> str:
         return "the endpoint is asleep"
 

@@ -179,6 +179,7 @@ def sent_bytes(num_ranks: int) -> int:
         torch.full((rows,), prompt),
         lengths_B,
         torch.ones(rows, dtype=torch.bool),
+        torch.zeros(rows, dtype=torch.int64),
         table_BR,
     )
     ptx_rows = torch.arange(rows)
@@ -206,6 +207,7 @@ def test_one_of_eight_ranks_is_sent_an_eighth() -> None:
         torch.full((1024,), 1024),
         torch.full((1024,), 1024),
         torch.ones(1024, dtype=torch.bool),
+        torch.zeros(1024, dtype=torch.int64),
         torch.zeros(1024, 1024),
     )
     share, whole = (len(cloudpickle.dumps(rows.rows(slice(0, size)))) for size in (128, 1024))

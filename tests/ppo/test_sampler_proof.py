@@ -78,6 +78,11 @@ def test_weights_that_are_one_update_old_are_found_out(start: Start) -> None:
     controller = controller_of(worker, "fp32")
     worker.generator.receive = list  # type: ignore[method-assign, assignment]
     controller.step(0)
+    with pytest.raises(RunError, match=r"iteration 2: its responses were sampled by the weights \w{16}, and those"):
+        controller.step(1)
+    # What is computed from the weights shows it as well.
+    worker.learner.sent_digests = dict  # type: ignore[method-assign, assignment]
+    controller = controller_of(worker, "fp32")
     with pytest.raises(RunError, match="ppo: iteration 2: the sampler is another policy"):
         controller.step(1)
 

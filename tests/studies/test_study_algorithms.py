@@ -163,11 +163,12 @@ def test_a_finding_runs_its_arms_and_measures_them(tmp_path: Path) -> None:
 
 def test_the_documented_results_come_from_the_stored_measures(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
-    for name in ("dpo-frontier", "ppo-over-dpo"):
+    for name in ("dpo-frontier", "ppo-over-dpo", "dr-grpo", "online"):
         stored = ROOT / "docs" / "findings" / "measures"
-        (found,) = run_study(name, JOBS / "study.toml", tmp_path, num_seeds=3, stored=stored)
+        (found,) = run_study(name, JOBS / "study.toml", tmp_path, num_seeds=5, stored=stored)
         for claim in found.claims:
-            seeds = ", ".join(f"{value.mean:.3f}".replace("0.", ".", 1) for value in claim.by_seed)
+            digits = 1 if "tokens" in claim.text else 3
+            seeds = ", ".join(f"{value.mean:.{digits}f}".replace("0.", ".", 1) for value in claim.by_seed)
             verdict = claim.verdict if claim.verdict == "undecided" else f"**{claim.verdict}**"
             (row,) = [line for line in page.splitlines() if line.startswith(f"| {claim.text} | {seeds} |")]
             assert row.endswith(f" | {verdict} |")

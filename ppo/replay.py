@@ -1,0 +1,157 @@
+"""`heed replay`: one response of PPO once more, as it was sampled, with all that the algorithm made of it.
+
+The iterations between the newest checkpoint before it and the response's own are computed again, in memory: nothing of
+the run is written. With Heed's sampler, the same number of ranks and a machine of the same kind, all of it is the same
+bits; the digests in rollouts.jsonl say whether it is.
+
+Shape letters: R response tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lm.tokenizer import Tokenizer
+from ppo.algorithm import token_weights
+from ppo.config import PPOConfig
+from ppo.controller import PPOController
+from ppo.rollout_log import ROLLOUTS, RolloutRecord, read_rollouts, response_digests
+from ppo.stage import controller_of, load_checkpoint, placed
+from samplers.sent_weights import shown
+from stages.run import StageRun
+from training.checkpoint import changed_files, read_manifest, step_folders, step_of
+from training.data import Prompt
+from training.metrics import read_metrics
+
+
+@dataclass(frozen=True)
+class ReplayedToken:
+    """A token of the response.
+
+    `reward` is in standard deviations of the initial policy's scores: the scaled score at the last token, less the KL
+    penalty at each. `ratio` is π/π_sampler before the iteration's updates, `ratio_after` is π/π_before after them, and
+    `weight` is that of the token's loss, as a share of the minibatch's.
+    """
+
+    text: str
+    logprob: float  # nats, as sampled
+    kl: float  # log π - log π_ref, nats
+    reward: float
+    value: float
+    advantage: float
+    ratio: float
+    ratio_after: float
+    weight: float
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A response as it was sampled again. The digests are those of rollouts.jsonl; "" where there is no record."""
+
+    prompt: Prompt
+    response: str
+    score: float  # of the reward, before scaling; NaN where it failed
+    tokens: list[ReplayedToken]
+    sampled_by: str
+    recorded_sampled_by: str
+    digest: str
+    recorded_digest: str
+    from_iteration: int  # iterations before this one were not computed again
+
+    @property
+    def is_same(self) -> bool:
+        """Whether tokens and log-probs are those that were recorded, to the last bit."""
+        return self.digest == self.recorded_digest
+
+
+def replay(
+    stage: StageRun, config: PPOConfig, iteration: int, response: int, told: Callable[[int, int], None]
+) -> Replayed:
+    """Compute iteration 1, 2, ... of a stage again, and return one of its responses, counted from 0.
+
+    `told(done, total)` is called after each iteration that is computed.
+    Raises: ValueError for an iteration or a response that the run does not have.
+    """
+    records = read_rollouts(read_metrics(stage.folder / ROLLOUTS))
+    require_recorded(stage.folder / ROLLOUTS, records, iteration, response)
+    found = placed(stage, config)
+    controller = controller_of(stage.context(), config, found.roles, found.models, found.prompts)
+    checkpoint = _checkpoint_before(stage.folder / "checkpoints", iteration)
+    first = 0
+    if checkpoint is not None:
+        first = step_of(checkpoint)
+        load_checkpoint(controller, checkpoint)
+    for number in range(first, iteration):
+        controller.step(number)
+        told(number + 1 - first, iteration - first)
+    tokenizer, record = Tokenizer.load(found.models.sft), records[iteration]
+    replayed = _replayed(controller, found.prompts, tokenizer, record, response, first)
+    found.roles.close()
+    return replayed
+
+
+def require_recorded(path: Path, records: dict[int, RolloutRecord], iteration: int, response: int) -> None:
+    """Raises: ValueError for an iteration or a response that rollouts.jsonl does not have."""
+    if not records:
+        raise ValueError(f"{path}: no iteration is recorded; a run of this version of Heed was expected")
+    if iteration not in records:
+        raise ValueError(f"--iteration {iteration}: {path} has iterations {min(records)} to {max(records)}")
+    number = len(records[iteration].responses)
+    if not 0 <= response < number:
+        raise ValueError(f"--response {response}: iteration {iteration} has responses 0 to {number - 1}")
+
+
+def _checkpoint_before(checkpoints: Path, iteration: int) -> Path | None:
+    """The newest sound one with which the iteration, or one before it, can start."""
+    for folder in step_folders(checkpoints):
+        manifest = read_manifest(folder)
+        if step_of(folder) < iteration and not manifest.damage and not changed_files(folder, manifest.sha256):
+            return folder
+    return None
+
+
+def _replayed(
+    controller: PPOController,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    record: RolloutRecord,
+    response: int,
+    first: int,
+) -> Replayed:
+    lesson = controller.lesson
+    assert lesson is not None, "an iteration was computed"
+    rollout, config = lesson.rollout, controller.config
+    minibatches = controller.minibatches(record.step - 1, len(rollout))[: config.num_minibatches]
+    after_BR = controller.roles.learners.start_policy_logprobs(rollout, minibatches)()
+    rows = next(rows for rows in minibatches if response in rows.tolist())
+    weight_BR, num_tokens = token_weights(lesson.counted_BR[rows], config.token_weight, config.max_new_tokens)
+    weight_R = weight_BR[rows.tolist().index(response)] / num_tokens
+    columns = {
+        "logprob": rollout.behaviour_logprobs_BR[response],
+        "kl": (lesson.logprobs_BR - lesson.ref_logprobs_BR)[response],
+        "reward": lesson.rewards_BR[response],
+        "value": lesson.values_BR[response],
+        "advantage": lesson.advantages_BR[response],
+        "ratio": (lesson.logprobs_BR - rollout.behaviour_logprobs_BR)[response].exp(),
+        "ratio_after": (after_BR - lesson.logprobs_BR)[response].exp(),
+        "weight": weight_R,
+    }
+    length = int(rollout.response_tokens_B[response])
+    tokens = rollout.response_BR[response, :length].tolist()
+    numbers = torch.stack([*columns.values()])[:, :length].T.tolist()
+    return Replayed(
+        prompt=prompts[int(rollout.prompt_rows_B[response])],
+        response=tokenizer.decode(tokens),
+        score=float(lesson.scores_B[response]),
+        tokens=[
+            ReplayedToken(tokenizer.token_text(token), **dict(zip(columns, row, strict=True)))
+            for token, row in zip(tokens, numbers, strict=True)
+        ],
+        sampled_by=shown(int(rollout.sampled_by_B[response])),
+        recorded_sampled_by=record.sampled_by[response],
+        digest=response_digests(rollout)[response],
+        recorded_digest=record.responses[response],
+        from_iteration=first + 1,
+    )
