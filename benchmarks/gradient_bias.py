@@ -167,7 +167,10 @@ def heeds_loss(config: PPOConfig, *, has_perfect_values: bool = True, corrects: 
             found = Advantages.of(rewards_BR, mask_BR, config)
         advantages_BR = found.advantages_BR
         if corrects:
-            importance_BR, _ = importance_weights(old_BR, group.behaviour_logprobs_BR, mask_BR, 1e9)
+            importance_BR, _ = importance_weights(
+                old_BR, group.behaviour_logprobs_BR, mask_BR, config.importance_cap, config.importance_floor,
+                config.importance_beyond,
+            )  # fmt: skip
             advantages_BR = importance_BR * advantages_BR
         weight_BR, num_tokens = token_weights(found.counted_BR, config.token_weight, config.max_new_tokens)
         total, _ = policy_loss(
@@ -264,14 +267,23 @@ def _rloo(**changes: object) -> PPOConfig:
 
 def _stale_samples() -> list[Row]:
     toy = Toy.draw(has_end=False)
-    plain, corrected = heeds_loss(_rloo()), heeds_loss(_rloo(), corrects=True)
-    return [
-        Row("RLOO, stale samples", "no correction", toy, plain, 0.0, "another policy's samples", from_old=True),
-        Row(
-            "RLOO, stale samples", "`max_staleness`", toy, corrected, 0.0, "a token's weight corrects that token alone",
-            from_old=True,
+    plain = heeds_loss(_rloo())
+    found = [Row("RLOO, stale samples", "no correction", toy, plain, 0.0, "another policy's samples", from_old=True)]
+    limits = {"importance_cap": 1.2, "importance_floor": 0.8}
+    corrections: dict[str, tuple[dict[str, object], str]] = {
+        "`importance_cap = 1e9`": ({"importance_cap": 1e9}, "a token's weight corrects that token alone"),
+        "`importance_cap = 1.2`": ({"importance_cap": 1.2}, "that, and what the cap cuts"),
+        '`importance_beyond = "drop_tokens"`': (
+            {**limits, "importance_beyond": "drop_tokens"}, "that, and tokens beyond .8 and 1.2",
         ),
-    ]  # fmt: skip
+        '`importance_beyond = "drop_responses"`': (
+            {**limits, "importance_beyond": "drop_responses"}, "that, and responses beyond .8 and 1.2",
+        ),
+    }  # fmt: skip
+    for settings, (changes, known) in corrections.items():
+        loss = heeds_loss(_rloo(**changes), corrects=True)
+        found.append(Row("RLOO, stale samples", settings, toy, loss, 0.0, known, from_old=True))
+    return found
 
 
 def _kl_terms() -> list[Row]:

@@ -23,7 +23,9 @@ from reward.comparisons import RankingsConfig, read_rankings
 from reward.config import RewardConfig
 from reward.stage import STAGE as REWARD
 from stages.lineage import LINEAGE
+from stages.progress import print_notice
 from stages.sampling import SAMPLES
+from training.notices import speaking_through
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ def replay_response(
         names = [name for name in job.stage_names if isinstance(job.section(job.stage(name)), PPOConfig)]
         raise ValueError(f"--stage {stage}: {' or '.join(names) or 'a run with a PPO stage'} was expected")
     with ExitStack() as closing:
+        closing.enter_context(speaking_through(print_notice))
         closing.enter_context(lock(folder))
         workers = Workers(job.world_sizes, folder, job.cluster, job.extra_ranks, hub_models(job))
         closing.callback(workers.close)

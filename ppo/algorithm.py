@@ -54,9 +54,18 @@ def whiten(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
 
 
 def importance_weights(
-    logprobs_BR: Tensor, behaviour_logprobs_BR: Tensor, mask_BR: Tensor, cap: float
+    logprobs_BR: Tensor,
+    behaviour_logprobs_BR: Tensor,
+    mask_BR: Tensor,
+    cap: float,
+    floor: float = 0.0,
+    beyond: Literal["cut", "drop_tokens", "drop_responses"] = "cut",
 ) -> tuple[Tensor, dict[str, float]]:
     """w = min(π_prox / π_behave, cap) [B, R] of counted tokens, 0 elsewhere, and metrics; for decoupled PPO.
+
+    With `beyond` "drop_tokens" the weight is 0 where the ratio is not in [floor, cap] (IcePop, arXiv 2510.18855, 3.2).
+    With "drop_responses" it is 0 in all of a response whose geometric mean of ratios is not in [floor, cap], and as
+    above in the others: there a response counts whole or not at all.
 
     Three policies: π_behave sampled the responses, π_prox is the policy before this iteration's updates, π is being
     updated. The decoupled objective (Hilton et al., arXiv 2110.00641; for language models AReaL, arXiv 2505.24298) is
@@ -73,19 +82,29 @@ def importance_weights(
     - Whitening subtracts a constant, which w makes harmless, E_behave[w ∇ log π_prox] = 0, and divides by another.
     - The value function learns the returns as they are; the weight of the first token would not make them π_prox's.
     - Where the cap binds it bounds the variance and moves the gradient towards π_behave (truncated importance
-      sampling, as in arXiv 1802.01561).
+      sampling, as in arXiv 1802.01561). What is dropped has no gradient, and still counts in the loss's denominator.
 
     Metrics: mean and largest weight before the cap (a mean far from 1 says that the policies are far apart), the share
-    of tokens that the cap affects, and the effective sample share (Σw)² / (n Σw²) after it.
+    of tokens that the limits affect, and the effective sample share (Σw)² / (n Σw²) after them.
     """
     assert bool(mask_BR.any()), f"none of {mask_BR.numel()} tokens is counted; at least one was expected"
     ratio_C = (logprobs_BR - behaviour_logprobs_BR)[mask_BR].exp()
     weight_C = ratio_C.clamp(max=cap)
+    affected_C = ratio_C > cap
+    if beyond == "drop_tokens":
+        affected_C = affected_C | (ratio_C < floor)
+        weight_C = torch.where(affected_C, 0.0, ratio_C)
+    elif beyond == "drop_responses":
+        log_ratio_BR = _counted(logprobs_BR - behaviour_logprobs_BR, mask_BR)
+        mean_B1 = (log_ratio_BR.sum(dim=1, keepdim=True) / mask_BR.sum(dim=1, keepdim=True).clamp(min=1)).exp()
+        dropped_C = ((mean_B1 < floor) | (mean_B1 > cap)).expand_as(mask_BR)[mask_BR]
+        affected_C = affected_C | dropped_C
+        weight_C = torch.where(dropped_C, 0.0, weight_C)
     metrics = {
         "importance_mean": float(ratio_C.mean()),
         "importance_max": float(ratio_C.max()),
-        "importance_cut_share": float((ratio_C > cap).float().mean()),
-        "effective_share": float(weight_C.sum() ** 2 / (weight_C.numel() * (weight_C**2).sum())),
+        "importance_cut_share": float(affected_C.float().mean()),
+        "effective_share": float(weight_C.sum() ** 2 / (weight_C.numel() * (weight_C**2).sum().clamp(min=1e-30))),
     }
     return torch.zeros_like(logprobs_BR).masked_scatter(mask_BR, weight_C), metrics
 

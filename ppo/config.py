@@ -80,7 +80,23 @@ class PPOConfig(Config):
         " weights that iteration max(0, i - N) started with. 0 = on-policy; disaggregated only.",
     )
     importance_cap: float = Field(
-        default=2.0, ge=1, description="Upper limit of a token's importance weight π / π_behave in stale rollouts."
+        default=2.0,
+        ge=1,
+        description="Upper limit of a token's importance weight π / π_behave, where another policy or engine sampled:"
+        ' stale rollouts, and generator "vllm".',
+    )
+    importance_floor: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Lower limit of importance weights, with `importance_beyond` other than cut; 0 = none.",
+    )
+    importance_beyond: Literal["cut", "drop_tokens", "drop_responses"] = Field(
+        default="cut",
+        description="What happens beyond these limits. `cut`: a larger weight becomes `importance_cap` (truncated"
+        " importance sampling). `drop_tokens`: the token counts nothing (IcePop, arXiv 2510.18855). `drop_responses`: a"
+        " response counts nothing if the geometric mean of its tokens' weights is beyond them; larger weights of other"
+        " responses' tokens are cut.",
     )
     prompts: DataConfig = Field(description="Prompts to sample responses to.")
     on_overlong: OnOverlong = overlong_field()
@@ -218,6 +234,11 @@ class PPOConfig(Config):
             raise ValueError(
                 f'generator_python {self.generator_python} with generator "heed", which runs under the Python of the'
                 ' learner; generator "vllm" or no generator_python was expected'
+            )
+        if self.importance_floor and self.importance_beyond == "cut":
+            raise ValueError(
+                f'importance_floor {self.importance_floor} with importance_beyond "cut", which has no lower limit;'
+                ' importance_beyond "drop_tokens" or "drop_responses" was expected'
             )
         if self.max_staleness >= self.num_iterations:
             raise ValueError(

@@ -126,9 +126,10 @@ class PPOController:
         found, returns_BR = self._advantages(rewards_BR, values_BR, mask_BR)
         advantages_BR = found.advantages_BR
         importance_BR, importance_metrics = importance_weights(
-            logprobs_BR, rollout.behaviour_logprobs_BR, mask_BR, config.importance_cap
-        )
-        if staleness:  # otherwise both policies are the same and differ by rounding
+            logprobs_BR, rollout.behaviour_logprobs_BR, mask_BR, config.importance_cap, config.importance_floor,
+            config.importance_beyond,
+        )  # fmt: skip
+        if staleness or config.generator != "heed":  # otherwise both policies are the same, and so is their rounding
             advantages_BR = importance_BR * advantages_BR
 
         lesson = Lesson(

@@ -259,6 +259,7 @@ STAGE = Stage(
             "num_generators",
             "num_scorers",
             "weight_transport",
+            "generator_python",
             "memory",
             "reward_timeout_seconds",
             "reward_retries",

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -297,3 +298,56 @@ def test_a_batch_of_which_nothing_is_counted_is_refused() -> None:
     ):
         with pytest.raises(AssertionError, match="none of 6 tokens is counted"):
             compute()
+
+
+LIMITS = {"cut": (0.0, 1.2), "drop_tokens": (0.8, 1.2), "drop_responses": (0.8, 1.2)}
+
+
+@pytest.mark.parametrize("beyond", LIMITS)
+def test_corrections_of_another_sampler_are_the_finite_sums_that_they_should_be(
+    beyond: Literal["cut", "drop_tokens", "drop_responses"],
+) -> None:
+    """Over all nine responses of two of three tokens, weighted by the sampler's chances: Σ π_s(y) w f is computed token
+    by token from the definitions, for any f.
+    """
+    generator = torch.Generator().manual_seed(4)
+    responses = torch.tensor([[first, second] for first in range(3) for second in range(3)])
+    tables = [torch.randn(4, 3, generator=generator).log_softmax(-1) for _ in range(2)]
+    tables[1] = (tables[0] + 0.4 * torch.randn(4, 3, generator=generator)).log_softmax(-1)
+    states = torch.stack([torch.zeros(9, dtype=torch.int64), 1 + responses[:, 0]], dim=1)
+    logprobs, behaviour = (table[states, responses] for table in tables)
+    of_token = torch.randn(9, 2, generator=generator)
+    floor, cap = LIMITS[beyond]
+    mask = torch.ones(9, 2, dtype=torch.bool)
+    weights, metrics = importance_weights(logprobs, behaviour, mask, cap, floor, beyond)
+    found = float((behaviour.sum(dim=1, keepdim=True).exp() * weights * of_token).sum())
+
+    expected, num_affected, num_dropped = 0.0, 0, 0
+    for row in range(9):
+        chance = math.exp(float(behaviour[row, 0]) + float(behaviour[row, 1]))
+        ratios = [math.exp(float(logprobs[row, t]) - float(behaviour[row, t])) for t in range(2)]
+        mean = math.sqrt(ratios[0] * ratios[1])
+        for t in range(2):
+            is_dropped = {
+                "cut": False,
+                "drop_tokens": not floor <= ratios[t] <= cap,
+                "drop_responses": not floor <= mean <= cap,
+            }[beyond]
+            num_dropped += is_dropped
+            num_affected += is_dropped or ratios[t] > cap
+            expected += 0.0 if is_dropped else chance * min(ratios[t], cap) * float(of_token[row, t])
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert metrics["importance_cut_share"] == pytest.approx(num_affected / 18)
+    assert (num_dropped > 0) == (beyond != "cut")
+    assert 0 < num_affected < 18
+    # One policy on both sides is left as it is, whatever the limits.
+    same, _ = importance_weights(logprobs, logprobs, mask, cap, floor, beyond)
+    assert torch.equal(same, torch.ones(9, 2))
+
+
+def test_where_every_token_is_dropped_nothing_is_nan() -> None:
+    far = torch.full((2, 2), 3.0)
+    weights, metrics = importance_weights(far, torch.zeros(2, 2), far > 0, 2.0, 0.5, "drop_tokens")
+    assert float(weights.sum()) == 0
+    assert metrics["effective_share"] == 0
+    assert metrics["importance_cut_share"] == 1
