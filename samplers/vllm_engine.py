@@ -51,6 +51,8 @@ class VLLMSampler(Sampler):
         self.end_id, self._on_gpu = tokenizer.end_id, torch.cuda.is_available()
         self._vllm, self._sleeps = vllm, False
         self._digests = dict[str, int]()
+        if not self._on_gpu:
+            self._require_shape(folder)
         with tempfile.TemporaryDirectory() as shape:
             write_json(Path(shape) / CONFIG, {**config_to_hf(self._model, tokenizer), "tie_word_embeddings": False})
             self._engine: Any = vllm.LLM(
@@ -70,6 +72,14 @@ class VLLMSampler(Sampler):
         dtype = DTYPES[precision]
         weights = ((name, tensor.to(dtype)) for name, tensor in source.tensors())
         self.receive(map(SentWeights.of, chunks(weights)))
+
+    def _require_shape(self, folder: Path) -> None:
+        """Raises: ValueError for a shape that vLLM cannot run on a CPU; it would say so at the first sample."""
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes, head_dim = CPUAttentionBackend.get_supported_head_sizes(), self._model.config.head_dim
+        if head_dim not in sizes:
+            raise ValueError(f"{folder}: head_dim is {head_dim}; vLLM on CPUs has {', '.join(map(str, sizes))}")
 
     @classmethod
     def load(cls, folder: Path, precision: Precision) -> Self:
