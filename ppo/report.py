@@ -65,6 +65,12 @@ DIAGNOSTICS = (
 )
 
 
+SAMPLERS = {
+    "heed": "Heed; a run that resumes has the same samples, and `heed replay` shows each again",
+    "vllm": "vLLM; a run that resumes may have other samples",
+}
+
+
 def report(stage: StageFolder) -> StageReport:
     objectives = [
         Panel(f"Score, {label(name)}", "from the head of this objective", _ppo(f"score/{name}"))
@@ -78,6 +84,7 @@ def report(stage: StageFolder) -> StageReport:
         facts = (
             ("Iterations", count(results.num_iterations)),
             ("Final KL coefficient", number(results.final_kl_coef, 4)),
+            ("Sampled by", SAMPLERS[results.generator]),
             *((("Prompts read", str(results.overlong)),) if results.overlong else ()),
         )
     parts = (

@@ -14,3 +14,4 @@ class PPOResults:
     score_scale_mean: float
     score_scale_std: float
     overlong: Overlong | None = None  # of the prompts
+    generator: str = "heed"

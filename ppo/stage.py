@@ -70,10 +70,9 @@ def run(
         _iterate(context.folder / "checkpoints", config, controller, first, log)
     roles.learners.finish_saving()
     roles.learners.export_policy(context.folder)
-    scale = models.scale
-    context.write_results(
-        PPOResults(config.num_iterations, controller.kl.coef, scale.mean, scale.std, overlong or None)
-    )
+    kl_coef, scale = controller.kl.coef, models.scale
+    results = PPOResults(config.num_iterations, kl_coef, scale.mean, scale.std, overlong or None, config.generator)
+    context.write_results(results)
 
 
 def controller_of(
