@@ -49,6 +49,7 @@ VLLM := .vllm
 vllm: $(VLLM)/installed  ## Create .vllm, in which vLLM's CPU build samples for PPO (docs/samplers.md).
 
 $(VLLM)/installed: benchmarks/speed/requirements-vllm.txt constraints.txt
+	@if [ -L $(VLLM) ]; then rm $(VLLM); fi
 	$(PYTHON) -m venv --clear $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet "$$(grep -E '^torch==' constraints.txt)" -c $(CONSTRAINTS)
 	$(VLLM)/bin/python -m pip install --quiet --no-deps -r benchmarks/speed/requirements-vllm.txt \
@@ -57,7 +58,7 @@ $(VLLM)/installed: benchmarks/speed/requirements-vllm.txt constraints.txt
 	@touch $@
 
 test-engines: $(STAMP) vllm  ## Run the tests of sampling engines that need an environment of their own.
-	$(BIN)/pytest tests/engines
+	HEED_REQUIRE_ENGINES=1 $(BIN)/pytest tests/engines
 
 demo: $(STAMP)  ## Run the whole chain on a laptop's CPU and write its report.
 	$(BIN)/heed run configs/jobs/demo.toml
