@@ -7,8 +7,8 @@ from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels
 from ppo.rank import Rank
 from ppo.rollout import Rollout, equal_slices
+from samplers.engine import SamplingEngine
 from samplers.own import HeedSampler
-from samplers.sampler import Sampler
 from samplers.sent_weights import SentWeights, chunks, whole_digest
 from training.config import EngineConfig
 
@@ -47,7 +47,7 @@ class Generator(Rank):
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
         super().__init__(config, engine_config, models)
         precision = engine_config.resolved_precision()
-        self.sampler: Sampler
+        self.sampler: SamplingEngine
         if config.generator == "vllm":
             from samplers.vllm_engine import VLLMSampler
 

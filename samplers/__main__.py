@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from files.python_names import load_function
-from samplers.sampler import LoadSampler
+from samplers.engine import LoadEngine
 from samplers.verify import verify_sampler
 from training.config import Precision
 
@@ -17,7 +17,7 @@ VLLM = "vllm"
 MISTAKE = 2  # exit code of a user's mistake, which is the last line
 
 
-def loader_of(engine: str) -> LoadSampler:
+def loader_of(engine: str) -> LoadEngine:
     """What makes a sampler: "heed", "vllm", or a function, "FILE.py:FUNCTION" or "MODULE:FUNCTION".
 
     Raises: ValueError for anything else.

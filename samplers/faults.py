@@ -8,6 +8,7 @@ from torch import Tensor
 from lm.batch import Batch
 from lm.generation import Generated
 from lm.sampling import Choice, draw_uniforms
+from samplers.engine import SamplingEngine
 from samplers.explanations import (
     LOADED_WEIGHTS,
     NO_TEMPERATURE,
@@ -20,7 +21,6 @@ from samplers.explanations import (
     other_templates,
     shifted,
 )
-from samplers.sampler import Sampler
 from samplers.sent_weights import SentWeights, chunks
 from samplers.trial import MAX_NEW_TOKENS, Trial, with_exchanged
 
@@ -28,10 +28,10 @@ LIKELY_TOKENS = "tokens that are likelier than draws from the policy: top_p, top
 TRIES = 8  # samples of which the likeliest is kept
 
 
-class Faulty(Sampler):
+class Faulty(SamplingEngine):
     """Passes everything on; each fault overrides what it spoils."""
 
-    def __init__(self, sampler: Sampler, trial: Trial) -> None:
+    def __init__(self, sampler: SamplingEngine, trial: Trial) -> None:
         self.sampler, self.trial = sampler, trial
 
     def sample(
@@ -65,7 +65,7 @@ class Faulty(Sampler):
 class _Spoiled(Faulty):
     """Passes on other weights than it is sent."""
 
-    def __init__(self, sampler: Sampler, trial: Trial) -> None:
+    def __init__(self, sampler: SamplingEngine, trial: Trial) -> None:
         super().__init__(sampler, trial)
         self.history: list[dict[str, Tensor]] = []
 
@@ -136,7 +136,7 @@ class StaleCache(Faulty):
     that does not, prompts are read with the weights before, but for their last token.
     """
 
-    def __init__(self, sampler: Sampler, trial: Trial) -> None:
+    def __init__(self, sampler: SamplingEngine, trial: Trial) -> None:
         super().__init__(sampler, trial)
         self.num_received = 0
         self.caches = hasattr(sampler, "forget_prompts")
@@ -203,7 +203,7 @@ class LikelyTokens(Faulty):
 
 
 # What must be said of each.
-FAULTS: dict[str, tuple[Callable[[Sampler, Trial], Faulty], str]] = {
+FAULTS: dict[str, tuple[Callable[[SamplingEngine, Trial], Faulty], str]] = {
     "two layers exchanged": (LayersExchanged, layers_exchanged(0, 1)),
     "the old output head kept": (OldHead, OLD_HEAD),
     "a missing adapter": (MissingAdapter, LOADED_WEIGHTS),

@@ -14,14 +14,14 @@ from lm.sampling import Choice
 from lm.source import load, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
-from samplers.sampler import Sampler
+from samplers.engine import SamplingEngine
 from samplers.sent_weights import SentWeights, digests_of, held_tensors, noted, take
 from training.config import Precision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class HeedSampler(Sampler):
+class HeedSampler(SamplingEngine):
     """Holds the policy in compute precision, and samples from it with `lm.generation`."""
 
     def __init__(self, policy: LanguageModel, end_id: int, *, keeps_steps: bool = False) -> None:

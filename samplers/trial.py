@@ -21,8 +21,8 @@ from lm.padding import pad_right
 from lm.source import load, on_meta
 from lm.tokenizer import Messages, Tokenizer
 from lm.weights import ModelFolder, save_model
+from samplers.engine import SamplingEngine
 from samplers.own import DTYPES
-from samplers.sampler import Sampler
 from samplers.sent_weights import SentWeights, chunks, held_tensors
 from training.config import Precision
 
@@ -91,10 +91,10 @@ class Trial:
         """Its weights, as a learner sends them."""
         return map(SentWeights.of, chunks(held_tensors(self.policy(version)).items()))
 
-    def sample(self, sampler: Sampler) -> Generated:
+    def sample(self, sampler: SamplingEngine) -> Generated:
         return sampler.sample(self.prompts, self.seeds, max_new_tokens=MAX_NEW_TOKENS, temperature=TEMPERATURE)
 
-    def last_rollout(self, sampler: Sampler) -> Generated:
+    def last_rollout(self, sampler: SamplingEngine) -> Generated:
         """What it samples after both updates. It samples before each of them, too, which fills its caches."""
         for version in range(NUM_VERSIONS):
             sampler.receive(self.sent(version))

@@ -21,9 +21,9 @@ from lm.model import LanguageModel
 from lm.source import on_meta
 from lm.weights import ModelFolder
 from samplers.agreement import Agreement
+from samplers.engine import LoadEngine, SamplingEngine
 from samplers.explanations import explain
 from samplers.faults import FAULTS, LIKELY_TOKENS
-from samplers.sampler import LoadSampler, Sampler
 from samplers.trial import MAX_NEW_TOKENS, NUM_VERSIONS, TEMPERATURE, Trial, save_untied, truth
 from training.config import Precision
 
@@ -51,7 +51,7 @@ class Verification:
 
 
 def verify_sampler(
-    load: LoadSampler,
+    load: LoadEngine,
     folder: Path,
     *,
     precision: Precision = "fp32",
@@ -86,7 +86,7 @@ def verify_sampler(
     return Verification(tuple(checks))
 
 
-def _honest(sampler: Sampler, trial: Trial) -> Iterator[Check]:
+def _honest(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
     rollouts = list[Generated]()
     for version in range(NUM_VERSIONS):
         name = "the model as loaded" if not version else f"after update {version}"
@@ -108,7 +108,7 @@ def _honest(sampler: Sampler, trial: Trial) -> Iterator[Check]:
     yield Check("the same seeds again, after sleeping, with the first weights", same, found)
 
 
-def _planted(sampler: Sampler, trial: Trial) -> Iterator[Check]:
+def _planted(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
     for name, (plant, expected) in FAULTS.items():
         faulty = plant(sampler, trial)
         fault, measured = judge(trial, trial.last_rollout(faulty), NUM_VERSIONS - 1)

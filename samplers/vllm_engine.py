@@ -19,8 +19,8 @@ from lm.model import LanguageModel
 from lm.source import on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import CONFIG, ModelFolder, config_to_hf, stored_tensors
+from samplers.engine import SamplingEngine
 from samplers.own import DTYPES
-from samplers.sampler import Sampler
 from samplers.sent_weights import SentWeights, chunks, held_tensors, noted, require_same
 from training.config import Precision
 
@@ -36,7 +36,7 @@ GPU_MEMORY_SHARE = 0.4  # of a GPU, where learners are on it too; their memory c
 PREFIX_BLOCK_TOKENS = 32  # on CPUs, whose default is 128; a prompt's cache is kept in whole blocks
 
 
-class VLLMSampler(Sampler):
+class VLLMSampler(SamplingEngine):
     """Hands prompts to vLLM as tokens, and weights to it under the names of the Hugging Face layout."""
 
     def __init__(self, folder: Path, precision: Precision) -> None:

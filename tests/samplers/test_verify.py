@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lm.generation import Generated
+from samplers.engine import SamplingEngine
 from samplers.faults import FAULTS, Faulty
 from samplers.own import HeedSampler
-from samplers.sampler import Sampler
 from samplers.sent_weights import SentWeights
 from samplers.trial import Trial, truth, truth_with_stale_prefixes, weights_of, with_exchanged, with_weights
 from samplers.verify import UNEXPLAINED, Check, Verification, verify_sampler
@@ -50,7 +50,7 @@ def test_heeds_sampler_passes_and_every_planted_fault_is_named(
     ],
 )
 def test_an_engine_with_a_fault_fails_with_its_name(untied: Path, fault: str, first_seen: str, named: str) -> None:
-    def load(folder: Path, precision: Precision) -> Sampler:
+    def load(folder: Path, precision: Precision) -> SamplingEngine:
         trial = Trial(folder, precision)
         faulty = FAULTS[fault][0](HeedSampler.load(folder, precision), trial)
         faulty.receive(trial.sent(0))
@@ -67,7 +67,7 @@ def test_an_engine_with_a_fault_fails_with_its_name(untied: Path, fault: str, fi
 class _Changed(Faulty):
     """Its responses are changed by a function."""
 
-    def __init__(self, sampler: Sampler, change: Callable[[Generated], None]) -> None:
+    def __init__(self, sampler: SamplingEngine, change: Callable[[Generated], None]) -> None:
         super().__init__(sampler, Trial(Path(), "fp32"))
         self.change = change
 

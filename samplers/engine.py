@@ -11,7 +11,7 @@ from samplers.sent_weights import SentWeights
 from training.config import Precision
 
 
-class Sampler(Protocol):
+class SamplingEngine(Protocol):
     """Samples from a copy of a language model, whose weights it is sent after every update.
 
     Temperature is the only option: an engine that also cuts the distribution (top_p, top_k) samples from another policy
@@ -58,4 +58,4 @@ class Sampler(Protocol):
         ...
 
 
-LoadSampler = Callable[[Path, Precision], Sampler]  # a sampler of the model in a folder, computing in a precision
+LoadEngine = Callable[[Path, Precision], SamplingEngine]  # a sampler of the model in a folder, computing in a precision
