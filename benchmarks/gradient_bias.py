@@ -281,7 +281,7 @@ def _stale_samples() -> list[Row]:
         ),
     }  # fmt: skip
     for settings, (changes, known) in corrections.items():
-        loss = heeds_loss(_rloo(**changes), corrects=True)
+        loss = heeds_loss(_rloo().model_copy(update=changes), corrects=True)
         found.append(Row("RLOO, stale samples", settings, toy, loss, 0.0, known, from_old=True))
     return found
 

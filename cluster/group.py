@@ -46,8 +46,8 @@ class WorkerGroup:
         bundle = bundle or choose_bundle(num_workers, cluster_gpus(), use_gpus=self.config.use_gpus)
         if not waits_for_nodes and host is None:
             require_places(num_workers, bundle, living_nodes())
-        places = None if host is None else host.ranks
-        self.ranks: Ranks = start_ranks(num_workers, bundle, self.config, python, places)
+        places, gpus = (None, ()) if host is None else (host.ranks, host.visible_gpus())
+        self.ranks: Ranks = start_ranks(num_workers, bundle, self.config, python, places, gpus)
         try:
             address, port = self.free_address()
             references = tuple(actor.join.remote(address, port) for actor in self.ranks.actors)
@@ -88,6 +88,11 @@ class WorkerGroup:
         `stage` names the calls in error messages: "ppo.update_policy: rank 1 of 4: ...".
         """
         return Remote.put(self.ranks, stage, factory, *args, **kwargs)
+
+    def visible_gpus(self) -> Sequence[str]:
+        """The GPUs that each rank may use, as CUDA_VISIBLE_DEVICES has them."""
+        references = tuple(actor.visible_gpus.remote() for actor in self.ranks.actors)
+        return Calls[str](self.ranks, "start", references)()
 
     def free_address(self) -> tuple[str, int]:
         """The address of rank 0's node, and a port that is free there."""

@@ -3,6 +3,7 @@ neighbours.
 """
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,12 +50,17 @@ class Ranks:
 
 
 def start_ranks(
-    num_ranks: int, bundle: Bundle, config: ClusterConfig, python: str = "", host: Ranks | None = None
+    num_ranks: int,
+    bundle: Bundle,
+    config: ClusterConfig,
+    python: str = "",
+    host: Ranks | None = None,
+    gpus_of_hosts: Sequence[str] = (),
 ) -> Ranks:
     """Reserve places and start one process in each. Returns while the processes still load their libraries.
 
     `python` is an interpreter other than the driver's. With a `host`, each rank shares the place of the host's rank of
-    the same number, its GPU included, and reserves nothing.
+    the same number, and reserves nothing; `gpus_of_hosts` are what these ranks see.
     Raises:
         NoPlaceError: no place is free within `cluster.wait_for_nodes_seconds`.
     """
@@ -66,7 +72,7 @@ def start_ranks(
     # Loading libraries does not count as progress.
     stall_seconds = max(config.start_seconds, config.stall_seconds)
     limits = config.model_copy(update={"stall_seconds": stall_seconds})
-    gpus = [hidden_gpus(bundle)] * num_ranks if host is None else _gpus_of(host)
+    gpus = [hidden_gpus(bundle)] * num_ranks if host is None else [*map(_shown_gpus, gpus_of_hosts)]
     taken = bundle if host is None else {"CPU": 0.0}
     actors = []
     for rank, index in enumerate(_neighbours(nodes_of(placement))):
@@ -84,11 +90,9 @@ def start_ranks(
     return Ranks(actors, names, placement, heartbeats, limits, is_guest=host is not None)
 
 
-def _gpus_of(host: Ranks) -> list[dict[str, str]]:
-    """Environment that shows each guest its host's GPU: Ray would hide all of them from who asks for none."""
-    seen = ray.get([actor.visible_gpus.remote() for actor in host.actors])
-    kept = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    return [{"CUDA_VISIBLE_DEVICES": gpus, **kept} for gpus in seen]
+def _shown_gpus(gpus: str) -> dict[str, str]:
+    """Environment that shows these GPUs to a guest: Ray would hide all of them from an actor that requests none."""
+    return {"CUDA_VISIBLE_DEVICES": gpus, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
 def _neighbours(nodes: list[str]) -> list[int]:

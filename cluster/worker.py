@@ -49,9 +49,9 @@ class _Worker:
         """This node's address and a free port, for the group's rendezvous."""
         return self._guarded(lambda: (ray.util.get_node_ip_address(), free_port()))
 
-    def visible_gpus(self) -> str:
+    def visible_gpus(self) -> tuple[bool, Any]:
         """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them; "" for none."""
-        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return self._guarded(lambda: os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
     def join(self, host: str, port: int) -> tuple[bool, Any]:
         return self._guarded(lambda: os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port)))

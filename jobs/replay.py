@@ -1,30 +1,29 @@
 """`heed replay`: a response of a run's PPO stage once more, and the chain from it back to the labels."""
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cluster.precision import resolve_precision
-from files.hashes import file_hash
 from files.lock import lock
 from jobs.hub_models import hub_models
+from jobs.inputs import inputs_of, what_changed
 from jobs.job import JobConfig
 from jobs.job_file import load_job
 from jobs.recovery import Workers
 from jobs.run import Run
 from lm.tokenizer import Messages
 from ppo.config import PPOConfig
-from ppo.replay import Replayed, replay
+from ppo.replay import Replayed, replay_iterations
 from reward.comparisons import RankingsConfig, read_rankings
 from reward.config import RewardConfig
 from reward.stage import STAGE as REWARD
-from stages.lineage import LINEAGE
+from stages.lineage import LINEAGE, path_hash, started_with
 from stages.progress import print_notice
-from stages.sampling import SAMPLES
 from training.notices import speaking_through
 
 
@@ -58,11 +57,20 @@ def replay_response(
         job = job.model_copy(update={"engine": engine})
         run = Run(job, folder, job.open_world(), workers)
         stage_run = run.of(stage)
+        _require_same_inputs(run, stage)
         config = stage_run.resolve(job.section_of(job.stage(stage)))
         assert isinstance(config, PPOConfig)
-        closing.callback(shutil.rmtree, stage_run.folder / SAMPLES, ignore_errors=True)  # of the scale of scores
-        found = replay(stage_run, config, iteration, response, told)
+        found = replay_iterations(stage_run, config, iteration, response, told)
         return found, chain_of(run, stage, found.prompt.messages)
+
+
+def _require_same_inputs(run: Run, name: str) -> None:
+    """Raises: ValueError if the job file, its data or the stages before have changed since this stage ran."""
+    stage, folder = run.job.stage(name), run.stage_folder(name)
+    inputs = inputs_of(run, stage)
+    if started_with(folder) != inputs.fingerprint:
+        changed = what_changed(folder, inputs)
+        raise ValueError(f"{folder} was made from other inputs than those of {run.folder / 'job.toml'}: {changed}")
 
 
 def _job_of(folder: Path) -> JobConfig:
@@ -72,39 +80,64 @@ def _job_of(folder: Path) -> JobConfig:
 
 
 def chain_of(run: Run, stage: str, prompt: Messages) -> list[Link]:
-    """What a PPO stage was made from, back to the judgments that taught its reward model."""
+    """What a PPO stage was made from, back to the judgments that taught its reward model; in a later round also what
+    the policy of the round before was made from.
+    """
     job, stage_run = run.job, run.of(stage)
-    links = [_link(stage_run.folder, "the policy after all iterations")]
-    links.append(_link(stage_run.start("sft").parent, "the policy that PPO starts from"))
+    start = stage_run.start("sft").parent
+    links = [
+        _link(stage_run.folder, "the policy after all iterations"),
+        _link(start, "the policy that PPO starts from"),
+        *_reward_links(run, stage, prompt),
+    ]
+    is_own = start.parent == run.folder and start.name in job.stage_names
+    if is_own and isinstance(job.section(job.stage(start.name)), PPOConfig):
+        links += chain_of(run, start.name, prompt)[1:]
+    return links
+
+
+def _reward_links(run: Run, stage: str, prompt: Messages) -> list[Link]:
+    job, stage_run = run.job, run.of(stage)
     ppo = job.section_of(job.stage(stage))
     if isinstance(ppo, PPOConfig) and ppo.external_reward is not None:
-        return [*links, Link("reward", str(ppo.reward_function or ppo.reward_url), "")]
+        return [Link("reward", str(ppo.reward_function or ppo.reward_url), "")]
     judge = stage_run.start(REWARD.name)
-    links.append(_link(judge.parent, "the reward model"))
-    own = stage_run.own(REWARD.name)
+    links, own = [_link(judge.parent, "the reward model")], stage_run.own(REWARD.name)
     if own not in job.stage_names or stage_run.folder_of(REWARD.name) != judge.parent:
         return links  # a reward model from elsewhere has a chain of its own
-    reward = stage_run.at(REWARD.name).resolve(job.section_of(job.stage(own)))
+    section = job.section_of(job.stage(own))
+    reward = stage_run.at(REWARD.name).resolve(section)
+    assert isinstance(section, RewardConfig)
     assert isinstance(reward, RewardConfig)
-    return [*links, _rankings_link(reward.rankings, prompt)]
+    learned_from = _lineage(judge.parent).get("data", {}).get(section.rankings.source, "")
+    return [*links, _rankings_link(reward.rankings, learned_from, prompt)]
 
 
-def _rankings_link(source: RankingsConfig, prompt: Messages) -> Link:
-    """The rankings, how many there are by whom, and how many judge responses to this very prompt."""
+def _rankings_link(source: RankingsConfig, learned_from: str, prompt: Messages) -> Link:
+    """The rankings, how many there are by whom, and how many judge responses to this very prompt.
+
+    `learned_from` is the SHA-256 of what the reward model learned from.
+    """
     rankings = read_rankings(source)
     by_labeler = Counter(ranking.labeler for ranking in rankings)
     asked = [(message["role"], message["content"]) for message in prompt]
     same = sum([(message.role, message.content) for message in ranking.prompt] == asked for ranking in rankings)
     people = ", ".join(f"{name} {number:,}" for name, number in sorted(by_labeler.items()))
-    what = f"{len(rankings):,} judgments ({people}), {same} of this prompt"
-    path = Path(source.source)
-    return Link(source.source, what, file_hash(path) if path.is_file() else "")
+    sha256 = path_hash(source.source)
+    changed = "" if sha256 == learned_from else "; it has changed since the reward model learned from it"
+    return Link(source.source, f"{len(rankings):,} judgments ({people}), {same} of this prompt{changed}", sha256)
+
+
+def _lineage(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / LINEAGE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
 
 
 def _link(folder: Path, what: str) -> Link:
-    """A stage's folder, or a model from elsewhere."""
-    try:
-        lineage = json.loads((folder / LINEAGE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """A stage's folder, or a model from elsewhere, which has no lineage."""
+    lineage = _lineage(folder)
+    if not lineage:
         return Link(str(folder), what, "")
     return Link(str(folder), f"{what}, by Heed {lineage['code_version']}", str(lineage["outputs"]))

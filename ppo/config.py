@@ -94,9 +94,9 @@ class PPOConfig(Config):
     importance_beyond: Literal["cut", "drop_tokens", "drop_responses"] = Field(
         default="cut",
         description="What happens beyond these limits. `cut`: a larger weight becomes `importance_cap` (truncated"
-        " importance sampling). `drop_tokens`: the token counts nothing (IcePop, arXiv 2510.18855). `drop_responses`: a"
-        " response counts nothing if the geometric mean of its tokens' weights is beyond them; larger weights of other"
-        " responses' tokens are cut.",
+        " importance sampling). `drop_tokens`: the token gets weight 0 (IcePop, arXiv 2510.18855). `drop_responses`: a"
+        " response's tokens get weight 0 if the geometric mean of their weights is beyond the limits; larger weights in"
+        " other responses are cut.",
     )
     prompts: DataConfig = Field(description="Prompts to sample responses to.")
     on_overlong: OnOverlong = overlong_field()
@@ -235,6 +235,16 @@ class PPOConfig(Config):
                 f'generator_python {self.generator_python} with generator "heed", which runs under the Python of the'
                 ' learner; generator "vllm" or no generator_python was expected'
             )
+        if self.importance_beyond != "cut" and not self.corrects_samples:
+            raise ValueError(
+                f'importance_beyond "{self.importance_beyond}" with max_staleness 0 and generator "heed", whose samples'
+                ' need no correction; "cut", or one of the others, was expected'
+            )
+        if self.importance_beyond == "drop_tokens" and self.ratio == "response":
+            raise ValueError(
+                'importance_beyond "drop_tokens" with ratio "response": a response has one ratio and counts whole;'
+                ' "drop_responses" was expected'
+            )
         if self.importance_floor and self.importance_beyond == "cut":
             raise ValueError(
                 f'importance_floor {self.importance_floor} with importance_beyond "cut", which has no lower limit;'
@@ -321,6 +331,11 @@ class PPOConfig(Config):
     def sampled_batch_size(self) -> int:
         """Responses sampled per iteration, of which `rollout_batch_size` are kept."""
         return round(self.oversample * self.rollout_batch_size)
+
+    @property
+    def corrects_samples(self) -> bool:
+        """Whether another policy or another engine than the learner's samples, which importance weights correct."""
+        return bool(self.max_staleness) or self.generator != "heed"
 
     @property
     def samples_apart(self) -> bool:

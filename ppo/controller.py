@@ -122,14 +122,14 @@ class PPOController:
         if self.samples is not None:
             self.samples.log_drawn(iteration, ScoredRollout(rollout, scores_B, kl_B))
         if self.samples is not None and followed is not None:
-            self.samples.log_followed(iteration, self._scored(followed()))
+            self.samples.log_followed(iteration, self._scored(followed(), iteration))
         found, returns_BR = self._advantages(rewards_BR, values_BR, mask_BR)
         advantages_BR = found.advantages_BR
         importance_BR, importance_metrics = importance_weights(
             logprobs_BR, rollout.behaviour_logprobs_BR, mask_BR, config.importance_cap, config.importance_floor,
             config.importance_beyond,
         )  # fmt: skip
-        if staleness or config.generator != "heed":  # otherwise both policies are the same, and so is their rounding
+        if staleness or config.generator != "heed":  # otherwise both are one policy, and differ by rounding
             advantages_BR = importance_BR * advantages_BR
 
         lesson = Lesson(
@@ -137,7 +137,7 @@ class PPOController:
             values_BR, returns_BR, importance_BR,
         )  # fmt: skip
         if self.rollouts is not None:
-            self.rollouts.write(iteration, rollout, self.sent_digests)
+            self.rollouts.write(iteration, rollout, scores_B, self.sent_digests)
         self.lesson = lesson
         metrics = self._learn(iteration, minibatches, lesson)
         kl_nats = float(kl_B[scored_B].mean())
@@ -230,10 +230,12 @@ class PPOController:
         prompts = [self.prompts[row] for row in self.followed]
         return self.roles.start_sampling(self.followed, prompts, seeds, again=True)
 
-    def _scored(self, rollout: Rollout) -> ScoredRollout:
+    def _scored(self, rollout: Rollout, iteration: int) -> ScoredRollout:
         whole = [torch.arange(len(rollout))]
         scores_BO = self.roles.scorers.start_scores(rollout)()
         logprobs_BR = self.roles.learners.start_policy_logprobs(rollout, whole)()
+        # The weights of this iteration sample these, however stale its own rollout is.
+        require_one_policy(logprobs_BR, rollout, iteration, self.precision)
         ref_logprobs_BR = self.roles.scorers.start_reference_logprobs(rollout, whole)()
         return ScoredRollout(
             rollout, (scores_BO * self.weights_O).sum(dim=1), (logprobs_BR - ref_logprobs_BR).sum(dim=1)

@@ -47,13 +47,13 @@ class Generator(Rank):
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
         super().__init__(config, engine_config, models)
         precision = engine_config.resolved_precision()
+        on_own_device = config.placement == "disaggregated"
         self.sampler: SamplingEngine
         if config.generator == "vllm":
             from samplers.vllm_engine import VLLMSampler
 
-            self.sampler = VLLMSampler.load(self.models.sft, precision)
+            self.sampler = VLLMSampler.load(self.models.sft, precision, on_own_device=on_own_device)
         else:
-            on_own_device = config.placement == "disaggregated"
             self.sampler = HeedSampler.load(self.models.sft, precision, keeps_steps=on_own_device)
         # Samples are learned from before the next are drawn, and that brings other weights.
         self._sleeps = config.memory != "fast" and config.placement == "colocated"

@@ -1,22 +1,26 @@
 """`heed replay`: one response of PPO once more, as it was sampled, with all that the algorithm made of it.
 
 The iterations between the newest checkpoint before it and the response's own are computed again, in memory: nothing of
-the run is written. With Heed's sampler, the same number of ranks and a machine of the same kind, all of it is the same
-bits; the digests in rollouts.jsonl say whether it is.
+a finished run is written. With Heed's sampler, the same number of ranks and a machine of the same kind, all of it is
+the same bits; weights, response and score are compared with the record in rollouts.jsonl.
 
 Shape letters: R response tokens.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isnan, nan
 from pathlib import Path
 
 import torch
 
+from files.records import read_record
 from lm.tokenizer import Tokenizer
 from ppo.algorithm import token_weights
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
+from ppo.initial_models import ScoreScale
+from ppo.results import PPOResults
 from ppo.rollout_log import ROLLOUTS, RolloutRecord, read_rollouts, response_digests
 from ppo.stage import controller_of, load_checkpoint, placed
 from samplers.sent_weights import shown
@@ -58,15 +62,17 @@ class Replayed:
     recorded_sampled_by: str
     digest: str
     recorded_digest: str
+    recorded_score: float
     from_iteration: int  # iterations before this one were not computed again
 
     @property
     def is_same(self) -> bool:
-        """Whether tokens and log-probs are those that were recorded, to the last bit."""
-        return self.digest == self.recorded_digest
+        """Whether weights, tokens, log-probs and score are those that were recorded, to the last bit."""
+        is_score = self.score == self.recorded_score or (isnan(self.score) and isnan(self.recorded_score))
+        return self.digest == self.recorded_digest and self.sampled_by == self.recorded_sampled_by and is_score
 
 
-def replay(
+def replay_iterations(
     stage: StageRun, config: PPOConfig, iteration: int, response: int, told: Callable[[int, int], None]
 ) -> Replayed:
     """Compute iteration 1, 2, ... of a stage again, and return one of its responses, counted from 0.
@@ -76,9 +82,10 @@ def replay(
     """
     records = read_rollouts(read_metrics(stage.folder / ROLLOUTS))
     require_recorded(stage.folder / ROLLOUTS, records, iteration, response)
-    found = placed(stage, config)
+    found = placed(stage, config, _scale_of(stage.folder / "results.json"))
     controller = controller_of(stage.context(), config, found.roles, found.models, found.prompts)
-    checkpoint = _checkpoint_before(stage.folder / "checkpoints", iteration)
+    # A checkpoint holds the rollouts that older weights have sampled, which are to be sampled again.
+    checkpoint = checkpoint_before(stage.folder / "checkpoints", iteration - config.max_staleness)
     first = 0
     if checkpoint is not None:
         first = step_of(checkpoint)
@@ -103,8 +110,16 @@ def require_recorded(path: Path, records: dict[int, RolloutRecord], iteration: i
         raise ValueError(f"--response {response}: iteration {iteration} has responses 0 to {number - 1}")
 
 
-def _checkpoint_before(checkpoints: Path, iteration: int) -> Path | None:
-    """The newest sound one with which the iteration, or one before it, can start."""
+def _scale_of(results: Path) -> ScoreScale | None:
+    """The unit of the scores of a finished run."""
+    if not results.is_file():
+        return None
+    found = read_record(results, PPOResults)
+    return ScoreScale(found.score_scale_mean, found.score_scale_std)
+
+
+def checkpoint_before(checkpoints: Path, iteration: int) -> Path | None:
+    """The newest sound one with which the iteration, or one before it, can start; None = from the start."""
     for folder in step_folders(checkpoints):
         manifest = read_manifest(folder)
         if step_of(folder) < iteration and not manifest.damage and not changed_files(folder, manifest.sha256):
@@ -153,5 +168,6 @@ def _replayed(
         recorded_sampled_by=record.sampled_by[response],
         digest=response_digests(rollout)[response],
         recorded_digest=record.responses[response],
+        recorded_score=nan if record.scores[response] is None else float(record.scores[response] or 0.0),
         from_iteration=first + 1,
     )

@@ -1,4 +1,4 @@
-"""rollouts.jsonl: of each iteration, which weights sampled its responses, and a digest of each response.
+"""rollouts.jsonl: for each iteration, which weights sampled its responses, and a digest and the score of each.
 
 `heed replay` samples them again and compares.
 """
@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from torch import Tensor
 
 from files.records import as_json
 from ppo.rollout import Rollout
@@ -22,25 +24,26 @@ class RolloutRecord:
 
     All digests are 16 hexadecimal digits: `sampled_by` of all weights that sampled a response, `responses` of its
     tokens and log-probs, and `tensors` of each weight that was sent before this iteration; none where the model is
-    still as loaded.
+    still as loaded. `scores` are the reward's, before scaling; NaN (null) where it failed.
     """
 
     step: int
     sampled_by: list[str]
     responses: list[str]
+    scores: list[float | None]
     tensors: dict[str, str]
 
 
 class RolloutLog:
-    """Writes rollouts.jsonl; on resume, as the metrics, without what will be done again."""
+    """Writes rollouts.jsonl. On resume, drops lines past the resumed step, as metrics.jsonl does."""
 
     def __init__(self, folder: Path, *, resume_step: int) -> None:
         self._lines = StepLines(folder / ROLLOUTS, resume_step=resume_step)
 
-    def write(self, iteration: int, rollout: Rollout, sent_digests: Mapping[str, int]) -> None:
+    def write(self, iteration: int, rollout: Rollout, scores_B: Tensor, sent_digests: Mapping[str, int]) -> None:
         tensors = {name: shown(digest) for name, digest in sent_digests.items()}
         sampled_by = [shown(digest) for digest in rollout.sampled_by_B.tolist()]
-        record = RolloutRecord(iteration + 1, sampled_by, response_digests(rollout), tensors)
+        record = RolloutRecord(iteration + 1, sampled_by, response_digests(rollout), scores_B.tolist(), tensors)
         self._lines.write(as_json(asdict(record)))
 
     def close(self) -> None:

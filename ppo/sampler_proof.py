@@ -20,7 +20,8 @@ NUM_WORST = 3
 
 def sampler_agreement(logprobs_BR: Tensor, rollout: Rollout) -> Agreement:
     """How far the learner's log-probs are from those that the sampler reported."""
-    return Agreement.of((logprobs_BR - rollout.behaviour_logprobs_BR)[rollout.response_mask_BR])
+    difference_C = (logprobs_BR - rollout.behaviour_logprobs_BR)[rollout.response_mask_BR]
+    return Agreement.of(difference_C, rollout.response_tokens_B.tolist())
 
 
 def require_one_policy(logprobs_BR: Tensor, rollout: Rollout, iteration: int, precision: Precision) -> None:
@@ -37,9 +38,10 @@ def require_one_policy(logprobs_BR: Tensor, rollout: Rollout, iteration: int, pr
     )
     raise RunError(
         f"ppo: iteration {iteration + 1}: the sampler is another policy than the one that learns: their log-probs of"
-        f" {found.num_tokens:,} sampled tokens differ by {found.difference:.4f} nats on average (at most"
-        f" {MAX_DIFFERENCE[precision]} is rounding in {precision}), the mean ratio is {found.ratio:.4f}. Its weights,"
-        f" cache, temperature or tokenizer are not the learner's. The worst: {named}"
+        f" {int(mask_BR.sum()):,} sampled tokens differ by {found.difference:.4f} nats on average (at most"
+        f" {MAX_DIFFERENCE[precision]} is rounding in {precision}) and by {found.worst_response:.4f} in the worst"
+        f" response; the mean ratio is {found.ratio:.4f}. Its weights, cache, temperature or tokenizer are not the"
+        f" learner's. The worst: {named}"
     )
 
 

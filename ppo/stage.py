@@ -12,7 +12,7 @@ from files.atomic import remove_unfinished
 from lm.tokenizer import Tokenizer
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
-from ppo.initial_models import InitialModels, TokenStream
+from ppo.initial_models import InitialModels, ScoreScale, TokenStream
 from ppo.plan import plan
 from ppo.report import REPORTER
 from ppo.results import PPOResults
@@ -162,8 +162,8 @@ class Placed:
     overlong: Overlong
 
 
-def placed(stage: StageRun, config: PPOConfig) -> Placed:
-    """Measure the scale of the scores, and place the roles on workers."""
+def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) -> Placed:
+    """Measure the scale of the scores, unless it is known, and place the roles on workers."""
     policy = stage.start("sft")
     fitting = fitting_prompts(
         stage, stage.tokenizer_of("sft"), config.prompts, config.max_new_tokens, config.on_overlong
@@ -176,7 +176,7 @@ def placed(stage: StageRun, config: PPOConfig) -> Placed:
         assert pretraining is not None, "pretraining rows come from the pretraining stage, a parent of this one"
         tokens = tokenize(stage.at(PRETRAIN.name), stage.resolve(pretraining))
         stream = TokenStream(array_path(tokens.training, "tokens"), pretraining.seq_len)
-    scale = score_scale(stage, policy, judge, prompts, config)
+    scale = scale or score_scale(stage, policy, judge, prompts, config)
     models = InitialModels(sft=policy, reward=judge, scale=scale, pretraining=stream)
     learners = generators = scorers = stage.workers()
     python = generator_python(config)

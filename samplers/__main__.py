@@ -1,9 +1,12 @@
-"""`python -m samplers ENGINE MODEL PRECISION SEED`: the test of a sampler, a JSON line per check.
+"""`python -m samplers ENGINE MODEL PRECISION SEED PIPE`: the test of a sampler, a JSON line per check into a pipe.
 
-`heed verify-sampler` runs it under the Python of engines that have one of their own.
+`heed verify-sampler` runs it under the Python of engines that have one of their own. Engines print what they like, and
+may end the process: so checks have a pipe of their own (a file descriptor), and a last line that says how many there
+were.
 """
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +17,7 @@ from samplers.verify import verify_sampler
 from training.config import Precision
 
 VLLM = "vllm"
-MISTAKE = 2  # exit code of a user's mistake, which is the last line
+MISTAKE, DONE = "mistake", "done"  # keys of last lines: the user's mistake, the number of checks
 
 
 def loader_of(engine: str) -> LoadEngine:
@@ -35,18 +38,24 @@ def loader_of(engine: str) -> LoadEngine:
     return load_function(engine, "sampler")
 
 
-def main(engine: str, model: str, precision: Precision, seed: str) -> int:
-    try:
-        verify_sampler(
-            loader_of(engine),
-            Path(model),
-            precision=precision,
-            seed=int(seed),
-            tell=lambda check: print(json.dumps(asdict(check)), flush=True),
-        )
-    except ValueError as error:
-        print(json.dumps(str(error)), flush=True)
-        return MISTAKE
+def main(engine: str, model: str, precision: Precision, seed: str, pipe: str) -> int:
+    with os.fdopen(int(pipe), "w") as checks:
+
+        def write(line: object) -> None:
+            print(json.dumps(line), file=checks, flush=True)
+
+        try:
+            found = verify_sampler(
+                loader_of(engine),
+                Path(model),
+                precision=precision,
+                seed=int(seed),
+                tell=lambda check: write(asdict(check)),
+            )
+        except ValueError as error:
+            write({MISTAKE: str(error)})
+            return 2
+        write({DONE: len(found.checks)})
     return 0
 
 

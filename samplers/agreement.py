@@ -1,5 +1,7 @@
 """How far a sampler's log-probs of the tokens it sampled may be from the learner's: rounding, and no more."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -9,24 +11,40 @@ from training.config import Precision
 
 # Nats per token, mean of |difference|. The debug job's: 2e-7 in fp32 and .005 in bf16 with Heed's own sampler.
 MAX_DIFFERENCE: dict[Precision, float] = {"fp32": 0.001, "bf16": 0.05}
-MAX_RATIO_ERROR = 0.02  # of the mean ratio π_learner / π_sampler, which is 1 + rounding over tokens from π_sampler
-MIN_TOKENS = 64  # fewer say nothing about the mean ratio, which then depends on a few unlikely tokens
+MAX_RATIO_ERROR = 0.02  # of the mean ratio π_learner / π_sampler, which is 1 + rounding over tokens from π_sampler,
+MAX_STANDARD_ERRORS = 4.0  # or so many standard errors of that mean, which a few unlikely tokens may move
+MIN_TOKENS = 16  # of a response that is judged by itself, by
+RESPONSE_FACTOR = 4  # times as large a difference: one broken rank of many moves the mean of all tokens too little
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The mean |log π_learner - log π_sampler| of sampled tokens, in nats, and the mean ratio π_learner / π_sampler."""
+    """How log-probs of sampled tokens agree: log π_learner - log π_sampler, in nats."""
 
-    difference: float
-    ratio: float
-    num_tokens: int
+    difference: float  # mean of the absolute values
+    ratio: float  # mean of π_learner / π_sampler
+    ratio_error: float  # standard error of that
+    worst_response: float  # largest mean absolute difference of a response with at least MIN_TOKENS tokens; 0 = none
 
     @classmethod
-    def of(cls, difference_C: Tensor) -> Self:
-        """`difference_C` is log π_learner - log π_sampler of each sampled token; C counts tokens."""
-        return cls(float(difference_C.abs().mean()), float(difference_C.exp().mean()), len(difference_C))
+    def of(cls, difference_C: Tensor, lengths: Sequence[int]) -> Self:
+        """`difference_C` is that of each token, response after response; `lengths` are the responses' tokens."""
+        ratio_C = difference_C.exp()
+        by_response = [
+            float(part.abs().mean()) for part in difference_C.split(list(lengths)) if len(part) >= MIN_TOKENS
+        ]
+        return cls(
+            float(difference_C.abs().mean()),
+            float(ratio_C.mean()),
+            float(ratio_C.std(correction=0)) / len(difference_C) ** 0.5,
+            max(by_response, key=lambda value: math.inf if math.isnan(value) else value, default=0.0),
+        )
 
     def holds(self, precision: Precision) -> bool:
         """Whether both are one policy, up to rounding in this precision; NaN is not."""
-        is_near = self.difference <= MAX_DIFFERENCE[precision]
-        return is_near and (self.num_tokens < MIN_TOKENS or abs(self.ratio - 1) <= MAX_RATIO_ERROR)
+        most = MAX_DIFFERENCE[precision]
+        return (
+            self.difference <= most
+            and self.worst_response <= RESPONSE_FACTOR * most
+            and abs(self.ratio - 1) <= max(MAX_RATIO_ERROR, MAX_STANDARD_ERRORS * self.ratio_error)
+        )

@@ -36,6 +36,10 @@ class SamplingEngine(Protocol):
         """
         ...
 
+    def forget_prompts(self) -> None:
+        """Forget keys and values that are kept of prompts; `receive` calls it. Nothing where none are kept."""
+        ...
+
     @property
     def digests(self) -> Mapping[str, int]:
         """The digest of each weight received last, or loaded (`samplers.sent_weights.digests_of`)."""

@@ -81,8 +81,9 @@ def explanations(trial: Trial, found: Generated, version: int) -> Iterator[Expla
 
 def explain(trial: Trial, found: Generated, reported_C: Tensor, version: int) -> str:
     """The name of the explanation that gives the reported log-probs up to rounding; "" where none does."""
+    lengths = [*map(len, found.responses)]
     for explanation in explanations(trial, found, version):
-        if Agreement.of(explanation.logprobs() - reported_C).holds(trial.precision):
+        if Agreement.of(explanation.logprobs() - reported_C, lengths).holds(trial.precision):
             return explanation.name
     return ""
 

@@ -21,6 +21,7 @@ from samplers.explanations import (
     other_templates,
     shifted,
 )
+from samplers.own import HeedSampler
 from samplers.sent_weights import SentWeights, chunks
 from samplers.trial import MAX_NEW_TOKENS, Trial, with_exchanged
 
@@ -41,6 +42,9 @@ class Faulty(SamplingEngine):
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
         self.sampler.receive(sent)
+
+    def forget_prompts(self) -> None:
+        self.sampler.forget_prompts()
 
     @property
     def digests(self) -> Mapping[str, int]:
@@ -132,16 +136,16 @@ class OtherTokenizer(Faulty):
 
 
 class StaleCache(Faulty):
-    """Keeps a prompt's keys and values when weights change. An engine that caches prompts is made to keep them; for one
-    that does not, prompts are read with the weights before, but for their last token.
+    """Keeps a prompt's keys and values when weights change: the engine's `forget_prompts` does nothing. Heed's sampler,
+    which keeps none, is replaced by one that reads prompts with the weights before, but for their last token.
     """
 
     def __init__(self, sampler: SamplingEngine, trial: Trial) -> None:
         super().__init__(sampler, trial)
         self.num_received = 0
-        self.caches = hasattr(sampler, "forget_prompts")
+        self.caches = not isinstance(sampler, HeedSampler)
         if self.caches:
-            sampler.forget_prompts = lambda: None  # type: ignore[attr-defined]
+            sampler.forget_prompts = lambda: None  # type: ignore[method-assign]
 
     def receive(self, sent: Iterable[SentWeights]) -> None:
         self.num_received += 1
@@ -178,7 +182,7 @@ class StaleCache(Faulty):
 
     def unplant(self) -> None:
         if self.caches:
-            del self.sampler.forget_prompts  # type: ignore[attr-defined]
+            del self.sampler.forget_prompts
 
 
 class LikelyTokens(Faulty):

@@ -61,6 +61,9 @@ class HeedSampler(SamplingEngine):
         self._digests = {}
         take(self.policy, noted(sent, self._digests))
 
+    def forget_prompts(self) -> None:
+        """Nothing: no call keeps keys and values for the next."""
+
     @property
     def digests(self) -> Mapping[str, int]:
         if not self._digests:  # as loaded

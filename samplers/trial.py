@@ -135,6 +135,11 @@ class Truth:
         second_C = (all_CV.exp() * all_CV**2).sum(dim=-1)
         return cls(logprobs_C.cpu(), (logprobs_C + entropy_C).cpu(), (second_C - entropy_C**2).cpu())
 
+    @property
+    def surplus(self) -> float:
+        """The sum of the surplus in its standard deviations: about N(0, 1) where tokens were drawn from π."""
+        return float(self.surplus_C.sum() / self.variance_C.sum().sqrt())
+
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
         return cls(

@@ -23,11 +23,13 @@ from lm.weights import ModelFolder
 from samplers.agreement import Agreement
 from samplers.engine import LoadEngine, SamplingEngine
 from samplers.explanations import explain
-from samplers.faults import FAULTS, LIKELY_TOKENS
+from samplers.faults import FAULTS, LIKELY_TOKENS, StaleCache
+from samplers.own import HeedSampler
 from samplers.trial import MAX_NEW_TOKENS, NUM_VERSIONS, TEMPERATURE, Trial, save_untied, truth
 from training.config import Precision
 
 MAX_SURPLUS = 4.5  # standard deviations; draws from the policy go beyond it once in 150,000 tests
+MORE_DRAWS = 4  # responses per prompt for the test of draws
 UNLIKELY_TOKENS = "tokens that are less likely than draws from the policy: a higher temperature"
 UNEXPLAINED = "another policy, for no reason that this test knows"
 
@@ -99,6 +101,7 @@ def _honest(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
             return
         fault, measured = judge(trial, rollouts[-1], version)
         yield Check(f"policy, {name}", not fault, fault or measured)
+    yield _draws(sampler, trial)
     sampler.sleep()
     sampler.wake()
     sampler.receive(trial.sent(0))
@@ -108,11 +111,34 @@ def _honest(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
     yield Check("the same seeds again, after sleeping, with the first weights", same, found)
 
 
+def _draws(sampler: SamplingEngine, trial: Trial) -> Check:
+    """Whether tokens are drawn from the policy, with more of them than a rollout has: a mild cut moves them little."""
+    prompts, seeds = trial.prompts * MORE_DRAWS, range(trial.seed, trial.seed + MORE_DRAWS * len(trial.prompts))
+    found = sampler.sample(prompts, seeds, max_new_tokens=MAX_NEW_TOKENS, temperature=TEMPERATURE)
+    surplus = truth(trial.policy(NUM_VERSIONS - 1), prompts, found.responses, TEMPERATURE).surplus
+    name = f"draws from the policy, {sum(map(len, found.responses)):,} tokens"
+    return Check(name, not _is_biased(surplus), _biased(surplus) or f"{surplus:+.1f} standard deviations of likelihood")
+
+
+def _is_biased(surplus: float) -> bool:
+    return not math.isfinite(surplus) or abs(surplus) > MAX_SURPLUS
+
+
+def _biased(surplus: float) -> str:
+    """What is wrong with draws; "" for nothing."""
+    if not _is_biased(surplus):
+        return ""
+    return f"{LIKELY_TOKENS if surplus > 0 else UNLIKELY_TOKENS} ({surplus:+.1f} standard deviations)"
+
+
 def _planted(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
     for name, (plant, expected) in FAULTS.items():
         faulty = plant(sampler, trial)
         fault, measured = judge(trial, trial.last_rollout(faulty), NUM_VERSIONS - 1)
         faulty.unplant()
+        if not fault and plant is StaleCache and not isinstance(sampler, HeedSampler):
+            yield Check(f"planted: {name}", True, "nothing to find: the engine keeps no keys and values of prompts")
+            continue
         yield Check(f"planted: {name}", fault.startswith(expected), fault or f"not found: {measured}")
 
 
@@ -120,17 +146,14 @@ def judge(trial: Trial, found: Generated, version: int) -> tuple[str, str]:
     """What is wrong with a rollout of the policy after so many updates, "" for nothing; and what was measured."""
     true = truth(trial.policy(version), trial.prompts, found.responses, TEMPERATURE)
     reported_C = torch.tensor([nats for row in found.logprobs for nats in row])
-    agreement = Agreement.of(true.logprobs_C - reported_C)
-    surplus = float(true.surplus_C.sum() / true.variance_C.sum().sqrt())
+    agreement = Agreement.of(true.logprobs_C - reported_C, [*map(len, found.responses)])
     measured = (
         f"log-probs differ by {agreement.difference:.1e} nats on average, mean ratio {agreement.ratio:.4f}, surplus of"
-        f" likelihood {surplus:+.1f} standard deviations"
+        f" likelihood {true.surplus:+.1f} standard deviations"
     )
     if not agreement.holds(trial.precision):
         return f"{explain(trial, found, reported_C, version) or UNEXPLAINED} ({measured})", measured
-    if not math.isfinite(surplus) or abs(surplus) > MAX_SURPLUS:
-        return f"{LIKELY_TOKENS if surplus > 0 else UNLIKELY_TOKENS} ({measured})", measured
-    return "", measured
+    return _biased(true.surplus), measured
 
 
 def _form(name: str, found: Generated, trial: Trial) -> Check:

@@ -32,14 +32,15 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
 }
 MAX_ROWS = 128  # sequences that run at once
-GPU_MEMORY_SHARE = 0.4  # of a GPU, where learners are on it too; their memory comes and goes
+GPU_MEMORY_SHARE = 0.9  # of a GPU of its own
+GPU_MEMORY_SHARE_OF_GUEST = 0.4  # where learners are on it too; their memory comes and goes
 PREFIX_BLOCK_TOKENS = 32  # on CPUs, whose default is 128; a prompt's cache is kept in whole blocks
 
 
 class VLLMSampler(SamplingEngine):
     """Hands prompts to vLLM as tokens, and weights to it under the names of the Hugging Face layout."""
 
-    def __init__(self, folder: Path, precision: Precision) -> None:
+    def __init__(self, folder: Path, precision: Precision, *, on_own_device: bool = False) -> None:
         """`folder` is a model directory; its weights are the first that the engine receives."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -49,7 +50,7 @@ class VLLMSampler(SamplingEngine):
         source = ModelFolder(folder, LanguageModel)
         self._model = on_meta(source.build).to(DTYPES[precision])
         self.end_id, self._on_gpu = tokenizer.end_id, torch.cuda.is_available()
-        self._vllm, self._sleeps = vllm, False
+        self._vllm, self._sleeps, self._may_sleep = vllm, False, not on_own_device
         self._digests = dict[str, int]()
         if not self._on_gpu:
             self._require_shape(folder)
@@ -66,8 +67,7 @@ class VLLMSampler(SamplingEngine):
                 enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",  # after the temperature; the default is before it
                 seed=0,
-                **({"enable_sleep_mode": True, "gpu_memory_utilization": GPU_MEMORY_SHARE} if self._on_gpu else {}),
-                **({} if self._on_gpu else {"block_size": PREFIX_BLOCK_TOKENS}),
+                **(_gpu_options(on_own_device) if self._on_gpu else {"block_size": PREFIX_BLOCK_TOKENS}),
             )
         dtype = DTYPES[precision]
         weights = ((name, tensor.to(dtype)) for name, tensor in source.tensors())
@@ -82,8 +82,8 @@ class VLLMSampler(SamplingEngine):
             raise ValueError(f"{folder}: head_dim is {head_dim}; vLLM on CPUs has {', '.join(map(str, sizes))}")
 
     @classmethod
-    def load(cls, folder: Path, precision: Precision) -> Self:
-        return cls(folder, precision)
+    def load(cls, folder: Path, precision: Precision, *, on_own_device: bool = False) -> Self:
+        return cls(folder, precision, on_own_device=on_own_device)
 
     def sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
@@ -132,7 +132,7 @@ class VLLMSampler(SamplingEngine):
             yield name, torch.empty_like(tensor, device=device)
 
     def sleep(self) -> None:
-        if self._on_gpu and not self._sleeps:  # CPUs have no sleep mode, and no memory that others wait for
+        if self._on_gpu and self._may_sleep and not self._sleeps:
             self._engine.sleep(level=2)  # weights are dropped: new ones come
             self._sleeps = True
 
@@ -143,3 +143,9 @@ class VLLMSampler(SamplingEngine):
 
     def close(self) -> None:
         del self._engine
+
+
+def _gpu_options(on_own_device: bool) -> dict[str, Any]:
+    if on_own_device:
+        return {"gpu_memory_utilization": GPU_MEMORY_SHARE}
+    return {"gpu_memory_utilization": GPU_MEMORY_SHARE_OF_GUEST, "enable_sleep_mode": True}

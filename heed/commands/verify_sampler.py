@@ -1,13 +1,14 @@
 """`heed verify-sampler`: does a sampling engine hold the policy that it is sent (docs/samplers.md)?"""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -59,24 +60,30 @@ def verify_sampler(
 
 
 def _checks(engine: str, model: Path, precision: str, seed: int, python: str) -> "Iterator[Check]":
-    """The checks as they finish, made by another process: an engine may write to its output, or end it."""
-    from samplers.__main__ import MISTAKE
+    """The checks as they finish, made by another process.
+
+    Raises: ValueError for the user's mistakes; RunError if the process ends before all checks were made.
+    """
+    from samplers.__main__ import DONE, MISTAKE
     from samplers.verify import Check
     from training.failures import RunError
 
-    command = [python or sys.executable, "-m", "samplers", engine, str(model), precision, str(seed)]
-    last: object = None
+    reading, writing = os.pipe()
+    command = [python or sys.executable, "-m", "samplers", engine, str(model), precision, str(seed), str(writing)]
+    last: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads would fill
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith(("{", '"')):  # engines print lines of their own
-                    last = json.loads(line)
-                    if isinstance(last, dict):
-                        yield Check(**last)
+        process = subprocess.Popen(command, stdout=said, stderr=said, text=True, pass_fds=(writing,))
+        os.close(writing)
+        with os.fdopen(reading) as lines:
+            for line in lines:
+                last = json.loads(line)
+                if not {DONE, MISTAKE} & last.keys():
+                    yield Check(**last)
+        code = process.wait()
         said.seek(0)
-        errors = said.read().strip().splitlines()
-    if process.returncode == MISTAKE and isinstance(last, str):
-        raise ValueError(last)
-    if process.returncode:
-        raise RunError(f"{engine} ended with exit code {process.returncode}: {errors[-1] if errors else 'no message'}")
+        output = said.read().strip().splitlines()
+    if MISTAKE in last:
+        raise ValueError(last[MISTAKE])
+    if DONE not in last:
+        why = output[-1] if output else "it wrote nothing"
+        raise RunError(f"{engine} ended with exit code {code} before the test did: {why}")

@@ -456,6 +456,10 @@ def test_rollouts_in_flight_are_part_of_the_state(start: Callable[..., PPOContro
         ({"max_staleness": 3, **AHEAD}, "max_staleness 3 with num_iterations 3"),
         ({"max_staleness": -1, **AHEAD}, "greater than or equal to 0"),
         ({"importance_cap": 0.9}, "greater than or equal to 1"),
+        (
+            {"importance_beyond": "drop_tokens"},
+            'max_staleness 0 and generator "heed", whose samples need no correction',
+        ),
         ({"importance_floor": 0.5}, 'importance_floor 0.5 with importance_beyond "cut", which has no lower limit'),
         ({"generator_python": "python"}, 'generator_python python with generator "heed"'),
     ],

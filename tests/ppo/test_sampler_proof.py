@@ -12,7 +12,7 @@ from lm.model import LanguageModel
 from ppo.controller import PPOController
 from ppo.rollout import Rollout
 from ppo.sampler_proof import require_one_policy, sampler_agreement
-from samplers.agreement import MAX_DIFFERENCE, MIN_TOKENS
+from samplers.agreement import MAX_DIFFERENCE
 from tests.ppo.one_rank import OneRank
 from training.failures import RunError
 
@@ -108,14 +108,16 @@ def test_the_figures_and_bounds_by_hand() -> None:
         RunError, match=r"0\.1333 nats .* mean ratio is 1\.0849.* prompt 0, token 1 \(id 3\): sampler -2"
     ):
         require_one_policy(logprobs_BR, rollout, 0, "bf16")
-    # The mean ratio decides too, where there are tokens enough: this difference is the same for all of them.
-    for num_tokens, stops in ((MIN_TOKENS - 1, False), (MIN_TOKENS, True)):
-        logprobs_BR, rollout = sampled([[0.03] * num_tokens])
-        if not stops:
-            require_one_policy(logprobs_BR, rollout, 0, "bf16")
-            continue
-        with pytest.raises(RunError, match=r"mean ratio is 1\.0305"):
-            require_one_policy(logprobs_BR, rollout, 0, "bf16")
+    # The mean ratio decides too, unless it may come from a few unlikely tokens.
+    logprobs_BR, rollout = sampled([[0.03] * 64])
+    with pytest.raises(RunError, match=r"mean ratio is 1\.0305"):
+        require_one_policy(logprobs_BR, rollout, 0, "bf16")
+    logprobs_BR, rollout = sampled([[0.0] * 8] * 7 + [[0.0] * 7 + [1.0]])
+    require_one_policy(logprobs_BR, rollout, 0, "bf16")
+    # One rank of 64 that samples from another policy is seen in its own responses.
+    logprobs_BR, rollout = sampled([[0.0] * 20] * 63 + [[1.0, -1.0] * 10])
+    with pytest.raises(RunError, match=r"differ by 0\.0156 nats on average .* by 1\.0000 in the worst response"):
+        require_one_policy(logprobs_BR, rollout, 0, "bf16")
     logprobs_BR, rollout = sampled([[0.0, 0.0]])
     require_one_policy(logprobs_BR, rollout, 0, "fp32")
     logprobs_BR[0, 1] = math.nan

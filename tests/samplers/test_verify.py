@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.generation import Generated
+from lm.generation import Generated, generate
+from lm.sampling import Choice
 from samplers.engine import SamplingEngine
 from samplers.faults import FAULTS, Faulty
 from samplers.own import HeedSampler
@@ -99,6 +100,35 @@ def test_responses_of_the_wrong_form_are_found(untied: Path, change: Callable[[G
     assert failed(found)["form of responses, the model as loaded"] == message
 
 
+class _Cut(HeedSampler):
+    """Samples with top_p, and reports the log-probs of the whole distribution."""
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, max_new_tokens: int, temperature: float
+    ) -> Generated:
+        choice = Choice(temperature, top_p=0.9)
+        return generate(
+            self.policy, prompts, max_new_tokens=max_new_tokens, end_id=self.end_id, choice=choice, seeds=seeds
+        )
+
+
+def test_tokens_that_are_not_drawn_from_the_policy_are_found_though_their_logprobs_are_right(untied: Path) -> None:
+    found = failed(verify_sampler(_Cut.load, untied))
+    draws = next(said for name, said in found.items() if name.startswith("draws from the policy"))
+    assert draws.startswith("tokens that are likelier than draws")
+
+
+def test_an_engine_that_keeps_no_prompts_has_no_stale_cache(untied: Path) -> None:
+    class Wrapped(Faulty):
+        def unplant(self) -> None:
+            raise AssertionError("nothing was planted into it")
+
+    found = verify_sampler(lambda *given: Wrapped(HeedSampler.load(*given), Trial(untied, "fp32")), untied)
+    assert found.passed, failed(found)
+    (cache,) = [check.found for check in found.checks if check.name == "planted: a stale prefix cache"]
+    assert cache == "nothing to find: the engine keeps no keys and values of prompts"
+
+
 class _Unknown(HeedSampler):
     """Scales the last norm, which no explanation covers."""
 
@@ -161,7 +191,7 @@ def test_the_command_tests_an_engine_of_ones_own(untied: Path, tmp_path: Path) -
         "    def receive(self, sent):\n"
         "        list(sent)\n"
         "def load(folder, precision):\n"
-        "    print('an engine may print')\n"
+        "    print({'an engine': 'may print'})\n"
         "    return Stuck.load(folder, precision)\n"
     )
     done = _run(f"{engine}:load", str(untied))
@@ -171,6 +201,15 @@ def test_the_command_tests_an_engine_of_ones_own(untied: Path, tmp_path: Path) -
     assert lines[3].startswith(
         "FAILED policy, after update 1: the weights it was loaded with: no update, or no adapter"
     )
+
+
+def test_an_engine_that_ends_the_process_does_not_pass(untied: Path, tmp_path: Path) -> None:
+    engine = tmp_path / "engine.py"
+    engine.write_text("import os\ndef load(folder, precision):\n    os._exit(0)\n")
+    done = _run(f"{engine}:load", str(untied))
+    assert done.returncode == 1
+    assert "ended with exit code 0 before the test did: it wrote nothing" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
