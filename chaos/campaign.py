@@ -4,6 +4,7 @@ All runs use a cluster of several nodes on this machine; each node has its own n
 Faults are injected one after another, each after the run has made progress since the previous one.
 """
 
+import itertools
 import json
 import shutil
 import signal
@@ -140,7 +141,7 @@ class Campaign:
     def run_round(self, schedule: Schedule) -> None:
         """Runs the job to its end under the next faults of the schedule."""
         self.rounds += 1
-        name = f"{self.job.name}-chaos-{self.rounds}"
+        name = self._unused_name()
         folder = (self.disk.folder if self.disk else self.runs) / name
         run = Round(
             folder, lambda: self._start(folder), cluster=self.cluster, disk=self.disk, stages=self.job.stage_names
@@ -157,6 +158,11 @@ class Campaign:
             self.faults += run.faults
             if self.disk and folder.exists():
                 shutil.move(folder, self.runs / name)
+
+    def _unused_name(self) -> str:
+        """A run of an earlier campaign in the same folder is finished: it would end before any fault."""
+        names = (f"{self.job.name}-chaos-{number}" for number in itertools.count(self.rounds))
+        return next(name for name in names if not (self.runs / name).exists())
 
     def _inject(self, run: Round, schedule: Schedule) -> None:
         plan = schedule.take(FAULTS_PER_RUN)
