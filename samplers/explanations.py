@@ -47,7 +47,7 @@ class Explanation:
 
 
 def explanations(trial: Trial, found: Generated, version: int) -> Iterator[Explanation]:
-    """All of them for a rollout that should be the policy's after so many updates, each computed when asked."""
+    """Yield every explanation for a rollout that was sampled after `version` updates; each is computed when asked."""
     prompts, responses, policy = trial.prompts, found.responses, trial.policy(version)
 
     def told(name: str, policy: LanguageModel = policy, temperature: float = TEMPERATURE) -> Explanation:

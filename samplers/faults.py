@@ -206,7 +206,7 @@ class LikelyTokens(Faulty):
         )
 
 
-# What must be said of each.
+# Each fault, and how the message that names it must begin.
 FAULTS: dict[str, tuple[Callable[[SamplingEngine, Trial], Faulty], str]] = {
     "two layers exchanged": (LayersExchanged, layers_exchanged(0, 1)),
     "the old output head kept": (OldHead, OLD_HEAD),

@@ -143,7 +143,7 @@ def _planted(sampler: SamplingEngine, trial: Trial) -> Iterator[Check]:
 
 
 def judge(trial: Trial, found: Generated, version: int) -> tuple[str, str]:
-    """What is wrong with a rollout of the policy after so many updates, "" for nothing; and what was measured."""
+    """What is wrong with a rollout that was sampled after `version` updates ("" for nothing), and what was measured."""
     true = truth(trial.policy(version), trial.prompts, found.responses, TEMPERATURE)
     reported_C = torch.tensor([nats for row in found.logprobs for nats in row])
     agreement = Agreement.of(true.logprobs_C - reported_C, [*map(len, found.responses)])
