@@ -29,7 +29,7 @@ class HeedSampler(SamplingEngine):
         self._config, self._dtype = policy.config, policy.head.weight.dtype
         self._device, self.end_id = policy.head.weight.device, end_id
         self._policy: LanguageModel | None = policy
-        self._digests = dict[str, int]()
+        self._digests = digests_of(held_tensors(policy))
         kept = fixed_steps(policy, "auto") if keeps_steps else None
         self.steps: FixedSteps | Literal["auto"] = kept or "auto"
 
@@ -66,8 +66,6 @@ class HeedSampler(SamplingEngine):
 
     @property
     def digests(self) -> Mapping[str, int]:
-        if not self._digests:  # as loaded
-            self._digests.update(digests_of(held_tensors(self.policy)))
         return self._digests
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
