@@ -22,8 +22,8 @@ from reading.rows import LOADERS
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
     "lm", "reading", "intervals", "files", "endpoints", "training", "preferences", "playground", "reports",
-    "labeling", "cluster", "planning", "samplers", "stages", "pretrain", "sft", "reward", "evaluation", "collect", "dpo",
-    "ppo", "rejection", "compare", "jobs", "studies", "chaos", "heed", "configs",
+    "labeling", "cluster", "planning", "samplers", "stages", "pretrain", "sft", "reward", "evaluation", "collect",
+    "dpo", "ppo", "rejection", "compare", "jobs", "studies", "chaos", "heed", "configs",
 )  # fmt: skip
 SHIPPED_MIB = 100  # the head keeps shipped files in memory; larger ones belong in the shared folder
 
