@@ -110,8 +110,10 @@ class PPOController:
             values_BR = torch.zeros_like(logprobs_BR) if values is None else values()
 
         staleness = min(iteration, config.max_staleness)
-        if not staleness:
-            require_one_policy(logprobs_BR, rollout, iteration, self.precision)
+        if staleness:
+            agreement = sampler_agreement(logprobs_BR, rollout)
+        else:
+            agreement = require_one_policy(logprobs_BR, rollout, iteration, self.precision)
         scores_B = (scores_BO * self.weights_O).sum(dim=1)
         # Oversampling has checked all that were sampled; the kept ones may be the ones that failed.
         scored_B = torch.isfinite(scores_B) if oversampling else self._require_scores(scores_B)
@@ -146,7 +148,7 @@ class PPOController:
         metrics |= importance_metrics | found.metrics | oversampling
         metrics |= {
             "staleness": float(staleness),
-            "sampler_difference": sampler_agreement(logprobs_BR, rollout).difference,
+            "sampler_difference": agreement.difference,
             "score": float(scores_B[scored_B].mean()),
             "scaled_score": float(self.scale.apply(scores_B)[scored_B].mean()),
             "kl_nats": kl_nats,

@@ -52,7 +52,7 @@ class ReplayedToken:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A response as it was sampled again. The digests are those of rollouts.jsonl; "" where there is no record."""
+    """A response as it was sampled again, and what rollouts.jsonl has recorded of it."""
 
     prompt: Prompt
     response: str
@@ -137,7 +137,7 @@ def _replayed(
 ) -> Replayed:
     lesson = controller.lesson
     assert lesson is not None, "an iteration was computed"
-    rollout, config = lesson.rollout, controller.config
+    rollout, config, recorded_score = lesson.rollout, controller.config, record.scores[response]
     minibatches = controller.minibatches(record.step - 1, len(rollout))[: config.num_minibatches]
     after_BR = controller.roles.learners.start_policy_logprobs(rollout, minibatches)()
     rows = next(rows for rows in minibatches if response in rows.tolist())
@@ -168,6 +168,6 @@ def _replayed(
         recorded_sampled_by=record.sampled_by[response],
         digest=response_digests(rollout)[response],
         recorded_digest=record.responses[response],
-        recorded_score=nan if record.scores[response] is None else float(record.scores[response] or 0.0),
+        recorded_score=nan if recorded_score is None else recorded_score,
         from_iteration=first + 1,
     )

@@ -24,11 +24,13 @@ def sampler_agreement(logprobs_BR: Tensor, rollout: Rollout) -> Agreement:
     return Agreement.of(difference_C, rollout.response_tokens_B.tolist())
 
 
-def require_one_policy(logprobs_BR: Tensor, rollout: Rollout, iteration: int, precision: Precision) -> None:
-    """Raises: RunError, which names the worst tokens, where sampler and learner are different policies."""
+def require_one_policy(logprobs_BR: Tensor, rollout: Rollout, iteration: int, precision: Precision) -> Agreement:
+    """Returns how sampler and learner agree. Raises: RunError, which names the worst tokens, if they are different
+    policies.
+    """
     found = sampler_agreement(logprobs_BR, rollout)
     if found.holds(precision):
-        return
+        return found
     mask_BR, sampler_BR = rollout.response_mask_BR, rollout.behaviour_logprobs_BR
     difference_BR = torch.where(mask_BR, logprobs_BR - sampler_BR, 0.0)
     worst = difference_BR.abs().nan_to_num(math.inf).view(-1).topk(min(NUM_WORST, difference_BR.numel())).indices

@@ -13,8 +13,8 @@ from training.config import Precision
 MAX_DIFFERENCE: dict[Precision, float] = {"fp32": 0.001, "bf16": 0.05}
 MAX_RATIO_ERROR = 0.02  # of the mean ratio π_learner / π_sampler, which is 1 + rounding over tokens from π_sampler,
 MAX_STANDARD_ERRORS = 4.0  # or so many standard errors of that mean, which a few unlikely tokens may move
-MIN_TOKENS = 16  # of a response that is judged by itself, by
-RESPONSE_FACTOR = 4  # times as large a difference: one broken rank of many moves the mean of all tokens too little
+MIN_TOKENS = 16  # responses with at least so many tokens are also judged one by one:
+RESPONSE_FACTOR = 4  # times the difference is allowed. One broken rank of many hardly moves the mean of all tokens
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from lm.generation import Generated, generate
 from lm.graphs import FixedSteps, fixed_steps
+from lm.inference import load_for_inference
 from lm.model import LanguageModel
 from lm.sampling import Choice
-from lm.source import load, on_meta
+from lm.source import on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder
 from samplers.engine import SamplingEngine
@@ -35,8 +36,7 @@ class HeedSampler(SamplingEngine):
 
     @classmethod
     def load(cls, folder: Path, precision: Precision, *, keeps_steps: bool = False) -> Self:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        policy = load(ModelFolder(folder, LanguageModel), device, DTYPES[precision]).eval()
+        policy = load_for_inference(ModelFolder(folder, LanguageModel), DTYPES[precision])
         return cls(policy, Tokenizer.load(folder).end_id, keeps_steps=keeps_steps)
 
     @property

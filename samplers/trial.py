@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from lm.batch import Batch
+from lm.config import ModelConfig
 from lm.generation import Generated
+from lm.inference import load_for_inference
 from lm.logprobs import entropy, token_logprobs
 from lm.model import LanguageModel
 from lm.padding import pad_right
 from lm.source import load, on_meta
 from lm.tokenizer import Messages, Tokenizer
-from lm.weights import ModelFolder, save_model
+from lm.weights import ModelFolder, read_config, save_model
 from samplers.engine import SamplingEngine
 from samplers.own import DTYPES
 from samplers.sent_weights import SentWeights, chunks, held_tensors
@@ -55,7 +57,7 @@ class Trial:
     @cached_property
     def conversations(self) -> list[Messages]:
         """Questions made of common words, of different lengths."""
-        draw, room = random.Random(self.seed), self._model.config.max_position_embeddings - MAX_NEW_TOKENS - 1
+        draw, room = random.Random(self.seed), self.shape.max_position_embeddings - MAX_NEW_TOKENS - 1
         found, common = list[Messages](), " ".join(WORDS).split()
         while len(found) < NUM_PROMPTS:
             longest = min(PROMPT_TOKENS, room)
@@ -80,8 +82,8 @@ class Trial:
         return [draw.getrandbits(62) for _ in range(NUM_PROMPTS)]
 
     @cached_property
-    def _model(self) -> LanguageModel:
-        return on_meta(ModelFolder(self.folder, LanguageModel).build)
+    def shape(self) -> ModelConfig:
+        return read_config(self.folder, "language")[0]
 
     def policy(self, version: int) -> LanguageModel:
         """The true policy after so many updates, in compute precision."""
@@ -108,15 +110,14 @@ class Trial:
 
 @lru_cache(maxsize=NUM_VERSIONS)
 def _policy(folder: Path, precision: Precision, seed: int, version: int) -> LanguageModel:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.inference_mode(False), torch.no_grad():
-        policy = load(ModelFolder(folder, LanguageModel), device, DTYPES[precision]).eval()
+        policy = load_for_inference(ModelFolder(folder, LanguageModel), DTYPES[precision])
         for number, tensor in enumerate(held_tensors(policy).values()):
             for update in range(version):
                 generator = torch.Generator().manual_seed((seed * NUM_VERSIONS + update) * 100_003 + number)
-                noise = torch.randn(tensor.shape, generator=generator).to(device)
+                noise = torch.randn(tensor.shape, generator=generator).to(tensor.device)
                 tensor += (UPDATE * tensor.float().square().mean().sqrt() * noise).to(tensor.dtype)
-    return policy.requires_grad_(False)
+    return policy
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def truth_with_stale_prefixes(
     batch = Batch.start(before, range(len(prompts)), [prompt[:n] for prompt, _, n in asked], num_steps)
     batch.model = policy
     logits = [batch.logits_BV]
-    for place in range(num_steps):  # what has ended goes on with any token
+    for place in range(num_steps):  # rows that have ended continue with any token
         batch.feed(torch.tensor([row[min(place, len(row) - 1)] for row in ahead], device=device))
         logits.append(batch.logits_BV)
     parts = list[Truth]()

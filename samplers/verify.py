@@ -17,9 +17,6 @@ from pathlib import Path
 import torch
 
 from lm.generation import Generated
-from lm.model import LanguageModel
-from lm.source import on_meta
-from lm.weights import ModelFolder
 from samplers.agreement import Agreement
 from samplers.engine import LoadEngine, SamplingEngine
 from samplers.explanations import explain
@@ -77,7 +74,7 @@ def verify_sampler(
         sampler.close()
         return Verification(tuple(checks))
     with tempfile.TemporaryDirectory() as untied:
-        if on_meta(ModelFolder(folder, LanguageModel).build).config.tie_word_embeddings:
+        if trial.shape.tie_word_embeddings:
             # A head that is the embedding cannot be older than it, so faults are planted into an untied copy.
             save_untied(folder, Path(untied))
             sampler.close()
@@ -167,7 +164,7 @@ def _form(name: str, found: Generated, trial: Trial) -> Check:
         if not 1 <= len(response) <= MAX_NEW_TOKENS:
             wrong.append(f"response {row} has {len(response)} tokens")
         elif end_id in response[:-1]:
-            wrong.append(f"response {row} goes on after the end token")
+            wrong.append(f"response {row} continues after the end token")
         elif finished != (response[-1] == end_id):
             wrong.append(f"response {row} is said to be {'finished' if finished else 'cut off'}")
         elif not finished and len(response) < MAX_NEW_TOKENS:

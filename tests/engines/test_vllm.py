@@ -22,26 +22,16 @@ from ppo.roles import Roles
 from samplers.agreement import MAX_DIFFERENCE
 from samplers.faults import FAULTS
 from tests.jobs.conftest import DEBUG_JOB, HeedCommand
+from tests.samplers.conftest import SENTENCE, small_shape
 from training.config import BatchConfig, EngineConfig, OptimizerConfig, Precision
 from training.data import DataConfig
-
-SENTENCE = "the cat sat on a mat and saw one red bird fly over green hills of the land that they all had known"
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> InitialModels:
     """A policy with a tied output head, and a reward model, both with random weights."""
     folder, tokenizer = tmp_path_factory.mktemp("models"), Tokenizer.train([SENTENCE] * 20, 320, "chat")
-    config = ModelConfig(
-        vocab_size=tokenizer.vocab_size,
-        max_position_embeddings=128,
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=96,
-        tie_word_embeddings=True,
-    )
+    config = small_shape(tokenizer, tied=True)
     policy, reward = LanguageModel(config), ScalarModel(config)
     init_weights(policy, 1)
     init_weights(reward, 2)

@@ -12,9 +12,9 @@ from lm.weights import save_model
 SENTENCE = "the cat sat on a mat and saw one red bird fly over green hills of the land that they all had known"
 
 
-def _save(folder: Path, *, tied: bool) -> Path:
-    tokenizer = Tokenizer.train([SENTENCE] * 20, 320, "chat")
-    config = ModelConfig(
+def small_shape(tokenizer: Tokenizer, *, tied: bool) -> ModelConfig:
+    """With heads of 32 columns, the fewest that vLLM runs on a CPU."""
+    return ModelConfig(
         vocab_size=tokenizer.vocab_size,
         max_position_embeddings=128,
         hidden_size=64,
@@ -24,7 +24,11 @@ def _save(folder: Path, *, tied: bool) -> Path:
         intermediate_size=96,
         tie_word_embeddings=tied,
     )
-    model = LanguageModel(config)
+
+
+def _save(folder: Path, *, tied: bool) -> Path:
+    tokenizer = Tokenizer.train([SENTENCE] * 20, 320, "chat")
+    model = LanguageModel(small_shape(tokenizer, tied=tied))
     init_weights(model, 1)
     save_model(folder, model, model.state_dict(), tokenizer)
     return folder
