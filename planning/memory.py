@@ -8,6 +8,7 @@ from torch import nn
 from lm.activations import Pass
 from lm.block import Block
 from lm.config import ModelConfig
+from lm.lora import LoRAConfig, add_adapters
 from lm.model import ScalarModel, freeze_all_but_last
 from lm.native.build import multiplies_bf16
 from lm.source import on_meta
@@ -92,8 +93,10 @@ class Memory:
         return num_ranks * sum(self.host.values()) + sum(self.host_once.values())
 
 
-def count(config: ModelConfig, optimizer: OptimizerConfig, *, num_scores: int = 0) -> Counts:
-    """Counts parameters on the meta device, with the same layers frozen as in training.
+def count(
+    config: ModelConfig, optimizer: OptimizerConfig, *, num_scores: int = 0, lora: LoRAConfig | None = None
+) -> Counts:
+    """Counts parameters on the meta device, with the same weights frozen as in training.
 
     With `num_scores` the model has that many scores instead of a language-model head.
 
@@ -105,6 +108,8 @@ def count(config: ModelConfig, optimizer: OptimizerConfig, *, num_scores: int = 
         lambda: ScalarModel(config, labels=labels) if is_scalar else PRETRAINED[config.kind](config)
     )
     num_layers = config.num_hidden_layers + config.num_encoder_layers
+    if lora is not None:
+        model = on_meta(lambda: add_adapters(model, lora))
     if optimizer.trained_layers is not None:
         freeze_all_but_last(model, optimizer.trained_layers)
         num_layers = optimizer.trained_layers

@@ -8,14 +8,16 @@ writes that response (sequence to sequence); its pairs are not packed.
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
+from torch import Tensor
 
 from lm.encoder_decoder import EncoderDecoder
+from lm.lora import LoRAConfig, WithAdapters, kept_adapters, merged, save_adapter
 from lm.model import LanguageModel
-from lm.source import ModelSource
+from lm.source import ModelSource, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, purpose_of, save_model
 from sft.demonstrations import Limit, Rows, demonstration_parts, split_pair
@@ -30,6 +32,7 @@ from training.data import DataConfig, OnOverlong, overlong_field, untold
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import PackedObjective, PairsObjective
 from training.packing import Packed
+from training.seeds import derive_seed
 from training.stage import StageContext, build_engine
 from training.tokens import CHECKED_SEQUENCES, Sequences, TokenFolders, read_overlong
 
@@ -53,6 +56,21 @@ class SFTConfig(InitConfig, TrainingConfig):
     )
     on_overlong: OnOverlong = overlong_field()
     num_epochs: float = Field(default=1.0, gt=0, description="Passes over the demonstrations.")
+    lora: LoRAConfig | None = Field(
+        default=None,
+        description="Train low-rank additions to a frozen model: adapter/ has them in PEFT's layout, model/ is merged"
+        " with them. By default all weights are trained.",
+    )
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        if self.lora is None:
+            return self
+        if self.optimizer.trained_layers is not None:
+            raise ValueError("lora with optimizer.trained_layers: all of the model is frozen; one of them was expected")
+        if self.optimizer.kind == "muon":
+            raise ValueError('lora with optimizer kind "muon", whose updates have full rank; "adamw" was expected')
+        return self
 
 
 def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFolders) -> None:
@@ -69,14 +87,20 @@ def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFold
         )
     )
     num_steps = max(1, round(config.num_epochs * len(training) / config.batch.batch_size))
+    frozen = source
+    if config.lora is not None:
+        source = WithAdapters(source, config.lora, derive_seed(context.seed, "sft", "lora"))
     engine = build_engine(context, source, config)
     loop_config = LoopConfig.of("sft", context.seed, num_steps, config)
     loop = TrainingLoop(engine, loop_config, training, heldout, context.folder)
     before = loop.evaluate()
     metrics = loop.run()
-    weights = engine.weights_for_file()
+    adapters = dict[str, Tensor]()
+    weights = merged(engine.module, kept_adapters(engine.weights_for_file(), adapters))
     if engine.is_main:
-        save_model(context.model_folder, engine.module, weights, tokenizer)
+        save_model(context.model_folder, on_meta(frozen.build), weights, tokenizer)
+        if config.lora is not None:
+            save_adapter(context.folder / "adapter", engine.module, config.lora, adapters, str(start))
         context.write_results(
             SFTResults(
                 heldout_loss=metrics["loss"],
@@ -179,7 +203,7 @@ def plan(planner: Planner, config: SFTConfig) -> StagePlan:
         planner.sizes.assume("tokens per step is an upper bound: packed rows have room left, and prompts do not count")
     steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
     logits = config.batch.micro_batch_size * tokens * planner.model.vocab_size
-    return planner.training("rows", config, steps, tokens, logits)
+    return planner.training("rows", config, steps, tokens, logits, lora=config.lora)
 
 
 STAGE = Stage(

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from endpoints.ports import free_port
 from lm.config import ModelConfig
 from lm.encoder import MaskedLanguageModel, SequenceClassifier
 from lm.encoder_decoder import EncoderDecoder
+from lm.lora import UP, LoRAConfig, WithAdapters
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.source import ModelSource, RandomInit, load
 from lm.tokenizer import Tokenizer
@@ -238,6 +239,15 @@ def encoder_score(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda tokens_1T: model(tokens_1T)[0, 0]
 
 
+class Adapted(WithAdapters[Any]):
+    """Adapters that have learned something: where B is 0, A has no gradient."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        generator = torch.Generator().manual_seed(7)
+        for name, tensor in super().tensors():
+            yield name, torch.randn(tensor.shape, generator=generator) / 4 if name.endswith(UP) else tensor
+
+
 NUM_COUNTED = sum(sum(counted[1:]) for _, counted in CONVERSATIONS)
 NUM_HIDDEN = 4 * 2 + 1  # 15% of 14 words are 2
 LANGUAGE = RandomInit(lambda: LanguageModel(DECODER), 1)
@@ -254,6 +264,12 @@ CASES = {
     ),
     "packed": Case(LANGUAGE, PackedObjective(PACKED), lambda model: conversations_sum(model) / NUM_COUNTED),
     "unpacked": Case(LANGUAGE, PackedObjective(UNPACKED), lambda model: conversations_sum(model) / NUM_COUNTED),
+    "lora": Case(
+        Adapted(LANGUAGE, LoRAConfig(rank=2, alpha=6.0), 6),
+        PackedObjective(PACKED),
+        lambda model: conversations_sum(model) / NUM_COUNTED,
+        max_grad_norm=0.2,
+    ),
     "pairs": Case(
         TRANSLATE, PairsObjective(PAIRS, END), lambda model: sum_of(pair_sum(model, *pair) for pair in PAIRS) / 31
     ),
@@ -586,7 +602,7 @@ Expected = tuple[list[float], list[float], dict[str, Tensor]]
 def descend(source: ModelSource[Any], mean: Callable[[Any], Tensor], max_grad_norm: float) -> Expected:
     """Losses, gradient norms before clipping, and the weights after plain SGD of rate 1."""
     model, losses, norms = load(source), [], []
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for _ in range(NUM_STEPS):
         loss = mean(model)
         gradients = torch.autograd.grad(loss, parameters)
