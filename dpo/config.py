@@ -10,6 +10,9 @@ from training.config import BatchConfig, OptimizerConfig
 Loss = Literal["sigmoid", "ipo", "length_normalised"]
 LENGTH_NORMALISED_BETA = 5.0  # Tülu 3's (arXiv 2411.15124): log-ratios per token are smaller than sums
 
+OPTIMIZER = {"learning_rate": 1e-6, "schedule": "linear", "warmup_steps": 20}
+LORA_LEARNING_RATE = 1e-5  # ten times as much (`lm.lora.LoRAConfig`)
+
 
 class DPOConfig(ComparisonsConfig):
     """`init_from` names the policy to start from, which is also the reference."""
@@ -41,15 +44,20 @@ class DPOConfig(ComparisonsConfig):
         description="Batch sizes, in comparisons; by default 64, in passes of 8,192 tokens.",
     )
     optimizer: OptimizerConfig = Field(
-        default=OptimizerConfig(learning_rate=1e-6, schedule="linear", warmup_steps=20),
-        description="Optimizer and learning rate; by default 1e-6 after 20 steps of warm-up, falling linearly.",
+        default=OptimizerConfig.model_validate(OPTIMIZER),
+        description="Optimizer and learning rate; by default 1e-6 (with `lora`"
+        f" {LORA_LEARNING_RATE:g}) after 20 steps of warm-up, falling linearly.",
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _default_beta(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("loss") == "length_normalised":
-            return {"beta": LENGTH_NORMALISED_BETA, **values}
+    def _set_defaults(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if values.get("loss") == "length_normalised":
+            values = {"beta": LENGTH_NORMALISED_BETA, **values}
+        if values.get("lora") is not None:
+            values = {"optimizer": {**OPTIMIZER, "learning_rate": LORA_LEARNING_RATE}, **values}
         return values
 
     @model_validator(mode="after")

@@ -20,9 +20,12 @@ from dpo.reference import check_first_loss, logprobs_on_all_ranks, reference_log
 from dpo.results import DPOResults
 from files.atomic import write_json
 from files.records import record_of
+from lm.adapters import save_trained
+from lm.lora import adapted
 from lm.model import LanguageModel
+from lm.source import on_meta
 from lm.tokenizer import Tokenizer
-from lm.weights import ModelFolder, save_model
+from lm.weights import ModelFolder
 from preferences.statistics.agreement import accuracy_against
 from reward.comparisons import Comparison
 from reward.learner import network_weights, starting_log_nu
@@ -32,6 +35,7 @@ from reward.results import LabelerResults
 from training.engine import Engine
 from training.loop import LoopConfig, TrainingLoop
 from training.notices import say
+from training.seeds import derive_seed
 from training.stage import StageContext, build_engine
 from training.tokens import read_overlong
 
@@ -48,7 +52,9 @@ def train(context: StageContext, config: DPOConfig, start: Path, data: PreparedR
     trained_on = data.comparisons(data.split.train, weights_of_labelers(data.split, config))
     unseen = data.comparisons(data.split.heldout)  # all labelers weigh the same in measurements
     log_nu = starting_log_nu(trained_on, 0) if config.ties == "davidson" else None
-    engine = build_engine(context, PolicySource(ModelFolder(start, LanguageModel, config.dropout), log_nu), config)
+    policy = ModelFolder(start, LanguageModel, config.dropout)
+    network = adapted(policy, config.lora, derive_seed(context.seed, "dpo", "lora"))
+    engine = build_engine(context, PolicySource(network, log_nu), config)
     reference = reference_logprobs(engine, context.folder, [*trained_on, *unseen], config.batch)
     before = reference[len(trained_on) :]
     training = PreferenceObjective(trained_on, reference[: len(trained_on)], config)
@@ -60,7 +66,8 @@ def train(context: StageContext, config: DPOConfig, start: Path, data: PreparedR
     after = logprobs_on_all_ranks(engine, unseen, config.batch)
     weights, others = engine.weights_for_file(), dict[str, Tensor]()
     if engine.is_main:
-        save_model(context.model_folder, engine.module.network, network_weights(weights, others), tokenizer)
+        own, trained = network_weights(weights, others), engine.module.network
+        save_trained(context.folder, on_meta(policy.build), trained, own, tokenizer, config.lora, start)
         learned_nu = None if log_nu is None else _learned_nu(engine, log_nu, others)
         write_results(context, config, data, (trained_on, unseen), (before, after), num_steps, learned_nu)
     engine.barrier()

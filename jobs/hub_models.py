@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cluster.group import WorkerGroup
 from jobs.job import JobConfig
-from lm.hub import is_from_hub, model_directory, on_this_machine
+from lm.hub import hub_name, model_directory, on_this_machine
 
 
 def hub_models(job: JobConfig) -> tuple[Path, ...]:
@@ -22,7 +22,7 @@ def hub_models(job: JobConfig) -> tuple[Path, ...]:
                 found += [model_directory(name)] if name else []
             except ValueError as error:
                 raise ValueError(f"{stage.name}.{field}: {error}") from None
-    return tuple(folder for folder in dict.fromkeys(found) if is_from_hub(folder))
+    return tuple(folder for folder in dict.fromkeys(found) if hub_name(folder))
 
 
 def fetch_models(group: WorkerGroup, models: Sequence[Path]) -> None:

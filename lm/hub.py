@@ -33,9 +33,10 @@ def model_directory(name: str) -> Path:
     return _downloaded(name)
 
 
-def is_from_hub(folder: Path) -> bool:
-    """Whether `model_directory` downloaded this folder."""
-    return _SNAPSHOT.fullmatch(str(folder)) is not None
+def hub_name(folder: Path) -> str:
+    """The hub id of a folder that `model_directory` downloaded; "" for any other folder."""
+    found = _SNAPSHOT.fullmatch(str(folder))
+    return f"{found['owner']}/{found['name']}" if found else ""
 
 
 def on_this_machine(folder: Path) -> Path:

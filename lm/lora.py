@@ -1,48 +1,53 @@
 """LoRA: trained low-rank additions to the linear maps of a frozen model (Hu et al., arXiv 2106.09685).
 
-    y = x Wᵀ + (alpha / rank) (x Aᵀ) Bᵀ
+    y = x Wᵀ + scale (x Aᵀ) Bᵀ
 
-A map that holds several of the published layout (q, k and v; gate and up) has an A of its own for each, as PEFT has. So
-an adapter is written in PEFT's layout, and `merged` adds it to the weights, after which nothing shows that it was one.
+A map that holds several maps of the published layout (q, k and v; gate and up) has an A, a B and a scale for each, as
+PEFT has. So adapters are read and written in PEFT's layout (`lm.adapters`), and `merged` adds them to the weights; then
+nothing shows that there were any.
 
 Shape letters: ... any, D inputs, F outputs, r rank, P parts of a fused map.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from files.atomic import write_json
 from lm.config import ModelConfig
-from lm.families import family_of
-from lm.linear import Linear
+from lm.families import Stored, family_of
+from lm.linear import Linear, linear
 from lm.source import ModelSource, on_meta
+from lm.weights import PURPOSES
 
-TARGETS = {"attention": ("attention.qkv", "attention.out"), "mlp": ("mlp.up", "mlp.down")}
+TARGETS = {
+    "attention": ("attention.qkv", "attention.out", "cross.query", "cross.key_value", "cross.out"),
+    "mlp": ("mlp.up", "mlp.down"),
+}
 DOWN, UP = "lora_a", "lora_b"  # A and B, as parameters of a map
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's files
+BODY = ("encoder.", "decoder.", "head.", "transform.", "transform_norm.")  # what is frozen; other heads are new
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 class LoRAConfig(BaseModel):
-    """Which maps get an adapter, and of what size. Few numbers suffice: rank 1 to 32 in reinforcement learning, more
-    for much data in SFT, at about ten times the learning rate of full tuning (Schulman et al. 2025, "LoRA Without
-    Regret", thinkingmachines.ai/blog/lora).
+    """Which maps get an adapter, and of what size.
+
+    The defaults follow Schulman et al. 2025, "LoRA Without Regret" (thinkingmachines.ai/blog/lora): all linear maps,
+    alpha 32, and a learning rate of ten times that of full tuning. There, reinforcement learning reached full tuning
+    with ranks from 1 on; SFT on much data needs more than 16.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rank: int = Field(ge=1, description="Rank of each addition.")
-    alpha: float = Field(gt=0, description="The addition is scaled by alpha / rank.")
+    rank: int = Field(default=16, ge=1, description="Rank of each addition.")
+    alpha: float = Field(default=32.0, gt=0, description="Additions are scaled by alpha / rank.")
     targets: Literal["all", "attention", "mlp"] = Field(default="all", description="The blocks' maps that are adapted.")
 
     @property
@@ -56,52 +61,100 @@ class LoRAConfig(BaseModel):
 
 
 class LoRALinear(Linear):
-    """A frozen map and its addition. `part_rows` are the outputs of each of the maps that it holds; they sum to F."""
+    """A frozen map and its addition.
 
-    def __init__(self, frozen: nn.Linear, config: LoRAConfig, part_rows: tuple[int, ...]) -> None:
+    `part_rows` are the outputs of each of the maps that it holds, F in all, and `scales` their scales. All parts have
+    room for the same rank; a part of a lower one, or without an adapter, ends with rows of A and columns of B that are
+    0. Their gradients are 0 too, so they stay 0.
+    """
+
+    def __init__(self, frozen: nn.Linear, part_rows: Sequence[int], rank: int, scales: Sequence[float]) -> None:
         super().__init__(frozen.in_features, frozen.out_features, bias=frozen.bias is not None)
         assert sum(part_rows) == frozen.out_features, f"{part_rows} rows of {frozen.out_features}"
-        self.part_rows, self.rank, self.scale = part_rows, config.rank, config.scale
-        self.lora_a = nn.Parameter(torch.empty(len(part_rows) * config.rank, frozen.in_features))
-        self.lora_b = nn.Parameter(torch.empty(frozen.out_features, config.rank))
+        assert len(scales) == len(part_rows), f"{len(scales)} scales of {len(part_rows)} maps"
+        self.part_rows, self.rank, self.scales = tuple(part_rows), rank, tuple(scales)
+        self.lora_a = nn.Parameter(torch.empty(len(part_rows) * rank, frozen.in_features))
+        self.lora_b = nn.Parameter(torch.empty(frozen.out_features, rank))
         self.is_off = False
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                parameter.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        if self.is_off:
-            return y
-        low_Pr = F.linear(x, self.lora_a).unflatten(-1, (len(self.part_rows), self.rank))
-        parts = [
-            F.linear(low_Pr[..., part, :], rows) for part, rows in enumerate(self.lora_b.split(self.part_rows, dim=0))
-        ]
-        return y + self.scale * torch.cat(parts, dim=-1)
+        return y if self.is_off else self.add_to(y, x)
+
+    def add_to(self, y: Tensor, x: Tensor) -> Tensor:
+        """y + scale (x Aᵀ) Bᵀ, [..., F]: one product of low rank for all parts, whose B are blocks of one matrix."""
+        low = linear(x, self.lora_a, None)
+        blocks = [scale * rows for scale, rows in zip(self.scales, self.lora_b.split(self.part_rows), strict=True)]
+        up = blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)  # [F, P r]
+        return y + F.linear(low, up)
+
+    def addition(self, down: Tensor, up: Tensor) -> Tensor:
+        """scale B A of these values of A and B, [F, D], in fp32."""
+        parts = zip(self.scales, up.float().split(self.part_rows), down.float().split(self.rank), strict=True)
+        return torch.cat([scale * (b @ a) for scale, b, a in parts])
+
+
+def adapted_maps(model: nn.Module) -> dict[str, LoRALinear]:
+    """The maps with adapters by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Passes inside compute with the frozen model alone: a policy's reference, bit for bit."""
+    maps = [*adapted_maps(model).values()]
+    for module in maps:
+        module.is_off = True
+    try:
+        yield
+    finally:
+        for module in maps:
+            module.is_off = False
+
+
+def linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Linear, Stored]]:
+    """The linear maps of the blocks, which adapters may be on, and where the published layout has their weights."""
+    shape = model.config
+    assert isinstance(shape, ModelConfig)
+    family = family_of(shape, PURPOSES[type(model)])
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and ".blocks." in name:
+            yield name, module, family.stored(shape, f"{name}.weight")
+
+
+def part_rows(module: nn.Linear, place: Stored) -> tuple[int, ...]:
+    """The outputs of each of the published layout's maps that a map holds."""
+    return tuple(module.out_features if rows is None else rows for rows in place.parts.values())
 
 
 def add_adapters(model: AnyModel, config: LoRAConfig) -> AnyModel:
-    """Replace the targets among the blocks' maps. All else is frozen, an untied head and norms included."""
-    shape = model.config
-    assert isinstance(shape, ModelConfig)
-    model.requires_grad_(False)
-    for name, module in [*model.named_modules()]:
-        parent, _, last = name.rpartition(".")
-        if isinstance(module, nn.Linear) and ".blocks." in name and name.endswith(config.modules):
-            adapted = LoRALinear(module, config, _part_rows(shape, name, module.out_features))
-            adapted.weight.requires_grad_(False)
-            if adapted.bias is not None:
-                adapted.bias.requires_grad_(False)
-            setattr(model.get_submodule(parent), last, adapted)
+    """Put adapters on the targets. What was pretrained is frozen; new heads (a score, a classifier) are trained."""
+    freeze_body(model)
+    for name, module, place in [*linear_maps(model)]:
+        if name.endswith(config.modules):
+            rows = part_rows(module, place)
+            replace_map(model, name, LoRALinear(module, rows, config.rank, [config.scale] * len(rows)))
     return model
 
 
-def _part_rows(shape: ModelConfig, name: str, num_rows: int) -> tuple[int, ...]:
-    parts = family_of(shape, "language").stored(shape, f"{name}.weight").parts
-    return tuple(num_rows if rows is None else rows for rows in parts.values())
+def freeze_body(model: nn.Module) -> None:
+    """Freeze everything but new heads."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(BODY))
+
+
+def replace_map(model: nn.Module, name: str, module: LoRALinear) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)
 
 
 @dataclass(frozen=True)
 class WithAdapters(Generic[AnyModel]):
-    """A model with new adapters: A is drawn from `seed` as PEFT draws it, U(±1/√D); B is 0, so the model is the same
-    as without.
+    """A model with new adapters. A is drawn from `seed` as PEFT draws it, U(±1/√D); B is 0, so the model is the same as
+    without.
     """
 
     frozen: ModelSource[AnyModel]
@@ -112,107 +165,67 @@ class WithAdapters(Generic[AnyModel]):
         return add_adapters(self.frozen.build(), self.config)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        generator, frozen = torch.Generator().manual_seed(self.seed), self.frozen.tensors()
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def drawn(name: str, shape: torch.Size) -> Tensor:
+            if name.endswith(f".{UP}"):
+                return torch.zeros(shape)
+            bound = 1 / math.sqrt(shape[1])
+            return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
         model = on_meta(self.build)
-        for name, parameter in model.named_parameters():
-            if name.endswith(f".{DOWN}"):
-                bound = 1 / math.sqrt(parameter.shape[1])
-                yield name, torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
-            elif name.endswith(f".{UP}"):
-                yield name, torch.zeros(parameter.shape)
-            else:
-                found, tensor = next(frozen)
-                assert found == name, f"{found} came where {name} was expected"
-                yield name, tensor
-                del tensor
-        yield from frozen  # buffers
+        adapters = ((n, drawn(n, p.shape)) for n, p in model.named_parameters() if is_adapter(n))
+        yield from interleaved(model, self.frozen.tensors(), adapters)
+
+
+def adapted(source: ModelSource[AnyModel], config: LoRAConfig | None, seed: int) -> ModelSource[AnyModel]:
+    """The source with new adapters, if the config asks for them."""
+    return source if config is None else WithAdapters(source, config, seed)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's."""
+    return name.endswith((f".{DOWN}", f".{UP}"))
+
+
+def interleaved(
+    model: nn.Module, frozen: Iterator[tuple[str, Tensor]], adapters: Iterator[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model with adapters, in its order, from those of both parts in theirs; buffers last."""
+    for name, _ in model.named_parameters():
+        found, tensor = next(adapters if is_adapter(name) else frozen)
+        assert found == name, f"{found} came where {name} was expected"
+        yield name, tensor
+        del tensor  # before the next one is read
+    yield from frozen  # buffers
 
 
 def merged(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights without adapters, their additions in the maps: W + (alpha / rank) B A, in fp32.
+    """The weights without adapters, their additions in the maps: W + scale B A, in fp32.
 
-    `weights` are those of a model with or without adapters, in the order of its parameters. At most one map is held
+    `weights` are those of `model`, with or without adapters, in the order of its parameters. At most one map is held
     back, until its A and B have come.
     """
-    adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    maps = adapted_maps(model)
     held: dict[str, Tensor] = {}
     for name, tensor in weights:
         owner, _, kind = name.rpartition(".")
-        if owner not in adapted:
+        if owner not in maps:
             yield name, tensor
             continue
-        held[kind] = tensor
-        if {"weight", DOWN, UP} <= held.keys() and (adapted[owner].bias is None or "bias" in held):
-            yield f"{owner}.weight", held["weight"].float() + addition(adapted[owner], held[DOWN], held[UP])
+        held[kind], module = tensor, maps[owner]
+        if {"weight", DOWN, UP} <= held.keys() and (module.bias is None or "bias" in held):
+            yield f"{owner}.weight", held["weight"].float() + module.addition(held[DOWN], held[UP])
             if "bias" in held:
                 yield f"{owner}.bias", held["bias"]
             held = {}
-
-
-def addition(module: LoRALinear, down: Tensor, up: Tensor) -> Tensor:
-    """(alpha / rank) B A of a fused map, [F, D], in fp32."""
-    downs = down.float().split(module.rank)
-    ups = up.float().split(module.part_rows)
-    return module.scale * torch.cat([b @ a for a, b in zip(downs, ups, strict=True)])
+        del tensor  # before the next one is gathered
 
 
 def kept_adapters(weights: Iterable[tuple[str, Tensor]], kept: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The weights as they are; `kept` gets those of adapters."""
+    """The weights as they are; `kept` gets those of adapters and of new heads, which an adapter's file holds."""
     for name, tensor in weights:
-        if name.endswith((f".{DOWN}", f".{UP}")):
+        if is_adapter(name) or not name.startswith(BODY):
             kept[name] = tensor
         yield name, tensor
-
-
-def save_adapter(folder: Path, model: nn.Module, config: LoRAConfig, found: Mapping[str, Tensor], base: str) -> None:
-    """Write an adapter in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
-
-    `found` are the adapters of `model` by name; `base` names the model that they belong to.
-    """
-    folder.mkdir(exist_ok=True)
-    shape = model.config
-    assert isinstance(shape, ModelConfig)
-    stored, adapted, others = dict[str, Tensor](), set[str](), set[str]()
-    for name, module in model.named_modules():
-        if ".blocks." not in name or not isinstance(module, nn.Linear):
-            continue
-        place = family_of(shape, "language").stored(shape, f"{name}.weight")
-        layers = [theirs.removesuffix(".weight") for theirs in place.parts]
-        if not isinstance(module, LoRALinear):
-            others.update(layers)
-            continue
-        adapted.update(layers)
-        downs, ups = found[f"{name}.{DOWN}"].split(module.rank), found[f"{name}.{UP}"].split(module.part_rows)
-        for layer, down, up in zip(layers, downs, ups, strict=True):
-            stored[f"base_model.model.{layer}.lora_A.weight"] = down.detach().contiguous()
-            stored[f"base_model.model.{layer}.lora_B.weight"] = up.detach().contiguous()
-    save_file(stored, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    is_transposed = family_of(shape, "language").stored(shape, "decoder.blocks.0.mlp.up.weight").transposed
-    write_json(folder / ADAPTER_CONFIG, _peft_config(config, _endings(adapted, others), base, transposed=is_transposed))
-
-
-def _endings(adapted: set[str], others: set[str]) -> list[str]:
-    """The shortest ends of names by which PEFT finds the adapted maps and no others."""
-    taken = {name.rpartition(".")[2] for name in others}
-
-    def ending(name: str) -> str:
-        *_, outer, inner = name.split(".")
-        return f"{outer}.{inner}" if inner in taken else inner
-
-    return sorted({ending(name) for name in adapted})
-
-
-def _peft_config(config: LoRAConfig, modules: list[str], base: str, *, transposed: bool) -> dict[str, Any]:
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "target_modules": modules,
-        "bias": "none",
-        "lora_dropout": 0.0,
-        "fan_in_fan_out": transposed,
-        "use_rslora": False,
-        "inference_mode": True,
-    }
+        del tensor  # before the next one is gathered

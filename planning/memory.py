@@ -104,12 +104,13 @@ def count(
     """
     labels = [str(number) for number in range(num_scores)]
     is_scalar = labels and config.kind == "decoder"
-    model: nn.Module = on_meta(
-        lambda: ScalarModel(config, labels=labels) if is_scalar else PRETRAINED[config.kind](config)
-    )
+
+    def build() -> nn.Module:
+        model = ScalarModel(config, labels=labels) if is_scalar else PRETRAINED[config.kind](config)
+        return model if lora is None else add_adapters(model, lora)
+
+    model = on_meta(build)
     num_layers = config.num_hidden_layers + config.num_encoder_layers
-    if lora is not None:
-        model = on_meta(lambda: add_adapters(model, lora))
     if optimizer.trained_layers is not None:
         freeze_all_but_last(model, optimizer.trained_layers)
         num_layers = optimizer.trained_layers

@@ -67,7 +67,7 @@ def states(counts: Counts, layout: Layout) -> dict[str, int]:
     held = {"weights": w * counts.total, "fp32 masters": 4 * p // N, "moments": 8 * p // N}
     if layout.zero_stage == 3:
         held |= {"weights": w * counts.total // N, "gradients": w * p // N}
-        held["reduce bucket"] = w * min(REDUCE_BUCKET, counts.total)
+        held["reduce bucket"] = w * min(REDUCE_BUCKET, counts.trained)
         held["small weights, whole"] = w * counts.kept_whole
     return {part: size for part, size in (held | copy).items() if part not in _moved_parts(layout)}
 
@@ -119,7 +119,7 @@ def training_phases(
             logit_bytes(num_logits, layout, with_gradient=True), head, _backward_of_block(config, of, layout)
         ),
     }
-    bucket = min(REDUCE_BUCKET, counts.total)
+    bucket = min(REDUCE_BUCKET, counts.trained)
     buffers = 2 if layout.is_gpu else 1  # one is filled while the other is reduced
     live = {"reduce bucket": buffers * w * bucket} if stage in (1, 2) else {}
     if stage == 3:

@@ -2,11 +2,11 @@
 
 from pydantic import Field
 
-from training.config import InitConfig, TrainingConfig
+from training.config import FineTuningConfig
 from training.data import DataConfig, OnOverlong, overlong_field
 
 
-class RejectionConfig(InitConfig, TrainingConfig):
+class RejectionConfig(FineTuningConfig):
     """`batch.batch_size` counts packed rows of `seq_len` tokens."""
 
     prompts: DataConfig = Field(description="Prompts to sample responses to.")

@@ -12,9 +12,12 @@ from pathlib import Path
 from evaluation.sampling import SamplingSpec
 from evaluation.sampling_everywhere import sample_everywhere
 from files.atomic import write_text
+from lm.adapters import save_trained
+from lm.lora import adapted
 from lm.model import LanguageModel
+from lm.source import on_meta
 from lm.tokenizer import Tokenizer
-from lm.weights import ModelFolder, purpose_of, save_model
+from lm.weights import ModelFolder, purpose_of
 from rejection.choosing import best_responses, count_chosen
 from rejection.config import RejectionConfig
 from rejection.report import REPORTER
@@ -115,7 +118,9 @@ def train(context: StageContext, config: RejectionConfig, start: Path, data: Tok
         PackedObjective(Packed(Sequences.read(folder), config.seq_len, tokenizer.pad_id))
         for folder in (data.training, data.heldout)
     )
-    engine = build_engine(context, ModelFolder(start, LanguageModel, config.dropout), config)
+    policy = ModelFolder(start, LanguageModel, config.dropout)
+    network = adapted(policy, config.lora, derive_seed(context.seed, "rejection", "lora"))
+    engine = build_engine(context, network, config)
     num_steps = max(1, round(config.num_epochs * len(training) / config.batch.batch_size))
     loop_config = LoopConfig.of("rejection", context.seed, num_steps, config)
     loop = TrainingLoop(engine, loop_config, training, heldout, context.folder)
@@ -123,7 +128,8 @@ def train(context: StageContext, config: RejectionConfig, start: Path, data: Tok
     after = loop.run()["loss"]
     weights = engine.weights_for_file()
     if engine.is_main:
-        save_model(context.model_folder, engine.module, weights, tokenizer)
+        plain = on_meta(policy.build)
+        save_trained(context.folder, plain, engine.module, weights, tokenizer, config.lora, start)
     engine.barrier()
     engine.close()
     return Trained(num_steps, before, after)

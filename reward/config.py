@@ -7,11 +7,11 @@ from pydantic import Field, field_validator
 from lm.model import SCORE
 from reward.comparisons import RankingsConfig
 from reward.learner import Ties
-from training.config import InitConfig, TrainingConfig
+from training.config import FineTuningConfig
 from training.data import DataConfig, OnOverlong, overlong_field
 
 
-class ComparisonsConfig(InitConfig, TrainingConfig):
+class ComparisonsConfig(FineTuningConfig):
     """What the reward model and DPO share: rankings of K responses, and how they become a loss.
 
     `batch.batch_size` counts comparisons: one prompt's K responses and all rankings that labelers gave them.

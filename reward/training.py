@@ -15,11 +15,13 @@ from torch import Tensor
 
 from files.atomic import write_json
 from files.records import record_of
+from lm.adapters import save_trained
 from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier
+from lm.lora import adapted
 from lm.model import SCORE, LanguageModel, ScalarModel
 from lm.source import ModelSource, on_meta
 from lm.tokenizer import Tokenizer
-from lm.weights import WithNewHead, purpose_of, save_model
+from lm.weights import WithNewHead, purpose_of
 from reward.comparisons import Comparison
 from reward.config import RewardConfig
 from reward.heldout import FinalScores, final_scores
@@ -74,7 +76,8 @@ def train(context: StageContext, config: RewardConfig, start: Path, data: Prepar
     trained_on = data.comparisons(split.train, weights_of_labelers(split, config))
     unseen = data.comparisons(split.heldout)  # all labelers weigh the same in measurements
     auxiliary = auxiliary_parameters(config, split, trained_on)
-    engine = build_engine(context, LearnerSource(source, auxiliary), config)
+    network = adapted(source, config.lora, derive_seed(context.seed, "reward", "lora"))
+    engine = build_engine(context, LearnerSource(network, auxiliary), config)
     objectives = [
         RankingObjective(
             part,
@@ -92,9 +95,9 @@ def train(context: StageContext, config: RewardConfig, start: Path, data: Prepar
     weights, others = engine.weights_for_file(), dict[str, Tensor]()
     if engine.is_main:
         # Auxiliary parameters are not part of the model; they go to the results.
-        network = on_meta(source.build)
-        shifted_weights = shifted(network, network_weights(weights, others), scores.shift)
-        save_model(context.model_folder, network, shifted_weights, tokenizer)
+        plain, trained = on_meta(source.build), engine.module.network
+        shifted_weights = shifted(plain, network_weights(weights, others), scores.shift)
+        save_trained(context.folder, plain, trained, shifted_weights, tokenizer, config.lora, start)
         learned = [auxiliary.learned(others, shape.hidden_size, place) for place in range(len(split.objectives))]
         write_results(context, config, split, scores, learned, read_overlong(data.folder))
         write_json(context.folder / WARNINGS, list(data.warnings))

@@ -8,18 +8,18 @@ writes that response (sequence to sequence); its pairs are not packed.
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
-from pydantic import Field, model_validator
-from torch import Tensor
+from pydantic import Field
 
+from lm.adapters import save_trained
 from lm.encoder_decoder import EncoderDecoder
-from lm.lora import LoRAConfig, WithAdapters, kept_adapters, merged, save_adapter
+from lm.lora import adapted
 from lm.model import LanguageModel
 from lm.source import ModelSource, on_meta
 from lm.tokenizer import Tokenizer
-from lm.weights import ModelFolder, purpose_of, save_model
+from lm.weights import ModelFolder, purpose_of
 from sft.demonstrations import Limit, Rows, demonstration_parts, split_pair
 from sft.report import REPORTER
 from sft.results import SFTResults
@@ -27,7 +27,7 @@ from stages.contract import Parent, Stage
 from stages.planner import Planner, StagePlan
 from stages.run import StageRun
 from stages.tokens import token_folder
-from training.config import InitConfig, TrainingConfig
+from training.config import FineTuningConfig
 from training.data import DataConfig, OnOverlong, overlong_field, untold
 from training.loop import LoopConfig, Objective, TrainingLoop
 from training.objectives import PackedObjective, PairsObjective
@@ -37,7 +37,7 @@ from training.stage import StageContext, build_engine
 from training.tokens import CHECKED_SEQUENCES, Sequences, TokenFolders, read_overlong
 
 
-class SFTConfig(InitConfig, TrainingConfig):
+class SFTConfig(FineTuningConfig):
     """`batch.batch_size` counts packed rows of `seq_len` tokens; for an encoder-decoder it counts conversations."""
 
     demonstrations: tuple[DataConfig, ...] = Field(min_length=1, description="Conversations to learn from.")
@@ -56,21 +56,6 @@ class SFTConfig(InitConfig, TrainingConfig):
     )
     on_overlong: OnOverlong = overlong_field()
     num_epochs: float = Field(default=1.0, gt=0, description="Passes over the demonstrations.")
-    lora: LoRAConfig | None = Field(
-        default=None,
-        description="Train low-rank additions to a frozen model: adapter/ has them in PEFT's layout, model/ is merged"
-        " with them. By default all weights are trained.",
-    )
-
-    @model_validator(mode="after")
-    def _check_lora(self) -> Self:
-        if self.lora is None:
-            return self
-        if self.optimizer.trained_layers is not None:
-            raise ValueError("lora with optimizer.trained_layers: all of the model is frozen; one of them was expected")
-        if self.optimizer.kind == "muon":
-            raise ValueError('lora with optimizer kind "muon", whose updates have full rank; "adamw" was expected')
-        return self
 
 
 def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFolders) -> None:
@@ -87,20 +72,15 @@ def train(context: StageContext, config: SFTConfig, start: Path, data: TokenFold
         )
     )
     num_steps = max(1, round(config.num_epochs * len(training) / config.batch.batch_size))
-    frozen = source
-    if config.lora is not None:
-        source = WithAdapters(source, config.lora, derive_seed(context.seed, "sft", "lora"))
-    engine = build_engine(context, source, config)
+    plain = on_meta(source.build)
+    engine = build_engine(context, adapted(source, config.lora, derive_seed(context.seed, "sft", "lora")), config)
     loop_config = LoopConfig.of("sft", context.seed, num_steps, config)
     loop = TrainingLoop(engine, loop_config, training, heldout, context.folder)
     before = loop.evaluate()
     metrics = loop.run()
-    adapters = dict[str, Tensor]()
-    weights = merged(engine.module, kept_adapters(engine.weights_for_file(), adapters))
+    weights = engine.weights_for_file()
     if engine.is_main:
-        save_model(context.model_folder, on_meta(frozen.build), weights, tokenizer)
-        if config.lora is not None:
-            save_adapter(context.folder / "adapter", engine.module, config.lora, adapters, str(start))
+        save_trained(context.folder, plain, engine.module, weights, tokenizer, config.lora, start)
         context.write_results(
             SFTResults(
                 heldout_loss=metrics["loss"],
@@ -203,7 +183,7 @@ def plan(planner: Planner, config: SFTConfig) -> StagePlan:
         planner.sizes.assume("tokens per step is an upper bound: packed rows have room left, and prompts do not count")
     steps = max(1, round(config.num_epochs * rows / config.batch.batch_size))
     logits = config.batch.micro_batch_size * tokens * planner.model.vocab_size
-    return planner.training("rows", config, steps, tokens, logits, lora=config.lora)
+    return planner.training("rows", config, steps, tokens, logits)
 
 
 STAGE = Stage(

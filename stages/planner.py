@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from lm.config import ModelConfig
-from lm.lora import LoRAConfig
 from lm.padding import MAX_TOKENS
 from planning.memory import Layout, Memory, count, forward_pass
 from planning.sampling import (
@@ -25,7 +24,7 @@ from planning.training import training_memory
 from stages.run import JobView
 from stages.sampling import PROMPTS_AT_ONCE
 from stages.sizes import Sizes
-from training.config import BatchConfig, OptimizerConfig, TrainingConfig
+from training.config import BatchConfig, FineTuningConfig, OptimizerConfig, TrainingConfig
 from training.passes import bucket
 
 RANK = "rank"  # the kind of all ranks where they are alike
@@ -106,7 +105,6 @@ class Planner:
         rows_per_unit: int = 1,
         num_scores: int = 0,
         init_from: str = "",
-        lora: LoRAConfig | None = None,
     ) -> StagePlan:
         """Plan a stage that trains one model, of the policy's shape or that of `init_from`.
 
@@ -116,6 +114,7 @@ class Planner:
         times = replace(self.times, model=model)
         width = self.packed_width(seq_len) if config.packs_sequences else seq_len
         rows, micro_batches = rows_and_passes(batch, layout.ranks, width, rows_per_unit)
+        lora = config.lora if isinstance(config, FineTuningConfig) else None
         counts = count(model, config.optimizer, num_scores=num_scores, lora=lora)
         of = forward_pass(layout, rows, width, dropout=config.dropout)
         memory = training_memory(model, counts, layout, of, num_logits, micro_batches)

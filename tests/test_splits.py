@@ -451,7 +451,7 @@ def batch_of(split: Split, num_rows: int) -> BatchConfig:
 
 
 # New ones come last, so that the others keep their splits.
-NAMES = [*(name for name in CASES if not name.startswith("dpo")), "ppo", "dpo", "dpo" + DROPOUT]
+NAMES = [*(name for name in CASES if not name.startswith(("dpo", "lora"))), "ppo", "dpo", "dpo" + DROPOUT, "lora"]
 
 
 def draw_splits() -> list[Split]:

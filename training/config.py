@@ -1,12 +1,14 @@
 """What every trained stage configures: precision, sharding, optimisation, batch sizes."""
 
 import math
-from typing import ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lm.config import exact_div
+from lm.lora import LoRAConfig
 
 Precision = Literal["fp32", "bf16"]
 
@@ -236,4 +238,35 @@ class InitConfig(Config):
         for name in ("end_token", "pad_token"):
             if getattr(self, name) and not self.init_from:
                 raise ValueError(f"{name} is given without init_from; a vocabulary learned here has its own")
+        return self
+
+
+def lora_field() -> Any:
+    return Field(
+        default=None,
+        description="Train low-rank additions to a frozen model (arXiv 2106.09685): adapter/ has them in PEFT's layout,"
+        " model/ is merged with them. By default all weights are trained. They need about ten times the learning rate.",
+    )
+
+
+def check_lora(lora: LoRAConfig | None, optimizers: Mapping[str, OptimizerConfig]) -> None:
+    """Raises: ValueError for optimizers, by the names of their sections, that adapters cannot have."""
+    for name, optimizer in optimizers.items() if lora is not None else ():
+        if optimizer.trained_layers is not None:
+            raise ValueError(
+                f"lora with {name}.trained_layers {optimizer.trained_layers}: all layers are frozen, and adapters are"
+                " on every one; one of the two was expected"
+            )
+        if optimizer.kind == "muon":
+            raise ValueError(f'lora with {name}.kind "muon", whose updates have full rank; "adamw" was expected')
+
+
+class FineTuningConfig(InitConfig, TrainingConfig):
+    """What stages share that start from a model, and train all of it or adapters to it."""
+
+    lora: LoRAConfig | None = lora_field()
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        check_lora(self.lora, {"optimizer": self.optimizer})
         return self

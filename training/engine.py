@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lm.head import align_heads
 from lm.linear import cache_weight_casts
-from lm.model import checkpoint_activations, compile_blocks, count_parameters, freeze_all_but_last
+from lm.model import checkpoint_activations, compile_blocks, freeze_all_but_last
 from lm.progress import note_progress
 from lm.source import ModelSource, load, on_meta
 from training.accelerator import make_accelerator
@@ -65,8 +65,7 @@ class Engine(Generic[AnyModule]):
     ) -> None:
         self.config, self.optimizer_config = config, optimizer
         optimizer.check_sharding(config)
-        num_parameters = count_parameters([on_meta(source.build)])
-        settings = deepspeed_config(config, optimizer.max_grad_norm, micro_batch, num_parameters)
+        settings = deepspeed_config(config, optimizer.max_grad_norm, micro_batch, _num_trained(source, optimizer))
         self._accelerator = make_accelerator(config, settings, world_size)
         self.rank, self.world_size = self._accelerator.process_index, world_size
         self.device = self._accelerator.device
@@ -337,3 +336,11 @@ class Engine(Generic[AnyModule]):
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _num_trained(source: ModelSource[Any], optimizer: OptimizerConfig) -> int:
+    """How many numbers of a model are trained; nothing is read."""
+    model = on_meta(source.build)
+    if optimizer.trained_layers is not None:
+        freeze_all_but_last(model, optimizer.trained_layers)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

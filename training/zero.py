@@ -18,10 +18,8 @@ REDUCE_BUCKET = 500_000_000  # gradients reduced at once, at most; DeepSpeed all
 OFFLOADED = {"optimizer": "optimizer", "parameters": "param"}  # Heed's names and those of DeepSpeed's config
 
 
-def deepspeed_config(
-    config: EngineConfig, max_grad_norm: float, micro_batch: int, num_parameters: int
-) -> dict[str, Any]:
-    """DeepSpeed's own config, derived from Heed's, for a model of `num_parameters`."""
+def deepspeed_config(config: EngineConfig, max_grad_norm: float, micro_batch: int, num_trained: int) -> dict[str, Any]:
+    """DeepSpeed's own config, derived from Heed's, for a model of which `num_trained` numbers are trained."""
     on_gpu = torch.cuda.is_available()
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
@@ -34,7 +32,7 @@ def deepspeed_config(
             "stage": config.zero_stage,
             "stage3_gather_16bit_weights_on_model_save": config.zero_stage == 3,
             **({"overlap_comm": True} if on_gpu else {}),  # gradients are reduced while the next ones are computed
-            "reduce_bucket_size": min(REDUCE_BUCKET, num_parameters),
+            "reduce_bucket_size": min(REDUCE_BUCKET, num_trained),
             **{f"offload_{OFFLOADED[name]}": {"device": "cpu", "pin_memory": on_gpu} for name in config.offload},
         },
         "steps_per_print": 1_000_000_000,

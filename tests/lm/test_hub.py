@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lm.hub import is_from_hub, model_directory, on_this_machine
+from lm.hub import hub_name, model_directory, on_this_machine
 from lm.progress import progress_noted
 from tests.hub_server import COMMIT, LATER, NAME, serve
 
@@ -16,7 +16,7 @@ def test_another_machine_downloads_the_same_commit_once(
     with serve(model_folder) as hub:
         hub.reach(monkeypatch, tmp_path / "driver")
         resolved = model_directory(NAME)
-        assert is_from_hub(resolved)
+        assert hub_name(resolved) == NAME
         (tmp_path / "driver").rename(tmp_path / "elsewhere")  # the driver's disk is not this machine's
         hub.main = LATER  # meanwhile a new commit is pushed
         hub.reach(monkeypatch, tmp_path / "worker")
@@ -48,7 +48,7 @@ def test_local_folders_are_themselves_and_a_missing_model_says_so(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert on_this_machine(model_folder) == model_folder
-    assert not is_from_hub(model_folder)
+    assert not hub_name(model_folder)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     gone = tmp_path / "models--owner--tiny" / "snapshots" / COMMIT
     with pytest.raises(ValueError, match="'owner/tiny' is neither a local folder nor a model that the hub provided"):

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lm.adapters import save_adapter
 from lm.config import ModelConfig
-from lm.lora import LoRAConfig, LoRALinear, WithAdapters, kept_adapters, merged, save_adapter
+from lm.lora import LoRAConfig, LoRALinear, WithAdapters, kept_adapters, merged, without_adapters
 from lm.model import LanguageModel
-from lm.source import RandomInit, load
+from lm.source import RandomInit, load, on_meta
 
 SHAPE = ModelConfig(
     vocab_size=50,
@@ -53,10 +54,9 @@ def test_a_new_adapter_changes_no_bit_and_one_that_is_off_neither() -> None:
     assert torch.equal(adapted(has_learned=False)(TOKENS), base)
     model = adapted()
     assert float((model(TOKENS) - base).detach().abs().max()) > 0.1
-    for module in model.modules():
-        if isinstance(module, LoRALinear):
-            module.is_off = True
-    assert torch.equal(model(TOKENS), base)
+    with without_adapters(model):
+        assert torch.equal(model(TOKENS), base)
+    assert not torch.equal(model(TOKENS), base)
 
 
 def test_the_equation_of_a_fused_map_part_by_part() -> None:
@@ -108,8 +108,8 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule() -> None:
         for part, rows in enumerate(module.part_rows):
             ranks, here = slice(3 * part, 3 * part + 3), slice(first, first + rows)
             a, b = module.lora_a[ranks], module.lora_b[here]
-            torch.testing.assert_close(module.lora_a.grad[ranks], 2.0 * b.T @ whole[here], atol=1e-6, rtol=1e-4)  # type: ignore[index]
-            torch.testing.assert_close(module.lora_b.grad[here], 2.0 * whole[here] @ a.T, atol=1e-6, rtol=1e-4)  # type: ignore[index]
+            torch.testing.assert_close(module.lora_a.grad[ranks], 2.0 * b.T @ whole[here], atol=2e-5, rtol=1e-3)  # type: ignore[index]
+            torch.testing.assert_close(module.lora_b.grad[here], 2.0 * whole[here] @ a.T, atol=2e-5, rtol=1e-3)  # type: ignore[index]
             first += rows
 
 
@@ -128,7 +128,8 @@ def test_files_are_named_and_shaped_as_peft_has_them(tmp_path: Path, shape: Mode
     model = load(WithAdapters(RandomInit(lambda: LanguageModel(shape), 1), CONFIG, 2))
     kept: dict[str, Tensor] = {}
     assert len(dict(kept_adapters(model.named_parameters(), kept))) == len([*model.named_parameters()])
-    save_adapter(tmp_path / "adapter", model, CONFIG, kept, "base/model")
+    plain = on_meta(lambda: LanguageModel(shape))
+    save_adapter(tmp_path / "adapter", plain, model, kept, CONFIG, Path("base/model"))
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 3, 6.0)
     assert config["base_model_name_or_path"] == "base/model"
@@ -137,7 +138,7 @@ def test_files_are_named_and_shaped_as_peft_has_them(tmp_path: Path, shape: Mode
     if transposed:
         narrow = LoRAConfig(rank=3, alpha=6.0, targets="attention")
         model = load(WithAdapters(RandomInit(lambda: LanguageModel(shape), 1), narrow, 2))
-        save_adapter(tmp_path / "narrow", model, narrow, learned(model), "base/model")
+        save_adapter(tmp_path / "narrow", plain, model, learned(model), narrow, Path("base/model"))
         found = json.loads((tmp_path / "narrow" / "adapter_config.json").read_text())
         assert found["target_modules"] == ["attn.c_proj", "c_attn"]  # the MLP has a c_proj too
         assert config["target_modules"] == ["c_attn", "c_fc", "c_proj"]
