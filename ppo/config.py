@@ -5,8 +5,9 @@ from typing import Literal, Self
 from pydantic import Field, FiniteFloat, model_validator
 
 from lm.config import exact_div
+from lm.lora import LoRAConfig
 from reward.external import ExternalReward, RemoteReward, RewardFunction
-from training.config import BatchConfig, Config, OptimizerConfig
+from training.config import BatchConfig, Config, OptimizerConfig, check_lora, lora_field
 from training.data import DataConfig, OnOverlong, overlong_field
 
 GAE_ONLY = ("value_optimizer", "value_clip_range", "gamma", "gae_lambda")
@@ -121,6 +122,7 @@ class PPOConfig(Config):
     value_optimizer: OptimizerConfig | None = Field(
         default=None, description='Optimizer of the value function, which only advantage "gae" has; it requires one.'
     )
+    lora: LoRAConfig | None = lora_field()
     kl_coef: float = Field(
         default=0.05, ge=0, description="Weight of the KL penalty, per nat; its first value if adaptive."
     )
@@ -265,6 +267,12 @@ class PPOConfig(Config):
             )
         if (self.ptx_coef > 0) != (self.ptx_rows > 0):
             raise ValueError(f"ptx_coef {self.ptx_coef} with ptx_rows {self.ptx_rows}: both or neither must be 0")
+        return self
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        optimizers = {"policy_optimizer": self.policy_optimizer, "value_optimizer": self.value_optimizer}
+        check_lora(self.lora, {name: found for name, found in optimizers.items() if found is not None})
         return self
 
     @model_validator(mode="after")

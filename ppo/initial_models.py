@@ -41,6 +41,7 @@ class InitialModels:
     reward: Path | ExternalReward
     scale: ScoreScale
     pretraining: TokenStream | None
+    adapter_seed: int = 0  # draws new adapters, with `ppo.lora`
 
     def on_this_machine(self) -> Self:
         """The same models in this machine's folders."""

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from cluster.remote import Handle, Pending
 from files.atomic import atomic_folder
+from lm.adapters import save_trained
+from lm.lora import adapted, merged, without_adapters
 from lm.model import LanguageModel, ScalarModel
 from lm.progress import note_progress
+from lm.source import on_meta
 from lm.upload import upload
 from lm.weights import ModelFolder, save_model
 from ppo.algorithm import policy_loss, response_kl_loss, value_loss
@@ -31,6 +34,7 @@ from training.engine import Engine
 from training.notices import say
 from training.objectives import CausalLMObjective
 from training.packing import stream_rows
+from training.seeds import derive_seed
 
 
 class Learners:
@@ -80,7 +84,7 @@ class Learners:
         self.ranks.call_all(Learner.keep_policy, folder)
 
     def export_policy(self, folder: Path) -> None:
-        """Write `model/` and `model_ema/`."""
+        """Write `model/` and `model_ema/`, and with `lora` the adapter of `model/`."""
         self.ranks.call_all(Learner.export_policy, folder)
 
     def sent_digests(self) -> Mapping[str, int]:
@@ -118,14 +122,17 @@ class Learner(Rank):
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels, num_workers: int) -> None:
         super().__init__(config, engine_config, models)
         self.num_workers = num_workers
-        policy = ModelFolder(self.models.sft, LanguageModel)
+        frozen, seed = ModelFolder(self.models.sft, LanguageModel), self.models.adapter_seed
+        self.plain = on_meta(frozen.build)  # the policy's shape, as files have it
+        policy = adapted(frozen, config.lora, derive_seed(seed, "policy"))
         micro = config.minibatch.micro_batch_size or 1  # DeepSpeed counts with it and computes nothing by it
         self.policy: Engine[LanguageModel] = Engine(
             policy, config.policy_optimizer, engine_config, world_size=num_workers, micro_batch=micro
         )
         self.engines: dict[str, Engine[Any]] = {"policy": self.policy}
         if config.value_optimizer is not None:
-            value = value_source(self.models.sft, self.models.reward, config.objective_weights, models.scale)
+            whole = value_source(self.models.sft, self.models.reward, config.objective_weights, models.scale)
+            value = adapted(whole, config.lora, derive_seed(seed, "value"))
             self.engines["value"] = Engine(
                 value, config.value_optimizer, engine_config, world_size=num_workers, micro_batch=micro
             )
@@ -144,6 +151,12 @@ class Learner(Rank):
     def policy_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
         with self.policy.cache_weight_casts():
             return self._by_pass(lambda part: self._logprobs(self.policy.model, part), rollout, pass_sizes)
+
+    @torch.no_grad()
+    def reference_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
+        """The reference is the policy without its adapters."""
+        with without_adapters(self.policy.module):
+            return self.policy_logprobs(rollout, pass_sizes)
 
     @torch.no_grad()
     def values(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
@@ -220,9 +233,16 @@ class Learner(Rank):
 
         If generators are on other ranks, only rank 0 gathers them.
         """
-        weights = self.policy.weights(self._compute_dtype, on_main_alone=self.config.samples_apart)
         self._sent_digests = {}
-        return noted(map(SentWeights.of, chunks(weights)), self._sent_digests)
+        return noted(map(SentWeights.of, chunks(self._sampled_weights())), self._sent_digests)
+
+    def _sampled_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Adapters are merged in fp32, and the sum is rounded once."""
+        alone, dtype = self.config.samples_apart, self._compute_dtype
+        if self.config.lora is None:
+            return self.policy.weights(dtype, on_main_alone=alone)
+        whole = merged(self.policy.module, self.policy.weights(torch.float32, on_main_alone=alone))
+        return ((name, tensor.to(dtype)) for name, tensor in whole)
 
     def sent_digests(self) -> Mapping[str, int]:
         """The digest of each weight sent last; none where nothing was, or another rank sends."""
@@ -272,14 +292,16 @@ class Learner(Rank):
         if self.policy.is_main:
             folder.parent.mkdir(exist_ok=True)
             with atomic_folder(folder) as temporary:
-                save_model(temporary, self.policy.module, weights, self.tokenizer)
+                save_model(temporary, self.plain, merged(self.policy.module, weights), self.tokenizer)
         self.policy.barrier()
 
     def export_policy(self, folder: Path) -> None:
-        for name, is_average in (("model", self.config.final_weights == "ema"), ("model_ema", True)):
+        # In this order, so that the adapter written last is the one of model/.
+        for name, is_average in (("model_ema", True), ("model", self.config.final_weights == "ema")):
             weights = self.average.weights_for_file() if is_average else self.policy.weights_for_file()
             if self.policy.is_main:
-                save_model(folder / name, self.policy.module, weights, self.tokenizer)
+                network, base = self.policy.module, self.models.sft
+                save_trained(folder, self.plain, network, weights, self.tokenizer, self.config.lora, base, name=name)
         self.policy.barrier()
 
     def close(self) -> None:

@@ -64,7 +64,8 @@ class Roles:
         asked = conversations if models.reward_reads_texts else ()
         makes_room = config.memory == "small" and together
         batch = config.minibatch
-        learners_, scorers_ = Learners(learning, batch), Scorers(scoring, asked, batch)
+        reference = learning if config.lora is not None else scoring
+        learners_, scorers_ = Learners(learning, batch), Scorers(scoring, asked, batch, reference)
         return cls(learners_, Generators(sampling), scorers_, transport, makes_room)
 
     @classmethod
@@ -78,7 +79,8 @@ class Roles:
         asked = conversations if models.reward_reads_texts else ()
         makes_room, direct = config.memory == "small", Direct(learning, sampling)
         batch = config.minibatch
-        learners, scorers = Learners(learning, batch), Scorers(scoring, asked, batch)
+        reference = learning if config.lora is not None else scoring
+        learners, scorers = Learners(learning, batch), Scorers(scoring, asked, batch, reference)
         return cls(learners, Generators(sampling), scorers, direct, makes_room)
 
     def start_sampling(

@@ -6,8 +6,9 @@ Shape letters: B responses, O objectives, R response tokens.
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +36,29 @@ AnyModel = TypeVar("AnyModel", bound=nn.Module)
 TEXTS_PER_CALL = 16  # of a reward that reads texts, where batches are not counted in responses
 
 
+class HasReference(Protocol):
+    def reference_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
+        """log π_ref of the response tokens [B, R], of a rank's share."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Scorers:
     """The scorers of all ranks, as the controller calls them: with whole rollouts, which are split by rank.
 
     `conversations` are the job's prompts by row, where the reward reads texts; it may be empty where it reads tokens.
+    `reference` are the ranks that compute the reference's log-probabilities.
     """
 
-    def __init__(self, ranks: Handle["Scorer"], conversations: Sequence[Messages], batch: BatchConfig) -> None:
-        self.ranks, self.conversations, self.batch = ranks, conversations, batch
+    def __init__(
+        self,
+        ranks: Handle["Scorer"],
+        conversations: Sequence[Messages],
+        batch: BatchConfig,
+        reference: Handle[Any],  # of HasReference
+    ) -> None:
+        self.ranks, self.conversations, self.batch, self.reference = ranks, conversations, batch, reference
 
     def start_scores(self, rollout: Rollout) -> Pending[Tensor]:
         """Start the scores of each response [B, O]; higher is better. NaN = scoring failed: mask and count it.
@@ -67,9 +83,9 @@ class Scorers:
         Packed as the policy's (`Learners.start_policy_logprobs`): with as many scorers as learners the KL begins at
         exactly 0.
         """
-        shares = shares_by_update(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, minibatches)
+        shares = shares_by_update(rollout.num_tokens_B, self.reference.num_ranks, self.batch, minibatches)
         given = [(rollout.rows(share.rows), share.pass_sizes) for share in shares]
-        return joined(self.ranks.start_split(Scorer.reference_logprobs, given), shares)
+        return joined(self.reference.start_split(HasReference.reference_logprobs, given), shares)
 
 
 class Scorer(Rank):
@@ -79,7 +95,8 @@ class Scorer(Rank):
 
     def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
         super().__init__(config, engine_config, models)
-        self.reference = self._fixed(ModelFolder(self.models.sft, LanguageModel))
+        # With adapters, the learner's policy is the reference once they are off.
+        self.reference = self._fixed(ModelFolder(self.models.sft, LanguageModel)) if config.lora is None else None
         reward = self.models.reward
         self.judge: RewardModel | ExternalReward
         if isinstance(reward, Path):
@@ -164,8 +181,9 @@ class Scorer(Rank):
 
     @torch.no_grad()
     def reference_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
+        assert self.reference is not None, "the learner is the reference of a policy with adapters"
         with self.reference.in_use(), self._precision():
-            return self._by_pass(lambda part: self._logprobs(self.reference.module, part), rollout, pass_sizes)
+            return self._by_pass(partial(self._logprobs, self.reference.module), rollout, pass_sizes)
 
 
 def _round_products(model: nn.Module) -> None:

@@ -34,6 +34,7 @@ from training.data import Overlong, Prompt
 from training.metrics import MetricsLog
 from training.notices import say
 from training.packing import stream_rows
+from training.seeds import derive_seed
 from training.stage import StageContext
 from training.tokens import array_path
 from training.writer import PROGRESS
@@ -177,7 +178,8 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
         tokens = tokenize(stage.at(PRETRAIN.name), stage.resolve(pretraining))
         stream = TokenStream(array_path(tokens.training, "tokens"), pretraining.seq_len)
     scale = scale or score_scale(stage, policy, judge, prompts, config)
-    models = InitialModels(sft=policy, reward=judge, scale=scale, pretraining=stream)
+    adapter_seed = derive_seed(stage.seed, "ppo", "lora")
+    models = InitialModels(sft=policy, reward=judge, scale=scale, pretraining=stream, adapter_seed=adapter_seed)
     learners = generators = scorers = stage.workers()
     python = generator_python(config)
     if config.placement == "disaggregated":

@@ -154,7 +154,10 @@ def measure_iteration(row: Row, sizes: Iteration, device: torch.device, folder: 
     generator = Phased(Generator(config, ENGINE, models), device, seconds)
     learner = Phased(Learner(config, ENGINE, models, num_workers=1), device, seconds)
     roles = Roles(
-        Learners(learner, minibatch), Generators(generator), Scorers(scorer, (), minibatch), Direct(learner, generator)
+        Learners(learner, minibatch),
+        Generators(generator),
+        Scorers(scorer, (), minibatch, scorer),
+        Direct(learner, generator),
     )
     prompts = draw_prompts(sizes.rollout, sizes.prompt_tokens, sizes.model.vocab_size)
     controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=0, seed=0)
