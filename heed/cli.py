@@ -204,7 +204,7 @@ def study(
     finding: Annotated[
         str,
         typer.Argument(
-            help="Findings of docs/findings.md, with commas between; all for the first five; or algorithms."
+            help="Findings of docs/findings.md, with commas between; all for the first five; algorithms; or lora."
         ),
     ],
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds; at least 2 for any verdict.")] = 3,

@@ -1,19 +1,23 @@
 """Adapters in PEFT's files: `adapter_config.json` and `adapter_model.safetensors`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from safetensors.torch import save_file
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from files.atomic import write_json
 from lm.families import family_of
 from lm.hub import hub_name
-from lm.lora import DOWN, UP, LoRAConfig, LoRALinear, kept_adapters, linear_maps, merged
+from lm.lora import DOWN, UP, LoRAConfig, LoRALinear, add_adapters, interleaved, kept_adapters, linear_maps, merged
+from lm.source import ModelSource, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import PURPOSES, Model, save_model
 
+AnyModel = TypeVar("AnyModel", bound=nn.Module)
 ADAPTER = "adapter"  # folder, next to the merged model's
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # before the base's own names
@@ -97,3 +101,36 @@ def _endings(adapted: set[str], others: set[str]) -> list[str]:
         return f"{outer}.{inner}" if inner in taken else inner
 
     return sorted({ending(name) for name in adapted})
+
+
+@dataclass(frozen=True)
+class FromAdapter(Generic[AnyModel]):
+    """TEMPORARY"""
+
+    frozen: ModelSource[AnyModel]
+    folder: Path
+
+    def build(self) -> AnyModel:
+        import json
+
+        raw = json.loads((self.folder / ADAPTER_CONFIG).read_text())
+        model = self.frozen.build()
+        names = {n for n in load_file(self.folder / ADAPTER_WEIGHTS)}
+        targets = "all"
+        return add_adapters(model, LoRAConfig(rank=raw["r"], alpha=raw["lora_alpha"], targets=targets))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        model = on_meta(self.build)
+        found = load_file(self.folder / ADAPTER_WEIGHTS)
+
+        def ads():
+            for name, module, place in linear_maps(model):
+                layers = [t.removesuffix(".weight") for t in place.parts]
+                yield f"{name}.{DOWN}", torch.cat([found[f"{PREFIX}{l}.lora_A.weight"] for l in layers])
+                yield f"{name}.{UP}", torch.cat([found[f"{PREFIX}{l}.lora_B.weight"] for l in layers])
+
+        yield from interleaved(
+            model,
+            ((n, found[f"{PREFIX}score.weight"] if n == "score.weight" else t) for n, t in self.frozen.tensors()),
+            ads(),
+        )

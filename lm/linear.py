@@ -45,6 +45,21 @@ class Fp32Linear(nn.Linear):
             return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
+def round_products(model: nn.Module) -> None:
+    """Keep frozen weights in bf16 that autocast would round at every use, which gives the same bits."""
+    for parameter in rounded_weights(model):
+        parameter.data = parameter.data.bfloat16()
+
+
+def rounded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Frozen weights that only products in bf16 use: no embedding's table that a head shares, no head in fp32."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for module in model.modules():
+        is_product = isinstance(module, nn.Linear) and not isinstance(module, Fp32Linear)
+        if is_product and id(module.weight) not in tables:
+            yield from (p for p in module.parameters(recurse=False) if not p.requires_grad)
+
+
 @Replaceable
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x Wᵀ + b."""

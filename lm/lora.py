@@ -6,7 +6,7 @@ A map that holds several maps of the published layout (q, k and v; gate and up) 
 PEFT has. So adapters are read and written in PEFT's layout (`lm.adapters`), and `merged` adds them to the weights; then
 nothing shows that there were any.
 
-Shape letters: ... any, D inputs, F outputs, r rank, P parts of a fused map.
+Shape letters: R rows, D inputs, F outputs, P ranks of all parts of a fused map together.
 """
 
 import math
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 import torch
-import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
@@ -76,20 +75,29 @@ class LoRALinear(Linear):
         self.lora_a = nn.Parameter(torch.empty(len(part_rows) * rank, frozen.in_features))
         self.lora_b = nn.Parameter(torch.empty(frozen.out_features, rank))
         self.is_off = False
+        self.readers: Sequence[LoRALinear | None] = ()  # who reads the equal parts of a batch (`read_by`)
         for parameter in (self.weight, self.bias):
             if parameter is not None:
                 parameter.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y if self.is_off else self.add_to(y, x)
+        rows_RD = x.flatten(0, -2)
+        y_RF = super().forward(rows_RD)
+        if self.readers:
+            parts = len(self.readers)
+            for reader, y, own in zip(self.readers, y_RF.chunk(parts), rows_RD.chunk(parts), strict=True):
+                if reader is not None:
+                    reader.add_to(y, own)
+        elif not self.is_off:
+            self.add_to(y_RF, rows_RD)
+        return y_RF.view(*x.shape[:-1], -1)
 
-    def add_to(self, y: Tensor, x: Tensor) -> Tensor:
-        """y + scale (x Aᵀ) Bᵀ, [..., F]: one product of low rank for all parts, whose B are blocks of one matrix."""
-        low = linear(x, self.lora_a, None)
+    def add_to(self, y_RF: Tensor, x_RD: Tensor) -> None:
+        """y ← y + scale (x Aᵀ) Bᵀ in place, by one product for all parts, whose B are blocks of one matrix."""
+        low_RP = linear(x_RD, self.lora_a, None)
         blocks = [scale * rows for scale, rows in zip(self.scales, self.lora_b.split(self.part_rows), strict=True)]
-        up = blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)  # [F, P r]
-        return y + F.linear(low, up)
+        up_FP = blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)
+        y_RF.addmm_(low_RP, up_FP.to(y_RF.dtype).T)
 
     def addition(self, down: Tensor, up: Tensor) -> Tensor:
         """scale B A of these values of A and B, [F, D], in fp32."""
@@ -113,6 +121,24 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     finally:
         for module in maps:
             module.is_off = False
+
+
+@contextmanager
+def read_by(model: nn.Module, readers: Sequence[nn.Module | None]) -> Iterator[None]:
+    """Passes inside serve several models with adapters on the same frozen body: the rows of a batch are as many equal
+    parts, and each gets the additions of its reader (None: the body alone). What has no adapter in `model` must have
+    none in any reader.
+    """
+    maps = adapted_maps(model)
+    known = [{} if reader is None else adapted_maps(reader) for reader in readers]
+    assert all(own.keys() <= maps.keys() for own in known), "a reader has adapters where the model that is run has none"
+    for name, module in maps.items():
+        module.readers = [own.get(name) for own in known]
+    try:
+        yield
+    finally:
+        for module in maps.values():
+            module.readers = ()
 
 
 def linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Linear, Stored]]:

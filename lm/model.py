@@ -42,7 +42,10 @@ class LanguageModel(nn.Module):
         sequence_keys_BT: Tensor | None = None,
     ) -> Tensor:
         """Logits [C, V] of the positions that `selected_BT` marks True, row by row; [B, T, V] where it is None."""
-        hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT)
+        return self.read(self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT), selected_BT)
+
+    def read(self, hidden_BTD: Tensor, selected_BT: Tensor | None) -> Tensor:
+        """`forward` from the decoder's hidden states on."""
         return self.head(hidden_BTD if selected_BT is None else at_positions(hidden_BTD, selected_BT))
 
 
@@ -73,7 +76,10 @@ class ScalarModel(nn.Module):
 
         Several labels are the last dimension of both.
         """
-        hidden_BTD = self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT)
+        return self.read(self.decoder.hidden(tokens_BT, segments_BT, sequence_keys_BT=sequence_keys_BT), selected_BT)
+
+    def read(self, hidden_BTD: Tensor, selected_BT: Tensor | None) -> Tensor:
+        """`forward` from the decoder's hidden states on."""
         selected = hidden_BTD if selected_BT is None else at_positions(hidden_BTD, selected_BT)
         return self.score(selected).squeeze(-1) + self.bias
 

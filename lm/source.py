@@ -88,15 +88,20 @@ def on_meta(build: Callable[[], AnyModel]) -> AnyModel:
 def load(
     source: ModelSource[AnyModel], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> AnyModel:
-    """The whole model on `device`, its parameters in `dtype`. Buffers stay fp32: a score's bias would lose digits that
-    all scores share.
+    """The whole model on `device`, its parameters in `dtype`; those that a source shares with a model in memory, in a
+    lower type than fp32, keep it. Buffers stay fp32: a score's bias would lose digits that all scores share.
 
     Each tensor goes to the device as the source yields it. So the peak is one copy of the model on the device and one
     tensor in CPU memory.
     """
+    if torch.device(device).type == "cpu":
+        device = "cpu"  # a tensor would be copied from "cpu" to "cpu:0"
     model = on_meta(source.build)
     buffers = {name for name, _ in model.named_buffers()}
-    held = {name: t.to(device, t.dtype if name in buffers else dtype) for name, t in source.tensors()}
+    held = {
+        name: t.to(device, dtype if t.dtype == torch.float32 and name not in buffers else t.dtype)
+        for name, t in source.tensors()
+    }
     model.load_state_dict(held, strict=False, assign=True)
     tie = getattr(model, "tie", None)
     if tie is not None:

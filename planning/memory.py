@@ -8,7 +8,8 @@ from torch import nn
 from lm.activations import Pass
 from lm.block import Block
 from lm.config import ModelConfig
-from lm.lora import LoRAConfig, add_adapters
+from lm.linear import rounded_weights
+from lm.lora import LoRAConfig, adapted_maps, add_adapters
 from lm.model import ScalarModel, freeze_all_but_last
 from lm.native.build import multiplies_bf16
 from lm.source import on_meta
@@ -62,10 +63,14 @@ class Counts:
     trained: int
     by_muon: int  # trained by Muon
     trained_layers: int  # blocks, not parameters
-    largest_trained: int  # of the largest trained tensor
+    largest: int  # of the largest tensor
+    largest_trained: int
     block: int  # of a block's attention and MLP
     layer: int  # of the larger of these two
     kept_whole: int  # of all tensors that ZeRO-3 does not shard
+    rounded: int = 0  # frozen and in products alone, so without ZeRO held as those round them
+    largest_adapted: int = 0  # of the largest map with an adapter
+    ranks: int = 0  # of a block's adapters: what they make of a token between A and B
 
 
 @dataclass(frozen=True)
@@ -126,10 +131,14 @@ def count(
         trained=sum(p.numel() for p in trained.values()),
         by_muon=sum(p.numel() for p in muon) if optimizer.kind == "muon" else 0,
         trained_layers=num_layers,
+        largest=max(p.numel() for p in named.values()),
         largest_trained=max((p.numel() for p in trained.values()), default=0),
         block=sum(layers),
         layer=max(layers),
         kept_whole=sum(p.numel() for p in named.values() if p.numel() <= KEPT_WHOLE),
+        rounded=sum(p.numel() for p in rounded_weights(model)),
+        largest_adapted=max((m.weight.numel() for m in adapted_maps(model).values()), default=0),
+        ranks=sum(len(m.lora_a) for m in adapted_maps(first).values()),
     )
 
 

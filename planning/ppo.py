@@ -1,7 +1,7 @@
 """Memory of PPO's ranks: learners, generators and scorers, or colocated ranks, which have all three roles."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lm.activations import Pass, forward_bytes
@@ -17,6 +17,8 @@ CHUNK_BYTES = 1 << 28  # samplers.sent_weights: a chunk ends once it has so many
 DIGESTED_AT_ONCE = 1 << 21  # likewise: elements of which a digest is taken at once, 16 bytes each
 GENERATE, SYNC = "generate", "sync"  # phases in which a generator holds weights
 VALUES = "values"  # the phase in which the value function scores samples
+MEASURE = "measure"  # the phase in which policy, reference and value function do, on the body that they share
+REFERENCE, REWARD = "score by the reference", "score by the reward model"
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class PPOWork:
     mode: Mode = "fast"  # ppo.memory
     generator_ranks: int = 1  # that share a generator's weights
     has_average: bool = True
+    shares_body: bool = False  # ppo.shared_body
     gpu_bytes: int = 0  # memory of a GPU, which limits the rows sampled at once; 0 = no limit
 
 
@@ -72,23 +75,48 @@ def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
     policy, c = models.policy_counts, layout.compute_bytes
     held, host, phases = dict[str, int](), dict[str, int](), dict[str, Parts]()
     trained = [("policy", models.policy, policy, work.policy_pass, work.num_logits)]
-    if models.value_counts is not None:
-        trained.append(("value", models.critic, models.value_counts, work.critic_pass, 0))
+    value = models.value_counts
+    if value is not None:
+        trained.append(("value", models.critic, on_body(value) if work.shares_body else value, work.critic_pass, 0))
     for name, config, counts, of, logits in trained:
         held |= {f"{name}: {part}": size for part, size in states(counts, layout).items()}
         host |= {f"{name}: {part}": size for part, size in host_states(counts, layout).items()}
         found = training_phases(config, counts, layout, of, logits, work.num_micro_batches)
         phases |= {f"{name} {phase}": parts for phase, parts in found.items()}
-    if models.value_counts is not None:
-        phases[VALUES] = scoring_phase(models.critic, models.value_counts, layout, work.scoring_pass)
+    if work.shares_body:
+        phases |= _shared_phases(models, layout, work)
+    else:
+        if value is not None:
+            phases[VALUES] = scoring_phase(models.critic, value, layout, work.scoring_pass)
+        if policy.ranks:  # the reference is the policy without its adapters
+            logits = logit_bytes(work.num_logits, layout, with_gradient=False)
+            phases[REFERENCE] = {"a pass": max(forward_bytes(models.policy, work.policy_pass), logits)}
     average = 4 * policy.trained // layout.ranks if work.has_average else 0
     (held if work.mode == "fast" or not layout.is_gpu else host)["moving average"] = average
     (host if layout.is_gpu else held)["copy of the average for checkpoints"] = average
     # Tensors are copied if they have to be gathered or rounded for the generator; otherwise they are sent in place.
-    is_copied = layout.zero_stage == 3 or layout.is_autocast
-    chunk = min(CHUNK_BYTES + 2 * c * policy.largest_trained, c * policy.total) if is_copied else 0
-    phases[SYNC] = {"weights on their way": chunk + 16 * min(DIGESTED_AT_ONCE, policy.largest_trained)}
+    is_copied = layout.zero_stage == 3 or layout.is_autocast or policy.ranks > 0
+    chunk = min(CHUNK_BYTES + 2 * c * policy.largest, c * policy.total) if is_copied else 0
+    merging = 3 * 4 * policy.largest_adapted  # a map, its addition and their sum, in fp32
+    digest = 16 * min(DIGESTED_AT_ONCE, policy.largest)
+    phases[SYNC] = {"weights on their way": chunk + max(merging, digest)}
     return Role(held, phases, host, weights_to_save(policy, layout))
+
+
+def on_body(counts: Counts) -> Counts:
+    """Returns the counts of a model whose frozen weights another one holds."""
+    return replace(counts, total=counts.trained, linear=counts.linear - counts.rounded, rounded=0)
+
+
+def _shared_phases(models: PPOModels, layout: Layout, work: PPOWork) -> dict[str, Parts]:
+    """Returns the passes without gradients over a shared body: policy, reference and value function read one batch
+    together, and the reward model another.
+    """
+    num_readers = 2 if models.value_counts is None else 3
+    rows = replace(work.policy_pass, rows=num_readers * work.policy_pass.rows)
+    logits = 2 * logit_bytes(work.num_logits, layout, with_gradient=False)
+    together = {"a pass of all readers": max(forward_bytes(models.policy, rows), logits)}
+    return {MEASURE: together, REWARD: {"a pass": forward_bytes(models.critic, work.scoring_pass)}}
 
 
 def generator(models: PPOModels, layout: Layout, work: PPOWork, other_bytes: int = 0) -> Role:
@@ -110,7 +138,14 @@ def scorer(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
     """
     shared = models.policy.vocab_size * models.policy.hidden_size if models.policy.tie_word_embeddings else 0
     logits = logit_bytes(work.num_logits, layout, with_gradient=False)
-    both = {"reference": (models.policy, models.policy_counts, shared, work.policy_pass, logits)}
+    if work.shares_body:
+        assert models.reward_counts is not None, "a body is shared with a reward model"
+        return Role({"reward model's adapter": layout.weight_bytes * models.reward_counts.trained})
+    both = (
+        {}
+        if models.policy_counts.ranks
+        else {"reference": (models.policy, models.policy_counts, shared, work.policy_pass, logits)}
+    )
     if models.reward_counts is not None:
         both["reward model"] = (models.critic, models.reward_counts, 0, work.scoring_pass, 0)
     held, host, phases = dict[str, int](), dict[str, int](), dict[str, Parts]()
@@ -163,7 +198,7 @@ def ppo_memory(models: PPOModels, layout: Layout, work: PPOWork) -> Memory:
     if work.mode == "small":  # moved from before sampling until the next update
         away = {part: held.pop(part) for part in list(held) if _moves(part)}
         (host if layout.is_gpu else held).update({f"{part}, while others work": size for part, size in away.items()})
-        others = (GENERATE, VALUES, *scoring.phases)
+        others = (GENERATE, VALUES, MEASURE, REFERENCE, REWARD, *scoring.phases)
         phases = _only_in(phases, away, tuple(name for name in phases if name not in others))
     return Memory(held, phases, host, learning.host_once)
 

@@ -25,7 +25,7 @@ def scoring_phase(config: ModelConfig, counts: Counts, layout: Layout, of: Pass)
     if layout.zero_stage == 3:
         found["gathered weights"] = layout.weight_bytes * min(MAX_LIVE, counts.total - counts.kept_whole)
     if layout.is_autocast:
-        found["weights in bf16"] = 2 * counts.linear
+        found["weights in bf16"] = 2 * (counts.linear - counts.rounded)
     return found
 
 

@@ -32,8 +32,11 @@ class Times:
         return flops - (1 - head_share) * has_head * 2 * self.model.vocab_size * self.model.hidden_size
 
     def passes(self, counts: Counts) -> float:
-        """Returns a training step's cost in forward passes. A backward pass counts as two, without frozen blocks."""
-        return 1 + 2 * counts.trained_layers / (self.model.num_hidden_layers + self.model.num_encoder_layers)
+        """Returns a training step's cost in forward passes. A backward pass counts as two, without frozen blocks; one
+        through frozen maps with adapters computes no gradients of the maps' weights, and counts as one.
+        """
+        backward, num_layers = 1 if counts.ranks else 2, self.model.num_hidden_layers + self.model.num_encoder_layers
+        return 1 + backward * counts.trained_layers / num_layers
 
     def compute_seconds(self, flops: float) -> float:
         """Returns the seconds that all ranks together need for `flops`."""

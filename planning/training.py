@@ -24,14 +24,15 @@ def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layo
     """
     in_decoder = min(counts.trained_layers, config.num_hidden_layers)
     cross_attention = config.kind == "encoder-decoder"
-    casts = 2 * counts.linear if layout.is_autocast else 0
+    casts = 2 * (counts.linear - counts.rounded) if layout.is_autocast else 0
+    low = of.num_tokens * counts.ranks * of.compute_bytes  # of a block's adapters
     if layout.recomputes:  # the input of every trained block
         inputs = counts.trained_layers * of.num_tokens * config.hidden_size * of.stream_bytes
         return inputs + ends_bytes(config, of) + casts
     kept = in_decoder * block_bytes(config, of, cross_attention=cross_attention) + ends_bytes(config, of)
     if counts.trained_layers > in_decoder:
         kept += (counts.trained_layers - in_decoder) * block_bytes(config, of) + ends_bytes(config, of)
-    return kept + casts
+    return kept + counts.trained_layers * low + casts
 
 
 def logit_bytes(num_logits: int, layout: Layout, *, with_gradient: bool) -> int:
@@ -63,7 +64,8 @@ def states(counts: Counts, layout: Layout) -> dict[str, int]:
     copy = {} if layout.is_gpu else {"copy for checkpoints": checkpoint_copy(counts, layout)}
     if layout.zero_stage == 0:
         buckets = {"gradients in DDP's buckets": 4 * p} if N > 1 else {}
-        return {"weights": 4 * counts.total, "moments": _moments(counts), **buckets, **copy}
+        rounded = 2 * counts.rounded if layout.is_autocast else 0
+        return {"weights": 4 * counts.total - rounded, "moments": _moments(counts), **buckets, **copy}
     held = {"weights": w * counts.total, "fp32 masters": 4 * p // N, "moments": 8 * p // N}
     if layout.zero_stage == 3:
         held |= {"weights": w * counts.total // N, "gradients": w * p // N}
@@ -153,5 +155,5 @@ def training_memory(
 
 def weights_to_save(counts: Counts, layout: Layout) -> dict[str, int]:
     """Returns the CPU memory in which rank 0 gathers the weights of one file, and the tensor that no longer fits it."""
-    one_file = MAX_FILE_BYTES + 2 * 4 * counts.largest_trained
+    one_file = MAX_FILE_BYTES + 2 * 4 * counts.largest
     return {"fp32 weights to be saved": min(4 * counts.total, one_file)} if layout.is_gpu else {}

@@ -123,6 +123,12 @@ class PPOConfig(Config):
         default=None, description='Optimizer of the value function, which only advantage "gae" has; it requires one.'
     )
     lora: LoRAConfig | None = lora_field()
+    shared_body: bool = Field(
+        default=False,
+        description="Policy, reference, value function and reward model are adapters and heads on one frozen body, so"
+        " PPO needs about as much memory as SFT. Needs `lora`, and a reward model trained with [reward] lora on the"
+        " same initial model.",
+    )
     kl_coef: float = Field(
         default=0.05, ge=0, description="Weight of the KL penalty, per nat; its first value if adaptive."
     )
@@ -273,6 +279,20 @@ class PPOConfig(Config):
     def _check_lora(self) -> Self:
         optimizers = {"policy_optimizer": self.policy_optimizer, "value_optimizer": self.value_optimizer}
         check_lora(self.lora, {name: found for name, found in optimizers.items() if found is not None})
+        if not self.shared_body:
+            return self
+        if self.lora is None:
+            raise ValueError("shared_body without lora: the policy is an adapter; lora = {} was expected")
+        if self.external_reward is not None:
+            raise ValueError(
+                "shared_body with a reward that is no model of Heed's; lora alone, or a reward model trained with"
+                " [reward] lora, was expected"
+            )
+        if self.placement == "disaggregated":
+            raise ValueError(
+                'shared_body with placement "disaggregated", where roles are on ranks of their own; "colocated" was'
+                " expected"
+            )
         return self
 
     @model_validator(mode="after")

@@ -92,22 +92,19 @@ class PPOController:
 
     def step(self, iteration: int) -> dict[str, float]:
         """One iteration of the algorithm, 0 .. num_iterations - 1. Returns its metrics."""
-        config, learners, scorers = self.config, self.roles.learners, self.roles.scorers
+        config = self.config
         followed = self._start_followed(iteration)
         with self.phases.of("sampling"):
             rollout = self._sampled(iteration)
         minibatches = self.minibatches(iteration, config.rollout_batch_size)
         first_epoch, oversampling = minibatches[: config.num_minibatches], dict[str, float]()
         with self.phases.of("scoring"):
-            scores = scorers.start_scores(rollout)
+            scores = self.roles.scorers.start_scores(rollout)
             if config.oversample > 1:  # what is not kept needs no further passes
                 rollout, scores, oversampling = self._keep_informative(rollout, scores())
-            # Started together: on ranks of their own, scorers and learners work at the same time.
-            logprobs = learners.start_policy_logprobs(rollout, first_epoch)
-            ref_logprobs = scorers.start_reference_logprobs(rollout, first_epoch)
-            values = learners.start_values(rollout) if config.has_value_function else None
-            scores_BO, logprobs_BR, ref_logprobs_BR = scores(), logprobs(), ref_logprobs()
-            values_BR = torch.zeros_like(logprobs_BR) if values is None else values()
+            measuring = self.roles.start_measuring(rollout, first_epoch)
+            scores_BO, found = scores(), measuring()
+            logprobs_BR, ref_logprobs_BR, values_BR = found.logprobs_BR, found.ref_logprobs_BR, found.values_BR
 
         staleness = min(iteration, config.max_staleness)
         if staleness:
@@ -125,8 +122,8 @@ class PPOController:
             self.samples.log_drawn(iteration, ScoredRollout(rollout, scores_B, kl_B))
         if self.samples is not None and followed is not None:
             self.samples.log_followed(iteration, self._scored(followed(), iteration))
-        found, returns_BR = self._advantages(rewards_BR, values_BR, mask_BR)
-        advantages_BR = found.advantages_BR
+        advantages, returns_BR = self._advantages(rewards_BR, values_BR, mask_BR)
+        advantages_BR = advantages.advantages_BR
         importance_BR, importance_metrics = importance_weights(
             logprobs_BR, rollout.behaviour_logprobs_BR, mask_BR, config.importance_cap, config.importance_floor,
             config.importance_beyond,
@@ -135,7 +132,7 @@ class PPOController:
             advantages_BR = importance_BR * advantages_BR
 
         lesson = Lesson(
-            rollout, scores_B, rewards_BR, mask_BR, found.counted_BR, logprobs_BR, ref_logprobs_BR, advantages_BR,
+            rollout, scores_B, rewards_BR, mask_BR, advantages.counted_BR, logprobs_BR, ref_logprobs_BR, advantages_BR,
             values_BR, returns_BR, importance_BR,
         )  # fmt: skip
         if self.rollouts is not None:
@@ -145,7 +142,7 @@ class PPOController:
         kl_nats = float(kl_B[scored_B].mean())
         means_O = scores_BO[scored_B].mean(dim=0).tolist()
         metrics |= {f"score/{name}": mean for name, mean in zip(config.objective_weights, means_O, strict=False)}
-        metrics |= importance_metrics | found.metrics | oversampling
+        metrics |= importance_metrics | advantages.metrics | oversampling
         metrics |= {
             "staleness": float(staleness),
             "sampler_difference": agreement.difference,

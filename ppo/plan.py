@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lm.config import ModelConfig
+from lm.lora import LoRAConfig
 from planning.memory import Memory, count, forward_pass
 from planning.ppo import PPOModels, PPOWork, generator, learner, ppo_memory, scorer
 from ppo.config import PPOConfig
@@ -49,15 +50,27 @@ def plan(planner: Planner, config: PPOConfig) -> StagePlan:
 
 def _models(planner: Planner, config: PPOConfig) -> PPOModels:
     """The reward model's shape is that of `reward_from`, or of what the reward stage starts from."""
-    critic = _critic(planner, config)
+    critic, shared = _critic(planner, config), _adapter_of_reward(planner, config)
     num_objectives = max(1, len(config.objective_weights))
+    value, lora = config.value_optimizer, shared or config.lora
     return PPOModels(
         planner.model,
         critic,
-        count(planner.model, config.policy_optimizer),
-        None if config.value_optimizer is None else count(critic, config.value_optimizer, num_scores=1),
-        None if config.external_reward else count(critic, FROZEN, num_scores=num_objectives),
+        count(planner.model, config.policy_optimizer, lora=config.lora),
+        None if value is None else count(critic, value, num_scores=1, lora=lora),
+        None if config.external_reward else count(critic, FROZEN, num_scores=num_objectives, lora=shared),
     )
+
+
+def _adapter_of_reward(planner: Planner, config: PPOConfig) -> LoRAConfig | None:
+    """The reward model's adapter on a shared body; None where it has a body of its own."""
+    reward = planner.job.section(REWARD)
+    if not config.shared_body:
+        return None
+    if reward is None or config.reward_from or reward.lora is None:
+        planner.sizes.assume("assumes that the reward model's adapter is as large as the policy's")
+        return config.lora
+    return reward.lora
 
 
 def _critic(planner: Planner, config: PPOConfig) -> ModelConfig:
@@ -86,6 +99,7 @@ def _work(planner: Planner, config: PPOConfig, models: PPOModels, seq_len: int) 
         micro_batches,
         config.memory,
         has_average=config.ema_decay > 0,
+        shares_body=config.shared_body,
         gpu_bytes=planner.times.hardware.memory_bytes if layout.is_gpu else 0,
     )
 

@@ -4,6 +4,7 @@ Shape letters: B responses, R response tokens, C counted positions, V vocabulary
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,17 @@ class Rank:
         self.tokenizer = Tokenizer.load(self.models.sft)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._compute_dtype = torch.bfloat16 if engine_config.resolved_precision() == "bf16" else torch.float32
+
+    @property
+    def _autocast(self) -> bool:
+        """Whether autocast rounds weights to bf16 at each use, as for the learner without ZeRO; under ZeRO the
+        learner's weights are bf16 themselves. The frozen models round where the learner does, so that the KL to the
+        reference starts at exactly 0.
+        """
+        return self._compute_dtype == torch.bfloat16 and self.engine_config.zero_stage == 0
+
+    def _precision(self) -> AbstractContextManager[object]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)
 
     def _by_pass(self, measure: Callable[[Rollout], Tensor], rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
         """What is measured of each response [B, R], pass by pass."""

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from cluster.remote import Local, Pending
+import torch
+from torch import Tensor
+
+from cluster.remote import Handle, Local, Pending
 from lm.tokenizer import Messages
 from ppo.config import PPOConfig
 from ppo.generator import Generator, Generators
@@ -25,9 +28,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What the models say of a rollout, before its updates. Shape letters: B responses, R response tokens."""
+
+    logprobs_BR: Tensor  # nats, at the sampling temperature; 0 where there is no token
+    ref_logprobs_BR: Tensor
+    values_BR: Tensor  # 0 where there is no value function
+
+
+@dataclass(frozen=True)
 class Roles:
     """The three roles, and how weights get from learners to generators."""
 
+    config: PPOConfig
     learners: Learners
     generators: Generators
     scorers: Scorers
@@ -53,7 +66,8 @@ class Roles:
             ValueError: a minibatch does not divide among the learners.
         """
         config.minibatch.num_micro_batches(learners.num_workers)
-        scoring = scorers.put("ppo", Scorer, config, engine, models)
+        # Learners score where they share their body with the reward model.
+        own = None if config.shared_body else scorers.put("ppo", Scorer, config, engine, models)
         sampling = generators.put("ppo", Generator, config, engine, models)
         learning = learners.put("ppo", Learner, config, engine, models, learners.num_workers)
         transport: WeightTransport = Direct(learning, sampling)
@@ -61,27 +75,40 @@ class Roles:
         together = learners is generators or (config.placement == "colocated" and config.samples_apart)
         if not together and broadcasts(config, learning, sampling):
             transport = Broadcast.open(learners, learning, sampling)
-        asked = conversations if models.reward_reads_texts else ()
         makes_room = config.memory == "small" and together
-        batch = config.minibatch
-        reference = learning if config.lora is not None else scoring
-        learners_, scorers_ = Learners(learning, batch), Scorers(scoring, asked, batch, reference)
-        return cls(learners_, Generators(sampling), scorers_, transport, makes_room)
+        scorers_ = _scorers(config, models, conversations, learning, own or learning)
+        return cls(config, Learners(learning, config.minibatch), Generators(sampling), scorers_, transport, makes_room)
 
     @classmethod
     def in_process(
         cls, config: PPOConfig, engine: EngineConfig, models: InitialModels, conversations: Sequence[Messages] = ()
     ) -> Self:
         """All roles on one rank, which is this process. Arguments as for `on_groups`."""
-        scoring = Local(Scorer(config, engine, models))
+        own = None if config.shared_body else Local(Scorer(config, engine, models))
         sampling = Local(Generator(config, engine, models))
         learning = Local(Learner(config, engine, models, num_workers=1))
-        asked = conversations if models.reward_reads_texts else ()
         makes_room, direct = config.memory == "small", Direct(learning, sampling)
-        batch = config.minibatch
-        reference = learning if config.lora is not None else scoring
-        learners, scorers = Learners(learning, batch), Scorers(scoring, asked, batch, reference)
-        return cls(learners, Generators(sampling), scorers, direct, makes_room)
+        scorers = _scorers(config, models, conversations, learning, own or learning)
+        return cls(config, Learners(learning, config.minibatch), Generators(sampling), scorers, direct, makes_room)
+
+    def start_measuring(self, rollout: Rollout, minibatches: Sequence[Tensor]) -> Pending[Measured]:
+        """Start what the models say of a rollout, whose rows are packed as the updates on `minibatches` will pack them.
+
+        All are started together: on ranks of their own, scorers and learners work at the same time.
+        """
+        learners = self.learners
+        if self.config.shared_body:
+            found = learners.start_measuring(rollout, minibatches)
+            return lambda: Measured(*found().unbind(dim=1))
+        logprobs = learners.start_policy_logprobs(rollout, minibatches)
+        ref_logprobs = self.scorers.start_reference_logprobs(rollout, minibatches)
+        values = learners.start_values(rollout) if self.config.has_value_function else None
+
+        def collect() -> Measured:
+            logprobs_BR, ref_logprobs_BR = logprobs(), ref_logprobs()
+            return Measured(logprobs_BR, ref_logprobs_BR, torch.zeros_like(logprobs_BR) if values is None else values())
+
+        return collect
 
     def start_sampling(
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, again: bool = False
@@ -110,5 +137,17 @@ class Roles:
 
     def close(self) -> None:
         self.generators.weights_arrived()
-        for role in (self.learners, self.generators, self.scorers):
-            role.ranks.close()
+        for ranks in dict.fromkeys(role.ranks for role in (self.learners, self.generators, self.scorers)):
+            ranks.close()
+
+
+def _scorers(
+    config: PPOConfig,
+    models: InitialModels,
+    conversations: Sequence[Messages],
+    learning: Handle[Any],
+    scoring: Handle[Any],
+) -> Scorers:
+    """With adapters, learners are the reference."""
+    asked = conversations if models.reward_reads_texts else ()
+    return Scorers(scoring, asked, config.minibatch, learning if config.lora is not None else scoring)

@@ -5,7 +5,6 @@ Shape letters: B responses, O objectives, R response tokens.
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from cluster.remote import Handle, Pending
 from lm.head import align_heads
-from lm.linear import Fp32Linear
+from lm.linear import round_products
 from lm.model import LanguageModel
 from lm.progress import note_progress
 from lm.source import PartialSource, load
@@ -27,7 +26,15 @@ from ppo.initial_models import InitialModels
 from ppo.rank import Rank
 from ppo.rollout import Rollout, joined, shares_by_update, shares_of
 from reward.external import ExternalReward, Scored, score_in_parts
-from reward.scoring import PackedInputs, RewardModel, labels_of, network_folder, scores_of, weights_by_label
+from reward.scoring import (
+    PackedInputs,
+    RewardModel,
+    RewardNetwork,
+    labels_of,
+    network_folder,
+    scores_of,
+    weights_by_label,
+)
 from training.config import BatchConfig, EngineConfig
 from training.passes import pass_tokens, split_passes
 
@@ -93,7 +100,14 @@ class Scorer(Rank):
     policy.
     """
 
-    def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels) -> None:
+    def __init__(
+        self,
+        config: PPOConfig,
+        engine_config: EngineConfig,
+        models: InitialModels,
+        network: FrozenModel[RewardNetwork] | None = None,
+    ) -> None:
+        """`network` is the reward model where another role holds it."""
         super().__init__(config, engine_config, models)
         # With adapters, the learner's policy is the reference once they are off.
         self.reference = self._fixed(ModelFolder(self.models.sft, LanguageModel)) if config.lora is None else None
@@ -101,19 +115,11 @@ class Scorer(Rank):
         self.judge: RewardModel | ExternalReward
         if isinstance(reward, Path):
             weights = weights_by_label(str(reward), labels_of(reward), config.objective_weights)
-            self.network = self._fixed(network_folder(reward))
+            self.network = network or self._fixed(network_folder(reward))
             self.judge = RewardModel(self.network.module, Tokenizer.load(reward), weights)
         else:
             self.judge = reward
         self._failure = ""
-
-    @property
-    def _autocast(self) -> bool:
-        """Whether autocast rounds weights to bf16 at each use, as for the learner without ZeRO; under ZeRO the
-        learner's weights are bf16 themselves. The frozen models round where the learner does, so that the KL to the
-        reference starts at exactly 0.
-        """
-        return self._compute_dtype == torch.bfloat16 and self.engine_config.zero_stage == 0
 
     def _fixed(self, source: PartialSource[AnyModel]) -> FrozenModel[AnyModel]:
         if self.config.memory == "fast":
@@ -130,11 +136,8 @@ class Scorer(Rank):
         for parameter in model.parameters():  # a score's bias, a buffer, stays in fp32
             parameter.data = parameter.data.to(torch.float32 if self._autocast else self._compute_dtype)
         if self._autocast:
-            _round_products(model)
+            round_products(model)
         align_heads(model, self.device)
-
-    def _precision(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)
 
     @torch.no_grad()
     def scores(self, rollout: Rollout, conversations: Sequence[Messages]) -> Tensor:
@@ -184,14 +187,3 @@ class Scorer(Rank):
         assert self.reference is not None, "the learner is the reference of a policy with adapters"
         with self.reference.in_use(), self._precision():
             return self._by_pass(partial(self._logprobs, self.reference.module), rollout, pass_sizes)
-
-
-def _round_products(model: nn.Module) -> None:
-    """Keep in bf16 what autocast would round at every use, which gives the same bits: the matrices of products, except
-    an embedding's table that a head shares, and heads that compute in fp32.
-    """
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    for module in model.modules():
-        is_rounded = isinstance(module, nn.Linear) and not isinstance(module, Fp32Linear)
-        if is_rounded and id(module.weight) not in tables:
-            module.to(torch.bfloat16)

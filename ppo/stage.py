@@ -21,6 +21,7 @@ from ppo.rollout import Rollout
 from ppo.rollout_log import RolloutLog
 from ppo.samples import SampleLog, followed_rows
 from ppo.scale import score_scale
+from ppo.shared_body import adapter_of, require_same_body
 from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
 from reward.scoring import labels_of, weights_by_label
@@ -171,6 +172,8 @@ def placed(stage: StageRun, config: PPOConfig, scale: ScoreScale | None = None) 
     )
     prompts = fitting.prompts
     judge = config.external_reward or stage.start("reward")
+    if config.shared_body and isinstance(judge, Path):
+        require_same_body(policy, judge)
     stream = None
     if config.ptx_rows:
         pretraining = stage.job.section(PRETRAIN)
@@ -219,8 +222,18 @@ def extra_ranks(config: PPOConfig) -> int:
 def check(config: PPOConfig, job: JobView) -> None:
     """Check that the weights of the reward name what the reward model learns."""
     reward = job.section(REWARD)
-    if reward is not None and REWARD.name in job.parents(STAGE.name):
+    own_reward = reward is not None and REWARD.name in job.parents(STAGE.name)
+    if reward is not None and own_reward:
         weights_by_label("[reward]", reward.labels, config.objective_weights)
+    if not config.shared_body:
+        return
+    if job.engine.zero_stage == 3:
+        raise ValueError("ppo.shared_body with engine.zero_stage 3, which shards each role's body; 0 to 2 was expected")
+    if reward is not None and own_reward and (reward.lora is None or reward.init_from):
+        raise ValueError(
+            "ppo.shared_body: the reward model of [reward] has a body of its own; reward.lora, without"
+            " reward.init_from, was expected"
+        )
 
 
 def preflight(stage: StageRun, config: PPOConfig) -> None:
@@ -231,6 +244,8 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
     if config.reward_from:
         judge = stage.start(REWARD.name)
         weights_by_label(str(judge), labels_of(judge), config.objective_weights)
+        if config.shared_body:
+            adapter_of(judge)
     fitting_prompts(
         stage, stage.tokenizer_of("sft"), config.prompts, config.max_new_tokens, config.on_overlong, stage.tell
     )

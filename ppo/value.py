@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lm.config import ModelConfig
-from lm.model import LanguageModel, ScalarModel
+from lm.linear import Fp32Linear
+from lm.model import SCORE, LanguageModel, ScalarModel
 from lm.source import ModelSource, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, WithNewHead, purpose_of
@@ -30,12 +30,16 @@ def value_source(
         ValueError: the weights do not fit the reward model.
     """
     if isinstance(reward, Path) and purpose_of(reward) == "score" and Tokenizer.load(reward) == Tokenizer.load(policy):
-        heads = ModelFolder(reward, ScalarModel)
-        model = on_meta(heads.build)
-        factors = [weight / scale.std for weight in weights_by_label(str(reward), model.labels, weights).values()]
-        return JoinedHeads(heads, model.config, tuple(factors), -scale.mean / scale.std)
-    head = WithNewHead(policy, LanguageModel, ScalarModel, seed=0)
-    return JoinedHeads(head, on_meta(head.build).config, (0.0,), 0.0)
+        return joined_heads(ModelFolder(reward, ScalarModel), reward, weights, scale)
+    return JoinedHeads(WithNewHead(policy, LanguageModel, ScalarModel, seed=0), (0.0,), 0.0)
+
+
+def joined_heads(
+    source: ModelSource[ScalarModel], reward: Path, weights: Mapping[str, float], scale: ScoreScale
+) -> "JoinedHeads":
+    """The weighted sum of a reward model's scores, in the rewards' units. Raises: as `value_source`."""
+    found = weights_by_label(str(reward), on_meta(source.build).labels, weights)
+    return JoinedHeads(source, tuple(weight / scale.std for weight in found.values()), -scale.mean / scale.std)
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,15 @@ class JoinedHeads:
     """A scalar model with one head, Σ factor · score + shift over another's heads: a sum of linear maps is linear."""
 
     source: ModelSource[ScalarModel]
-    config: ModelConfig
     factors: tuple[float, ...]  # by head
     shift: float
 
     def build(self) -> ScalarModel:
-        return ScalarModel(self.config)
+        model = self.source.build()
+        if len(model.labels) > 1:
+            model.labels, model.bias = (SCORE,), torch.zeros(())
+            model.score = Fp32Linear(model.config.hidden_size, 1, bias=False)
+        return model
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         factors_O = torch.tensor(self.factors)

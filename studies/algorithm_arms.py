@@ -1,9 +1,12 @@
-"""The arms of `heed study algorithms`: one set of labels, one reward model, and three runs of each algorithm.
+"""The arms of `heed study algorithms` and `heed study lora`: one set of labels, one reward model, three runs of each.
 
     ppo, rloo, grpo, dr-grpo -1, -2, -3   as docs/algorithms.md has them, without a KL penalty, at a third of the job's
                                           learning rate, at that rate, and at three times it
     dpo, ipo -1, -2, -3                   on the rankings of `reward-full`, with beta .3, .1 and .03
     rejection-1, -2, -3                   best of 4, 16 and 64 samples by `reward-full`; as many samples as PPO's
+    lora-1, -2, -3                        as ppo, by adapters, at ten times its learning rates
+    shared-1, -2, -3                      as lora, on one body with the reward model `reward-lora`
+    reward-lora                           as `reward-full`, by adapters on the base's SFT model
 
 Each algorithm has the same budget: three values of the setting that moves it along KL, chosen before any run. An
 algorithm's curve has the policies of all three, so none is picked by its result.
@@ -42,6 +45,8 @@ POLICY_GRADIENTS: Mapping[str, Mapping[str, Any]] = {
         **_GROUPS, "ppo.advantage": "group_mean", "ppo.advantage_scale": "none", "ppo.token_weight": "constant",
     },
 }  # fmt: skip
+LORA: Mapping[str, Any] = {"rank": 16, "alpha": 32}
+LORA_RATE = 10.0  # of full tuning's learning rates, as Schulman et al. 2025 advise (`lm.lora.LoRAConfig`)
 LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}
 
 
@@ -50,32 +55,54 @@ def arms_of(name: str) -> tuple[str, ...]:
     return tuple(f"{name}-{number}" for number in RUNS)
 
 
-def every_arm(job: JobConfig, folder: Path) -> dict[str, Arm]:
-    """The arms of all findings by name, each after those that it reads. Raises: as `studies.arms.arms_of` does."""
-    return other_arms(job, folder) | {arm.name: arm for arm in algorithm_arms(job, folder)}
-
-
 def algorithm_arms(job: JobConfig, folder: Path) -> list[Arm]:
     """Every arm, from a job with [sft], [reward] and [ppo]; `folder` is the seed's."""
     arms = []
     for number, rate, beta, best_of in zip(RUNS, RATES, BETAS, BEST_OF, strict=True):
-        arms += [_policy_gradient(f"{name}-{number}", job, folder, rate, own) for name, own in POLICY_GRADIENTS.items()]
+        arms += [policy_gradient(f"{name}-{number}", job, folder, rate, own) for name, own in POLICY_GRADIENTS.items()]
         arms += [_preferences(f"{name}-{number}", job, folder, loss, beta) for name, loss in LOSSES.items()]
         arms.append(_rejection(f"rejection-{number}", job, folder, best_of))
     return arms
 
 
-def _starts(stage: str, folder: Path) -> dict[str, str]:
+def lora_arms(job: JobConfig, folder: Path) -> list[Arm]:
+    """The arms of `heed study lora`; arguments as for `algorithm_arms`."""
+    reward = job.section_of(REWARD)
+    changes = {
+        "reward.init_from": str(folder / "base" / "sft" / "model"),
+        "reward.rankings.source": str(cut_file(folder, 1)),
+        "reward.lora": LORA,
+        "reward.optimizer.learning_rate": LORA_RATE * reward.optimizer.learning_rate,
+    }
+    arms = [Arm("reward-lora", ("reward",), ("base",), changes)]
+    for number, rate in zip(RUNS, RATES, strict=True):
+        own = {"ppo.lora": LORA}
+        shared = {**own, "ppo.shared_body": True}
+        arms.append(policy_gradient(f"lora-{number}", job, folder, LORA_RATE * rate, own))
+        arms.append(policy_gradient(f"shared-{number}", job, folder, LORA_RATE * rate, shared, judge="reward-lora"))
+    return arms
+
+
+def every_arm(job: JobConfig, folder: Path) -> dict[str, Arm]:
+    """The arms of all findings by name, each after those that it reads. Raises: as `studies.arms.arms_of` does."""
+    known = other_arms(job, folder)
+    return known | {arm.name: arm for arm in (*algorithm_arms(job, folder), *lora_arms(job, folder))}
+
+
+def _starts(stage: str, folder: Path, judge: str) -> dict[str, str]:
     return {
         f"{stage}.init_from": str(folder / "base" / "sft" / "model"),
-        f"{stage}.reward_from": str(folder / "reward-full" / "reward" / "model"),
+        f"{stage}.reward_from": str(folder / judge / "reward" / "model"),
     }
 
 
-def _policy_gradient(name: str, job: JobConfig, folder: Path, rate: float, own: Mapping[str, Any]) -> Arm:
+def policy_gradient(
+    name: str, job: JobConfig, folder: Path, rate: float, own: Mapping[str, Any], judge: str = "reward-full"
+) -> Arm:
+    """PPO without a KL penalty, at a multiple of the job's learning rates, with changes of its `own`."""
     ppo = job.section_of(PPO)
     changes: dict[str, Any] = {
-        **_starts("ppo", folder),
+        **_starts("ppo", folder, judge),
         "ppo.kl_coef": 0.0,
         "ppo.kl_control": "fixed",
         "ppo.ptx_coef": 0.0,
@@ -88,7 +115,7 @@ def _policy_gradient(name: str, job: JobConfig, folder: Path, rate: float, own: 
     changes |= own
     if changes.get("ppo.value_optimizer", "") is None:
         changes.pop("ppo.value_optimizer.learning_rate", None)
-    return Arm(name, ("ppo",), ("base", "reward-full"), changes)
+    return Arm(name, ("ppo",), ("base", judge), changes)
 
 
 def _preferences(name: str, job: JobConfig, folder: Path, loss: str, beta: float) -> Arm:

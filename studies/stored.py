@@ -19,6 +19,7 @@ from files.atomic import atomic_file
 from intervals.estimates import Floats
 from jobs.job import JobConfig
 from studies.algorithm_arms import every_arm
+from studies.arms import with_those_before
 from studies.findings import Measures
 
 STAMP = "stamp"
@@ -28,14 +29,25 @@ def measures_file(folder: Path, seed: int) -> Path:
     return folder / f"seed-{seed}.npz"
 
 
-def stamp_of(job: JobConfig) -> str:
-    """What a seed's measures depend on: what the study's job sets, its seed included, and the definitions of all arms.
+def stamps_of(job: JobConfig) -> dict[str, str]:
+    """What an arm's measures depend on, by the arm's name: what the study's job sets, its seed included, and the
+    definitions of the arm and of those that it reads.
 
     Keys that have their defaults do not count, so that new keys leave old measures readable.
     """
-    arms = [[arm.name, arm.stages, arm.after, dict(arm.changes)] for arm in every_arm(job, Path("SEED")).values()]
-    values = [job.model_dump(mode="json", exclude_defaults=True, exclude={"cluster", "name", "note"}), arms]
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    values = job.model_dump(mode="json", exclude_defaults=True, exclude={"cluster", "name", "note"})
+    arms = every_arm(job, Path("SEED"))
+
+    def stamp(name: str) -> str:
+        read = [[arm.name, arm.stages, arm.after, dict(arm.changes)] for arm in with_those_before(arms, [name])]
+        return hashlib.sha256(json.dumps([values, read], sort_keys=True).encode()).hexdigest()
+
+    return {name: stamp(name) for name in arms}
+
+
+def _arm_of(measure: str) -> str:
+    """The arm that a measure is of: "rl/ppo-1/gold_KP" is of ppo-1, "bits/base/sft/0" of base."""
+    return measure.split("/")[1]
 
 
 class Recorded:
@@ -75,16 +87,18 @@ class Recorded:
         self.arrays |= {f"{name}/{place}": value for place, value in enumerate(pair)}
         return pair
 
-    def write(self, path: Path, stamp: str) -> None:
-        """Writes everything that was asked for, beside what the file has of the same study, atomically.
+    def write(self, path: Path, stamps: Mapping[str, str]) -> None:
+        """Writes everything that was asked for, in addition to what the file has of the same arms, atomically.
 
         Raises: OSError if the file cannot be written.
         """
         before = _read(path) if path.is_file() else {}
-        kept = before if str(before.get(STAMP, "")) == stamp else {}
+        known = {name for name in stamps if str(before.get(f"{STAMP}/{name}", "")) == stamps[name]}
+        arrays = {name: value for name, value in before.items() if _arm_of(name) in known} | self.arrays
+        own = {f"{STAMP}/{arm}": np.array(stamps[arm]) for arm in sorted({_arm_of(name) for name in arrays})}
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as temporary, temporary.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **{**kept, **self.arrays, STAMP: np.array(stamp)})
+            np.savez_compressed(file, allow_pickle=False, **{**arrays, **own})
 
 
 @dataclass(frozen=True)
@@ -96,12 +110,18 @@ class StoredMeasures:
     arrays: Mapping[str, Floats]
 
     @classmethod
-    def read(cls, path: Path, seed: int, stamp: str) -> "StoredMeasures":
-        """Raises: ValueError for a file that is damaged, or whose study had another job or other arms."""
+    def read(cls, path: Path, seed: int, stamps: Mapping[str, str]) -> "StoredMeasures":
+        """Raises: ValueError for a file that is damaged, or whose study had another job, or an arm of another
+        definition.
+        """
         arrays = _read(path)
-        if str(arrays.pop(STAMP, "")) != stamp:
-            raise ValueError(f"{path}: measures of another job or of other arms; remove it to run this study's")
-        return cls(path, seed, arrays)
+        for name in arrays:
+            arm = _arm_of(name)
+            if str(arrays.get(f"{STAMP}/{arm}", "")) != stamps.get(arm, ""):
+                raise ValueError(
+                    f"{path}: measures of another job, or of another arm {arm}; remove it to run this study's"
+                )
+        return cls(path, seed, {name: value for name, value in arrays.items() if not name.startswith(f"{STAMP}/")})
 
     def best_of_n(self, judge: str) -> Curve:
         return self._curve("best_of_n", judge)

@@ -26,9 +26,10 @@ from studies.algorithm_arms import every_arm
 from studies.algorithms import ALGORITHMS
 from studies.arms import LABELERS_PER_TASK, Arm, arm_job, with_those_before, write_cuts
 from studies.findings import FINDINGS, Finding, Found, Measures
+from studies.lora import LORA_FINDINGS
 from studies.measures import SeedMeasures
 from studies.report import write_findings
-from studies.stored import Recorded, StoredMeasures, measures_file, stamp_of
+from studies.stored import Recorded, StoredMeasures, measures_file, stamps_of
 
 # The debug job's pool and number of policies are too small for a curve.
 QUICK = ("compare.best_of=8", "ppo.keep_policies_every=1")
@@ -65,7 +66,7 @@ def run_study(
         measures.append(known[job.seed] if job.seed in known else _run_seed(folder, job, arms[folder], names))
         found = [finding.evaluate(measures) for finding in findings]
         if isinstance(recorded := measures[-1], Recorded):
-            recorded.write(measures_file(runs / "measures", job.seed), stamp_of(job))
+            recorded.write(measures_file(runs / "measures", job.seed), stamps_of(job))
         write_findings(runs, found, len(measures))  # after each seed, so that a stopped study has reported its results
     return found
 
@@ -87,7 +88,7 @@ def _read_stored(folder: Path | None, jobs: Sequence[JobConfig]) -> dict[int, St
         return {}
     paths = {job.seed: measures_file(folder, job.seed) for job in jobs}
     found = {
-        job.seed: StoredMeasures.read(paths[job.seed], job.seed, stamp_of(job))
+        job.seed: StoredMeasures.read(paths[job.seed], job.seed, stamps_of(job))
         for job in jobs
         if paths[job.seed].is_file()
     }
@@ -115,12 +116,12 @@ def _check(job: JobConfig) -> None:
 
 
 def _named(wanted: str) -> list[Finding]:
-    groups = {"all": FINDINGS, "algorithms": ALGORITHMS}
+    groups = {"all": FINDINGS, "algorithms": ALGORITHMS, "lora": LORA_FINDINGS}
     if wanted in groups:
         return list(groups[wanted])
-    known = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS)}
+    known = {finding.name: finding for finding in (*FINDINGS, *ALGORITHMS, *LORA_FINDINGS)}
     names = [name.strip() for name in wanted.split(",")]
     for name in names:
         if name not in known:
-            raise ValueError(f"finding {name!r}: one of {', '.join(known)}, or all, or algorithms, was expected")
+            raise ValueError(f"finding {name!r}: one of {', '.join(known)}, or all, algorithms or lora, was expected")
     return [known[name] for name in names]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lm.head import align_heads
-from lm.linear import cache_weight_casts
+from lm.linear import cache_weight_casts, round_products
 from lm.model import checkpoint_activations, compile_blocks, freeze_all_but_last
 from lm.progress import note_progress
 from lm.source import ModelSource, load, on_meta
@@ -73,14 +73,16 @@ class Engine(Generic[AnyModule]):
             model = build_sharded(source, settings)
         else:
             # DeepSpeed rounds the weights in any case, and takes its fp32 copies from the rounded ones.
-            is_rounded = config.zero_stage > 0 and config.resolved_precision() == "bf16"
-            model = load(source, self.device, torch.bfloat16 if is_rounded else torch.float32)
+            model = load(source, self.device, self.held_dtype)
         if optimizer.trained_layers is not None:
             freeze_all_but_last(model, optimizer.trained_layers)
         if config.checkpoint_activations:
             checkpoint_activations(model)
         if config.compile_blocks:
             compile_blocks(model)
+        self._rounds_frozen = config.zero_stage == 0 and config.resolved_precision() == "bf16"
+        if self._rounds_frozen:
+            round_products(model)
         align_heads(model, self.device)
         self._source, self.module = source, model
         step_without_dynamo(config.zero_stage)
@@ -114,6 +116,12 @@ class Engine(Generic[AnyModule]):
         # The only buffer, a score's bias, is the same on every rank; DDP would broadcast it in every pass.
         do_not_broadcast_buffers(model)
         return self._accelerator.prepare_model(model)
+
+    @property
+    def held_dtype(self) -> torch.dtype:
+        """The type of the weights that passes compute with: DeepSpeed's in bf16, or fp32, which autocast rounds."""
+        is_rounded = self.config.zero_stage > 0 and self.config.resolved_precision() == "bf16"
+        return torch.bfloat16 if is_rounded else torch.float32
 
     @property
     def is_main(self) -> bool:
@@ -259,7 +267,7 @@ class Engine(Generic[AnyModule]):
     def full_weights(self) -> dict[str, Tensor]:
         """All weights in fp32 on every rank's device, tied ones once; under ZeRO, a collective call."""
         if self.config.zero_stage == 0:
-            return {name: tensor.detach() for name, tensor in self._whole_tensors()}
+            return dict(self._whole_tensors())
         return dict(self._gathered(self._own_weights(), on_main_alone=False))
 
     def weights_for_file(self, own: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -270,19 +278,27 @@ class Engine(Generic[AnyModule]):
         the trained weights, by name and laid out as `shards` is.
         """
         if self.config.zero_stage == 0 and own is None:
-            return iter([(name, tensor.detach()) for name, tensor in self._whole_tensors()] if self.is_main else [])
+            return self._whole_tensors() if self.is_main else iter([])
         gathered = self._gathered(self._own_weights() if own is None else own, on_main_alone=True)
         return gathered if self.is_main else iter([*gathered])
 
-    def _whole_tensors(self) -> list[tuple[str, Tensor]]:
-        return [*self.module.named_parameters(), *self.module.named_buffers()]
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Of a model that every rank holds whole. Frozen weights that are held rounded are read once more."""
+        originals = iter(self._source.tensors())
+        for name, parameter in self.module.named_parameters():
+            is_rounded = self._rounds_frozen and not parameter.requires_grad
+            found = next(tensor for original, tensor in originals if original == name) if is_rounded else parameter
+            yield name, found.detach().to(self.device)
+            del found  # before the next one is read
+        yield from ((name, buffer.detach()) for name, buffer in self.module.named_buffers())
 
     def _own_weights(self) -> dict[str, Tensor]:
         return {shard.name: shard.view(shard.storage) for shard in self.shards()}
 
     def _gathered(self, own: Mapping[str, Tensor], *, on_main_alone: bool) -> Iterator[tuple[str, Tensor]]:
         self._gatherer = self._gatherer or Gatherer(self.shards(), self.rank, self.device, self.gather)
-        frozen = self._source.tensors() if self.config.zero_stage else self.module.named_parameters()
+        reads = self.config.zero_stage > 0 or self._rounds_frozen
+        frozen = self._source.tensors() if reads else self.module.named_parameters()
         return self._gatherer.tensors(self.module, own, frozen, on_main_alone=on_main_alone)
 
     def offload_optimizer(self) -> None:

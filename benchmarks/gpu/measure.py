@@ -154,6 +154,7 @@ def measure_iteration(row: Row, sizes: Iteration, device: torch.device, folder: 
     generator = Phased(Generator(config, ENGINE, models), device, seconds)
     learner = Phased(Learner(config, ENGINE, models, num_workers=1), device, seconds)
     roles = Roles(
+        config,
         Learners(learner, minibatch),
         Generators(generator),
         Scorers(scorer, (), minibatch, scorer),

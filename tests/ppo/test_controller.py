@@ -17,6 +17,7 @@ from cluster.remote import Pending
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import ScoreScale
+from ppo.roles import Measured
 from ppo.rollout import PolicyBatch, Rollout, ValueBatch
 from training.checkpoint import changed_files
 from training.failures import RunError
@@ -79,6 +80,10 @@ class ToyRoles:
 
     def start_policy_logprobs(self, rollout: Rollout, _minibatches: Sequence[Tensor]) -> Pending[Tensor]:
         return lambda: self.policy_logprobs(rollout)
+
+    def start_measuring(self, rollout: Rollout, _minibatches: Sequence[Tensor]) -> Pending[Measured]:
+        found = self.policy_logprobs(rollout), self.reference_logprobs(rollout), self.start_values(rollout)()
+        return lambda: Measured(*found)
 
     def start_values(self, rollout: Rollout) -> Pending[Tensor]:
         return lambda: self.value * rollout.response_mask_BR

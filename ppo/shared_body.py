@@ -1,0 +1,103 @@
+"""One frozen body with four roles (`ppo.shared_body`): PPO in about the memory of fine-tuning.
+
+The policy is the SFT model with adapters, and the reference is the same model without them. The reward model is an
+adapter of the same SFT model, with a head; the value function starts as that adapter. Each role is a model of its own,
+whose frozen weights are the policy's tensors: no second copy of the body is in memory.
+
+Shape letters: L rows, T tokens of a row, C tokens of all responses, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lm.adapters import ADAPTER, FromAdapter
+from lm.lora import is_adapter, merged, read_by
+from lm.model import LanguageModel, ScalarModel
+from lm.source import ModelSource, on_meta
+from lm.weights import ModelFolder, WithNewHead
+from ppo.packed import PackedRollout
+
+ROUNDING = 1e-4  # of the largest weight: two machines may add an adapter to it in another order
+Precision = Callable[[], AbstractContextManager[object]]
+HEADS = ("score.weight", "bias")  # of a scalar model: what is not its body
+
+
+def adapter_of(reward: Path) -> Path:
+    """The adapter that was written next to a reward model. Raises: ValueError where there is none."""
+    folder = reward.parent / ADAPTER
+    if not (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"ppo.shared_body: {reward} has no adapter next to it ({folder}); a reward model trained with [reward] lora"
+            " on the policy's own initial model was expected"
+        )
+    return folder
+
+
+@dataclass(frozen=True)
+class OnBody:
+    """A reward model whose body is `body`'s, in its memory; only its heads are read from `folder`."""
+
+    body: nn.Module
+    folder: Path
+
+    def build(self) -> ScalarModel:
+        return ModelFolder(self.folder, ScalarModel).build()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        model, held = on_meta(self.build), dict(self.body.named_parameters())
+        own = {name: tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()] if name in HEADS}
+        rows = {name: range(len(tensor) if tensor.dim() else 1) for name, tensor in own.items()}
+        heads = dict(ModelFolder(self.folder, ScalarModel).tensors(rows))
+        for name, _ in model.named_parameters():
+            yield name, heads[name] if name in heads else held[name].detach()
+        yield from ((name, heads[name]) for name, _ in model.named_buffers())
+
+
+def reward_on_body(body: nn.Module, reward: Path) -> ModelSource[ScalarModel]:
+    """A reward model as an adapter on a body that is in memory; adapters and heads are trained. Raises: as
+    `adapter_of`.
+    """
+    return FromAdapter(OnBody(body, reward), adapter_of(reward))
+
+
+def require_same_body(policy: Path, reward: Path) -> None:
+    """Check that a reward model is the initial policy's body with an adapter: all tensors are compared, one at a time.
+
+    Raises: ValueError naming the first tensor that differs, and as `adapter_of`.
+    """
+    labels = on_meta(ModelFolder(reward, ScalarModel).build).labels
+    body = WithNewHead(policy, LanguageModel, lambda shape: ScalarModel(shape, labels=labels), seed=0)
+    source = FromAdapter(body, adapter_of(reward))
+    made = merged(on_meta(source.build), source.tensors())
+    for (name, ours), (_, theirs) in zip(made, ModelFolder(reward, ScalarModel).tensors(), strict=True):
+        if name != "bias" and not torch.allclose(ours, theirs, rtol=0, atol=ROUNDING * float(theirs.abs().max())):
+            raise ValueError(
+                f"ppo.shared_body: {name} of {reward} is not that of {policy} with the adapter"
+                f" {adapter_of(reward)}; a reward model trained with [reward] lora on this initial policy was expected"
+            )
+
+
+def measured(
+    policy: LanguageModel, value: ScalarModel | None, packed: PackedRollout, precision: Precision
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Logits of the policy and of the reference [C, V], and values [C], from one pass over the body."""
+    readers = [policy, None] if value is None else [policy, None, value]
+    num = len(readers)
+    with precision(), read_by(policy, readers):
+        hidden = policy.decoder.hidden(packed.tokens_LT.repeat(num, 1), packed.segments_LT.repeat(num, 1))
+        of_policy, of_reference, *of_value = hidden.chunk(num)
+        logits, ref_logits = (policy.read(part, packed.states_LT) for part in (of_policy, of_reference))
+        return logits, ref_logits, None if value is None else value.read(of_value[0], packed.states_LT)
+
+
+def require_shared(model: nn.Module, body: nn.Module) -> None:
+    """Assert that a model's frozen weights are `body`'s, in its memory."""
+    held = {name: parameter.data_ptr() for name, parameter in body.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if not is_adapter(name) and name not in HEADS:
+            assert parameter.data_ptr() == held[name], f"{name} is a second copy of the body's"
