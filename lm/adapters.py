@@ -116,7 +116,7 @@ class FromAdapter(Generic[AnyModel]):
         raw = json.loads((self.folder / ADAPTER_CONFIG).read_text())
         model = self.frozen.build()
         names = {n for n in load_file(self.folder / ADAPTER_WEIGHTS)}
-        targets = "all"
+        targets = "all" if any("mlp" in n for n in names) else "attention"
         return add_adapters(model, LoRAConfig(rank=raw["r"], alpha=raw["lora_alpha"], targets=targets))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -125,6 +125,8 @@ class FromAdapter(Generic[AnyModel]):
 
         def ads():
             for name, module, place in linear_maps(model):
+                if not isinstance(module, LoRALinear):
+                    continue
                 layers = [t.removesuffix(".weight") for t in place.parts]
                 yield f"{name}.{DOWN}", torch.cat([found[f"{PREFIX}{l}.lora_A.weight"] for l in layers])
                 yield f"{name}.{UP}", torch.cat([found[f"{PREFIX}{l}.lora_B.weight"] for l in layers])

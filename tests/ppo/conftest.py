@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from lm.adapters import save_trained
 from lm.config import ModelConfig
+from lm.lora import LoRAConfig, WithAdapters, adapted_maps
 from lm.model import LanguageModel, ScalarModel, init_weights
+from lm.source import load, on_meta
 from lm.tokenizer import Tokenizer
-from lm.weights import read_config, save_model
+from lm.weights import WithNewHead, read_config, save_model
 from ppo.config import PPOConfig
 from ppo.initial_models import InitialModels, ScoreScale, TokenStream
 from tests.ppo.one_rank import OneRank
@@ -68,6 +71,23 @@ def two_objectives(one_objective: InitialModels, tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.mktemp("reward")
     save_model(folder, model, model.state_dict(), Tokenizer.load(one_objective.reward))
     return replace(one_objective, reward=folder)
+
+
+@pytest.fixture(scope="session")
+def adapted(one_objective: InitialModels, tmp_path_factory: pytest.TempPathFactory) -> InitialModels:
+    """The reward model is an adapter of the SFT model, of another rank than the policy's, with a head."""
+    folder = tmp_path_factory.mktemp("adapted")
+    body = WithNewHead(one_objective.sft, LanguageModel, ScalarModel, seed=4)
+    config = LoRAConfig(rank=2, alpha=5.0, targets="attention")
+    network = load(WithAdapters(body, config, 7))
+    generator = torch.Generator().manual_seed(8)
+    for module in adapted_maps(network).values():
+        module.lora_b.data.normal_(generator=generator)
+    network.bias.fill_(0.25)
+    weights = [*network.named_parameters(), *network.named_buffers()]
+    tokenizer = Tokenizer.load(one_objective.sft)
+    save_trained(folder, on_meta(body.build), network, weights, tokenizer, config, one_objective.sft)
+    return replace(one_objective, reward=folder / "model", adapter_seed=3)
 
 
 @pytest.fixture(scope="session")

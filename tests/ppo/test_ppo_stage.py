@@ -1,7 +1,7 @@
 """The PPO stage end to end in this process: metrics, checkpoints, resuming after a kill."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +30,22 @@ class Killed(BaseException):
 
 def make_mortal(roles: Roles) -> None:
     """Kills the stage in its third iteration."""
-    rollouts, reference_logprobs = [], roles.scorers.start_reference_logprobs
+    rollouts, scores = [], roles.scorers.start_scores
 
-    def die_in_time(rollout: Rollout, minibatches: Sequence[Tensor]) -> Pending[Tensor]:
+    def die_in_time(rollout: Rollout) -> Pending[Tensor]:
         if len(rollout) == NUM_ROLLOUTS:  # others are samples to be read
             rollouts.append(rollout)
         if len(rollouts) == 3:
             roles.learners.finish_saving()  # on a slow disk the checkpoint of iteration 2 might not be written yet
             raise Killed
-        return reference_logprobs(rollout, minibatches)
+        return scores(rollout)
 
-    roles.scorers.start_reference_logprobs = die_in_time  # type: ignore[method-assign]
+    roles.scorers.start_scores = die_in_time  # type: ignore[method-assign]
 
 
 @pytest.fixture
-def run(models: InitialModels, prompts: list[list[int]], ppo_config: Callable[..., PPOConfig]) -> Callable[..., None]:
+def run(adapted: InitialModels, prompts: list[list[int]], ppo_config: Callable[..., PPOConfig]) -> Callable[..., None]:
+    models = adapted
     tokenizer = Tokenizer.load(models.sft)
     # Prompts as in a file, with the texts that the encoded fixture was made from.
     asked = [
@@ -117,6 +118,22 @@ def test_a_run_killed_in_one_memory_mode_ends_in_another_like_an_uninterrupted_r
         run(tmp_path / "killed", make_mortal, memory=killed)
     run(tmp_path / "killed", memory=resumed)
     same_weights_and_log(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.parametrize("shared_body", [False, True])
+def test_a_killed_run_by_adapters_ends_like_an_uninterrupted_run(
+    run: Callable[..., None], tmp_path: Path, *, shared_body: bool
+) -> None:
+    changes = {"lora": {"rank": 3, "alpha": 6}, "shared_body": shared_body}
+    run(tmp_path / "whole", **changes)
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", make_mortal, **changes)
+    run(tmp_path / "killed", **changes)
+    same_weights_and_log(tmp_path / "whole", tmp_path / "killed")
+    first, second = (
+        (tmp_path / kind / "adapter" / "adapter_model.safetensors").read_bytes() for kind in ("whole", "killed")
+    )
+    assert first == second
 
 
 def same_weights_and_log(*folders: Path) -> list[dict[str, float]]:
