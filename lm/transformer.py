@@ -144,13 +144,21 @@ class Transformer(nn.Module):
         if self.packs_rows():
             return packed_mask(segments_BT, device, causal=self.causal)
         # A graph would be compiled for each number of groups.
-        if not is_plain and not is_on_gpu(self.embedding.weight) and not self.compiles:
+        if not is_plain and not is_on_gpu(self._table()) and not self.compiles:
             return grouped_mask(segments_BT, causal=self.causal)
         return attention_mask(segments_BT.to(device), causal=self.causal)
 
     def packs_rows(self) -> bool:
         """Whether variable-length attention serves this model as it is."""
-        return takes_packed_rows(self.embedding.weight, self.config.head_dim)
+        return takes_packed_rows(self._table(), self.config.head_dim)
+
+    def _table(self) -> Tensor:
+        """The embedding's matrix, of which only type and device may be asked.
+
+        Under ZeRO-3, reading `embedding.weight` in a pass gathers it. That is a collective call, but whether it is made
+        here depends on a rank's own rows.
+        """
+        return next(self.embedding.parameters(recurse=False))
 
     def cross_attention_cache(self, states_BSD: Tensor, real_BS: Tensor) -> CrossAttentionCache:
         """An encoder's states as this decoder's blocks attend to them; `real_BS` is False at padding."""

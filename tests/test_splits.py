@@ -472,6 +472,9 @@ def draw_splits() -> list[Split]:
                 "collective_timeout_seconds": 240.0,  # what the others wait for a rank that failed
             }
             splits.append(Split(name, num_ranks, int(generator.choice(micros)), EngineConfig.model_validate(values)))
+    # Of four ranks, one reads a sequence per row and the others packed rows; all have to gather the same shards.
+    values = {"precision": "fp32", "zero_stage": 3, "trackers": (), "collective_timeout_seconds": 240.0}
+    splits.append(Split("ranking", 4, 1, EngineConfig.model_validate(values)))
     # What differs from PPO is in the batch, so two splits of it suffice.
     others = [mode for mode in PPO_MODES if mode != "ppo"]
     return splits + [

@@ -4,13 +4,14 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from lm.attention import attend, attention_mask, sliding_window_mask, with_window
 from lm.cache import KVCache, PromptWriter, TokenWriter
 from lm.config import ModelConfig
 from lm.grouped_attention import GroupedMask, grouped_mask
+from lm.model import ScalarModel
 from lm.positions import rotary_tables, rotate
 
 
@@ -195,3 +196,20 @@ def test_no_score_between_two_sequences_is_computed() -> None:
     """20 sequences of 5 in a row of 100 cost 20 squares of 5, not a square of 100."""
     grouped = grouped_mask(torch.arange(1, 21).repeat_interleave(5)[None], causal=True)
     assert [(g.num_sequences, g.longest, g.mask) for g in grouped.groups] == [(20, 5, None)]
+
+
+@pytest.mark.parametrize("segments", [[1, 1, 1, 0], [1, 2, 2, 0]])
+def test_only_a_lookup_reads_the_embedding(segments: list[int]) -> None:
+    """ZeRO-3 gathers a weight wherever a pass reads it, so this must not depend on what is in a rank's rows."""
+    reads: list[str] = []
+
+    class Watched(dict[str, nn.Parameter | None]):
+        def __getitem__(self, name: str) -> nn.Parameter | None:
+            reads.append(name)
+            return super().__getitem__(name)
+
+    model = ScalarModel(CACHED)
+    embedding = model.decoder.embedding
+    embedding._parameters = Watched(embedding._parameters)
+    model(torch.tensor([[3, 4, 5, 0]]), torch.tensor([segments]))
+    assert reads == ["weight"]
