@@ -69,7 +69,8 @@ class Counts:
     layer: int  # of the larger of these two
     kept_whole: int  # of all tensors that ZeRO-3 does not shard
     rounded: int = 0  # frozen and in products alone, so without ZeRO held as those round them
-    largest_adapted: int = 0  # of the largest map with an adapter
+    adapted: int = 0  # of all maps with an adapter
+    largest_adapted: int = 0
     ranks: int = 0  # of a block's adapters: what they make of a token between A and B
 
 
@@ -137,9 +138,15 @@ def count(
         layer=max(layers),
         kept_whole=sum(p.numel() for p in named.values() if p.numel() <= KEPT_WHOLE),
         rounded=sum(p.numel() for p in rounded_weights(model)),
+        adapted=sum(m.weight.numel() for m in adapted_maps(model).values()),
         largest_adapted=max((m.weight.numel() for m in adapted_maps(model).values()), default=0),
         ranks=sum(len(m.lora_a) for m in adapted_maps(first).values()),
     )
+
+
+def casts_of(counts: Counts, layout: Layout) -> int:
+    """Returns the bytes of the bf16 copies of weights in products that autocast makes; those held in bf16 need none."""
+    return 2 * (counts.linear - counts.rounded) if layout.is_autocast else 0
 
 
 def forward_pass(layout: Layout, rows: int, seq_len: int, *, dropout: float = 0.0) -> Pass:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from lm.activations import Pass, forward_bytes
 from lm.config import ModelConfig
-from planning.memory import Counts, Layout, Memory
+from planning.memory import Counts, Layout, Memory, casts_of
 from planning.sampling import GENERATION_ROWS, rows_at_once, sampling_phase, scoring_phase
 from planning.training import host_states, logit_bytes, states, training_phases, weights_to_save
 
@@ -90,13 +90,14 @@ def learner(models: PPOModels, layout: Layout, work: PPOWork) -> Role:
             phases[VALUES] = scoring_phase(models.critic, value, layout, work.scoring_pass)
         if policy.ranks:  # the reference is the policy without its adapters
             logits = logit_bytes(work.num_logits, layout, with_gradient=False)
-            phases[REFERENCE] = {"a pass": max(forward_bytes(models.policy, work.policy_pass), logits)}
+            head = casts_of(policy, layout) + logits  # of the frozen body, only the head's table is rounded in passes
+            phases[REFERENCE] = {"a pass, or logits": max(forward_bytes(models.policy, work.policy_pass), head)}
     average = 4 * policy.trained // layout.ranks if work.has_average else 0
     (held if work.mode == "fast" or not layout.is_gpu else host)["moving average"] = average
     (host if layout.is_gpu else held)["copy of the average for checkpoints"] = average
     # Tensors are copied if they have to be gathered or rounded for the generator; otherwise they are sent in place.
-    is_copied = layout.zero_stage == 3 or layout.is_autocast or policy.ranks > 0
-    chunk = min(CHUNK_BYTES + 2 * c * policy.largest, c * policy.total) if is_copied else 0
+    is_copied = layout.zero_stage == 3 or (layout.is_bf16 and (layout.is_autocast or policy.ranks > 0))
+    chunk = min(CHUNK_BYTES + 2 * c * policy.largest, c * (policy.total if is_copied else policy.adapted))
     merging = 3 * 4 * policy.largest_adapted  # a map, its addition and their sum, in fp32
     digest = 16 * min(DIGESTED_AT_ONCE, policy.largest)
     phases[SYNC] = {"weights on their way": chunk + max(merging, digest)}
@@ -114,14 +115,17 @@ def _shared_phases(models: PPOModels, layout: Layout, work: PPOWork) -> dict[str
     """
     num_readers = 2 if models.value_counts is None else 3
     rows = replace(work.policy_pass, rows=num_readers * work.policy_pass.rows)
-    logits = 2 * logit_bytes(work.num_logits, layout, with_gradient=False)
-    together = {"a pass of all readers": max(forward_bytes(models.policy, rows), logits)}
+    hidden = rows.num_tokens * models.policy.hidden_size * rows.compute_bytes
+    logits = hidden + logit_bytes(work.num_logits, layout, with_gradient=False)
+    head = casts_of(models.policy_counts, layout) + logits
+    together = {"a pass of all readers, or logits": max(forward_bytes(models.policy, rows), head)}
     return {MEASURE: together, REWARD: {"a pass": forward_bytes(models.critic, work.scoring_pass)}}
 
 
 def generator(models: PPOModels, layout: Layout, work: PPOWork, other_bytes: int = 0) -> Role:
     """Returns the memory of a generator: weights in the compute dtype, and sampling. Other roles hold `other_bytes`."""
-    P, shared_by = models.policy_counts.total, work.generator_ranks
+    policy, shared_by = models.policy_counts, work.generator_ranks
+    P = policy.total - (policy.trained if policy.ranks else 0)  # it gets merged weights
     weights = layout.compute_bytes * P // shared_by
     rows = min(GENERATION_ROWS, work.rollout_rows * shared_by)
     free = (work.gpu_bytes - other_bytes - weights) * shared_by if work.gpu_bytes else 0

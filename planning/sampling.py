@@ -6,7 +6,7 @@ from lm.graphs import PROMPT_TOKENS, rows_in
 from lm.inspection import cache_bytes_per_token
 from lm.logprobs import LOGITS_AT_ONCE
 from lm.padding import MAX_ROWS, MAX_TOKENS
-from planning.memory import MAX_LIVE, Counts, Layout, forward_pass
+from planning.memory import MAX_LIVE, Counts, Layout, casts_of, forward_pass
 
 GENERATION_ROWS = 128  # lm.generation.generate's max_rows
 LOGIT_BYTES = 12  # per logit: fp32, divided by the temperature, and exponentiated for the normaliser
@@ -25,7 +25,7 @@ def scoring_phase(config: ModelConfig, counts: Counts, layout: Layout, of: Pass)
     if layout.zero_stage == 3:
         found["gathered weights"] = layout.weight_bytes * min(MAX_LIVE, counts.total - counts.kept_whole)
     if layout.is_autocast:
-        found["weights in bf16"] = 2 * (counts.linear - counts.rounded)
+        found["weights in bf16"] = casts_of(counts, layout)
     return found
 
 

@@ -9,7 +9,7 @@ from lm.activations import Pass, block_bytes, ends_bytes, gradient_bytes
 from lm.config import ModelConfig
 from lm.logprobs import PART_NUMBERS
 from lm.weights import MAX_FILE_BYTES
-from planning.memory import MAX_LIVE, Counts, Layout, Memory
+from planning.memory import MAX_LIVE, Counts, Layout, Memory, casts_of
 
 # In elements: the largest bucket of training/zero.py (not imported here, since that takes seconds), and DeepSpeed's
 # default (deepspeed/runtime/zero/config.py), which training/zero.py does not change.
@@ -24,7 +24,7 @@ def activation_bytes(config: ModelConfig, of: Pass, counts: Counts, layout: Layo
     """
     in_decoder = min(counts.trained_layers, config.num_hidden_layers)
     cross_attention = config.kind == "encoder-decoder"
-    casts = 2 * (counts.linear - counts.rounded) if layout.is_autocast else 0
+    casts = casts_of(counts, layout)
     low = of.num_tokens * counts.ranks * of.compute_bytes  # of a block's adapters
     if layout.recomputes:  # the input of every trained block
         inputs = counts.trained_layers * of.num_tokens * config.hidden_size * of.stream_bytes
@@ -125,8 +125,11 @@ def training_phases(
     buffers = 2 if layout.is_gpu else 1  # one is filled while the other is reduced
     live = {"reduce bucket": buffers * w * bucket} if stage in (1, 2) else {}
     if stage == 3:
+        # The backward pass reaches the embedding last; a head that shares its table needs that at once.
+        is_shared = bool(num_logits) and config.tie_word_embeddings
+        later = 0 if is_shared else config.vocab_size * config.hidden_size
         live = {
-            "gathered weights": w * min(MAX_LIVE + PREFETCH_BUCKET, counts.total - counts.kept_whole),
+            "gathered weights": w * min(MAX_LIVE + PREFETCH_BUCKET, counts.total - counts.kept_whole - later),
             "gradients being reduced": w * min(bucket, p) // N,
         }
     phases = {"backward": {**turn, **live, **before}}

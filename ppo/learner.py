@@ -30,7 +30,7 @@ from ppo.packed import PackedRollout
 from ppo.rank import Rank
 from ppo.rollout import PolicyBatch, Rollout, Share, ValueBatch, joined, shares_by_update, shares_of
 from ppo.scorer import Scorer
-from ppo.shared_body import measured, require_shared, reward_on_body
+from ppo.shared_body import hidden_of, require_shared, reward_on_body
 from ppo.value import joined_heads, value_source
 from samplers.sent_weights import SentWeights, chunks, noted
 from training.checkpoint import changed_files, share_of_files, step_of
@@ -196,11 +196,22 @@ class Learner(Rank):
     def _measured(self, rollout: Rollout) -> Tensor:
         note_progress()
         packed = PackedRollout.of(rollout, self.device)
-        value = self.value.module if "value" in self.engines else None
-        *logits, values_C = measured(self.policy.module, value, packed, self._precision)
-        logprobs = [token_logprobs(found_CV, packed.targets_C, self.config.temperature) for found_CV in logits]
-        values_C = torch.zeros_like(logprobs[0]) if values_C is None else values_C.float()
-        return torch.stack([packed.spread(found_C) for found_C in (*logprobs, values_C)], dim=1)
+        policy, value = self.policy.module, self.value.module if "value" in self.engines else None
+
+        def logprobs(hidden_LTD: Tensor) -> Tensor:
+            with self._precision():
+                logits_CV = policy.read(hidden_LTD, packed.states_LT)
+            return token_logprobs(logits_CV, packed.targets_C, self.config.temperature)
+
+        with self._precision():
+            of_policy, of_reference, *of_value = hidden_of(policy, value, packed)
+        found = [logprobs(of_policy), logprobs(of_reference)]
+        if value is not None:
+            with self._precision():
+                found.append(value.read(*of_value, packed.states_LT).float())
+        else:
+            found.append(torch.zeros_like(found[0]))
+        return torch.stack([packed.spread(flat_C) for flat_C in found], dim=1)
 
     def scores(self, rollout: Rollout, conversations: Sequence[Messages]) -> Tensor:
         """`Scorer.scores`, where the reward model is on the policy's body."""

@@ -4,11 +4,10 @@ The policy is the SFT model with adapters, and the reference is the same model w
 adapter of the same SFT model, with a head; the value function starts as that adapter. Each role is a model of its own,
 whose frozen weights are the policy's tensors: no second copy of the body is in memory.
 
-Shape letters: L rows, T tokens of a row, C tokens of all responses, V vocabulary.
+Shape letters: L rows, T tokens of a row, D model width.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from lm.weights import ModelFolder, WithNewHead
 from ppo.packed import PackedRollout
 
 ROUNDING = 1e-4  # of the largest weight: two machines may add an adapter to it in another order
-Precision = Callable[[], AbstractContextManager[object]]
 HEADS = ("score.weight", "bias")  # of a scalar model: what is not its body
 
 
@@ -82,17 +80,12 @@ def require_same_body(policy: Path, reward: Path) -> None:
             )
 
 
-def measured(
-    policy: LanguageModel, value: ScalarModel | None, packed: PackedRollout, precision: Precision
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Logits of the policy and of the reference [C, V], and values [C], from one pass over the body."""
+def hidden_of(policy: LanguageModel, value: ScalarModel | None, packed: PackedRollout) -> tuple[Tensor, ...]:
+    """The hidden states [L, T, D] of policy and reference, and of the value function if there is one, from one pass."""
     readers = [policy, None] if value is None else [policy, None, value]
-    num = len(readers)
-    with precision(), read_by(policy, readers):
-        hidden = policy.decoder.hidden(packed.tokens_LT.repeat(num, 1), packed.segments_LT.repeat(num, 1))
-        of_policy, of_reference, *of_value = hidden.chunk(num)
-        logits, ref_logits = (policy.read(part, packed.states_LT) for part in (of_policy, of_reference))
-        return logits, ref_logits, None if value is None else value.read(of_value[0], packed.states_LT)
+    tokens, segments = (rows.repeat(len(readers), 1) for rows in (packed.tokens_LT, packed.segments_LT))
+    with read_by(policy, readers):
+        return policy.decoder.hidden(tokens, segments).chunk(len(readers))
 
 
 def require_shared(model: nn.Module, body: nn.Module) -> None:

@@ -115,7 +115,8 @@ class Engine(Generic[AnyModule]):
             return model
         # The only buffer, a score's bias, is the same on every rank; DDP would broadcast it in every pass.
         do_not_broadcast_buffers(model)
-        return self._accelerator.prepare_model(model)
+        # It is on its device. Accelerate calls a CPU "cpu:1" by the rank, and would copy weights that models share.
+        return self._accelerator.prepare_model(model, device_placement=False)
 
     @property
     def held_dtype(self) -> torch.dtype:

@@ -4,22 +4,26 @@ This file is also the ranks' program: `python test_planned_memory.py FOLDER`. do
 `pytest tests/ppo/test_planned_memory.py -s` to see them.
 """
 
+import gc
 import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.live_bytes import LiveBytes, environment
+from lm.adapters import save_trained
 from lm.config import ModelConfig
+from lm.lora import LoRAConfig, WithAdapters
 from lm.model import LanguageModel, ScalarModel, init_weights
+from lm.source import load, on_meta
 from lm.tokenizer import Tokenizer
-from lm.weights import save_model
+from lm.weights import WithNewHead, save_model
 from planning.memory import Layout, Memory, count, forward_pass
 from planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
 from ppo.config import PPOConfig
@@ -40,13 +44,21 @@ ADAMW = OptimizerConfig(learning_rate=1e-4, schedule="constant")
 NUM_RANKS, ROWS, MICRO_BATCH, MICRO_BATCHES, PROMPT, RESPONSE = 2, 8, 4, 2, 16, 47
 PASSES = (MICRO_BATCH,) * MICRO_BATCHES
 TOLERANCE = 0.03
-CASES: list[tuple[Mode, Any, Precision]] = [
-    ("fast", 0, "fp32"), ("balanced", 0, "bf16"), ("balanced", 3, "fp32"), ("small", 3, "bf16"),
+Kind = Literal["full", "adapters", "shared body"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+CASES: list[tuple[Mode, Any, Precision, Kind]] = [
+    ("fast", 0, "fp32", "full"), ("balanced", 0, "bf16", "full"), ("balanced", 3, "fp32", "full"),
+    ("small", 3, "bf16", "full"), ("fast", 0, "bf16", "adapters"), ("balanced", 2, "bf16", "adapters"),
+    ("balanced", 0, "bf16", "shared body"), ("balanced", 2, "bf16", "shared body"), ("fast", 1, "fp32", "shared body"),
 ]  # fmt: skip
+LORA = LoRAConfig(rank=8)
+# With adapters most of the memory is the body, which has to be large beside what matrix products use meanwhile.
+SHAPES = {kind: CONFIG.model_copy(update={"vocab_size": 8192, "num_hidden_layers": 4}) for kind in KINDS}
+SHAPES["full"] = CONFIG
 MEGABYTE = 2**20
 
 
-def ppo_config(memory: Mode) -> PPOConfig:
+def ppo_config(memory: Mode, kind: Kind) -> PPOConfig:
     return PPOConfig(
         prompts=DataConfig(source="unread.jsonl"),
         num_iterations=1,
@@ -57,18 +69,22 @@ def ppo_config(memory: Mode) -> PPOConfig:
         value_optimizer=ADAMW,
         memory=memory,
         ema_decay=0.5,
+        lora=None if kind == "full" else LORA,
+        shared_body=kind == "shared body",
     )
 
 
-def run(folder: Path, memory: Mode, zero_stage: Any, precision: Precision) -> dict[str, int]:
+def run(folder: Path, memory: Mode, zero_stage: Any, precision: Precision, kind: Kind) -> dict[str, int]:
     """Returns the bytes of this rank's tensors at the peak of each phase of a second iteration, after a checkpoint."""
-    models = InitialModels(folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), None)
-    config, engine = ppo_config(memory), EngineConfig(precision=precision, zero_stage=zero_stage, trackers=())
+    models = InitialModels(folder / kind / "sft", folder / kind / "model", ScoreScale(0.0, 1.0), None)
+    config, engine = ppo_config(memory, kind), EngineConfig(precision=precision, zero_stage=zero_stage, trackers=())
+    gc.collect()  # of the case before
     live = LiveBytes()
     before = live.now
-    scorer, generator = Scorer(config, engine, models), Generator(config, engine, models)
-    learner = Learner(config, engine, models, NUM_RANKS)
-    prompts = np.random.default_rng(learner.policy.rank).integers(8, CONFIG.vocab_size, (ROWS, PROMPT)).tolist()
+    own_scorer = None if config.shared_body else Scorer(config, engine, models)
+    generator, learner = Generator(config, engine, models), Learner(config, engine, models, NUM_RANKS)
+    scorer, reference = own_scorer or learner, learner if config.lora else own_scorer
+    prompts = np.random.default_rng(learner.policy.rank).integers(8, SHAPES[kind].vocab_size, (ROWS, PROMPT)).tolist()
     for iteration in range(2):
         if memory == "small":
             learner.make_room()
@@ -76,10 +92,14 @@ def run(folder: Path, memory: Mode, zero_stage: Any, precision: Precision) -> di
             rollout = generator.generate(range(ROWS), prompts, range(ROWS))
         with live.phase("score by the reward model"):
             scorer.scores(rollout, ())
-        with live.phase("score by the reference"):
-            scorer.reference_logprobs(rollout, PASSES)
-        learner.policy_logprobs(rollout, PASSES)
-        learner.values(rollout, PASSES)
+        if config.shared_body:
+            with live.phase("measure"):
+                learner.measure(rollout, PASSES)
+        else:
+            with live.phase("score by the reference"):
+                reference.reference_logprobs(rollout, PASSES)
+            learner.policy_logprobs(rollout, PASSES)
+            learner.values(rollout, PASSES)
         part = rollout.rows(slice(0, MICRO_BATCHES * MICRO_BATCH))
         ones_BR = torch.ones(len(part), RESPONSE)
         mask_BR = part.response_mask_BR
@@ -102,43 +122,55 @@ def run(folder: Path, memory: Mode, zero_stage: Any, precision: Precision) -> di
 
 
 def rank_program(folder: Path) -> None:
-    found = {str(case): run(folder, *case) for case in CASES}
+    # Accelerate goes from plain ranks to DeepSpeed within a process, but not back.
+    found = {str(case): run(folder, *case) for case in sorted(CASES, key=lambda case: case[1])}
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 
-def planned(memory: Mode, zero_stage: Any, precision: Precision) -> Memory:
+def planned(memory: Mode, zero_stage: Any, precision: Precision, kind: Kind) -> Memory:
+    shape, lora = SHAPES[kind], None if kind == "full" else LORA
     layout = Layout(NUM_RANKS, zero_stage, is_bf16=precision == "bf16", is_gpu=False)
-    policy, value = count(CONFIG, ADAMW), count(CONFIG, ADAMW, num_scores=1)
+    policy, value = count(shape, ADAMW, lora=lora), count(shape, ADAMW, num_scores=1, lora=lora)
+    reward = value if kind == "shared body" else count(shape, ADAMW, num_scores=1)
     of, scored = (forward_pass(layout, MICRO_BATCH, PROMPT + RESPONSE + end) for end in (0, 1))
-    logits = MICRO_BATCH * RESPONSE * CONFIG.vocab_size
-    work = PPOWork(of, of, scored, logits, ROWS, PROMPT, RESPONSE, MICRO_BATCHES, memory)
-    return ppo_memory(PPOModels(CONFIG, CONFIG, policy, value, value), layout, work)
+    logits = MICRO_BATCH * RESPONSE * shape.vocab_size
+    work = PPOWork(
+        of, of, scored, logits, ROWS, PROMPT, RESPONSE, MICRO_BATCHES, memory, shares_body=kind == "shared body"
+    )
+    return ppo_memory(PPOModels(shape, shape, policy, value, reward), layout, work)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[..., None]) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("planned")
     tokenizer = Tokenizer.train(["a cat sat on a mat and saw one red bird"] * 9, 300, "chat")
-    for name, model in {"sft": LanguageModel(CONFIG), "reward": ScalarModel(CONFIG)}.items():
-        init_weights(model, 1)
-        save_model(folder / name, model, model.state_dict(), tokenizer)
+    for kind, shape in SHAPES.items():
+        sft = folder / kind / "sft"
+        sft.parent.mkdir()
+        policy = LanguageModel(shape)
+        init_weights(policy, 1)
+        save_model(sft, policy, policy.state_dict(), tokenizer)
+        body = WithNewHead(sft, LanguageModel, ScalarModel, seed=2)
+        reward = load(WithAdapters(body, LORA, 3))
+        weights = [*reward.named_parameters(), *reward.named_buffers()]
+        save_trained(folder / kind, on_meta(body.build), reward, weights, tokenizer, LORA, sft)
     start_two_ranks(__file__, folder, **environment(folder))
     found: dict[str, Any] = json.loads((folder / "rank-0.json").read_text())
     return found
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_each_phase_takes_what_the_plan_says(ranks: dict[str, Any], case: tuple[Mode, Any, Precision]) -> None:
+def test_each_phase_takes_what_the_plan_says(ranks: dict[str, Any], case: tuple[Mode, Any, Precision, Kind]) -> None:
     memory, measured = planned(*case), ranks[str(case)]
     held = sum(memory.held.values())
     phases = {name: held + sum(parts.values()) for name, parts in memory.phases.items()}
     for role in ("policy", "value"):  # an update has several phases, one of which needs most
         phases[role] = max(size for name, size in phases.items() if name.startswith(f"{role} "))
     for name, found in measured.items():
-        mode, zero_stage, precision = case
+        mode, zero_stage, precision, kind = case
         cells = f"{phases[name] / MEGABYTE:,.1f} | {found / MEGABYTE:,.1f} | {phases[name] / found - 1:+.1%}"
-        print(f"\n| {mode} | {zero_stage} | {precision} | {name} | {cells} |", end="")
+        print(f"\n| {kind} | {mode} | {zero_stage} | {precision} | {name} | {cells} |", end="")
     assert {name: phases[name] for name in measured} == pytest.approx(measured, rel=TOLERANCE)
 
 

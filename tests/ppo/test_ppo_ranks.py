@@ -89,15 +89,7 @@ def one_rank(
 
 @pytest.mark.parametrize(
     ("kind", "zero_stage"),
-    [
-        ("full", 0),
-        ("adapters", 0),
-        ("shared body", 0),
-        ("full", 2),
-        ("adapters", 2),
-        ("adapters", 3),
-        ("shared body", 2),
-    ],
+    [*((kind, zero_stage) for zero_stage in (0, 2) for kind in KINDS), ("adapters", 3)],
 )
 def test_two_ranks_give_the_weights_of_one(
     group: WorkerGroup,
