@@ -10,7 +10,7 @@ Shape letters: R rows, D inputs, F outputs, P ranks of all parts of a fused map 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
@@ -151,9 +151,9 @@ def linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Linear, Stored]]:
             yield name, module, family.stored(shape, f"{name}.weight")
 
 
-def part_rows(module: nn.Linear, place: Stored) -> tuple[int, ...]:
-    """The outputs of each of the published layout's maps that a map holds."""
-    return tuple(module.out_features if rows is None else rows for rows in place.parts.values())
+def part_rows(module: nn.Linear, parts: Mapping[str, int | None]) -> tuple[int, ...]:
+    """The outputs of each of the published layout's maps that a map holds (`lm.families.Stored.parts`)."""
+    return tuple(module.out_features if rows is None else rows for rows in parts.values())
 
 
 def add_adapters(model: AnyModel, config: LoRAConfig) -> AnyModel:
@@ -161,7 +161,7 @@ def add_adapters(model: AnyModel, config: LoRAConfig) -> AnyModel:
     freeze_body(model)
     for name, module, place in [*linear_maps(model)]:
         if name.endswith(config.modules):
-            rows = part_rows(module, place)
+            rows = part_rows(module, place.parts)
             replace_map(model, name, LoRALinear(module, rows, config.rank, [config.scale] * len(rows)))
     return model
 

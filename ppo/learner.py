@@ -208,7 +208,7 @@ class Learner(Rank):
         found = [logprobs(of_policy), logprobs(of_reference)]
         if value is not None:
             with self._precision():
-                found.append(value.read(*of_value, packed.states_LT).float())
+                found.append(value.read(of_value[0], packed.states_LT).float())
         else:
             found.append(torch.zeros_like(found[0]))
         return torch.stack([packed.spread(flat_C) for flat_C in found], dim=1)
