@@ -18,6 +18,7 @@ from heed.commands.inspect import inspect_app
 from heed.commands.jobs import jobs_app, submit
 from heed.commands.label import label_app
 from heed.commands.measure import measure_app
+from heed.commands.merge_adapter import merge_adapter
 from heed.commands.options import First, JobFile, Only, Overrides, RunsFolder, Workers, read_job
 from heed.commands.replay import replay
 from heed.commands.verify_sampler import verify_sampler
@@ -73,6 +74,7 @@ def run(
 
 app.command(rich_help_panel=TRAIN)(init)
 app.command(rich_help_panel=TRAIN)(submit)
+app.command("merge-adapter", rich_help_panel=TRAIN)(merge_adapter)
 app.command(rich_help_panel=LOOK)(compare)
 app.command("judge", rich_help_panel=LOOK)(judge_again)
 app.add_typer(jobs_app, name="jobs", rich_help_panel=TRAIN)

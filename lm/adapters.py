@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from files.atomic import write_json
 from lm.config import ModelConfig
 from lm.families import family_of
-from lm.hub import hub_name
+from lm.hub import ADAPTER_CONFIG, hub_name
 from lm.lora import (
     DOWN,
     UP,
@@ -38,7 +38,7 @@ from lm.weights import PURPOSES, Model, save_model
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 ADAPTER = "adapter"  # folder, next to the merged model's
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # before the base's own names
 A, B = ".lora_A.weight", ".lora_B.weight"  # after them
 FROZEN = ("encoder.", "decoder.", "transform.", "transform_norm.")  # what an adapter's files never have whole
@@ -246,9 +246,7 @@ class FromAdapter(Generic[AnyModel]):
             rank = adapter.rank(layer)
             for name, shape in ((f"{layer}{A}", (rank, module.in_features)), (f"{layer}{B}", (rows, rank))):
                 if rank and adapter.shapes[name] != shape:
-                    raise ValueError(
-                        f"{adapter.weights}: {name} is {adapter.shapes[name]}; {shape} was expected"
-                    )
+                    raise ValueError(f"{adapter.weights}: {name} is {adapter.shapes[name]}; {shape} was expected")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         adapter, model = AdapterFolder(self.folder), on_meta(self.build)

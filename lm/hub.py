@@ -11,7 +11,10 @@ from endpoints.hub_errors import hub_reason
 from lm.progress import note_progress
 
 # Only safetensors weights: a pickled file can run arbitrary code.
-_WANTED = ["*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer*.json", "*.jinja"]
+_WANTED = [
+    "*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", "tokenizer*.json", "*.jinja"
+]  # fmt: skip
+ADAPTER_CONFIG = "adapter_config.json"  # of PEFT, in the folder of an adapter
 
 # Where the hub's client keeps a model at one commit: CACHE/models--OWNER--NAME/snapshots/COMMIT. The hub allows no "--"
 # in the names of owners and models.
@@ -21,8 +24,19 @@ _SNAPSHOT = re.compile(r"(?P<cache>.*)/models--(?P<owner>.+?)--(?P<name>.+)/snap
 def model_directory(name: str) -> Path:
     """The folder of a model, downloaded from the hub if needed.
 
-    Raises: ValueError saying why neither a folder nor the hub provides it.
+    Raises: ValueError saying why neither a folder nor the hub provides it, and for an adapter.
     """
+    folder = adapter_directory(name)
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{name} has an {ADAPTER_CONFIG}: it is an adapter, which is no model by itself."
+            f" `heed merge-adapter {name} OUTPUT` makes one of it"
+        )
+    return folder
+
+
+def adapter_directory(name: str) -> Path:
+    """As `model_directory`, of an adapter or a model."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path

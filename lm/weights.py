@@ -126,9 +126,7 @@ def load_scalar_model(folder: Path, dropout: float = 0.0) -> ScalarModel:
 
 def load_any(folder: Path) -> Model:
     """The model of a directory, whatever it is for. Errors are those of `ModelFolder`."""
-    purpose = purpose_of(folder)
-    kind = next(kind for kind, name in PURPOSES.items() if name == purpose)
-    return load_model(folder, cast(type[Model], kind))
+    return load(any_folder(folder))
 
 
 def load_model(folder: Path, kind: type[AnyModel], dropout: float = 0.0) -> AnyModel:
@@ -170,6 +168,13 @@ class ModelFolder(Generic[AnyModel]):
         for name, buffer in model.named_buffers():  # a score's bias is the only one
             if rows is None or name in rows:
                 yield name, rows_of(_score_bias(self.folder / CONFIG, raw, buffer.shape), rows[name] if rows else None)
+
+
+def any_folder(folder: Path) -> "ModelFolder[Model]":
+    """The model of a directory, whatever it is for. Raises: as `purpose_of`."""
+    purpose = purpose_of(folder)
+    kind = next(kind for kind, name in PURPOSES.items() if name == purpose)
+    return ModelFolder(folder, cast(type[Model], kind))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,85 @@
+"""`heed merge-adapter`, from a real PEFT adapter to a model that transformers loads."""
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from heed.cli import app
+from lm.hub import model_directory
+from lm.tokenizer import Tokenizer
+
+TOKENS = torch.arange(10, 34).view(2, 12)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, an adapter of it, and an adapter that makes it a classifier."""
+    folder = tmp_path_factory.mktemp("adapters")
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, max_position_embeddings=64, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "base")
+    Tokenizer.train(["a cat sat on a mat and saw one red bird"] * 9, 300, "chat").save(folder / "base")
+    for task, kind in (("CAUSAL_LM", "AutoModelForCausalLM"), ("SEQ_CLS", "AutoModelForSequenceClassification")):
+        options = {"num_labels": 1} if task == "SEQ_CLS" else {}
+        model = getattr(transformers, kind).from_pretrained(folder / "base", **options)
+        lora = peft.LoraConfig(task_type=task, r=3, lora_alpha=9, target_modules="all-linear")
+        adapted = peft.get_peft_model(model, lora).eval()
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data += 0.2 * torch.randn_like(parameter)
+        adapted.save_pretrained(folder / task)
+        with torch.no_grad():
+            torch.save(adapted(TOKENS).logits, folder / f"{task}.pt")
+    return folder
+
+
+def run(*arguments: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["merge-adapter", *map(str, arguments)])
+    return result.exit_code, result.output + str(result.exception or "")
+
+
+@pytest.mark.parametrize(
+    ("task", "kind"), [("CAUSAL_LM", "AutoModelForCausalLM"), ("SEQ_CLS", "AutoModelForSequenceClassification")]
+)
+def test_a_merged_adapter_is_a_model_like_any_other(made: Path, tmp_path: Path, task: str, kind: str) -> None:
+    code, output = run(made / task, tmp_path / "model")
+    assert code == 0, output
+    assert "base with the adapter" in output.replace("\n", " ")
+    with torch.no_grad():
+        logits = getattr(transformers, kind).from_pretrained(tmp_path / "model").eval()(TOKENS).logits
+    torch.testing.assert_close(logits, torch.load(made / f"{task}.pt"), atol=2e-5, rtol=1e-5)
+    assert Tokenizer.load(tmp_path / "model") == Tokenizer.load(made / "base")
+    code, output = run(made / task, tmp_path / "model")
+    assert code == 1
+    assert "exists already; the name of a new folder was expected" in output
+
+
+def test_mistakes_are_named_and_leave_nothing(made: Path, tmp_path: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_bytes((made / "CAUSAL_LM" / name).read_bytes())
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    for changes, options, message in (
+        ({"use_dora": True}, (), "use_dora is True; Heed reads adapters without it"),
+        ({"base_model_name_or_path": None}, (), "the adapter names no model; --base MODEL was expected"),
+        ({}, ("--base", tmp_path / "nowhere"), "no such folder"),
+        ({}, ("--base", made / "SEQ_CLS"), "it is an adapter, which is no model by itself"),
+    ):
+        path.write_text(json.dumps({**config, **changes}))
+        code, output = run(tmp_path, tmp_path / "model", *options)
+        assert code == 1
+        assert message in output.replace("\n", " ")
+        assert not (tmp_path / "model").exists()
+
+
+def test_an_adapter_in_the_place_of_a_model_names_the_command(made: Path) -> None:
+    with pytest.raises(ValueError, match=r"it is an adapter.*`heed merge-adapter .*CAUSAL_LM OUTPUT`"):
+        model_directory(str(made / "CAUSAL_LM"))

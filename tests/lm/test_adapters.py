@@ -1,0 +1,284 @@
+"""Adapters in PEFT's files, both ways: PEFT's by Heed, and Heed's by PEFT, with the logits of both."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lm.adapters import AdapterFolder, FromAdapter, save_trained
+from lm.encoder import MaskedLanguageModel, SequenceClassifier
+from lm.lora import LoRAConfig, WithAdapters, adapted_maps, merged
+from lm.model import LanguageModel, ScalarModel
+from lm.source import ModelSource, load, on_meta
+from lm.tokenizer import Tokenizer
+from lm.weights import ModelFolder, WithNewHead, any_folder, save_model
+
+SIZES = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "intermediate_size": 48, "max_position_embeddings": 64, "tie_word_embeddings": False}  # fmt: skip
+ROTARY = {**SIZES, "num_key_value_heads": 2}
+BASES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "llama": lambda: transformers.LlamaConfig(**ROTARY),
+    "qwen2": lambda: transformers.Qwen2Config(**ROTARY),
+    "qwen3": lambda: transformers.Qwen3Config(**ROTARY, head_dim=8),
+    "mistral": lambda: transformers.MistralConfig(**ROTARY, sliding_window=None),
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all linear maps": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+    "queries and values": {"r": 3, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"]},
+    "rank and alpha patterns": {
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": "all-linear",
+        "rank_pattern": {"k_proj": 5, r"layers\.1\.mlp\.(up|gate)_proj": 3},
+        "alpha_pattern": {"k_proj": 7, "layers.0.self_attn.q_proj": 1},
+    },
+    "rank-stabilised": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "use_rslora": True},
+    "one layer": {"r": 4, "lora_alpha": 8, "target_modules": ["down_proj", "o_proj"], "layers_to_transform": [1]},
+    "a whole head": {"r": 2, "lora_alpha": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+CASES = [("llama", name) for name in ADAPTERS] + [(base, "all linear maps") for base in BASES if base != "llama"]
+TOKENS = torch.arange(10, 34).view(2, 12)
+LORA = LoRAConfig(rank=3, alpha=6.0)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["a cat sat on a mat and saw one red bird"] * 9, 300, "chat")
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Callable[[str], Path]:
+    """A model of a family with random weights, as `transformers` saves it."""
+    root = tmp_path_factory.mktemp("bases")
+
+    def make(family: str) -> Path:
+        folder = root / family
+        if not folder.exists():
+            torch.manual_seed(3)
+            transformers.AutoModelForCausalLM.from_config(BASES[family]()).save_pretrained(folder)
+            tokenizer.save(folder)
+        return folder
+
+    return make
+
+
+def adapt(folder: Path, output: Path, **options: Any) -> Tensor:
+    """Let PEFT put random adapters on a model and save them. Returns the logits."""
+    torch.manual_seed(4)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options)).eval()
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            scale = 0.2 if "lora" in name else 0.05
+            parameter.data += scale * torch.randn_like(parameter)
+    adapted.save_pretrained(output)
+    with torch.no_grad():
+        logits: Tensor = adapted(TOKENS).logits
+        plain = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()(TOKENS).logits
+    assert float((logits - plain).abs().max()) > 0.1
+    return logits
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_an_adapter_of_pefts_gives_pefts_logits_apart_and_merged(
+    base: Callable[[str], Path], tmp_path: Path, family: str, name: str
+) -> None:
+    expected = adapt(base(family), tmp_path / "adapter", **ADAPTERS[name])
+    source = FromAdapter(ModelFolder(base(family), LanguageModel), tmp_path / "adapter")
+    model, plain = load(source), load(ModelFolder(base(family), LanguageModel))
+    assert adapted_maps(model)
+    weights = dict(merged(model, model.named_parameters()))
+    plain.load_state_dict(weights, strict=False)
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS), expected, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(plain(TOKENS), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_zeros_beside_a_lower_rank_stay_zeros_in_training(base: Callable[[str], Path], tmp_path: Path) -> None:
+    adapt(base("llama"), tmp_path / "adapter", **ADAPTERS["rank and alpha patterns"])
+    model = load(FromAdapter(ModelFolder(base("llama"), LanguageModel), tmp_path / "adapter"))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1, weight_decay=0.1)
+    before = {name: module.lora_b.detach().clone() for name, module in adapted_maps(model).items()}
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten()).backward()
+        optimizer.step()
+    for name, module in adapted_maps(model).items():
+        assert torch.equal(module.lora_b == 0, before[name] == 0)
+    qkv = model.decoder.blocks[0].attention.qkv
+    assert (qkv.lora_b[:32, 2:] == 0).all()  # q has rank 2 beside k's 5
+    assert (qkv.lora_b[32:48] != 0).all()
+
+
+@pytest.mark.parametrize("family", BASES)
+@pytest.mark.parametrize("targets", ["all", "attention", "mlp"])
+def test_peft_loads_an_adapter_of_ours_with_the_same_logits(
+    base: Callable[[str], Path], tmp_path: Path, tokenizer: Tokenizer, family: str, targets: str
+) -> None:
+    frozen = ModelFolder(base(family), LanguageModel)
+    config = LoRAConfig.model_validate({"rank": 3, "alpha": 6, "targets": targets})
+    model = trained(frozen, config)
+    save_trained(tmp_path, on_meta(frozen.build), model, state(model), tokenizer, config, base(family))
+    found = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(base(family)), tmp_path / "adapter"
+    ).eval()
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    with torch.no_grad():
+        expected = model(TOKENS)
+        torch.testing.assert_close(found(TOKENS).logits, expected, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(whole(TOKENS).logits, expected, atol=2e-5, rtol=1e-5)
+        again = load(FromAdapter(frozen, tmp_path / "adapter"))
+        assert torch.equal(again(TOKENS), expected)
+
+
+def trained(frozen: ModelSource[Any], config: LoRAConfig) -> Any:
+    """A model with adapters that have learned something."""
+    model, generator = load(WithAdapters(frozen, config, 5)), torch.Generator().manual_seed(6)
+    for module in adapted_maps(model).values():
+        module.lora_b.data.normal_(std=0.3, generator=generator)
+    return model.eval()
+
+
+def state(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def test_peft_loads_a_reward_models_adapter_with_its_head(
+    base: Callable[[str], Path], tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    frozen = WithNewHead(base("llama"), LanguageModel, ScalarModel, seed=7)
+    model = trained(frozen, LORA)
+    save_trained(tmp_path, on_meta(frozen.build), model, state(model), tokenizer, LORA, base("llama"))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    body = transformers.AutoModelForSequenceClassification.from_pretrained(
+        base("llama"), num_labels=1, pad_token_id=tokenizer.pad_id
+    )
+    found = peft.PeftModel.from_pretrained(body, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(found(TOKENS).logits[:, 0], model(TOKENS)[:, -1], atol=2e-5, rtol=1e-5)
+        again = load(FromAdapter(WithNewHead(base("llama"), LanguageModel, ScalarModel, seed=8), tmp_path / "adapter"))
+        assert torch.equal(again(TOKENS), model(TOKENS))
+
+
+def test_an_encoders_adapter_loads_in_peft_with_pooler_and_classifier(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    torch.manual_seed(9)
+    config = transformers.BertConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "base")
+    tokenizer.save(tmp_path / "base")
+    frozen = WithNewHead(tmp_path / "base", MaskedLanguageModel, lambda shape: SequenceClassifier(shape, ["a", "b"]), 7)
+    model = trained(frozen, LORA)
+    save_trained(tmp_path, on_meta(frozen.build), model, state(model), tokenizer, LORA, tmp_path / "base")
+    body = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=2)
+    found = peft.PeftModel.from_pretrained(body, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        expected = model(TOKENS, torch.ones_like(TOKENS))
+        torch.testing.assert_close(found(TOKENS).logits, expected, atol=2e-5, rtol=1e-5)
+    whole = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(whole(TOKENS).logits, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_an_encoder_decoders_adapter_loads_in_peft(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    torch.manual_seed(9)
+    config = transformers.BartConfig(
+        vocab_size=300, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64,
+        pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.end_id, bos_token_id=tokenizer.end_id,
+        decoder_start_token_id=tokenizer.end_id, forced_eos_token_id=None,
+    )  # fmt: skip
+    transformers.BartForConditionalGeneration(config).save_pretrained(tmp_path / "base")
+    tokenizer.save(tmp_path / "base")
+    frozen = any_folder(tmp_path / "base")
+    model = trained(frozen, LORA)
+    save_trained(tmp_path, on_meta(frozen.build), model, state(model), tokenizer, LORA, tmp_path / "base")
+    found = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
+    ).eval()
+    whole = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
+    with torch.no_grad():
+        one, other = (m(input_ids=TOKENS, decoder_input_ids=TOKENS).logits for m in (found, whole))
+    torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
+    assert sum("encoder_attn" in name for name in names) == 2 * 4 * 2  # layers, maps, A and B
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"peft_type": "IA3"}, "peft_type is 'IA3'; 'LORA' was expected"),
+    ({"peft_type": "PROMPT_TUNING"}, "peft_type is 'PROMPT_TUNING'"),
+    ({"use_dora": True}, "use_dora is True; Heed reads adapters without it"),
+    ({"bias": "all"}, "bias is 'all'; 'none'"),
+    ({"lora_bias": True}, "lora_bias is True"),
+    ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights is 'pissa_niter_16'"),
+    ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+    ({"trainable_token_indices": [3]}, r"trainable_token_indices is \[3\]"),
+    ({"layer_replication": [[0, 2]]}, "layer_replication is"),
+    ({"from_the_future": {"x": 1}}, "from_the_future is"),
+    ({"r": 5}, r"A and B of model.layers.0.self_attn.q_proj are \(4, 32\) and \(32, 4\); rank 5 was expected"),
+    ({"r": 0}, "r is 0; a number above 0 was expected"),
+    ({"lora_alpha": None}, "lora_alpha is None; a number above 0"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=str)
+def test_what_heed_does_not_compute_is_refused_by_name(
+    base: Callable[[str], Path], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    adapt(base("llama"), tmp_path / "adapter", **ADAPTERS["all linear maps"])
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ValueError, match=message) as caught:
+        on_meta(FromAdapter(ModelFolder(base("llama"), LanguageModel), tmp_path / "adapter").build)
+    assert str(tmp_path / "adapter") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("model.embed_tokens.lora_embedding_A", (4, 300), "a tensor 'model.embed_tokens.lora_embedding_A'"),
+        ("lm_head.lora_A.weight", (4, 32), "a tensor 'lm_head.lora_A.weight'"),
+        ("model.layers.7.mlp.up_proj.lora_A.weight", (4, 32), "a tensor 'model.layers.7.mlp.up_proj.lora_A.weight'"),
+        ("model.layers.0.mlp.up_proj.lora_A.weight", (4, 31), r"is \(4, 31\); \(4, 32\) was expected"),
+        ("lm_head.weight", (301, 32), r"lm_head.weight is \(301, 32\); \(300, 32\), as the model has it"),
+    ],
+)
+def test_tensors_without_a_place_are_refused_by_name(
+    base: Callable[[str], Path], tmp_path: Path, name: str, shape: tuple[int, ...], message: str
+) -> None:
+    adapt(base("llama"), tmp_path / "adapter", **ADAPTERS["all linear maps"])
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({**load_file(path), f"base_model.model.{name}": torch.zeros(shape)}, path)
+    with pytest.raises(ValueError, match=message):
+        [*FromAdapter(ModelFolder(base("llama"), LanguageModel), tmp_path / "adapter").tensors()]
+
+
+def test_pickled_weights_and_foreign_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2}')
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors: no such file; weights as PEFT saves them"):
+        _ = AdapterFolder(tmp_path).shapes
+    save_file({"transformer.x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"a tensor 'transformer.x'; names that start with base_model.model. were"):
+        _ = AdapterFolder(tmp_path).shapes
+
+
+def test_a_whole_head_of_a_tied_model_is_refused(
+    base: Callable[[str], Path], tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """It would untie the model."""
+    shape = on_meta(ModelFolder(base("llama"), LanguageModel).build).config
+    model = LanguageModel(shape.model_copy(update={"tie_word_embeddings": True}))
+    save_model(tmp_path / "tied", model, model.state_dict(), tokenizer)
+    adapt(base("llama"), tmp_path / "adapter", **ADAPTERS["a whole head"])
+    with pytest.raises(ValueError, match=r"a tensor 'lm_head\.weight'"):
+        on_meta(FromAdapter(ModelFolder(tmp_path / "tied", LanguageModel), tmp_path / "adapter").build)
