@@ -68,11 +68,12 @@ def forward_bytes(config: ModelConfig, of: Pass) -> int:
     """Bytes of a pass without gradients, which keeps nothing but the residual stream, at its largest: in attention or
     in the MLP.
 
-    Callers hold the stream as it was at the embeddings, before the block and before the branch; a branch's input and
-    the other branch's output are in the compute dtype, as rotary tables are.
+    Callers hold the stream as it was at the embeddings, before the block and before the branch. In the compute dtype
+    are a branch's input, rotary tables and, where one kernel adds a branch's output for the next norm (on a CPU), that.
     """
     N, G, H, c = config.num_attention_heads, config.num_key_value_heads, config.head_dim, of.compute_bytes
-    around = (3 * of.stream_bytes + 2 * c) * config.hidden_size + (2 * c * H if config.positions == "rotary" else 0)
+    around = (3 * of.stream_bytes + (1 if of.is_fused else 2) * c) * config.hidden_size
+    around += 2 * c * H if config.positions == "rotary" else 0
     attention = 2 * c * (N + 2 * G) * H + c * N * H + (0 if of.is_fused or of.is_tiled else 2 * _weights(config, of))
     mlp = c * config.intermediate_size * (3 if config.mlp == "swiglu" else 2)
     return of.num_tokens * (around + max(attention, mlp))

@@ -6,20 +6,22 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
+from lm.adapters import save_trained
 from lm.config import ModelConfig
 from lm.generation import generate
 from lm.graphs import FixedSteps
+from lm.lora import LoRAConfig, WithAdapters
 from lm.model import LanguageModel, ScalarModel, init_weights
 from lm.sampling import Choice
-from lm.source import RandomInit
+from lm.source import RandomInit, load, on_meta
 from lm.tokenizer import Tokenizer
-from lm.weights import save_model
+from lm.weights import WithNewHead, save_model
 from planning.memory import Layout, count, forward_pass
 from planning.ppo import Mode, PPOModels, PPOWork, ppo_memory
 from planning.sampling import sampling_phase
@@ -46,7 +48,7 @@ TOLERANCE = 0.05
 MEGABYTE = 2**20
 PHASES = {  # by the method that is called
     "generate": "generate", "scores": "score by the reward model", "reference_logprobs": "score by the reference",
-    "update_policy": "policy", "update_value": "value", "receive": "sync",
+    "update_policy": "policy", "update_value": "value", "receive": "sync", "measure": "measure",
 }  # fmt: skip
 CUDA = torch.device("cuda")
 
@@ -70,20 +72,28 @@ def compare(kind: str, planned: dict[str, int], measured: dict[str, int]) -> Non
     assert {name: planned[name] for name in measured} == pytest.approx(measured, rel=TOLERANCE)
 
 
+LORA = LoRAConfig(rank=8)
+Kind = Literal["full", "adapters", "shared body"]
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> InitialModels:
     folder = tmp_path_factory.mktemp("models")
     tokenizer = Tokenizer.train(["a cat sat on a mat and saw one red bird"] * 9, 300, "chat")
-    for name, model in {"sft": LanguageModel(SHAPE), "reward": ScalarModel(SHAPE)}.items():
-        init_weights(model, 1)
-        save_model(folder / name, model, model.state_dict(), tokenizer)
-    return InitialModels(folder / "sft", folder / "reward", ScoreScale(0.0, 1.0), None)
+    policy = LanguageModel(SHAPE)
+    init_weights(policy, 1)
+    save_model(folder / "sft", policy, policy.state_dict(), tokenizer)
+    body = WithNewHead(folder / "sft", LanguageModel, ScalarModel, seed=2)
+    reward = load(WithAdapters(body, LORA, 3))
+    weights = [*reward.named_parameters(), *reward.named_buffers()]
+    save_trained(folder, on_meta(body.build), reward, weights, tokenizer, LORA, folder / "sft")
+    return InitialModels(folder / "sft", folder / "model", ScoreScale(0.0, 1.0), None)
 
 
 # --- PPO -------------------------------------------------------------------------------------------------------------
 
 
-def ppo_config(memory: Mode) -> PPOConfig:
+def ppo_config(memory: Mode, kind: Kind) -> PPOConfig:
     return PPOConfig(
         prompts=DataConfig(source="unread.jsonl"),
         num_iterations=2,
@@ -95,6 +105,8 @@ def ppo_config(memory: Mode) -> PPOConfig:
         value_optimizer=ADAMW,
         memory=memory,
         ema_decay=0.5,
+        lora=None if kind == "full" else LORA,
+        shared_body=kind == "shared body",
     )
 
 
@@ -112,15 +124,25 @@ def watch(roles: Roles, found: dict[str, int]) -> None:
                 setattr(kept, name, partial(measured, phase, getattr(kept, name)))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("mode", ["fast", "balanced", "small"])
-def test_phases_of_ppo_peak_where_the_plan_says(mode: Mode, precision: Precision, models: InitialModels) -> None:
+MODES: list[Mode] = ["fast", "balanced", "small"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "precision", "kind"),
+    [
+        *((mode, precision, "full") for mode in MODES for precision in ("bf16", "fp32")),
+        *((mode, "bf16", kind) for mode in MODES for kind in ("adapters", "shared body")),
+    ],
+)
+def test_phases_of_ppo_peak_where_the_plan_says(
+    mode: Mode, precision: Precision, kind: Kind, models: InitialModels
+) -> None:
     """The second of two iterations on one rank, once there are moments. What a phase needs of the CPU's memory is not
     on the device.
     """
     gc.collect()
     before = torch.cuda.memory_allocated()
-    engine, config = EngineConfig(precision=precision, trackers=()), ppo_config(mode)
+    engine, config = EngineConfig(precision=precision, trackers=()), ppo_config(mode, kind)
     roles = Roles.in_process(config, engine, models)
     prompts = np.random.default_rng(1).integers(8, SHAPE.vocab_size, (ROWS, PROMPT)).tolist()
     controller = PPOController(config, roles, prompts, models.scale, num_pretraining_rows=0, seed=0)
@@ -129,15 +151,17 @@ def test_phases_of_ppo_peak_where_the_plan_says(mode: Mode, precision: Precision
     watch(roles, found)
     controller.step(1)
     roles.close()
-    policy, value = count(SHAPE, ADAMW), count(SHAPE, ADAMW, num_scores=1)
+    policy, value = count(SHAPE, ADAMW, lora=config.lora), count(SHAPE, ADAMW, num_scores=1, lora=config.lora)
+    reward = value if config.shared_body else count(SHAPE, ADAMW, num_scores=1)
     of = forward_pass(layout(precision), MICRO_BATCH, bucket(PROMPT + RESPONSE))
-    work = PPOWork(of, of, of, MICRO_BATCH * RESPONSE * SHAPE.vocab_size, ROWS, PROMPT, RESPONSE, MICRO_BATCHES, mode)
-    memory = ppo_memory(PPOModels(SHAPE, SHAPE, policy, value, value), layout(precision), work)
+    logits = MICRO_BATCH * RESPONSE * SHAPE.vocab_size
+    work = PPOWork(of, of, of, logits, ROWS, PROMPT, RESPONSE, MICRO_BATCHES, mode, shares_body=config.shared_body)
+    memory = ppo_memory(PPOModels(SHAPE, SHAPE, policy, value, reward), layout(precision), work)
     held = sum(memory.held.values())
     planned = {name: held + sum(parts.values()) for name, parts in memory.phases.items()}
     for role in ("policy", "value"):  # an update has several phases, one of which needs most
         planned[role] = max(size for name, size in planned.items() if name.startswith(f"{role} "))
-    compare(f"PPO {mode} {precision}", planned, {name: size - before for name, size in found.items()})
+    compare(f"PPO {kind} {mode} {precision}", planned, {name: size - before for name, size in found.items()})
 
 
 # --- training, generation, measuring ---------------------------------------------------------------------------------

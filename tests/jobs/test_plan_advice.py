@@ -32,8 +32,8 @@ def peak(plan: Plan, stage: str) -> int:
 
 
 def test_the_changes_make_it_fit_and_none_is_needless() -> None:
-    name, gpu = "hh-8b-1gpu", "l40s"
-    whole = ("sft.optimizer.trained_layers=32", "reward.optimizer.trained_layers=32", "workers=4")
+    name, gpu = "hh-8b-8gpus", "l40s"
+    whole = ("engine.zero_stage=1", "workers=4")
     plan = plan_of(name, gpu, *whole)
     assert not plan.fits
     found = changes_that_fit(CLUSTER / f"{name}.toml", whole, plan)
@@ -45,7 +45,7 @@ def test_the_changes_make_it_fit_and_none_is_needless() -> None:
         assert plan_of(name, gpu, *whole, *(other for other in changes if other != change)).excess > 0
     lines = advice(CLUSTER / f"{name}.toml", whole, plan)
     assert f"--set {escape(shlex.quote(changes[0]))}" in lines[0]
-    assert lines[1] == "[bold]fits as it is[/] on a100 (--gpu a100)"
+    assert lines[1] == "[bold]fits as it is[/] on h200 (--gpu h200)"
 
 
 def test_smaller_micro_batches_come_before_anything_that_costs_more_time() -> None:
