@@ -57,3 +57,18 @@ def test_your_own_model(tmp_path: Path) -> None:
     assert scores["ppo"] > scores["sft"] + 0.2  # of 2 points
     assert "Thank you, " in said[-2]  # what heed chat answered
     assert (tmp_path / "runs" / "sft-or-ppo" / "report.html").is_file()
+
+
+@pytest.mark.timeout(600)
+def test_one_gpu(tmp_path: Path) -> None:
+    planned, refused, ran, left, compared = run_blocks(ROOT / "docs" / "tutorials" / "one-gpu.md", tmp_path)[1:]
+    assert re.search(r"peak +50\.67 *\n +of 79\.00 GiB +fits", planned)
+    assert re.search(r"peak +291\.32 *\n +of 79\.00 GiB +does not fit", refused)
+    assert "ppo: done in" in ran
+    assert "adapter_config.json" in left
+    assert "same logits" in compared
+    assert [purpose_of(tmp_path / "runs" / "tiny" / stage / "model") for stage in ("sft", "reward", "ppo")] == [
+        "language",
+        "score",
+        "language",
+    ]

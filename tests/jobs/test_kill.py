@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 NumSteps = Callable[[Path], int]
 DEBUG_JOB = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
@@ -43,6 +44,25 @@ token_weight = "constant"
 kl_in = "loss"
 """
 
+BY_ADAPTERS = """
+base = "{base}"
+name = "adapters"
+without = ["pretrain", "collect", "compare", "model", "ppo.ptx_coef", "ppo.ptx_rows"]
+[sft]
+init_from = "{parents}/pretrain/model"
+lora = {{ rank = 3, alpha = 6 }}
+[reward]
+rankings = {{ source = "{parents}/collect/rankings.jsonl" }}
+lora = {{ rank = 4, alpha = 8, targets = "attention" }}
+[dpo]
+rankings = {{ source = "{parents}/collect/rankings.jsonl" }}
+lora = {{}}
+[ppo]
+lora = {{ rank = 2, alpha = 4 }}
+shared_body = true
+num_iterations = 6
+save_every_iterations = 2
+"""
 MODELS = ("rejection/model", "ppo/model", "ppo/model_ema")
 
 # Where the run is killed, in order; each point is reached after another restart.
@@ -114,6 +134,43 @@ def test_a_killed_run_of_rejection_sampling_and_rloo_ends_like_an_uninterrupted_
             first, second = ({k: v for k, v in line.items() if "second" not in k} for line in lines)
             assert first == second
     check_rejection(whole)
+
+
+def test_a_killed_run_by_adapters_ends_like_an_uninterrupted_one(
+    heed: Callable[..., Any], finished_run: Path, num_steps: NumSteps, tmp_path: Path
+) -> None:
+    """Every stage trains adapters, and PPO's four roles share a body. Each stage is killed past a checkpoint."""
+    job = tmp_path / "adapters.toml"
+    job.write_text(BY_ADAPTERS.format(base=DEBUG_JOB, parents=finished_run), encoding="utf-8")
+    killed, whole = (tmp_path / name / "adapters" for name in ("killed", "whole"))
+    for stage in ("sft", "reward", "dpo", "ppo"):
+        command = heed("run", str(job), "--runs", str(killed.parent))
+        while num_steps(killed / stage) < 3:
+            assert command.process.poll() is None, command.output
+            time.sleep(0.005)
+        command.kill_everything()
+    for folder in (killed, whole):
+        again = heed("run", str(job), "--runs", str(folder.parent))
+        assert again.wait() == 0, again.output
+        assert ("ppo: resumes from" in again.output) == (folder == killed)
+    for stage in ("sft", "reward", "dpo", "ppo"):
+        for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+            assert (killed / stage / name).read_bytes() == (whole / stage / name).read_bytes(), (stage, name)
+        for lines in zip(*(rows(folder / stage / "metrics.jsonl") for folder in (killed, whole)), strict=True):
+            first, second = ({k: v for k, v in line.items() if "second" not in k} for line in lines)
+            assert first == second
+        assert all("lora_" in name or name.endswith(("score.weight", "bias")) for name in saved(whole / stage)), stage
+    assert rows(whole / "ppo" / "metrics.jsonl")[0]["kl_nats"] == pytest.approx(0, abs=0.05)
+
+
+def saved(stage: Path) -> set[str]:
+    """Names of what the newest checkpoint of a stage has."""
+    newest, names = max((stage / "checkpoints").glob("step-*")), set[str]()
+    for path in newest.rglob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names.update(file.keys())
+    assert names, f"{newest} is empty"
+    return names
 
 
 def check_rejection(run: Path) -> None:
