@@ -64,6 +64,7 @@ def test_one_gpu(tmp_path: Path) -> None:
     planned, refused, ran, left, compared = run_blocks(ROOT / "docs" / "tutorials" / "one-gpu.md", tmp_path)[1:]
     assert re.search(r"peak +50\.67 *\n +of 79\.00 GiB +fits", planned)
     assert re.search(r"peak +291\.32 *\n +of 79\.00 GiB +does not fit", refused)
+    assert refused.rstrip().endswith("exit code 1")
     assert "ppo: done in" in ran
     assert "adapter_config.json" in left
     assert "same logits" in compared

@@ -86,6 +86,7 @@ def run(folder: Path, memory: Mode, zero_stage: Any, precision: Precision, kind:
     scorer, reference = own_scorer or learner, learner if config.lora else own_scorer
     prompts = np.random.default_rng(learner.policy.rank).integers(8, SHAPES[kind].vocab_size, (ROWS, PROMPT)).tolist()
     for iteration in range(2):
+        gc.collect()  # cycles that Python has not looked at yet
         if memory == "small":
             learner.make_room()
         with live.phase("generate"):
