@@ -13,25 +13,20 @@ from torch import Tensor
 from cluster.remote import Handle, Pending
 from files.atomic import atomic_folder
 from lm.adapters import save_trained
-from lm.logprobs import token_logprobs
 from lm.lora import adapted, merged, without_adapters
 from lm.model import LanguageModel, ScalarModel
 from lm.progress import note_progress
-from lm.source import ModelSource, load, on_meta
-from lm.tokenizer import Messages
+from lm.source import ModelSource, on_meta
 from lm.upload import upload
 from lm.weights import ModelFolder, save_model
 from ppo.algorithm import policy_loss, response_kl_loss, value_loss
 from ppo.average import MovingAverage
 from ppo.config import PPOConfig
-from ppo.frozen_model import HeldModel
 from ppo.initial_models import InitialModels
 from ppo.packed import PackedRollout
 from ppo.rank import Rank
 from ppo.rollout import PolicyBatch, Rollout, Share, ValueBatch, joined, shares_by_update, shares_of
-from ppo.scorer import Scorer
-from ppo.shared_body import hidden_of, require_shared, reward_on_body
-from ppo.value import joined_heads, value_source
+from ppo.value import value_source
 from samplers.sent_weights import SentWeights, chunks, noted
 from training.checkpoint import changed_files, share_of_files, step_of
 from training.config import BatchConfig, EngineConfig
@@ -60,14 +55,6 @@ class Learners:
         shares = shares_by_update(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, minibatches)
         given = [(rollout.rows(share.rows), share.pass_sizes) for share in shares]
         return joined(self.ranks.start_split(Learner.policy_logprobs, given), shares)
-
-    def start_measuring(self, rollout: Rollout, minibatches: Sequence[Tensor]) -> Pending[Tensor]:
-        """Start `start_policy_logprobs`, the same of the reference, and `start_values` as one [B, 3, R], from one pass
-        over the body that they share.
-        """
-        shares = shares_by_update(rollout.num_tokens_B, self.ranks.num_ranks, self.batch, minibatches)
-        given = [(rollout.rows(share.rows), share.pass_sizes) for share in shares]
-        return joined(self.ranks.start_split(Learner.measure, given), shares)
 
     def start_values(self, rollout: Rollout) -> Pending[Tensor]:
         """Start the value of the state before each response token [B, R]; 0 where there is no token."""
@@ -147,7 +134,6 @@ class Learner(Rank):
             self.engines["value"] = Engine(
                 self._value_source(), config.value_optimizer, engine_config, world_size=num_workers, micro_batch=micro
             )
-        self.scorer = self._scorer_on_body() if config.shared_body else None
         self.average = MovingAverage(self.policy, config.ema_decay, on_cpu=config.memory != "fast")
         self.writer = self.policy.checkpoint_writer()
         self._sent_digests = dict[str, int]()
@@ -155,21 +141,10 @@ class Learner(Rank):
         self.stream = CausalLMObjective(stream_rows(stream.path, stream.seq_len)) if stream else None
 
     def _value_source(self) -> ModelSource[ScalarModel]:
-        config, reward, scale = self.config, self.models.reward, self.models.scale
-        if config.shared_body:
-            assert isinstance(reward, Path), "a body is shared with a reward model"
-            return joined_heads(reward_on_body(self.policy.module, reward), reward, config.objective_weights, scale)
-        whole = value_source(self.models.sft, reward, config.objective_weights, scale)
-        return adapted(whole, config.lora, derive_seed(self.models.adapter_seed, "value"))
-
-    def _scorer_on_body(self) -> Scorer:
-        """The reward model as a further adapter of the policy's body."""
-        assert isinstance(self.models.reward, Path), "a body is shared with a reward model"
-        source, dtype = reward_on_body(self.policy.module, self.models.reward), self.policy.held_dtype
-        network = load(source, self.device, dtype).eval().requires_grad_(False)
-        for model in (network, *(engine.module for engine in self.engines.values())):
-            require_shared(model, self.policy.module)
-        return Scorer(self.config, self.engine_config, self.models, HeldModel(network))
+        """The value function as it starts; the policy is in memory."""
+        weights, scale = self.config.objective_weights, self.models.scale
+        whole = value_source(self.models.sft, self.models.reward, weights, scale)
+        return adapted(whole, self.config.lora, derive_seed(self.models.adapter_seed, "value"))
 
     @property
     def value(self) -> Engine[ScalarModel]:
@@ -186,41 +161,6 @@ class Learner(Rank):
         """The reference is the policy without its adapters."""
         with without_adapters(self.policy.module):
             return self.policy_logprobs(rollout, pass_sizes)
-
-    @torch.no_grad()
-    def measure(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
-        """Log-probabilities of the policy and of the reference, and values [B, 3, R], where all share a body."""
-        with self.policy.cache_weight_casts():
-            return self._by_pass(self._measured, rollout, pass_sizes)
-
-    def _measured(self, rollout: Rollout) -> Tensor:
-        note_progress()
-        packed = PackedRollout.of(rollout, self.device)
-        policy, value = self.policy.module, self.value.module if "value" in self.engines else None
-
-        def logprobs(hidden_LTD: Tensor) -> Tensor:
-            with self._precision():
-                logits_CV = policy.read(hidden_LTD, packed.states_LT)
-            return token_logprobs(logits_CV, packed.targets_C, self.config.temperature)
-
-        with self._precision():
-            of_policy, of_reference, *of_value = hidden_of(policy, value, packed)
-        found = [logprobs(of_policy), logprobs(of_reference)]
-        if value is not None:
-            with self._precision():
-                found.append(value.read(of_value[0], packed.states_LT).float())
-        else:
-            found.append(torch.zeros_like(found[0]))
-        return torch.stack([packed.spread(flat_C) for flat_C in found], dim=1)
-
-    def scores(self, rollout: Rollout, conversations: Sequence[Messages]) -> Tensor:
-        """`Scorer.scores`, where the reward model is on the policy's body."""
-        assert self.scorer is not None, "without a shared body, scorers are roles of their own"
-        return self.scorer.scores(rollout, conversations)
-
-    def first_failure(self) -> str:
-        assert self.scorer is not None, "without a shared body, scorers are roles of their own"
-        return self.scorer.first_failure()
 
     @torch.no_grad()
     def values(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:

@@ -18,8 +18,9 @@ from ppo.config import PPOConfig
 from ppo.generator import Generator, Generators
 from ppo.initial_models import InitialModels
 from ppo.learner import Learner, Learners
-from ppo.rollout import Rollout
+from ppo.rollout import Rollout, joined, shares_by_update
 from ppo.scorer import Scorer, Scorers
+from ppo.shared_body import SharedBodyLearner
 from ppo.weight_transport import Broadcast, Direct, WeightTransport, broadcasts
 from training.config import EngineConfig
 
@@ -66,10 +67,10 @@ class Roles:
             ValueError: a minibatch does not divide among the learners.
         """
         config.minibatch.num_micro_batches(learners.num_workers)
-        # Learners score where they share their body with the reward model.
+        kind = SharedBodyLearner if config.shared_body else Learner  # the first scores too
         own = None if config.shared_body else scorers.put("ppo", Scorer, config, engine, models)
         sampling = generators.put("ppo", Generator, config, engine, models)
-        learning = learners.put("ppo", Learner, config, engine, models, learners.num_workers)
+        learning = learners.put("ppo", kind, config, engine, models, learners.num_workers)
         transport: WeightTransport = Direct(learning, sampling)
         # Guests in the places of learners share their GPUs, which no broadcast between GPUs allows.
         together = learners is generators or (config.placement == "colocated" and config.samples_apart)
@@ -84,9 +85,10 @@ class Roles:
         cls, config: PPOConfig, engine: EngineConfig, models: InitialModels, conversations: Sequence[Messages] = ()
     ) -> Self:
         """All roles on one rank, which is this process. Arguments as for `on_groups`."""
+        kind = SharedBodyLearner if config.shared_body else Learner
         own = None if config.shared_body else Local(Scorer(config, engine, models))
         sampling = Local(Generator(config, engine, models))
-        learning = Local(Learner(config, engine, models, num_workers=1))
+        learning = Local(kind(config, engine, models, num_workers=1))
         makes_room, direct = config.memory == "small", Direct(learning, sampling)
         scorers = _scorers(config, models, conversations, learning, own or learning)
         return cls(config, Learners(learning, config.minibatch), Generators(sampling), scorers, direct, makes_room)
@@ -97,8 +99,11 @@ class Roles:
         All are started together: on ranks of their own, scorers and learners work at the same time.
         """
         learners = self.learners
-        if self.config.shared_body:
-            found = learners.start_measuring(rollout, minibatches)
+        if self.config.shared_body:  # one pass serves all
+            ranks: Handle[Any] = learners.ranks
+            shares = shares_by_update(rollout.num_tokens_B, ranks.num_ranks, learners.batch, minibatches)
+            given = [(rollout.rows(share.rows), share.pass_sizes) for share in shares]
+            found = joined(ranks.start_split(SharedBodyLearner.measure, given), shares)
             return lambda: Measured(*found().unbind(dim=1))
         logprobs = learners.start_policy_logprobs(rollout, minibatches)
         ref_logprobs = self.scorers.start_reference_logprobs(rollout, minibatches)

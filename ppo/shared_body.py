@@ -4,10 +4,10 @@ The policy is the SFT model with adapters, and the reference is the same model w
 adapter of the same SFT model, with a head; the value function starts as that adapter. Each role is a model of its own,
 whose frozen weights are the policy's tensors: no second copy of the body is in memory.
 
-Shape letters: L rows, T tokens of a row, D model width.
+Shape letters: B responses, R response tokens, L rows, T tokens of a row, D model width, C tokens of all responses.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from lm.adapters import ADAPTER, FromAdapter
+from lm.logprobs import token_logprobs
 from lm.lora import is_adapter, merged, read_by
 from lm.model import LanguageModel, ScalarModel
-from lm.source import ModelSource, on_meta
+from lm.progress import note_progress
+from lm.source import ModelSource, load, on_meta
+from lm.tokenizer import Messages
 from lm.weights import ModelFolder, WithNewHead
+from ppo.config import PPOConfig
+from ppo.frozen_model import HeldModel
+from ppo.initial_models import InitialModels
+from ppo.learner import Learner
 from ppo.packed import PackedRollout
+from ppo.rollout import Rollout
+from ppo.scorer import Scorer
+from ppo.value import joined_heads
+from training.config import EngineConfig
 
 ROUNDING = 1e-4  # of the largest weight: two machines may add an adapter to it in another order
 HEADS = ("score.weight", "bias")  # of a scalar model: what is not its body
@@ -80,17 +91,63 @@ def require_same_body(policy: Path, reward: Path) -> None:
             )
 
 
-def hidden_of(policy: LanguageModel, value: ScalarModel | None, packed: PackedRollout) -> tuple[Tensor, ...]:
-    """The hidden states [L, T, D] of policy and reference, and of the value function if there is one, from one pass."""
-    readers = [policy, None] if value is None else [policy, None, value]
-    tokens, segments = (rows.repeat(len(readers), 1) for rows in (packed.tokens_LT, packed.segments_LT))
-    with read_by(policy, readers):
-        return policy.decoder.hidden(tokens, segments).chunk(len(readers))
-
-
 def require_shared(model: nn.Module, body: nn.Module) -> None:
     """Assert that a model's frozen weights are `body`'s, in its memory."""
     held = {name: parameter.data_ptr() for name, parameter in body.named_parameters()}
     for name, parameter in model.named_parameters():
         if not is_adapter(name) and name not in HEADS:
             assert parameter.data_ptr() == held[name], f"{name} is a second copy of the body's"
+
+
+class SharedBodyLearner(Learner):
+    """A learner whose policy's body serves the value function, the reference and the reward model too."""
+
+    def __init__(self, config: PPOConfig, engine_config: EngineConfig, models: InitialModels, num_workers: int) -> None:
+        super().__init__(config, engine_config, models, num_workers)
+        source, dtype = reward_on_body(self.policy.module, self._reward), self.policy.held_dtype
+        network = load(source, self.device, dtype).eval().requires_grad_(False)
+        for model in (network, *(engine.module for engine in self.engines.values())):
+            require_shared(model, self.policy.module)
+        self.scorer = Scorer(config, engine_config, models, HeldModel(network))
+
+    @property
+    def _reward(self) -> Path:
+        assert isinstance(self.models.reward, Path), "a body is shared with a reward model"
+        return self.models.reward
+
+    def _value_source(self) -> ModelSource[ScalarModel]:
+        weights, scale = self.config.objective_weights, self.models.scale
+        return joined_heads(reward_on_body(self.policy.module, self._reward), self._reward, weights, scale)
+
+    @torch.no_grad()
+    def measure(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
+        """Log-probabilities of policy and reference, nats, and values [B, 3, R]; 0 where there is no token."""
+        with self.policy.cache_weight_casts():
+            return self._by_pass(self._measured, rollout, pass_sizes)
+
+    def _measured(self, rollout: Rollout) -> Tensor:
+        note_progress()
+        packed = PackedRollout.of(rollout, self.device)
+        policy, value = self.policy.module, self.value.module if "value" in self.engines else None
+        readers = [policy, None] if value is None else [policy, None, value]
+        rows, segments = (part.repeat(len(readers), 1) for part in (packed.tokens_LT, packed.segments_LT))
+
+        def read(model: LanguageModel | ScalarModel, hidden_LTD: Tensor) -> Tensor:
+            with self._precision():
+                return model.read(hidden_LTD, packed.states_LT)
+
+        with self._precision(), read_by(policy, readers):
+            hidden = policy.decoder.hidden(rows, segments).chunk(len(readers))
+        found = [  # one after the other: logits are larger than all hidden states
+            token_logprobs(read(policy, of_role), packed.targets_C, self.config.temperature) for of_role in hidden[:2]
+        ]
+        found.append(torch.zeros_like(found[0]) if value is None else read(value, hidden[2]).float())
+        return torch.stack([packed.spread(flat_C) for flat_C in found], dim=1)
+
+    def scores(self, rollout: Rollout, conversations: Sequence[Messages]) -> Tensor:
+        """As `Scorer.scores`."""
+        return self.scorer.scores(rollout, conversations)
+
+    def first_failure(self) -> str:
+        """As `Scorer.first_failure`."""
+        return self.scorer.first_failure()

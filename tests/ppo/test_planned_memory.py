@@ -32,6 +32,7 @@ from ppo.initial_models import InitialModels, ScoreScale
 from ppo.learner import Learner
 from ppo.rollout import PolicyBatch, ValueBatch
 from ppo.scorer import Scorer
+from ppo.shared_body import SharedBodyLearner
 from training.config import BatchConfig, EngineConfig, OptimizerConfig, Precision
 from training.data import DataConfig
 
@@ -82,7 +83,8 @@ def run(folder: Path, memory: Mode, zero_stage: Any, precision: Precision, kind:
     live = LiveBytes()
     before = live.now
     own_scorer = None if config.shared_body else Scorer(config, engine, models)
-    generator, learner = Generator(config, engine, models), Learner(config, engine, models, NUM_RANKS)
+    kind_of_learner = SharedBodyLearner if config.shared_body else Learner
+    generator, learner = Generator(config, engine, models), kind_of_learner(config, engine, models, NUM_RANKS)
     scorer, reference = own_scorer or learner, learner if config.lora else own_scorer
     prompts = np.random.default_rng(learner.policy.rank).integers(8, SHAPES[kind].vocab_size, (ROWS, PROMPT)).tolist()
     for iteration in range(2):
