@@ -52,6 +52,8 @@ def stage_block(
     """A stage's facts, with those of training and its time, next to its figures."""
     speeds = [line["tokens_per_second"] for line in stage.metrics if line.get("tokens_per_second") is not None]
     all_facts = [*facts]
+    if stage.trained:
+        all_facts.append(("Trained", stage.trained))
     if speeds:
         all_facts.append(("Tokens per second, median", count(median(speeds))))
     if any("failed_scores" in line for line in stage.metrics):

@@ -1,5 +1,6 @@
 """What a stage left in its folder: results, metrics, samples and lineage."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,15 @@ class StageFolder:
         if self.raw_results:
             return "finished"
         return "unfinished" if self.metrics else "not run"
+
+    @property
+    def trained(self) -> str:
+        """What the stage trained, if not all weights: its adapters, as their file says."""
+        path = self.path / "adapter" / "adapter_config.json"
+        if not path.is_file():
+            return ""
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return f"adapters of rank {found['r']}, alpha {found['lora_alpha']:g}"
 
     @property
     def seconds(self) -> float | None:

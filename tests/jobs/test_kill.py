@@ -161,6 +161,9 @@ def test_a_killed_run_by_adapters_ends_like_an_uninterrupted_one(
             assert first == second
         assert all("lora_" in name or name.endswith(("score.weight", "bias")) for name in saved(whole / stage)), stage
     assert rows(whole / "ppo" / "metrics.jsonl")[0]["kl_nats"] == pytest.approx(0, abs=0.05)
+    report = (whole / "report.html").read_text(encoding="utf-8")
+    for rank, alpha in ((3, 6), (4, 8), (16, 32), (2, 4)):
+        assert f"adapters of rank {rank}, alpha {alpha}" in report
 
 
 def saved(stage: Path) -> set[str]:
