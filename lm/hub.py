@@ -21,21 +21,17 @@ ADAPTER_CONFIG = "adapter_config.json"  # of PEFT, in the folder of an adapter
 _SNAPSHOT = re.compile(r"(?P<cache>.*)/models--(?P<owner>.+?)--(?P<name>.+)/snapshots/(?P<commit>[0-9a-f]{40})")
 
 
-def model_directory(name: str) -> Path:
-    """The folder of a model, downloaded from the hub if needed.
+def model_directory(name: str, revision: str | None = None) -> Path:
+    """The folder of a model, downloaded from the hub if needed: at a commit, branch or tag, or as it is now.
 
     Raises: ValueError saying why neither a folder nor the hub provides it, and for an adapter.
     """
-    folder = adapter_directory(name)
-    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{name} has an {ADAPTER_CONFIG}: it is an adapter, which is no model by itself."
-            f" `heed merge-adapter {name} OUTPUT` makes one of it"
-        )
+    folder = adapter_directory(name, revision)
+    refuse_adapter(folder, name)
     return folder
 
 
-def adapter_directory(name: str) -> Path:
+def adapter_directory(name: str, revision: str | None = None) -> Path:
     """As `model_directory`, of an adapter or a model."""
     path = Path(name).expanduser()
     if path.is_dir():
@@ -44,7 +40,17 @@ def adapter_directory(name: str) -> Path:
         raise ValueError(
             f"{name}: no such folder; a model directory, or a hub id such as 'Qwen/Qwen2.5-0.5B', was expected"
         )
-    return _downloaded(name)
+    return _downloaded(name, revision)
+
+
+def refuse_adapter(folder: Path, name: str = "") -> None:
+    """Raises: ValueError for an adapter, which some save with its base's config.json, and with no model's weights."""
+    if (folder / ADAPTER_CONFIG).is_file() and not any(folder.glob("model*.safetensors*")):
+        given = name or folder
+        raise ValueError(
+            f"{given} has an {ADAPTER_CONFIG}: it is an adapter, which is no model by itself."
+            f" `heed merge-adapter {given} OUTPUT` makes one of it"
+        )
 
 
 def hub_name(folder: Path) -> str:
@@ -69,10 +75,10 @@ def on_this_machine(folder: Path) -> Path:
     return _downloaded(f"{found['owner']}/{found['name']}", found["commit"], cache)
 
 
-def _downloaded(name: str, commit: str | None = None, cache: str | None = None) -> Path:
+def _downloaded(name: str, revision: str | None = None, cache: str | None = None) -> Path:
     try:
         return Path(
-            snapshot_download(name, revision=commit, cache_dir=cache, allow_patterns=_WANTED, tqdm_class=_NotedBar)
+            snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=_WANTED, tqdm_class=_NotedBar)
         )
     except Exception as error:  # the hub's client raises many types; they mean the same to the user
         raise ValueError(

@@ -114,7 +114,7 @@ class Checkpoint:
 
     def __enter__(self) -> Self:
         self._stack = ExitStack()
-        opened = [self._stack.enter_context(_opened(path)) for path in self._files]
+        opened = [self._stack.enter_context(open_tensors(path)) for path in self._files]
         self._holder = {_modern(name): (file, name) for file in opened for name in file.keys()}  # noqa: SIM118
         return self
 
@@ -142,7 +142,7 @@ class Checkpoint:
         return part
 
 
-def _opened(path: Path) -> Any:
+def open_tensors(path: Path) -> Any:
     """Raises: ValueError naming a file that is truncated or not safetensors; the library's error does not name it."""
     try:
         return safe_open(str(path), framework="pt")
@@ -220,7 +220,7 @@ def open_checkpoint(folder: Path, family: Family, model: nn.Module) -> Iterator[
 
 def _check_fit(checkpoint: Checkpoint, places: Mapping[str, Stored], shapes: Mapping[str, list[int]]) -> None:
     expected = {
-        name: _part_shape(shapes[ours], rows, place)
+        name: part_shape(shapes[ours], rows, place)
         for ours, place in places.items()
         for name, rows in place.parts.items()
     }
@@ -237,6 +237,7 @@ def _check_fit(checkpoint: Checkpoint, places: Mapping[str, Stored], shapes: Map
         raise ValueError(f"{checkpoint.path}: {len(wrong)} tensors do not fit the config: " + "; ".join(wrong[:8]))
 
 
-def _part_shape(whole: list[int], rows: int | None, place: Stored) -> list[int]:
+def part_shape(whole: Sequence[int], rows: int | None, place: Stored) -> list[int]:
+    """The shape of a part of `rows` rows in a checkpoint; `whole` is that of Heed's tensor."""
     shape = [(whole[0] if rows is None else rows) + place.rows_before, *whole[1:]]
     return shape[::-1] if place.transposed else shape

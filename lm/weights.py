@@ -20,6 +20,7 @@ from lm.config import ModelConfig
 from lm.encoder import EncoderModel, MaskedLanguageModel, SequenceClassifier, SpanPredictor, TokenClassifier
 from lm.encoder_decoder import EncoderDecoder
 from lm.families import FAMILIES, Family, Stored, expect, family_of
+from lm.hub import refuse_adapter
 from lm.model import SCORE, LanguageModel, ScalarModel, initial_weight
 from lm.source import Rows, load, on_meta, rows_of
 from lm.tensor_files import open_checkpoint, write_tensors
@@ -192,6 +193,12 @@ class WithNewHead(Generic[AnyModel]):
     def build(self) -> AnyModel:
         return self.head(read_config(self.folder, PURPOSES[self.kind])[0])
 
+    def new_names(self) -> set[str]:
+        """The weights that the directory does not have."""
+        _, family, _ = read_config(self.folder, PURPOSES[self.kind])
+        with open_checkpoint(self.folder, family, on_meta(ModelFolder(self.folder, self.kind).build)) as checkpoint:
+            return {name for name, _ in on_meta(self.build).named_parameters() if not checkpoint.holds(name)}
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         config, family, _ = read_config(self.folder, PURPOSES[self.kind])
         generator = torch.Generator().manual_seed(self.seed)
@@ -209,7 +216,7 @@ class WithNewHead(Generic[AnyModel]):
 def purpose_of(folder: Path) -> str:
     """The purpose of a directory's model: one of PURPOSES' values. Raises: ValueError naming file and field."""
     path = folder / CONFIG
-    raw = read_json(path)
+    raw = _read_raw(folder)
     found = [
         purpose
         for family in FAMILIES
@@ -295,7 +302,7 @@ def read_config(folder: Path, purpose: str) -> tuple[ModelConfig, Family, dict[s
     feature.
     """
     path = folder / CONFIG
-    raw = read_json(path)
+    raw = _read_raw(folder)
     family = _family_of(raw, path)
     expected = [family.classes[purpose]] if purpose in family.classes else None
     if _architectures(raw) != expected or expected is None:
@@ -310,6 +317,11 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
     Raises: ValueError naming the place and the field for another family, a missing field, or what we do not compute.
     """
     return _config_of(_family_of(raw, where), raw, where)
+
+
+def _read_raw(folder: Path) -> dict[str, Any]:
+    refuse_adapter(folder)
+    return read_json(folder / CONFIG)
 
 
 def _family_of(raw: Mapping[str, Any], where: Path | str) -> Family:

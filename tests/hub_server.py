@@ -24,6 +24,7 @@ class Hub:
     url: str
     main: str = COMMIT
     downloads: Counter[str] = field(default_factory=Counter)  # of each file
+    revisions: set[str] = field(default_factory=set)  # that were asked for by name
 
     def reach(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         """Let this process ask this hub, and keep what it downloads in `cache`."""
@@ -56,6 +57,7 @@ def serve(model: Path) -> Iterator[Hub]:
             if path.startswith(f"/api/models/{NAME}/tree/"):
                 self.answer(json.dumps(tree).encode(), hub.main)
             elif path.startswith(f"/api/models/{NAME}"):
+                hub.revisions.add(path.rpartition("/revision/")[2])
                 self.answer(json.dumps({"id": NAME, "modelId": NAME, "sha": hub.main}).encode(), hub.main)
             elif path.startswith(f"/{NAME}/resolve/") and path.split("/")[5] in contents:
                 commit, name = path.split("/")[4:6]

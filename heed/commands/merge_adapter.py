@@ -1,15 +1,14 @@
 """`heed merge-adapter`: a LoRA adapter made elsewhere, as a model that every stage takes (docs/lora.md)."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
-    from lm.adapters import AdapterFolder
-    from lm.source import ModelSource
+    from lm.tokenizer import Tokenizer
 
 
 def merge_adapter(
@@ -26,41 +25,42 @@ def merge_adapter(
     Every stage takes it as init_from or reward_from; transformers and vLLM load it.
     """
     from files.atomic import atomic_folder
-    from lm.adapters import AdapterFolder, FromAdapter
+    from lm.adapter_folder import AdapterFolder
+    from lm.adapters import adapted_folder
     from lm.hub import adapter_directory, model_directory
     from lm.lora import merged
     from lm.source import on_meta
-    from lm.tokenizer import Tokenizer
     from lm.weights import save_model
 
     if output.exists():
         raise ValueError(f"{output} exists already; the name of a new folder was expected")
     with console.status("reading the adapter"):
         folder = AdapterFolder(adapter_directory(adapter))
-        name = base or folder.base
-        if not name:
+        named = folder.config.base_model_name_or_path
+        if not base and not named:
             raise ValueError(f"{folder.folder}: the adapter names no model; --base MODEL was expected")
-        frozen = _frozen(model_directory(name), folder)
-        source = FromAdapter(frozen, folder.folder)
-        network, plain = on_meta(source.build), on_meta(frozen.build)
-        # Many adapters are saved with the tokenizer whose template they were trained on.
-        has_tokenizer = (folder.folder / "tokenizer.json").is_file()
-        tokenizer = Tokenizer.load(
-            folder.folder if has_tokenizer else model_directory(name), end=end_token, pad=pad_token
-        )
+        base_folder = model_directory(base) if base else model_directory(str(named), folder.config.revision)
+        source = adapted_folder(base_folder, folder)
+        network, plain = on_meta(source.build), on_meta(source.frozen.build)
+        tokenizer = _tokenizer(folder.folder, base_folder, end_token, pad_token, plain.config.vocab_size)
+    output.parent.mkdir(parents=True, exist_ok=True)
     with console.status(f"writing {output}"), atomic_folder(output) as temporary:
         save_model(temporary, plain, merged(network, source.tensors()), tokenizer)
-    results_console().print(f"{output}: {name} with the adapter {adapter}", soft_wrap=True)
+    results_console().print(f"{output}: {base or named} with the adapter {adapter}", soft_wrap=True)
 
 
-def _frozen(base: Path, adapter: "AdapterFolder") -> "ModelSource[Any]":
-    """The model that was adapted; a classifier's adapter on a language model brings the head."""
-    from lm.model import SCORE
-    from lm.weights import any_folder
-    from reward.training import network_source
+def _tokenizer(adapter: Path, base: Path, end: str, pad: str, num_embeddings: int) -> "Tokenizer":
+    """The adapter's own, if it has one, since it may have been trained on another template than the base's.
 
-    if adapter.config.get("task_type") != "SEQ_CLS":
-        return any_folder(base)
-    heads = [shape[0] for name, shape in adapter.shapes.items() if name in ("score.weight", "classifier.weight")]
-    labels = [f"LABEL_{number}" for number in range(max(heads, default=1))]
-    return network_source(base, 0.0, 0, labels if len(labels) > 1 else (SCORE,))
+    Raises: ValueError for a token without an embedding, and as `Tokenizer.load`.
+    """
+    from lm.tokenizer import Tokenizer
+
+    folder = adapter if (adapter / "tokenizer.json").is_file() else base
+    tokenizer = Tokenizer.load(folder, end=end, pad=pad)
+    if tokenizer.vocab_size > num_embeddings:
+        raise ValueError(
+            f"{folder / 'tokenizer.json'} has {tokenizer.vocab_size} tokens; at most {num_embeddings} were expected, of"
+            f" which {base} has embeddings"
+        )
+    return tokenizer

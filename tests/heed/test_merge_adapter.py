@@ -1,6 +1,7 @@
 """`heed merge-adapter`, from a real PEFT adapter to a model that transformers loads."""
 
 import json
+import shutil
 from pathlib import Path
 
 import peft
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from heed.cli import app
 from lm.hub import model_directory
 from lm.tokenizer import Tokenizer
+from tests.hub_server import COMMIT, NAME, serve
 
 TOKENS = torch.arange(10, 34).view(2, 12)
 
@@ -72,6 +74,7 @@ def test_mistakes_are_named_and_leave_nothing(made: Path, tmp_path: Path) -> Non
         ({"base_model_name_or_path": None}, (), "the adapter names no model; --base MODEL was expected"),
         ({}, ("--base", tmp_path / "nowhere"), "no such folder"),
         ({}, ("--base", made / "SEQ_CLS"), "it is an adapter, which is no model by itself"),
+        ({"task_type": "SEQ_CLS"}, (), "score.weight: expected [1, 32], missing"),
     ):
         path.write_text(json.dumps({**config, **changes}))
         code, output = run(tmp_path, tmp_path / "model", *options)
@@ -83,3 +86,37 @@ def test_mistakes_are_named_and_leave_nothing(made: Path, tmp_path: Path) -> Non
 def test_an_adapter_in_the_place_of_a_model_names_the_command(made: Path) -> None:
     with pytest.raises(ValueError, match=r"it is an adapter.*`heed merge-adapter .*CAUSAL_LM OUTPUT`"):
         model_directory(str(made / "CAUSAL_LM"))
+
+
+def test_an_adapters_folder_is_no_model_for_any_command_either(made: Path, tmp_path: Path) -> None:
+    """Some adapters are saved with their base's config.json."""
+    folder = tmp_path / "adapter"
+    shutil.copytree(made / "CAUSAL_LM", folder)
+    shutil.copy(made / "base" / "config.json", folder)
+    for arguments in (("inspect", "model", folder), ("verify-sampler", "heed", folder), ("chat", folder)):
+        result = CliRunner().invoke(app, [*map(str, arguments)])
+        assert f"`heed merge-adapter {folder} OUTPUT` makes one of it" in str(result.exception)
+
+
+def test_a_token_without_an_embedding_is_refused(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "CAUSAL_LM", tmp_path / "adapter")
+    tokenizer = Tokenizer.train([f"the number {number} follows {number - 1}" for number in range(99)], 320, "chat")
+    tokenizer.save(tmp_path / "adapter")
+    code, output = run(tmp_path / "adapter", tmp_path / "model")
+    assert code == 1
+    assert "tokenizer.json has 320 tokens; at most 300 were expected, of which" in output
+
+
+def test_the_base_is_the_revision_that_the_adapter_names(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(made / "CAUSAL_LM", tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    config = {**json.loads(path.read_text()), "base_model_name_or_path": NAME, "revision": "v2"}
+    path.write_text(json.dumps(config))
+    with serve(made / "base") as hub:
+        hub.reach(monkeypatch, tmp_path / "cache")
+        code, output = run(tmp_path / "adapter", tmp_path / "a" / "model")
+    assert code == 0, output
+    assert (tmp_path / "cache" / "models--owner--tiny" / "snapshots" / COMMIT / "config.json").is_file()
+    assert hub.revisions == {"v2"}

@@ -12,7 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lm.adapters import AdapterFolder, FromAdapter, save_trained
+from lm.adapter_folder import AdapterFolder
+from lm.adapters import FromAdapter, adapted_folder, save_trained
 from lm.encoder import MaskedLanguageModel, SequenceClassifier
 from lm.lora import LoRAConfig, WithAdapters, adapted_maps, merged
 from lm.model import LanguageModel, ScalarModel
@@ -43,8 +44,31 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "rank-stabilised": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "use_rslora": True},
     "one layer": {"r": 4, "lora_alpha": 8, "target_modules": ["down_proj", "o_proj"], "layers_to_transform": [1]},
     "a whole head": {"r": 2, "lora_alpha": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "whole tables, norms and a part of a fused map": {
+        "r": 2,
+        "lora_alpha": 2,
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["embed_tokens", "lm_head", "norm", "input_layernorm", "k_proj"],
+    },
+    "an expression": {
+        "r": 2,
+        "lora_alpha": 2,
+        "target_modules": r"model\.layers\.[01]\.(self_attn\.[kv]|mlp\.up)_proj",
+    },
+    "some excluded": {"r": 2, "lora_alpha": 2, "target_modules": "all-linear", "exclude_modules": ["0.mlp.up_proj"]},
+    "a layer of a pattern": {
+        "r": 2,
+        "lora_alpha": 2,
+        "target_modules": ["v_proj"],
+        "layers_to_transform": 0,
+        "layers_pattern": "layers",
+    },
+    "eva": {"r": 2, "lora_alpha": 2, "target_modules": ["v_proj"], "init_lora_weights": "eva"},
+    "mica": {"r": 2, "lora_alpha": 2, "target_modules": ["v_proj"], "init_lora_weights": "mica"},
 }
+OF_GPT2 = {"r": 2, "lora_alpha": 2, "target_modules": ["c_attn"], "modules_to_save": ["c_fc", "ln_1"]}  # transposed
 CASES = [("llama", name) for name in ADAPTERS] + [(base, "all linear maps") for base in BASES if base != "llama"]
+CASES += [("gpt2", "whole transposed maps")]
 TOKENS = torch.arange(10, 34).view(2, 12)
 LORA = LoRAConfig(rank=3, alpha=6.0)
 
@@ -91,7 +115,7 @@ def adapt(folder: Path, output: Path, **options: Any) -> Tensor:
 def test_an_adapter_of_pefts_gives_pefts_logits_apart_and_merged(
     base: Callable[[str], Path], tmp_path: Path, family: str, name: str
 ) -> None:
-    expected = adapt(base(family), tmp_path / "adapter", **ADAPTERS[name])
+    expected = adapt(base(family), tmp_path / "adapter", **ADAPTERS.get(name, OF_GPT2))
     source = FromAdapter(ModelFolder(base(family), LanguageModel), tmp_path / "adapter")
     model, plain = load(source), load(ModelFolder(base(family), LanguageModel))
     assert adapted_maps(model)
@@ -217,17 +241,27 @@ def test_an_encoder_decoders_adapter_loads_in_peft(tmp_path: Path, tokenizer: To
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "IA3"}, "peft_type is 'IA3'; 'LORA' was expected"),
     ({"peft_type": "PROMPT_TUNING"}, "peft_type is 'PROMPT_TUNING'"),
+    ({"peft_type": None}, "peft_type is None; 'LORA' was expected"),
     ({"use_dora": True}, "use_dora is True; Heed reads adapters without it"),
-    ({"bias": "all"}, "bias is 'all'; 'none'"),
+    ({"bias": "all"}, "bias is 'all'; Input should be 'none'"),
     ({"lora_bias": True}, "lora_bias is True"),
     ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights is 'pissa_niter_16'"),
     ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
     ({"trainable_token_indices": [3]}, r"trainable_token_indices is \[3\]"),
     ({"layer_replication": [[0, 2]]}, "layer_replication is"),
     ({"from_the_future": {"x": 1}}, "from_the_future is"),
-    ({"r": 5}, r"A and B of model.layers.0.self_attn.q_proj are \(4, 32\) and \(32, 4\); rank 5 was expected"),
-    ({"r": 0}, "r is 0; a number above 0 was expected"),
-    ({"lora_alpha": None}, "lora_alpha is None; a number above 0"),
+    ({"init_lora_weights": "lora_ga"}, "init_lora_weights is 'lora_ga'; True or False or None or 'gaussian'"),
+    ({"r": 5}, r"28 tensors do not fit.*down_proj.lora_A.weight: expected \[5, 48\], found \[4, 48\]"),
+    ({"rank_pattern": {"k_proj": 3}}, r"k_proj.lora_B.weight: expected \[16, 3\], found \[16, 4\]"),
+    ({"r": 0}, "r is 0; Input should be greater than or equal to 1"),
+    ({"r": True}, "r is True; Input should be a valid integer"),
+    ({"lora_alpha": None}, "lora_alpha is None; Input should be a valid number"),
+    ({"rank_pattern": ["k_proj"]}, r"rank_pattern is \['k_proj'\]; Input should be a valid dictionary"),
+    ({"alpha_pattern": {"(": 1}}, r"alpha_pattern is .*'\(' is no regular expression"),
+    ({"target_modules": ["q_proj"]}, r"24 tensors .*down_proj.lora_A.weight: found, but adapter_config.json does not"),
+    ({"exclude_modules": ["q_proj"]}, "q_proj.lora_A.weight: found, but adapter_config.json does not target it"),
+    ({"layers_to_transform": [0]}, "layers.1.mlp.down_proj.lora_A.weight: found, but"),
+    ({"modules_to_save": ["lm_head"]}, r"1 tensors .*lm_head.weight: expected \[300, 32\], missing"),
 ]
 
 
@@ -246,11 +280,14 @@ def test_what_heed_does_not_compute_is_refused_by_name(
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("model.embed_tokens.lora_embedding_A", (4, 300), "a tensor 'model.embed_tokens.lora_embedding_A'"),
-        ("lm_head.lora_A.weight", (4, 32), "a tensor 'lm_head.lora_A.weight'"),
-        ("model.layers.7.mlp.up_proj.lora_A.weight", (4, 32), "a tensor 'model.layers.7.mlp.up_proj.lora_A.weight'"),
-        ("model.layers.0.mlp.up_proj.lora_A.weight", (4, 31), r"is \(4, 31\); \(4, 32\) was expected"),
-        ("lm_head.weight", (301, 32), r"lm_head.weight is \(301, 32\); \(300, 32\), as the model has it"),
+        ("model.embed_tokens.lora_embedding_A", (4, 300), "embed_tokens.lora_embedding_A: found, not expected"),
+        ("lm_head.lora_A.weight", (4, 32), "lm_head.lora_A.weight: found, not expected"),
+        ("model.layers.7.mlp.up_proj.lora_A.weight", (4, 32), r"layers.7.mlp.up_proj.lora_A.weight: found, not"),
+        ("model.layers.0.mlp.up_proj.lora_magnitude_vector", (48,), "lora_magnitude_vector: found, not expected"),
+        ("model.layers.0.mlp.up_proj.lora_A.weight", (4, 31), r"expected \[4, 32\], found \[4, 31\]"),
+        ("model.layers.0.mlp.up_proj.lora_B.weight", (0,), r"expected \[48, 4\], found \[0\]"),
+        ("lm_head.weight", (301, 32), r"lm_head.weight: expected \[300, 32\], found \[301, 32\]"),
+        ("model.embed_tokens.weight", (301, 32), r"weight: expected \[300, 32\], found \[301, 32\]"),
     ],
 )
 def test_tensors_without_a_place_are_refused_by_name(
@@ -263,9 +300,31 @@ def test_tensors_without_a_place_are_refused_by_name(
         [*FromAdapter(ModelFolder(base("llama"), LanguageModel), tmp_path / "adapter").tensors()]
 
 
-def test_pickled_weights_and_foreign_files_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2}')
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [
+        ("lora_A", r"14 tensors .*down_proj.lora_A.weight: expected \[4, 48\], missing"),
+        ("lora", r"no adapter; tensors named \*.lora_A.weight and \*.lora_B.weight were expected"),
+    ],
+)
+def test_adapters_that_are_not_whole_are_refused(
+    base: Callable[[str], Path], tmp_path: Path, removed: str, message: str
+) -> None:
+    adapt(base("llama"), tmp_path / "adapter", **ADAPTERS["all linear maps"])
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if removed not in name}, path)
+    with pytest.raises(ValueError, match=message):
+        on_meta(FromAdapter(ModelFolder(base("llama"), LanguageModel), tmp_path / "adapter").build)
+
+
+def test_pickled_weights_damaged_files_and_foreign_ones_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": []}'
+    )
     with pytest.raises(ValueError, match=r"adapter_model.safetensors: no such file; weights as PEFT saves them"):
+        _ = AdapterFolder(tmp_path).shapes
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors: incomplete or damaged"):
         _ = AdapterFolder(tmp_path).shapes
     save_file({"transformer.x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=r"a tensor 'transformer.x'; names that start with base_model.model. were"):
@@ -280,5 +339,86 @@ def test_a_whole_head_of_a_tied_model_is_refused(
     model = LanguageModel(shape.model_copy(update={"tie_word_embeddings": True}))
     save_model(tmp_path / "tied", model, model.state_dict(), tokenizer)
     adapt(base("llama"), tmp_path / "adapter", **ADAPTERS["a whole head"])
-    with pytest.raises(ValueError, match=r"a tensor 'lm_head\.weight'"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight: found, not expected"):
         on_meta(FromAdapter(ModelFolder(tmp_path / "tied", LanguageModel), tmp_path / "adapter").build)
+    adapt(base("llama"), tmp_path / "table", **{**ADAPTERS["a whole head"], "modules_to_save": ["embed_tokens"]})
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight: found, not expected"):
+        on_meta(FromAdapter(ModelFolder(tmp_path / "tied", LanguageModel), tmp_path / "table").build)
+
+
+def bert_folder(folder: Path, tokenizer: Tokenizer) -> Path:
+    """A BERT as published: with a pooler, and a head for masked words."""
+    torch.manual_seed(9)
+    config = transformers.BertConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.BertForPreTraining(config).save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "options"),
+    [
+        ("SEQ_CLS", "AutoModelForSequenceClassification", {"target_modules": ["query", "pooler.dense"]}),
+        ("TOKEN_CLS", "AutoModelForTokenClassification", {"target_modules": ["query", "output.dense"]}),
+        ("QUESTION_ANS", "AutoModelForQuestionAnswering", {"target_modules": ["key", "intermediate.dense"]}),
+        ("FEATURE_EXTRACTION", "AutoModel", {"target_modules": ["query", "value"]}),
+        (None, "AutoModelForMaskedLM", {"target_modules": ["query", "cls.predictions.transform.dense"]}),
+    ],
+)
+def test_an_encoders_adapter_brings_its_head(
+    tmp_path: Path, tokenizer: Tokenizer, task: str | None, kind: str, options: dict[str, Any]
+) -> None:
+    folder = bert_folder(tmp_path / "base", tokenizer)
+    sizes = {"num_labels": 3} if "Classification" in kind else {}
+    if task == "FEATURE_EXTRACTION":  # without a head, names have no prefix
+        transformers.AutoModel.from_pretrained(folder, add_pooling_layer=False).save_pretrained(folder)
+    theirs = getattr(transformers, kind).from_pretrained(folder, **sizes)
+    adapted = peft.get_peft_model(theirs, peft.LoraConfig(task_type=task, r=3, lora_alpha=5, **options)).eval()
+    for parameter in filter(lambda parameter: parameter.requires_grad, adapted.parameters()):
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    adapted.save_pretrained(tmp_path / "adapter")
+    source = adapted_folder(folder, AdapterFolder(tmp_path / "adapter"))
+    model: Any = load(source).eval()
+    with torch.no_grad():
+        found = adapted(TOKENS)
+        ours = model.hidden(TOKENS, None, None, None) if task == "FEATURE_EXTRACTION" else model(TOKENS)
+        ours = ours if isinstance(ours, tuple) else (ours,)
+        for one, other in zip(ours, found.to_tuple(), strict=False):
+            torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
+
+
+def test_a_classifier_without_its_head_and_a_base_for_another_task_are_refused(
+    base: Callable[[str], Path], tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    frozen = WithNewHead(base("llama"), LanguageModel, ScalarModel, seed=7)
+    model = trained(frozen, LORA)
+    save_trained(tmp_path, on_meta(frozen.build), model, state(model), tokenizer, LORA, base("llama"))
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if "score" not in name}, path)
+    with pytest.raises(ValueError, match=r"score.weight: expected \[1, 32\], missing"):
+        on_meta(adapted_folder(base("llama"), AdapterFolder(tmp_path / "adapter")).build)
+    adapt(base("llama"), tmp_path / "language", **ADAPTERS["queries and values"])
+    with pytest.raises(ValueError, match=r"task_type is 'CAUSAL_LM', and .*model is a ScalarModel; a model for that"):
+        adapted_folder(tmp_path / "model", AdapterFolder(tmp_path / "language"))
+
+
+@pytest.mark.parametrize("targets", ["all", "attention", "mlp"])
+def test_peft_finds_the_adapted_maps_of_an_encoder_and_no_others(
+    tmp_path: Path, tokenizer: Tokenizer, targets: str
+) -> None:
+    """An attention's output, a block's output and the pooler are all called dense."""
+    folder = bert_folder(tmp_path / "base", tokenizer)
+    frozen = WithNewHead(folder, MaskedLanguageModel, lambda shape: SequenceClassifier(shape, ["a", "b"]), 7)
+    config = LoRAConfig.model_validate({"rank": 3, "alpha": 6, "targets": targets})
+    model = trained(frozen, config)
+    save_trained(tmp_path, on_meta(frozen.build), model, state(model), tokenizer, config, folder)
+    body = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2)
+    found = peft.PeftModel.from_pretrained(body, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(found(TOKENS).logits, model(TOKENS), atol=2e-5, rtol=1e-5)
+    adapted = {name.partition(".lora_A")[0] for name, _ in found.named_parameters() if "lora_A" in name}
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert adapted == {name.partition(".lora_A")[0] for name in stored if "lora_A" in name}
