@@ -6,7 +6,7 @@
     rejection-1, -2, -3                   best of 4, 16 and 64 samples by `reward-full`; as many samples as PPO's
     lora-1, -2, -3                        as ppo, by adapters, at ten times its learning rates
     shared-1, -2, -3                      as lora, on one body with the reward model `reward-lora`
-    reward-lora                           as `reward-full`, by adapters on the base's SFT model
+    reward-lora                           as `reward-full`, by adapters on the base's SFT model, at three times its rate
 
 Each algorithm has the same budget: three values of the setting that moves it along KL, chosen before any run. An
 algorithm's curve has the policies of all three, so none is picked by its result.
@@ -47,6 +47,7 @@ POLICY_GRADIENTS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 LORA: Mapping[str, Any] = {"rank": 16, "alpha": 32}
 LORA_RATE = 10.0  # of full tuning's learning rates, as Schulman et al. 2025 advise (`lm.lora.LoRAConfig`)
+LORA_REWARD_RATE = 3.0  # likewise of the reward model, whose new head learns at the same rate; 10 was too high
 LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}
 
 
@@ -72,7 +73,7 @@ def lora_arms(job: JobConfig, folder: Path) -> list[Arm]:
         "reward.init_from": str(folder / "base" / "sft" / "model"),
         "reward.rankings.source": str(cut_file(folder, 1)),
         "reward.lora": LORA,
-        "reward.optimizer.learning_rate": LORA_RATE * reward.optimizer.learning_rate,
+        "reward.optimizer.learning_rate": LORA_REWARD_RATE * reward.optimizer.learning_rate,
     }
     arms = [Arm("reward-lora", ("reward",), ("base",), changes)]
     for number, rate in zip(RUNS, RATES, strict=True):
