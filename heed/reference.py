@@ -85,7 +85,8 @@ def _table(fields: dict[str, FieldInfo], shared: dict[str, type[BaseModel]]) -> 
 
 
 def _title(model: type[BaseModel]) -> str:
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", model.__name__.removesuffix("Config")).capitalize()
+    own = model.model_config.get("title")
+    return own or re.sub(r"(?<=[a-z])(?=[A-Z])", " ", model.__name__.removesuffix("Config")).capitalize()
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -55,7 +55,7 @@ def save_trained(
     *,
     name: str = "model",
 ) -> None:
-    """Write a trained model into folder/name. One with adapters is merged, and folder/adapter has them by themselves.
+    """Write a trained model into folder/name. One with adapters is merged, and folder/adapter holds only them.
 
     `plain` is the model without adapters; `network` is what was trained, whose `weights` come in its order. `base` is
     the model that was adapted.

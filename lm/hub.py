@@ -48,8 +48,8 @@ def refuse_adapter(folder: Path, name: str = "") -> None:
     if (folder / ADAPTER_CONFIG).is_file() and not any(folder.glob("model*.safetensors*")):
         given = name or folder
         raise ValueError(
-            f"{given} has an {ADAPTER_CONFIG}: it is an adapter, which is no model by itself."
-            f" `heed merge-adapter {given} OUTPUT` makes one of it"
+            f"{given} has an {ADAPTER_CONFIG}: it is an adapter, not a model."
+            f" Run `heed merge-adapter {given} OUTPUT` to merge it into its base"
         )
 
 

@@ -43,7 +43,7 @@ class LoRAConfig(BaseModel):
     with ranks from 1 on; SFT on much data needs more than 16.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", title="LoRA")
 
     rank: int = Field(default=16, ge=1, description="Rank of each addition.")
     alpha: float = Field(default=32.0, gt=0, description="Additions are scaled by alpha / rank.")
@@ -75,7 +75,7 @@ class LoRALinear(Linear):
         self.lora_a = nn.Parameter(torch.empty(len(part_rows) * rank, frozen.in_features))
         self.lora_b = nn.Parameter(torch.empty(frozen.out_features, rank))
         self.is_off = False
-        self.readers: Sequence[LoRALinear | None] = ()  # who reads the equal parts of a batch (`read_by`)
+        self.readers: Sequence[LoRALinear | None] = ()  # of a joint pass, one per equal part of the batch (`read_by`)
         for parameter in (self.weight, self.bias):
             if parameter is not None:
                 parameter.requires_grad_(False)
@@ -125,9 +125,9 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def read_by(model: nn.Module, readers: Sequence[nn.Module | None]) -> Iterator[None]:
-    """Passes inside serve several models with adapters on the same frozen body: the rows of a batch are as many equal
-    parts, and each gets the additions of its reader (None: the body alone). What has no adapter in `model` must have
-    none in any reader.
+    """Passes inside serve several models with adapters on the same frozen body. The batch has one equal part per reader,
+    which gets that reader's additions (None: the body alone). What has no adapter in `model` must have none in any
+    reader.
     """
     maps = adapted_maps(model)
     known = [{} if reader is None else adapted_maps(reader) for reader in readers]

@@ -32,7 +32,7 @@ from ppo.scorer import Scorer
 from ppo.value import joined_heads
 from training.config import EngineConfig
 
-ROUNDING = 1e-4  # of the largest weight: two machines may add an adapter to it in another order
+ROUNDING = 1e-6  # of the largest weight: two machines may add an adapter to it in another order
 HEADS = ("score.weight", "bias")  # of a scalar model: what is not its body
 
 
@@ -77,18 +77,26 @@ def reward_on_body(body: nn.Module, reward: Path) -> ModelSource[ScalarModel]:
 def require_same_body(policy: Path, reward: Path) -> None:
     """Check that a reward model is the initial policy's body with an adapter: all tensors are compared, one at a time.
 
-    Raises: ValueError naming the first tensor that differs, and as `adapter_of`.
+    Raises: ValueError naming the field of the shape, or the first tensor, that differs; and as `adapter_of`.
     """
-    labels = on_meta(ModelFolder(reward, ScalarModel).build).labels
-    body = WithNewHead(policy, LanguageModel, lambda shape: ScalarModel(shape, labels=labels), seed=0)
-    source = FromAdapter(body, adapter_of(reward))
-    made = merged(on_meta(source.build), source.tensors())
-    for (name, ours), (_, theirs) in zip(made, ModelFolder(reward, ScalarModel).tensors(), strict=True):
-        if name != "bias" and not torch.allclose(ours, theirs, rtol=0, atol=ROUNDING * float(theirs.abs().max())):
-            raise ValueError(
-                f"ppo.shared_body: {name} of {reward} is not that of {policy} with the adapter"
-                f" {adapter_of(reward)}; a reward model trained with [reward] lora on this initial policy was expected"
-            )
+    whole, adapter = ModelFolder(reward, ScalarModel), adapter_of(reward)
+    scored, own = on_meta(whole.build), on_meta(ModelFolder(policy, LanguageModel).build)
+    theirs_of, ours_of = scored.config.model_dump(), own.config.model_dump()
+    differs = [f"{name} ({theirs_of[name]}, {value})" for name, value in ours_of.items() if theirs_of[name] != value]
+    if not differs:
+        body = WithNewHead(policy, LanguageModel, lambda shape: ScalarModel(shape, labels=scored.labels), seed=0)
+        source = FromAdapter(body, adapter)
+        made = merged(on_meta(source.build), source.tensors())
+        for (name, ours), (other, theirs) in zip(made, whole.tensors(), strict=True):
+            assert name == other, f"{other} came where {name} was expected"
+            if name != "bias" and not torch.allclose(ours, theirs, rtol=0, atol=ROUNDING * float(theirs.abs().max())):
+                differs = [name]
+                break
+    if differs:
+        raise ValueError(
+            f"ppo.shared_body: {differs[0]} of {reward} is not that of {policy} with the adapter {adapter}; a reward"
+            " model trained with [reward] lora on this initial policy was expected"
+        )
 
 
 def require_shared(model: nn.Module, body: nn.Module) -> None:

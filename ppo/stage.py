@@ -229,10 +229,14 @@ def check(config: PPOConfig, job: JobView) -> None:
         return
     if job.engine.zero_stage == 3:
         raise ValueError("ppo.shared_body with engine.zero_stage 3, which shards each role's body; 0 to 2 was expected")
-    if reward is not None and own_reward and (reward.lora is None or reward.init_from):
+    if reward is None or not own_reward:
+        return
+    if reward.lora is None:
+        raise ValueError("ppo.shared_body: [reward] trains all weights of a body of its own; reward.lora was expected")
+    if reward.init_from != config.init_from:
+        starts = [name or "the SFT stage's model" for name in (reward.init_from, config.init_from)]
         raise ValueError(
-            "ppo.shared_body: the reward model of [reward] has a body of its own; reward.lora, without"
-            " reward.init_from, was expected"
+            f"ppo.shared_body: [reward] starts from {starts[0]} and [ppo] from {starts[1]}; one model was expected"
         )
 
 
@@ -244,7 +248,9 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
     if config.reward_from:
         judge = stage.start(REWARD.name)
         weights_by_label(str(judge), labels_of(judge), config.objective_weights)
-        if config.shared_body:
+        if config.shared_body and config.init_from:
+            require_same_body(stage.start("sft"), judge)
+        elif config.shared_body:  # the policy is still to be trained
             adapter_of(judge)
     fitting_prompts(
         stage, stage.tokenizer_of("sft"), config.prompts, config.max_new_tokens, config.on_overlong, stage.tell

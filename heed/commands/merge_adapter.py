@@ -8,6 +8,7 @@ import typer
 from stages.progress import console, results_console
 
 if TYPE_CHECKING:
+    from lm.adapter_folder import AdapterFolder
     from lm.tokenizer import Tokenizer
 
 
@@ -40,6 +41,7 @@ def merge_adapter(
         if not base and not named:
             raise ValueError(f"{folder.folder}: the adapter names no model; --base MODEL was expected")
         base_folder = model_directory(base) if base else model_directory(str(named), folder.config.revision)
+        _refuse_merged(base_folder, folder)
         source = adapted_folder(base_folder, folder)
         network, plain = on_meta(source.build), on_meta(source.frozen.build)
         tokenizer = _tokenizer(folder.folder, base_folder, end_token, pad_token, plain.config.vocab_size)
@@ -47,6 +49,20 @@ def merge_adapter(
     with console.status(f"writing {output}"), atomic_folder(output) as temporary:
         save_model(temporary, plain, merged(network, source.tensors()), tokenizer)
     results_console().print(f"{output}: {base or named} with the adapter {adapter}", soft_wrap=True)
+
+
+def _refuse_merged(base: Path, adapter: "AdapterFolder") -> None:
+    """Raises: ValueError for a base that a run wrote next to this adapter, merged with it."""
+    from files.hashes import file_hash
+    from lm.adapter_folder import ADAPTER_WEIGHTS
+    from lm.adapters import ADAPTER
+
+    written = base.parent / ADAPTER / ADAPTER_WEIGHTS
+    if written.is_file() and file_hash(written) == file_hash(adapter.weights):
+        named = adapter.config.base_model_name_or_path
+        raise ValueError(
+            f"{base} has this adapter merged already; the model that it was trained on ({named}) was expected"
+        )
 
 
 def _tokenizer(adapter: Path, base: Path, end: str, pad: str, num_embeddings: int) -> "Tokenizer":

@@ -73,7 +73,7 @@ def test_mistakes_are_named_and_leave_nothing(made: Path, tmp_path: Path) -> Non
         ({"use_dora": True}, (), "use_dora is True; Heed reads adapters without it"),
         ({"base_model_name_or_path": None}, (), "the adapter names no model; --base MODEL was expected"),
         ({}, ("--base", tmp_path / "nowhere"), "no such folder"),
-        ({}, ("--base", made / "SEQ_CLS"), "it is an adapter, which is no model by itself"),
+        ({}, ("--base", made / "SEQ_CLS"), "it is an adapter, not a model"),
         ({"task_type": "SEQ_CLS"}, (), "score.weight: expected [1, 32], missing"),
     ):
         path.write_text(json.dumps({**config, **changes}))
@@ -81,6 +81,16 @@ def test_mistakes_are_named_and_leave_nothing(made: Path, tmp_path: Path) -> Non
         assert code == 1
         assert message in output.replace("\n", " ")
         assert not (tmp_path / "model").exists()
+
+
+def test_a_base_that_has_the_adapter_merged_already_is_refused(made: Path, tmp_path: Path) -> None:
+    """A run writes model/ and adapter/ next to each other."""
+    assert run(made / "CAUSAL_LM", tmp_path / "model")[0] == 0
+    shutil.copytree(made / "CAUSAL_LM", tmp_path / "adapter")
+    code, output = run(tmp_path / "adapter", tmp_path / "twice", "--base", tmp_path / "model")
+    assert code == 1
+    assert "has this adapter merged already; the model that it was trained on" in output.replace("\n", " ")
+    assert not (tmp_path / "twice").exists()
 
 
 def test_an_adapter_in_the_place_of_a_model_names_the_command(made: Path) -> None:

@@ -126,7 +126,7 @@ def test_an_adapter_of_pefts_gives_pefts_logits_apart_and_merged(
         torch.testing.assert_close(plain(TOKENS), expected, atol=2e-5, rtol=1e-5)
 
 
-def test_zeros_beside_a_lower_rank_stay_zeros_in_training(base: Callable[[str], Path], tmp_path: Path) -> None:
+def test_zeros_after_a_lower_rank_stay_zeros_in_training(base: Callable[[str], Path], tmp_path: Path) -> None:
     adapt(base("llama"), tmp_path / "adapter", **ADAPTERS["rank and alpha patterns"])
     model = load(FromAdapter(ModelFolder(base("llama"), LanguageModel), tmp_path / "adapter"))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1, weight_decay=0.1)
@@ -138,7 +138,7 @@ def test_zeros_beside_a_lower_rank_stay_zeros_in_training(base: Callable[[str], 
     for name, module in adapted_maps(model).items():
         assert torch.equal(module.lora_b == 0, before[name] == 0)
     qkv = model.decoder.blocks[0].attention.qkv
-    assert (qkv.lora_b[:32, 2:] == 0).all()  # q has rank 2 beside k's 5
+    assert (qkv.lora_b[:32, 2:] == 0).all()  # q has rank 2, k has 5
     assert (qkv.lora_b[32:48] != 0).all()
 
 

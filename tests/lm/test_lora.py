@@ -49,7 +49,7 @@ def adapted(config: LoRAConfig = CONFIG, *, has_learned: bool = True) -> Languag
     return model
 
 
-def test_a_new_adapter_changes_no_bit_and_one_that_is_off_neither() -> None:
+def test_neither_a_new_adapter_nor_one_that_is_off_changes_a_bit() -> None:
     base = load(BASE)(TOKENS)
     assert torch.equal(adapted(has_learned=False)(TOKENS), base)
     model = adapted()
@@ -88,9 +88,9 @@ def test_only_the_adapters_of_the_targets_learn(targets: str, maps: list[str]) -
     }
     assert set(learned(model)) == names
     F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten()).backward()
-    assert all(
-        float(parameter.grad.abs().max()) > 0 for parameter in learned(model).values() if parameter.grad is not None
-    )
+    for name, parameter in learned(model).items():
+        assert parameter.grad is not None, name
+        assert float(parameter.grad.abs().max()) > 0, name
     assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
 
 

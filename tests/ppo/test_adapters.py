@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lm.adapters import FromAdapter
 from lm.lora import LoRAConfig, WithAdapters, adapted_maps, is_adapter
 from lm.model import LanguageModel, ScalarModel
-from lm.source import load
+from lm.source import load, on_meta
 from lm.tokenizer import Tokenizer
 from lm.weights import ModelFolder, WithNewHead, load_language_model, load_scalar_model, save_model
 from ppo.config import PPOConfig
@@ -97,7 +97,7 @@ def test_the_reference_is_the_policy_without_adapters(
     worker = start(precision, learning_rate=1e-2, **changes)
     controller = controller_of(worker, prompts)
     first, second = controller.step(0), controller.step(1)
-    assert abs(first["kl_nats"]) < (1e-4 if changes else 1e-9)  # beside other rows, the same row may round otherwise
+    assert abs(first["kl_nats"]) < (1e-4 if changes else 1e-9)  # next to other rows, a row may round otherwise
     assert abs(second["kl_nats"]) > 1e-3
     if precision == "bf16":
         return
@@ -256,6 +256,24 @@ def test_a_reward_model_of_another_body_is_refused(
     with pytest.raises(
         ValueError, match=r"decoder.blocks.1.mlp.down.weight of .* is not that of .*other with the adapter"
     ):
+        require_same_body(tmp_path / "other", adapted.reward)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": 50.0}, r"rope_theta \(10000.0, 50.0\) of .* is not that of"),
+        ({"vocab_size": 301}, r"vocab_size \(300, 301\) of .* is not that of"),
+        ({"num_hidden_layers": 3}, r"num_hidden_layers \(2, 3\) of .* is not that of"),
+    ],
+)
+def test_a_reward_model_of_another_shape_is_refused(
+    adapted: InitialModels, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    shape = on_meta(ModelFolder(adapted.sft, LanguageModel).build).config.model_copy(update=changes)
+    other = LanguageModel(shape)
+    save_model(tmp_path / "other", other, other.state_dict(), Tokenizer.load(adapted.sft))
+    with pytest.raises(ValueError, match=message):
         require_same_body(tmp_path / "other", adapted.reward)
 
 

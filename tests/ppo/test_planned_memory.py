@@ -53,7 +53,7 @@ CASES: list[tuple[Mode, Any, Precision, Kind]] = [
     ("balanced", 0, "bf16", "shared body"), ("balanced", 2, "bf16", "shared body"), ("fast", 1, "fp32", "shared body"),
 ]  # fmt: skip
 LORA = LoRAConfig(rank=8)
-# With adapters most of the memory is the body, which has to be large beside what matrix products use meanwhile.
+# With adapters most of the memory is the body, which has to be large compared with what matrix products use meanwhile.
 SHAPES = {kind: CONFIG.model_copy(update={"vocab_size": 8192, "num_hidden_layers": 4}) for kind in KINDS}
 SHAPES["full"] = CONFIG
 MEGABYTE = 2**20
