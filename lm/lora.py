@@ -125,9 +125,10 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def read_by(model: nn.Module, readers: Sequence[nn.Module | None]) -> Iterator[None]:
-    """Passes inside serve several models with adapters on the same frozen body. The batch has one equal part per reader,
-    which gets that reader's additions (None: the body alone). What has no adapter in `model` must have none in any
-    reader.
+    """Passes inside serve several models with adapters on the same frozen body.
+
+    The batch has one equal part per reader, which gets that reader's additions (None: the body alone). What has no
+    adapter in `model` must have none in any reader.
     """
     maps = adapted_maps(model)
     known = [{} if reader is None else adapted_maps(reader) for reader in readers]

@@ -105,7 +105,7 @@ def test_an_adapters_folder_is_no_model_for_any_command_either(made: Path, tmp_p
     shutil.copy(made / "base" / "config.json", folder)
     for arguments in (("inspect", "model", folder), ("verify-sampler", "heed", folder), ("chat", folder)):
         result = CliRunner().invoke(app, [*map(str, arguments)])
-        assert f"`heed merge-adapter {folder} OUTPUT` makes one of it" in str(result.exception)
+        assert f"`heed merge-adapter {folder} OUTPUT` to merge it into its base" in str(result.exception)
 
 
 def test_a_token_without_an_embedding_is_refused(made: Path, tmp_path: Path) -> None:
