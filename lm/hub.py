@@ -47,10 +47,11 @@ def refuse_adapter(folder: Path, name: str = "") -> None:
     """Raises: ValueError for an adapter, which some save with its base's config.json, and with no model's weights."""
     if (folder / ADAPTER_CONFIG).is_file() and not any(folder.glob("model*.safetensors*")):
         given = name or folder
-        raise ValueError(
-            f"{given} has an {ADAPTER_CONFIG}: it is an adapter, not a model."
-            f" Run `heed merge-adapter {given} OUTPUT` to merge it into its base"
-        )
+        merged = folder.parent / "model"  # a run writes both
+        advice = f"Run `heed merge-adapter {given} OUTPUT` to merge it into its base"
+        if (merged / "config.json").is_file():
+            advice = f"{merged} is the model that it is merged into"
+        raise ValueError(f"{given} has an {ADAPTER_CONFIG}: it is an adapter, not a model. {advice}")
 
 
 def hub_name(folder: Path) -> str:

@@ -41,8 +41,8 @@ def adapter_of(reward: Path) -> Path:
     folder = reward.parent / ADAPTER
     if not (folder / "adapter_config.json").is_file():
         raise ValueError(
-            f"ppo.shared_body: {reward} has no adapter next to it ({folder}); a reward model trained with [reward] lora"
-            " on the policy's own initial model was expected"
+            f"ppo.shared_body: {reward} has no adapter next to it ({folder.resolve()}); the reward/model of a run,"
+            " trained with [reward] lora on the policy's own initial model, was expected"
         )
     return folder
 

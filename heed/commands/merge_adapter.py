@@ -28,7 +28,7 @@ def merge_adapter(
     from files.atomic import atomic_folder
     from lm.adapter_folder import AdapterFolder
     from lm.adapters import adapted_folder
-    from lm.hub import adapter_directory, model_directory
+    from lm.hub import ADAPTER_CONFIG, adapter_directory, model_directory
     from lm.lora import merged
     from lm.source import on_meta
     from lm.weights import save_model
@@ -40,7 +40,13 @@ def merge_adapter(
         named = folder.config.base_model_name_or_path
         if not base and not named:
             raise ValueError(f"{folder.folder}: the adapter names no model; --base MODEL was expected")
-        base_folder = model_directory(base) if base else model_directory(str(named), folder.config.revision)
+        try:
+            base_folder = model_directory(base) if base else model_directory(str(named), folder.config.revision)
+        except ValueError as error:
+            if base:
+                raise
+            path = folder.folder / ADAPTER_CONFIG
+            raise ValueError(f"{path} names {named} as the model; --base MODEL can name another. {error}") from None
         _refuse_merged(base_folder, folder)
         source = adapted_folder(base_folder, folder)
         network, plain = on_meta(source.build), on_meta(source.frozen.build)

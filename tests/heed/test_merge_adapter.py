@@ -91,6 +91,13 @@ def test_a_base_that_has_the_adapter_merged_already_is_refused(made: Path, tmp_p
     assert code == 1
     assert "has this adapter merged already; the model that it was trained on" in output.replace("\n", " ")
     assert not (tmp_path / "twice").exists()
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "runs/gone/model"}))
+    code, output = run(tmp_path / "adapter", tmp_path / "twice")
+    assert code == 1
+    assert "names runs/gone/model as the model; --base MODEL can name another" in output.replace("\n", " ")
+    with pytest.raises(ValueError, match=r"an adapter, not a model. .*model is the model that it is merged into"):
+        model_directory(str(tmp_path / "adapter"))
 
 
 def test_an_adapter_in_the_place_of_a_model_names_the_command(made: Path) -> None:

@@ -245,9 +245,7 @@ def test_a_reward_model_of_another_body_is_refused(
     adapted: InitialModels, one_objective: InitialModels, tmp_path: Path
 ) -> None:
     require_same_body(adapted.sft, adapted.reward)
-    with pytest.raises(
-        ValueError, match=r"reward has no adapter next to it .*a reward model trained with \[reward\] lora"
-    ):
+    with pytest.raises(ValueError, match=r"reward has no adapter next to it .*, trained with \[reward\] lora"):
         require_same_body(adapted.sft, one_objective.reward)
     other = load_language_model(adapted.sft)
     with torch.no_grad():

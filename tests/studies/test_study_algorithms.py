@@ -161,11 +161,16 @@ def test_a_finding_runs_its_arms_and_measures_them(tmp_path: Path) -> None:
         study(elsewhere, stored=stored)
 
 
+STORED = [("measures", 5, name) for name in ("dpo-frontier", "ppo-over-dpo", "dr-grpo", "online")] + [
+    ("measures-lora", 3, name) for name in ("lora-reward", "lora", "shared-body")
+]
+
+
 def test_the_documented_results_come_from_the_stored_measures(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
-    for name in ("dpo-frontier", "ppo-over-dpo", "dr-grpo", "online"):
-        stored = ROOT / "docs" / "findings" / "measures"
-        (found,) = run_study(name, JOBS / "study.toml", tmp_path, num_seeds=5, stored=stored)
+    for folder, num_seeds, name in STORED:
+        stored = ROOT / "docs" / "findings" / folder
+        (found,) = run_study(name, JOBS / "study.toml", tmp_path, num_seeds=num_seeds, stored=stored)
         for claim in found.claims:
             digits = 1 if "tokens" in claim.text else 3
             seeds = ", ".join(f"{value.mean:.{digits}f}".replace("0.", ".", 1) for value in claim.by_seed)
