@@ -11,10 +11,11 @@ import pytest
 from evaluation.measures.curves import Curve
 from intervals.estimates import Floats
 from jobs.job_file import load_job
-from studies.algorithm_arms import BEST_OF, algorithm_arms, every_arm
+from studies.algorithm_arms import BEST_OF, algorithm_arms, every_arm, lora_arms
 from studies.algorithms import ALGORITHMS, pooled
 from studies.arms import arm_job
 from studies.contrasts import best_difference
+from studies.lora import LORA_FINDINGS
 from studies.study import QUICK, run_study
 from tests.studies.test_study import JOBS, TINY
 from tests.studies.test_study_findings import BY_N, FAR, NUM_PROMPTS, look, planted
@@ -126,6 +127,29 @@ def test_every_arm_is_a_job_with_the_same_labels_reward_and_samples(tmp_path: Pa
     assert jobs["ipo-1"].dpo.loss == "ipo"
 
 
+def test_arms_by_adapters_differ_from_ppo_in_what_is_trained_and_how_fast(tmp_path: Path, model_folder: Path) -> None:
+    for stage in ("base/sft", "reward-full/reward", "reward-lora/reward"):
+        shutil.copytree(model_folder, tmp_path / stage / "model")
+    job = load_job(JOBS / "study.toml", ["pretrain.seq_len=65", "sft.seq_len=65", "ppo.max_new_tokens=30"])
+    arms = every_arm(job, tmp_path)
+    wanted = {name for finding in LORA_FINDINGS for name in finding.arms}
+    assert wanted - {arm.name for arm in algorithm_arms(job, tmp_path)} - {"reward-full"} == {
+        arm.name for arm in lora_arms(job, tmp_path)
+    }
+    jobs = {name: arm_job(job, arms[name], tmp_path) for name in wanted}
+    full, by_adapters = jobs["reward-full"].reward, jobs["reward-lora"].reward
+    assert by_adapters.lora is not None
+    assert (full.lora, full.rankings, full.init_from) == (None, by_adapters.rankings, by_adapters.init_from)
+    assert by_adapters.optimizer.learning_rate == pytest.approx(3 * full.optimizer.learning_rate)
+    for number in (1, 2, 3):
+        ppo, lora, shared = (jobs[f"{name}-{number}"].ppo for name in ("ppo", "lora", "shared"))
+        assert lora.policy_optimizer.learning_rate == pytest.approx(10 * ppo.policy_optimizer.learning_rate)
+        assert lora.value_optimizer == shared.value_optimizer
+        assert (ppo.lora, ppo.shared_body, lora.shared_body, shared.shared_body) == (None, False, False, True)
+        assert lora.reward_from == ppo.reward_from == str(tmp_path / "reward-full" / "reward" / "model")
+        assert shared.reward_from == str(tmp_path / "reward-lora" / "reward" / "model")
+
+
 @pytest.mark.usefixtures("_shared_workers")
 def test_a_finding_runs_its_arms_and_measures_them(tmp_path: Path) -> None:
     tiny = [line for line in TINY if not line.startswith("world.num_ppo")]
@@ -162,7 +186,7 @@ def test_a_finding_runs_its_arms_and_measures_them(tmp_path: Path) -> None:
 
 
 STORED = [("measures", 5, name) for name in ("dpo-frontier", "ppo-over-dpo", "dr-grpo", "online")] + [
-    ("measures-lora", 3, name) for name in ("lora-reward", "lora", "shared-body")
+    ("measures-lora", 3, name) for name in ("lora-reward", "lora-ppo", "shared-body")
 ]
 
 
