@@ -37,7 +37,7 @@ Pattern = Annotated[str, AfterValidator(_pattern)]
 class AdapterConfig(BaseModel):
     """The fields that are read. Layers have the base's names."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     peft_type: Literal["LORA"]
     task_type: str | None = None
@@ -77,7 +77,7 @@ class AdapterConfig(BaseModel):
             if field not in cls.model_fields and field not in WITHOUT_EFFECT and value:
                 raise ValueError(f"{path}: {field} is {value!r}; Heed reads adapters without it")
         try:
-            return cls.model_validate(raw)
+            return cls.model_validate({field: raw[field] for field in cls.model_fields if field in raw})
         except ValidationError as error:
             raise ValueError(f"{path}: {_explained(error, raw)}") from None
 

@@ -157,6 +157,7 @@ def stand_in() -> types.ModuleType:
     module: Any = types.ModuleType("pydantic")
     module.BaseModel, module.ValidationError, module.ValidationInfo = BaseModel, ValidationError, Info
     module.Field, module.ConfigDict, module.FiniteFloat = FieldInfo, dict, float
+    module.StrictInt, module.StrictFloat, module.AfterValidator = int, float, lambda check: check
     module.field_validator, module.model_validator = field_validator, model_validator
     return module
 
