@@ -147,6 +147,7 @@ def _sft(job: Starter, sizes: Sizes, num_rows: int) -> Sequence[str]:
         "num_epochs = 2",
         f"batch = {_batch(size)}",
         f'optimizer = {{ learning_rate = {sizes.rate("2e-5", "2e-3")}, schedule = "cosine" }}',
+        "# lora = {}               # adapters in place of all weights, at ten times the rate (docs/lora.md)",
     )
 
 
