@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,19 +43,11 @@ AnyModel = TypeVar("AnyModel", bound=nn.Module)
 TEXTS_PER_CALL = 16  # of a reward that reads texts, where batches are not counted in responses
 
 
-class HasReference(Protocol):
-    def reference_logprobs(self, rollout: Rollout, pass_sizes: Sequence[int]) -> Tensor:
-        """log π_ref of the response tokens [B, R], of a rank's share."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Scorers:
     """The scorers of all ranks, as the controller calls them: with whole rollouts, which are split by rank.
 
     `conversations` are the job's prompts by row, where the reward reads texts; it may be empty where it reads tokens.
-    `reference` are the ranks that compute the reference's log-probabilities.
+    `reference` are the ranks whose `reference_logprobs` computes those of the reference: scorers, or learners.
     """
 
     def __init__(
@@ -63,7 +55,7 @@ class Scorers:
         ranks: Handle["Scorer"],
         conversations: Sequence[Messages],
         batch: BatchConfig,
-        reference: Handle[Any],  # of HasReference
+        reference: Handle[Any],
     ) -> None:
         self.ranks, self.conversations, self.batch, self.reference = ranks, conversations, batch, reference
 
@@ -92,7 +84,7 @@ class Scorers:
         """
         shares = shares_by_update(rollout.num_tokens_B, self.reference.num_ranks, self.batch, minibatches)
         given = [(rollout.rows(share.rows), share.pass_sizes) for share in shares]
-        return joined(self.reference.start_split(HasReference.reference_logprobs, given), shares)
+        return joined(self.reference.start_split(Scorer.reference_logprobs, given), shares)
 
 
 class Scorer(Rank):

@@ -115,24 +115,12 @@ def test_a_killed_run_of_rejection_sampling_and_rloo_ends_like_an_uninterrupted_
     """Both start from models of another run. Each is killed one step past a checkpoint."""
     job = tmp_path / "small.toml"
     job.write_text(FROM_MODELS.format(base=DEBUG_JOB, parents=finished_run), encoding="utf-8")
-    killed, whole = (tmp_path / name / "small" for name in ("killed", "whole"))
-    for stage in ("rejection", "ppo"):
-        command = heed("run", str(job), "--runs", str(killed.parent))
-        while num_steps(killed / stage) < 3:
-            assert command.process.poll() is None, command.output
-            time.sleep(0.005)
-        command.kill_everything()
-    for folder in (killed, whole):
-        again = heed("run", str(job), "--runs", str(folder.parent))
-        assert again.wait() == 0, again.output
-        assert ("ppo: resumes from" in again.output) == (folder == killed)
+    killed, whole = killed_and_whole(heed, job, ("rejection", "ppo"), num_steps)
     for name in ("rejection/best.jsonl", *(f"{model}/model.safetensors" for model in MODELS)):
         assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
     assert not list(whole.glob("ppo/checkpoints/*/value"))
     for stage in ("rejection", "ppo"):
-        for lines in zip(*(rows(folder / stage / "metrics.jsonl") for folder in (killed, whole)), strict=True):
-            first, second = ({k: v for k, v in line.items() if "second" not in k} for line in lines)
-            assert first == second
+        require_same_log(killed / stage, whole / stage)
     check_rejection(whole)
 
 
@@ -142,8 +130,26 @@ def test_a_killed_run_by_adapters_ends_like_an_uninterrupted_one(
     """Every stage trains adapters, and PPO's four roles share a body. Killed past checkpoints of a loop and of PPO."""
     job = tmp_path / "adapters.toml"
     job.write_text(BY_ADAPTERS.format(base=DEBUG_JOB, parents=finished_run), encoding="utf-8")
-    killed, whole = (tmp_path / name / "adapters" for name in ("killed", "whole"))
-    for stage in ("reward", "ppo"):
+    killed, whole = killed_and_whole(heed, job, ("reward", "ppo"), num_steps)
+    for stage in ("sft", "reward", "dpo", "ppo"):
+        for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+            assert (killed / stage / name).read_bytes() == (whole / stage / name).read_bytes(), (stage, name)
+        require_same_log(killed / stage, whole / stage)
+        assert all("lora_" in name or name.endswith(("score.weight", "bias")) for name in saved(whole / stage)), stage
+    assert rows(whole / "ppo" / "metrics.jsonl")[0]["kl_nats"] == pytest.approx(0, abs=0.05)
+    report = (whole / "report.html").read_text(encoding="utf-8")
+    for rank, alpha in ((3, 6), (4, 8), (16, 32), (2, 4)):
+        assert f"adapters of rank {rank}, alpha {alpha}" in report
+
+
+def killed_and_whole(
+    heed: Callable[..., Any], job: Path, stages: tuple[str, ...], num_steps: NumSteps
+) -> tuple[Path, Path]:
+    """Run a job that is killed in each of the stages, past a checkpoint, and resumed; and once without a kill. Returns
+    both run folders.
+    """
+    killed, whole = (job.parent / name / job.stem for name in ("killed", "whole"))
+    for stage in stages:
         command = heed("run", str(job), "--runs", str(killed.parent))
         while num_steps(killed / stage) < 3:
             assert command.process.poll() is None, command.output
@@ -153,17 +159,14 @@ def test_a_killed_run_by_adapters_ends_like_an_uninterrupted_one(
         again = heed("run", str(job), "--runs", str(folder.parent))
         assert again.wait() == 0, again.output
         assert ("ppo: resumes from" in again.output) == (folder == killed)
-    for stage in ("sft", "reward", "dpo", "ppo"):
-        for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
-            assert (killed / stage / name).read_bytes() == (whole / stage / name).read_bytes(), (stage, name)
-        for lines in zip(*(rows(folder / stage / "metrics.jsonl") for folder in (killed, whole)), strict=True):
-            first, second = ({k: v for k, v in line.items() if "second" not in k} for line in lines)
-            assert first == second
-        assert all("lora_" in name or name.endswith(("score.weight", "bias")) for name in saved(whole / stage)), stage
-    assert rows(whole / "ppo" / "metrics.jsonl")[0]["kl_nats"] == pytest.approx(0, abs=0.05)
-    report = (whole / "report.html").read_text(encoding="utf-8")
-    for rank, alpha in ((3, 6), (4, 8), (16, 32), (2, 4)):
-        assert f"adapters of rank {rank}, alpha {alpha}" in report
+    return killed, whole
+
+
+def require_same_log(*stages: Path) -> None:
+    """Two stages' metrics without times are the same."""
+    for lines in zip(*(rows(stage / "metrics.jsonl") for stage in stages), strict=True):
+        first, second = ({k: v for k, v in line.items() if "second" not in k} for line in lines)
+        assert first == second
 
 
 def saved(stage: Path) -> set[str]:

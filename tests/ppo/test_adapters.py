@@ -19,11 +19,11 @@ from lm.weights import ModelFolder, WithNewHead, load_language_model, load_scala
 from ppo.config import PPOConfig
 from ppo.controller import PPOController
 from ppo.initial_models import InitialModels
-from ppo.rollout import Rollout, ValueBatch
+from ppo.rollout import Rollout
 from ppo.shared_body import require_same_body
 from ppo.value import joined_heads
 from tests.ppo.one_rank import OneRank
-from tests.ppo.test_workers import batches, naive_adamw, naive_policy_loss, sequences
+from tests.ppo.test_workers import batches, naive_adamw, naive_policy_loss, naive_value_loss, sequences
 from training.config import EngineConfig
 from training.packing import stream_rows
 from training.seeds import derive_seed
@@ -173,18 +173,6 @@ def test_updates_on_one_body_are_those_of_separate_models(start: Start, prompts:
             assert float(worker.scores(rollout)[row]) == pytest.approx(
                 float(before(torch.tensor([closed]))[0, -1]), abs=2e-5
             )
-
-
-def naive_value_loss(model: nn.Module, batch: ValueBatch) -> Tensor:
-    loss = torch.zeros(())
-    for row, prompt, tokens in sequences(batch.rollout):
-        values = model(torch.tensor([tokens]))[0]
-        for t in range(len(tokens) - prompt):
-            if batch.mask_BR[row, t]:
-                value, old, target = values[prompt + t - 1], batch.values_BR[row, t], batch.returns_BR[row, t]
-                clipped = old + (value - old).clamp(-0.2, 0.2)
-                loss = loss + 0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2) / batch.num_tokens
-    return loss
 
 
 @pytest.mark.parametrize("changes", [{}, SHARED], ids=["own models", "shared body"])

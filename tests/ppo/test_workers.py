@@ -212,6 +212,19 @@ def naive_policy_loss(worker: OneRank, model: torch.nn.Module, batch: PolicyBatc
     return loss, ptx
 
 
+def naive_value_loss(model: torch.nn.Module, batch: ValueBatch) -> Tensor:
+    """Clipped value loss, token by token, one sequence at a time."""
+    loss = torch.zeros(())
+    for row, prompt, tokens in sequences(batch.rollout):
+        values = model(torch.tensor([tokens]))[0]
+        for t in range(len(tokens) - prompt):
+            if batch.mask_BR[row, t]:
+                value, old, target = values[prompt + t - 1], batch.values_BR[row, t], batch.returns_BR[row, t]
+                clipped = old + (value - old).clamp(-0.2, 0.2)
+                loss = loss + 0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2) / batch.num_tokens
+    return loss
+
+
 @pytest.mark.parametrize("micro", [1, 2, 8])
 def test_a_policy_update_equals_the_naive_one_for_every_micro_batch_size(
     start: Start, models: InitialModels, prompts: Prompts, micro: int
@@ -242,14 +255,7 @@ def test_a_value_update_equals_the_naive_one_for_every_micro_batch_size(
     with torch.no_grad():
         naive.score.weight /= 2.0
         naive.bias.copy_((naive.bias - 0.5) / 2.0)
-    loss = torch.zeros(())
-    for row, prompt, tokens in sequences(batch.rollout):
-        values = naive(torch.tensor([tokens]))[0]
-        for t in range(len(tokens) - prompt):
-            if batch.mask_BR[row, t]:
-                value, old, target = values[prompt + t - 1], batch.values_BR[row, t], batch.returns_BR[row, t]
-                clipped = old + (value - old).clamp(-0.2, 0.2)
-                loss = loss + 0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2) / batch.num_tokens
+    loss = naive_value_loss(naive, batch)
     metrics = worker.roles.learners.update_value(batch, 1e-2, 0)
     norm = naive_adamw(naive, loss, 1e-2)
     assert metrics["value_loss"] == pytest.approx(loss.item(), rel=1e-5)
