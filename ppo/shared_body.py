@@ -74,29 +74,41 @@ def reward_on_body(body: nn.Module, reward: Path) -> ModelSource[ScalarModel]:
     return FromAdapter(OnBody(body, reward), adapter_of(reward))
 
 
+def require_same_shape(policy: Path, reward: Path) -> None:
+    """Check that a reward model has an adapter, and the initial policy's shape; no weight is read.
+
+    Raises: ValueError naming the field of the shape that differs, and as `adapter_of`.
+    """
+    adapter_of(reward)
+    theirs = on_meta(ModelFolder(reward, ScalarModel).build).config.model_dump()
+    ours = on_meta(ModelFolder(policy, LanguageModel).build).config.model_dump()
+    differs = [f"{name} ({theirs[name]}, {value})" for name, value in ours.items() if theirs[name] != value]
+    if differs:
+        raise _of_another_body(differs[0], policy, reward)
+
+
 def require_same_body(policy: Path, reward: Path) -> None:
     """Check that a reward model is the initial policy's body with an adapter: all tensors are compared, one at a time.
 
-    Raises: ValueError naming the field of the shape, or the first tensor, that differs; and as `adapter_of`.
+    Raises: ValueError naming the first tensor that differs, and as `require_same_shape`.
     """
-    whole, adapter = ModelFolder(reward, ScalarModel), adapter_of(reward)
-    scored, own = on_meta(whole.build), on_meta(ModelFolder(policy, LanguageModel).build)
-    theirs_of, ours_of = scored.config.model_dump(), own.config.model_dump()
-    differs = [f"{name} ({theirs_of[name]}, {value})" for name, value in ours_of.items() if theirs_of[name] != value]
-    if not differs:
-        body = WithNewHead(policy, LanguageModel, lambda shape: ScalarModel(shape, labels=scored.labels), seed=0)
-        source = FromAdapter(body, adapter)
-        made = merged(on_meta(source.build), source.tensors())
-        for (name, ours), (other, theirs) in zip(made, whole.tensors(), strict=True):
-            assert name == other, f"{other} came where {name} was expected"
-            if name != "bias" and not torch.allclose(ours, theirs, rtol=0, atol=ROUNDING * float(theirs.abs().max())):
-                differs = [name]
-                break
-    if differs:
-        raise ValueError(
-            f"ppo.shared_body: {differs[0]} of {reward} is not that of {policy} with the adapter {adapter}; a reward"
-            " model trained with [reward] lora on this initial policy was expected"
-        )
+    require_same_shape(policy, reward)
+    whole = ModelFolder(reward, ScalarModel)
+    labels = on_meta(whole.build).labels
+    body = WithNewHead(policy, LanguageModel, lambda shape: ScalarModel(shape, labels=labels), seed=0)
+    source = FromAdapter(body, adapter_of(reward))
+    made = merged(on_meta(source.build), source.tensors())
+    for (name, ours), (other, theirs) in zip(made, whole.tensors(), strict=True):
+        assert name == other, f"{other} came where {name} was expected"
+        if name != "bias" and not torch.allclose(ours, theirs, rtol=0, atol=ROUNDING * float(theirs.abs().max())):
+            raise _of_another_body(name, policy, reward)
+
+
+def _of_another_body(what: str, policy: Path, reward: Path) -> ValueError:
+    return ValueError(
+        f"ppo.shared_body: {what} of {reward} is not that of {policy} with the adapter {adapter_of(reward)}; a reward"
+        " model trained with [reward] lora on this initial policy was expected"
+    )
 
 
 def require_shared(model: nn.Module, body: nn.Module) -> None:

@@ -21,7 +21,7 @@ from ppo.rollout import Rollout
 from ppo.rollout_log import RolloutLog
 from ppo.samples import SampleLog, followed_rows
 from ppo.scale import score_scale
-from ppo.shared_body import adapter_of, require_same_body
+from ppo.shared_body import adapter_of, require_same_body, require_same_shape
 from pretrain.stage import STAGE as PRETRAIN
 from pretrain.stage import tokenize
 from reward.scoring import labels_of, weights_by_label
@@ -249,7 +249,7 @@ def preflight(stage: StageRun, config: PPOConfig) -> None:
         judge = stage.start(REWARD.name)
         weights_by_label(str(judge), labels_of(judge), config.objective_weights)
         if config.shared_body and config.init_from:
-            require_same_body(stage.start("sft"), judge)
+            require_same_shape(stage.start("sft"), judge)
         elif config.shared_body:  # the policy is still to be trained
             adapter_of(judge)
     fitting_prompts(
