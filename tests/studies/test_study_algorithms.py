@@ -16,6 +16,7 @@ from studies.algorithms import ALGORITHMS, pooled
 from studies.arms import arm_job
 from studies.contrasts import best_difference
 from studies.lora import LORA_FINDINGS
+from studies.stored import Recorded, StoredMeasures
 from studies.study import QUICK, run_study
 from tests.studies.test_study import JOBS, TINY
 from tests.studies.test_study_findings import BY_N, FAR, NUM_PROMPTS, look, planted
@@ -183,6 +184,20 @@ def test_a_finding_runs_its_arms_and_measures_them(tmp_path: Path) -> None:
     (stored / "seed-0.npz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"seed-0.npz: .* a file that `heed study` wrote was expected"):
         study(elsewhere, stored=stored)
+
+
+def test_a_file_from_before_arms_had_stamps_gives_way(tmp_path: Path) -> None:
+    """It had one stamp for the whole study, so nobody knows which arms' definitions it is of."""
+    stamps = {"ppo-1": "of ppo-1"}
+    recorded = Recorded(where_dpo_leads(0))
+    recorded.tokens("ppo-1")
+    np.savez_compressed(tmp_path / "old.npz", **{"stamp": np.array("of ppo-1"), "tokens/ppo-1/0": np.zeros(3)})
+    with pytest.raises(ValueError, match="measures of another job"):
+        StoredMeasures.read(tmp_path / "old.npz", 0, stamps)
+    recorded.write(tmp_path / "old.npz", stamps)
+    read = StoredMeasures.read(tmp_path / "old.npz", 0, stamps)
+    assert set(read.arrays) == {"tokens/ppo-1/0"}
+    assert np.array_equal(read.tokens("ppo-1"), recorded.tokens("ppo-1"))
 
 
 STORED = [("measures", 5, name) for name in ("dpo-frontier", "ppo-over-dpo", "dr-grpo", "online")] + [
