@@ -8,7 +8,7 @@ from types import FrameType
 
 import ray
 
-from cluster.environment import NO_SPARE_WORKERS
+from cluster import local_ray
 from cluster.places import (
     Bundle,
     NoPlaceError,
@@ -28,9 +28,11 @@ def connect(num_workers: int) -> None:
     Raises:
         ValueError: this machine has fewer cores than workers.
     """
-    if ray.is_initialized():
+    if local_ray.is_starting():
+        _start(num_workers)
+    elif ray.is_initialized():
         return
-    if os.environ.get("RAY_ADDRESS"):
+    elif os.environ.get("RAY_ADDRESS"):
         say("joining the Ray cluster")
         ray.init(log_to_driver=False, logging_level=logging.WARNING)
     else:
@@ -48,23 +50,13 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 def _start(num_workers: int) -> None:
     require_cores(num_workers)
     say("starting Ray")
-    # A local cluster uses a token by default, and Ray warns about it at each start. The setting that silences the
-    # warning works only before Ray is imported, when nobody knows yet which cluster is meant.
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    for name, value in NO_SPARE_WORKERS.items():
-        os.environ.setdefault(name, value)
-    # "local": a head that somebody started on this machine is not joined unless RAY_ADDRESS names it.
-    ray.init(
-        "local",
-        num_cpus=os.cpu_count() or 1,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-    )
+    local_ray.start()
 
 
 def disconnect() -> None:
+    """Leave the cluster; one that was started in this process ends."""
     ray.shutdown()
+    local_ray.close()
 
 
 def require_room(num_ranks: int, *, use_gpus: bool) -> Bundle:
@@ -74,7 +66,7 @@ def require_room(num_ranks: int, *, use_gpus: bool) -> Bundle:
     Raises:
         ValueError: there could never be room for all ranks at once.
     """
-    if not os.environ.get("RAY_ADDRESS") and not ray.is_initialized():
+    if local_ray.is_starting() or not (os.environ.get("RAY_ADDRESS") or ray.is_initialized()):
         return require_machine(num_ranks, use_gpus=use_gpus)
     connect(num_ranks)
     bundle = choose_bundle(num_ranks, cluster_gpus(), use_gpus=use_gpus)

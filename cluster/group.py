@@ -24,7 +24,8 @@ class WorkerGroup:
 
     `bundle` is what each rank takes of its node; the default is a core, and a GPU where there is one for each rank.
     `python` is an interpreter other than the driver's, with Heed and the same Ray. With a `host`, each rank shares the
-    place of the host's rank of the same number, and takes nothing more.
+    place of the host's rank of the same number, and takes nothing more. With `waits` false, ranks are still loading
+    their libraries when it returns; call `join` before anything else.
 
     Raises:
         WorkerError: from any call that fails on a rank. A ValueError of a rank is the user's mistake and is raised
@@ -40,6 +41,7 @@ class WorkerGroup:
         waits_for_nodes: bool = False,
         python: str = "",
         host: "WorkerGroup | None" = None,
+        waits: bool = True,
     ) -> None:
         connect(num_workers)
         self.num_workers, self.config = num_workers, config or ClusterConfig()
@@ -48,6 +50,11 @@ class WorkerGroup:
             require_places(num_workers, bundle, living_nodes())
         places, gpus = (None, ()) if host is None else (host.ranks, host.visible_gpus())
         self.ranks: Ranks = start_ranks(num_workers, bundle, self.config, python, places, gpus)
+        if waits:
+            self.join()
+
+    def join(self) -> None:
+        """Wait until all ranks run, and tell them where they meet. Closes the group if that fails."""
         try:
             address, port = self.free_address()
             references = tuple(actor.join.remote(address, port) for actor in self.ranks.actors)

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from cluster import local_ray
 from files.imports import imports_uncollected
 from heed.commands.chat import chat
 from heed.commands.compare import compare, judge_again
@@ -65,7 +66,9 @@ def run(
 
     An interrupted run continues where it stopped.
     """
-    with console.status("reading the job"), imports_uncollected():  # the imports take seconds
+    if not os.environ.get("RAY_ADDRESS"):
+        local_ray.begin()  # Ray starts while this process imports, which takes seconds too
+    with console.status("reading the job"), imports_uncollected():
         from jobs.pipeline import run_job
 
         config = read_job(job, override, workers, first, only)

@@ -87,6 +87,9 @@ def _work(job: JobConfig, folder: Path, first: str, only: str) -> None:
         engine = resolve_precision(job.engine, workers.check(), job.fewest_ranks, job.cluster.start_seconds)
         job = job.model_copy(update={"engine": engine})
         run = Run(job, folder, job.open_world(), workers)
+        asked = [only] if only else job.stage_names
+        if first or not all((run.stage_folder(name) / LINEAGE).exists() for name in asked):
+            workers.begin()
         for stage in job.stages:
             if stage.module is not None:
                 send_by_value(stage.module)

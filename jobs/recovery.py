@@ -1,6 +1,8 @@
 """Recovery from lost workers: a stage whose group lost a rank runs again from its newest checkpoint."""
 
+import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from cluster.config import ClusterConfig
@@ -42,6 +44,7 @@ class Workers:
         self._bundle: Bundle | None = None
         self._group: WorkerGroup | None = None
         self._extra: dict[str, WorkerGroup] = {}
+        self._begun: WorkerGroup | None = None
 
     def num_ranks(self) -> dict[str, int]:
         """Returns the number of ranks of each open group."""
@@ -77,6 +80,16 @@ class Workers:
         self._bundle = require_room(self.sizes[-1] + self.num_extra_ranks, use_gpus=self.config.use_gpus)
         return self._bundle
 
+    def begin(self) -> None:
+        """Start the ranks without waiting for them: on this machine they load their libraries while data is prepared.
+
+        On a cluster others wait for the places, and data may take long.
+        """
+        if os.environ.get("RAY_ADDRESS") or self.models:
+            return
+        with suppress(NoPlaceError):  # fewer workers are tried when a stage needs them
+            self._begun = WorkerGroup(self.sizes[0], self.config, bundle=self._bundle or self.check(), waits=False)
+
     def take_back(self) -> None:
         """Return to the full number of workers between stages, if machines that were lost have come back."""
         if self._group is None or not self._group.is_open or self._group.num_workers == self.sizes[0]:
@@ -107,8 +120,12 @@ class Workers:
         python: str = "",
         host: WorkerGroup | None = None,
     ) -> WorkerGroup:
-        bundle = self._bundle or self.check()
-        group = WorkerGroup(size, config, bundle=bundle, waits_for_nodes=after_loss, python=python, host=host)
+        if self._begun is not None:
+            group, self._begun = self._begun, None
+            group.join()
+        else:
+            bundle = self._bundle or self.check()
+            group = WorkerGroup(size, config, bundle=bundle, waits_for_nodes=after_loss, python=python, host=host)
         try:
             require_shared(group, self.folder)
             fetch_models(group, self.models)
@@ -123,9 +140,11 @@ class Workers:
             group.close()
 
     def close(self) -> None:
-        """End all groups and leave the cluster."""
-        if self._group is not None:
-            self.abandon()
+        """End all groups and leave the cluster, if any group was started."""
+        if self._begun is not None:
+            self._begun.close()
+        self.abandon()
+        if self._group is not None or self._begun is not None:
             disconnect()
 
 

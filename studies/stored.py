@@ -49,7 +49,7 @@ def _arm_of(measure: str) -> str:
     """The arm that a measure is of: "rl/ppo-1/gold_KP" is of ppo-1, "bits/base/sft/0" of base. An array of a file that
     was written before arms had stamps, "stamp", is of none.
     """
-    return (measure.split("/") + [""])[1]
+    return [*measure.split("/"), ""][1]
 
 
 class Recorded:

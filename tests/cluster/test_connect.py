@@ -1,12 +1,21 @@
-"""Errors that are raised before Ray is started."""
+"""How a process gets a Ray of its own: what is refused before, what is started, and what is left."""
 
 import os
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
 from cluster.connection import connect
 from cluster.group import WorkerGroup
+
+ROOT = Path(__file__).parents[2]
+AGENT_PORT = 52365  # that Ray's agent takes by default
 
 
 def test_more_workers_than_cores_are_refused_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,3 +25,59 @@ def test_more_workers_than_cores_are_refused_before_ray_starts(monkeypatch: pyte
         with pytest.raises(ValueError, match=rf"^workers is {cores + 3}; this machine has {cores} cores"):
             refused(cores + 3)
     assert not ray.is_initialized()
+
+
+def run(program: str, mark: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment | {"MARK": mark}, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+STARTED = """
+import sys
+from cluster import local_ray
+assert "ray" not in sys.modules and "torch" not in sys.modules
+local_ray.begin()
+from cluster.connection import connect, disconnect
+import psutil, ray
+from ray._private import worker
+connect(1)
+connect(1)
+assert ray.get(ray.remote(lambda: 3).remote()) == 3
+print(worker._global_node.dashboard_agent_listen_port)
+for process in psutil.Process().children(recursive=True):
+    print(" ".join(process.cmdline()))
+disconnect()
+print("left:", psutil.Process().children(recursive=True))
+"""
+
+
+def test_only_what_is_used_is_started_and_no_port_is_waited_for() -> None:
+    with socket.socket() as taken:
+        with suppress(OSError):  # another Ray on this machine has it already
+            taken.bind(("", AGENT_PORT))
+        done = run(STARTED)
+    assert (done.returncode, done.stderr) == (0, "starting Ray\n")
+    port, *processes, left = done.stdout.splitlines()
+    assert int(port) != AGENT_PORT
+    assert left == "left: []"
+    names = ("gcs_server", "raylet", "DashboardAgent", "RuntimeEnvAgent", "ray::")
+    assert all(any(name in process for name in names) for process in processes), processes
+    for name in names:
+        assert any(name in process for process in processes), (name, processes)
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.8])
+def test_a_process_that_fails_while_ray_starts_ends_with_all_of_it(wait: float, tmp_path: Path) -> None:
+    begin = "import time; from cluster import local_ray; local_ray.begin()"
+    done = run(f"{begin}; time.sleep({wait}); raise SystemExit(2)", mark=str(tmp_path))
+    assert (done.returncode, done.stderr) == (2, "")
+    left = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("MARK") == str(tmp_path):
+                left.append(process)
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert not alive
