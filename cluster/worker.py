@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ class _Worker:
 
             from cluster import notices
             from training.notices import speak_through
+
+            with suppress(ImportError):  # the environment of another sampling engine has no Accelerate
+                import training.engine  # noqa: F401  # now, while the driver prepares data
 
         torch.set_num_threads(threads)
         speak_through(notices.send)

@@ -15,6 +15,13 @@ from lm.native import fused, operators
 from lm.native.operators import TYPES, is_available, is_bf16_available, runs
 from lm.positions import Rotary
 
+# At fp32, MKL, PyTorch's default, uses no AVX-512 on AMD: .11 TFLOP/s of a core instead of .24 (docs/log.md).
+ONEDNN_IS_FASTER = (
+    str(torch.cpu.get_capabilities().get("cpu_name", "")).startswith("AMD")
+    and torch.backends.mkl.is_available()
+    and torch.backends.mkldnn.is_available()
+)
+
 
 def _takes_rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> bool:
     return runs(x, weight_D) and dtype in TYPES
@@ -114,6 +121,11 @@ class _Linear(torch.autograd.Function):
         return x_gradient, operators.weight_gradient(gradient_RF, x_RD.contiguous()), bias_gradient
 
 
+def takes_fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    is_fp32 = x.is_cpu and x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    return is_fp32 and x.numel() > 0 and ONEDNN_IS_FASTER
+
+
 norms.rms_norm.replace_where(_takes_rms_norm, _rms_norm)
 mlp.swiglu.replace_where(_takes_swiglu, _swiglu)
 dropout.drop.replace_where(_takes_dropout, _dropout)
@@ -122,4 +134,5 @@ attention.attend_written_out.replace_where(takes_attention, _attend)
 logprobs.logprobs_of_rows.replace_where(_takes_logprobs, _logprobs)
 sampling.sample.replace_where(_takes_sampling, _sample)
 linear.linear.replace_where(takes_linear, _linear)
+linear.linear.replace_where(takes_fp32_linear, operators.fp32_linear)
 block.run_blocks.replace_where(fused.accepts, fused.run_blocks)

@@ -176,6 +176,12 @@ def weight_gradient(gradient_RF: Tensor, x_RD: Tensor) -> Tensor:
     return out_FD
 
 
+def fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + b in fp32, by oneDNN."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product
+
+
 def attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_BTS: Tensor | None) -> tuple[Tensor, Tensor]:
     """softmax(Q Kᵀ / √H) V as [B, T, N, H], and each query's ln Σ exp(scores) [B, N, T] in fp32; all contiguous.
 

@@ -206,6 +206,31 @@ attend_backward = _operator(
 )
 attend = _operator(kernels.attend, _fake_attend, _save_attend, _attend_gradients)
 
+# Products of fp32 by oneDNN.
+
+
+def _save_fp32_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _fp32_linear_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+    gradient_RF, x_RD = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+    return (
+        fp32_linear(gradient.contiguous(), weight.T, None) if needs_x else None,
+        fp32_linear(gradient_RF.T, x_RD.T, None) if needs_weight else None,
+        gradient_RF.sum(dim=0) if needs_bias else None,
+    )
+
+
+fp32_linear = _operator(
+    kernels.fp32_linear,
+    lambda x, weight, bias: x.new_empty(*x.shape[:-1], len(weight)),
+    _save_fp32_linear,
+    _fp32_linear_gradients,
+)
+
 # Gradients of weights; log-probabilities and sampling.
 
 

@@ -50,6 +50,7 @@ def arguments(name: str) -> tuple[Any, ...]:
         "token_logprobs": (x, rows, 0.7),
         "token_logprobs_backward": (drawn(3), drawn(3, 8), rows, drawn(3), 0.7),
         "sample": (drawn(3, 8), torch.rand(3), 0.7),
+        "fp32_linear": (drawn(2, 3, 8).requires_grad_(), drawn(5, 8).requires_grad_(), drawn(5).requires_grad_()),
     }[name]
 
 
@@ -58,11 +59,27 @@ def arguments(name: str) -> tuple[Any, ...]:
     [
         "rms_norm", "rms_norm_backward", "add_rms_norm", "add_rms_norm_backward", "swiglu", "swiglu_backward",
         "dropout", "split_heads", "join_heads", "token_logprobs", "token_logprobs_backward", "sample",
+        "fp32_linear",
     ],
 )  # fmt: skip
 def test_an_operator_keeps_pytorch_s_rules(name: str) -> None:
     """PyTorch's own check of schema, fake results and registered gradients."""
     torch.library.opcheck(getattr(operators, name), arguments(name))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (37, 70, 33), (1552, 192, 576)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_an_fp32_product_by_onednn_is_a_linear_map(sizes: tuple[int, int, int], has_bias: bool) -> None:
+    R, D, F = sizes
+    inputs = [drawn(1, R, D), drawn(F, D, seed=1), *([drawn(F, seed=2)] if has_bias else [])]
+    gradient, found = drawn(1, R, F, seed=3), []
+    for run, dtype in ((operators.fp32_linear, torch.float32), (torch.nn.functional.linear, torch.float64)):
+        own = [x.clone().to(dtype).requires_grad_() for x in inputs]
+        y = run(*own, *([] if has_bias else [None]))
+        y.backward(gradient.to(dtype))
+        found.append([y.detach(), *(x.grad for x in own)])
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6 * max(R, D, F))
 
 
 def test_the_model_runs_on_fake_tensors() -> None:
