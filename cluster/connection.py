@@ -37,6 +37,11 @@ def connect(num_workers: int) -> None:
         ray.init(log_to_driver=False, logging_level=logging.WARNING)
     else:
         _start(num_workers)
+    end_by_sigterm()
+
+
+def end_by_sigterm() -> None:
+    """Treat SIGTERM like Ctrl-C; nothing in other threads than the main one, which cannot."""
     if threading.current_thread() is threading.main_thread():
         # After Ray, whose own handler prints a stack trace of C++ and leaves the job's status as it is.
         signal.signal(signal.SIGTERM, _interrupt)

@@ -94,7 +94,8 @@ class Sampler:
             return []
         spec, tokenizer = self.spec, self._tokenizer
         wanted = [(prompt, index) for prompt in prompts for index in range(spec.num_samples)]
-        encoded = {prompt.prompt_id: tokenizer.encode_prompt(prompt.messages) for prompt in prompts}
+        tokens = tokenizer.encode_prompts([prompt.messages for prompt in prompts])
+        encoded = {prompt.prompt_id: own for prompt, own in zip(prompts, tokens, strict=True)}
         # Sorting prompts by length minimises padding.
         order = sorted(range(len(wanted)), key=lambda place: len(encoded[wanted[place][0].prompt_id]))
         chosen = [wanted[place] for place in order]
@@ -186,7 +187,7 @@ def length_that_fits(policies: Sequence[Path], prompts: Sequence[Prompt], max_ne
     rooms = []
     for policy in policies:
         tokenizer, context = Tokenizer.load(policy), read_config(policy, "language")[0].max_position_embeddings
-        longest = max((len(tokenizer.encode_prompt(prompt.messages)) for prompt in prompts), default=0)
+        longest = max(map(len, tokenizer.encode_prompts([prompt.messages for prompt in prompts])), default=0)
         rooms.append(context - longest)
     return max(1, min(max_new_tokens, *rooms))
 

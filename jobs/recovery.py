@@ -1,12 +1,13 @@
 """Recovery from lost workers: a stage whose group lost a rank runs again from its newest checkpoint."""
 
 import os
+import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from pathlib import Path
 
 from cluster.config import ClusterConfig
-from cluster.connection import disconnect, has_room, require_room
+from cluster.connection import disconnect, end_by_sigterm, has_room, require_room
 from cluster.failures import WorkerLostError
 from cluster.group import WorkerGroup
 from cluster.places import Bundle, NoPlaceError
@@ -44,7 +45,7 @@ class Workers:
         self._bundle: Bundle | None = None
         self._group: WorkerGroup | None = None
         self._extra: dict[str, WorkerGroup] = {}
-        self._begun: WorkerGroup | None = None
+        self._begun: Future[WorkerGroup] | None = None
 
     def num_ranks(self) -> dict[str, int]:
         """Returns the number of ranks of each open group."""
@@ -53,7 +54,12 @@ class Workers:
 
     def __call__(self) -> WorkerGroup:
         if self._group is None or not self._group.is_open:
-            self._group = self._placed(after_loss=self._group is not None)
+            begun = self._take_begun()
+            if begun is None:
+                self._group = self._placed(after_loss=self._group is not None)
+            else:
+                begun.join()
+                self._group = self._checked(begun)
         return self._group
 
     def extra_group(self, name: str, size: int, python: str = "", *, on_workers: bool = False) -> WorkerGroup:
@@ -81,14 +87,28 @@ class Workers:
         return self._bundle
 
     def begin(self) -> None:
-        """Start the ranks without waiting for them: on this machine they load their libraries while data is prepared.
+        """Start Ray and the ranks in a thread: on this machine they load their libraries while data is prepared.
 
         On a cluster others wait for the places, and data may take long.
         """
+        bundle = self._bundle or self.check()
         if os.environ.get("RAY_ADDRESS") or self.models:
             return
-        with suppress(NoPlaceError):  # fewer workers are tried when a stage needs them
-            self._begun = WorkerGroup(self.sizes[0], self.config, bundle=self._bundle or self.check(), waits=False)
+        end_by_sigterm()
+        begun = self._begun = Future[WorkerGroup]()
+
+        def start() -> None:
+            try:
+                begun.set_result(WorkerGroup(self.sizes[0], self.config, bundle=bundle, waits=False))
+            except Exception as error:
+                begun.set_exception(error)
+
+        threading.Thread(target=start, name="begun workers").start()
+
+    def _take_begun(self) -> WorkerGroup | None:
+        """The ranks that `begin` started; None where it did not or could not, which then shows in another try."""
+        begun, self._begun = self._begun, None
+        return None if begun is None or begun.exception() is not None else begun.result()
 
     def take_back(self) -> None:
         """Return to the full number of workers between stages, if machines that were lost have come back."""
@@ -120,12 +140,13 @@ class Workers:
         python: str = "",
         host: WorkerGroup | None = None,
     ) -> WorkerGroup:
-        if self._begun is not None:
-            group, self._begun = self._begun, None
-            group.join()
-        else:
-            bundle = self._bundle or self.check()
-            group = WorkerGroup(size, config, bundle=bundle, waits_for_nodes=after_loss, python=python, host=host)
+        bundle = self._bundle or self.check()
+        return self._checked(
+            WorkerGroup(size, config, bundle=bundle, waits_for_nodes=after_loss, python=python, host=host)
+        )
+
+    def _checked(self, group: WorkerGroup) -> WorkerGroup:
+        """The group, whose ranks all see the run's folder and have the models. Closes it if that fails."""
         try:
             require_shared(group, self.folder)
             fetch_models(group, self.models)
@@ -141,10 +162,11 @@ class Workers:
 
     def close(self) -> None:
         """End all groups and leave the cluster, if any group was started."""
-        if self._begun is not None:
-            self._begun.close()
+        begun = self._take_begun()
+        if begun is not None:
+            begun.close()
         self.abandon()
-        if self._group is not None or self._begun is not None:
+        if self._group is not None or begun is not None:
             disconnect()
 
 

@@ -235,12 +235,17 @@ class Tokenizer:
 
     def encode_prompt(self, messages: Messages) -> list[int]:
         """Tokens up to the start of the assistant's next response."""
+        return self.encode_prompts([messages])[0]
+
+    def encode_prompts(self, prompts: Sequence[Messages]) -> list[list[int]]:
+        """`encode_prompt` of each, on all the library's threads."""
+        return [tokens for tokens, _ in self._encode_all([*map(self._rendered_prompt, prompts)])]
+
+    def _rendered_prompt(self, messages: Messages) -> tuple[str, list[Turn]]:
         text = self.render(messages, add_generation_prompt=True)
         # A template may show earlier turns otherwise than it did when they were the last.
-        turns = [
-            turn for before, whole in self._template.beginnings(messages) if (turn := turn_of(text, before, whole))
-        ]
-        return self._encode_all([(text, turns)])[0][0]
+        beginnings = self._template.beginnings(messages)
+        return text, [turn for before, whole in beginnings if (turn := turn_of(text, before, whole))]
 
     def encode_conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """`encode_conversations` for a single conversation."""

@@ -66,9 +66,9 @@ def _tag(word: str) -> str:
 
 def _next_pattern(patterns: list[str], left: set[str], known: set[str], rng: random.Random) -> str:
     """Picks a random pattern about the hero or a known word that uses words still needed, if there is one."""
-    on_topic = [p for p in patterns if "who" in slots_of(p) or known & set(slots_of(p))]
-    most = max(len(left & set(slots_of(p))) for p in on_topic)
-    return rng.choice([p for p in on_topic if len(left & set(slots_of(p))) >= min(most, 1)])
+    on_topic = [p for p in patterns if "who" in slots_of(p) or not known.isdisjoint(slots_of(p))]
+    needed = [p for p in on_topic if not left.isdisjoint(slots_of(p))]
+    return rng.choice(needed or on_topic)
 
 
 def list_items(request: ListRequest, rng: random.Random) -> list[str]:

@@ -116,6 +116,7 @@ class Sentence:
         return words[0] if len(words) == 1 else ""
 
 
+@cache
 def slots_of(pattern: str) -> tuple[str, ...]:
     """Returns the slot names of a pattern, in order."""
     return tuple(SLOT.findall(pattern))

@@ -83,7 +83,7 @@ def controller_of(
     """The controller before its first iteration."""
     tokenizer, stream = Tokenizer.load(models.sft), models.pretraining
     num_rows = len(stream_rows(stream.path, stream.seq_len)) if stream else 0
-    encoded = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
+    encoded = tokenizer.encode_prompts([prompt.messages for prompt in prompts])
     followed = followed_rows(len(prompts), roles.rows_multiple, context.seed) if config.follow_every_iterations else ()
     return PPOController(
         config, roles, encoded, models.scale, num_pretraining_rows=num_rows, seed=context.seed, followed=followed,

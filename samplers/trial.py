@@ -74,7 +74,7 @@ class Trial:
 
     @cached_property
     def prompts(self) -> list[list[int]]:
-        return [self.tokenizer.encode_prompt(messages) for messages in self.conversations]
+        return self.tokenizer.encode_prompts(self.conversations)
 
     @cached_property
     def seeds(self) -> list[int]:

@@ -1,11 +1,13 @@
 """Prompts are read and measured before anything is sampled from them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lm.tokenizer import Tokenizer
 from stages.run import StageRun
 from training.data import DataConfig, OnOverlong, Overlong, Prompt, read_prompts, untold
+
+PROMPTS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,7 @@ def fitting_prompts(
     room = run.model.max_position_embeddings - max_new_tokens
     found, num_truncated, lines = list[Prompt](), 0, list[str]()
     read = read_prompts(data, lines.append)
-    for prompt in read:
-        num_tokens = len(tokenizer.encode_prompt(prompt.messages))
+    for prompt, num_tokens in zip(read, _lengths(tokenizer, read), strict=True):
         if num_tokens <= room:
             found.append(prompt)
         elif on_overlong == "refuse":
@@ -54,6 +55,13 @@ def fitting_prompts(
     for line in lines:
         tell(line)
     return Fitting(found, overlong)
+
+
+def _lengths(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Iterator[int]:
+    """The prompts' numbers of tokens; few are encoded at once, so that their tokens take no memory to speak of."""
+    for start in range(0, len(prompts), PROMPTS_AT_ONCE):
+        part = prompts[start : start + PROMPTS_AT_ONCE]
+        yield from map(len, tokenizer.encode_prompts([prompt.messages for prompt in part]))
 
 
 def _shortened(

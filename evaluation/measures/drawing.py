@@ -61,7 +61,8 @@ def draw(
         raise ValueError(f"temperature is {temperature}; above 0 was expected: a greedy policy's KL is infinite")
     tokenizer = policy.tokenizer
     wanted = [(prompt, index) for prompt in prompts for index in range(num_samples)]
-    encoded = {prompt.prompt_id: tokenizer.encode_prompt(prompt.messages) for prompt in prompts}
+    tokens = tokenizer.encode_prompts([prompt.messages for prompt in prompts])
+    encoded = {prompt.prompt_id: own for prompt, own in zip(prompts, tokens, strict=True)}
     # Sorting prompts by length minimises padding.
     order = sorted(range(len(wanted)), key=lambda place: len(encoded[wanted[place][0].prompt_id]))
     found = generate(
