@@ -21,7 +21,7 @@ $(1) -c 'import os, pathlib, sysconfig; \
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv vllm test-engines demo test bench check lint format reference docs pins clean clean-venv
+.PHONY: help venv vllm test-engines demo test test-all bench check lint format reference docs pins clean clean-venv
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -63,15 +63,18 @@ test-engines: $(STAMP) vllm  ## Run the tests of sampling engines that need an e
 demo: $(STAMP)  ## Run the whole chain on a laptop's CPU and write its report.
 	$(BIN)/heed run configs/jobs/demo.toml
 
-test: $(STAMP)  ## Run the tests, a file at a time in each of three processes.
-	$(BIN)/pytest $(PARALLEL)
+test: $(STAMP)  ## Run the tests but the long ones, a file at a time in each of three processes.
+	$(BIN)/pytest $(PARALLEL) -m "not long" --durations=20
+
+test-all: $(STAMP)  ## Run all tests, as CI does.
+	$(BIN)/pytest $(PARALLEL) --durations=20
 
 bench: $(STAMP)  ## Measure Heed beside its peers, which are installed into .bench/, and write benchmarks/README.md.
 	$(BIN)/python -m benchmarks.speed
 
 # Lint and types use one core for most of a minute, and the tests wait for processes meanwhile.
-check: $(STAMP)  ## Run everything a change must pass: lint, format, types, layers, tests.
-	$(MAKE) --jobs=2 lint test
+check: $(STAMP)  ## Run everything a change must pass: lint, format, types, layers, all tests.
+	$(MAKE) --jobs=2 lint test-all
 
 lint: $(STAMP)  ## Lint, and check format, types and the order of layers.
 	$(BIN)/ruff check

@@ -54,7 +54,8 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 def _start(num_workers: int) -> None:
     require_cores(num_workers)
-    say("starting Ray")
+    if not local_ray.is_starting():
+        say("starting Ray")
     local_ray.start()
 
 

@@ -92,7 +92,7 @@ class Workers:
         On a cluster others wait for the places, and data may take long.
         """
         bundle = self._bundle or self.check()
-        if os.environ.get("RAY_ADDRESS") or self.models:
+        if os.environ.get("RAY_ADDRESS") or self.models or self._group is not None:
             return
         end_by_sigterm()
         begun = self._begun = Future[WorkerGroup]()
