@@ -122,8 +122,9 @@ class _Linear(torch.autograd.Function):
 
 
 def takes_fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Also without rows: ranks whose gradients come in different orders would add up different ones (ZeRO)."""
     is_fp32 = x.is_cpu and x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    return is_fp32 and x.numel() > 0 and ONEDNN_IS_FASTER
+    return is_fp32 and ONEDNN_IS_FASTER
 
 
 norms.rms_norm.replace_where(_takes_rms_norm, _rms_norm)

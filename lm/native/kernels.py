@@ -177,7 +177,9 @@ def weight_gradient(gradient_RF: Tensor, x_RD: Tensor) -> Tensor:
 
 
 def fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x Wᵀ + b in fp32, by oneDNN."""
+    """x Wᵀ + b in fp32, by oneDNN, which refuses empty operands."""
+    if not (x.numel() and weight.numel()):
+        return torch.nn.functional.linear(x, weight, bias)
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product
 

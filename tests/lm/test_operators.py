@@ -67,7 +67,7 @@ def test_an_operator_keeps_pytorch_s_rules(name: str) -> None:
     torch.library.opcheck(getattr(operators, name), arguments(name))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (37, 70, 33), (1552, 192, 576)])
+@pytest.mark.parametrize("sizes", [(0, 8, 5), (1, 1, 1), (37, 70, 33), (1552, 192, 576)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_an_fp32_product_by_onednn_is_a_linear_map(sizes: tuple[int, int, int], has_bias: bool) -> None:
     R, D, F = sizes
