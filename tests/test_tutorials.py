@@ -32,6 +32,7 @@ def run_blocks(page: Path, folder: Path) -> list[str]:
     return said
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_your_own_model(tmp_path: Path) -> None:
     said = run_blocks(ROOT / "docs" / "tutorials" / "your-own-model.md", tmp_path)
@@ -59,6 +60,7 @@ def test_your_own_model(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "sft-or-ppo" / "report.html").is_file()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_one_gpu(tmp_path: Path) -> None:
     planned, refused, ran, left, compared = run_blocks(ROOT / "docs" / "tutorials" / "one-gpu.md", tmp_path)[1:]

@@ -1,7 +1,9 @@
 """Heed's own measurements, each through the code that its stages run."""
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,8 +90,8 @@ def train(
     never = task.num_steps + 1
     config = LoopConfig("speed", 0, task.num_steps + 1, batch, save_every_steps=never, evaluate_every_steps=never)
     timed = Timed(objective, clock, amount)
-    folder = task.path / f"run-{task.kind}"
-    TrainingLoop(engine, config, timed, OneRow(objective), folder).run()
+    folder = tempfile.mkdtemp(prefix=f"run-{task.kind}-", dir=task.path)  # another round must not resume this one
+    TrainingLoop(engine, config, timed, OneRow(objective), Path(folder)).run()
     engine.close()
     return LIBRARY
 

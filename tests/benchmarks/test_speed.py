@@ -79,6 +79,13 @@ def test_a_process_prints_its_result_last(task: Callable[[str], Task]) -> None:
     assert "KeyError" in run(command(sys.executable, OWN_MODULE, replace(task("generate"), kind="none")), 1)["failed"]
 
 
+def test_a_second_round_trains_again(task: Callable[[str], Task]) -> None:
+    """And does not go on from what the first one saved."""
+    own = task("train")
+    found = [run(command(sys.executable, OWN_MODULE, own), threads=1) for _ in range(2)]
+    assert [round_["work"] for round_ in found] == [found[0]["work"]] * 2
+
+
 def test_the_ceiling_counts_the_products_of_a_training_step(task: Callable[[str], Task]) -> None:
     """6 FLOPs a token and weight of a linear map, of which only the tied head's embedding is one."""
     counts = Products(task("train")).of_row()

@@ -56,6 +56,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> ChaosResult:
     return result
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", STRUCK)
 def test_a_run_survives_a_fault_of_every_kind(kind: str, request: pytest.FixtureRequest) -> None:
     if IMPOSSIBLE.get(kind):
@@ -69,6 +70,7 @@ def test_a_run_survives_a_fault_of_every_kind(kind: str, request: pytest.Fixture
         assert fault.outcome == RESTARTED
 
 
+@pytest.mark.long
 def test_no_bit_differs_after_faults_of_every_kind(result: ChaosResult) -> None:
     assert result.differing == ()
     assert not result.has_failed

@@ -101,6 +101,7 @@ def test_a_rank_stopped_between_two_calls_is_found_by_the_next(pair: WorkerGroup
         pair.run("ppo", rank)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_pair")
 def test_ranks_that_make_no_progress_are_named_though_they_live() -> None:
     def work() -> str:
@@ -146,6 +147,7 @@ class Role:
         pass
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_pair")
 def test_a_rank_stopped_while_it_starts_is_named(opened: list[WorkerGroup]) -> None:
     def stop_first() -> None:
@@ -178,6 +180,7 @@ def test_the_listener_may_die_and_hangs_are_found_still(pair: WorkerGroup) -> No
     killing.join()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_pair")
 def test_a_listener_that_is_stopped_is_replaced_with_the_group() -> None:
     hasty = SOON.model_copy(update={"start_seconds": 12.0})

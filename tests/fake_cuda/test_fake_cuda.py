@@ -35,6 +35,7 @@ def passed(tmp_path_factory: pytest.TempPathFactory) -> Counter[str]:
     return Counter(case.attrib["classname"] for case in cases if case.find("skipped") is None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tests", FEWEST)
 def test_it_passes_on_the_fake_device(passed: Counter[str], tests: str) -> None:
     module = tests.removesuffix(".py").replace("/", ".")

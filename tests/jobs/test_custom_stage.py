@@ -51,6 +51,7 @@ def test_it_takes_under_sixty_lines() -> None:
     assert len([line for line in CODE.splitlines() if line.strip()]) < 60
 
 
+@pytest.mark.long
 def test_it_runs_is_killed_resumes_and_is_recorded_and_shown(heed: Callable[..., Any], tmp_path: Path) -> None:
     path = job_file(tmp_path, num_steps=60, save_every_steps=4)
     arguments = ("run", str(path), "--runs", str(tmp_path / "runs"))

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+pytestmark = pytest.mark.long
+
 NumSteps = Callable[[Path], int]
 DEBUG_JOB = Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml"
 FROM_MODELS = """

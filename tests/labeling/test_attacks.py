@@ -644,6 +644,7 @@ def test_half_sent_requests_are_closed_in_time_while_others_are_served(site):
     assert client.get("/sign-in").status_code == 200
 
 
+@pytest.mark.long
 @ON_ONE_DATABASE
 def test_a_byte_now_and_then_does_not_keep_a_connection(site):
     opened = site(header_seconds=2, body_seconds=2)
@@ -658,6 +659,7 @@ def test_a_byte_now_and_then_does_not_keep_a_connection(site):
             assert time.monotonic() - started < 10
 
 
+@pytest.mark.long
 def test_idle_connections_are_closed_and_slow_readers_too(site):
     opened = site(keep_alive_seconds=1, reading_seconds=2)
     with connect(opened) as connection:

@@ -445,6 +445,7 @@ def test_a_narrow_screen_long_words_and_right_to_left(site):
     assert text.evaluate("element => getComputedStyle(element).direction") == "rtl"
 
 
+@pytest.mark.long
 def test_no_page_has_a_barrier_that_axe_knows(site):
     code = "".join(f"```{name}\n{text}\n```\n\n" for name, text in CODE.items())
     rich = Task("t3", (Message("user", RICH),), (code, DEEP, "__init__ and\u202e"), ("u", "v", "w"))

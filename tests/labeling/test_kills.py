@@ -12,6 +12,8 @@ from preferences.accounts import Accounts
 from preferences.records import Message, Task
 from preferences.store import LabelStore
 
+pytestmark = pytest.mark.long
+
 NUM_KILLS, NUM_LABELERS, NUM_TASKS = 4, 4, 4_000
 CONFIG = LabelingConfig(asks_ratings=False)
 

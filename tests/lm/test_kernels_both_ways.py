@@ -18,6 +18,7 @@ TESTS = ("test_attention_kernel.py", "test_linear.py", "test_decoding.py")
 EMULATED = f"-include {HERE / 'native' / 'emulated_tiles.h'}"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not multiplies_bf16(), reason="needs a C++ compiler and AVX-512 BF16")
 def test_the_kernels_pass_their_tests_the_other_way(tmp_path: Path) -> None:
     has_unit = torch.cpu.get_capabilities().get("amx_bf16", False)

@@ -139,6 +139,7 @@ def test_groups_of_one_give_the_same_bits(
         assert torch.equal(weights[name], tensor), name
 
 
+@pytest.mark.long
 def test_groups_of_other_sizes_and_shards_agree_to_rounding(
     colocated: Trained,
     config: PPOConfig,
@@ -220,6 +221,7 @@ def test_learners_and_scorers_work_on_a_rollout_at_the_same_time(
     assert ray.get(busy)[0], "the learner's passes waited for the scorer"
 
 
+@pytest.mark.long
 def test_a_generator_lost_in_a_broadcast_is_named_though_the_learner_waits_for_it(
     groups: Groups, config: PPOConfig, models: InitialModels
 ) -> None:
@@ -252,6 +254,7 @@ def test_a_lost_generator_is_named(
             roles.generators.start_sampling(range(len(prompts)), prompts, range(len(prompts)))()
 
 
+@pytest.mark.long
 def test_a_generator_and_a_scorer_that_are_stopped_are_named(
     groups: Groups, config: PPOConfig, models: InitialModels, prompts: list[list[int]]
 ) -> None:

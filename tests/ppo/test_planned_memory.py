@@ -36,6 +36,8 @@ from ppo.shared_body import SharedBodyLearner
 from training.config import BatchConfig, EngineConfig, OptimizerConfig, Precision
 from training.data import DataConfig
 
+pytestmark = pytest.mark.long
+
 CONFIG = ModelConfig(
     vocab_size=1024, max_position_embeddings=80, hidden_size=256, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, intermediate_size=512,

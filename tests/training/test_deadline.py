@@ -82,6 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, start_two_ranks: Callable[.
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero_stage", ZERO_STAGES)
 def test_a_rank_that_hangs_is_noticed_in_time(folder: Path, zero_stage: int) -> None:
     seconds, message = (folder / f"error-{zero_stage}").read_text().split(maxsplit=1)

@@ -26,6 +26,8 @@ from training.engine import Engine, LossAndMetrics
 from training.objectives import CausalLMObjective
 from training.packing import IntArray
 
+pytestmark = pytest.mark.long
+
 CONFIG = ModelConfig(
     vocab_size=2048, max_position_embeddings=128, hidden_size=256, num_hidden_layers=4, num_attention_heads=8,
     num_key_value_heads=8, intermediate_size=1024, mlp="relu2",

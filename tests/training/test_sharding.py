@@ -23,6 +23,8 @@ from training.config import EngineConfig, OptimizerConfig
 from training.engine import Engine
 from training.objectives import CausalLMObjective
 
+pytestmark = pytest.mark.long
+
 SMALL = ModelConfig(
     vocab_size=32,
     max_position_embeddings=24,

@@ -10,6 +10,8 @@ from scipy import stats
 from benchmarks import compare_worlds
 from benchmarks.compare_coverage import coverage, permutation_p_values
 
+pytestmark = pytest.mark.long
+
 LEAST, MOST = 0.89, 0.995
 
 

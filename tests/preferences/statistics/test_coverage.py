@@ -5,6 +5,8 @@ import pytest
 from benchmarks.known_labelers import Size
 from benchmarks.label_coverage import coverage, few_tasks
 
+pytestmark = pytest.mark.long
+
 NUM_WORLDS, SIZE = 150, Size(num_ordinary=60, num_gold=24, num_repeats=24)
 
 # With 150 worlds, a coverage of 95% has a standard error of 1.8% (less where five labelers are counted). The worlds are
