@@ -53,6 +53,8 @@ from training.metrics import read_metrics
 from training.objectives import CausalLMObjective, PackedObjective, PairsObjective
 from training.packing import PackedRows, pack
 
+pytestmark = pytest.mark.long
+
 LIMIT_SECONDS = 560
 NUM_ROWS, NUM_STEPS, VOCABULARY = 8, 2, 300
 SHAPE = {

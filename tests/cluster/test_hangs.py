@@ -23,6 +23,8 @@ from cluster.failures import WorkerLostError
 from cluster.group import WorkerGroup
 from lm.progress import note_progress
 
+pytestmark = pytest.mark.long
+
 # Workers cannot import this module, so its functions and classes are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -101,7 +103,6 @@ def test_a_rank_stopped_between_two_calls_is_found_by_the_next(pair: WorkerGroup
         pair.run("ppo", rank)
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("no_pair")
 def test_ranks_that_make_no_progress_are_named_though_they_live() -> None:
     def work() -> str:
@@ -147,7 +148,6 @@ class Role:
         pass
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("no_pair")
 def test_a_rank_stopped_while_it_starts_is_named(opened: list[WorkerGroup]) -> None:
     def stop_first() -> None:
@@ -180,7 +180,6 @@ def test_the_listener_may_die_and_hangs_are_found_still(pair: WorkerGroup) -> No
     killing.join()
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("no_pair")
 def test_a_listener_that_is_stopped_is_replaced_with_the_group() -> None:
     hasty = SOON.model_copy(update={"start_seconds": 12.0})

@@ -13,6 +13,8 @@ import pytest
 from cluster.local import LocalCluster, host_names, is_alive, kill_process
 from cluster.network import Network, why_no_network
 
+pytestmark = pytest.mark.long
+
 WHY_NOT = why_no_network()
 needs_network = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 

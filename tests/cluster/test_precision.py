@@ -9,6 +9,7 @@ from cluster.precision import fast_precision, resolve_precision
 from training.config import EngineConfig
 
 
+@pytest.mark.long
 def test_the_workers_machines_decide_and_not_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
     here = fast_precision(False)
     other = {"bf16": "fp32", "fp32": "bf16"}[here]

@@ -18,6 +18,8 @@ from ppo.initial_models import InitialModels, ScoreScale
 from tests.hub_server import NAME, Hub, serve
 from training.stage import StageContext
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "configs" / "jobs" / "debug.toml"
 

@@ -12,6 +12,8 @@ import pytest
 
 from stages.lineage import code_version
 
+pytestmark = pytest.mark.long
+
 DEBUG = str(Path(__file__).parents[2] / "configs" / "jobs" / "debug.toml")
 ONLY_PRETRAIN = ("--only", "pretrain", "--set", "pretrain.batch.micro_batch_size=16")
 

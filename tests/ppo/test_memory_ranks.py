@@ -15,6 +15,8 @@ from ppo.roles import Roles
 from training.config import EngineConfig
 from training.packing import stream_rows
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[WorkerGroup]:

@@ -18,6 +18,8 @@ from ppo.roles import Roles
 from training.config import BatchConfig, EngineConfig
 from training.packing import stream_rows
 
+pytestmark = pytest.mark.long
+
 NUM_ITERATIONS = 2
 
 
