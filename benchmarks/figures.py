@@ -4,13 +4,14 @@
 
 stores the demo's figures as `benchmarks/demo.json` and writes them, with those of `make bench`
 (`benchmarks/speed/with-amx.json` and `without-amx.json`), between the markers of README.md and docs/tutorials/demo.md.
+Without a folder it only rewrites the documents from the stored files.
 `tests/benchmarks/test_figures.py` holds the documents to the stored files.
 """
 
 import json
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -120,12 +121,13 @@ def write_pages() -> None:
             write_between_markers(page, name, texts[name])
 
 
-def main(run: Path) -> None:
-    """Store the figures of the demo in folder `run`, and rewrite the documents."""
-    report = json.loads((run / "report.json").read_text(encoding="utf-8"))
-    write_text(DEMO, json.dumps(stored(report, describe()), indent=1) + "\n")
+def main(runs: Sequence[str]) -> None:
+    """Store the figures of the demo in a run's folder, if one is given, and rewrite the documents."""
+    for run in runs:
+        report = json.loads((Path(run) / "report.json").read_text(encoding="utf-8"))
+        write_text(DEMO, json.dumps(stored(report, describe()), indent=1) + "\n")
     write_pages()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1:])

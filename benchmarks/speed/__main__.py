@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import write_pages
 from benchmarks.speed import peers
 from benchmarks.speed.environments import ROOT
 from benchmarks.speed.machine import describe
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measure(given[0], given[1:])
     else:
         peers.main(given[1:] if given[:1] == ["peers"] else given)
+        write_pages()
 
 
 def measure(name: str, arguments: Sequence[str]) -> None:
